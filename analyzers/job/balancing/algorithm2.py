@@ -55,6 +55,7 @@ class Algorithm2Settings:
     """Go back to the fast approach once there is work for it again (speeds have changed); the listing never does."""
 
     def __post_init__(self) -> None:
+        """Raise InputError for a step or window below 1."""
         for name in ("step", "window", "fine_step", "fine_window"):
             if getattr(self, name) < 1:
                 raise InputError(name, f"is {getattr(self, name)}", "give a whole number >= 1")
@@ -95,6 +96,7 @@ class Algorithm2:
         settings: Algorithm2Settings | None = None,
         least: int = 1,
     ) -> None:
+        """Check sizes and limits, and begin in the fast approach without any history."""
         self.settings = settings if settings is not None else Algorithm2Settings()
         self.sizes = checked_sizes(sizes, least)
         self.least = least
@@ -143,7 +145,9 @@ class Algorithm2:
         return SizesDecision(sizes_now, leader, straggler, self.phase, moved, bool(remove))
 
     def _check_times(self, seconds: Floats, memory: Floats) -> None:
-        for name, values, lowest in (("seconds", seconds, np.nextafter(0, 1)), ("memory", memory, 0.0)):
+        """Raise InputError unless there are n finite ``seconds`` above 0, and n finite shares of ``memory`` of 0 or more."""
+        smallest_positive = np.nextafter(0, 1)
+        for name, values, lowest in (("seconds", seconds, smallest_positive), ("memory", memory, 0.0)):
             if values.shape != self.sizes.shape:
                 raise InputError(name, f"has shape {values.shape}", f"give one number for each of {len(self.sizes)}")
             is_wrong = ~(np.isfinite(values) & (values >= lowest))
@@ -152,16 +156,24 @@ class Algorithm2:
                 raise InputError(f"{name}[{worker}]", f"is {values[worker]:g}", "give finite numbers above 0")
 
     def _leader(self, seconds: Floats, memory: Floats) -> int | None:
-        """Return the fastest worker that may take one more step of samples."""
+        """Return the index of the fastest worker that may take one more step of samples; None: none may.
+
+        ``seconds`` (n,) of the last iteration, ``memory`` (n,) shares in use.
+        """
         has_room = (memory <= MEMORY_SHARE) & (self.sizes + self._step <= self.limits)
         return int(np.argmin(np.where(has_room, seconds, np.inf))) if has_room.any() else None
 
     @property
     def _step(self) -> int:
+        """Samples that move at a time in the present phase."""
         return self.settings.step if self.phase is Phase.APPROACH else self.settings.fine_step
 
     def _move_or_fine_tune(self, leader: int, straggler: int) -> tuple[int, int]:
-        """Return the samples to move, and 1 where removing the straggler is advised, else 0; may change the phase."""
+        """Return how many samples go from ``straggler`` to ``leader``, and 1 where removing the straggler is advised, else 0.
+
+        Samples move when the leader was the faster one in the whole window. A leader that was once slower than the straggler
+        shows that steps are too large: then the phase becomes fine tuning, as it does when the straggler has no step left.
+        """
         if self.settings.renew and self.phase is Phase.FINE and self._still_far_apart(leader, straggler):
             self.phase = Phase.APPROACH
             self._was_slower[:] = False  # that was before the change
@@ -181,25 +193,24 @@ class Algorithm2:
         return 0, 0
 
     def _still_far_apart(self, leader: int, straggler: int) -> bool:
-        """Return whether the leader would be faster after a step of the fast approach in each iteration of its window.
+        """Return whether the leader would still be the faster one after a step of the fast approach.
 
-        Times are taken as proportional to samples, which for GPUs is more than they change: no step is too large.
+        It must be in each iteration of the window. Times are taken as proportional to samples; GPUs' times change less than
+        that, so a step is never too large. False where the step would break a limit or the window is not yet full.
         """
         step, window, sizes = self.settings.step, self.settings.window, self.sizes
         at_limit = sizes[straggler] - step < self.least or sizes[leader] + step > self.limits[leader]
         if at_limit or len(self._recent) < window:
             return False
-        leader_growth, straggler_shrink = (
-            (sizes[leader] + step) / sizes[leader],
-            (sizes[straggler] - step) / sizes[straggler],
-        )
+        leader_growth = (sizes[leader] + step) / sizes[leader]
+        straggler_shrink = (sizes[straggler] - step) / sizes[straggler]
         return all(
             iteration_s[leader] * leader_growth < iteration_s[straggler] * straggler_shrink
             for iteration_s in list(self._recent)[-window:]
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs, as plain numbers."""
+        """Return the state for a checkpoint, as plain numbers and lists: sizes, phase, recent times and who was slower."""
         return {
             "sizes": self.sizes.tolist(),
             "phase": self.phase.value,
@@ -208,7 +219,10 @@ class Algorithm2:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from :meth:`state_dict`'s answer. Raises InputError where it is for other workers or another total."""
+        """Continue from the state that :meth:`state_dict` returned.
+
+        Raises InputError where it is of another number of workers or another total batch.
+        """
         sizes, present_sizes = np.array(state.get("sizes", []), dtype=np.int64), self.sizes
         if sizes.shape != present_sizes.shape or sizes.sum() != present_sizes.sum() or sizes.min() < self.least:
             job = f"this job has {len(present_sizes)} workers and {present_sizes.sum()} samples, {self.least} or more each"

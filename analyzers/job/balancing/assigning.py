@@ -20,36 +20,43 @@ from ddltool.errors import InputError
 
 # Whole units of the least possible time in CP-SAT's model.
 _UNITS = 10**9
+# Halvings of a bracket after which it is as narrow as floats allow.
 _HALVINGS = 60
 # Samples times ranks: beyond these, differencing takes more than a quarter of a second, and CP-SAT's model too long to make.
 _MOST_DIFFERENCED, _MOST_SOLVED = 1 << 18, 1 << 16
+# Relative difference up to which times count as equal, and what a quotient may lack to the next whole number.
 _SAME = 1e-9
 
 
 def seconds_of(costs: Floats, places: Ints, speeds: Floats) -> Floats:
-    """Return (m,) times of the ranks: the sum of the (n,) ``costs`` at each of the (n,) ``places``, over its speed."""
+    """Return (m,) seconds of the ranks: the sum of the costs that a rank has, over its speed.
+
+    ``places`` (n,) is the rank of each sample, ``costs`` (n,) what it costs, ``speeds`` (m,) cost per second of each rank.
+    """
     times: Floats = np.bincount(places, costs, minlength=len(speeds)) / speeds
     return times
 
 
 def lower_bound(costs: Floats, speeds: Floats) -> float:
-    """Return a time below which no assignment ends.
+    """Return a time in seconds before which no assignment of samples to ranks ends.
 
-    The k largest samples take at least as long as on the k fastest ranks alone, all samples as long as on all ranks. With
-    equal speeds, k + 1 of the k m + 1 largest samples share a rank.
+    It is the largest of three bounds. All samples take as long as if all ranks shared them perfectly. The k largest samples
+    take as long as if the k fastest ranks shared them perfectly. With m ranks of equal speed, k + 1 of the k m + 1 largest
+    samples must share a rank, and the smallest k + 1 of these are the least that it can have.
     """
     largest, fastest = np.sort(costs)[::-1], np.sort(speeds)[::-1]
-    few = min(len(largest), len(fastest) - 1)
-    bounds = [largest.sum() / fastest.sum(), *(np.cumsum(largest[:few]) / np.cumsum(fastest[:few]))]
+    most_samples = min(len(largest), len(fastest) - 1)
+    shared_by_fastest = np.cumsum(largest[:most_samples]) / np.cumsum(fastest[:most_samples])
+    bounds = [largest.sum() / fastest.sum(), *shared_by_fastest]
     if np.ptp(fastest) == 0:
-        for shared in range(1, (len(largest) - 1) // len(fastest) + 1):
-            last = shared * len(fastest)
-            bounds.append(largest[last - shared : last + 1].sum() / fastest[0])
+        for k in range(1, (len(largest) - 1) // len(fastest) + 1):
+            last = k * len(fastest)
+            bounds.append(largest[last - k : last + 1].sum() / fastest[0])
     return float(max(bounds))
 
 
 def lpt(costs: Floats, speeds: Floats) -> Ints:
-    """Return (n,) ranks: each sample, largest first, goes where it would end earliest.
+    """Return the (n,) rank of each sample by longest processing time first: each goes where it would end earliest.
 
     Never above 4/3 - 1/(3 m) of the best with equal speeds (Graham, 1969), 2 - 2/(m + 1) with others (Gonzalez, Ibarra and
     Sahni, 1977). O(n m).
@@ -63,31 +70,36 @@ def lpt(costs: Floats, speeds: Floats) -> Ints:
 
 
 def karmarkar_karp(costs: Floats, ranks: int) -> Ints:
-    """Return (n,) ranks of equal speed by the largest differencing method (Karmarkar and Karp, 1982) in ``ranks`` parts.
+    """Return the (n,) rank of each sample on ``ranks`` ranks of equal speed, by the largest differencing method.
 
-    The two partial assignments whose loads differ most are joined, the largest load of one with the smallest of the other.
+    At first each sample is a partial assignment of its own. The two whose loads differ most between ranks are joined, the
+    largest load of one with the smallest of the other, until one is left (Karmarkar and Karp, 1982).
     Never above 4/3 - 1/(3 m) of the best (Michiels et al., 2003). O(n m log m).
     """
-    none: Any = ()
+    # A partial assignment is (- difference of its loads, tie-breaker, (load, samples) of each rank by rising load). Samples are
+    # a tree of nested pairs, so that joining two takes no copying.
+    nothing: Any = ()
     waiting = [
-        (-cost, sample, [(0.0, none)] * (ranks - 1) + [(cost, (sample, none))])
+        (-cost, sample, [(0.0, nothing)] * (ranks - 1) + [(cost, (sample, nothing))])
         for sample, cost in enumerate(costs.tolist())
     ]
     heapq.heapify(waiting)
     while len(waiting) > 1:
-        (_, number, first), (_, _, second) = heapq.heappop(waiting), heapq.heappop(waiting)
+        (_, tie_breaker, first), (_, _, second) = heapq.heappop(waiting), heapq.heappop(waiting)
         joined = [(a + b, (left, right)) for (a, left), (b, right) in zip(first, reversed(second), strict=True)]
         joined.sort(key=lambda part: part[0])
-        heapq.heappush(waiting, (joined[0][0] - joined[-1][0], number, joined))
+        smallest_load, largest_load = joined[0][0], joined[-1][0]
+        heapq.heappush(waiting, (smallest_load - largest_load, tie_breaker, joined))
     places = np.zeros(len(costs), dtype=np.int64)
-    for rank, (_, part) in enumerate(waiting[0][2]):
-        open_parts = [part]
-        while open_parts:
-            for piece in open_parts.pop():
-                if isinstance(piece, int):
-                    places[piece] = rank
-                elif piece:
-                    open_parts.append(piece)
+    (_, _, whole_assignment) = waiting[0]
+    for rank, (_, tree) in enumerate(whole_assignment):
+        open_trees = [tree]  # a walk with a list of its own: trees may be deeper than Python's recursion allows
+        while open_trees:
+            for node in open_trees.pop():
+                if isinstance(node, int):
+                    places[node] = rank
+                elif node:
+                    open_trees.append(node)
     return places
 
 
@@ -97,9 +109,10 @@ def is_differenced(costs: Floats, speeds: Floats) -> bool:
 
 
 def balanced(costs: Floats, speeds: Floats, passes: int = 1) -> Ints:
-    """Return (n,) places, ``rank * passes + pass``, of samples with (n,) ``costs`` on ranks with (m,) ``speeds``.
+    """Return the (n,) place of each sample, which is ``rank * passes + pass``, so that all ranks end about together.
 
-    The same on every machine; each place has a sample where there are so many.
+    ``costs`` (n,) of the samples, ``speeds`` (m,) of the ranks; each rank makes ``passes`` passes. The result is the same on
+    every machine, so ranks need not ask each other. No place is left without a sample if there are enough.
     """
     ranks, choices = len(speeds), [lpt(costs, speeds)]
     if is_differenced(costs, speeds):
@@ -109,61 +122,70 @@ def balanced(costs: Floats, speeds: Floats, passes: int = 1) -> Ints:
 
 
 def in_passes(costs: Floats, places: Ints, ranks: int, passes: int) -> Ints:
-    """Return (n,) places ``rank * passes + pass`` of samples on ranks ``places``, passes of a rank as even as LPT makes them.
+    """Return the (n,) place ``rank * passes + pass`` of each sample, from its rank in ``places`` (n,).
 
-    A rank's costlier passes come first, so that those of all ranks that meet in each pass are alike.
+    The samples of a rank are shared out to its passes by LPT. Its costlier passes come first, so that the passes in which
+    ranks wait for each other are alike.
     """
-    found = places * passes
-    for rank in range(ranks if passes > 1 else 0):
-        mine = np.flatnonzero(places == rank)
-        parts = filled(costs[mine], lpt(costs[mine], np.ones(passes)), passes)
-        order = np.argsort(-np.bincount(parts, costs[mine], minlength=passes), kind="stable")
-        found[mine] += np.argsort(order)[parts]
-    return found
+    rank_and_pass = places * passes
+    if passes == 1:
+        return rank_and_pass
+    for rank in range(ranks):
+        samples = np.flatnonzero(places == rank)
+        pass_of = filled(costs[samples], lpt(costs[samples], np.ones(passes)), passes)
+        costliest_first = np.argsort(-np.bincount(pass_of, costs[samples], minlength=passes), kind="stable")
+        rank_and_pass[samples] += np.argsort(costliest_first)[pass_of]
+    return rank_and_pass
 
 
 def filled(costs: Floats, places: Ints, count: int, least: int = 1) -> Ints:
-    """Return (n,) places of which each of ``count`` has ``least`` samples or more, where n is enough for that.
+    """Return the (n,) place of each sample, changed so that each of ``count`` places has ``least`` samples or more.
 
-    What is missing somewhere are the cheapest samples of the place that has most.
+    While a place lacks one, the place with most samples gives it its cheapest. Nothing changes where there are too few samples.
     """
     places = places.copy()
-    numbers = np.bincount(places, minlength=count)
-    while len(places) >= count * least and numbers.min() < least:
-        giver, taker = int(np.argmax(numbers)), int(np.argmin(numbers))
-        theirs = np.flatnonzero(places == giver)
-        places[theirs[np.argmin(costs[theirs])]] = taker
-        numbers[giver] -= 1
-        numbers[taker] += 1
+    sample_counts = np.bincount(places, minlength=count)
+    while len(places) >= count * least and sample_counts.min() < least:
+        giver, taker = int(np.argmax(sample_counts)), int(np.argmin(sample_counts))
+        givers_samples = np.flatnonzero(places == giver)
+        places[givers_samples[np.argmin(costs[givers_samples])]] = taker
+        sample_counts[giver] -= 1
+        sample_counts[taker] += 1
     return places
 
 
 def by_length(costs: Floats, speeds: Floats, passes: int = 1) -> Ints:
-    """Return (n,) places of samples that are padded to the longest of their pass: the sorted batch cut at lengths.
+    """Return the (n,) place ``rank * passes + pass`` of each sample, where passes are padded to their longest sample.
 
-    A pass takes its number of samples times the largest of their costs. Faster ranks get the longer samples. With one pass
-    and equal speeds no other assignment ends earlier: a place whose longest sample is shorter takes no fewer samples.
+    A padded pass takes its number of samples times the largest of their costs, so the batch is sorted and cut: each place
+    takes neighbours, faster ranks the longer ones. The least time for which all samples find a place is found by bisection.
+    With one pass and equal speeds no other assignment ends earlier: a place whose longest sample is shorter takes no fewer.
     """
     order = np.argsort(-costs, kind="stable")
     ranks = np.argsort(-speeds, kind="stable")
     place_speeds, sorted_costs = np.repeat(speeds[ranks], passes), costs[order].tolist()
-    cuts = list(range(0, len(costs), -(-len(costs) // len(place_speeds))))
+    cuts = list(range(0, len(costs), -(-len(costs) // len(place_speeds))))  # equal numbers of samples, rounded up
     low, high = 0.0, max(sorted_costs) * len(costs) / float(place_speeds.min())
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        tried = _cut_at(sorted_costs, place_speeds.tolist(), middle)
-        if tried is None:
+        cuts_within = _cut_at(sorted_costs, place_speeds.tolist(), middle)
+        if cuts_within is None:
             low = middle
         else:
-            high, cuts = middle, tried
-    cut = np.searchsorted(np.array(cuts), np.arange(len(costs)), side="right") - 1
+            high, cuts = middle, cuts_within
+    # Of the sorted samples: the place, counted in the order of the cuts, fastest rank first.
+    cut_index = np.searchsorted(np.array(cuts), np.arange(len(costs)), side="right") - 1
     places = np.empty(len(costs), dtype=np.int64)
-    places[order] = np.repeat(ranks * passes, passes)[cut] + np.tile(np.arange(passes), len(ranks))[cut]
+    places[order] = np.repeat(ranks * passes, passes)[cut_index] + np.tile(np.arange(passes), len(ranks))[cut_index]
     return filled(costs, places, len(place_speeds))
 
 
 def _cut_at(costs: list[float], speeds: list[float], limit: float) -> list[int] | None:
-    """Return where each place begins in the descending ``costs`` when none takes longer than ``limit``; None: impossible."""
+    """Return the index in ``costs`` at which each place begins, where no place takes longer than ``limit`` seconds.
+
+    ``costs`` fall, and a place takes as long as its number of samples times its first cost, over its speed. None: the places
+    cannot hold all samples within the limit.
+    """
     begin, cuts = 0, []
     for speed in speeds:
         cuts.append(begin)
@@ -177,6 +199,7 @@ class Proven:
     """The best assignment that CP-SAT has found."""
 
     places: Ints
+    """(n,) rank of each sample."""
     seconds: float
     """When its last rank ends."""
     bound: float
@@ -189,11 +212,11 @@ class Proven:
 
 
 def solve(costs: Floats, speeds: Floats, limit_s: float, seed: int = 0, gap: float = 0.0) -> Proven:
-    """Return the best assignment of samples to ranks within ``limit_s`` seconds, and a proven bound.
+    """Return the best assignment of (n,) samples to (m,) ranks that CP-SAT finds in ``limit_s`` seconds, and a proven bound.
 
-    The search begins at :func:`balanced`, and is left out where that is within ``gap`` of :func:`lower_bound`, and for more
-    than 65,536 samples times ranks. Costs are rounded down to billionths of the least possible time, so that the bound holds
-    for the exact ones.
+    The search begins at :func:`balanced`. It is left out where that is within the share ``gap`` of :func:`lower_bound`, and
+    for more than 65,536 samples times ranks. CP-SAT needs whole numbers: costs are rounded down to billionths of the least
+    possible time, so that its bound holds for the exact costs too.
     """
     from ortools.sat.python import cp_model
 
@@ -201,10 +224,10 @@ def solve(costs: Floats, speeds: Floats, limit_s: float, seed: int = 0, gap: flo
 
     start = balanced(costs, speeds)
     seconds, bound = float(seconds_of(costs, start, speeds).max()), lower_bound(costs, speeds)
-    known = Proven(places=start, seconds=seconds, bound=bound)
-    if known.is_optimal or seconds <= bound * (1 + gap) or limit_s <= 0 or len(costs) * len(speeds) > _MOST_SOLVED:
-        return known
-    times = np.floor(costs[:, None] / speeds * (_UNITS / bound)).astype(np.int64)
+    unsolved = Proven(places=start, seconds=seconds, bound=bound)
+    if unsolved.is_optimal or seconds <= bound * (1 + gap) or limit_s <= 0 or len(costs) * len(speeds) > _MOST_SOLVED:
+        return unsolved
+    unit_times = np.floor(costs[:, None] / speeds * (_UNITS / bound)).astype(np.int64)  # (n, m)
     model = cp_model.CpModel()
     end = model.new_int_var(_UNITS - len(costs), int(seconds / bound * _UNITS), "end")
     order = np.argsort(-costs, kind="stable").tolist()
@@ -212,30 +235,34 @@ def solve(costs: Floats, speeds: Floats, limit_s: float, seed: int = 0, gap: flo
     chosen = [[model.new_bool_var("") for _ in speeds] for _ in costs]
     for position, sample in enumerate(order):
         model.add_exactly_one(chosen[sample])
-        for rank in range(
-            position + 1, len(speeds) if are_alike else 0
-        ):  # ranks are alike: the k-th opens at most the k-th
+        # Ranks of equal speed can be exchanged: the k-th sample goes to one of the first k ranks, without loss.
+        barred_ranks = range(position + 1, len(speeds)) if are_alike else ()
+        for rank in barred_ranks:
             model.add(chosen[sample][rank] == 0)
     for rank in range(len(speeds)):
-        model.add(sum(int(times[sample, rank]) * chosen[sample][rank] for sample in range(len(costs))) <= end)
+        model.add(sum(int(unit_times[sample, rank]) * chosen[sample][rank] for sample in range(len(costs))) <= end)
     model.minimize(end)
     solver = solver_for(limit_s, seed)
     status = run(solver, model)
     places = start
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        found = np.array([[solver.boolean_value(choice) for choice in row] for row in chosen]).argmax(axis=1)
-        places = min(start, found, key=lambda each: float(seconds_of(costs, each, speeds).max()))
+        solved = np.array([[solver.boolean_value(choice) for choice in row] for row in chosen]).argmax(axis=1)
+        # By exact costs the start may be the better one.
+        places = min(start, solved, key=lambda places: float(seconds_of(costs, places, speeds).max()))
     reached = float(seconds_of(costs, places, speeds).max())
     return Proven(places=places, seconds=reached, bound=bound * max(1.0, solver.best_objective_bound / _UNITS))
 
 
 def checked_costs(costs: ArrayLike, where: str = "costs") -> Floats:
-    """Return (n,) costs as floats. Raises InputError for none, and for one that is not finite and above 0."""
-    found = np.asarray(costs, dtype=np.float64)
-    if found.ndim != 1 or not len(found):
-        raise InputError(where, f"has shape {found.shape}", "give one number for each sample")
-    is_wrong = ~(np.isfinite(found) & (found > 0))
+    """Return the (n,) costs as floats.
+
+    Raises InputError where there are none, or one is not finite and above 0; ``where`` is what the error calls them.
+    """
+    checked = np.asarray(costs, dtype=np.float64)
+    if checked.ndim != 1 or not len(checked):
+        raise InputError(where, f"has shape {checked.shape}", "give one number for each sample")
+    is_wrong = ~(np.isfinite(checked) & (checked > 0))
     if is_wrong.any():
-        place = int(np.argmax(is_wrong))
-        raise InputError(f"{where}[{place}]", f"is {found[place]:g}", "give finite numbers above 0")
-    return found
+        sample = int(np.argmax(is_wrong))
+        raise InputError(f"{where}[{sample}]", f"is {checked[sample]:g}", "give finite numbers above 0")
+    return checked

@@ -41,7 +41,7 @@ class Report:
 
     @classmethod
     def of(cls, rows: Floats) -> Report:
-        """Return the report in (n, 5) rows of samples, seconds, memory, cpu, available."""
+        """Return the report in (n, 5) rows, one per worker: samples, seconds, memory, cpu, available."""
         samples, seconds, memory, cpu, available = np.asarray(rows, dtype=np.float64).T
         return cls(samples=samples.astype(np.int64), seconds=seconds, memory=memory, cpu=cpu, available=available)
 
@@ -89,6 +89,7 @@ class SpeedPolicy:
         tolerance: float | None = 0.0,
         least: int = 1,
     ) -> None:
+        """Check sizes and limits; raises InputError, and Infeasible where limits cannot hold the total."""
         self.sizes = checked_sizes(sizes, least)
         self.total = int(self.sizes.sum())
         self.least = least
@@ -102,7 +103,11 @@ class SpeedPolicy:
         self._prediction_errors: deque[float] = deque(maxlen=ERRORS_KEPT)
 
     def choose(self, report: Report) -> Choice:
-        """Learn (n,) speeds and return sizes for the next ones, predicted from the readings of now."""
+        """Learn the speeds in ``report`` and return the sizes for the next iteration.
+
+        Sizes change only where the longest predicted time falls by more than the tolerance; until all speeds can be predicted
+        they stay.
+        """
         if not self._has_readings:
             self._predictor.predict(report.cpu, report.available)  # nothing is known yet; it keeps the readings
             self._has_readings = True
@@ -118,9 +123,8 @@ class SpeedPolicy:
         limits = np.where(report.memory > MEMORY_SHARE, np.minimum(self.limits, self.sizes), self.limits)
         best_sizes = proportional(speeds, self.total, limits, self.least)
         least_gain = self.tolerance
-        if (
-            least_gain is None
-        ):  # the median error: a lasting change of speed makes few large errors and is then followed
+        if least_gain is None:
+            # The median error: a lasting change of speed makes few large errors and is then followed.
             least_gain = float(np.median(self._prediction_errors)) if self._prediction_errors else 0.0
         if float((best_sizes / speeds).max()) <= (1 - least_gain) * float((self.sizes / speeds).max()):
             self.sizes = best_sizes
@@ -131,7 +135,7 @@ class TrialPolicy(Algorithm2):
     """Algorithm 2: samples move between leader and straggler."""
 
     def choose(self, report: Report) -> Choice:
-        """Return sizes after one more iteration's times."""
+        """Return the batch sizes after one more iteration's ``report``, with what is worth telling about them."""
         before = self.phase
         decision = self.observe(report.seconds, report.memory, report.samples)
         return Choice(

@@ -17,24 +17,41 @@ from ddltool.arrays import Floats
 from ddltool.device import DEVICES_PER_NODE
 from ddltool.shipped import calibration, known_devices
 
+# Lengths to trace, as shares of the longest: three, for the three coefficients of a sample's cost.
 _SHARES = (1 / 16, 1 / 4, 1.0)
+# Kernels are fastest at lengths that are multiples of this.
 _MULTIPLE = 64
 
 
 def lengths_tried(longest: int) -> tuple[int, ...]:
-    """Return the three lengths of steps: a sixteenth, a quarter and the whole of the longest, in multiples of 64."""
+    """Return three lengths, in tokens, at which a step is predicted.
+
+    They are a sixteenth, a quarter and the whole of ``longest``, rounded up to multiples of 64. Where that makes two of them
+    equal, twice and four times the largest fill up, as the fit needs three different ones.
+
+    >>> lengths_tried(4096), lengths_tried(100)
+    ((256, 1024, 4096), (64, 128, 256))
+    """
     rounded = [_MULTIPLE * max(math.ceil(share * longest / _MULTIPLE), 1) for share in _SHARES]
-    return tuple(dict.fromkeys([*rounded, 2 * rounded[-1], 4 * rounded[-1]]))[:3]
+    different = tuple(dict.fromkeys([*rounded, 2 * rounded[-1], 4 * rounded[-1]]))
+    return different[:3]
 
 
 def cost_of_model(
     source: Source, device: str, precision: str, *, longest: int, replicas: int, sharded: bool = False
 ) -> SampleCost:
-    """Return the seconds of a sample of ``source`` on a device type, and those of a step whatever its samples.
+    """Return what a sample of a model costs by its length, and what a step costs besides, in seconds on a device type.
 
-    A sample's are those that a second one of its length adds to a step of one; what is there once (launches, reading of
-    weights, the update, exposed communication of ``replicas``) belongs to the step, of the middle length. For lengths up to
-    ``longest`` tokens. Raises InputError for an unknown device, and for a source that cannot be traced.
+    A sample's cost is what a step of two samples takes more than a step of one. What a step has once (launches, reading of
+    weights, the update, exposed communication of ``replicas``) is the step's cost; of the three lengths tried, the middle
+    value counts. Raises InputError for an unknown device, and for a source that cannot be traced.
+
+    Args:
+        source: of the model.
+        precision: of the computation, by name.
+        longest: tokens of the longest sample.
+        replicas: data-parallel ranks.
+        sharded: whether parameters are sharded (FSDP) and not replicated (DDP).
     """
     gpu = known_devices().gpu(device)
     model = cost_model(gpu, calibration())
@@ -50,17 +67,25 @@ def cost_of_model(
 
 
 def fitted(lengths: Floats, added_s: Floats, once_s: float) -> SampleCost:
-    """Return the cost whose coefficients, none below 0, miss (n,) seconds of samples of (n,) ``lengths`` least, as shares."""
-    terms = np.stack([lengths, lengths**2, np.ones_like(lengths)], axis=1) / added_s[:, None]
-    scale = terms.max(axis=0)
-    per_token, per_square, per_sample = (nnls(terms / scale, np.ones_like(lengths))[0] / scale).tolist()
+    """Return the cost of a sample, ``a L + b L^2 + c``, that fits ``added_s`` (n,) seconds at ``lengths`` (n,) tokens best.
+
+    Coefficients are 0 or more, and relative errors count. ``once_s``: seconds of a step whatever its samples.
+    """
+    relative_terms = np.stack([lengths, lengths**2, np.ones_like(lengths)], axis=1) / added_s[:, None]
+    scale = relative_terms.max(axis=0)  # brings the columns to one size, for the solver's tolerance
+    coefficients = nnls(relative_terms / scale, np.ones_like(lengths))[0] / scale
+    per_token, per_square, per_sample = coefficients.tolist()
     return SampleCost(per_token=per_token, per_square=per_square, per_sample=per_sample, per_step=once_s)
 
 
 def _added_and_once(work: WorkCurve, model: CostModel, setting: Setting, replicas: int) -> tuple[float, float]:
-    """Return the seconds that a second sample adds to a step, and those of a step without what a sample adds."""
+    """Return two times in seconds: what a second sample adds to a step, and what a step on ``replicas`` takes besides.
+
+    The first is of one replica; the second is a step of one sample on all replicas, without what the sample adds.
+    """
     nodes = math.ceil(replicas / setting.fabric.gpus_per_node)
-    places = [Placement(num_nodes=1, num_replicas=1), Placement(num_nodes=nodes, num_replicas=replicas)]
-    one, two, together, _ = predict(work, model, setting, (1, 2), places)
-    added_s = two.step_time_s - one.step_time_s
-    return added_s, together.step_time_s - added_s
+    placements = [Placement(num_nodes=1, num_replicas=1), Placement(num_nodes=nodes, num_replicas=replicas)]
+    # By placement, then by batch size.
+    alone_one, alone_two, together_one, _ = predict(work, model, setting, (1, 2), placements)
+    added_s = alone_two.step_time_s - alone_one.step_time_s
+    return added_s, together_one.step_time_s - added_s

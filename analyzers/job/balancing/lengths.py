@@ -36,6 +36,7 @@ DEFAULT_PER_SQUARE = 1 / (12 * _WIDTH)
 _MEGABATCH = 50
 # Below this gap an assignment counts as good enough to leave the solver out.
 WORTH_SOLVING = 1e-3
+# Bootstrap samples of a speedup, and the percentiles that bound its 95 % interval.
 _RESAMPLES = 1000
 _RANGE = (2.5, 97.5)
 # Samples: beyond these, those of a histogram are not laid out, and no more are drawn.
@@ -56,13 +57,14 @@ class SampleCost:
     per_step: float = 0.0
 
     def __post_init__(self) -> None:
+        """Raise InputError for a negative or infinite coefficient, and where a sample would cost nothing."""
         values = astuple(self)
         if not all(math.isfinite(value) and value >= 0 for value in values) or not sum(values[:3]) > 0:
             given = ",".join(f"{value:g}" for value in values)
             raise InputError("cost", f"is {given}", "give finite numbers of 0 or more, one of the first three above 0")
 
     def of(self, lengths: ArrayLike) -> Floats:
-        """Return (n,) costs of samples of (n,) ``lengths`` tokens."""
+        """Return the (n,) costs of samples of (n,) ``lengths`` tokens, in the unit of the coefficients."""
         tokens = np.asarray(lengths, dtype=np.float64)
         costs: Floats = self.per_token * tokens + self.per_square * tokens**2 + self.per_sample
         return costs
@@ -120,66 +122,80 @@ class WaysCompared:
 
 
 def draw(lengths: Ints, counts: Ints, total: int, batches: int, seed: int) -> Ints:
-    """Return (K, total) lengths of up to ``batches`` whole global batches in random order, at most one epoch.
+    """Return (K, total) lengths in tokens of global batches in random order, as an epoch of training draws them.
 
-    ``counts``: (n,) samples of each of the (n,) lengths. Raises InputError where there are too few for one batch.
+    ``counts`` (n,) samples have each of the (n,) ``lengths``; ``total`` samples are a batch. K is ``batches``, or as many whole
+    batches as an epoch has. Raises InputError where there are too few samples for one batch.
     """
-    chance, samples = np.random.default_rng(seed), int(counts.sum())
+    rng, samples = np.random.default_rng(seed), int(counts.sum())
     wanted = total * min(batches, samples // total, max(_MOST_DRAWN // total, 1))
     if not wanted:
         raise InputError("total_batch", f"is {total}", f"the file has {samples} samples: give at most so many")
     if samples <= _MOST_LAID_OUT:
-        drawn = chance.permutation(np.repeat(lengths, counts))[:wanted]
-    else:
-        drawn = chance.choice(lengths, wanted, p=counts / counts.sum())
+        drawn = rng.permutation(np.repeat(lengths, counts))[:wanted]
+    else:  # of so many samples, drawing without replacement is as good as with
+        drawn = rng.choice(lengths, wanted, p=counts / counts.sum())
     return drawn.reshape(-1, total)
 
 
 def compare(
     batches: Ints, job: LengthsJob, limit_s: float, seed: int = 0, advance: Callable[[int, str], None] = lambda *_: None
 ) -> WaysCompared:
-    """Return the steps of every way over the (K, B) lengths of ``batches``; ``limit_s``: seconds for all of the solver's work.
+    """Return what the steps take under every way of sharing out the samples of the same global batches.
 
     Raises InputError for a sample longer than ``job.max_tokens``.
+
+    Args:
+        batches: (K, B) lengths in tokens of the samples of K global batches.
+        job: ranks, passes and costs.
+        limit_s: seconds for all of the solver's work.
+        seed: of the solver.
+        advance: gets the index of each batch that the solver begins with, for a display of progress.
     """
     if job.max_tokens is not None and (longest := int(batches.max())) > job.max_tokens:
         raise InputError("max_tokens", f"is {job.max_tokens}", f"the longest sample has {longest}: give that or more")
-    ranks, count, passes = len(job.speeds), batches.shape[1], _passes(job)
-    costs, gaps, best, left_s = job.cost.of(batches), list[float](), list[Ints](), limit_s
+    ranks, batch_size, passes = len(job.speeds), batches.shape[1], _passes(job)
+    costs = job.cost.of(batches)
+    gaps, solved_ranks, left_s = list[float](), list[Ints](), limit_s
     for index, batch_costs in enumerate(costs):
         advance(index, "cp_sat")
         begun_s = time.perf_counter()
+        # An equal part of the time that is left, so that what an easy batch does not need goes to the others.
         proven = solve(batch_costs, job.speeds, left_s / (len(costs) - index), seed, WORTH_SOLVING)
         left_s -= time.perf_counter() - begun_s
         gaps.append(proven.seconds / proven.bound - 1)
-        best.append(proven.places)
+        solved_ranks.append(proven.places)
 
     def assigned(choose: Callable[[Floats], Ints], lengths: Ints = batches, padded: bool = False) -> TimedSteps:
+        """Return the steps over (K, B) ``lengths`` where ``choose`` makes the (B,) places from the (B,) costs of a batch."""
         shared = (_by_place(job, row, choose(job.cost.of(row)), padded) for row in lengths)
         return timed(job, shared, padded)
 
-    blocks = np.array_split(np.arange(count), ranks)
+    # As a sampler deals them out: the first samples of a batch to the first rank, and so on.
+    blocks = np.array_split(np.arange(batch_size), ranks)
     in_order = np.repeat(np.arange(ranks), [len(block) for block in blocks])
-    found = {
+    steps_by_way = {
         way: timed(job, (_in_order(job, row, in_order, padded) for row in batches), padded)
         for way, padded in (("padded", True), ("unpadded", False))
     }
-    found["grouped"] = timed(job, _grouped(job, batches), padded=True)
-    found["sorted"] = assigned(lambda row: by_length(row, job.speeds, passes), padded=True)
-    found["lpt"] = assigned(lambda row: in_passes(row, lpt(row, job.speeds), ranks, passes))
+    steps_by_way["grouped"] = timed(job, _grouped(job, batches), padded=True)
+    steps_by_way["sorted"] = assigned(lambda row: by_length(row, job.speeds, passes), padded=True)
+    steps_by_way["lpt"] = assigned(lambda row: in_passes(row, lpt(row, job.speeds), ranks, passes))
     if is_differenced(costs[0], job.speeds):
-        found["karmarkar_karp"] = assigned(lambda row: in_passes(row, karmarkar_karp(row, ranks), ranks, passes))
-    places = [in_passes(row, proven, ranks, passes) for row, proven in zip(costs, best, strict=True)]
-    shared = [_by_place(job, row, each) for row, each in zip(batches, places, strict=True)]
-    found["cp_sat"] = timed(job, shared, padded=False)
+        steps_by_way["karmarkar_karp"] = assigned(lambda row: in_passes(row, karmarkar_karp(row, ranks), ranks, passes))
+    shared = [
+        _by_place(job, lengths, in_passes(batch_costs, rank_of, ranks, passes))
+        for lengths, batch_costs, rank_of in zip(batches, costs, solved_ranks, strict=True)
+    ]
+    steps_by_way["cp_sat"] = timed(job, shared, padded=False)
     if job.window > 1:
-        order = regrouped(costs.ravel(), ranks, count, job.window)
+        order = regrouped(costs.ravel(), ranks, batch_size, job.window)
         moved = batches.ravel()[order].reshape(batches.shape)
-        found["window"] = assigned(lambda row: balanced(row, job.speeds, passes), moved)
+        steps_by_way["window"] = assigned(lambda row: balanced(row, job.speeds, passes), moved)
     if job.pack is not None:
-        found |= _packed(job, batches.ravel(), job.pack)
+        steps_by_way |= _packed(job, batches.ravel(), job.pack)
     return WaysCompared(
-        steps={way: found[way] for way in WAYS if way in found},
+        steps={way: steps_by_way[way] for way in WAYS if way in steps_by_way},
         gaps=gaps,
         solver_s=limit_s - left_s,
         first=shared[0],
@@ -187,12 +203,13 @@ def compare(
 
 
 def speedup(today: TimedSteps, other: TimedSteps, paired: bool, seed: int) -> tuple[float, float, float]:
-    """Return how many times as many tokens per second ``other`` makes as ``today``, and the 95 % interval by the bootstrap.
+    """Return by which factor ``other`` makes more tokens per second than ``today``, and the ends of its 95 % interval.
 
-    Steps are drawn again with replacement; ``paired``: both ways take the same batches.
+    The interval is a bootstrap's: steps are drawn again with replacement. ``paired``: both ways took the same batches, so the
+    same steps are drawn for both.
     """
-    chance = np.random.default_rng(seed)
-    picks = [chance.integers(0, len(steps.seconds), (_RESAMPLES, len(steps.seconds))) for steps in (today, other)]
+    rng = np.random.default_rng(seed)
+    picks = [rng.integers(0, len(steps.seconds), (_RESAMPLES, len(steps.seconds))) for steps in (today, other)]
     if paired:
         picks[1] = picks[0]
     rates = [
@@ -204,102 +221,135 @@ def speedup(today: TimedSteps, other: TimedSteps, paired: bool, seed: int) -> tu
 
 
 def regrouped(costs: Floats, ranks: int, total: int, window: int) -> Ints:
-    """Return an order of (n,) samples in which the outliers of every ``window`` global batches come together.
+    """Return an order (n,) of samples in which the outliers of every ``window`` global batches come together.
 
-    An outlier costs more than a rank has on average, so that all others wait for it; ``ranks`` of them in one batch wait for
-    each other alone. What is left goes, costliest first, to the batch that it makes least longer, of such to the one that
-    has least. A sample moves by less than ``window`` global batches; what fills no whole stretch of them stays.
+    An outlier costs more than a rank has on average, so that all other ranks wait for it. ``ranks`` outliers in one batch wait
+    for each other only. The other samples follow, costliest first: each goes to the batch that it prolongs least, and of equal
+    ones to the one with the least cost so far. A sample stays within its stretch of ``window`` batches of ``total`` samples;
+    samples after the last whole stretch stay where they are.
     """
     order, stretch = np.arange(len(costs)), total * window
     for begin in range(0, len(costs) - stretch + 1, stretch):
-        own = costs[begin : begin + stretch]
-        ranked = np.argsort(-own, kind="stable")
-        outliers = int((own > own.sum() / (window * ranks)).sum())
+        stretch_costs = costs[begin : begin + stretch]
+        ranked = np.argsort(-stretch_costs, kind="stable")
+        outliers = int((stretch_costs > stretch_costs.sum() / (window * ranks)).sum())
         loads, longest, members = np.zeros(window), np.zeros(window), [list[int]() for _ in range(window)]
         for position, sample in enumerate(ranked.tolist()):
             batch = position // ranks
             if position >= outliers:
-                before, after = (np.maximum(load / ranks - longest, 0.0) for load in (loads, loads + own[sample]))
-                is_full = np.array([len(batch) == total for batch in members])
-                batch = int(np.lexsort((loads, np.round((after - before) / own[sample], 6), is_full))[0])
+                # A batch takes its mean load per rank, or its costliest sample if that is longer.
+                before, after = (
+                    np.maximum(load / ranks - longest, 0.0) for load in (loads, loads + stretch_costs[sample])
+                )
+                longer = np.round((after - before) / stretch_costs[sample], 6)  # rounded, so that equal ones tie
+                is_full = np.array([len(members_of_one) == total for members_of_one in members])
+                batch = int(np.lexsort((loads, longer, is_full))[0])
             members[batch].append(sample)
-            loads[batch] += own[sample]
-            longest[batch] = max(longest[batch], own[sample])
+            loads[batch] += stretch_costs[sample]
+            longest[batch] = max(longest[batch], stretch_costs[sample])
         order[begin : begin + stretch] = begin + np.concatenate([np.sort(batch) for batch in members])
     return order
 
 
 def timed(job: LengthsJob, steps: Iterator[list[list[Ints]]] | list[list[list[Ints]]], padded: bool) -> TimedSteps:
-    """Return what steps take whose passes, by rank, are the lengths in them."""
-    rows, most = [], 0
+    """Return what each step takes, how long its ranks compute, and its tokens.
+
+    ``steps``: for each step, rank and pass the lengths of its samples in tokens. ``padded``: whether a pass computes all of its
+    samples as if they were as long as its longest.
+    """
+    rows, most_tokens = [], 0
     for ranks in steps:
-        passes = max(len(rank) for rank in ranks)
-        times = np.zeros((len(ranks), passes))
+        most_passes = max(len(passes) for passes in ranks)
+        times = np.zeros((len(ranks), most_passes))
         tokens, computed = 0, 0
-        for number, rank in enumerate(ranks):
-            for index, lengths in enumerate(rank):
+        for rank, passes in enumerate(ranks):
+            for index, lengths in enumerate(passes):
                 if not len(lengths):
                     continue
-                there = np.full_like(lengths, lengths.max()) if padded else lengths
-                times[number, index] = (job.cost.of(there).sum() + job.cost.per_pass) / job.speeds[number]
-                in_pass = int(there.sum())
-                tokens, computed, most = tokens + int(lengths.sum()), computed + in_pass, max(most, in_pass)
+                computed_lengths = np.full_like(lengths, lengths.max()) if padded else lengths
+                pass_cost = job.cost.of(computed_lengths).sum() + job.cost.per_pass
+                times[rank, index] = pass_cost / job.speeds[rank]
+                tokens += int(lengths.sum())
+                computed += int(computed_lengths.sum())
+                most_tokens = max(most_tokens, int(computed_lengths.sum()))
+        # FSDP's ranks wait for each other in every pass, DDP's at the end of the step.
         slowest = times.max(axis=0).sum() if job.sharded else times.sum(axis=1).max()
         rows.append((slowest + job.cost.per_step, times.sum(axis=1).mean(), tokens, computed))
-    seconds, busy, real, made = np.array(rows, dtype=np.float64).reshape(-1, 4).T
-    return TimedSteps(seconds, busy, real, made, most)
+    seconds, busy, all_tokens, all_computed = np.array(rows, dtype=np.float64).reshape(-1, 4).T
+    return TimedSteps(seconds, busy, all_tokens, all_computed, most_tokens)
 
 
 def _passes(job: LengthsJob) -> int:
+    """Return the passes into which a rank's samples are first shared out: one where tokens limit a pass, to be cut later."""
     return job.passes if job.max_tokens is None else 1
 
 
 def _in_order(job: LengthsJob, lengths: Ints, ranks: Ints, padded: bool) -> list[list[Ints]]:
-    """Return each rank's passes in the order of its samples."""
-    mine = [lengths[ranks == rank] for rank in range(len(job.speeds))]
+    """Return rank -> pass -> lengths, the samples of a rank in their given order.
+
+    ``lengths`` (B,) of the batch's samples, ``ranks`` (B,) the rank of each.
+    """
+    by_rank = [lengths[ranks == rank] for rank in range(len(job.speeds))]
     if job.max_tokens is None:
-        return [np.array_split(each, job.passes) for each in mine]
-    return [_fitting(each, job.max_tokens, padded) for each in mine]
+        return [np.array_split(own_lengths, job.passes) for own_lengths in by_rank]
+    return [_fitting(own_lengths, job.max_tokens, padded) for own_lengths in by_rank]
 
 
 def _by_place(job: LengthsJob, lengths: Ints, places: Ints, padded: bool = False) -> list[list[Ints]]:
-    """Return the lengths at each place, by rank; with a limit on tokens in as few passes as that needs."""
+    """Return rank -> pass -> lengths, from the (B,) ``lengths`` of samples and their (B,) places, ``rank * passes + pass``.
+
+    With a limit on tokens each rank's samples are cut, longest first, into as few passes as keep it.
+    """
     passes = _passes(job)
     groups = [[lengths[places == rank * passes + index] for index in range(passes)] for rank in range(len(job.speeds))]
     if job.max_tokens is None:
         return groups
     longest_first = [np.sort(group[0])[::-1] for group in groups]
-    return [_fitting(each, job.max_tokens, padded) for each in longest_first]
+    return [_fitting(own_lengths, job.max_tokens, padded) for own_lengths in longest_first]
 
 
-def _fitting(lengths: Ints, most: int, padded: bool) -> list[Ints]:
-    """Return passes of at most ``most`` tokens: padded ones of neighbours, others by first fit."""
+def _fitting(lengths: Ints, most_tokens: int, padded: bool) -> list[Ints]:
+    """Return the (n,) ``lengths`` cut into passes of at most ``most_tokens`` tokens, padding included.
+
+    Padded passes take neighbours in the given order, so that they waste little; others are filled by first fit.
+    """
     passes: list[list[int]] = []
     for length in lengths.tolist():
-        tried = passes[-1:] if padded else passes
-        for each in tried:
-            if ((len(each) + 1) * max(length, *each) if padded else sum(each) + length) <= most:
-                each.append(length)
+        candidates = passes[-1:] if padded else passes
+        for members in candidates:
+            tokens = (len(members) + 1) * max(length, *members) if padded else sum(members) + length
+            if tokens <= most_tokens:
+                members.append(length)
                 break
-        else:
+        else:  # it fits into none
             passes.append([length])
-    return [np.array(each) for each in passes]
+    return [np.array(members) for members in passes]
 
 
 def _grouped(job: LengthsJob, batches: Ints) -> Iterator[list[list[Ints]]]:
-    """Yield steps as transformers' ``group_by_length`` makes them: sorted in stretches, batches dealt to ranks in turn."""
+    """Yield each step as rank -> pass -> lengths, as transformers' ``group_by_length`` makes them.
+
+    The (K, B) lengths of ``batches`` are sorted within stretches of some batches of one rank, then dealt to ranks in turn.
+    """
     flat, ranks = batches.ravel(), len(job.speeds)
-    own = max(batches.shape[1] // ranks, 1)
-    stretch = own * max(1, min(len(flat) // (4 * own), _MEGABATCH))
+    rank_batch = max(batches.shape[1] // ranks, 1)
+    stretch = rank_batch * max(1, min(len(flat) // (4 * rank_batch), _MEGABATCH))  # a quarter of all at most, as there
     pieces = [np.sort(flat[begin : begin + stretch])[::-1] for begin in range(0, len(flat), stretch)]
     for row in np.concatenate(pieces).reshape(batches.shape):
         parts = np.array_split(row, ranks * _passes(job))
-        mine = [parts[rank::ranks] for rank in range(ranks)]
-        yield mine if job.max_tokens is None else [_fitting(each[0], job.max_tokens, True) for each in mine]
+        by_rank = [parts[rank::ranks] for rank in range(ranks)]
+        if job.max_tokens is None:
+            yield by_rank
+        else:
+            yield [_fitting(passes[0], job.max_tokens, padded=True) for passes in by_rank]
 
 
 def _packed(job: LengthsJob, lengths: Ints, pack: int) -> dict[str, TimedSteps]:
-    """Return the steps on sequences of ``pack`` tokens, cut from all samples behind one another, without masks and with."""
+    """Return the steps of the ways ``cut`` and ``cut_masked``, where samples are packed into sequences of ``pack`` tokens.
+
+    All samples of ``lengths`` (n,) tokens are put behind one another and cut every ``pack`` tokens. Without masks a sequence
+    costs as much as one sample of that length, with masks as much as its pieces. Empty where there is not one whole step.
+    """
     ends = np.cumsum(lengths)
     cuts = np.union1d(ends, np.arange(pack, int(ends[-1]) + 1, pack))
     pieces, sequences = np.diff(cuts, prepend=0), (cuts - 1) // pack
@@ -312,5 +362,5 @@ def _packed(job: LengthsJob, lengths: Ints, pack: int) -> dict[str, TimedSteps]:
         [by_sequence[step * ranks * passes + rank * passes :][:passes] for rank in range(ranks)]
         for step in range(steps)
     ]
-    whole = [[[np.array([pack])] * passes] * ranks] * steps
-    return {"cut": timed(job, whole, padded=False), "cut_masked": timed(job, masked, padded=False)}
+    unmasked = [[[np.array([pack])] * passes] * ranks] * steps
+    return {"cut": timed(job, unmasked, padded=False), "cut_masked": timed(job, masked, padded=False)}

@@ -27,12 +27,19 @@ def lengths_result(
 
     Args:
         table: (n,) lengths of the file and how many samples have each.
+        found: the ways that were tried, and their times.
         today: the way whose tokens per second are 1. Raises InputError where it was not tried.
-        unit, source: of the cost of a sample, and where that comes from.
+        seed: of the drawn batches and the bootstrap.
+        unit: of the cost of a sample.
+        source: where that cost comes from, in words.
     """
     today = known("today", today, [*found.steps])
 
     def remedy(way: str, steps: TimedSteps) -> RemedyFigures:
+        """Return the figures of one way of sharing samples out, its speed relative to ``today``.
+
+        Two ways that share out the same batches step by step are compared in pairs, which narrows the interval.
+        """
         paired = {way, today} <= {*IN_THE_BATCH}
         gain, low, high = speedup(found.steps[today], steps, paired, seed)
         return RemedyFigures(
@@ -77,12 +84,12 @@ def lengths_result(
 
 
 def statistics(lengths: Ints, counts: Ints) -> LengthStatistics:
-    """Return the mean and percentiles of (n,) lengths of which there are (n,) ``counts`` samples."""
+    """Return mean and percentiles, in tokens, over samples of which ``counts`` (n,) have each of the ``lengths`` (n,)."""
     order = np.argsort(lengths)
-    ends = np.cumsum(counts[order])
-    samples = int(ends[-1])
+    cumulative_counts = np.cumsum(counts[order])
+    samples = int(cumulative_counts[-1])
     median, p90, p99, longest = (
-        float(lengths[order][np.searchsorted(ends, share * samples)]) for share in (0.5, 0.9, 0.99, 1.0)
+        float(lengths[order][np.searchsorted(cumulative_counts, share * samples)]) for share in (0.5, 0.9, 0.99, 1.0)
     )
     mean = float((lengths * counts).sum(dtype=np.float64) / samples)
     return LengthStatistics(samples=samples, mean=mean, median=median, p90=p90, p99=p99, longest=int(longest))

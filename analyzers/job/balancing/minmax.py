@@ -92,6 +92,7 @@ class DeviceCurves:
         slope = np.atleast_1d(np.asarray(per_sample_s, dtype=np.float64))
 
         def of_all(values: ArrayLike) -> Floats:
+            """Return (n,) values, one number repeated for all."""
             return np.broadcast_to(np.asarray(values, dtype=np.float64), slope.shape)
 
         return cls(
@@ -105,7 +106,10 @@ class DeviceCurves:
 
     @classmethod
     def of_types(cls, times: Sequence[StepTime], *, accumulate: bool = False) -> DeviceCurves:
-        """Return the curves of the given device types; NaN per sample where a type has no time per sample."""
+        """Return the curves of the given device types, in their order; a type without a time per sample gets NaN for it.
+
+        ``accumulate``: whether batches above a type's memory limit are made by gradient accumulation.
+        """
         return cls.of(
             per_sample_s=[math.nan if time.per_sample_s is None else time.per_sample_s for time in times],
             launch_s=[time.launch_s for time in times],
@@ -116,13 +120,16 @@ class DeviceCurves:
 
     @property
     def limits(self) -> Counts:
-        """(n,) most samples; with accumulation memory does not bind."""
+        """(n,) most samples of each worker; with accumulation memory does not bind, unless not one sample fits."""
         if self.accumulate:
             return np.where(self.memory_limit > 0, np.int64(_UNLIMITED), 0)
         return self.memory_limit
 
     def seconds(self, sizes: Counts) -> Floats:
-        """Return (n,) seconds of an iteration with (n,) ``sizes`` samples."""
+        """Return (n,) seconds of an iteration with (n,) ``sizes`` samples.
+
+        With accumulation they are made in as few passes as memory allows, of sizes that differ by one sample at most.
+        """
         seconds: Floats
         if not self.accumulate:
             seconds = self.communication_s + self.launch_s + self.per_sample_s * np.maximum(sizes, self.saturation)
@@ -200,15 +207,17 @@ def choose(curves: Curves, offer: Offer, total: int, finish: Finish | None = Non
 
 
 def spread(curves: Curves, numbers: Sequence[int], total: int) -> tuple[Row, ...] | None:
-    """Return the sizes with the least slowest device where ``numbers`` devices of each type all take part.
+    """Return the batch sizes whose slowest device ends earliest, where ``numbers`` (K,) devices of each type all take part.
 
-    Each gets a sample at least; None where they cannot take ``total``. Greedy by marginal time, by types.
+    Each device gets at least one sample, all together ``total``; None where they cannot. The greedy rule of the module gives
+    them, for all devices of a type at once.
     """
     counts = np.asarray(numbers, dtype=np.int64)
     greedy_state = _fill_greedily(curves, counts, total)
     if greedy_state is None:
         return None
     sizes_before, sizes_at_end, extra_samples = greedy_state
+    # Of each type some devices have their size at the end, one may lie between, and the others have their size before.
     full_devices, rest_samples = np.divmod(extra_samples, np.maximum(sizes_at_end - sizes_before, 1))
     partial_devices = np.minimum(rest_samples, 1)  # the one device that gets a part of what the type could take more
     devices = np.column_stack((full_devices, partial_devices, counts - full_devices - partial_devices))
@@ -225,9 +234,11 @@ def slowest_of(curves: Curves, rows: Sequence[Row]) -> float:
 
 
 def _fill_greedily(curves: Curves, numbers: Counts, total: int) -> tuple[Counts, Counts, Counts] | None:
-    """Return the greedy's (K,) sizes before its end time, (K,) sizes at the end time, and (K,) samples beyond the former.
+    """Return three (K,) arrays by device type: sizes before the greedy's end, sizes at its end, and samples beyond the former.
 
-    ``numbers`` (K,) devices of each type take part, each with at least one sample; None where they cannot take ``total``.
+    The end is the time at which the last sample of the greedy rule ends. The third array says how many samples all devices of
+    a type together take beyond their sizes before. ``numbers`` (K,) devices of each type take part, each with at least one
+    sample; None where they cannot take ``total``.
     """
     is_used = numbers > 0
     max_sizes = np.where(is_used, np.minimum(curves.limits, total), 0)
@@ -270,17 +281,21 @@ class _Chooser:
     """Chooses devices of K types by the most samples ``sizes`` (K,) that one device of each type makes in a given time."""
 
     def __init__(self, offer: Offer, total: int) -> None:
+        """Take the offered devices, and the ``total`` samples that they are to make together."""
         self.offer, self.total = offer, total
         self.counts = np.asarray(offer.counts, dtype=np.int64)
         self.most_devices = min(
             total, int(self.counts.sum()), total if offer.max_devices is None else offer.max_devices
         )
         self._prices = None if offer.prices is None else np.asarray(offer.prices, dtype=object)
-        self._all_alike = offer.prices is None and self.counts.min() == self.counts.max()
+        self._counts_equal = offer.prices is None and self.counts.min() == self.counts.max()
 
     def fewest(self, sizes: Counts) -> int:
-        """Return the fewest devices that make the whole batch; 0 where all that may be used together do not."""
-        if self._all_alike:  # sorting alone is many times faster than finding the order
+        """Return the fewest devices that make the whole batch, a device of type i making ``sizes[i]`` samples, (K,).
+
+        0: no allowed choice does. Devices of the largest sizes are counted; where these cost too much, CP-SAT looks for others.
+        """
+        if self._counts_equal:  # the order of the types is then not needed, and sorting alone is many times faster
             ordered_sizes, ordered_counts = np.sort(sizes)[::-1], self.counts
         else:
             order = np.argsort(sizes)[::-1]
@@ -290,7 +305,8 @@ class _Chooser:
             return 0
         last_type = int(np.searchsorted(samples, self.total))
         missing_samples = self.total - (int(samples[last_type - 1]) if last_type else 0)
-        devices = int(ordered_counts[:last_type].sum()) - (-missing_samples // int(ordered_sizes[last_type]))
+        needed_of_last = -(-missing_samples // int(ordered_sizes[last_type]))  # rounded up
+        devices = int(ordered_counts[:last_type].sum()) + needed_of_last
         if devices > self.most_devices:
             return 0
         if self._prices is None or self._largest(sizes, order, devices) is not None:
@@ -299,13 +315,19 @@ class _Chooser:
         return 0 if numbers is None else int(numbers.sum())
 
     def most(self, sizes: Counts) -> int:
-        """Return the most devices that can take part, each with a sample at least; with prices an upper bound."""
+        """Return the most devices that can take part, each with at least one sample; with prices an upper bound.
+
+        Only types that make a sample in the given time count: those with ``sizes`` (K,) above 0.
+        """
         if self._prices is not None:
             return self.most_devices
         return min(self.most_devices, int(self.counts[sizes > 0].sum()))
 
     def best(self, sizes: Counts, devices: int) -> Counts | None:
-        """Return the (K,) numbers of at most ``devices`` devices that make most samples within the budget."""
+        """Return how many devices of each type (K,) make most samples, at most ``devices`` in all and within the budget.
+
+        None where no choice is possible.
+        """
         numbers = self._largest(sizes, np.argsort(-sizes, kind="stable"), devices)
         return self._knapsack(sizes, devices, whole_batch=False) if numbers is None else numbers
 
@@ -335,7 +357,7 @@ class _Chooser:
             min(count, devices, self.offer.budget // price if price else devices, -(-self.total // size)) if size else 0
             for count, price, size in zip(self.offer.counts, self.offer.prices, sizes.tolist(), strict=True)
         ]
-        used = [model.new_int_var(0, number, "") for number in max_numbers]
+        used = [model.new_int_var(0, max_number, "") for max_number in max_numbers]
         model.add(cp_model.LinearExpr.sum(used) <= devices)
         model.add(cp_model.LinearExpr.weighted_sum(used, list(self.offer.prices)) <= self.offer.budget)
         samples = cp_model.LinearExpr.weighted_sum(used, sizes.tolist())
@@ -383,7 +405,10 @@ class _EarliestState:
 def _earliest_state(
     is_enough: Callable[[Counts], bool], curves: Curves, min_size: int, max_sizes: Counts
 ) -> _EarliestState | None:
-    """Return the least time at which ``is_enough`` holds for the workers' capacities; None if it never holds.
+    """Return the state at the least time at which ``is_enough`` holds for the workers' capacities; None if it never holds.
+
+    A worker's capacity at a time is the most samples that it makes by then. A bisection over time, between the next time at
+    which any capacity grows and the last that is known to be enough, so the result is exact.
 
     Args:
         is_enough: condition on (n,) capacities between ``min_size`` and ``max_sizes``; it must stay true for larger ones,
@@ -422,13 +447,13 @@ def _last_end_s(curves: Curves, mask: NDArray[np.bool_], sizes: Counts) -> float
 
 
 def _next_end_s(curves: Curves, sizes: Counts, max_sizes: Counts) -> float:
-    """Return when the first of the workers would end one sample more than ``sizes``; infinity if none has room."""
+    """Return when, in seconds, the first worker would end one sample more than its ``sizes`` (n,); infinity: none has room."""
     seconds = curves.seconds(np.maximum(np.minimum(sizes + 1, max_sizes), 1))
     return float(seconds.min(where=sizes < max_sizes, initial=np.inf))
 
 
 def _midpoint(low: float, high: float) -> float:
-    """Return the midpoint, or ``low`` where rounding moves the midpoint out of [low, high)."""
+    """Return the midpoint, or ``low`` where rounding moves it out of the interval: so a bisection always ends."""
     middle = low + (high - low) / 2
     return middle if low < middle < high else low
 
@@ -480,7 +505,10 @@ def shortest(
 
     @cache
     def earliest_with_exactly(number: int) -> _EarliestState:
-        """Return the earliest state in which ``number`` workers make the batch, each with at least one sample."""
+        """Return the earliest state in which ``number`` workers make the batch, each with at least one sample.
+
+        It is later than that of at most so many where some workers have no sample yet.
+        """
         state = earliest_with_at_most(number)
         if largest(state.sizes) < number:
             later_state = _earliest_state(lambda sizes: 0 < fewest(sizes) <= number <= largest(sizes), curves, 0, most)
@@ -489,9 +517,11 @@ def shortest(
         return state
 
     def cost(number: int) -> tuple[float, int]:
+        """Return the iteration's seconds with so many workers, and their negative number, so that more of them win a tie."""
         return finish(earliest_with_exactly(number).at_s, number), -number
 
     def bound(low: int, high: int) -> tuple[float, int]:
+        """Return a lower bound of :func:`cost` from ``low`` to ``high`` workers: the work of many, the finish of few."""
         return finish(earliest_with_at_most(high).at_s, low), -high
 
     best, _ = search_counts(fewest(most), largest(most), cost, bound)

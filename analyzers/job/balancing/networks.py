@@ -24,13 +24,19 @@ from ddltool.analyzers.job.balancing.trained import PredictorSettings, Trained
 from ddltool.arrays import Floats
 
 LOOK_BACK = 2
+"""Past iterations that a network sees."""
 VALIDATED = 0.2
+"""Share of the samples, the latest ones, that validate a training."""
 # The common model sees at most this many iterations of all workers together; more cost time and teach it little.
 POOLED = 4000
+# Adam's learning rates for the common model and for each worker's own.
 _POOLED_RATE, _OWN_RATE = 0.01, 0.003
 # Relative speeds and shares lie between 0 and about 1; this brings them to about -1.5 to 1.5.
 _CENTRE, _SCALE = 0.5, 0.3
+# Quantile of a worker's speeds that its speeds are divided by.
 _REFERENCE = 0.9
+# Share by which the validation error must fall to count as a gain.
+_LEAST_GAIN = 1e-4
 
 
 class NeuralNetwork(Trained):
@@ -43,7 +49,7 @@ class NeuralNetwork(Trained):
     LEARNED = ("weights", "_reference")
 
     def __init__(self, kind: str, workers: int, settings: PredictorSettings) -> None:
-        """``kind``: rnn, lstm or narx."""
+        """Make untrained networks of one ``kind`` (rnn, lstm or narx), one for each worker."""
         super().__init__(workers, settings)
         self.kind = kind
         self.workers = workers
@@ -51,7 +57,10 @@ class NeuralNetwork(Trained):
         self._reference = np.ones(workers)
 
     def _train(self) -> None:
-        """Fit the weights to the window's rows; the first training begins with the common model."""
+        """Fit each worker's weights to its iterations in the window.
+
+        The first training begins with a model that all workers have in common, later ones with the weights of the last.
+        """
         rows = self.last(self.settings.window)
         self._reference = np.quantile(rows[:, 0], _REFERENCE, axis=0)
         inputs, targets = (torch.from_numpy(array) for array in _samples(self.kind, self._scaled(rows)))
@@ -61,13 +70,17 @@ class NeuralNetwork(Trained):
             self.weights = self._fit(self.weights, inputs, targets, _OWN_RATE, self.settings.own_steps)
 
     def _fit_common(self, inputs: Tensor, targets: Tensor) -> None:
-        """Begin every worker's weights from one model of all workers' iterations."""
+        """Set every worker's weights to those of one model, trained on the iterations of all workers together.
+
+        ``inputs`` (n, s, f) and ``targets`` (n, s) are the workers' samples; random ones of them are taken.
+        """
         held_out = _held_out(targets.shape[1])
         generator = torch.Generator().manual_seed(self.settings.seed)
         train_and_validation = []
         for span in (slice(None, -held_out), slice(-held_out, None)):
             sample_inputs, sample_targets = inputs[:, span].flatten(0, 1), targets[:, span].flatten()
-            chosen = torch.randperm(len(sample_targets), generator=generator)[: POOLED if span.stop else POOLED // 4]
+            most = POOLED if span.stop else POOLED // 4  # the span with a stop is the one to train on
+            chosen = torch.randperm(len(sample_targets), generator=generator)[:most]
             train_and_validation.append((sample_inputs[chosen], sample_targets[chosen]))
         common_weights = {name: value[:1] for name, value in self.weights.items()}
         sample_inputs = torch.cat([samples[0] for samples in train_and_validation])[None]
@@ -87,10 +100,18 @@ class NeuralNetwork(Trained):
     def _fit(
         self, weights: Mapping[str, Tensor], inputs: Tensor, targets: Tensor, rate: float, steps: int, held_out: int = 0
     ) -> dict[str, Tensor]:
-        """Train on (m, s, f) inputs and (m, s) targets; return the weights with the lowest validation error of each model.
+        """Return trained weights of m models: for each model those with its lowest validation error.
 
-        The last ``held_out`` samples validate; 0: a fifth. A model whose validation error has not fallen for a
-        while has ended; all train on until the last one has.
+        A model whose validation error has not fallen for ``patience`` steps keeps what it has; training goes on until all have
+        come to that.
+
+        Args:
+            weights: name -> (m, ...) parameters to begin with.
+            inputs: (m, s, f) samples of each model.
+            targets: (m, s) speeds that follow.
+            rate: Adam's learning rate.
+            steps: most steps, each over all samples.
+            held_out: how many of the last samples validate; 0: a fifth.
         """
         held_out = held_out or _held_out(targets.shape[1])
         parameters = {name: value.clone().requires_grad_() for name, value in weights.items()}
@@ -101,7 +122,7 @@ class NeuralNetwork(Trained):
         for _ in range(steps):
             squared_errors = (_forward(self.kind, parameters, inputs) - targets) ** 2
             error = squared_errors[:, -held_out:].mean(dim=1).detach()
-            has_improved = (error < lowest_error * (1 - 1e-4)) & (steps_without_gain < self.settings.patience)
+            has_improved = (error < lowest_error * (1 - _LEAST_GAIN)) & (steps_without_gain < self.settings.patience)
             lowest_error = torch.where(has_improved, error, lowest_error)
             for name, value in parameters.items():
                 best_weights[name][has_improved] = value.detach()[has_improved]
@@ -114,9 +135,12 @@ class NeuralNetwork(Trained):
         return best_weights
 
     def _forecast(self, cpu: Floats, memory: Floats) -> Floats:
-        """Return (n,) forecast speeds from the last two rows and the (n,) present readings."""
+        """Return (n,) forecast speeds of the next iteration, in samples per second.
+
+        They come from the last two iterations and from the (n,) readings of CPU and memory at the start of the next.
+        """
         past_rows = self.last(LOOK_BACK)
-        present_row = np.stack((np.zeros_like(cpu), cpu, memory))[None]
+        present_row = np.stack((np.zeros_like(cpu), cpu, memory))[None]  # its speed is not known, and not read
         inputs, _ = _samples(self.kind, self._scaled(np.concatenate((past_rows, present_row))))
         with one_thread(), torch.no_grad():
             forecast = _forward(self.kind, self.weights, torch.from_numpy(inputs)).numpy()[:, 0]
@@ -124,26 +148,33 @@ class NeuralNetwork(Trained):
         return speeds
 
     def _scaled(self, rows: Floats) -> Floats:
-        """Return (k, 3, n) rows of relative speed, CPU and memory as the networks see them."""
+        """Return (k, 3, n) ``rows`` of speed, CPU and memory as the networks see them, about -1.5 to 1.5.
+
+        Speeds are taken relative to the worker's reference speed; CPU and memory are shares already.
+        """
         ones = np.ones(self.workers)
         scaled: Floats = (rows / np.stack((self._reference, ones, ones)) - _CENTRE) / _SCALE
         return scaled
 
 
 def initial_weights(kind: str, settings: PredictorSettings, workers: int = 1) -> dict[str, Tensor]:
-    """Return name -> (n, ...) seeded parameters before any training, the same for every worker."""
+    """Return name -> (n, ...) parameters before any training, random by the settings' seed and the same for every worker."""
     generator = torch.Generator().manual_seed(settings.seed)
     shapes = _shapes(kind, settings.hidden)
     return {name: _uniform((workers, *shape), fan_in, generator) for name, (shape, fan_in) in shapes.items()}
 
 
 def _held_out(samples: int) -> int:
+    """Return how many of ``samples`` validate a training: a fifth, and at least one."""
     return max(1, int(VALIDATED * samples))
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Let torch compute on one thread: these operations are too small for more, and sums keep their order."""
+    """Make torch compute on one thread within the block; then its number of threads is what it was.
+
+    These operations are too small for more threads, and sums keep their order, so results repeat.
+    """
     thread_count = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -153,7 +184,10 @@ def one_thread() -> Iterator[None]:
 
 
 def _shapes(kind: str, hidden: int) -> dict[str, tuple[tuple[int, ...], int]]:
-    """Return name -> (shape of one worker's parameter, fan-in)."""
+    """Return name -> (shape of one worker's parameter, fan-in: how many inputs a unit has, for its initial range).
+
+    ``kind``: rnn, lstm or narx; ``hidden``: units of the hidden layer.
+    """
     output_shapes: dict[str, tuple[tuple[int, ...], int]] = {"out": ((hidden, 1), hidden), "out_bias": ((1, 1), hidden)}
     if kind == "narx":
         features = LOOK_BACK + 2 * (LOOK_BACK + 1)
@@ -164,7 +198,10 @@ def _shapes(kind: str, hidden: int) -> dict[str, tuple[tuple[int, ...], int]]:
 
 
 def _uniform(shape: tuple[int, ...], fan_in: int, generator: torch.Generator) -> Tensor:
-    """Return uniform values in +-1/sqrt(fan_in), the same for every worker: models then differ by their data alone."""
+    """Return uniform values between -1/sqrt(fan_in) and 1/sqrt(fan_in) in the ``shape`` (n, ...).
+
+    They are the same for each of the n workers: models then differ by their data alone.
+    """
     bound = fan_in**-0.5
     worker_values = torch.empty(shape[1:], dtype=torch.float64).uniform_(-bound, bound, generator=generator)
     return worker_values.expand(shape).clone()
@@ -184,7 +221,11 @@ def _samples(kind: str, scaled: Floats) -> tuple[Floats, Floats]:
 
 
 def _forward(kind: str, weights: Mapping[str, Tensor], inputs: Tensor) -> Tensor:
-    """Return (n, s) outputs for (n, s, f) inputs."""
+    """Return the networks' (n, s) outputs, scaled speeds, for (n, s, f) inputs: n workers, s samples, f features.
+
+    A NARX network is one hidden layer over all features. In a recurrent network each feature is one past iteration, oldest
+    first; an LSTM has four gates, side by side in one product.
+    """
     if kind == "narx":
         state = torch.tanh(torch.baddbmm(weights["bias"], inputs, weights["in"]))
         return torch.baddbmm(weights["out_bias"], state, weights["out"])[..., 0]
@@ -192,12 +233,12 @@ def _forward(kind: str, weights: Mapping[str, Tensor], inputs: Tensor) -> Tensor
     state = inputs.new_zeros((*inputs.shape[:2], hidden))
     cell = state
     for step in range(inputs.shape[2]):
-        input_gates = torch.baddbmm(weights["bias"], inputs[..., step : step + 1], weights["in"])
-        gates = torch.baddbmm(input_gates, state, weights["recurrent"])
+        from_input = torch.baddbmm(weights["bias"], inputs[..., step : step + 1], weights["in"])
+        gates = torch.baddbmm(from_input, state, weights["recurrent"])
         if kind == "rnn":
             state = torch.tanh(gates)
             continue
-        enter, forget, new, leave = gates.split(hidden, dim=-1)
-        cell = torch.sigmoid(forget) * cell + torch.sigmoid(enter) * torch.tanh(new)
-        state = torch.sigmoid(leave) * torch.tanh(cell)
+        input_gate, forget_gate, candidate, output_gate = gates.split(hidden, dim=-1)
+        cell = torch.sigmoid(forget_gate) * cell + torch.sigmoid(input_gate) * torch.tanh(candidate)
+        state = torch.sigmoid(output_gate) * torch.tanh(cell)
     return torch.baddbmm(weights["out_bias"], state, weights["out"])[..., 0]

@@ -18,6 +18,7 @@ from ddltool.arrays import Floats, Ints
 from ddltool.errors import InputError
 
 THRESHOLD = 2.0
+"""Traversals by which one partition may lead another before samples move."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +41,7 @@ class Traversals:
     """
 
     def __init__(self, partitions: Sequence[int], threshold: float = THRESHOLD) -> None:
+        """Begin without any traversal. Raises InputError for a partition without samples, and a threshold of 0 or less."""
         self.partitions = np.array(partitions, dtype=np.int64)
         if self.partitions.ndim != 1 or len(self.partitions) == 0 or self.partitions.min() < 1:
             raise InputError("partitions", f"is {list(partitions)}", "give every rank one sample or more")
@@ -59,7 +61,7 @@ class Traversals:
         return float(self.counts.max() - self.counts.min())
 
     def add(self, sizes: Sequence[int]) -> None:
-        """Count a step of (n,) samples."""
+        """Count a step in which the ranks process ``sizes`` (n,) samples of their partitions."""
         self.processed += np.asarray(sizes, dtype=np.int64)
 
     def moves(self) -> list[Move]:
@@ -69,12 +71,12 @@ class Traversals:
         """
         if self.gap <= self.threshold:
             return []
-        # Who has processed nothing keeps one sample: it may be needed as soon as its batch grows again.
+        # A rank that has processed nothing keeps one sample: it may be needed as soon as its batch grows again.
         sizes = proportional(np.maximum(self.processed, 1e-9 * self.processed.max()), int(self.partitions.sum()))
         return between(self.partitions, sizes)
 
     def reset(self, moves: Sequence[Move] = ()) -> None:
-        """Start counting again, after ``moves`` have been made."""
+        """Set all counts to 0, after ``moves`` have been made, which change the partitions' sizes."""
         for move in moves:
             self.partitions[move.source] -= move.samples
             self.partitions[move.target] += move.samples

@@ -41,14 +41,15 @@ class Last:
     """The speed of the last iteration: the paper's memoryless method."""
 
     def __init__(self, workers: int) -> None:
+        """Begin without a speed, for so many workers."""
         self._speed = np.full(workers, np.nan)
 
     def predict(self, cpu: Floats, memory: Floats) -> Floats:
-        """Return (n,) last speeds."""
+        """Return the (n,) speeds of the last iteration, in samples per second; NaN before the first."""
         return self._speed
 
     def observe(self, speed: Floats) -> None:
-        """Keep (n,) speeds."""
+        """Keep the (n,) speeds as the next prediction."""
         self._speed = np.array(speed, dtype=np.float64)
 
 
@@ -67,14 +68,19 @@ class Arima(Trained):
     """
 
     def __init__(self, workers: int, settings: PredictorSettings) -> None:
+        """Begin without parameters: they come with the first training after the warm-up."""
         super().__init__(workers, settings)
         self.parameters = np.zeros((3, workers))
         """(3, n) phi1, phi2, theta."""
         self._error = np.zeros(workers)
+        """(n,) e of the last iteration: its second difference less the forecast."""
         self._variance = np.ones(workers)
+        """(n,) r of the last iteration: the forecast's variance over that of the noise."""
         self._next = np.zeros(workers)
+        """(n,) forecast of the next second difference."""
 
     def _train(self) -> None:
+        """Estimate each worker's parameters on the window, then run the recursion over it once, up to the present."""
         window = self.last(self.settings.window)[:, 0]
         self.parameters = np.stack([_estimate_arima(series) for series in window.T], axis=1)
         second_difference = np.diff(window, n=2, axis=0)
@@ -85,25 +91,29 @@ class Arima(Trained):
             self._step(latest, previous)
 
     def _advance(self, speed: Floats) -> None:
+        """Take the latest second difference of the speeds into the state; ``speed`` is in the window already."""
         second_difference = np.diff(self.last(4)[:, 0], n=2, axis=0)
         self._step(second_difference[1], second_difference[0])
 
     def _step(self, latest: Floats, previous: Floats) -> None:
+        """Move the recursion on by one iteration, from the ``latest`` and the ``previous`` (n,) second differences."""
         phi1, phi2, theta = self.parameters
         self._error = latest - self._next
         self._next = phi1 * latest + phi2 * previous + theta * self._error / self._variance
         self._variance = 1 + theta**2 - theta**2 / self._variance
 
     def _forecast(self, cpu: Floats, memory: Floats) -> Floats:
+        """Return (n,) forecast speeds: a straight line through the last two, bent by the forecast second difference."""
         last = self.last(2)[:, 0]
         forecast: Floats = 2 * last[1] - last[0] + self._next
         return forecast
 
 
 def _estimate_arima(series: Floats) -> Floats:
-    """Return (3,) phi1, phi2, theta of one worker's (k,) speeds.
+    """Return (3,) phi1, phi2, theta, estimated from one worker's (k,) speeds.
 
-    Constant speeds, and series on which the estimation fails or is not invertible, get those of a random walk.
+    Constant speeds get the parameters of a random walk. So do speeds on which the estimation fails or gives a theta beyond
+    1, with which the recursion would grow without bound.
     """
     from statsmodels.tsa.arima.model import ARIMA
 
@@ -122,14 +132,19 @@ def _estimate_arima(series: Floats) -> Floats:
 
 
 def make_predictor(name: str, workers: int, settings: PredictorSettings | None = None) -> SpeedPredictor:
-    """Return the predictor called ``name`` for n workers; see :data:`PREDICTORS`. Raises InputError for other names."""
-    chosen, name = settings if settings is not None else PredictorSettings(), known("predictor", name, PREDICTORS)
+    """Return the predictor called ``name``, one of :data:`PREDICTORS`, for so many workers.
+
+    ``settings``: how trained predictors learn; None: the defaults. Raises InputError for another name.
+    """
+    name = known("predictor", name, PREDICTORS)
+    if settings is None:
+        settings = PredictorSettings()
     if name == "last":
         return Last(workers)
     if name == "ema":
-        return Ema(workers, restart_after=chosen.restart_after)
+        return Ema(workers, restart_after=settings.restart_after)
     if name == "arima":
-        return Arima(workers, chosen)
-    from ddltool.analyzers.job.balancing.networks import NeuralNetwork
+        return Arima(workers, settings)
+    from ddltool.analyzers.job.balancing.networks import NeuralNetwork  # imports torch
 
-    return NeuralNetwork(name, workers, chosen)
+    return NeuralNetwork(name, workers, settings)

@@ -25,6 +25,8 @@ from ddltool.arrays import Floats, Ints
 from ddltool.errors import InputError
 
 BATCH_PER_WORKER = 128
+# Share of a batch up to which samples left are rounding.
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -45,7 +47,7 @@ class Outcome:
 
     @property
     def rmse_relative(self) -> float:
-        """The same as a share of each worker's mean speed."""
+        """The root mean square error of :attr:`rmse` as a share of each worker's mean speed, the mean over workers."""
         errors = np.sqrt(((self.predicted - self.actual) ** 2).mean(axis=0))
         return float((errors / self.actual.mean(axis=0)).mean())
 
@@ -56,10 +58,15 @@ class Outcome:
 
 
 def replay(trace: SpeedTrace, predictor: SpeedPredictor, total: int, *, since: int = 0) -> Outcome:
-    """Return the outcome of sizing by this predictor's speeds from iteration ``since`` on, ``total`` samples in all.
+    """Return how long iterations take when batches follow the predicted speeds.
 
-    ``predictor``: a fresh one; it sees all iterations in order. Where nothing can be predicted yet batches are equal.
-    Raises Infeasible as :func:`~.sizing.proportional` does.
+    Where nothing can be predicted yet, batches are equal. Raises Infeasible as :func:`~.sizing.proportional` does.
+
+    Args:
+        trace: speeds and readings of each iteration.
+        predictor: a fresh one; it sees all iterations in order.
+        total: samples of all workers together in an iteration.
+        since: first iteration that counts in the outcome.
     """
     predicted = np.empty_like(trace.speed)
     times = np.empty(trace.iterations)
@@ -67,37 +74,41 @@ def replay(trace: SpeedTrace, predictor: SpeedPredictor, total: int, *, since: i
         speeds = np.array(predictor.predict(trace.cpu[k], trace.memory[k]))
         predicted[k] = speeds
         if k >= since:
-            known = np.isfinite(speeds).all()
-            sizes = proportional(speeds, total) if known else equal(trace.workers, total)
+            is_known = np.isfinite(speeds).all()
+            sizes = proportional(speeds, total) if is_known else equal(trace.workers, total)
             times[k] = (sizes / trace.speed[k]).max()
         predictor.observe(trace.speed[k])
     return Outcome(iteration_s=times[since:], predicted=predicted[since:], actual=trace.speed[since:])
 
 
 def replay_equal(trace: SpeedTrace, total: int, *, since: int = 0) -> Outcome:
-    """Return the outcome of equal batches: BSP as frameworks have it."""
+    """Return the outcome of equal batches (BSP as frameworks have it) from iteration ``since`` on, ``total`` samples each."""
     sizes = equal(trace.workers, total)
     actual = trace.speed[since:]
     return Outcome(iteration_s=(sizes / actual).max(axis=1), predicted=actual, actual=actual)
 
 
 def replay_oracle(trace: SpeedTrace, total: int, *, since: int = 0) -> Outcome:
-    """Return the outcome of proportional sizing with each iteration's speeds known beforehand."""
+    """Return the outcome of batches in proportion to each iteration's speeds, known beforehand: no sizing is better."""
     actual = trace.speed[since:]
     times = np.array([(proportional(speeds, total) / speeds).max() for speeds in actual])
     return Outcome(iteration_s=times, predicted=actual, actual=actual)
 
 
 def gain_kept(outcome: Outcome, equal_split: Outcome, oracle: Outcome) -> float:
-    """Return the share of the oracle's gain over the equal split that ``outcome`` reaches; 1 where there is none."""
+    """Return the share of the oracle's gain over the equal split that ``outcome`` reaches; 1 where no gain is possible."""
     possible = equal_split.mean_s - oracle.mean_s
     return 1.0 if possible <= 0 else (equal_split.mean_s - outcome.mean_s) / possible
 
 
 SSP_BOUND = 5
+"""Iterations that a worker may be ahead of the slowest under SSP."""
 FLEXRR_CHECKS = 100
+"""Checks of progress in an iteration of work shifting."""
 FLEXRR_TRIGGER = 0.2
+"""Share of a batch by which a worker must lag before work is taken from it."""
 FLEXRR_CHUNK = 0.05
+"""Share of a batch that one transfer moves."""
 MOST_PER_ROW = 100
 """Iterations per row of the trace after which the rest of the horizon is left out: the mean is known by then."""
 MOST_SHIFTING_PER_ROW = 20
@@ -124,41 +135,50 @@ class Clock:
     """Cumulative work of n workers over time, with rates that are constant within each of K rows."""
 
     def __init__(self, rates: Floats, row_s: Floats) -> None:
-        """``rates``: (K, n) work per second; ``row_s``: (K,) seconds of each row. After the last row its rates go on."""
+        """Sum up the work at the rows' ends.
+
+        ``rates``: (K, n) work per second; ``row_s``: (K,) seconds of each row. After the last row its rates go on.
+        """
         self.ends_s = np.concatenate(([0.0], np.cumsum(row_s)))
         self.done = np.concatenate((np.zeros((1, rates.shape[1])), np.cumsum(rates * row_s[:, None], axis=0)))
         self.rates = rates
         self.horizon_s = float(self.ends_s[-1])
-        self._every = np.arange(rates.shape[1])
+        self._workers = np.arange(rates.shape[1])
         # One ascending array for all workers, so that one search finds the row of each: work counted from a base that
         # lies beyond anything the worker before it gets done.
         self._base = np.concatenate(([0.0], np.cumsum(self.done[-1] + 1.0)[:-1]))
-        self._line = (self.done + self._base).T.ravel()
-        self._together = self.done.sum(axis=1)
+        self._all_done = (self.done + self._base).T.ravel()  # (n (K + 1),)
+        self._sum_done = self.done.sum(axis=1)  # (K + 1,)
 
     def row(self, at_s: float) -> int:
-        """Return the row at a time."""
+        """Return the index of the row that holds the time ``at_s``; the last one after the end."""
         return min(max(int(np.searchsorted(self.ends_s, at_s, side="right")) - 1, 0), len(self.rates) - 1)
 
     def done_by(self, at_s: Floats | float) -> Floats:
-        """Return (n,) work done by the given time, one for all or (n,)."""
+        """Return (n,) the work that each worker has done by ``at_s``: one time for all, or (n,) times."""
         row = np.clip(np.searchsorted(self.ends_s, at_s, side="right") - 1, 0, len(self.rates) - 1)
-        rates: Floats = self.done[row, self._every] + (at_s - self.ends_s[row]) * self.rates[row, self._every]
-        return rates
+        in_row_s = at_s - self.ends_s[row]
+        work: Floats = self.done[row, self._workers] + in_row_s * self.rates[row, self._workers]
+        return work
 
     def when(self, work: Floats) -> Floats:
-        """Return (n,) the times by which the workers have done (n,) ``work``, counted from time 0."""
+        """Return (n,) the times in seconds by which the workers have done ``work`` (n,), counted from time 0.
+
+        It is the inverse of :meth:`done_by`. Work beyond the last row is done at the last row's rate.
+        """
         rows = len(self.rates)
+        # One search in all workers' work behind one another; each has rows + 1 moments there, the ends of its rows.
         is_past_end = work > self.done[-1]
-        flat_index = np.searchsorted(self._line, np.minimum(work, self.done[-1]) + self._base, side="right") - 1
-        row = np.where(is_past_end, rows - 1, np.clip(flat_index - self._every * (rows + 1), 0, rows - 1))
-        times: Floats = self.ends_s[row] + (work - self.done[row, self._every]) / self.rates[row, self._every]
+        flat_index = np.searchsorted(self._all_done, np.minimum(work, self.done[-1]) + self._base, side="right") - 1
+        row = np.where(is_past_end, rows - 1, np.clip(flat_index - self._workers * (rows + 1), 0, rows - 1))
+        work_in_row = work - self.done[row, self._workers]
+        times: Floats = self.ends_s[row] + work_in_row / self.rates[row, self._workers]
         return times
 
     def when_together(self, work: float) -> float:
-        """Return the time by which all workers together have done ``work``, counted from time 0."""
-        row = min(max(int(np.searchsorted(self._together, work, side="right")) - 1, 0), len(self.rates) - 1)
-        return float(self.ends_s[row] + (work - self._together[row]) / self.rates[row].sum())
+        """Return the time in seconds by which all workers together have done ``work``, counted from time 0."""
+        row = min(max(int(np.searchsorted(self._sum_done, work, side="right")) - 1, 0), len(self.rates) - 1)
+        return float(self.ends_s[row] + (work - self._sum_done[row]) / self.rates[row].sum())
 
 
 def check_ratio(trace: SpeedTrace) -> None:
@@ -179,14 +199,18 @@ def cpu_clock(trace: SpeedTrace, total: int) -> Clock:
 
 
 def bsp(clock: Clock, need: Floats) -> SchemeResult:
-    """Return BSP, where all workers wait for the slowest; ``need``: (n,) work of each worker's batch."""
+    """Return the result of BSP, where all workers wait for the slowest in every iteration.
+
+    ``need`` (n,) is the work of each worker's batch, in the unit of the clock.
+    """
     return _synchronous(clock, lambda at: need)
 
 
 def bounded(clock: Clock, need: Floats, bound: int | None = SSP_BOUND) -> SchemeResult:
-    """Return SSP, where nobody may be more than ``bound`` iterations ahead of the slowest; None: ASP.
+    """Return the result of SSP, where nobody may be more than ``bound`` iterations ahead of the slowest.
 
-    A worker begins its j-th iteration when it has ended the one before and all have ended j - bound.
+    A worker begins its j-th iteration when it has ended the one before and all have ended j - bound. None bounds nothing,
+    which is ASP. ``need`` (n,): work of each worker's batch, in the unit of the clock.
     """
     workers = len(need)
     begin_rows: list[Floats] = []
@@ -202,6 +226,7 @@ def bounded(clock: Clock, need: Floats, bound: int | None = SSP_BOUND) -> Scheme
     begin_s, end_s = np.array(begin_rows), np.array(end_rows)
     in_horizon = end_s <= clock.horizon_s
     updates = np.sort(end_s.ravel())
+    # Of others: those between the begin of an iteration, when the parameters were read, and its own update.
     updates_missed = np.searchsorted(updates, end_s, side="left") - np.searchsorted(updates, begin_s, side="right")
     return SchemeResult(
         iteration_s=clock.horizon_s * workers / max(1, int(in_horizon.sum())),
@@ -211,10 +236,11 @@ def bounded(clock: Clock, need: Floats, bound: int | None = SSP_BOUND) -> Scheme
 
 
 def redundant(clock: Clock, need: Callable[[Ints], Floats], total: int, backups: int) -> SchemeResult:
-    """Return redundant execution: only the first n - ``backups`` gradients count, the others are thrown away.
+    """Return the result of redundant execution: only the first n - ``backups`` gradients count, the others are thrown away.
 
-    Of the trace's n workers ``backups`` are redundant, so batches are X / (n - backups); with the paper's two extra
-    instances on 32 workers it is the same but for the number of machines.
+    Of the trace's n workers ``backups`` are redundant, so each batch has ``total`` / (n - backups) samples, rounded up. The
+    paper adds two instances to 32 workers: that is the same but for the number of machines. ``need``: from (n,) batch sizes to
+    (n,) work.
     """
     workers = clock.rates.shape[1]
     counted = workers - backups
@@ -222,13 +248,14 @@ def redundant(clock: Clock, need: Callable[[Ints], Floats], total: int, backups:
     work = need(sizes)
     now_s, iterations = 0.0, 0
     while now_s < clock.horizon_s and iterations < MOST_PER_ROW * len(clock.rates):
-        now_s = float(np.partition(clock.when(clock.done_by(now_s) + work), counted - 1)[counted - 1])
+        end_s = clock.when(clock.done_by(now_s) + work)
+        now_s = float(np.partition(end_s, counted - 1)[counted - 1])  # the end of the last gradient that counts
         iterations += 1
     return SchemeResult(iteration_s=now_s / iterations, staleness=0.0, iteration_gap=0, wasted=backups / workers)
 
 
 def work_shifting(clock: Clock, total: int, overhead: float = 0.005) -> SchemeResult:
-    """Return a FlexRR-like scheme on CPU workers: inside an iteration, those who are done take work from stragglers.
+    """Return the result of a scheme like FlexRR on CPU workers: who is done takes work from stragglers within the iteration.
 
     Progress is checked 100 times per (equal-split) iteration, in one that lasts longer each hundredth of its time so far. A
     worker that has ended takes 5 % of a batch from the one with most left, provided that one lags by more than 20 % of a
@@ -247,10 +274,10 @@ def work_shifting(clock: Clock, total: int, overhead: float = 0.005) -> SchemeRe
         elapsed_s = float((batch / rates).min())
         end_s = elapsed_s
         samples_left = np.maximum(0.0, samples_left - (clock.done_by(now_s + elapsed_s) - clock.done_by(now_s)))
-        while samples_left.max() > 1e-9 * batch:
+        while samples_left.max() > _ROUNDING * batch:
             check_s = max(check_s, elapsed_s / FLEXRR_CHECKS)
             done = clock.done_by(now_s + elapsed_s + check_s) - clock.done_by(now_s + elapsed_s)
-            idle = np.flatnonzero(samples_left <= 1e-9 * batch)
+            idle = np.flatnonzero(samples_left <= _ROUNDING * batch)
             stragglers = np.argsort(-samples_left, kind="stable")
             stragglers = stragglers[samples_left[stragglers] > FLEXRR_TRIGGER * batch][: len(idle)]
             # The fastest helpers first; the delay of a transfer is work that its helper does not do.
@@ -268,8 +295,10 @@ def work_shifting(clock: Clock, total: int, overhead: float = 0.005) -> SchemeRe
 
 
 def lb_bsp(clock: Clock, trace: SpeedTrace, total: int, predictor: SpeedPredictor) -> SchemeResult:
-    """Return LB-BSP on CPU workers: batches by predicted speeds, with the readings of the moment they are chosen."""
+    """Return the result of LB-BSP on CPU workers: batches in proportion to predicted speeds, ``total`` samples in all.
 
+    The predictor gets the trace's readings of CPU and memory at the moment in which batches are chosen.
+    """
     sizes = equal(trace.workers, total)
 
     def need(at: float) -> Floats:
@@ -289,7 +318,10 @@ def lb_bsp(clock: Clock, trace: SpeedTrace, total: int, predictor: SpeedPredicto
 
 
 def lb_bsp_oracle(clock: Clock, total: int) -> SchemeResult:
-    """Return LB-BSP on CPU workers that know what each will get done: the least whole batches allow, to a sample."""
+    """Return the result of LB-BSP on CPU workers whose coming speeds are known: the least time, to a sample.
+
+    Batches are what each worker gets done until all together have done ``total`` samples, so all end at once.
+    """
 
     def need(at: float) -> Floats:
         """Return the (n,) samples that each worker gets done until all together have done ``total``."""
@@ -322,9 +354,11 @@ def compare(trace: SpeedTrace, total: int, predictor: SpeedPredictor) -> dict[st
 def _synchronous(
     clock: Clock, need: Callable[[float], Floats], observe: Callable[[Floats], None] | None = None
 ) -> SchemeResult:
-    """Return the result of iterations that all workers begin together, with ``need(begin)`` (n,) work, until the horizon.
+    """Return the result of a scheme in which all workers begin each iteration together, up to the end of the trace.
 
-    ``observe`` receives the (n,) seconds of each iteration.
+    Args:
+        need: from the time in seconds at which an iteration begins to the (n,) work of each worker in it.
+        observe: receives the (n,) seconds that each worker took for an iteration; None: nobody learns from them.
     """
     now_s, iterations = 0.0, 0
     # Rounding must not let one more iteration begin an instant before the end.
@@ -338,10 +372,14 @@ def _synchronous(
 
 
 def _widest_gap(end_s: Floats, horizon_s: float) -> int:
-    """Return the largest difference of ended iterations between two workers up to the horizon, from (J, n) end times."""
+    """Return the largest difference of ended iterations between two workers up to the horizon.
+
+    ``end_s`` (J, n): when each worker ended its j-th iteration, in seconds.
+    """
     counts = np.arange(1, len(end_s) + 1)
     last_end_s = end_s.max(axis=1)
     first_end_s = end_s.min(axis=1)
+    # How many iterations the slowest worker has ended when the fastest ends its j-th.
     slowest_counts = np.searchsorted(last_end_s, first_end_s, side="right")
     in_horizon = first_end_s <= horizon_s
     return int((counts - slowest_counts)[in_horizon].max()) if in_horizon.any() else 0

@@ -52,7 +52,7 @@ def proportional(speeds: ArrayLike, total: int, limits: ArrayLike | None = None,
 
 
 def checked_sizes(sizes: ArrayLike, least: int = 1) -> Ints:
-    """Return (n,) batch sizes as integers. Raises InputError where one is below ``least``."""
+    """Return the (n,) batch sizes as integers. Raises InputError where there are none, or one is below ``least``."""
     checked, least_words = np.array(sizes, dtype=np.int64), _least_in_words(least)
     if checked.ndim != 1 or len(checked) == 0 or checked.min() < least:
         raise InputError("sizes", f"is {np.asarray(sizes).tolist()}", f"give every worker {least_words} or more")
@@ -60,14 +60,18 @@ def checked_sizes(sizes: ArrayLike, least: int = 1) -> Ints:
 
 
 def _least_in_words(least: int) -> str:
-    """Return in words what each worker gets at least. Raises InputError for nothing."""
+    """Return ``least`` samples in words, for errors. Raises InputError where it is below 1."""
     if least < 1:
         raise InputError("least", f"is {least}", "give every worker one sample or more")
     return "one sample" if least == 1 else f"{least} samples"
 
 
 def checked_limits(limits: ArrayLike | None, workers: int, total: int, least: int) -> Ints:
-    """Return (n,) limits as integers; raise Infeasible where ``total`` cannot be split between ``least`` and them."""
+    """Return the (n,) most samples of each worker as integers; None becomes no limit.
+
+    Raises InputError for limits that are no n numbers of 0 or more, and Infeasible where ``total`` samples cannot be shared out
+    so that each worker gets ``least`` or more and at most its limit.
+    """
     least_words = _least_in_words(least)
     checked = np.asarray([NO_LIMIT] * workers if limits is None else limits, dtype=np.int64)
     if checked.shape != (workers,) or (checked < 0).any():
@@ -88,8 +92,9 @@ def checked_limits(limits: ArrayLike | None, workers: int, total: int, least: in
 def _exact_shares(speed: Floats, total: int, max_sizes: Floats, least: int) -> Floats:
     """Return (n,) ``clip(f * speed, least, max_sizes)`` with the f for which they add up to ``total``.
 
-    The sum grows with f and bends where a worker leaves its lower bound (f = least / v) or meets its limit (f = max / v);
-    sorted by these the piece that holds ``total`` is found from running sums.
+    The sum over the workers grows with f, piece by piece along lines: its slope changes where a worker leaves its lower bound
+    (f = least / v) or meets its limit (f = max / v). Sorted by these bends, running sums tell which piece reaches ``total``.
+    ``speed`` and ``max_sizes`` are (n,) by worker; the limits must admit ``total``.
     """
     bends = np.concatenate((least / speed, max_sizes / speed))
     slope_changes = np.concatenate((speed, -speed))
@@ -99,7 +104,7 @@ def _exact_shares(speed: Floats, total: int, max_sizes: Floats, least: int) -> F
     slope = np.cumsum(slope_changes[order])
     sums = len(speed) * least + np.concatenate(([0.0], np.cumsum(slope[:-1] * np.diff(bends))))
     piece = max(int(np.searchsorted(sums, total, side="left")) - 1, 0)
-    factor = bends[piece]
+    factor = bends[piece]  # f at the begin of the piece
     if slope[piece] > 0:
         factor += (total - sums[piece]) / slope[piece]
     shares: Floats = np.clip(factor * speed, float(least), max_sizes)
@@ -107,7 +112,10 @@ def _exact_shares(speed: Floats, total: int, max_sizes: Floats, least: int) -> F
 
 
 def _distribute_remainder(sizes: Ints, exact_shares: Floats, max_sizes: Ints, remainder: int, least: int) -> None:
-    """Add ``remainder`` samples where exact shares exceed ``sizes`` most; if negative, take where least."""
+    """Add ``remainder`` samples to ``sizes`` (n,), in place, one by one where the exact shares exceed them most.
+
+    A negative remainder is taken away where they exceed them least. Sizes stay between ``least`` and ``max_sizes`` (n,).
+    """
     step = 1 if remainder > 0 else -1
     while remainder:
         has_room = sizes < max_sizes if step > 0 else sizes > least

@@ -17,6 +17,8 @@ log = logging.getLogger(__name__)
 
 EMA_ALPHA = 0.2
 WARM_UP = 500
+# Fewer iterations do not determine a model.
+_FEWEST_ITERATIONS = 20
 # Ratio to the average above which (or below whose inverse) consecutive speeds count as a lasting change.
 _CHANGE_RATIO = 1.25
 # Forecasts are clipped to this ratio beyond a worker's lowest and highest speed; wilder ones would stall the others.
@@ -49,9 +51,11 @@ class PredictorSettings:
     never (the paper's)."""
 
     def __post_init__(self) -> None:
+        """Raise InputError for a number below what training needs."""
         for name in ("warm_up", "window"):
-            if getattr(self, name) < 20:
-                raise InputError(name, f"is {getattr(self, name)}", "training needs 20 iterations or more")
+            if getattr(self, name) < _FEWEST_ITERATIONS:
+                problem, remedy = f"is {getattr(self, name)}", f"training needs {_FEWEST_ITERATIONS} iterations or more"
+                raise InputError(name, problem, remedy)
         for name in ("refit_every", "hidden", "most_steps", "own_steps", "patience"):
             if getattr(self, name) < 1:
                 raise InputError(name, f"is {getattr(self, name)}", "give 1 or more")
@@ -67,17 +71,19 @@ class Ema:
     """
 
     def __init__(self, workers: int, alpha: float = EMA_ALPHA, restart_after: int = 0) -> None:
+        """Begin without an average, for so many workers."""
         self._alpha = alpha
         self._recent: deque[Floats] = deque(maxlen=restart_after)
+        # (n,) how many of the last speeds in a row were far above the average, and far below it.
         self._above = self._below = np.zeros(workers, dtype=np.int64)
         self._mean = np.full(workers, np.nan)
 
     def predict(self, cpu: Floats, memory: Floats) -> Floats:
-        """Return (n,) averages."""
+        """Return the (n,) average speeds, in samples per second; NaN before the first speed."""
         return self._mean
 
     def observe(self, speed: Floats) -> None:
-        """Take (n,) speeds into the averages."""
+        """Take (n,) speeds into the averages; restart those whose worker has changed for good."""
         has_mean = ~np.isnan(self._mean)
         if self._recent.maxlen:
             self._recent.append(np.asarray(speed, dtype=np.float64))
@@ -99,22 +105,28 @@ class Trained:
     """Attributes that training sets and that may be taken over later; none: it always trains in the foreground."""
 
     def __init__(self, workers: int, settings: PredictorSettings) -> None:
+        """Begin in the warm-up, with an EMA that predicts until a training has ended."""
         self.settings = settings
         self._rows: deque[Floats] = deque(maxlen=settings.window)
+        """(3, n) speed, CPU and memory of each iteration of the window."""
         self._count = 0
+        """Iterations observed."""
         self.ready = False
         """Whether a training has ended, so that forecasts are possible."""
         self._ema = Ema(workers, restart_after=settings.restart_after)
         self._lowest = np.full(workers, np.inf)
         self._highest = np.full(workers, -np.inf)
         self._readings: tuple[Floats, Floats] | None = None
+        """(n,) CPU and memory at the last prediction, which belong to the next observed speeds."""
         self._due = False
+        """Whether the next prediction trains first."""
         self._background_training: tuple[Trained, threading.Thread] | None = None
         """The copy that is trained, and the thread that trains it."""
 
     def predict(self, cpu: Floats, memory: Floats) -> Floats:
-        """Return (n,) predicted speeds: EMA's during the warm-up and where a forecast is not finite.
+        """Return (n,) predicted speeds of the next iteration, in samples per second.
 
+        They are EMA's during the warm-up and where a forecast is not finite. ``cpu`` and ``memory`` (n,) are present readings.
         A due training runs here and not in :meth:`observe`, so a run that ends before another prediction skips it.
         """
         self._readings = np.array(cpu, dtype=np.float64), np.array(memory, dtype=np.float64)
@@ -134,7 +146,10 @@ class Trained:
         return np.where(np.isfinite(forecast), bounded, fallback)
 
     def observe(self, speed: Floats) -> None:
-        """Take (n,) speeds of the iteration that :meth:`predict` was called for."""
+        """Take the (n,) speeds of the iteration that the last :meth:`predict` was for, and decide whether a training is due.
+
+        Raises InputError where nothing was predicted before.
+        """
         if self._readings is None:
             raise InputError("observe", "was called before predict", "predict every iteration before it is observed")
         self._rows.append(np.stack((np.asarray(speed, dtype=np.float64), *self._readings)))
@@ -147,11 +162,14 @@ class Trained:
             self._advance(np.asarray(speed, dtype=np.float64))
 
     def last(self, iterations: int) -> Floats:
-        """Return (k, 3, n) speed, CPU and memory of the last k iterations, k at most ``iterations`` and the window."""
+        """Return (k, 3, n) speed, CPU and memory of the last k iterations, oldest first: ``iterations``, or as many as kept."""
         return np.stack(list(self._rows)[-iterations:])
 
     def _start_background_training(self) -> None:
-        """Start a thread that trains a copy on the present rows, unless a training still runs."""
+        """Start a thread that trains a copy on the present rows, unless a training still runs.
+
+        The predictor itself goes on with what it has learnt before, so no prediction waits.
+        """
         if self._background_training is not None:
             return
         trained_copy = copy.copy(self)
@@ -159,6 +177,7 @@ class Trained:
         trained_copy._background_training = None
 
         def train() -> None:
+            """Train the copy in the thread; a failure is logged and leaves the predictor as it was."""
             trained_copy.ready = self.ready
             try:
                 trained_copy._train()
@@ -171,7 +190,7 @@ class Trained:
         thread.start()
 
     def _adopt_trained_state(self) -> None:
-        """Copy the ``LEARNED`` attributes from a background training that has ended."""
+        """Take over the ``LEARNED`` attributes of a copy whose training in the background has ended, if there is one."""
         if self._background_training is None or self._background_training[1].is_alive():
             return
         (trained_copy, _), self._background_training = self._background_training, None

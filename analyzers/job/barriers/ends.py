@@ -58,7 +58,9 @@ class EndTimes:
 
     @classmethod
     def of(cls, times: Times) -> EndTimes:
-        """Return the checked ends of ``times``: one ascending array per worker, lengths may differ, or (n, R).
+        """Return the checked ends of ``times``, in seconds: one ascending array per worker, of any length, or one array (n, R).
+
+        Ends that are checked already are returned as they are.
 
         Raises InputError naming the worker (counted from 0) whose ends are missing, not finite, or not ascending.
         """
@@ -93,27 +95,30 @@ class EndTimes:
 
     @property
     def rounding_s(self) -> float:
-        """Differences of ends closer than this are equal but for rounding: 4 ulp of the largest end.
+        """Seconds up to which two differences of ends count as equal: 4 ulp (units in the last place) of the largest end.
 
-        An end read from decimal digits is off by half an ulp, so a difference of two by up to two of these errors and
-        its own, and two equal differences by twice as much.
+        An end read from decimal digits is off by half an ulp. A difference of two ends is off by both errors and its own
+        rounding, so two equal differences may be apart by twice as much.
         """
         return float(4 * np.spacing(np.abs(self.end_s).max()))
 
     def row(self, worker: int) -> Floats:
-        """Return (R_p,) one worker's ends."""
+        """Return the (R_p,) ends of one worker, in seconds."""
         return self.end_s[self.pointers[worker] : self.pointers[worker + 1]]
 
     def count(self, mask: Flags) -> Ints:
-        """Return (n,) how many of each worker's ends ``mask`` (N,) takes."""
+        """Return (n,) how many ends of each worker are marked in ``mask`` (N,)."""
         return np.add.reduceat(mask, self.pointers[:-1], dtype=np.int64)
 
     def barrier(self, iterations: Ints) -> Barrier:
-        """Return the barrier after ``iterations`` (n,) of each worker, each at least 1."""
-        chosen = self.end_s[self.pointers[:-1] + iterations - 1]
-        latest = float(chosen.max())
+        """Return the barrier at which each worker has made its number of ``iterations`` (n,), each at least 1."""
+        chosen_s = self.end_s[self.pointers[:-1] + iterations - 1]
+        latest_s = float(chosen_s.max())
         return Barrier(
-            barrier_s=latest, waiting_time_s=float(latest - chosen.min()), iterations=iterations, chosen_s=chosen
+            barrier_s=latest_s,
+            waiting_time_s=float(latest_s - chosen_s.min()),
+            iterations=iterations,
+            chosen_s=chosen_s,
         )
 
 
@@ -121,13 +126,19 @@ Times = EndTimes | Sequence[ArrayLike] | NDArray[Any]
 
 
 def bsp(times: Times) -> Barrier:
-    """Return BSP's barrier: every worker makes one iteration. See :meth:`EndTimes.of` for ``times``."""
+    """Return the barrier of bulk-synchronous training (BSP): every worker makes one iteration.
+
+    See :meth:`EndTimes.of` for ``times`` and errors.
+    """
     ends = EndTimes.of(times)
     return ends.barrier(np.ones(ends.workers, dtype=np.int64))
 
 
 def _check(end_s: Floats, pointers: Ints) -> None:
-    """Raise InputError unless each of one or more workers has one or more finite, ascending ends."""
+    """Raise InputError unless there is a worker, and each worker has one or more finite, ascending ends.
+
+    ``end_s`` (N,) and ``pointers`` (n + 1,) as in :class:`EndTimes`. The error names worker and end, counted from 0.
+    """
     if len(pointers) == 1:
         raise InputError("times", "holds no workers", "give one array of iteration ends per worker")
     empty_workers = np.flatnonzero(np.diff(pointers) == 0)
@@ -136,7 +147,7 @@ def _check(end_s: Floats, pointers: Ints) -> None:
     is_wrong = ~np.isfinite(end_s)
     if not is_wrong.any():
         is_wrong[1:] = end_s[1:] < end_s[:-1]
-        is_wrong[pointers[:-1]] = False
+        is_wrong[pointers[:-1]] = False  # a worker's first end follows another worker's last
         problem, remedy = "goes backwards in time", "a worker's iteration ends must ascend"
     else:
         problem, remedy = "is not finite", "iteration ends must be finite seconds"

@@ -30,20 +30,20 @@ class LengthPredictor(Protocol):
 
 
 def last_length(lengths_s: Floats, lookahead: int, /) -> float:
-    """Return the last recorded length: what the paper's stable environment amounts to."""
+    """Return the last recorded length in seconds: right where nothing changes, as the paper assumes."""
     return float(lengths_s[-1])
 
 
 def ema(lengths_s: Floats, lookahead: int, /) -> float:
-    """Return the exponential moving average with alpha 0.2, begun at the oldest length."""
+    """Return the exponential moving average (seconds) of the lengths, oldest first: alpha is 0.2, the start the oldest one."""
     recent = lengths_s[-_EMA_MEMORY:]
     weights = EMA_ALPHA * (1 - EMA_ALPHA) ** np.arange(len(recent) - 1, -1, -1.0)
-    weights[0] /= EMA_ALPHA
+    weights[0] /= EMA_ALPHA  # the average starts at the oldest length, which so has the whole weight that is left
     return float(weights @ recent)
 
 
 def window_mean(lengths_s: Floats, lookahead: int, /) -> float:
-    """Return the mean of the last 10 lengths, or of all where there are fewer."""
+    """Return the mean, in seconds, of the last 10 lengths, or of all where there are fewer."""
     return float(lengths_s[-WINDOW:].mean())
 
 

@@ -47,9 +47,10 @@ def best_barrier(times: Times, *, objective: Objective = "total", max_gap: int |
 
 
 def tradeoff(times: Times, points: int | None = None) -> dict[int, dict[Objective, Barrier]]:
-    """Return the best barriers by objective for bounds on the iteration gap, from 0 to the one from which nothing improves.
+    """Return bound on the iteration gap -> objective -> best barrier, to show what a wider gap gains.
 
-    ``points``: at most this many bounds, spread over their range; None: every one.
+    The bounds go from 0 to the gap of the best barriers without a bound: beyond it nothing improves. ``points``: at most this
+    many bounds, spread evenly over the logarithm; None: every one. ``times`` and errors as in :func:`best_barrier`.
     """
     scan = _Scan(EndTimes.of(times))
     widest_gap = max(scan.best(objective, None).iteration_gap for objective in OBJECTIVES)
@@ -60,9 +61,14 @@ def tradeoff(times: Times, points: int | None = None) -> dict[int, dict[Objectiv
 
 
 class _Scan:
-    """The ends in order of time and the candidate barriers, which all bounds on the gap share."""
+    """What the search for the best barrier needs whatever the bound on the gap: sorted ends and candidate barriers.
+
+    A candidate is the time of any end by which every worker has ended an iteration. N ends of n workers, k candidates, R
+    iterations of the worker that has most.
+    """
 
     def __init__(self, ends: EndTimes) -> None:
+        """Sort the (N,) ends and precompute what all objectives read."""
         self.ends = ends
         self.order = np.argsort(ends.end_s)
         sorted_s = ends.end_s[self.order]
@@ -81,7 +87,10 @@ class _Scan:
         self.steps_s[ends.pointers[:-1]] = ends.first_s - self.base_s
 
     def best(self, objective: Objective, max_gap: int | None) -> Barrier:
-        """Return the earliest best barrier under the bound."""
+        """Return the barrier that is best for ``objective`` with an iteration gap of at most ``max_gap``; None: no bound.
+
+        Of barriers that are equal but for rounding the earliest is returned.
+        """
         if max_gap is not None and max_gap < 0:
             raise InputError("max_gap", f"is {max_gap}", "the bound on the iteration gap is 0 or more")
         in_use_s = self._moments(max_gap)
@@ -97,18 +106,25 @@ class _Scan:
         return self.ends.barrier(self.ends.count(in_use_s <= self.barriers_s[choice]))
 
     def _moments(self, max_gap: int | None) -> Floats:
-        """Return (N,) the earliest barrier time at which an end is its worker's choice (until the worker's next one is)."""
+        """Return (N,) the earliest barrier time at which each end is its worker's choice: then it is the worker's latest end.
+
+        Under a bound a worker that is ``max_gap`` iterations ahead must wait for the slowest before its next end counts.
+        """
         if max_gap is None or max_gap >= len(self.slowest_s):
             return self.ends.end_s
         moments_s = self.ends.end_s.copy()
         is_held = self.place >= max_gap
-        # The end at place i (from 0) is iteration i + 1 and needs all workers past iteration i + 1 - max_gap.
+        # The end at place i (from 0) is iteration i + 1: all workers must have ended iteration i + 1 - max_gap before.
         needed_iteration = self.place[is_held] - max_gap
         moments_s[is_held] = np.maximum(moments_s[is_held], self.slowest_s[needed_iteration])
         return moments_s
 
     def _longest(self, in_use_s: Floats) -> Floats:
-        """Return (k,) the waiting seconds of the first worker to arrive at each candidate barrier."""
+        """Return (k,) how many seconds the first worker to arrive waits at each candidate barrier.
+
+        ``in_use_s`` (N,): when each end becomes its worker's choice, from :meth:`_moments`; the next end's moment replaces it.
+        The first to arrive is the earliest end not yet replaced, which running maxima over the sorted ends find.
+        """
         replaced_s = np.append(in_use_s[1:], np.inf)
         replaced_s[self.ends.pointers[1:] - 1] = np.inf
         used_until_s = np.maximum.accumulate(replaced_s[self.order])
@@ -117,7 +133,11 @@ class _Scan:
         return waiting_s
 
     def _total(self, in_use_s: Floats) -> tuple[Floats, Ints]:
-        """Return (k,) the waiting seconds of all workers at each candidate barrier, and (k,) their iterations in all."""
+        """Return (k,) the summed waiting seconds of all workers at each candidate barrier, and (k,) their summed iterations.
+
+        ``in_use_s`` (N,): when each end becomes its worker's choice, from :meth:`_moments`. A worker's choice moves on from end
+        to end by ``steps_s``, so a running sum of these steps is the sum of all workers' choices.
+        """
         order = np.argsort(in_use_s)
         sums = np.cumsum(self.steps_s[order])
         iterations = np.searchsorted(in_use_s[order], self.barriers_s, side="right")

@@ -31,7 +31,9 @@ def zipline(times: Times) -> Barrier:
 
 
 def gridscan(times: Times) -> Barrier:
-    """Return the best barrier over the pivots of the worker whose first end is the earliest.
+    """Return GridScan's barrier: the best over the pivots of the worker whose first end is the earliest.
+
+    For a pivot every worker brings the end that is nearest to it.
 
     Of several barriers the one with the earliest pivot wins, of two equally near ends the earlier, of workers with the
     same first end the one whose ends come first in lexicographic order. See :func:`~.zipline.zipline` for ``times``
@@ -43,15 +45,15 @@ def gridscan(times: Times) -> Barrier:
 
 
 def full_gridscan(times: Times) -> Barrier:
-    """Return the best barrier over the pivots of all workers; ties as in :func:`gridscan`."""
+    """Return FullGridScan's barrier: the best over the ends of all workers as pivots; ties as in :func:`gridscan`."""
     ends = EndTimes.of(times)
     return _best_pivot(ends, np.sort(ends.end_s))
 
 
 def _best_pivot(ends: EndTimes, pivots: Floats) -> Barrier:
-    """Return the barrier of the first of the ascending ``pivots`` (k,) with the least waiting time.
+    """Return the barrier with the least waiting time among those of the ascending ``pivots`` (k,), in seconds.
 
-    With the pivot the barrier moves forward too, so the earliest pivot has the earliest barrier.
+    Of equal ones it is that of the first pivot, which is the earliest: the barrier moves forward with the pivot.
     """
     # A worker's end is the nearest to pivots in (since_s, until_s].
     since_s = np.empty_like(ends.end_s)

@@ -32,16 +32,28 @@ SURE = 0.95
 LEAST_CHANCE = 0.01
 """Largest p-value of a named rank that costs less than :data:`PLAIN_GAIN`, under a random slowest rank in each step."""
 PLAIN_GAIN = 0.2
+"""Share of the run from which on a rank's cost is plain, and is not tested against chance."""
+# Random draws of a test against chance, and of a bootstrap.
 _DRAWS = 2000
+# Fewest slow steps of a named rank, and of one whose cost is plain.
 _FEWEST_STEPS, _FEWEST_PLAIN = 3, 2
+# A slow link shows in at least so many steps, and in at least this share of them.
 _FEWEST_LINK, _OFTEN = 5, 0.75
+# Share of the steps since the onset from which on slowness is persistent; share of all steps up to which it is a pause.
 _PERSISTENT, _SELDOM = 0.6, 0.4
+# A step is slow where the excess is above this share of a mean step, and this share of the rank's largest excess.
 _LEAST_EXCESS, _OF_WORST = 0.05, 0.2
+# A slow link exposes at least this share of a step as communication, and its rank sees the end this share of a step late.
 _LINK_SHARE, _LATE_SHARE = 0.15, 0.03
 WORST_SHARE = 0.03
 """M_W asks what the slowest 3 % of the workers explain."""
+# Ratio up to which two amounts (of time, of work) count as equal.
+_NOISE_RATIO = 1.02
+# Replaces a time of 0 in a divisor.
+_TINY_S = 1e-12
 
 
+# Remedies, by the cause that they are for.
 _PAUSES = (
     "Collect garbage and save checkpoints in the same step on all ranks: gc.disable(), gc.collect() every N steps."
 )
@@ -51,7 +63,7 @@ _HOST = "Look at what else runs on its host: CPU affinity, other jobs, logging."
 
 @dataclass(frozen=True, kw_only=True)
 class Feeds:
-    """Files that other commands read, by their names in the remedies."""
+    """Files that the remedies' commands read: speeds by ``balance``, ends by ``barrier``, telemetry by ``plan``."""
 
     speeds: str = "speeds.csv"
     ends: str = "ends.csv"
@@ -64,7 +76,11 @@ class Feeds:
 
 
 def diagnose(run: RankSteps, source: str, feeds: Feeds | None = None) -> StragglersResult:
-    """Return the split of every rank, the what-ifs, and a finding for each rank that holds the others up."""
+    """Return the split of every rank, the what-ifs, and a finding for each rank that holds the others up.
+
+    Findings come by falling cost; a slow link is looked for where no rank is to blame. ``source``: what the steps were
+    measured by, for the result; ``feeds``: files to name in the remedies, None: the default names.
+    """
     feeds, whole_run, run = feeds or Feeds(), run, run.between_meetings()
     step_s = np.median(run.step_s, axis=0)
     mean_step_s = float(step_s.mean())
@@ -86,7 +102,7 @@ def diagnose(run: RankSteps, source: str, feeds: Feeds | None = None) -> Straggl
         step_s=mean_step_s,
         ideal_step_s=ideal_step_s,
         slowdown=slowdown,
-        m_w=(mean_step_s - without_worst_s) / (mean_step_s - ideal_step_s) if slowdown > 1.02 else None,
+        m_w=(mean_step_s - without_worst_s) / (mean_step_s - ideal_step_s) if slowdown > _NOISE_RATIO else None,
         waiting_share=waiting_share,
         verdict=findings[0].sentence if findings else nobody,
         findings=findings,
@@ -103,31 +119,45 @@ def _median_of_others(values: Floats, row: int) -> Floats:
     return median
 
 
-def _gain_s(run: RankSteps, step: Floats, rest: Floats, row: int) -> Floats:
-    """Return the seconds (K,) that each step would save if the rank were as fast as the median of the others."""
+def _gain_s(run: RankSteps, step_s: Floats, rest_s: Floats, row: int) -> Floats:
+    """Return the seconds (K,) that each step would save if the rank at ``row`` were as fast as the median of the others.
+
+    ``step_s`` (K,) are the steps' times, ``rest_s`` (K,) what a step takes beyond the slowest rank's own work.
+    """
     own_s = run.own_s.copy()
     own_s[row] = np.minimum(own_s[row], _median_of_others(own_s, row))
-    gain_s: Floats = np.maximum(step - np.maximum(own_s.max(axis=0) + rest, 0.0), 0.0)
+    gain_s: Floats = np.maximum(step_s - np.maximum(own_s.max(axis=0) + rest_s, 0.0), 0.0)
     return gain_s
 
 
-def _ideal_steps(run: RankSteps, rest: Floats) -> tuple[float, float]:
-    """Return the mean step with every part at its mean over ranks and steps, and with that of the slowest 3 % of ranks only."""
+def _ideal_steps(run: RankSteps, rest_s: Floats) -> tuple[float, float]:
+    """Return two mean step times in seconds: the ideal one, and that without the slowest ranks' excess.
+
+    In the first every part of every rank is at its mean over ranks and steps; in the second only the parts of the slowest 3 %
+    of the ranks are. ``rest_s`` (K,): what each step takes beyond the slowest rank's own work.
+    """
     means = {name: float(values.mean()) for name, values in run.parts.items()}
-    ideal_s = sum(means.values()) + float(np.median(rest))
+    ideal_s = sum(means.values()) + float(np.median(rest_s))
     slowest = np.argsort(-run.own_s.mean(axis=1))[: int(np.ceil(len(run.ranks) * WORST_SHARE))]
     own_s = run.own_s.copy()
     own_s[slowest] = sum(means.values())
-    return ideal_s, float((own_s.max(axis=0) + rest).mean())
+    return ideal_s, float((own_s.max(axis=0) + rest_s).mean())
 
 
-def _class_step_s(run: RankSteps, name: str, rest: Floats) -> float:
-    """Return the mean step with all parts but ``name`` at their means over ranks and steps."""
+def _class_step_s(run: RankSteps, name: str, rest_s: Floats) -> float:
+    """Return the mean step in seconds if only the part ``name`` varied, and all others were at their mean over ranks and steps.
+
+    Over the ideal step it is the slowdown that this part alone causes. ``rest_s`` (K,) as in :func:`_ideal_steps`.
+    """
     other = sum(float(values.mean()) for part, values in run.parts.items() if part != name)
-    return float(run.parts[name].max(axis=0).mean() + other + np.median(rest))
+    return float(run.parts[name].max(axis=0).mean() + other + np.median(rest_s))
 
 
-def _split(run: RankSteps, row: int, if_median: float) -> RankSplit:
+def _split(run: RankSteps, row: int, step_if_median_s: float) -> RankSplit:
+    """Return the mean step of the rank at ``row``, split into its parts, waiting and exposed communication.
+
+    ``step_if_median_s``: what a step would take if the rank were as fast as the median of the others.
+    """
     return RankSplit(
         rank=run.ranks[row],
         node=run.nodes[row],
@@ -135,24 +165,24 @@ def _split(run: RankSteps, row: int, if_median: float) -> RankSplit:
         parts_s={name: float(values[row].mean()) for name, values in run.parts.items()},
         wait_s=float(run.wait_s[row].mean()),
         exposed_s=float(run.exposed_s[row].mean()),
-        step_if_median_s=if_median,
+        step_if_median_s=step_if_median_s,
         clock_offset_s=float(run.offsets_s[row]) if run.offsets_s is not None else 0.0,
     )
 
 
 def _finding(
-    run: RankSteps, row: int, excess: Floats, gains: Floats, step: Floats, feeds: Feeds
+    run: RankSteps, row: int, excess: Floats, gains: Floats, step_s: Floats, feeds: Feeds
 ) -> StragglerFinding | None:
     """Return the finding about a rank; None where it does not hold the others up beyond chance.
 
     Args:
         excess: (K,) the rank's own work above the median of the others, in seconds.
         gains: (R, K) what each step would save by each rank, in seconds.
-        step: (K,) step times in seconds.
+        step_s: (K,) step times in seconds.
     """
-    share = float(gains[row].sum()) / float(step.sum())
-    is_slow = (excess > max(_LEAST_EXCESS * float(step.mean()), _OF_WORST * float(excess.max()))) & (gains[row] > 0)
-    if not _holds_up(gains, row, step, is_slow):
+    share = float(gains[row].sum()) / float(step_s.sum())
+    is_slow = (excess > max(_LEAST_EXCESS * float(step_s.mean()), _OF_WORST * float(excess.max()))) & (gains[row] > 0)
+    if not _holds_up(gains, row, step_s, is_slow):
         return None
     onset_index = _onset_index(is_slow)
     pattern, period = _pattern(is_slow, onset_index)
@@ -162,14 +192,15 @@ def _finding(
     }
     part = max(parts, key=lambda name: parts[name])
     cause = _cause(run, row, excess, is_slow, pattern, part)
+    # Where forward and backward are slower alike, the sentence names the computation as a whole.
     shown_part = (
         "compute" if part in COMPUTE and parts[part] < 0.8 * sum(parts.get(name, 0.0) for name in COMPUTE) else part
     )
     names = [name for name in run.parts if name in COMPUTE] if shown_part == "compute" else [part]
-    values: Floats = np.sum([run.parts[name] for name in names], axis=0)
-    own_s, others_s = float(values[row][is_slow].mean()), float(_median_of_others(values, row)[is_slow].mean())
+    part_s: Floats = np.sum([run.parts[name] for name in names], axis=0)
+    own_s, others_s = float(part_s[row][is_slow].mean()), float(_median_of_others(part_s, row)[is_slow].mean())
     ratio = own_s / others_s if others_s > 0 else None
-    remedy, predicted, command = _remedy(run, cause, share, float(np.median(gains[row] / step)), feeds)
+    remedy, predicted, command = _remedy(run, cause, share, float(np.median(gains[row] / step_s)), feeds)
     finding = StragglerFinding(
         rank=run.ranks[row],
         node=run.nodes[row],
@@ -181,32 +212,45 @@ def _finding(
         slow_steps=int(is_slow.sum()),
         ratio=ratio,
         excess_s=float(excess[is_slow].mean()),
-        share_of_steps=float(gains[row][is_slow].sum() / step[is_slow].sum()),
+        share_of_steps=float(gains[row][is_slow].sum() / step_s[is_slow].sum()),
         share_of_run=share,
         predicted_gain=predicted,
         command=command,
         sentence="",
     )
     has_several_nodes = len(set(run.nodes)) > 1
-    sentence = _sentence(finding, parts[part], len(step), from_begin=onset_index == 0, name_node=has_several_nodes)
+    sentence = _sentence(finding, parts[part], len(step_s), from_begin=onset_index == 0, name_node=has_several_nodes)
     return finding.model_copy(update={"sentence": f"{sentence} {remedy}"})
 
 
-def _holds_up(gains: Floats, row: int, step: Floats, slow: Flags) -> bool:
-    """Return whether a rank costs the run enough, a multiple of the others' cost, and more than by chance."""
-    costs = gains.sum(axis=1) / float(step.sum())
+def _holds_up(gains: Floats, row: int, step_s: Floats, slow: Flags) -> bool:
+    """Return whether the rank at ``row`` holds the others up: it costs enough, far more than others, and not by chance.
+
+    Args:
+        gains: (R, K) seconds that each step would save by each rank.
+        step_s: (K,) step times in seconds.
+        slow: (K,) steps in which the rank is slow.
+    """
+    costs = gains.sum(axis=1) / float(step_s.sum())
     is_plain = costs[row] >= PLAIN_GAIN
-    fewest = min(_FEWEST_PLAIN if is_plain else _FEWEST_STEPS, len(step))
+    fewest = min(_FEWEST_PLAIN if is_plain else _FEWEST_STEPS, len(step_s))
     others = float(np.median(np.delete(costs, row)))
     if costs[row] < LEAST_GAIN or costs[row] < TIMES_THE_OTHERS * others or int(slow.sum()) < fewest:
         return False
     if not is_plain and _chance_p_value(gains, row) > LEAST_CHANCE:
         return False
-    return _sure_share(gains, row, step) >= LEAST_GAIN
+    return _sure_share(gains, row, step_s) >= LEAST_GAIN
 
 
 def _sentence(finding: StragglerFinding, longer_s: float, steps: int, *, from_begin: bool, name_node: bool) -> str:
-    """Return the sentence on rank, slowness, pattern and cost; ``longer_s``: its excess seconds in the named part."""
+    """Return the sentence on rank, slowness, pattern and cost.
+
+    Args:
+        longer_s: the rank's excess in the named part, in seconds.
+        steps: how many steps were measured.
+        from_begin: whether the rank is slow since the first step.
+        name_node: whether to name the machine.
+    """
     who = f"Rank {finding.rank}" + (f" ({finding.node})" if name_node else "")
     when = {
         "persistent": "in every step" if from_begin else f"since step {finding.since_step}",
@@ -214,7 +258,7 @@ def _sentence(finding: StragglerFinding, longer_s: float, steps: int, *, from_be
         "transient": f"in {finding.slow_steps} of {steps} steps",
     }[finding.pattern]
     pace = f"takes {show_seconds(longer_s)} longer in {finding.part}"
-    if finding.ratio is not None and finding.ratio < 20:
+    if finding.ratio is not None and finding.ratio < 20:  # a larger ratio is of times near 0 and says little
         pace = f"is {finding.ratio:.2f}x slower in {finding.part}"
     if finding.cause == "pauses":
         pace = f"pauses for {show_seconds(finding.excess_s)}"
@@ -223,30 +267,44 @@ def _sentence(finding: StragglerFinding, longer_s: float, steps: int, *, from_be
 
 
 def _chance_p_value(gains: Floats, row: int) -> float:
-    """Return the p-value: how often some rank costs as much as this one if each step's slowest rank is drawn at random."""
+    """Return the p-value of a rank's cost under chance.
+
+    That is how often some rank costs as much as the one at ``row`` if the slowest rank of each step is drawn at random.
+    ``gains`` (R, K): seconds that each step would save by each rank.
+    """
     ranks, steps = gains.shape
     cost = gains.max(axis=0)
     slowest_drawn = np.random.default_rng(0).integers(ranks, size=(_DRAWS, steps))
     highest_costs = np.max([np.where(slowest_drawn == rank, cost, 0.0).sum(axis=1) for rank in range(ranks)], axis=0)
-    return float((highest_costs >= gains[row].sum() * (1 - 1e-9)).mean())
+    return float((highest_costs >= gains[row].sum() * (1 - 1e-9)).mean())  # sums in another order differ by rounding
 
 
-def _sure_share(gains: Floats, row: int, step: Floats) -> float:
-    """Return the 5 % quantile, by bootstrap over steps, of the share of the run that a rank costs beyond the median other."""
-    drawn = np.random.default_rng(0).integers(len(step), size=(_DRAWS, len(step)))
+def _sure_share(gains: Floats, row: int, step_s: Floats) -> float:
+    """Return the share of the run that the rank at ``row`` costs for sure, beyond what the median of the others costs.
+
+    It is the 5 % quantile by bootstrap: steps are drawn again with replacement. ``gains`` (R, K), ``step_s`` (K,): seconds.
+    """
+    drawn = np.random.default_rng(0).integers(len(step_s), size=(_DRAWS, len(step_s)))
     extra_s = (gains[row] - np.median(np.delete(gains, row, axis=0), axis=0))[drawn].sum(axis=1)
-    return float(np.quantile(extra_s / step[drawn].sum(axis=1), 1 - SURE))
+    return float(np.quantile(extra_s / step_s[drawn].sum(axis=1), 1 - SURE))
 
 
 def _onset_index(slow: Flags) -> int:
-    """Return the index of the step where slowness sets in: the maximum of share times root of number of slow steps after it."""
+    """Return the index of the step where slowness sets in.
+
+    It is the slow step after which the share of slow steps, times the root of their number, is largest: late enough that most
+    steps after it are slow, early enough that there are many.
+    """
     slow_indices = np.flatnonzero(slow)
     scores = [slow[start:].mean() * np.sqrt(slow[start:].sum()) for start in slow_indices]
     return int(slow_indices[int(np.argmax(scores))])
 
 
 def _pattern(slow: Flags, since: int) -> tuple[Pattern, int | None]:
-    """Return the pattern of the slow steps, and the period in steps where it is periodic, else None."""
+    """Return the pattern of the slow steps (K,), and the period in steps where it is periodic, else None.
+
+    ``since``: index of the step where slowness sets in. Steps are periodic where their distances vary by a quarter at most.
+    """
     slow_indices = np.flatnonzero(slow)
     if slow[since:].mean() >= _PERSISTENT and slow[since:].sum() >= _FEWEST_STEPS:
         return "persistent", None
@@ -257,7 +315,13 @@ def _pattern(slow: Flags, since: int) -> tuple[Pattern, int | None]:
 
 
 def _cause(run: RankSteps, row: int, excess: Floats, slow: Flags, pattern: str, part: str) -> str:
-    """Return the cause, from the part with the excess, its pattern, and the parts that are not slower."""
+    """Return the cause in words, from the part with the most excess, its pattern in time, and the parts that are not slower.
+
+    Args:
+        excess: (K,) the rank's own work above the median of the others, in seconds.
+        slow: (K,) steps in which the rank is slow.
+        part: the part with the most excess.
+    """
     if part == "input":
         return "slow input"
     gap_s, is_seldom = 0.0, pattern != "persistent" and slow.mean() <= _SELDOM
@@ -265,7 +329,9 @@ def _cause(run: RankSteps, row: int, excess: Floats, slow: Flags, pattern: str, 
         gap_s = float((run.gap_s[row] - _median_of_others(run.gap_s, row))[slow].mean())
         is_seldom = is_seldom and gap_s >= 0.6 * float(excess[slow].mean())
     else:  # telemetry has no gaps: pauses are single slow steps, without more work than the others
-        has_more_work = run.work is not None and (run.work[row] > 1.02 * _median_of_others(run.work, row))[slow].any()
+        has_more_work = (
+            run.work is not None and (run.work[row] > _NOISE_RATIO * _median_of_others(run.work, row))[slow].any()
+        )
         is_seldom = is_seldom and not has_more_work and not (slow[1:] & slow[:-1]).any()
     if is_seldom:
         return "pauses"
@@ -274,16 +340,20 @@ def _cause(run: RankSteps, row: int, excess: Floats, slow: Flags, pattern: str, 
     if _is_drifting(excess):
         return "thermal drift"
     compute_s, others_s = run.compute_s[row][slow].mean(), _median_of_others(run.compute_s, row)[slow].mean()
-    ratio = float(compute_s / max(others_s, 1e-12))
+    ratio = float(compute_s / max(others_s, _TINY_S))
     if run.work is not None:
-        work_ratio = float(run.work[row][slow].mean() / max(_median_of_others(run.work, row)[slow].mean(), 1e-12))
-        return "uneven work" if work_ratio > 1.02 and work_ratio - 1 >= 0.3 * (ratio - 1) else "slow device"
+        others_work = max(_median_of_others(run.work, row)[slow].mean(), _TINY_S)
+        work_ratio = float(run.work[row][slow].mean() / others_work)
+        # The extra work must explain a fair part of the extra time.
+        return "uneven work" if work_ratio > _NOISE_RATIO and work_ratio - 1 >= 0.3 * (ratio - 1) else "slow device"
     if run.gap_s is not None and gap_s >= 0.3 * float(excess[slow].mean()):
         return "slow device"  # it stands still within its own phase
-    control = run.parts.get("optimizer")
-    if control is not None and float(np.median(control)) > 1e-4 and {"forward", "backward"} <= run.parts.keys():
+    optimizer_s = run.parts.get("optimizer")
+    # An optimizer of less than a tenth of a millisecond is too short to compare.
+    if optimizer_s is not None and float(np.median(optimizer_s)) > 1e-4 and {"forward", "backward"} <= run.parts.keys():
         # The optimizer does the same whatever the batch: a slow device is slow there too.
-        optimizer_ratio = float(np.median(control[row][slow]) / np.median(_median_of_others(control, row)[slow]))
+        others_optimizer_s = _median_of_others(optimizer_s, row)
+        optimizer_ratio = float(np.median(optimizer_s[row][slow]) / np.median(others_optimizer_s[slow]))
         passes = [run.parts[name] for name in COMPUTE[:2]]
         pass_ratios = [
             float(part_s[row][slow].mean() / _median_of_others(part_s, row)[slow].mean()) for part_s in passes
@@ -296,7 +366,8 @@ def _cause(run: RankSteps, row: int, excess: Floats, slow: Flags, pattern: str, 
 def _is_drifting(excess: Floats) -> bool:
     """Return whether a rank slows down gradually: a line fits its excess (K,) better than a jump between two levels.
 
-    Compared by Schwarz's criterion, as the jump has one parameter more, its position. A running median of 3 removes outliers.
+    The two are compared by Schwarz's criterion, as the jump has one parameter more, its position. A running median of 3 removes
+    outliers. Fewer than 9 steps never count as drift, nor does an excess that hardly rises.
     """
     count = len(excess)
     if count < 9:
@@ -317,13 +388,13 @@ def _is_drifting(excess: Floats) -> bool:
     return bool(line_residual < float(min(jump_residuals)) * count ** (1 / count))
 
 
-def _slow_link(run: RankSteps, mean: float) -> StragglerFinding | None:
-    """Return a slow link, where one rank or two ring neighbours often see the longest collectives end late; else None.
+def _slow_link(run: RankSteps, mean_step_s: float) -> StragglerFinding | None:
+    """Return the finding of a slow link; None where there is no sign of one.
 
-    In a ring, data over a slow link arrives late at the receiving rank, and at the rank to which that one sends on.
-    ``mean``: mean step in seconds.
+    The sign is that one rank, or two neighbours in the ring, often see the longest collectives end late: data over a slow link
+    arrives late at the receiving rank, and at the rank to which that one sends on. ``mean_step_s``: mean step in seconds.
     """
-    exposed = float(run.exposed_s.mean(axis=1).max() / mean)
+    exposed = float(run.exposed_s.mean(axis=1).max() / mean_step_s)
     if run.late_s is None or run.late_s.shape[1] < _FEWEST_LINK or exposed < _LINK_SHARE:
         return None
     median_late_s, ranks = np.median(run.late_s, axis=1), len(run.ranks)
@@ -333,12 +404,13 @@ def _slow_link(run: RankSteps, mean: float) -> StragglerFinding | None:
         if (row - second_row) % ranks not in (1, ranks - 1):
             return None
         end_rows = [row, second_row]
+        # Of the two, the rank that sends to the other is the one at the slow link.
         row = row if (row + run.ring) % ranks == second_row else second_row
     others_late = np.delete(run.late_s, end_rows, axis=0)
     margin_s = run.late_s[end_rows].min(axis=0) - np.median(others_late, axis=0)
     # A busy machine wakes some rank later than others, too, but by turns, and none so much later.
     typical_margin_s, next_s = float(np.median(margin_s)), float(np.median(others_late, axis=1).max())
-    if typical_margin_s < _LATE_SHARE * mean or (margin_s > 0.5 * typical_margin_s).mean() < _OFTEN:
+    if typical_margin_s < _LATE_SHARE * mean_step_s or (margin_s > 0.5 * typical_margin_s).mean() < _OFTEN:
         return None
     if len(end_rows) == 1 and median_late_s[end_rows[0]] < TIMES_THE_OTHERS * next_s:
         return None
@@ -370,23 +442,27 @@ def balanced_gain(run: RankSteps) -> float:
 
     All ranks then compute for the harmonic mean of their compute times; work that does not grow with the batch stays.
     """
-    step = np.median(run.step_s, axis=0)
-    compute = np.median(run.compute_s, axis=1)
-    fixed = np.median(run.own_s - run.compute_s, axis=1)
-    balanced_s = len(compute) / float((1.0 / np.maximum(compute, 1e-12)).sum())
-    rest = float(np.median(step - run.own_s.max(axis=0)))
-    return max(0.0, 1.0 - (balanced_s + float(fixed.max()) + max(rest, 0.0)) / float(np.median(step)))
+    step_s = np.median(run.step_s, axis=0)
+    compute_s = np.median(run.compute_s, axis=1)
+    fixed_s = np.median(run.own_s - run.compute_s, axis=1)
+    balanced_compute_s = len(compute_s) / float((1.0 / np.maximum(compute_s, _TINY_S)).sum())
+    rest_s = max(float(np.median(step_s - run.own_s.max(axis=0))), 0.0)
+    balanced_step_s = balanced_compute_s + float(fixed_s.max()) + rest_s
+    return max(0.0, 1.0 - balanced_step_s / float(np.median(step_s)))
 
 
 def _remedy(
-    run: RankSteps, cause: str, share: float, typical: float, feeds: Feeds
+    run: RankSteps, cause: str, share: float, median_share: float, feeds: Feeds
 ) -> tuple[str, float | None, str | None]:
     """Return the remedy in words, the share of a step that it is predicted to gain, and the command.
 
-    ``share``: what the rank costs of the run; ``typical``: of the median step.
+    Args:
+        share: what the rank costs, as a share of the run.
+        median_share: the same of the median step.
+        feeds: files that the commands read.
     """
     if cause in ("slow device", "uneven work", "thermal drift"):
-        gain = min(balanced_gain(run), max(share, typical))
+        gain = min(balanced_gain(run), max(share, median_share))
         if len(run.steps) <= default_warm_up(0, 0):  # too short to replay
             command = f"ddltool plan job.yaml --strategy lb-bsp --telemetry {feeds.telemetry}"
             return f"Balanced batches would win {gain:.0%} back (predicted): {command}", gain, command
@@ -404,7 +480,11 @@ def _remedy(
 
 
 def speeds(run: RankSteps, batch: int) -> list[Sequence[float | int]]:
-    """Return rows of ``ddltool balance``: iteration, worker, samples a second of its own compute, cpu and memory (1)."""
+    """Return the rows that ``ddltool balance`` reads: iteration, worker, speed, CPU and memory.
+
+    The speed is in samples per second of the rank's own compute, ``batch`` samples in each step. CPU and memory are not known
+    and set to 1.
+    """
     speed = run.speed(batch)
     return [
         (int(number), rank, float(speed[row, column]), 1.0, 1.0)
@@ -414,7 +494,10 @@ def speeds(run: RankSteps, batch: int) -> list[Sequence[float | int]]:
 
 
 def ends(run: RankSteps) -> list[Sequence[float | int]]:
-    """Return rows of ``ddltool barrier``: worker, iteration (from 0) and its end, had nobody waited."""
+    """Return the rows that ``ddltool barrier`` reads: worker, iteration (from 0) and its end in seconds, had nobody waited.
+
+    All workers end their last iteration at the same moment.
+    """
     end = run.own_s.cumsum(axis=1)
     end += end[:, -1].max() - end[:, -1:]
     return [
@@ -425,7 +508,10 @@ def ends(run: RankSteps) -> list[Sequence[float | int]]:
 
 
 def telemetry(run: RankSteps, batch: int, device: str = "cpu") -> list[TelemetryRow]:
-    """Return the run as rows of telemetry, which ``plan --telemetry``, ``fit`` and ``verify`` read."""
+    """Return the run as rows of telemetry, which ``plan --telemetry``, ``fit`` and ``verify`` read.
+
+    ``batch``: samples of each rank in a step. Ranks are numbered from 0 in the run's order.
+    """
     nodes = max(1, len(set(run.nodes)))
     return [
         TelemetryRow(
@@ -436,7 +522,7 @@ def telemetry(run: RankSteps, batch: int, device: str = "cpu") -> list[Telemetry
             device=device,
             batch=batch,
             total_batch=batch * len(run.ranks),
-            compute_s=max(float(run.compute_s[row, column]), 1e-9),
+            compute_s=max(float(run.compute_s[row, column]), 1e-9),  # telemetry demands a time above 0
             wait_s=float(run.wait_s[row, column]),
             sync_s=float(run.exposed_s[row, column]),
             step_s=float(run.step_s[row, column]),

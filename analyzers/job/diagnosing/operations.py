@@ -32,12 +32,15 @@ Op = tuple[str, int, int]
 """Kind of operation, its index among those of this kind in the stage's step, and the stage."""
 COLUMNS = ("dp_rank", "stage", "rank", "step", "optype", "start_ts", "duration", "seq_id", "mc", "gmc")
 _PASSES = ("forward", "backward")
+# (pass, side of a transfer) -> how many stages further the peer is.
 _TO_PEER = {("forward", "send"): 1, ("forward", "recv"): -1, ("backward", "send"): -1, ("backward", "recv"): 1}
 _P2P = tuple(f"{way}-{side}" for way, side in _TO_PEER)
+# Kinds of operations, as ByteDance's traces spell them.
 _GATHER, _SCATTER, _SEPARATE = "params-all-gather", "grads-reduce-scatter", "separate-grads-all-reduce"
 _NORM, _EMBEDDING = "layernorm-grads-all-reduce", "embedding-grads-all-reduce"
 _CLIP, _OPTIMIZER = "optimizer-clip-main-grad", "optimizer"
 _COMMUNICATION = frozenset([*_P2P, _GATHER, _SCATTER, _SEPARATE, _NORM, _EMBEDDING, _CLIP])
+# Collectives over all data-parallel ranks: none begins before the last rank has come.
 _OVER_REPLICAS = frozenset([_GATHER, _SCATTER, _SEPARATE, _CLIP])
 _COMPUTE = tuple(f"{way}-compute" for way in _PASSES)
 KNOWN = frozenset([*_COMMUNICATION, *_COMPUTE, _OPTIMIZER, "gc"])
@@ -46,7 +49,10 @@ _ROUNDING_S = 5e-5
 # Clocks of different machines differ by less than this, in seconds.
 _CLOCK_DIFFERENCE_S = 1e-2
 _MOST_ROWS = 200_000_000
-_LEAST_SLOWDOWN, _LEAST_EXPLAINED, _SEQUENCES = 1.05, 0.3, 0.9
+# A slowdown from here on needs a cause; a cause explains at least this share of it.
+_LEAST_SLOWDOWN, _LEAST_EXPLAINED = 1.05, 0.3
+# Correlation of forward with backward durations from which on microbatches, and so their sequences, differ in length.
+_SEQUENCES = 0.9
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -57,7 +63,7 @@ class Operations:
     duration_s: Floats
     """(n, D, K) as recorded, waiting for peers included."""
     start_s: Floats
-    """(n, D, K) since the start of the step."""
+    """(n, D, K) since the start of the step; 0 for an operation that is not there (garbage collection may be absent)."""
     rank: Ints
     """(D, stages) global rank of each worker."""
     chunk: dict[Op, tuple[int, int]]
@@ -83,7 +89,11 @@ def read_operations(path: Path) -> Operations:
 
 
 def of_frame(frame: pd.DataFrame, where: str) -> Operations:
-    """Return the operations of a table with :data:`COLUMNS`. Raises InputError as :func:`read_operations` does."""
+    """Return the operations of a table with :data:`COLUMNS`, one operation a row.
+
+    Steps are left out that lack an operation on some rank; of the rest, the largest group of steps with the same operations is
+    kept. Raises InputError as :func:`read_operations` does; ``where`` names the table in it.
+    """
     frame = frame.assign(optype=frame["optype"].astype(str))
     unknown = sorted(set(frame["optype"]) - KNOWN - {"first-op"})
     if unknown:
@@ -95,23 +105,16 @@ def of_frame(frame: pd.DataFrame, where: str) -> Operations:
     frame = frame[frame["optype"] != "first-op"]
     frame = frame.fillna({"mc": -1, "gmc": -1})
     keys = ["optype", "seq_id", "stage"]
+    # A row for each operation, a column for each step and data-parallel rank.
     cells = frame.drop_duplicates([*keys, "dp_rank", "step"]).pivot(
         index=keys, columns=["step", "dp_rank"], values=["duration", "start_ts"]
     )
     replicas = sorted({int(replica) for replica in frame["dp_rank"].unique()})
     durations, starts = pd.DataFrame(cells["duration"]), pd.DataFrame(cells["start_ts"])
-    # How many data-parallel ranks have an operation (row) in a step (column); garbage collection may be absent.
-    rank_count = pd.DataFrame(durations.notna().T.groupby(level="step").sum()).T
-    rank_count.loc[rank_count.index.get_level_values("optype") == "gc", :] = len(replicas)
-    # Of the steps that are complete on all ranks, the largest group with the same operations is kept.
-    steps_by_operations: dict[bytes, list[int]] = defaultdict(list)
-    for step in rank_count.columns[((rank_count == len(replicas)) | (rank_count == 0)).all(axis=0)]:
-        steps_by_operations[(rank_count[step] > 0).to_numpy().tobytes()].append(int(step))
-    steps = max(steps_by_operations.values(), key=len, default=[])
+    steps, has_operation = _whole_steps(durations, len(replicas))
     if not steps:
         raise InputError(where, "has no step with every operation on every rank", "give whole steps of one job")
-    is_whole = (rank_count[steps[0]] > 0).to_numpy()
-    durations, starts = durations.loc[is_whole].fillna(0.0), starts.loc[is_whole]
+    durations, starts = durations.loc[has_operation].fillna(0.0), starts.loc[has_operation]
     shape = (len(durations), len(steps), len(replicas))
     index = pd.MultiIndex.from_product([steps, replicas])
     duration, start = (
@@ -119,7 +122,7 @@ def of_frame(frame: pd.DataFrame, where: str) -> Operations:
         for table in (durations, starts)
     )
     start = np.nan_to_num(start - np.nanmin(start, axis=(0, 1), keepdims=True))
-    ops = [(str(kind), int(number), int(stage)) for kind, number, stage in durations.index]
+    ops = [(str(kind), int(sequence_id), int(stage)) for kind, sequence_id, stage in durations.index]
     ranks = frame.drop_duplicates(["dp_rank", "stage"]).pivot(index="dp_rank", columns="stage", values="rank")
     first_rows = frame[frame["step"].isin(steps)].drop_duplicates(keys)
     columns = [first_rows[name].tolist() for name in (*keys, "mc", "gmc")]
@@ -129,14 +132,35 @@ def of_frame(frame: pd.DataFrame, where: str) -> Operations:
     )
 
 
+def _whole_steps(durations: pd.DataFrame, replicas: int) -> tuple[list[int], Flags]:
+    """Return the steps to keep, and (rows,) which rows of ``durations`` these steps have: one row for each operation.
+
+    A column is one step of one of ``replicas`` data-parallel ranks, NaN where it lacks the operation. A step is whole if all
+    ranks have the same operations in it. Of the whole steps, the largest group with the same operations is kept.
+    """
+    # How many data-parallel ranks have an operation (row) in a step (column); garbage collection may be absent.
+    rank_count = pd.DataFrame(durations.notna().T.groupby(level="step").sum()).T
+    rank_count.loc[rank_count.index.get_level_values("optype") == "gc", :] = replicas
+    is_complete = ((rank_count == replicas) | (rank_count == 0)).all(axis=0)
+    steps_by_operations: dict[bytes, list[int]] = defaultdict(list)
+    for step in rank_count.columns[is_complete]:
+        steps_by_operations[(rank_count[step] > 0).to_numpy().tobytes()].append(int(step))
+    steps = max(steps_by_operations.values(), key=len, default=[])
+    if not steps:
+        return [], np.zeros(len(durations), dtype=bool)
+    return steps, (rank_count[steps[0]] > 0).to_numpy()
+
+
 class Pipeline:
     """The dependency graph of one step, and its replay.
 
     ``needs``: the operations that must end before one starts; ``groups``: operations that start together, when the last of
-    them is ready (send and receive, collectives); ``units``: groups and single operations in topological order.
+    them is ready (send and receive, collectives); ``units``: groups and single operations in topological order; ``number``:
+    an operation's row in the arrays; ``last``: rows of the operations that end a step.
     """
 
     def __init__(self, operations: Operations) -> None:
+        """Derive the dependencies of a step from kinds, stages and the order in the first rank's first step."""
         self.operations = operations
         self.number = {op: index for index, op in enumerate(operations.ops)}
         self.start = {op: float(operations.start_s[index, 0, 0]) for op, index in self.number.items()}
@@ -159,7 +183,7 @@ class Pipeline:
         self.last = updates or list(self.number.values())
 
     def _ops_by_start(self, stage: int, *kinds: str) -> list[Op]:
-        """Return a stage's operations of some kinds, by start in the first rank and step."""
+        """Return a stage's operations of the given ``kinds``, by their start in the first rank's first step."""
         ops = [op for op in self.number if op[2] == stage and op[0] in kinds]
         return sorted(ops, key=lambda op: (self.start[op], op[1], op[0]))
 
@@ -180,11 +204,13 @@ class Pipeline:
             transfers, compute = self._ops_by_start(stage, f"{way}-{side}"), self._ops_by_start(stage, f"{way}-compute")
             if not compute:
                 continue
-            last_start_s, first_end_s = max(self.start[op] for op in compute), min(self.end[op] for op in compute)
+            last_start_s = max(self.start[op] for op in compute)
+            first_end_s = min(self.end[op] for op in compute)
             if side == "recv":
                 launched = [op for op in transfers if self.start[op] <= last_start_s + _ROUNDING_S]
             else:
                 launched = [op for op in transfers if self.end[op] >= first_end_s - _ROUNDING_S]
+            # One receive less than computations: the first computation reads its own input and receives nothing.
             offset = 1 if side == "recv" and len(launched) + 1 == len(compute) else 0
             valid_count = 0
             for compute_index, op in enumerate(launched, offset):
@@ -198,7 +224,8 @@ class Pipeline:
                     self.needs[own_compute].add(op)
                     if (previous_compute := (own_compute[0], compute_index - 1, stage)) in self.number:
                         self.needs[op].add(previous_compute)
-                if not 0 <= self.operations.chunk[own_compute][1] + delta < self.chunks * self.stages:
+                peer_chunk = self.operations.chunk[own_compute][1] + delta
+                if not 0 <= peer_chunk < self.chunks * self.stages:  # the model begins or ends here: no peer
                     self.groups.append([op])
                     continue
                 peer = (f"{way}-{'recv' if side == 'send' else 'send'}", valid_count, (stage + delta) % self.stages)
@@ -208,7 +235,10 @@ class Pipeline:
             self.groups += [[op] for op in transfers if op not in launched]
 
     def _chain_stage(self, stage: int) -> None:
-        """Chain a stage's operations: compute, each kind of transfer, and gradients and optimizer after the last compute."""
+        """Add the dependencies within one stage: computations, transfers of a kind, and the update each run in sequence.
+
+        The first backward transfers wait for the warm-up's last forward: the schedule does not launch them earlier.
+        """
         compute = self._ops_by_start(stage, *_COMPUTE)
         self._chain(compute)
         for kind in _P2P:
@@ -223,40 +253,53 @@ class Pipeline:
         self._chain_update(stage, compute)
 
     def _tie_to_chunks(self, stage: int, compute: Sequence[Op]) -> None:
-        """Let a model chunk's first forward wait for its gathered parameters, and its reduction for its last backward."""
+        """Make a model chunk's first forward wait for its gathered parameters, and its reduction for its last backward.
+
+        ``compute``: the stage's computations. A chunk is a part of the model's layers; a stage may hold several.
+        """
         chunk = self.operations.chunk
 
-        def of_chunk(kind: str, number: int) -> list[Op]:
-            return [op for op in compute if op[0] == kind and chunk[op][0] == number]
+        def of_chunk(kind: str, chunk_index: int) -> list[Op]:
+            """Return the stage's computations of one kind on the model chunk ``chunk_index``."""
+            return [op for op in compute if op[0] == kind and chunk[op][0] == chunk_index]
 
         gathers = sorted(self._ops_by_start(stage, _GATHER), key=lambda op: op[1])
-        for number, last_gather in {chunk[op][0]: op for op in gathers}.items():
-            if forwards := of_chunk("forward-compute", number):
+        # The dictionaries keep the last operation of each chunk in the order given, which for the scatters is the first.
+        for chunk_index, last_gather in {chunk[op][0]: op for op in gathers}.items():
+            if forwards := of_chunk("forward-compute", chunk_index):
                 self.needs[min(forwards, key=self.start.__getitem__)].add(last_gather)
         if not self._ops_by_start(stage, _SEPARATE):
             return
         scatters = sorted(self._ops_by_start(stage, _SCATTER), key=lambda op: -op[1])
-        for number, first_scatter in {chunk[op][0]: op for op in scatters}.items():
-            if backwards := of_chunk("backward-compute", number):
+        for chunk_index, first_scatter in {chunk[op][0]: op for op in scatters}.items():
+            if backwards := of_chunk("backward-compute", chunk_index):
                 self.needs[first_scatter].add(max(backwards, key=self.end.__getitem__))
 
     def _chain_update(self, stage: int, compute: Sequence[Op]) -> None:
-        """Chain what comes after a stage's last compute: norms, embeddings, the gradients' reduction, clip and optimizer."""
+        """Chain what comes after a stage's last computation, which is the last of ``compute`` to end.
+
+        In order: garbage collection, the norms' and embeddings' gradients, the reduction of gradients, clip, optimizer.
+        """
         before = [max(compute, key=self.end.__getitem__)] if compute else []
         if collections := self._ops_by_start(stage, "gc"):
             self._chain(collections, before)
             before = collections[-1:]
         reductions, scatters = self._ops_by_start(stage, _SEPARATE), self._ops_by_start(stage, _SCATTER)
-        if reductions and scatters:
+        if (
+            reductions and scatters
+        ):  # the scatters are tied to their chunks already, so the update waits for the last one
             before = [*before, max(scatters, key=lambda op: op[1])]
         closing = [*self._ops_by_start(stage, _NORM), *self._ops_by_start(stage, _EMBEDDING), *(reductions or scatters)]
         self._chain([*closing, *self._ops_by_start(stage, _CLIP), *self._ops_by_start(stage, _OPTIMIZER)], before)
 
     def _topological_units(self) -> list[list[Op]]:
-        """Return the groups and single operations in topological order. Raises InputError for circular dependencies."""
+        """Return the groups, and each other operation alone, in an order in which every unit comes after those it needs.
+
+        Raises InputError where operations wait for each other in a circle.
+        """
         unit_of: dict[Op, int] = {op: index for index, group in enumerate(self.groups) for op in group}
         units = [*self.groups, *([op] for op in self.number if op not in unit_of)]
-        unit_of |= {group[0]: index for index, group in enumerate(units) if len(group) == 1}
+        unit_of |= {unit[0]: index for index, unit in enumerate(units) if len(unit) == 1}
         graph: nx.DiGraph[int] = nx.DiGraph()
         graph.add_nodes_from(range(len(units)))
         graph.add_edges_from((unit_of[before], unit_of[op]) for op, needed in self.needs.items() for before in needed)
@@ -267,7 +310,7 @@ class Pipeline:
             raise InputError("operations", problem, "give the operations of whole steps of one job") from None
 
     def transfer_s(self) -> Floats:
-        """Return (n, D, K) durations that, for transfers and collectives, start when the last peer has come.
+        """Return (n, D, K) durations in seconds without the waiting: those of transfers begin when the last peer has come.
 
         A negative duration above -10 ms stays, because the machines' clocks may differ by that much: what they shorten on one
         side they lengthen as much on the peer's. At or below -10 ms clocks cannot explain it, and the duration becomes 0.
@@ -284,7 +327,10 @@ class Pipeline:
         return durations_s
 
     def play(self, length_s: Floats) -> Floats:
-        """Return the step times (K,) of a replay with operations of the durations ``length_s`` (n, D, K)."""
+        """Return the step times (K,) in seconds of a replay with operations of the durations ``length_s`` (n, D, K).
+
+        Each operation starts as soon as its dependencies have ended, a group when all of its operations can start.
+        """
         end_s = np.zeros_like(length_s)
         for group in self.units:
             rows = [self.number[op] for op in group]
@@ -300,7 +346,10 @@ class Pipeline:
 
 
 def ideal_s(operations: Operations, length_s: Floats) -> Floats:
-    """Return durations (n, D, K) with each kind of compute at its mean and each kind of communication at its median."""
+    """Return durations (n, D, K) with each kind of compute at its mean and each kind of communication at its median.
+
+    Communication has few but large outliers, which a mean would carry into the ideal.
+    """
     kinds = np.array([kind for kind, _, _ in operations.ops])
     ideal = np.empty_like(length_s)
     for kind in np.unique(kinds):
@@ -310,7 +359,11 @@ def ideal_s(operations: Operations, length_s: Floats) -> Floats:
 
 
 def what_if(operations: Operations) -> StragglersResult:
-    """Return slowdown S, M_W, M_S, the slowdown of each class, stage and data-parallel rank alone, and the finding."""
+    """Return the slowdown S, what workers and last stage explain of it (M_W, M_S), and the finding.
+
+    Also the slowdowns that remain when only one class of operations, one stage or one data-parallel rank keeps its real
+    durations and all else is ideal.
+    """
     pipeline = Pipeline(operations)
     real = pipeline.transfer_s()
     ideal = ideal_s(operations, real)
@@ -323,7 +376,7 @@ def what_if(operations: Operations) -> StragglersResult:
 
     def explained_by(chosen: Flags) -> float | None:
         """Return the share of the slowdown that vanishes with the ``chosen`` (n, D) ideal; None without a slowdown."""
-        if abs(actual_s - ideal_step_s) <= 1e-9:
+        if abs(actual_s - ideal_step_s) <= 1e-9:  # a nanosecond: rounding
             return None
         left_s = float(pipeline.play(np.where(chosen[:, :, None], ideal, real)).mean())
         return (actual_s - left_s) / (actual_s - ideal_step_s)
@@ -337,7 +390,7 @@ def what_if(operations: Operations) -> StragglersResult:
     workers = itertools.product(range(replicas), range(stages))
     score = {(row, index): min(by_replica[row], by_stage[index]) for row, index in workers}
     order = sorted(score, key=lambda worker: (-score[worker], operations.rank[worker]))
-    slowest = order[: -(-3 * len(order) // 100)]
+    slowest = order[: -(-3 * len(order) // 100)]  # 3 % of the workers, rounded up
     m_w = explained_by(np.logical_or.reduce([(replica == row) & (stage == index) for row, index in slowest]))
     m_s = explained_by(all_chosen & (stage == stages - 1))
     slowdown = actual_s / ideal_step_s
@@ -362,6 +415,7 @@ def what_if(operations: Operations) -> StragglersResult:
 
 
 def _class_of(kind: str) -> str:
+    """Return the class under which a kind of operation is shown: sends and receives of one pass count together."""
     return f"{kind.split('-')[0]} transfers" if kind in _P2P else kind
 
 
@@ -370,15 +424,20 @@ def _finding(
 ) -> StragglerFinding | None:
     """Return the cause of the slowdown: a worker, the last stage, or sequences of unequal length; None where none explains it.
 
-    ``worst``: data-parallel rank and stage of the slowest worker.
+    Args:
+        worst: data-parallel rank and stage of the slowest worker.
+        slowdown: S, the step over the ideal step.
+        m_w: share of the slowdown that the slowest workers explain.
+        m_s: share that the last stage explains.
     """
     if slowdown < _LEAST_SLOWDOWN:
         return None
-    lost = 1.0 - 1.0 / slowdown
+    lost = 1.0 - 1.0 / slowdown  # share of a step
 
     def finding(
         cause: str, share: float, sentence: str, rank: int | None = None, ratio: float | None = None, **remedy: Any
     ) -> StragglerFinding:
+        """Return the record of a finding that holds in every step; ``remedy``: its predicted gain and command, if any."""
         shares = {"share_of_steps": share, "share_of_run": share, "ratio": ratio, "excess_s": 0.0}
         steps = {"since_step": 0, "slow_steps": operations.steps}
         texts = {"cause": cause, "pattern": "persistent", "part": "compute", "sentence": sentence}

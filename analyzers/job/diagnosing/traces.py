@@ -27,6 +27,7 @@ _OPTIMIZER = re.compile(r"Optimizer\.(step|zero_grad)")
 _BACKWARD = re.compile(r"autograd::engine::evaluate_function|torch.distributed.ddp.reducer::")
 _OPERATOR = re.compile(r"(?!autograd::)[A-Za-z_]\w*::\w+$")
 PARTS = ("input", "forward", "backward", "optimizer", "host")
+# Numbers of the parts: the first five are indices into PARTS; blocked time is no part of a rank's own work.
 _INPUT_PART, _FORWARD, _BACKWARD_PART, _OPTIMIZER_PART, _HOST, _BLOCKED = range(6)
 # A waiting thread resumes within this time, or share of the gap, after the collective's end; the scheduler causes the delay.
 _WAKES_S, _WAKES_SHARE = 2e-3, 0.2
@@ -34,8 +35,12 @@ _WAKES_S, _WAKES_SHARE = 2e-3, 0.2
 _NOTED_SHARE = 0.05
 # Epochs of traces of one machine differ by less than this; else the clocks count as different.
 _ONE_CLOCK_S = 86400.0
+# Steps of each rank that the timeline shows.
 _STEPS_DRAWN = 6
-_TURNS = 200
+# Most rounds of the alternation that estimates the clocks' offsets; it usually settles in a few.
+_OFFSET_ROUNDS = 200
+# A gap without compute that is shorter than this is launch overhead and no pause.
+_SHORTEST_GAP_S = 1e-6
 
 
 _Key = tuple[int, str, int]
@@ -58,14 +63,17 @@ class _Rank:
     keys: list[_Key]
     """(n,) of each collective."""
     work: Floats
+    """(k,) input elements of matrix products and convolutions in each step; 0 in a trace without shapes."""
     drawn: list[tuple[float, float, str]]
+    """(start, end, part) of the pieces of the first steps, for the timeline."""
 
 
 def of_traces(paths: Sequence[Path], advance: Callable[[int, str], None] = lambda done, name: None) -> RankSteps:
     """Return the aligned steps of all ranks from one trace file per rank; ``advance`` gets the index and name of each file.
 
-    Only one file is in memory at a time. Raises InputError as ``read_steps`` does, for a single file, for two files of one
-    rank, and for traces without a common step.
+    A file's rank is the one it records, else the number in its name; where any file has neither, ranks are the positions in
+    natural order of the names. Only one file is in memory at a time. Raises InputError as ``read_steps`` does, for a single
+    file, for two files of one rank, and for traces without a common step.
     """
     ranks_seen = []
     for index, path in enumerate(sorted(paths, key=lambda path: natural_key(str(path)))):
@@ -89,7 +97,7 @@ def of_traces(paths: Sequence[Path], advance: Callable[[int, str], None] = lambd
 
 
 def _rank_in_name(where: str) -> int | None:
-    """Return the rank in a file's name; None without one."""
+    """Return the rank in a file's name (``rank3``, ``rank-3``, ``rank_3.json``); None for a name without one."""
     match = re.search(r"rank[-_.]?(\d+)", Path(where).name)
     return int(match[1]) if match else None
 
@@ -99,22 +107,28 @@ class _Activity:
     """What a rank's trace shows of its work; intervals (2, m) of start and end are in order and disjoint."""
 
     kernels: Floats
-    """(3, m) start, length and moment of the launch; empty for a job on CPUs."""
+    """(3, m) start, end and moment of the launch; empty for a job on CPUs."""
     busy: Floats
     """While the device, or on CPUs an operator, computes."""
     inputs: Floats
+    """While the loader gives the next batch."""
     optimizers: Floats
+    """While the optimizer steps or clears gradients."""
     backwards: Floats
-    """(2, m) start and end; may overlap, unlike the others."""
+    """(2, m) start and end of autograd's functions; may overlap, unlike the others."""
     forward_calls: Floats
     """(m,) starts of the operators outside loader and optimizer."""
 
     @classmethod
     def of(cls, trace: RankTrace) -> _Activity:
-        """Return the activity in a trace, told by the names of its spans."""
+        """Return the activity in a trace: kernels, and loader, optimizer, backward and forward by the names of its spans.
+
+        On CPUs, where there are no kernels, operators are what computes.
+        """
         spans = trace.spans
 
         def spans_of(pattern: re.Pattern[str]) -> Floats:
+            """Return (2, m) start and end of the spans whose names begin with a match of ``pattern``."""
             is_wanted = np.array([pattern.match(name) is not None for name in trace.names], dtype=bool)[spans.key]
             return np.stack([spans.start_s[is_wanted], (spans.start_s + spans.duration_s)[is_wanted]])
 
@@ -136,13 +150,17 @@ class _Activity:
         return bool(self.kernels.shape[1])
 
     def gaps(self, low: float, high: float) -> Floats:
-        """Return the intervals (2, m) of a step in which nothing computes, those above a microsecond."""
+        """Return the intervals (2, m) between ``low`` and ``high`` in which nothing computes, those above a microsecond."""
         busy = clipped(self.busy, low, high)
         gaps = np.clip([np.append(low, busy[1]), np.append(busy[0], high)], low, high)
-        return np.asarray(gaps[:, gaps[1] - gaps[0] > 1e-6])
+        return np.asarray(gaps[:, gaps[1] - gaps[0] > _SHORTEST_GAP_S])
 
     def windows(self, low: float, high: float, blocked: Sequence[tuple[float, float, int]]) -> list[tuple[int, Floats]]:
-        """Return (part, intervals (2, m)) of each phase of a step; where two overlap, the later in the list counts."""
+        """Return (part, intervals (2, m)) of each phase of the step from ``low`` to ``high``.
+
+        Intervals may overlap: the one that comes later in the list then counts. ``blocked``: (start, end, collective) of the
+        intervals in which the step is blocked by a collective.
+        """
         backward = self.backwards[:, (self.backwards[0] >= low) & (self.backwards[0] < high)]
         backward_start, backward_end = (backward[0].min(), backward[1].max()) if backward.size else (high, high)
         forward_starts = self.forward_calls[(self.forward_calls >= low) & (self.forward_calls < backward_start)]
@@ -156,7 +174,10 @@ class _Activity:
         ]
 
     def seconds(self, windows: list[tuple[int, Floats]], begin: float, end: float) -> Floats:
-        """Return the seconds (5,) of each of :data:`PARTS` from ``begin`` to ``end`` in a step with these :meth:`windows`."""
+        """Return the seconds (5,) of each of :data:`PARTS` from ``begin`` to ``end`` in a step with these :meth:`windows`.
+
+        On a device kernels are counted; on CPUs the wall-clock time of each phase. Blocked time is in neither.
+        """
         edges, label = _label_pieces(windows, begin, end)
         if self.on_device:
             return _device_parts(self.kernels, clipped(self.busy, begin, end), edges, label)
@@ -165,19 +186,28 @@ class _Activity:
         return np.asarray(np.bincount(label, weights=np.diff(edges), minlength=6)[:5], dtype=np.float64)
 
     def longest_gap(self, gaps: Floats, blocked: Sequence[tuple[float, float, int]], begin: float, end: float) -> float:
-        """Return the seconds of the longest gap without compute, outside waits for the loader or for collectives."""
+        """Return the seconds between ``begin`` and ``end`` of the longest gap in which the rank paused for itself alone.
+
+        ``gaps`` (2, m) hold no compute; those that overlap a ``blocked`` interval or lie in a wait for the loader do not
+        count. 0 without a gap.
+        """
         lengths = (
             min(stop, end) - max(start, begin)
             for start, stop in gaps.T.tolist()
-            if not any(low < stop and high > start for low, high, _ in blocked)
+            if not any(blocked_start < stop and blocked_end > start for blocked_start, blocked_end, _ in blocked)
             and not _is_inside(np.array([(start + stop) / 2]), self.inputs)[0]
         )
         return max(lengths, default=0.0)
 
 
 def _split_rank(trace: RankTrace) -> _Rank:
-    """Return the parts of one rank's k steps, before and after the end of each step's last collective."""
+    """Return one rank's k steps with their parts, blocked intervals and collectives, on the rank's own clock.
+
+    Parts before and after the end of a step's last collective are kept apart, because other ranks wait for the latter in the
+    next step only.
+    """
     steps, collectives, activity = trace.steps, trace.collectives, _Activity.of(trace)
+    # The trace's last step has no next one (until_s is infinite) and lasts for its own length.
     ends = np.minimum(steps.until_s, np.where(np.isfinite(steps.until_s), np.inf, steps.start_s + steps.length_s))
     # A step lasts until the next one starts, unless that is over 1.5 step lengths away: then a step in between was left out.
     ends = np.where(ends - steps.start_s > 1.5 * steps.length_s, steps.start_s + steps.length_s, ends)
@@ -185,18 +215,18 @@ def _split_rank(trace: RankTrace) -> _Rank:
     parts, gap_s = np.zeros((2, 5, count)), np.zeros((2, count))
     blocked: list[tuple[float, ...]] = []
     drawn: list[tuple[float, float, str]] = []
-    for k, (low, high) in enumerate(zip(steps.start_s.tolist(), ends.tolist(), strict=True)):
-        gaps = activity.gaps(low, high)
+    for k, (step_start, step_end) in enumerate(zip(steps.start_s.tolist(), ends.tolist(), strict=True)):
+        gaps = activity.gaps(step_start, step_end)
         blocked_here = _blocked_intervals(gaps, collectives, activity.on_device)
         blocked += [(k, *row) for row in blocked_here]
-        windows = activity.windows(low, high, blocked_here)
-        ended = collectives[2, (collectives[1] >= low) & (collectives[1] < high)]
-        last_end = min(float(ended.max(initial=low)), high) if ended.size else high
-        for after, (begin, end) in enumerate(((low, last_end), (last_end, high))):
+        windows = activity.windows(step_start, step_end, blocked_here)
+        ended = collectives[2, (collectives[1] >= step_start) & (collectives[1] < step_end)]
+        last_end = min(float(ended.max(initial=step_start)), step_end) if ended.size else step_end
+        for after, (begin, end) in enumerate(((step_start, last_end), (last_end, step_end))):
             parts[after, :, k] = activity.seconds(windows, begin, end)
             gap_s[after, k] = activity.longest_gap(gaps, blocked_here, begin, end)
         if k < _STEPS_DRAWN:
-            edges, label = _label_pieces(windows, low, high)
+            edges, label = _label_pieces(windows, step_start, step_end)
             names = [(*PARTS, "waiting")[part] for part in label.tolist()]
             drawn += zip(edges[:-1].tolist(), edges[1:].tolist(), names, strict=True)
     step_index = steps.at(trace.work[0])
@@ -214,21 +244,34 @@ def _split_rank(trace: RankTrace) -> _Rank:
 
 
 def _collective_keys(trace: RankTrace) -> list[_Key]:
-    """Return the key of each collective; collectives before the first step have the step number -1."""
+    """Return the key of each collective, by which other ranks' traces of the same collective are found.
+
+    Collectives before the first step have the step number -1.
+    """
     order = np.argsort(trace.collectives[1], kind="stable")
     step_index = np.searchsorted(trace.steps.start_s, trace.collectives[1, order], side="right") - 1
     counts = Counter[tuple[int, str]]()
     keys: list[_Key] = [(-1, "", 0)] * len(order)
     for row, step in zip(order.tolist(), step_index.tolist(), strict=True):
-        number = int(trace.steps.number[step]) if step >= 0 else -1
+        step_number = int(trace.steps.number[step]) if step >= 0 else -1
         group = trace.groups[int(trace.collectives[0, row])]
-        keys[row] = (number, group, counts[number, group])
-        counts[number, group] += 1
+        keys[row] = (step_number, group, counts[step_number, group])
+        counts[step_number, group] += 1
     return keys
 
 
 def _device_parts(kernels: Floats, busy: Floats, edges: Floats, label: Indices) -> Floats:
-    """Return the seconds (5,) by part: kernels count for the phase that launched them, idle time for input or host."""
+    """Return the seconds (5,) by part of a stretch on a device.
+
+    A kernel counts for the phase that launched it, as kernels run later than their launch; the time in which the device is
+    idle counts for input where the loader works, else for the host.
+
+    Args:
+        kernels: (3, m) start, end and moment of the launch.
+        busy: (2, b) intervals of the stretch in which the device computes.
+        edges: (n + 1,) limits of the pieces of the stretch, from :func:`_label_pieces`.
+        label: (n,) part of each piece.
+    """
     parts, length = np.zeros(5), np.diff(edges)
     if not len(label):
         return parts
@@ -239,6 +282,7 @@ def _device_parts(kernels: Floats, busy: Floats, edges: Floats, label: Indices) 
     phase = np.where((phase == _HOST) | (phase == _INPUT_PART), _FORWARD, phase)
     kernel_s = np.bincount(phase, weights=step_kernels[1] - step_kernels[0], minlength=5)[:5]
     if kernel_s.sum() > 0:
+        # Kernels may overlap: their shares are scaled to the time in which any of them ran.
         parts += kernel_s * float((busy[1] - busy[0]).sum()) / kernel_s.sum()
     is_input = label == _INPUT_PART
     parts[_INPUT_PART] = _seconds_outside(edges[:-1][is_input], edges[1:][is_input], busy)
@@ -247,29 +291,44 @@ def _device_parts(kernels: Floats, busy: Floats, edges: Floats, label: Indices) 
 
 
 def _blocked_intervals(gaps: Floats, collectives: Floats, device: bool) -> list[tuple[float, float, int]]:
-    """Return (start, end, column of the collective) of the gaps, or their parts, that end with a collective."""
+    """Return (start, end, column of the collective) of the intervals in which a rank is blocked by a collective.
+
+    ``gaps`` (2, m) hold no compute; ``collectives`` (3, n) group, start and end. On a device each collective blocks where it
+    overlaps a gap. On CPUs a gap, or its later part, is blocked if it ends about when a collective ends: the thread then
+    waited for it.
+    """
     blocked = []
-    for low, high in gaps.T.tolist():
-        ending = np.flatnonzero((collectives[2] > low) & (collectives[1] < high))
-        if not len(ending):
+    for gap_start, gap_end in gaps.T.tolist():
+        overlapping = np.flatnonzero((collectives[2] > gap_start) & (collectives[1] < gap_end))
+        if not len(overlapping):
             continue
         if device:  # kernels of one communicator run one after another, so each blocks on its own
-            blocked += [(max(low, collectives[1, row]), min(high, collectives[2, row]), int(row)) for row in ending]
+            blocked += [
+                (max(gap_start, collectives[1, row]), min(gap_end, collectives[2, row]), int(row))
+                for row in overlapping
+            ]
             continue
-        ending = ending[collectives[2, ending] <= high + max(_WAKES_S, _NOTED_SHARE * (high - low))]
-        if not len(ending):
+        gap_s = gap_end - gap_start
+        # Collectives that end well after the gap did not end it.
+        overlapping = overlapping[collectives[2, overlapping] <= gap_end + max(_WAKES_S, _NOTED_SHARE * gap_s)]
+        if not len(overlapping):
             continue
-        last = ending[np.argmax(collectives[2, ending])]
-        if high - collectives[2, last] > max(_WAKES_S, _WAKES_SHARE * (high - low)):
+        last = overlapping[np.argmax(collectives[2, overlapping])]
+        last_end = float(collectives[2, last])
+        if gap_end - last_end > max(_WAKES_S, _WAKES_SHARE * gap_s):  # nor do those that end well before
             continue
-        begin = max(low, float(collectives[1, ending].min()))
-        if min(high, collectives[2, last]) > begin:
-            blocked.append((begin, float(min(high, collectives[2, last])), int(last)))
+        begin, end = max(gap_start, float(collectives[1, overlapping].min())), min(gap_end, last_end)
+        if end > begin:
+            blocked.append((begin, end, int(last)))
     return blocked
 
 
 def _align_ranks(ranks_seen: list[_Rank], ranks: tuple[int, ...]) -> RankSteps:
-    """Return the R ranks on a common clock, blocked time split into waiting and communicating by the last rank's arrival."""
+    """Return the R ranks on a common clock, blocked time split into waiting and communicating.
+
+    A rank waits until the last rank has joined the collective; after that it communicates. Clocks of different machines are
+    aligned by the ends of common collectives; on one machine they agree already. Raises InputError where no step is common.
+    """
     numbers = sorted(set.intersection(*(set(rank.step[0].astype(int).tolist()) for rank in ranks_seen)))
     if not numbers:
         where, remedy = ranks_seen[0].trace.where, "profile the same steps on all ranks"
@@ -277,16 +336,17 @@ def _align_ranks(ranks_seen: list[_Rank], ranks: tuple[int, ...]) -> RankSteps:
     remarks = [f"{rank.trace.where}: {remark}" for rank in ranks_seen for remark in rank.trace.steps.left_out]
     epoch = min(rank.trace.epoch_s for rank in ranks_seen)
     shift = np.array([rank.trace.epoch_s - epoch for rank in ranks_seen])
-    met, begin, end, partial = _match_collectives(ranks_seen, ranks, set(numbers), shift)
+    matched, begin, end, partial = _match_collectives(ranks_seen, ranks, set(numbers), shift)
     if partial:
-        total = partial + len(met)
+        total = partial + len(matched)
         remarks.append(
             f"{partial} of {total} collectives are not in all their ranks' traces and tell nothing of waiting"
         )
     nodes = tuple(rank.trace.node for rank in ranks_seen)
     one_clock = len(set(nodes)) == 1 and nodes[0] != "" and np.ptp(shift) < _ONE_CLOCK_S
+    # On one clock it shows which rank sees a collective end late; on several that is what aligns the clocks.
     offsets, late = np.zeros(len(ranks_seen)), None
-    if not met:
+    if not matched:
         remark = (
             "no collective is in all its ranks' traces: clocks are not aligned, and all blocked time counts as waiting"
         )
@@ -294,8 +354,9 @@ def _align_ranks(ranks_seen: list[_Rank], ranks: tuple[int, ...]) -> RankSteps:
     elif not one_clock:
         offsets = _offsets(end)
     else:
-        late = _late_seconds(met, begin, end)
-    came_last = dict(zip(met, np.nanmax(begin - offsets[:, None], axis=0).tolist() if met else (), strict=True))
+        late = _late_seconds(matched, begin, end)
+    last_arrival_s = np.nanmax(begin - offsets[:, None], axis=0).tolist() if matched else ()
+    came_last = dict(zip(matched, last_arrival_s, strict=True))
     moves = (shift - offsets).tolist()
     columns = [
         _select_steps(rank, numbers, came_last, clock_shift)
@@ -321,7 +382,8 @@ def _align_ranks(ranks_seen: list[_Rank], ranks: tuple[int, ...]) -> RankSteps:
         work=work if (work > 0).all() else None,
         offsets_s=offsets,
         late_s=late,
-        ring=-1 if all(group.startswith("gloo") for _, group, _ in met) else 1,
+        # gloo's ring sends to the rank before, NCCL's to the rank after.
+        ring=-1 if all(group.startswith("gloo") for _, group, _ in matched) else 1,
         remarks=tuple(remarks),
         timeline=[(name, [(a - origin, b - origin, kind) for a, b, kind in spans]) for name, spans in drawn],
     )
@@ -330,14 +392,17 @@ def _align_ranks(ranks_seen: list[_Rank], ranks: tuple[int, ...]) -> RankSteps:
 def _select_steps(
     rank: _Rank, numbers: Sequence[int], came_last: Mapping[_Key, float], move: float
 ) -> tuple[Floats, ...]:
-    """Return a rank's K steps with these numbers: waiting, exposed communication, length, work (K,), parts and gaps.
+    """Return arrays of a rank's K steps with these numbers, blocked time split into waiting and exposed communication.
+
+    In order: waiting (K,), exposed communication (K,), step length (K,), work (K,), parts (2, 5, K), gaps (2, K).
 
     Args:
-        came_last: start of each collective on its last rank, on the common clock; without an entry all blocked time waits.
+        came_last: collective -> its start on the last rank to join, on the common clock; the time blocked by a collective
+            without an entry counts as waiting.
         move: seconds to add to the rank's times for the common clock.
     """
-    column_of = {int(number): column for column, number in enumerate(rank.step[0].tolist())}
-    kept = np.array([column_of[number] for number in numbers])
+    column_of = {int(step_number): column for column, step_number in enumerate(rank.step[0].tolist())}
+    kept = np.array([column_of[step_number] for step_number in numbers])
     last_start_s = np.array([came_last.get(key, np.inf) for key in rank.keys])
     at_step, low, high, collective = rank.blocked
     waits_s = np.clip(last_start_s[collective.astype(int)] - (low + move), 0.0, high - low)
@@ -348,17 +413,19 @@ def _select_steps(
     return tuple(values[..., kept] for values in columns)
 
 
-def _late_seconds(met: Sequence[_Key], begin: Floats, end: Floats) -> Floats | None:
-    """Return by how many seconds each rank sees the end of each step's longest collective after the first rank (R, steps).
+def _late_seconds(matched: Sequence[_Key], begin: Floats, end: Floats) -> Floats | None:
+    """Return (R, steps) how many seconds after the first rank each rank sees the longest collective of a step end.
 
-    ``begin`` and ``end`` (R, m) of the collectives are on one clock. None where no collective is of all ranks.
+    ``begin`` and ``end`` (R, m) of the ``matched`` collectives are on one clock. Only collectives of all ranks are looked at;
+    None where there are none.
     """
     of_all = np.flatnonzero(np.isfinite(end).all(axis=0))
     if not len(of_all):
         return None
     transfer = np.median(end[:, of_all], axis=0) - begin[:, of_all].max(axis=0)
-    longest = {met[column][0]: column for column in of_all[np.argsort(transfer, kind="stable")].tolist()}
-    ends = end[:, [longest[number] for number in sorted(longest)]]
+    # By rising transfer time, so the longest collective of each step is the last to be stored.
+    longest = {matched[column][0]: column for column in of_all[np.argsort(transfer, kind="stable")].tolist()}
+    ends = end[:, [longest[step_number] for step_number in sorted(longest)]]
     return np.asarray(ends - ends.min(axis=0))
 
 
@@ -367,8 +434,9 @@ def _match_collectives(
 ) -> tuple[list[_Key], Floats, Floats, int]:
     """Return the m complete collectives in the steps ``numbers``, their begin and end (R, m), and how many are incomplete.
 
-    Complete: traced on all ranks of its group, which the group's name lists (else all ranks). NaN: the rank is not in the
-    group, as with HSDP, tensor and pipeline parallelism.
+    A collective is complete when it is traced on all ranks of its group: those that the group's name lists, else all ranks.
+    Begin and end are NaN for a rank outside the group, as with HSDP, tensor and pipeline parallelism. ``shift`` (R,) seconds
+    bring the ranks' times to one epoch.
     """
     columns = [dict(zip(rank.keys, range(len(rank.keys)), strict=True)) for rank in ranks_seen]
     rows_by_key: dict[_Key, list[int]] = {}
@@ -380,25 +448,26 @@ def _match_collectives(
     members = {
         group: {int(name) for name in re.findall(r"\d+", group.partition("[")[2])} for _, group, _ in rows_by_key
     }
-    met = sorted(
+    complete = sorted(
         key
         for key, rows in rows_by_key.items()
         if len(rows) > 1 and len(rows) >= len(members[key[1]] & traced_ranks if members[key[1]] else traced_ranks)
     )
-    begin, end = np.full((2, len(ranks_seen), len(met)), np.nan)
-    for column, key in enumerate(met):
+    begin, end = np.full((2, len(ranks_seen), len(complete)), np.nan)
+    for column, key in enumerate(complete):
         for row in rows_by_key[key]:
             begin[row, column], end[row, column] = ranks_seen[row].trace.collectives[1:, columns[row][key]] + shift[row]
-    return met, begin, end, len(rows_by_key) - len(met)
+    return complete, begin, end, len(rows_by_key) - len(complete)
 
 
 def _offsets(end: Floats) -> Floats:
-    """Return the seconds (R,) by which each clock is ahead, as a collective ends (R, m) at the same moment on its ranks.
+    """Return the seconds (R,) by which each rank's clock is ahead, from ``end`` (R, m), when each collective ends on each.
 
-    Alternates between estimating moments and offsets, because groups may overlap only in part; NaN: not in the group.
+    A collective ends at the same moment on all its ranks, so differences are the clocks'. The true moments and the offsets
+    are estimated in turn until they settle, because groups may overlap only in part. NaN: the rank is not in the group.
     """
     offsets = np.zeros(len(end))
-    for _ in range(_TURNS):
+    for _ in range(_OFFSET_ROUNDS):
         moment = np.nanmedian(end - offsets[:, None], axis=0)
         change = np.nan_to_num(np.nanmedian(end - offsets[:, None] - moment, axis=1))
         offsets = offsets + change
@@ -408,7 +477,10 @@ def _offsets(end: Floats) -> Floats:
 
 
 def _label_pieces(windows: list[tuple[int, Floats]], low: float, high: float) -> tuple[Floats, Indices]:
-    """Return the edges (n + 1,) of the pieces of a step and the part (n,) of each, that of the last window covering it."""
+    """Return the edges (n + 1,) of the pieces of a step from ``low`` to ``high``, and the number (n,) of each one's part.
+
+    A piece lies between two neighbouring limits of the windows and has the part of the last window that covers it.
+    """
     edges = np.unique(np.clip(np.concatenate([[low, high], *(window.ravel() for _, window in windows)]), low, high))
     middle = (edges[1:] + edges[:-1]) / 2
     label = np.full(len(middle), _HOST, dtype=np.int32)
@@ -427,7 +499,7 @@ def _is_inside(time: Floats, intervals: Floats) -> Flags:
 
 
 def _seconds_outside(start: Floats, end: Floats, intervals: Floats) -> float:
-    """Return the seconds of the pieces that lie in none of the ordered, disjoint intervals (2, m)."""
+    """Return the seconds of the pieces from ``start`` (n,) to ``end`` (n,) outside the ordered, disjoint intervals (2, m)."""
     pieces = zip(start.tolist(), end.tolist(), strict=True)
     overlaps_s = (np.clip(intervals[1], low, high) - np.clip(intervals[0], low, high) for low, high in pieces)
     return float((end - start).sum()) - sum(float(overlap_s.sum()) for overlap_s in overlaps_s)

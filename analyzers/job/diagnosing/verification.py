@@ -17,14 +17,17 @@ from ddltool.units import show_seconds
 # Relative error up to which a prediction is right; beyond it the figure behind it is named for a new fit.
 ACCEPTED = 0.15
 # Factor between the ratios of measured to predicted of two ranks up to which these count as one ratio.
-_ALIKE = 1.5
+_SAME_RATIO = 1.5
 # Ratio from which on errors are shown without tenths of a percent, and another device is suspected.
 _MANIFOLD = 5.0
+# Share of the compute time below which a difference of two times is rounding; most ranks that one sentence names.
 _ROUNDING, _RANKS_NAMED = 1e-12, 8
 
 
 def error_text(predicted_s: float | None, measured_s: float) -> str:
-    """Return how far a prediction is off in percent of the measured, ``-`` where nothing is predicted.
+    """Return how far a prediction is off in percent of the measured time, ``-`` where either is missing or 0.
+
+    A prediction several times too long is shown without tenths of a percent.
 
     >>> error_text(0.11, 0.1), error_text(36.0, 0.1), error_text(0.001, 0.1), error_text(0.0, 0.1)
     ('+10.0%', '+35,900%', '-99.0%', '-')
@@ -44,13 +47,17 @@ def verify(
     max_error: float | None = None,
     names: tuple[str, str] = ("plan", "telemetry"),
 ) -> Verification:
-    """Return the comparison of ``run`` with ``plan``; ``names``: the files that were read.
+    """Return the comparison of a measured ``run`` with its ``plan``: predicted and measured times, and what to fit again.
 
-    ``models`` (by device type, or one under "" for all) predict the devices that the job really ran on, where these are
-    not the plan's; ``model_error`` is their relative error. ``max_error``: the deviation of a step that the reader
-    allows; None: any passes. A run that did not follow the plan does not pass.
-    Raises InputError when the run cannot be this plan's: another number of processes, no compute times in the plan and
-    no models, or a device that no model knows.
+    A run that did not follow the plan does not pass. Raises InputError when the run cannot be this plan's: another number
+    of processes, no compute times in the plan and no models, or a device that no model knows.
+
+    Args:
+        models: by device type, or one under "" for all; they predict compute and synchronisation in place of the plan, for
+            a run on other devices than planned.
+        model_error: relative error of the models.
+        max_error: relative deviation of a step that the reader allows; None: any passes.
+        names: of the two files that were read.
     """
     if run.world_size != plan.world_size:
         problem = f"is of {run.world_size} processes, the plan of {plan.world_size}"
@@ -106,12 +113,13 @@ def verify(
 
 
 def _joint_step(plan: Plan, run: Run) -> Run:
-    """Return the run with the step in which its workers together, however they share them, make the plan's mini-batches.
+    """Return the run of an elastic-bsp plan with the time in which all its workers together make ``max_workers`` mini-batches.
 
-    Its quartiles are over the parts of the run.
+    These workers do not step in unison, so the rates of their own steps add up. The quartiles are over the parts of the run,
+    stretches of consecutive steps of each rank.
     """
     step_s = plan.max_workers / sum(1 / rank.mean_step_s for rank in run.ranks)
-    parts = zip(*(rank.parts_s for rank in run.ranks), strict=False)  # of about the same stretch of time
+    parts = zip(*(rank.parts_s for rank in run.ranks), strict=False)  # ranks' parts of about the same stretch of time
     part_steps_s = [plan.max_workers / sum(1 / part_s for part_s in part) for part in parts]
     low_s, high_s = np.quantile(part_steps_s, (0.25, 0.75)).tolist()
     return replace(run, iteration_s=step_s, iteration_low_s=min(low_s, step_s), iteration_high_s=max(high_s, step_s))
@@ -126,9 +134,10 @@ def _remedy_for(checks: Sequence[VerifiedRank]) -> str:
 
 
 def _verify_rank(assignment: Assignment, rank: RankRun, models: Mapping[str, ThroughputParams]) -> VerifiedRank:
-    """Return a rank's predicted and measured compute time, predicted by its device's model or, without models, the plan.
+    """Return a rank's predicted and measured compute time per step, in seconds.
 
-    Raises InputError where neither predicts it.
+    The model of its device predicts it; without models the planned time does, in proportion to the samples that the rank
+    really had. ``assignment``: the plan's row for this rank. Raises InputError where neither predicts it.
     """
     model = models.get(rank.device, models.get(""))
     if model is not None:
@@ -154,14 +163,14 @@ def _verify_rank(assignment: Assignment, rank: RankRun, models: Mapping[str, Thr
 
 
 def _exposed_s(model: ThroughputParams, run: Run, compute_s: float) -> float:
-    """Return the synchronisation that one model leaves exposed behind ``compute_s`` (Pollux, section 3.2)."""
+    """Return the seconds of synchronisation that a model does not hide behind ``compute_s`` (Pollux, section 3.2)."""
     sync_s = float(sync_time_s(model, run.num_nodes, run.world_size))
     exposed_s = float(overlapped(compute_s, sync_s, model.gamma)) - compute_s
     return _without_rounding(exposed_s, compute_s)
 
 
 def _without_rounding(part_s: float, compute_s: float) -> float:
-    """Return a part of the step, 0 for the rest of a subtraction, which is no prediction."""
+    """Return ``part_s``, or 0 where it is so small that only rounding in a subtraction of times can have left it."""
     return part_s if part_s > _ROUNDING * compute_s else 0.0
 
 
@@ -185,7 +194,13 @@ def _deviations(checks: Sequence[VerifiedRank], missing: Sequence[int]) -> Itera
 def _what_to_refit(
     checks: Sequence[VerifiedRank], run: Run, sync_s: float | None, known_error: float | None, accepted: float
 ) -> Iterator[str]:
-    """Yield a sentence for each figure that was off: the compute of a device type, the fit's error, synchronisation."""
+    """Yield a sentence for each figure that was off: the compute of a device type, the fit's error, synchronisation.
+
+    Args:
+        sync_s: predicted exposed synchronisation in seconds; None: not predicted.
+        known_error: relative error of the compute times behind the prediction; None: unknown.
+        accepted: relative error of a step that the reader accepts.
+    """
     by_device: dict[str, list[VerifiedRank]] = {}
     for check in checks:
         if not check.other_device:
@@ -221,9 +236,12 @@ def _unexplained_time(run: Run, other_s: float | None) -> Iterator[str]:
 
 
 def _machine_load(checks: Sequence[VerifiedRank], known_error: float | None) -> Iterator[str]:
-    """Yield the likely cause where all processes are off by about one factor: the machine, not a device."""
+    """Yield the likely cause where all processes are off by about the same factor: then it is the machine, or all devices.
+
+    Nothing is yielded for a single process, for factors that differ, and where any error is within what is accepted.
+    """
     ratios = [check.measured_s / check.predicted_s for check in checks]
-    if len(ratios) < 2 or max(ratios) > _ALIKE * min(ratios):
+    if len(ratios) < 2 or max(ratios) > _SAME_RATIO * min(ratios):
         return
     if any(abs(check.error) <= max(ACCEPTED, check.spread or 0.0, known_error or 0.0) for check in checks):
         return

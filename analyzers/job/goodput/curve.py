@@ -70,13 +70,19 @@ def summarise(
 
 
 def _saturation(batches: Floats, step_times_s: Floats) -> int:
-    """Return the smallest batch whose throughput is 90 % of the best one's; arrays of shape (n,), batches ascending."""
+    """Return the smallest batch whose throughput is at least 90 % of the best one's.
+
+    ``batches`` (n,) in samples, ascending; ``step_times_s`` (n,) of each.
+    """
     samples_per_s = batches / step_times_s
     return int(batches[np.flatnonzero(samples_per_s >= SATURATED * samples_per_s.max())[0]])
 
 
 def _linear_part(batches: Floats, step_times_s: Floats) -> tuple[int, float] | None:
-    """Return the first batch from which on one line is within 5 % of all step times, and its slope; None: no three batches."""
+    """Return the smallest batch from which on one line holds all step times to 5 %, and the line's seconds per sample.
+
+    ``batches`` (n,) ascend. None where no line through three or more batches does.
+    """
     for first in range(len(batches) - 2):
         intercept_s, slope_s = fit_line(batches[first:], step_times_s[first:])
         if np.abs((intercept_s + slope_s * batches[first:]) / step_times_s[first:] - 1).max() <= LINEAR:
@@ -85,19 +91,26 @@ def _linear_part(batches: Floats, step_times_s: Floats) -> tuple[int, float] | N
 
 
 def fit_line(batches: Floats, values: Floats) -> tuple[float, float]:
-    """Return intercept and slope, both >= 0, of the line with the least relative squared error; arrays of shape (n,)."""
+    """Return intercept and slope of a line through ``values`` (n,) over ``batches`` (n,), both 0 or more.
+
+    The sum of squared relative errors is least, so that small and large batches count alike.
+    """
     weighted = np.stack([np.ones_like(batches), batches], axis=1) / values[:, None]
     coefficients, _ = nnls(weighted, np.ones_like(values))
     return float(coefficients[0]), float(coefficients[1])
 
 
 def _memory_limit(batches: Floats, peaks: Floats | None, limit_bytes: float | None) -> int | None:
-    """Return the batch at which a line through the peak memories meets the limit; None where nothing tells."""
+    """Return the largest batch that fits into memory: where a line through the peak memories meets the limit, in bytes.
+
+    ``peaks`` (n,) bytes at each of the ``batches`` (n,). None without a limit or peaks, and where memory does not grow with the
+    batch.
+    """
     if peaks is None or limit_bytes is None or len(batches) < 2 or not (np.isfinite(peaks) & (peaks > 0)).all():
         return None
     intercept_bytes, bytes_per_sample = fit_line(batches, peaks)
     if bytes_per_sample * batches[-1] < 0.01 * peaks[-1]:
-        return None  # memory does not grow with the batch beyond the noise
+        return None  # the batch makes up less than 1 % of the memory: noise
     return max(0, int((limit_bytes - intercept_bytes) / bytes_per_sample))
 
 
@@ -128,7 +141,7 @@ class Interval:
 
 @lru_cache(maxsize=4096)
 def interval_ranks(count: int, level: float = LEVEL) -> tuple[int, int]:
-    """Return the ranks (from 0) of the order statistics that hold the median with probability ``level``.
+    """Return which two of ``count`` sorted samples, as indices from 0, enclose the median with probability ``level``.
 
     Distribution-free: the number of samples below the median is Binomial(n, 1/2), so the interval between the order
     statistics k and n + 1 - k covers it with probability 1 - 2 P(Binomial < k) (David and Nagaraja, Order Statistics,
@@ -143,11 +156,11 @@ def interval_ranks(count: int, level: float = LEVEL) -> tuple[int, int]:
 
 
 def median_interval(samples: Sequence[float]) -> Interval:
-    """Return the median of samples, in the order they were taken, with a distribution-free 95 % interval.
+    """Return the median of samples, given in the order they were taken, with a distribution-free 95 % interval.
 
-    The ranks of :func:`interval_ranks`, their distance from the middle times the root of :func:`dependence` d: n dependent
-    samples tell as much as n / d independent ones. Drift slower than the whole series cannot be seen in it: the interval is
-    then still too narrow.
+    The interval ends at the ranks of :func:`interval_ranks`, moved away from the middle by the root of :func:`dependence` d,
+    because n dependent samples tell as much as n / d independent ones. Drift slower than the whole series cannot be seen in
+    it: the interval is then still too narrow.
     """
     ordered = sorted(samples)
     first, _ = interval_ranks(len(ordered))
@@ -157,11 +170,12 @@ def median_interval(samples: Sequence[float]) -> Interval:
 
 
 def dependence(samples: Sequence[float]) -> float:
-    """Return how many samples in a row, shape (n,), tell as much as one independent one, from 1 to n.
+    """Return how many samples in a row tell as much as one independent sample, from 1 to n, for ``samples`` (n,).
 
-    1 + 2 sum of the ranks' autocorrelations, cut where pairs of them stop being positive and falling (the initial monotone
-    sequence; Geyer, "Practical Markov chain Monte Carlo", Statistical Science 7, 1992, section 3.3), and once corrected for
-    the mean being the samples' own. 1 unless the first 1, 2, 4, ... lags have a sum that independent samples seldom reach.
+    That is 1 + 2 times the sum of the ranks' autocorrelations, which is cut where pairs of them stop being positive and falling
+    (the initial monotone sequence; Geyer, "Practical Markov chain Monte Carlo", Statistical Science 7, 1992, section 3.3), and
+    corrected once for the mean being the samples' own. It is 1 unless the first 1, 2, 4, ... lags have a sum that independent
+    samples seldom reach.
     """
     count = len(samples)
     _, tie_index, ties = np.unique(np.asarray(samples, dtype=np.float64), return_inverse=True, return_counts=True)
@@ -181,10 +195,15 @@ def dependence(samples: Sequence[float]) -> float:
 
 
 def _monotone_sum(autocorrelations: Floats) -> float:
-    """Return 1 + 2 sum of the (n,) autocorrelations from lag 0 on, cut and made falling by Geyer's rule; at least 1."""
+    """Return 1 + 2 times the sum of the autocorrelations beyond lag 0, by Geyer's rule; at least 1.
+
+    ``autocorrelations`` (n,) begin with lag 0, which is 1. They are summed in pairs up to the first pair that is not positive,
+    and no pair counts for more than the one before it.
+    """
     pairs = autocorrelations[: len(autocorrelations) // 2 * 2].reshape(-1, 2).sum(axis=1)
-    positive_pairs = pairs[: int(np.argmax(pairs <= 0)) if (pairs <= 0).any() else None]
-    return max(1.0, 2 * float(np.minimum.accumulate(positive_pairs).sum()) - 1)
+    is_end = pairs <= 0
+    positive_pairs = pairs[: int(np.argmax(is_end))] if is_end.any() else pairs
+    return max(1.0, 2 * float(np.minimum.accumulate(positive_pairs).sum()) - 1)  # lag 0 counts once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -245,9 +264,10 @@ def _other_bound(chord_s: float, extended_s: Sequence[float], lower_s: float, up
 
 
 def first_to_measure(unpredicted: Sequence[int], measured: Sequence[int]) -> int:
-    """Return the batch to measure first of those that cannot be predicted: the smallest, the largest, then the middle ones.
+    """Return the batch to measure next of those in ``unpredicted``: the smallest, then the largest, then middle ones.
 
-    The middle is the geometric mean of the ends: throughput curves bend on a logarithmic scale.
+    Smallest and largest are of all batches, measured ones included. The middle is the geometric mean of these ends, as
+    throughput curves bend on a logarithmic scale.
     """
     batches = sorted([*unpredicted, *measured])
     for end in (batches[0], batches[-1]):
@@ -267,7 +287,7 @@ def next_to_measure(points: Mapping[int, float], largest_batch: int) -> int | No
         return 1
     measured = sorted(points)
     samples_per_s = {batch: batch / points[batch] for batch in measured}
-    doublings = [batch for batch in measured if batch & (batch - 1) == 0]
+    doublings = [batch for batch in measured if batch & (batch - 1) == 0]  # powers of two
     gains = [samples_per_s[upper] / samples_per_s[lower] - 1 for lower, upper in itertools.pairwise(doublings)]
     is_flat = len(gains) >= 2 and max(gains[-2:]) < _FLAT
     if not is_flat and measured[-1] < largest_batch:

@@ -42,7 +42,10 @@ class Split:
         return _share_evenly(self.total_batch_size, self.world_size, self.accumulation_steps + 1)
 
     def sizes_of(self, samples: int) -> Ints:
-        """Return samples per rank and pass of a step of fewer samples, in as few passes as memory for this split allows."""
+        """Return (world_size, passes) samples of each rank and pass for a step of fewer samples, such as an epoch's last.
+
+        It takes as few passes as keep each one within this split's largest local batch, which is known to fit into memory.
+        """
         largest = _ceil_div(_ceil_div(self.total_batch_size, self.world_size), self.accumulation_steps + 1)
         passes = _ceil_div(_ceil_div(samples, self.world_size), largest)
         return _share_evenly(samples, self.world_size, passes)
@@ -57,8 +60,10 @@ class ElasticLimits:
     max_accumulation_steps: int | None = None
 
     def __post_init__(self) -> None:
+        """Raise InputError for a limit that is too small, and for a least local batch above the largest one."""
         for limit in fields(self):
-            value, least = getattr(self, limit.name), 0 if limit.name == "max_accumulation_steps" else 1
+            value = getattr(self, limit.name)
+            least = 0 if limit.name == "max_accumulation_steps" else 1
             if value is not None and value < least:
                 raise InputError(limit.name, f"is {value}", f"it must be {least} or more")
         if self.min_local_batch_size > self.max_local_batch_size:
@@ -67,7 +72,7 @@ class ElasticLimits:
 
 
 def find_split(total_batch_size: int, world_size: int, limits: ElasticLimits) -> tuple[Split | None, str]:
-    """Return the split with the fewest accumulation steps, or None and the proof that none exists.
+    """Return the split with the fewest accumulation steps and "", or None and the proof, in words, that no split exists.
 
     With n passes on W ranks, local batches that differ by at most one lie within the limits if and only if
     ``W n min <= M <= W n max``; any local batches within the limits imply that, as their sum shows. Raises InputError for
@@ -80,11 +85,10 @@ def find_split(total_batch_size: int, world_size: int, limits: ElasticLimits) ->
     passes, most_passes = _ceil_div(samples, ranks * largest), samples // (ranks * smallest)
     if passes > most_passes:
         lower_text = f"{ranks} ranks with {passes} x {smallest} samples at least need {ranks * passes * smallest}"
+        if passes == 1:
+            return None, f"{lower_text}, more than {samples}"
         upper_text = f"with {passes - 1} x {largest} at most they hold {ranks * (passes - 1) * largest}"
-        return (
-            None,
-            f"{lower_text}, more than {samples}" if passes == 1 else f"{lower_text}; {upper_text}: never {samples}",
-        )
+        return None, f"{lower_text}; {upper_text}: never {samples}"
     if limits.max_accumulation_steps is not None and passes > limits.max_accumulation_steps + 1:
         steps = limits.max_accumulation_steps
         return None, f"{steps} accumulation steps of at most {largest} hold {ranks * (steps + 1) * largest} samples"
@@ -117,7 +121,9 @@ def elastic_table(
     for world_size in world_sizes:
         split, reason = find_split(total_batch_size, world_size, limits)
         # The first rank stands for those with one sample more, if any; rank ``remainder`` for the others.
-        rank_kinds = [] if split is None else [0, split.remainder] if split.remainder else [0]
+        rank_kinds: list[int] = []
+        if split is not None:
+            rank_kinds = [0, split.remainder] if split.remainder else [0]
         settings.append(
             ElasticSetting(
                 world_size=world_size,
@@ -140,7 +146,11 @@ def _ceil_div(number: int, by: int) -> int:
 
 
 def _share_evenly(total: int, ranks: int, passes: int) -> Ints:
-    """Return ``total`` samples as shape (ranks, passes), as equal as they can be per rank and then per pass."""
+    """Return ``total`` samples shared out in the shape (ranks, passes), as equally as possible by rank and then by pass.
+
+    >>> _share_evenly(7, 2, 2).tolist()
+    [[2, 2], [2, 1]]
+    """
     per_rank = total // ranks + (np.arange(ranks) < total % ranks)
     sizes: Ints = per_rank[:, None] // passes + (np.arange(passes)[None, :] < per_rank[:, None] % passes)
     return sizes
@@ -149,7 +159,8 @@ def _share_evenly(total: int, ranks: int, passes: int) -> Ints:
 def _nearest_totals(total: int, world_size: int, limits: ElasticLimits) -> list[int]:
     """Return the nearest smaller and the nearest larger total batch that have a split, as far as they exist.
 
-    Every total from W min to W max has one (one pass), so both searches end.
+    Every total from ``world_size`` times the least to ``world_size`` times the largest local batch has one, in a single pass,
+    so both searches end.
     """
     smallest, largest = world_size * limits.min_local_batch_size, math.inf
     if limits.max_accumulation_steps is not None:

@@ -38,6 +38,7 @@ from ddltool.errors import InputError, NotProven
 from ddltool.goodput_model import FitError, ParameterInterval
 
 SLOPE_SPREAD = 0.05
+"""Scale of the prior on ``beta / alpha`` of synchronisation."""
 # How much an error of T_grad counts beside one of the step, by the number of configurations: all measured times alike when
 # they are few. When they are many the step speaks for itself and must not pay for how T_grad bends (chosen with the prior).
 GRAD_WEIGHT, GRAD_WEIGHT_FEW = 0.1, 20
@@ -47,10 +48,13 @@ MOST_CONFIGURATIONS = 5000
 ASSUMED_ERROR, LEAST_ERROR = 0.05, 1e-7
 # Where the parameters that are pairs of intercept and slope stand: synchronisation within a node, and across nodes.
 SLOPES = ((2, 3), (4, 5))
+# Index of gamma among the parameters.
 GAMMA = 6
 _GAMMA_STARTS = (1.3, 3.5)
 # A part of the step this much shorter than the shortest step is zero: no clock sees it.
 _LEAST_SHARE = 1e-7
+# Largest gamma: beyond it the longer of two times hides the shorter one as good as completely.
+_LARGEST_GAMMA = 10.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +74,11 @@ def predict(params: ThroughputParams, rows: Observations) -> Floats:
 
 
 def evaluate(params: ThroughputParams, rows: Observations) -> FitError:
-    """Return RMSLE and MAPE of the full step time on the rows. Raises InputError as :func:`~.observations.check`."""
+    """Return the error of the predicted step times on measured rows, as RMSLE and MAPE.
+
+    These are the root mean squared log error and the mean absolute relative error. Raises InputError as
+    :func:`~.observations.check`.
+    """
     check(rows)
     ratio = np.maximum(predict(params, rows), 1e-300) / rows.step_time_s
     rmsle, mape = float(np.sqrt(np.mean(np.log(ratio) ** 2))), float(np.mean(np.abs(ratio - 1.0)))
@@ -107,15 +115,15 @@ def fit(
         params=params,
         error=evaluate(params, rows),
         fit_seconds=time.perf_counter() - started,
-        undetermined=tuple(name for name, known in zip(NAMES, problem.free, strict=True) if not known),
+        undetermined=tuple(name for name, is_free in zip(NAMES, problem.free, strict=True) if not is_free),
     )
 
 
 def refit(rows: Observations, before: ThroughputParams | None = None) -> ThroughputParams:
-    """Return the fit of few rows that grow one by one, from where the last one ended: about a millisecond.
+    """Return the fit of a job's rows while it runs, in about a millisecond; ``before``: the job's last fit, to start from.
 
-    For a job that learns while it runs, thousands of times in one simulation: parameters, errors and prior are those of
-    :func:`fit`; the descent is a plain Levenberg-Marquardt.
+    A simulation calls it thousands of times, each time with a few rows more. Parameters, errors and prior are those of
+    :func:`fit`; the descent is a plain Levenberg-Marquardt and not scipy's.
     """
     problem = FitProblem(rows)
     problem.set_prior(ASSUMED_ERROR)
@@ -128,10 +136,11 @@ def refit(rows: Observations, before: ThroughputParams | None = None) -> Through
 
 
 def _quick_descent(problem: FitProblem, point: Floats) -> Floats:
-    """Return a point (7,) near the local minimum by Levenberg-Marquardt: logarithms of the parameters, clipped to the bounds.
+    """Return a point (7,) near the local minimum, by Levenberg-Marquardt from ``point``; both are logarithms of parameters.
 
     The diagonal of the normal matrix grows by the damping, which falls tenfold with each step that does not raise the loss
-    and rises tenfold with each that does. A step changes no parameter by more than a factor e^3.
+    and rises tenfold with each that does. A step changes no parameter by more than a factor e^3, and keeps to the bounds. It
+    ends after 30 steps, or when a step lowers the loss by less than a thousandth, or when no step lowers it.
     """
     free_indices, damping = np.flatnonzero(problem.free), 1e-3
     residuals, jacobian = problem.residuals(point)
@@ -140,7 +149,7 @@ def _quick_descent(problem: FitProblem, point: Floats) -> Floats:
         free_jacobian = jacobian[:, free_indices]
         normal_matrix, gradient = free_jacobian.T @ free_jacobian, free_jacobian.T @ residuals
         normal_matrix.flat[:: len(free_indices) + 1] *= 1.0 + damping
-        normal_matrix.flat[:: len(free_indices) + 1] += 1e-14
+        normal_matrix.flat[:: len(free_indices) + 1] += 1e-14  # solvable also where a parameter changes nothing
         trial = point.copy()
         trial[free_indices] += np.clip(np.linalg.solve(normal_matrix, -gradient), -3.0, 3.0)
         trial[free_indices] = np.clip(trial[free_indices], problem.low[free_indices], problem.high[free_indices])
@@ -171,11 +180,15 @@ class FitProblem:
     def __init__(
         self, rows: Observations, *, grad_weight: float | None = None, slope_spread: float = SLOPE_SPREAD
     ) -> None:
+        """Group the rows by configuration, and find out which parameters they speak about; the prior has no weight at first.
+
+        ``grad_weight`` and ``slope_spread`` as in :func:`fit`.
+        """
         self.rows, self.slope_spread, self.prior_weight = rows, slope_spread, 0.0
         keys = np.stack([rows.num_nodes, rows.num_replicas, rows.local_batch_size, rows.accumulation_steps])
         first_rows, self.member = _distinct(keys)
         if len(first_rows) > MOST_CONFIGURATIONS:
-            keys[2] = np.round(np.log(rows.local_batch_size) / 0.005)
+            keys[2] = np.round(np.log(rows.local_batch_size) / 0.005)  # batches within half a per cent count as one
             first_rows, self.member = _distinct(keys)
         self.nodes, self.replicas, self.passes = keys[0, first_rows], keys[1, first_rows], keys[3, first_rows]
         self.batch = np.bincount(self.member, rows.local_batch_size) / np.bincount(self.member)
@@ -189,23 +202,32 @@ class FitProblem:
         self.shared, over_two = self.replicas > 1, self.replicas > 2
         one_node, many_nodes = self.shared & (self.nodes <= 1), self.shared & (self.nodes > 1)
         batch_varies = self.batch != self.batch[0]
+        # For each parameter after alpha_grad: the configurations without which no row speaks about it.
         determining_rows = (batch_varies, one_node, one_node & over_two, many_nodes, many_nodes & over_two, self.shared)
         self.free = np.array([True, *(bool(mask.any()) for mask in determining_rows)])
         self.low, self.high = self._bounds()
 
     def _means(self, values: Floats, weights: Floats) -> tuple[Floats, Floats, float]:
-        """Return weighted means and sums of weights by configuration, and the weighted squares about the means."""
-        total = np.bincount(self.member, weights).astype(np.float64)
-        mean = np.bincount(self.member, weights * values) / np.where(total > 0, total, 1.0)
-        return mean, total, float(weights @ (values - mean[self.member]) ** 2)
+        """Return (g,) means and (g,) sums of weights by configuration, and the sum of squares about the means.
+
+        ``values`` and ``weights`` (n,) are of the rows; means and squares are weighted.
+        """
+        weight_sums = np.bincount(self.member, weights).astype(np.float64)
+        means = np.bincount(self.member, weights * values) / np.where(weight_sums > 0, weight_sums, 1.0)
+        return means, weight_sums, float(weights @ (values - means[self.member]) ** 2)
 
     def _bounds(self) -> tuple[Floats, Floats]:
-        """Return the least and largest logarithm of each parameter, both (7,): nothing shorter or longer can be seen."""
-        times = np.append(self.log_step, self.log_grad[self.grads > 0])
-        low, high = np.full(7, times.min() + np.log(_LEAST_SHARE)), np.full(7, self.log_step.max() + np.log(10.0))
+        """Return the least and the largest logarithm of each parameter, both (7,).
+
+        No shorter time can be seen in the rows, and none can be longer than ten times the longest step. Slopes are bounded by
+        what they add at the largest batch or number of replicas; gamma lies between 1 and 10.
+        """
+        log_times_seen = np.append(self.log_step, self.log_grad[self.grads > 0])
+        low = np.full(7, log_times_seen.min() + np.log(_LEAST_SHARE))
+        high = np.full(7, self.log_step.max() + np.log(10.0))
         low[1] -= np.log(self.batch.max())
         low[[3, 5]] -= np.log(max(self.replicas.max() - 2.0, 1.0))
-        low[GAMMA], high[GAMMA] = 0.0, np.log(10.0)
+        low[GAMMA], high[GAMMA] = 0.0, np.log(_LARGEST_GAMMA)
         return low, high
 
     def set_prior(self, error: float | None) -> None:
@@ -217,8 +239,13 @@ class FitProblem:
         self.prior_weight = 2.0 * max(error or ASSUMED_ERROR, LEAST_ERROR) ** 2 / max(placements, 1)
 
     def start(self, gamma: float) -> Floats:
-        """Return a starting point from the rows: T_grad by a line, synchronisation by what the step takes beyond its passes."""
+        """Return a starting point (7,) from the rows, with the given gamma: logarithms of the parameters.
+
+        T_grad is a line through the times of a pass; synchronisation is the median of what steps take beyond their passes, and
+        its slope a tenth of that. A parameter that comes out as 0 gets a hundredth of a pass instead, as 0 has no logarithm.
+        """
         step_s = np.exp(self.log_step)
+        # ``passes`` counts those before the one that synchronises.
         grad_s = np.where(self.grads > 0, np.exp(self.log_grad), step_s / (self.passes + 1.0))
         intercept_s, slope_s = fit_line(self.batch, grad_s)
         floor_s = 0.01 * float(np.median(grad_s))
@@ -231,29 +258,36 @@ class FitProblem:
         return self.point([*parameters, gamma])
 
     def start_from(self, params: ThroughputParams) -> Floats:
-        """Return the point of given parameters. A zero has no logarithm and near it nothing moves: a small value instead."""
+        """Return the point (7,) of given parameters.
+
+        A parameter of 0 becomes a thousandth of its value at :meth:`start`: 0 has no logarithm, and near it nothing moves.
+        """
         parameters = np.array([getattr(params, name) for name in NAMES])
         return self.point(np.where(parameters > 0, parameters, np.exp(self.start(2.0)) * 1e-3))
 
     def point(self, values: Floats | list[float]) -> Floats:
-        """Return the logarithms of seven values within the bounds, 0 where a parameter is not free."""
+        """Return the logarithms of seven parameters, moved within the bounds; 0 where a parameter is not free."""
         return np.where(self.free, np.clip(np.log(values), self.low, self.high), 0.0)
 
     def values(self, point: Floats) -> Floats:
-        """Return the parameters at a point; those that are not free have their priors: 0, and 1 for gamma."""
+        """Return the (7,) parameters at a point; those that are not free have their priors: 0, and 1 for gamma."""
         values: Floats = np.where(self.free, np.exp(point), 0.0)
         values[GAMMA] = max(values[GAMMA], 1.0)
         return values
 
     def params(self, point: Floats) -> ThroughputParams:
-        """Return the parameters at a point; a time at the lower bound is zero."""
+        """Return the parameters at a point (7,) as a model; a time at its lower bound is 0, as no row can see it."""
         values = self.values(point)
         values[:GAMMA][point[:GAMMA] <= self.low[:GAMMA] + 0.01] = 0.0
-        values[GAMMA] = min(values[GAMMA], 10.0)
+        values[GAMMA] = min(values[GAMMA], _LARGEST_GAMMA)
         return ThroughputParams(**dict(zip(NAMES, values.tolist(), strict=True)))
 
     def residuals(self, point: Floats) -> tuple[Floats, Floats]:
-        """Return residuals (r,), whose squares sum to the loss, and their Jacobian (r, 7) by the logarithms."""
+        """Return the residuals (r,) at a point, whose squares sum to the loss, and their Jacobian (r, 7).
+
+        The Jacobian is by the logarithms of the parameters. Residuals are, in order: the log errors of steps and of T_grad by
+        configuration, both weighted, and one for the prior on each slope that is free.
+        """
         values = self.values(point)
         log_grad, log_step, grad_slopes, step_slopes = log_times(
             values, self.nodes, self.replicas, self.batch, self.passes
@@ -275,17 +309,17 @@ class FitProblem:
         return np.concatenate(residuals), np.concatenate(jacobians)
 
     def scatter(self, point: Floats) -> float | None:
-        """Return the standard deviation of the rows' log step times about the model; None when they are too few to tell."""
+        """Return the standard deviation of the rows' log step times about the model at a point; None: too few rows to tell."""
         log_step = log_times(self.values(point), self.nodes, self.replicas, self.batch, self.passes)[1]
         errors = log_step[self.member] - np.log(self.rows.step_time_s)
         degrees_of_freedom = len(self.rows) - int(self.free.sum())
         return math.sqrt(float(errors @ errors) / degrees_of_freedom) if degrees_of_freedom >= 1 else None
 
     def time_error(self, loss: float) -> tuple[float, float]:
-        """Return the standard deviation of all measured log times at ``loss``, and its degrees of freedom.
+        """Return the standard deviation of all measured log times about the model, and its degrees of freedom.
 
-        Each T_grad counts as the fraction of a measurement that the problem weighs it by. The error is infinite without a
-        degree of freedom.
+        ``loss`` is that of the model. Each T_grad counts as the fraction of a measurement that the problem weighs it by. The
+        standard deviation is infinite where there is less than one degree of freedom.
         """
         row_count = len(self.rows)
         grad_row_weight = self.grad_weight * row_count / max(self.grad_count, 1.0)
@@ -295,7 +329,7 @@ class FitProblem:
 
 
 def _distinct(keys: Floats) -> tuple[Ints, Ints]:
-    """Return the (g,) indices at which distinct columns of ``keys`` (k, n) first occur, and (n,) which of these each one is."""
+    """Return where each distinct column of ``keys`` (k, n) first occurs, (g,), and which of the distinct ones each is, (n,)."""
     order = np.lexsort(keys)
     is_new = np.concatenate([[True], (np.diff(keys[:, order]) != 0).any(axis=0)])
     member = np.empty(keys.shape[1], dtype=np.int64)
@@ -313,7 +347,10 @@ class Descent:
 
 
 def descend(problem: FitProblem, start: Floats, *, fixed: int | None = None) -> Descent:
-    """Return the local minimum near ``start`` (7,); ``fixed``: index of a parameter that is held, None: none is."""
+    """Return the local minimum of the loss that scipy's bounded least squares finds from ``start`` (7,), within the bounds.
+
+    ``fixed``: index of a parameter that keeps its value; None: all free parameters move.
+    """
     is_moving = problem.free.copy()
     if fixed is not None:
         is_moving[fixed] = False
@@ -324,14 +361,17 @@ def descend(problem: FitProblem, start: Floats, *, fixed: int | None = None) -> 
 
     @lru_cache(maxsize=2)  # scipy takes the Jacobian where it took the residuals
     def evaluate_at(values: bytes) -> tuple[Floats, Floats]:
+        """Return residuals and Jacobian by the moving parameters at ``values``: as bytes, which can be a key of the cache."""
         point[moving_indices] = np.frombuffer(values)
         residuals, jacobian = problem.residuals(point)
         return residuals, jacobian[:, moving_indices]
 
     def residuals_at(values: Floats) -> Floats:
+        """Return the residuals in the form that scipy asks for."""
         return evaluate_at(values.tobytes())[0]
 
     def jacobian_at(values: Floats) -> Floats:
+        """Return the Jacobian in the form that scipy asks for."""
         return evaluate_at(values.tobytes())[1]
 
     solution = least_squares(
@@ -346,18 +386,26 @@ def descend(problem: FitProblem, start: Floats, *, fixed: int | None = None) -> 
         max_nfev=500,
     )
     point[moving_indices] = solution.x
-    # A residual of 1e-5 is as good as none, though some direction be so flat that scipy did not end.
-    return Descent(point=point, loss=2.0 * float(solution.cost), converged=solution.status > 0 or solution.cost < 5e-11)
+    # A residual of 1e-5 is as good as none, even if some direction is so flat that scipy did not end.
+    has_converged = solution.status > 0 or solution.cost < 5e-11
+    return Descent(
+        point=point, loss=2.0 * float(solution.cost), converged=has_converged
+    )  # scipy's cost is half the sum
 
 
 def _best_descent(problem: FitProblem, gammas: tuple[float, ...]) -> Descent:
-    """Return the lowest minimum over one descent for each starting gamma; one that converged goes first."""
-    descents = [descend(problem, problem.start(gamma)) for gamma in (gammas if problem.free[GAMMA] else (2.0,))]
+    """Return the lowest minimum over one descent for each starting gamma; a descent that converged goes before all others."""
+    starting_gammas = gammas if problem.free[GAMMA] else (2.0,)
+    descents = [descend(problem, problem.start(gamma)) for gamma in starting_gammas]
     return min([descent for descent in descents if descent.converged] or descents, key=lambda descent: descent.loss)
 
 
 def _with_prior(problem: FitProblem, best: Descent) -> Descent:
-    """Return the minimum with the prior on the slopes; ``best``: the one without it."""
+    """Return the minimum with the prior on the slopes, starting from ``best``, the one without it.
+
+    The scatter of the rows about the fit decides what the prior weighs, so both are found in turn. At the end other starting
+    points are tried with that weight, as the prior may have moved the lowest minimum.
+    """
     for _ in range(20):  # to a fixed point: the scatter sets the prior's weight, and the prior moves the scatter
         weight_before = problem.prior_weight
         problem.set_prior(problem.scatter(best.point))
@@ -367,6 +415,7 @@ def _with_prior(problem: FitProblem, best: Descent) -> Descent:
     return min(best, _best_descent(problem, _GAMMA_STARTS), key=lambda descent: descent.loss)
 
 
+# Why the rows say nothing about a parameter that is not free.
 _UNSEEN = {
     "beta_grad_s": "all rows have one local batch size",
     "alpha_sync_local_s": "no row has two or more replicas on one node",
@@ -392,6 +441,7 @@ class Uncertainty:
         return tuple(name for name, interval in self.intervals.items() if interval.reason)
 
     def __getitem__(self, name: str) -> ParameterInterval:
+        """Return the interval of the parameter called ``name``."""
         return self.intervals[name]
 
 
@@ -417,10 +467,10 @@ def parameter_intervals(
         is_assumed = error is None and math.isinf(estimated_error)
         log_error = max(
             error or (ASSUMED_ERROR if is_assumed else estimated_error), 1e-9
-        )  # rows may be without any error
-        quantile = (
-            ndtri((1 + level) / 2) if is_assumed or error is not None else stdtrit(degrees_of_freedom, (1 + level) / 2)
-        )
+        )  # rows may have no error at all
+        # For a known error the normal distribution, for an estimated one Student's.
+        is_known = is_assumed or error is not None
+        quantile = ndtri((1 + level) / 2) if is_known else stdtrit(degrees_of_freedom, (1 + level) / 2)
         profile = _Profile(problem, best, log_error / math.sqrt(len(rows)), float(quantile))
         intervals = {name: profile.interval(index) for index, name in enumerate(NAMES)}
         if profile.best.loss >= best.loss - 1e-6 * log_error**2 / len(rows):
@@ -436,6 +486,7 @@ class _Profile:
     """
 
     def __init__(self, problem: FitProblem, start: Descent, size: float, quantile: float) -> None:
+        """Begin at the best fit ``start``; an interval ends ``quantile`` standard errors from it."""
         self.problem, self.start, self.size, self.quantile = problem, start, size, quantile
         self.best = start
         _, jacobian = problem.residuals(start.point)
@@ -445,8 +496,11 @@ class _Profile:
         self.spread = size * np.sqrt(np.diag(np.linalg.inv(information + ridge * np.eye(len(information)))))
 
     def interval(self, index: int) -> ParameterInterval:
-        """Return the interval of a parameter, with no limit where the walk reaches the parameter's bound."""
-        lowest, highest = (1.0, 10.0) if index == GAMMA else (0.0, math.inf)
+        """Return the interval of the parameter at ``index``, with no limit where the walk reaches the parameter's bound.
+
+        Its ``reason`` says why the rows set no limit at all; it is empty where they do.
+        """
+        lowest, highest = (1.0, _LARGEST_GAMMA) if index == GAMMA else (0.0, math.inf)
         end_logs = (self._end(index, -1.0), self._end(index, 1.0)) if self.problem.free[index] else (None, None)
         low, high = (
             limit if end is None else math.exp(end) for end, limit in zip(end_logs, (lowest, highest), strict=True)
@@ -457,8 +511,10 @@ class _Profile:
         return ParameterInterval(low=low, high=high if math.isfinite(high) else None, reason=reason)
 
     def _end(self, index: int, side: float) -> float | None:
-        """Return the logarithm at which the profile is ``quantile`` standard errors above the best fit; None: nowhere.
+        """Return the logarithm of a parameter at which its interval ends; None: it does not end before the parameter's bound.
 
+        The interval ends where the fit, with all other parameters refitted, is ``quantile`` standard errors worse than the
+        best one. Steps away from the best fit double until one is beyond the end; between the last two a root is sought.
         ``index``: of the parameter; ``side``: -1 below the best fit, 1 above it.
         """
         bound = float(self.problem.high[index] if side > 0 else self.problem.low[index])
@@ -466,6 +522,7 @@ class _Profile:
 
         @cache  # a refit starts where the last one ended: the same value must not get another sign later
         def excess(log_value: float) -> float:
+            """Return by how many standard errors ``log_value`` is beyond the interval's end; negative inside."""
             nonlocal point
             point[index] = log_value
             refitted = descend(self.problem, point, fixed=index)
@@ -474,7 +531,9 @@ class _Profile:
                 self.best = refitted
             return math.sqrt(max(refitted.loss - self.start.loss, 0.0)) / self.size - self.quantile
 
-        step = min(max(self.quantile * float(self.spread[index]), 1e-7), 2.0)
+        step = min(
+            max(self.quantile * float(self.spread[index]), 1e-7), 2.0
+        )  # neither nothing nor more than a factor e^2
         inner = centre
         while inner != bound:
             outer = min(inner + step, bound) if side > 0 else max(inner - step, bound)

@@ -18,9 +18,10 @@ from ddltool.tables import read_table
 
 
 def read_rows(profiles: list[Path]) -> dict[str, Observations]:
-    """Return the rows of all files by device type; rows that name none belong to the only type, or to "" where there is none.
+    """Return device type -> measured rows, from all files.
 
-    Raises InputError when some rows name no device and others name several.
+    Rows that name no device belong to the only type that other rows name, or to "" where none is named. Raises InputError when
+    some rows name no device and others name several.
     """
     devices = concatenate([from_frame(read_table(path), str(path)) for path in profiles]).by_device()
     unnamed = devices.pop("", None)
@@ -33,10 +34,16 @@ def read_rows(profiles: list[Path]) -> dict[str, Observations]:
 
 
 def fit_rows(devices: dict[str, Observations], sources: list[str], holdout: Path | None, seed: int) -> Goodput:
-    """Return the model of each device type's rows as one document.
+    """Return the fitted model of each device type as one document.
 
-    A type without rows of several replicas takes gamma and synchronisation from the type that has most of them: these
-    belong to the network.
+    A type without rows of several replicas takes gamma and synchronisation from the type that has most of them, because these
+    describe the network, which types share.
+
+    Args:
+        devices: device type -> measured rows.
+        sources: names of the files, for the document.
+        holdout: file of rows that the fit must not see and is judged on; None: no such test.
+        seed: of the fit's random start.
     """
     kept_out = read_rows([holdout]) if holdout is not None else {}
     several_replica_rows = {name: int((rows.num_replicas > 1).sum()) for name, rows in devices.items()}
@@ -86,16 +93,27 @@ def fit_rows(devices: dict[str, Observations], sources: list[str], holdout: Path
 def _borrow_network(
     own: FitResult, own_uncertainty: Uncertainty, lender: FitResult, lender_uncertainty: Uncertainty
 ) -> tuple[FitResult, Uncertainty]:
-    """Return a device's fit and intervals with gamma and synchronisation taken from the lender's."""
-    network = {name: getattr(lender.params, name) for name in NAMES[2:]}
-    undetermined = {*own.undetermined} & {*NAMES[:2]} | {*lender.undetermined} & {*NAMES[2:]}
-    intervals = own_uncertainty.intervals | {name: lender_uncertainty[name] for name in NAMES[2:]}
-    params, names = own.params.model_copy(update=network), tuple(name for name in NAMES if name in undetermined)
-    return replace(own, params=params, undetermined=names), replace(own_uncertainty, intervals=intervals)
+    """Return a device's fit and intervals with gamma and synchronisation taken from another device, the lender.
+
+    The times of a pass, with their intervals, remain the device's own.
+    """
+    own_names, network_names = NAMES[:2], NAMES[2:]
+    network = {name: getattr(lender.params, name) for name in network_names}
+    undetermined = {*own.undetermined} & {*own_names} | {*lender.undetermined} & {*network_names}
+    intervals = own_uncertainty.intervals | {name: lender_uncertainty[name] for name in network_names}
+    result = replace(
+        own,
+        params=own.params.model_copy(update=network),
+        undetermined=tuple(name for name in NAMES if name in undetermined),
+    )
+    return result, replace(own_uncertainty, intervals=intervals)
 
 
 def holdout_errors(results: dict[str, FitResult], kept_out: dict[str, Observations], where: str) -> dict[str, FitError]:
-    """Return the error of each device's fit on its rows in ``kept_out``. Raises InputError for a device that was not fitted."""
+    """Return device type -> error of its fit on the rows in ``kept_out``, which the fit has not seen.
+
+    Raises InputError, with ``where`` as the file, for a device that was not fitted, and for several where one was.
+    """
     errors = {}
     for name, rows in kept_out.items():
         # one device type, or rows that name none, need no matching names
@@ -109,7 +127,10 @@ def holdout_errors(results: dict[str, FitResult], kept_out: dict[str, Observatio
 
 
 def pooled_error(parts: Sequence[FitError | DeviceGoodput]) -> FitError:
-    """Return the error over the samples of all parts, one at least: root mean square of RMSLE, mean of MAPE."""
+    """Return the error over the samples of all parts together, of which there is at least one.
+
+    Weighted by samples, it is the root mean square of the RMSLE and the mean of the MAPE.
+    """
     samples = sum(part.samples for part in parts)
     return FitError(
         rmsle=(sum(part.samples * part.rmsle**2 for part in parts) / samples) ** 0.5,

@@ -143,15 +143,16 @@ def measured_rows(
 
 
 def _is_of_device(device: Device, name: str, known: DeviceTable) -> bool:
-    """Return whether ``name`` is one of the device's in the table, or none of any device."""
-    named = known.find(name)
-    return name.casefold() in _UNNAMED or (named is not None and name_key(named.name) == name_key(device.name))
+    """Return whether a row's device ``name`` means this device: a name of it in the table, or one that names no device."""
+    found = known.find(name)
+    return name.casefold() in _UNNAMED or (found is not None and name_key(found.name) == name_key(device.name))
 
 
 def _row_settings(row: Mapping[Any, Any], place: str) -> dict[str, str]:
-    """Return the precision and optimizer that a row says, in its columns, its settings, or by the command that wrote it.
+    """Return the precision and optimizer that a row was measured with, as far as it says, under these two names.
 
-    Raises InputError for a row that was measured on a CPU.
+    Its columns say it, else its ``settings`` (``name=value;...``), else the command that wrote it, whose own are fixed. Raises
+    InputError for a row that was measured on a CPU; ``place`` names the row.
     """
     options = dict(part.split("=", 1) for part in str(row.get("settings", "")).split(";") if "=" in part)
     settings = dict(_PROFILE) if set(options) >= _PROFILE_SETTINGS else {}
@@ -163,5 +164,5 @@ def _row_settings(row: Mapping[Any, Any], place: str) -> dict[str, str]:
 
 
 def _remedy(option: str) -> str:
-    """Return what to do about rows that were measured with another value of an option."""
+    """Return the words of an error on what to do about rows that were measured with another value of ``--option``."""
     return f"leave --{option} out, or measure alike"

@@ -24,6 +24,7 @@ class GradientStatistics:
     var: float
 
     def __post_init__(self) -> None:
+        """Raise InputError unless both are finite, 0 or more, and one of them above 0."""
         if not (min(self.sqr, self.var) >= 0 and 0 < self.sqr + self.var < math.inf):
             raise InputError("sqr, var", f"are {self.sqr}, {self.var}", "finite numbers >= 0, one of them above 0")
 
@@ -44,18 +45,24 @@ class LrRule:
         raise NotImplementedError
 
     def warmup_epochs(self, scale: float, epochs_at_initial: float) -> float:
-        """Return the epochs of warm-up, given those that training at M0 has."""
+        """Return the epochs of warm-up at batch ``scale * M0``; ``epochs_at_initial``: those at M0. Here they are the same."""
         checked_scale(scale)
         return epochs_at_initial
 
     def steps_at_initial(self, scale: float, statistics: GradientStatistics | None = None) -> float:
-        """Return how many steps at M0 a step is worth to the schedule: as many as its samples are, unless a rule knows."""
+        """Return how many steps at M0 one step at batch ``scale * M0`` counts for in a schedule of steps.
+
+        Here it is ``scale``, as it has the samples of so many; a rule that knows what a step achieves returns that.
+        """
         return checked_scale(scale)
 
     def warmed_factor(
         self, scale: float, epoch: float, epochs_at_initial: float, statistics: GradientStatistics | None = None
     ) -> float:
-        """Return the factor with the warm-up in it: linear from 0 at the start to :meth:`factor` at its end."""
+        """Return the learning rate's factor at ``epoch``, warm-up included: linear from 0 at the start to :meth:`factor`.
+
+        ``epochs_at_initial``: epochs of warm-up at M0; the rule says how many that is at ``scale``.
+        """
         full_factor, length = self.factor(scale, statistics), self.warmup_epochs(scale, epochs_at_initial)
         return full_factor if epoch >= length else full_factor * max(epoch, 0.0) / length
 
@@ -73,6 +80,7 @@ class _Constant(LrRule):
     name = "constant"
 
     def factor(self, scale: float, statistics: GradientStatistics | None = None) -> float:
+        """Return 1 for every ``scale``."""
         checked_scale(scale)
         return 1.0
 
@@ -83,6 +91,7 @@ class _Linear(LrRule):
     name = "linear"
 
     def factor(self, scale: float, statistics: GradientStatistics | None = None) -> float:
+        """Return ``scale`` itself."""
         return checked_scale(scale)
 
 
@@ -92,6 +101,7 @@ class _SquareRoot(LrRule):
     name = "sqrt"
 
     def factor(self, scale: float, statistics: GradientStatistics | None = None) -> float:
+        """Return the square root of ``scale``."""
         return math.sqrt(checked_scale(scale))
 
 
@@ -106,6 +116,7 @@ class _AdaScale(LrRule):
     needs_statistics = True
 
     def factor(self, scale: float, statistics: GradientStatistics | None = None) -> float:
+        """Return the gain r at batch ``scale * M0``. Raises InputError without ``statistics``."""
         if statistics is None:
             raise InputError("adascale", "needs gradient statistics", "measure them, or choose linear or sqrt")
         var, sqr = statistics.var, statistics.sqr
@@ -122,6 +133,7 @@ class _Legw(_SquareRoot):
     name = "legw"
 
     def warmup_epochs(self, scale: float, epochs_at_initial: float) -> float:
+        """Return ``scale`` times the epochs of warm-up that training at M0 has."""
         return checked_scale(scale) * epochs_at_initial
 
 

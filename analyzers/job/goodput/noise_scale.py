@@ -34,9 +34,10 @@ class NoiseTerms:
 
 
 def small_batch(batch_sizes: Sequence[int] | Ints) -> float:
-    """Return B_small for gradients of unequal batches, their harmonic mean: the mean of ``S / B_i`` is ``S / B_small``.
+    """Return the one batch size that stands for gradients of unequal batches: the harmonic mean of ``batch_sizes``.
 
-    Raises InputError when there is none or one is below 1.
+    The variance of a gradient is ``S / B_i``, so the mean variance is that of the harmonic mean. It is the ``small`` of
+    :func:`noise_terms`. Raises InputError when there is none or one is below 1.
     """
     sizes = np.asarray(batch_sizes, dtype=np.float64)
     if sizes.size == 0 or sizes.min() < 1:
@@ -45,7 +46,9 @@ def small_batch(batch_sizes: Sequence[int] | Ints) -> float:
 
 
 def noise_terms(small_sqr: float, big_sqr: float, small: float, big: float) -> NoiseTerms:
-    """Return both terms from squared norms at two batch sizes (McCandlish et al., appendix A.1).
+    """Return estimates of ``|G|^2`` and S from the squared norms of gradients at two batch sizes.
+
+    They solve ``E |g|^2 = |G|^2 + S / B`` for both (McCandlish et al., appendix A.1).
 
     ``small_sqr`` is the mean of ``|g_i|^2`` over independent gradients of ``small`` samples each, ``big_sqr`` the squared
     norm of their mean over all ``big`` samples (weighted by samples when unequal; see :func:`small_batch`). Unbiased for
@@ -64,17 +67,19 @@ def noise_terms(small_sqr: float, big_sqr: float, small: float, big: float) -> N
 
 
 def differenced_terms(first_sqr: float, second_sqr: float, dot: float, batch: float) -> NoiseTerms:
-    """Return both terms from the gradients g1, g2 of two consecutive steps of ``batch`` samples, taken at almost one point.
+    """Return estimates of ``|G|^2`` and S from the gradients g1 and g2 of two consecutive steps of ``batch`` samples.
 
-    The same equations with B_small = batch and B_big = 2 batch: ``|G|^2 ~ g1 . g2``, ``S ~ batch |g1 - g2|^2 / 2``. As far
-    as G moves between the steps, S is too large by ``batch |G1 - G2|^2 / 2``. Raises InputError as :func:`noise_terms`.
+    This is for a job with a single gradient in each step, whose parameters hardly change between two. ``first_sqr`` and
+    ``second_sqr`` are the squared norms, ``dot`` is ``g1 . g2``. The equations of :func:`noise_terms` with the sizes ``batch``
+    and ``2 batch`` become ``|G|^2 ~ g1 . g2`` and ``S ~ batch |g1 - g2|^2 / 2``. As far as G moves between the steps, S is too
+    large by ``batch |G1 - G2|^2 / 2``. Raises InputError as :func:`noise_terms`.
     """
     sum_sqr = first_sqr + second_sqr
     return noise_terms(sum_sqr / 2.0, max(sum_sqr + 2.0 * dot, 0.0) / 4.0, batch, 2.0 * batch)
 
 
 class NoiseScaleEstimator:
-    """Smooths the two terms separately and divides.
+    """Estimates the noise scale over many steps: smooths ``|G|^2`` and S separately, and divides.
 
     Both are exponential moving averages whose bias towards the start is corrected (as Adam corrects its moments): an
     average over the last ``1 / (1 - smoothing)`` observations or so. Nothing that is not finite gets in.
@@ -84,20 +89,21 @@ class NoiseScaleEstimator:
     """
 
     def __init__(self, smoothing: float = SMOOTHING) -> None:
+        """Begin without observations. Raises InputError for a smoothing out of range."""
         if not 0 <= smoothing < 1:
             raise InputError("smoothing", f"is {smoothing}", "give a number from 0 to below 1")
         self.smoothing = smoothing
         self.reset()
 
     def reset(self) -> None:
-        """Forget all observations."""
+        """Forget all observations, as after a change of the parameters that makes old gradients meaningless."""
         self._moments = np.zeros(len(_MOMENTS))
         self._weight_sqr = 0.0
         self.count = 0
         """Observations taken since the start or the last reset."""
 
     def add(self, terms: NoiseTerms) -> None:
-        """Take one observation of both terms."""
+        """Take one observation of both terms into the moving averages."""
         past, share = self.smoothing, 1.0 - self.smoothing
         sqr, var = terms.sqr, terms.var_per_sample
         self._moments = past * self._moments + share * np.array([1.0, sqr, var, sqr * sqr, var * var, sqr * var])
@@ -149,12 +155,12 @@ class NoiseScaleEstimator:
         return GradientStatistics(sqr=terms.sqr, var=max(terms.var_per_sample, 0.0) / initial_batch_size)
 
     def state_dict(self) -> dict[str, float]:
-        """Return the state for a checkpoint."""
+        """Return the state for a checkpoint: smoothing, averages by name, and the number of observations."""
         moments = dict(zip(_MOMENTS, self._moments.tolist(), strict=True))
         return {"smoothing": self.smoothing, **moments, "weight_sqr": self._weight_sqr, "count": self.count}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Take up a state again. Raises InputError naming what is missing."""
+        """Continue from a state that :meth:`state_dict` returned. Raises InputError naming what is missing in it."""
         missing = sorted({"smoothing", *_MOMENTS, "weight_sqr", "count"} - set(state))
         if missing:
             raise InputError("noise scale state", f"lacks {', '.join(missing)}", "give what state_dict returned")

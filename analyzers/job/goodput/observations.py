@@ -64,6 +64,7 @@ class Observations:
                 object.__setattr__(self, name, values)
 
     def __len__(self) -> int:
+        """Return the number of rows, n."""
         return len(self.step_time_s)
 
     def take(self, rows: Flags | Ints) -> Observations:
@@ -77,7 +78,7 @@ class Observations:
 
 
 def concatenate(parts: Sequence[Observations]) -> Observations:
-    """Return all rows of the parts, one after the other; ``part`` then counts the parts from 0."""
+    """Return the rows of all parts, one part after the other; in the result ``part`` is the index of each row's part."""
     columns = {f.name: np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(Observations)}
     columns["part"] = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
     return Observations(**columns)
@@ -100,7 +101,7 @@ def check(rows: Observations) -> None:
 
 
 def kind_of(columns: list[str], where: str) -> Kind:
-    """Return what a table with these columns holds.
+    """Return what a table with these columns holds: a profile, telemetry, or AdaptDL's placements or scalability.
 
     Raises InputError for a column that occurs twice, for columns of two kinds of table, and for those of none.
     """
@@ -176,7 +177,10 @@ def import_table(frame: pd.DataFrame, where: str, device: str | None) -> pd.Data
 
 
 def _rows_of(frame: pd.DataFrame, kind: Kind, where: str) -> pd.DataFrame:
-    """Return the checked rows of a table of this kind, columns named as in profile.csv."""
+    """Return the checked rows of a table of this ``kind``, with columns named as in profile.csv.
+
+    Raises InputError naming file (``where``), row and column.
+    """
     if kind == "telemetry":
         return _telemetry_medians(frame, where)
     if kind == "profile":
@@ -187,7 +191,7 @@ def _rows_of(frame: pd.DataFrame, kind: Kind, where: str) -> pd.DataFrame:
         rows = rows.assign(num_nodes=list(map(len, places)), num_replicas=list(map(sum, places)))
     else:
         rows = rows.assign(num_nodes=frame["num_nodes"], num_replicas=frame["num_replicas"])
-    return _check_rows(rows, where, {own: theirs for theirs, own in _ADAPTDL.items()}).drop(columns="device")
+    return _check_rows(rows, where, {ours: theirs for theirs, ours in _ADAPTDL.items()}).drop(columns="device")
 
 
 def import_steps(
@@ -198,10 +202,11 @@ def import_steps(
     num_replicas: int | None = None,
     device: str | None = None,
 ) -> pd.DataFrame:
-    """Return a profiler trace as one row: medians over its steps, synchronisation that no compute hid.
+    """Return a profiler trace as one row of profile.csv: the medians over its steps.
 
-    A trace knows neither the batch size nor the nodes; the device and the number of replicas where it says so. Raises
-    InputError when it lacks what is not given either, and when the replicas given are not those it says.
+    Synchronisation is the part of it that no compute hides. A trace never says its batch size and nodes, and not always its
+    device and number of replicas: the arguments do. Raises InputError when something is in neither, and when the replicas
+    given are not those of the trace.
     """
     import pandas as pd
 
@@ -231,7 +236,10 @@ def import_steps(
 
 
 def _check_rows(frame: pd.DataFrame, where: str, shown: Mapping[str, str] | None = None) -> pd.DataFrame:
-    """Return the checked rows of a profile; ``device`` is empty where it names none. ``shown`` as in ``check_profile``."""
+    """Return the checked rows of a profile, with an empty ``device`` where it has no such column.
+
+    ``shown``: our name of a column -> the file's own, which errors name; None: they are the same.
+    """
     rows = check_profile(frame, where, shown, required=REQUIRED if "device" in frame else REQUIRED[1:])
     rows = rows if "device" in rows else rows.assign(device="")
     label = (shown or {}).get("sync_time_s", "sync_time_s")
@@ -241,7 +249,10 @@ def _check_rows(frame: pd.DataFrame, where: str, shown: Mapping[str, str] | None
 
 
 def split_placements(placements: pd.Series[Any], where: str) -> list[tuple[int, ...]]:
-    """Return the GPUs on each node of AdaptDL's placements, which have one digit per node; nodes without any left out."""
+    """Return the GPUs on each used node, for each of AdaptDL's placements: "440" is 4 GPUs on each of two nodes.
+
+    A placement has one digit per node. Raises InputError for one that has other signs, or no GPU.
+    """
     texts = placements.fillna("").astype(str).tolist()
     gpus_of = {
         text: tuple(int(digit) for digit in text if digit != "0") for text in set(texts) if _DIGITS.fullmatch(text)
@@ -251,10 +262,10 @@ def split_placements(placements: pd.Series[Any], where: str) -> list[tuple[int, 
 
 
 def _telemetry_medians(frame: pd.DataFrame, where: str) -> pd.DataFrame:
-    """Return medians per rank and batch size of each run, its warm-up left out.
+    """Return telemetry as rows of profile.csv: one for each run, rank, batch size and number of passes, of medians.
 
-    The step is compute plus synchronisation. Waiting for slower ranks is left out: it comes from how the batch is
-    split, not from how fast this rank or the network is.
+    A run's first steps, its warm-up, are left out where the run is long enough. The step is compute plus synchronisation.
+    Waiting for slower ranks is left out: it comes from how the batch is split, not from how fast this rank or the network is.
     """
     steps = rows_of_runs(frame, where, _TELEMETRY)
     steps = steps.assign(run=runs_of(steps), device=steps.get("device", ""))
@@ -288,7 +299,10 @@ def _telemetry_medians(frame: pd.DataFrame, where: str) -> pd.DataFrame:
 
 
 def _add_device(rows: pd.DataFrame, where: str, device: str | None) -> pd.DataFrame:
-    """Return the rows with ``device``, or each with its own where that is None, and with ``origin`` imported by default."""
+    """Return the rows with the device's name, and with ``origin`` imported where they say none.
+
+    ``device`` is the name of all rows; None leaves each row its own. Raises InputError where a row then has none.
+    """
     if device is not None:
         rows = rows.assign(device=device)
     elif "device" not in rows.columns:

@@ -24,23 +24,28 @@ from ddltool.arrays import Floats
 from ddltool.device import DEVICES_PER_NODE
 from ddltool.goodput_model import ThroughputParams as ThroughputParams
 
+# Stands for a time of 0 where a logarithm is taken.
 _TINY = 1e-300
+# The seven parameters' names, in the order of all arrays of parameters.
 NAMES = tuple(ThroughputParams.model_fields)
 
 
 def _shaped(value: Floats, *inputs: ArrayLike) -> Floats | float:
-    """Return a float when every input was a scalar."""
+    """Return ``value`` as a float when all ``inputs`` that it was computed from are scalars, else as the array it is."""
     return float(value) if all(np.ndim(item) == 0 for item in inputs) else value
 
 
 def grad_time_s(params: ThroughputParams, local_batch_size: ArrayLike) -> Floats | float:
-    """Return the time of one forward and backward pass over ``local_batch_size`` samples."""
+    """Return the seconds of one forward and backward pass over ``local_batch_size`` samples (T_grad)."""
     seconds = params.alpha_grad_s + params.beta_grad_s * np.asarray(local_batch_size, dtype=np.float64)
     return _shaped(seconds, local_batch_size)
 
 
 def sync_time_s(params: ThroughputParams, num_nodes: ArrayLike, num_replicas: ArrayLike) -> Floats | float:
-    """Return the time of one gradient synchronisation."""
+    """Return the seconds of one gradient synchronisation between ``num_replicas`` on ``num_nodes`` (T_sync).
+
+    0 for one replica; else a line over the replicas beyond two, with parameters of its own within a node and across nodes.
+    """
     nodes, replicas = np.broadcast_arrays(np.asarray(num_nodes), np.asarray(num_replicas))
     beyond_two = np.maximum(replicas - 2, 0)
     local_s = params.alpha_sync_local_s + params.beta_sync_local_s * beyond_two
@@ -50,7 +55,11 @@ def sync_time_s(params: ThroughputParams, num_nodes: ArrayLike, num_replicas: Ar
 
 
 def overlapped(first: ArrayLike, second: ArrayLike, gamma: float) -> Floats:
-    """Return ``(first^gamma + second^gamma)^(1/gamma)`` for times >= 0, without overflow, exact when one is 0."""
+    """Return the seconds of two activities that overlap in part: ``(first^gamma + second^gamma)^(1/gamma)``.
+
+    ``first`` and ``second`` are seconds of 0 or more. gamma = 1 means no overlap (the sum); the larger it is, the more the
+    longer time hides the shorter one (the maximum). It is evaluated without overflow, and exact when one time is 0.
+    """
     first_s, second_s = np.broadcast_arrays(np.asarray(first, dtype=np.float64), np.asarray(second, dtype=np.float64))
     with np.errstate(divide="ignore"):
         logs = np.logaddexp(gamma * np.log(first_s), gamma * np.log(second_s)) / gamma
@@ -64,7 +73,10 @@ def iteration_time_s(
     local_batch_size: ArrayLike,
     accumulation_steps: ArrayLike = 0,
 ) -> Floats | float:
-    """Return the time of one step (optimizer update); ``accumulation_steps`` s = 0 means none."""
+    """Return the seconds of one step (optimizer update).
+
+    ``local_batch_size`` is that of one pass; ``accumulation_steps`` passes go before the one that synchronises.
+    """
     grad = np.asarray(grad_time_s(params, local_batch_size))
     sync = np.asarray(sync_time_s(params, num_nodes, num_replicas))
     seconds = np.asarray(accumulation_steps) * grad + overlapped(grad, sync, params.gamma)
@@ -78,14 +90,21 @@ def throughput_per_s(
     local_batch_size: ArrayLike,
     accumulation_steps: ArrayLike = 0,
 ) -> Floats | float:
-    """Return samples per second: total batch ``K m (s + 1)`` over the step time."""
+    """Return samples per second: the total batch over the step time.
+
+    The total batch is replicas times local batch times passes, which are ``accumulation_steps`` and the one that synchronises.
+    """
     total = np.asarray(num_replicas) * np.asarray(local_batch_size) * (np.asarray(accumulation_steps) + 1.0)
     step = iteration_time_s(params, num_nodes, num_replicas, local_batch_size, accumulation_steps)
     return _shaped(total / step, num_nodes, num_replicas, local_batch_size, accumulation_steps)
 
 
 def efficiency(noise_scale: ArrayLike, total_batch_size: ArrayLike, initial_batch_size: ArrayLike) -> Floats | float:
-    """Return the statistical efficiency ``(phi + M0) / (phi + M)`` (Pollux, Equation 7); phi in samples, may be infinite."""
+    """Return the statistical efficiency ``(phi + M0) / (phi + M)``: progress of a sample relative to batches of M0.
+
+    phi is the noise scale in samples, infinite where batches of any size make the same progress per sample (efficiency 1); M is
+    the total batch and M0 the initial one (Pollux, Equation 7).
+    """
     phi, total, first = (
         np.asarray(item, dtype=np.float64) for item in (noise_scale, total_batch_size, initial_batch_size)
     )
@@ -104,7 +123,10 @@ def goodput_per_s(
     noise_scale: ArrayLike,
     initial_batch_size: ArrayLike,
 ) -> Floats | float:
-    """Return goodput: throughput times statistical efficiency, in useful samples per second."""
+    """Return goodput, in useful samples per second: throughput times statistical efficiency.
+
+    Arguments as in :func:`throughput_per_s` and :func:`efficiency`.
+    """
     total = np.asarray(num_replicas) * np.asarray(local_batch_size) * (np.asarray(accumulation_steps) + 1.0)
     speed = throughput_per_s(params, num_nodes, num_replicas, local_batch_size, accumulation_steps)
     goodput = np.asarray(speed) * efficiency(noise_scale, total, initial_batch_size)
@@ -162,9 +184,9 @@ class StepTime:
     """For ``sync``: devices that fill a node."""
 
     def at_capability(self, mini_batches_per_s: Fraction | float, batch_size: int) -> Self:
-        """Return the same with a time per sample, by which a saturated mini-batch takes ``1 / mini_batches_per_s``.
+        """Return the same model with a time per sample: the one at which a mini-batch takes ``1 / mini_batches_per_s`` seconds.
 
-        A fitted time per sample stays.
+        ``batch_size``: samples of a mini-batch. A time per sample that is there already (a fitted one) stays.
         """
         if self.per_sample_s is not None:
             return self
@@ -176,12 +198,15 @@ class StepTime:
         return 1 / self.per_sample_s if self.per_sample_s else math.inf
 
     def seconds(self, samples: float, passes: int = 1) -> float:
-        """Return the seconds of ``samples`` in so many equal passes. It must have a time per sample."""
+        """Return the seconds of ``samples`` samples in so many equal passes. The model must have a time per sample."""
         assert self.per_sample_s is not None
         return passes * self.launch_s + self.per_sample_s * max(samples, passes * self.saturation)
 
     def most_within(self, seconds: float, samples: int) -> int:
-        """Return how many of ``samples`` one pass makes in so many seconds, rounded up where rounding might cost one."""
+        """Return how many samples, at most ``samples``, one pass makes within so many seconds; 0 where that does not saturate.
+
+        A result within rounding of the next whole number is rounded up.
+        """
         left_s = seconds - self.launch_s
         if left_s < 0:
             return 0
@@ -191,6 +216,6 @@ class StepTime:
         return most if most >= max(1, self.saturation) else 0
 
     def scaled(self, factor: float) -> Self:
-        """Return the same with every fitted time ``factor`` times as long; limits and saturation stay."""
+        """Return the same model with every time ``factor`` times as long; memory limit, saturation and ``sync`` stay."""
         per_sample_s = None if self.per_sample_s is None else self.per_sample_s * factor
         return replace(self, launch_s=self.launch_s * factor, per_sample_s=per_sample_s)

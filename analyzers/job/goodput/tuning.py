@@ -37,10 +37,14 @@ from ddltool.analyzers.job.goodput.throughput import ThroughputParams, efficienc
 from ddltool.arrays import Flags, Floats, Ints
 from ddltool.errors import Infeasible, InputError
 
+# Relative difference of two costs that is rounding.
 _ROUNDING = 1e-12
 # Zero times make logarithms infinite; this one is zero beside any time that can be measured.
 _TINY = 1e-300
+# Most (allocation, passes) points that one round of the search looks at; arrays stay small enough for the cache.
 _LARGEST_CHUNK = 1 << 18
+# Largest exponent taken: e^600 is still a float.
+_LARGEST_EXPONENT = 600.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +58,7 @@ class BatchLimits(ElasticLimits):
     max_batch_size: int
 
     def __post_init__(self) -> None:
+        """Raise InputError for a value out of range."""
         ElasticLimits.__post_init__(self)
         if self.initial_batch_size > self.max_batch_size:
             remedy = f"it must be at most max_batch_size, {self.max_batch_size}"
@@ -103,7 +108,7 @@ def tune(
     if invalid.size:
         problem = f"has {replicas[invalid[0]]} replicas on {nodes[invalid[0]]} nodes"
         raise InputError(f"allocation {invalid[0]}", problem, "each node has at least one")
-    # one answer per number of replicas, on one node or several: nothing else matters
+    # One answer per number of replicas, on one node or several: nothing else matters. A key holds both.
     search_keys = 2 * replicas + (nodes > 1)
     answer_index = np.zeros(search_keys.max(initial=0) + 1, dtype=np.int64)
     answer_index[search_keys] = 1
@@ -128,7 +133,10 @@ def tune(
 def tune_one(
     params: ThroughputParams, num_nodes: int, num_replicas: int, limits: BatchLimits, *, noise_scale: float
 ) -> TunedOne:
-    """Return the batch of highest goodput for one allocation. Raises Infeasible, naming the limits, when none is allowed."""
+    """Return the batch of highest goodput for one allocation, as :func:`tune` does for many.
+
+    ``noise_scale`` in samples. Raises Infeasible, naming the limits, when no batch is allowed.
+    """
     tuned = tune(params, num_nodes, num_replicas, limits, noise_scale=noise_scale)
     if not tuned.feasible[0]:
         steps = "any" if limits.max_accumulation_steps is None else f"at most {limits.max_accumulation_steps}"
@@ -141,7 +149,7 @@ def tune_one(
 
 
 def _integers(name: str, values: ArrayLike) -> Ints:
-    """Return the values as (n,) integers. Raises InputError where one is none."""
+    """Return ``values`` as (n,) integers. Raises InputError, under the argument's ``name``, where one is not whole."""
     array = np.atleast_1d(values)
     integers: Ints = array.astype(np.int64)
     if array.dtype.kind not in "iu" and not np.array_equal(integers, array):
@@ -150,11 +158,19 @@ def _integers(name: str, values: ArrayLike) -> Ints:
 
 
 class _Search:
-    """The search over (m, n) for many allocations at once; arrays have shape (allocations, numbers of passes)."""
+    """The search over local batch m and passes n for many allocations at once, as the module's three facts describe it.
+
+    Arrays have shape (allocations, numbers of passes). ``rows`` chooses the allocations that a method looks at. ``cost_best``,
+    ``m_best`` and ``n_best`` hold each allocation's best point so far.
+    """
 
     def __init__(
         self, params: ThroughputParams, nodes: Ints, replicas: Ints, limits: BatchLimits, noise: float
     ) -> None:
+        """Take the symbols of the module from the model, the (allocations,) ``nodes`` and ``replicas``, and the limits.
+
+        ``low`` and ``high`` (allocations, 1) bound the samples of one replica in a step.
+        """
         self.alpha, self.beta = params.alpha_grad_s, params.beta_grad_s
         self.gamma, self.noise = params.gamma, noise
         # h = (weight + share / M) T_iter; without noise in sight (phi = inf) only T_iter / M counts.
@@ -168,21 +184,21 @@ class _Search:
         self.high = np.floor(limits.max_batch_size / self.replicas)
 
     def overlapped(self, x: Floats, rows: slice | Ints) -> Floats:
-        """Return R(X) for x = X, the seconds of a pass; at least X."""
-        # the cap keeps the power finite; it is reached only where T_sync is e^60 times X or more
-        ratio = np.exp(np.minimum(self.gamma * (self.log_sync[rows] - np.log(x)), 600.0))
+        """Return R(X), the seconds of the pass that synchronises, from ``x`` = X, those of a pass alone; at least X."""
+        # The cap is reached only where T_sync is e^60 times X or more, as gamma is at most 10.
+        ratio = np.exp(np.minimum(self.gamma * (self.log_sync[rows] - np.log(x)), _LARGEST_EXPONENT))
         seconds: Floats = x * np.exp(np.log(1.0 + ratio) / self.gamma)
         return seconds
 
     def cost(self, m: Floats, n: Floats, rows: slice | Ints) -> Floats:
-        """Return h(m, n) for m, n >= 1 (not checked against the limits)."""
+        """Return h(m, n), which is inversely proportional to goodput, for m, n >= 1 whether or not the limits allow them."""
         x = self.alpha + self.beta * m
         step = (n - 1.0) * x + self.overlapped(x, rows)
         costs: Floats = (self.weight + self.share / (self.replicas[rows] * m * n)) * step
         return costs
 
     def stationary(self, n: Floats, rows: slice | Ints) -> Floats:
-        """Return the m > 0 of least h, infinite where h falls for ever.
+        """Return the real m > 0 of least h for each number of passes n, infinite where h falls for ever.
 
         Newton on ``F(y) = 2 y - log(c / beta) - log(alpha + D)``, y = log m, whose slope lies in [2, 1 + gamma]; alone it
         can swing to and fro for ever, so the bracket is halved where F did not.
@@ -198,7 +214,7 @@ class _Search:
         for _ in range(60):
             bm = self.beta * np.exp(y)
             x = alpha + bm
-            e = np.exp(np.minimum(self.gamma * (log_sync - np.log(x)), 600.0))
+            e = np.exp(np.minimum(self.gamma * (log_sync - np.log(x)), _LARGEST_EXPONENT))
             q = np.exp((1.0 / self.gamma - 1.0) * np.log(1.0 + e))
             last_share = q / (plain_passes + q)  # how much the synchronising pass weighs among all
             d = x * e * last_share
@@ -219,7 +235,11 @@ class _Search:
         return np.exp(y)
 
     def run(self) -> None:
-        """Find m, n and h of the best point per allocation, shape (allocations,); m = 0 and h = inf where none is."""
+        """Find the best point of each allocation: ``m_best``, ``n_best`` and ``cost_best``, all (allocations,).
+
+        m is 0 and the cost infinite where the limits allow no point. First comes the best point with the largest local batch
+        (fact 2); then more passes are tried, a growing number at a time, for the allocations that fact 3 leaves open.
+        """
         every: slice | Ints = slice(None)
         grad_s = self.alpha + self.beta * self.largest
         high = np.minimum(self.high, self.most_passes * self.largest)
@@ -247,7 +267,10 @@ class _Search:
             width = max(1, min(4 * width, _LARGEST_CHUNK // open_rows.size))
 
     def round_up(self) -> None:
-        """Where no total within the limits can be shared equally, take the next above M0 that can, in as few passes as fit."""
+        """Answer the allocations for which no total batch within the limits can be shared equally.
+
+        Their total is the next above M0 that can be, in as few passes as fit; it may be above the largest total.
+        """
         # No answer yet, though the smallest local batch on each replica is within the largest total.
         is_unanswered = np.isinf(self.cost_best[:, None]) & (self.high >= self.smallest)
         if not is_unanswered.any():
@@ -258,16 +281,17 @@ class _Search:
         self._take(slice(None), m, n, np.where(is_within & is_unanswered, self.cost(m, n, slice(None)), np.inf))
 
     def _take(self, rows: slice | Ints, m: Floats, n: Floats, cost: Floats) -> None:
-        """Keep the cheapest of the (rows, width) points where it is cheaper than the best so far."""
+        """Store for each of the ``rows`` the cheapest of its (rows, width) points m, n, where it beats the best so far."""
         best_points = (np.arange(len(cost)), cost.argmin(axis=1))
         is_better = cost[best_points] < self.cost_best[rows]
         for best, values in ((self.cost_best, cost), (self.m_best, m), (self.n_best, n)):
             best[rows] = np.where(is_better, values[best_points], best[rows])
 
     def _consider(self, n: Floats, rows: slice | Ints) -> Floats:
-        """Keep the best integer m for each n (rows, width); return the least h over real m, inf where none is allowed.
+        """Store the best integer m over the numbers of passes ``n`` (rows, width), where it beats the best point so far.
 
-        By fact 1 the best integer is next to the real minimum.
+        Return (rows, width) the least h over real m for each n, infinite where none is allowed: a bound for fact 3. By fact 1
+        the best integer is next to the real minimum.
         """
         low, high = self.low[rows], self.high[rows]
         real_low, real_high = np.maximum(self.smallest, low / n), np.minimum(self.largest, high / n)
@@ -332,6 +356,7 @@ def frontier(
     best_before = np.concatenate([[0.0], np.maximum.accumulate(goodput)[:-1]])
     efficient = goodput > best_before
     per_gpu = goodput[fewest] / replicas[fewest]
+    # What is left when each GPU costs the share ``threshold`` of what one of the first brings.
     net_goodput = np.where(tuned.feasible, goodput - threshold * per_gpu * replicas, -math.inf)
     return Frontier(
         num_replicas=replicas,
@@ -339,7 +364,7 @@ def frontier(
         tuned=tuned,
         speedup=goodput / goodput[fewest],
         efficient=efficient,
-        pays_until=int(replicas[np.flatnonzero(net_goodput == net_goodput.max())[-1]]),
+        pays_until=int(replicas[np.flatnonzero(net_goodput == net_goodput.max())[-1]]),  # of equal ones the largest
         threshold=threshold,
     )
 

@@ -24,9 +24,10 @@ _CHUNK = 200_000
 
 
 def meta_of(problem: Problem) -> CompanionMeta:
-    """Return the problem description of a companion database; counts are limited to ``max_workers`` devices of a type.
+    """Return the description of a problem that heads its companion database (the best plan for any number of devices).
 
-    Raises InputError for constraints that a database does not hold: price, number of devices, throughput.
+    Counts are limited to ``max_workers`` devices of a type, as each runs an EST at least. Raises InputError for constraints
+    that a database does not hold: price, number of devices, throughput.
     """
     limits = {"max_devices": problem.max_devices, "max_price_per_hour": problem.max_price_micro}
     limits["min_throughput"] = None if problem.min_throughput is None else 1
@@ -52,7 +53,7 @@ def meta_of(problem: Problem) -> CompanionMeta:
 
 
 def table_for(meta: CompanionMeta) -> StepTable:
-    """Return the step times that the database's plans can have."""
+    """Return the table of all step times that plans in the database can have."""
     return step_table(
         tuple(exact(device.capability_per_s) for device in meta.devices),
         meta.max_workers,
@@ -61,9 +62,10 @@ def table_for(meta: CompanionMeta) -> StepTable:
 
 
 def build(meta: CompanionMeta) -> tuple[list[CompanionPlan], Ints]:
-    """Return the distinct best plans for 0 to N_i devices of each type, and (V,) indices of each vector's plan.
+    """Return the different best plans for all vectors of devices, and (V,) the index of each vector's plan among them.
 
-    A vector's key is its flat index in C order. Both results are empty for more than ``LARGEST_BUILD`` vectors.
+    A vector says how many devices of each type there are, from 0 to all N_i; it stands at its flat index in C order. Both
+    results are empty for more than ``LARGEST_BUILD`` vectors. Vectors are worked off in chunks, for the memory's sake.
     """
     sizes = [device.count + 1 for device in meta.devices]
     vector_count = math.prod(sizes)
@@ -74,9 +76,10 @@ def build(meta: CompanionMeta) -> tuple[list[CompanionPlan], Ints]:
     plans: list[CompanionPlan] = []
     plan_indices = np.empty(vector_count, dtype=np.int64)
     for start in range(0, vector_count, _CHUNK):
-        keys = np.arange(start, min(vector_count, start + _CHUNK))
-        vectors = np.stack(np.unravel_index(keys, sizes), axis=1).astype(np.int64)
+        flat_indices = np.arange(start, min(vector_count, start + _CHUNK))
+        vectors = np.stack(np.unravel_index(flat_indices, sizes), axis=1).astype(np.int64)
         step_indices, used_counts = table.best_steps(vectors, homogeneous=meta.homogeneous)
+        # One whole number for each different plan: its step time and the devices in use.
         codes = step_indices * vector_count + np.ravel_multi_index(tuple(used_counts.T), sizes)
         unique_codes, first_rows, inverse = np.unique(codes, return_index=True, return_inverse=True)
         unique_plan_indices = np.empty(len(unique_codes), dtype=np.int64)
@@ -85,19 +88,22 @@ def build(meta: CompanionMeta) -> tuple[list[CompanionPlan], Ints]:
                 plan_index_of_code[code] = len(plans)
                 plans.append(describe(meta, table, int(step_indices[row]), used_counts[row].tolist()))
             unique_plan_indices[code_index] = plan_index_of_code[code]
-        plan_indices[start : start + len(keys)] = unique_plan_indices[inverse]
+        plan_indices[start : start + len(flat_indices)] = unique_plan_indices[inverse]
     return plans, plan_indices
 
 
 def plan_for(meta: CompanionMeta, counts: Sequence[int]) -> CompanionPlan:
-    """Return the best plan for one vector of device counts, computed without the database."""
+    """Return the best plan for one vector of device ``counts`` (T,), computed without the database."""
     table = table_for(meta)
     step_indices, used_counts = table.best_steps(np.array([counts], dtype=np.int64), homogeneous=meta.homogeneous)
     return describe(meta, table, int(step_indices[0]), used_counts[0].tolist())
 
 
 def describe(meta: CompanionMeta, table: StepTable, step: int, used: Sequence[int]) -> CompanionPlan:
-    """Return the plan with a row of the table as its step time on (T,) used devices; an empty plan for the index S."""
+    """Return the plan with the step time in row ``step`` of the table, on ``used`` (T,) devices of each type.
+
+    The row after the last one, S, stands for no step time: its plan is empty.
+    """
     if step == len(table.seconds):
         return CompanionPlan(throughput=0.0, step_s=0.0, ests={})
     type_rows = distribute_ests(
@@ -124,7 +130,10 @@ def disagreeing(meta: CompanionMeta, measured: Mapping[str, float], threshold: f
 
 
 def measured_capability(rows: pd.DataFrame, batch_size: int) -> dict[str, float]:
-    """Return mini-batches per second by device type from checked rows of telemetry: the median over steps with samples."""
+    """Return device type -> measured mini-batches per second, from checked rows of telemetry.
+
+    It is the median over all steps with samples; a mini-batch has ``batch_size`` samples.
+    """
     steps = rows[(rows["batch"] > 0) & (rows["compute_s"] > 0)]
     rates = (steps["batch"] / batch_size / steps["compute_s"]).groupby(steps["device"]).median()
     return {str(name): float(rate) for name, rate in rates.items()}

@@ -36,6 +36,7 @@ OBJECTIVES = ("throughput", "devices", "price", "waste")
 DEFAULT_OBJECTIVE = ("throughput", "devices", "waste")
 # Objective values stay below this bound: far inside CP-SAT's 64 bits, and exact as the floats that CP-SAT reports.
 _LARGEST_SUM = 2**50
+# Base of the digits into which larger sums are split.
 _DIGIT = 2**26
 # Up to this many step times are listed to find the middle one; more are halved by arithmetic.
 _LISTED_STEPS = 16
@@ -125,7 +126,10 @@ def solve_est(
 
 
 def is_feasible(problem: Problem, *, seed: int = 0, time_limit_s: float = 10.0) -> bool:
-    """Return whether any plan keeps all requirements, by one CP-SAT solve; NotProven where the time limit ends it."""
+    """Return whether any plan keeps all requirements of the problem, by one CP-SAT solve.
+
+    It asks for capacity for every EST in the longest allowed step. Raises NotProven where the time limit ends the solve.
+    """
     if not any(problem.affordable(device) for device in problem.devices):
         return False
     search = Search(problem=problem, deadline=time.perf_counter() + time_limit_s, seed=seed)
@@ -136,7 +140,7 @@ def is_feasible(problem: Problem, *, seed: int = 0, time_limit_s: float = 10.0) 
 
 
 def check_objective(problem: Problem, objective: Sequence[str]) -> tuple[str, ...]:
-    """Return the whole order of objectives: those given, then those of the default order that are missing.
+    """Return the whole order of objectives: those in ``objective``, then those of the default order that it lacks.
 
     Raises InputError for a name that is unknown or stands twice, ``waste`` before ``throughput`` (waste is capability
     in use less throughput, so it has no smallest value on its own), ``price`` without prices.
@@ -154,7 +158,10 @@ def check_objective(problem: Problem, objective: Sequence[str]) -> tuple[str, ..
 
 
 def _conflict_error_of(problem: Problem, seed: int) -> Infeasible:
-    """Return the error that names a minimal set of conflicting requirements."""
+    """Return the error that names a smallest set of requirements that cannot be kept together.
+
+    Where a required throughput is among them, it also says what the others allow.
+    """
     conflict = minimal_conflict(problem, lambda relaxed: is_feasible(relaxed, seed=seed))
     conflict_names = {requirement.name for requirement in conflict}
     if "min_throughput" not in conflict_names:
@@ -168,7 +175,10 @@ def _conflict_error_of(problem: Problem, seed: int) -> Infeasible:
 
 
 def _append_next_solution(search: Search) -> bool:
-    """Append the next best solution to ``search.found``; False when there is no other, or time ran out before one."""
+    """Append the next best solution to ``search.found``; return whether there was one.
+
+    False means that there is no other (then ``search.exhausted`` is set), or that time ran out before one was found.
+    """
     try:
         leading_proven = _fix_leading_objectives(search)
         solution = _fastest_solution(search)
@@ -184,7 +194,11 @@ def _append_next_solution(search: Search) -> bool:
 
 
 def _fix_leading_objectives(search: Search) -> bool:
-    """Optimise the objectives that stand before the throughput, in the longest step; return whether all are proven."""
+    """Optimise the objectives that stand before the throughput, and store their best values in ``search.fixed``.
+
+    Return whether all are proven. They are optimised in the longest allowed step, because a longer step only adds choices.
+    Raises OutOfTime where no plan was found in time.
+    """
     search.fixed = {}
     for name in search.objective[: search.objective.index("throughput")]:
         model, used = build(search, search.problem.slowest_step)
@@ -202,7 +216,12 @@ def _fix_leading_objectives(search: Search) -> bool:
 
 
 def _fastest_solution(search: Search) -> Solution | None:
-    """Return a solution with the smallest step time (``proven``, unless time ran out); None when there is no other."""
+    """Return a solution with the smallest step time that is not among those found; None: there is none.
+
+    A bisection between a lower bound and the step of a first guess asks CP-SAT for each step time in the middle. Where the
+    solver's time runs out before its end, the solution is the best so far and not ``proven``. Raises OutOfTime where there is
+    not even one.
+    """
     problem = search.problem
     capabilities = [device.capability_per_s for device in problem.devices]
     lower_s = search.found[-1].step_s if search.found and not search.fixed else _lower_bound(problem)
@@ -232,23 +251,26 @@ def _fastest_solution(search: Search) -> Solution | None:
 
 
 def _next_step(capabilities: Sequence[Fraction], step: Fraction) -> Fraction:
-    """Return the least step time k / C above ``step``."""
+    """Return the least step time k / C above ``step``, over all capabilities C and whole numbers k."""
     return min((int(capability * step) + 1) / capability for capability in capabilities)
 
 
 def _lower_bound(problem: Problem) -> Fraction | None:
-    """Return a lower bound on the step time; None where the devices cannot hold every EST.
+    """Return a lower bound on the step time in seconds; None where the devices cannot hold every EST.
 
     The bound is the best step time without the price limit or, if larger, of the capability that the price limit buys.
     """
     step = best_step(problem)
-    return max(step, problem.max_workers / problem.bought) if step is not None and problem.max_price_micro else step
+    if step is None or not problem.max_price_micro:
+        return step
+    return max(step, problem.max_workers / problem.bought)
 
 
 def _near_best_counts(search: Search) -> Counts | None:
-    """Return device counts near the best ones as a first upper bound; None where no candidate is allowed and fast enough.
+    """Return (T,) device counts that are probably near the best, as a first upper bound on the step time; None: no guess.
 
-    Candidates are the most capability within the price limit or, after a first solution, one device more or less than it.
+    Candidates are the fastest and the cheapest devices that the price limit buys or, after a first solution, one device more or
+    less than in the last. The best of those that the constraints allow is returned.
     """
     problem = search.problem
     if search.fixed or not (search.found or problem.max_price_micro):
@@ -276,7 +298,10 @@ def _near_best_counts(search: Search) -> Counts | None:
 
 
 def _middle_step(capabilities: Sequence[Fraction], lower: Fraction, upper: Fraction) -> Fraction | None:
-    """Return about the median of the step times k / C with ``lower <= k / C < upper``; None: there are none."""
+    """Return about the median of the possible step times from ``lower`` to below ``upper``; None: there are none.
+
+    Step times are k / C for the capabilities C. Few are listed; of many the median of the type that has most of them is taken.
+    """
     ranges = [
         (range(math.ceil(lower * capability), math.ceil(upper * capability)), capability) for capability in capabilities
     ]
@@ -288,7 +313,10 @@ def _middle_step(capabilities: Sequence[Fraction], lower: Fraction, upper: Fract
 
 
 def _refine_later_objectives(search: Search, solution: Solution, objective_names: Sequence[str]) -> Solution:
-    """Return the solution of the same step time that is best in ``objective_names``, then uses the first types most."""
+    """Return the solution of the same step time that is best in ``objective_names``, then uses the first types most.
+
+    Each objective is minimised in turn, and its value then kept. ``proven`` is false where the solver's time ran out.
+    """
     model, used = build(search, solution.step_s)
     objectives = [expression for name in objective_names for expression in expressions(model, search, used, name)]
     counts = solution.counts
@@ -306,9 +334,9 @@ def _refine_later_objectives(search: Search, solution: Solution, objective_names
 
 
 def fit(search: Search, step: Fraction) -> Counts | None:
-    """Return device counts that hold every EST in a step of ``step`` seconds; None: proven that there are none.
+    """Return (T,) device counts that hold every EST in a step of ``step`` seconds; None: proven that there are none.
 
-    Raises OutOfTime without an answer.
+    Raises OutOfTime where the solver finds neither.
     """
     counts, proven, _ = solve(search, *build(search, step))
     if counts is None and not proven:
@@ -338,7 +366,10 @@ def build(search: Search, step: Fraction) -> tuple[cp_model.CpModel, list[cp_mod
 
 
 def limit_devices(model: cp_model.CpModel, problem: Problem, used: Sequence[cp_model.IntVar]) -> None:
-    """Add a job's own constraints on its numbers of devices, one variable per type of the problem."""
+    """Add a job's constraints on devices to the model: their number, their price, and a single type where it demands one.
+
+    ``used`` are the model's variables, the number of devices of each type of the problem.
+    """
     model.add(cp_model.LinearExpr.sum(used) <= problem.device_limit)
     if problem.max_price_micro is not None:
         prices = [device.price_micro or 0 for device in problem.devices]
@@ -351,9 +382,10 @@ def limit_devices(model: cp_model.CpModel, problem: Problem, used: Sequence[cp_m
 
 
 def solve(search: Search, model: cp_model.CpModel, used: Sequence[cp_model.IntVar]) -> tuple[Counts | None, bool, int]:
-    """Return CP-SAT's device counts within the time left, whether the answer is proven, and the objective value.
+    """Return CP-SAT's (T,) device counts, whether this answer is proven, and the value of the objective.
 
-    Counts of None are proven infeasible, or unknown where the answer is not proven; the value is then 0.
+    The search ends with the time left. Counts are None where there are none (proven) or where none were found (not proven); the
+    value is then 0. ``used``: the model's variables, devices of each type.
     """
     time_left_s = search.deadline - time.perf_counter()
     if time_left_s <= 0:
@@ -369,7 +401,10 @@ def solve(search: Search, model: cp_model.CpModel, used: Sequence[cp_model.IntVa
 def expressions(
     model: cp_model.CpModel, search: Search, used: Sequence[cp_model.IntVar], name: str
 ) -> list[cp_model.LinearExpr]:
-    """Return the expressions that, minimised in turn, optimise one objective at a given step time."""
+    """Return the expressions that, minimised in turn, optimise the objective ``name`` at a given step time.
+
+    They are over ``used``, the devices of each type. At a fixed step time the waste is least where the capability in use is.
+    """
     if name == "devices":
         return [cp_model.LinearExpr.sum(used)]
     if name == "price":
@@ -393,8 +428,8 @@ def _capability_in_use(
     while max(weights) * problem.device_limit >= _LARGEST_SUM:
         carried = model.new_int_var(0, problem.device_limit + 1, "carried")
         digit = model.new_int_var(0, _DIGIT - 1, "digit")
-        low = cp_model.LinearExpr.weighted_sum(used, [weight % _DIGIT for weight in weights])
-        model.add(low + carry == _DIGIT * carried + digit)
+        lowest_digits = cp_model.LinearExpr.weighted_sum(used, [weight % _DIGIT for weight in weights])
+        model.add(lowest_digits + carry == _DIGIT * carried + digit)
         digits.append(digit)
         carry, weights = carried, [weight // _DIGIT for weight in weights]
     return [cp_model.LinearExpr.weighted_sum(used, weights) + carry, *reversed(digits)]
@@ -403,7 +438,8 @@ def _capability_in_use(
 def _type_preference(problem: Problem, used: Sequence[cp_model.IntVar]) -> Iterator[cp_model.LinearExpr]:
     """Yield objectives that, minimised in turn, make the first type's count largest, then the second's, and so on.
 
-    As many types as fit share an objective, as the digits of a number in a mixed base.
+    As many types as fit share an objective: their counts are the digits of a number in a mixed base, which stays within 64
+    bits. Weights are negative, because the counts are to be large.
     """
     group: list[cp_model.IntVar] = []
     weights: list[int] = []
@@ -413,5 +449,7 @@ def _type_preference(problem: Problem, used: Sequence[cp_model.IntVar]) -> Itera
         if group and product * base >= _LARGEST_SUM:
             yield cp_model.LinearExpr.weighted_sum(group, weights)
             group, weights, product = [], [], 1
-        group, weights, product = [*group, variable], [*(weight * base for weight in weights), -1], product * base
+        group = [*group, variable]
+        weights = [*(weight * base for weight in weights), -1]
+        product *= base
     yield cp_model.LinearExpr.weighted_sum(group, weights)

@@ -79,9 +79,13 @@ class JobTable:
     weight: float
 
     def share(self, devices: Sequence[int]) -> float | None:
-        """Return the throughput on (T,) devices relative to the job alone; None: the devices break a constraint of the job."""
+        """Return the job's share on ``devices`` (T,): its throughput there over that with every device to itself.
+
+        None where the devices break a constraint of the job.
+        """
         counts = tuple(int(devices[type_index]) for type_index in self.type_indices)
-        if sum(counts) != sum(devices) or not self.problem.allows(counts):
+        has_unusable_devices = sum(counts) != sum(devices)  # of types that the job does not name
+        if has_unusable_devices or not self.problem.allows(counts):
             return None
         step = best_step(self.problem, counts)
         if step is None or step > self.problem.slowest_step:
@@ -89,16 +93,21 @@ class JobTable:
         return float(self.problem.max_workers / step) / self.alone
 
     def of_types(self, values: Sequence[float]) -> Floats:
-        """Return (T,) values over the shared types from one value per type of the problem; 0 for the other types."""
+        """Return (T,) ``values``, which are one per type of the problem, over the shared types; 0 for the others."""
         shared_values = np.zeros(len(self.available))
         shared_values[list(self.type_indices)] = values
         return shared_values
 
     def at_least(self, floor: float) -> Self:
-        """Return the table without step times too slow for the share ``floor``, which also becomes a limit of its problem."""
+        """Return the table without the step times that are too slow for the share ``floor`` (see :meth:`share`).
+
+        The throughput of that share becomes a requirement of the table's problem.
+        """
         groups = self._groups_with_share(floor)
-        least, required = Fraction(floor * (1 - _SAME) * self.alone), self.problem.min_throughput
-        problem = replace(self.problem, min_throughput=least if required is None else max(required, least))
+        least_per_s, required_per_s = Fraction(floor * (1 - _SAME) * self.alone), self.problem.min_throughput
+        if required_per_s is not None:
+            least_per_s = max(required_per_s, least_per_s)
+        problem = replace(self.problem, min_throughput=least_per_s)
         return replace(self, problem=problem, best_shares=self.best_shares[groups], capacities=self.capacities[groups])
 
     def just(self, floor: float) -> Self:
@@ -111,10 +120,14 @@ class JobTable:
         return replace(self, best_shares=self.best_shares[slowest_group], capacities=self.capacities[slowest_group])
 
     def _groups_with_share(self, floor: float) -> Ints:
+        """Return the indices of the groups whose fastest step reaches the share ``floor``, but for rounding."""
         return np.flatnonzero(self.best_shares >= floor * (1 - _SAME))
 
     def grouped(self, lines: int) -> Self:
-        """Return the table with at most ``lines`` groups, whose limits are in equal ratios of the shares."""
+        """Return the table with at most ``lines`` groups: neighbouring ones are joined, in equal ratios of the step time.
+
+        A joined group has the share of its fastest step and the capacities of its slowest, so what it allows only grows.
+        """
         if len(self.best_shares) <= lines:
             return self
         first, last = _group_bounds(1 / self.best_shares, lines)
@@ -194,7 +207,11 @@ def solve_jobs(
 
 
 def idle_throughput(problem: Problem, devices: Mapping[str, int], plans: Sequence[Plan | None]) -> float:
-    """Return a job's throughput on the devices that no plan uses, without its throughput limit; 0: it cannot run there."""
+    """Return what a job would reach, in mini-batches per second, on the shared ``devices`` that no plan uses.
+
+    A throughput that the job requires is ignored; 0 means that it cannot run there. ``plans``: those of all jobs, None for a
+    job that waits.
+    """
     devices_left = dict(devices)
     for plan in plans:
         for row in () if plan is None else plan.assignments:
@@ -213,7 +230,10 @@ def _offered_devices(problem: Problem, devices: Mapping[str, int]) -> tuple[Devi
 
 
 def _plan(table: JobTable, shared_counts: Counts | None, gap: float, seconds: float) -> Plan | None:
-    """Return the plan of a job on (T,) shared devices; None for a job that waits."""
+    """Return the plan of a job on ``shared_counts`` (T,) devices of the shared types; None for a job that waits.
+
+    ``gap`` and ``seconds`` are those of the whole allocation.
+    """
     if shared_counts is None:
         return None
     figures = evaluate(table.problem, tuple(shared_counts[type_index] for type_index in table.type_indices))
@@ -223,7 +243,10 @@ def _plan(table: JobTable, shared_counts: Counts | None, gap: float, seconds: fl
 def _tables(
     problems: Sequence[Problem], names: Sequence[str], counts: Ints, weights: Sequence[float], seed: int
 ) -> list[JobTable]:
-    """Return each job's table over the shared types; raises as :func:`solve_jobs`."""
+    """Return each job's table over the shared types, after solving what the job reaches alone.
+
+    ``names`` and ``counts`` (T,) are the shared types and how many there are. Raises as :func:`solve_jobs`.
+    """
     if not problems:
         raise InputError("jobs", "there are none", "give one job at least")
     if len(weights) != len(problems) or not all(0 < weight <= LARGEST for weight in weights):
@@ -278,7 +301,10 @@ def job_table(problem: Problem, names: Sequence[str], devices: Ints, weight: flo
 
 
 def _group_bounds(seconds: Floats, max_groups: int) -> tuple[Ints, Ints]:
-    """Return (G,) indices of the first and of the last of (S,) rising step times in each of at most ``max_groups`` groups."""
+    """Return two (G,) arrays: the index of the first and of the last step time of each of G groups, at most ``max_groups``.
+
+    The step times are ``seconds`` (S,), rising; where there are too many, groups are equal in the ratio of their ends.
+    """
     edges = np.arange(len(seconds) + 1)
     if len(seconds) > max_groups:
         boundary_times = np.geomspace(seconds[0], seconds[-1], max_groups + 1)[1:-1]
@@ -292,20 +318,24 @@ def _shares_of(tables: Sequence[JobTable], devices: Sharings) -> list[float]:
 
 
 def _weighted_sum(tables: Sequence[JobTable], devices: Sharings) -> float:
-    """Return the weighted sum of shares."""
+    """Return the sum of the jobs' shares on their ``devices``, each times the job's weight."""
     pairs = zip(tables, _shares_of(tables, devices), strict=True)
     return sum(table.weight * share for table, share in pairs)
 
 
 def _merit(tables: Sequence[JobTable], devices: Sharings, smallest_first: bool) -> tuple[float, float]:
-    """Return what the better sharing has the larger of: its smallest share (or 0), then its weighted sum of shares."""
+    """Return the key by which the better sharing is the larger: its smallest share, then its weighted sum of shares.
+
+    The smallest share counts only with ``smallest_first``.
+    """
     return min(_shares_of(tables, devices)) if smallest_first else 0.0, _weighted_sum(tables, devices)
 
 
 def _greedy_sharing(tables: Sequence[JobTable], counts: Ints) -> Sharings:
-    """Return the sharing in which each job in turn takes the offer of its largest share from the devices that are left.
+    """Return a sharing to begin with, made without a solver.
 
-    The offers are one device of one type, and an equal part of all types.
+    Each job in turn takes the offer with which it has the largest share, as far as devices are left: one device of one type, or
+    an equal part of all types. A job waits where no offer keeps its constraints.
     """
     devices_left = counts.copy()
     chosen: Sharings = []
@@ -314,15 +344,16 @@ def _greedy_sharing(tables: Sequence[JobTable], counts: Ints) -> Sharings:
         fitting_rows = [tuple(row) for row in offers[(offers <= devices_left).all(axis=1)].tolist()]
         shares = {row: share for row in fitting_rows if (share := table.share(row)) is not None}
         chosen.append(max(shares, key=shares.__getitem__, default=None))
-        devices_left = devices_left - np.array(chosen[-1] or 0)
+        devices_left = devices_left - np.array(chosen[-1] or 0)  # a job that waits takes none
     return chosen
 
 
 def _highest_floor(tables: Sequence[JobTable], counts: Ints, deadline: float) -> tuple[float, float, Sharings | None]:
     """Return the highest share that all jobs reach at once, an upper bound on it, and the sharing that reaches it.
 
-    The sharing is None where no program found one. The lowest floor is tried first, whatever the deadline. Then a
-    bisection finds the highest floor with a sharing, and a second one above it the lowest floor proven impossible.
+    A share is a job's throughput over that of the job alone; a floor is a share that all jobs must reach. The sharing is None
+    where no program found one. The lowest floor is tried first, whatever the deadline. Then a bisection finds the highest floor
+    with a sharing, and a second one above it the lowest floor proven impossible.
     """
     floors = np.unique(np.concatenate([table.best_shares for table in tables]))
     best_sharing: Sharings | None = None
@@ -330,7 +361,10 @@ def _highest_floor(tables: Sequence[JobTable], counts: Ints, deadline: float) ->
     reached_index, barred_index = -1, len(floors)
 
     def try_floor(floor_index: int) -> bool | None:
-        """Return whether all jobs reach a floor; None: neither reached nor proven impossible."""
+        """Return whether all jobs reach the floor at this index at once; None: neither found nor proven impossible.
+
+        Note the best sharing so far, and the lowest floor proven impossible.
+        """
         nonlocal best_sharing, reached_index, barred_index
         devices, bound = find_floor_sharing(tables, counts, float(floors[floor_index]))
         if bound == -math.inf:
@@ -345,22 +379,29 @@ def _highest_floor(tables: Sequence[JobTable], counts: Ints, deadline: float) ->
         return True if reached_index >= floor_index else None
 
     try_floor(0)
+    # The highest floor with a sharing: between reached_index and ``high``, above which no sharing was found.
     high = barred_index
     while high - reached_index > 1 and time.perf_counter() < deadline:
         middle = (max(reached_index, 0) + high) // 2
         if not try_floor(max(middle, reached_index + 1)):
             high = max(middle, reached_index + 1)
+    # The lowest floor proven impossible: between ``low``, which is not proven so, and barred_index.
     low = high
     while barred_index - low > 1 and time.perf_counter() < deadline:
         middle = (low + barred_index) // 2
         low = middle if try_floor(middle) is not False else low
-    grouped = any(len(table.best_shares) >= _MAX_GROUPS for table in tables)
-    bound = float(floors[min(barred_index if grouped else barred_index - 1, len(floors) - 1)]) if barred_index else 0.0
+    # Where step times are grouped, a share between two floors may be possible, so the barred floor itself is the bound.
+    is_grouped = any(len(table.best_shares) >= _MAX_GROUPS for table in tables)
+    bound_index = barred_index if is_grouped else barred_index - 1
+    bound = float(floors[min(bound_index, len(floors) - 1)]) if barred_index else 0.0
     return float(floors[max(reached_index, 0)]), bound, best_sharing
 
 
 def find_floor_sharing(tables: Sequence[JobTable], counts: Ints, floor: float) -> Answer:
-    """Return a sharing in which all jobs reach (about) the share ``floor``; the bound is -infinity if proven impossible."""
+    """Return a sharing in which all jobs reach about the share ``floor`` of their throughput alone.
+
+    The answer's bound is -infinity where that is proven impossible; its devices are None where no sharing was found.
+    """
     floor_tables = [table.just(floor) for table in tables]
     if not all(len(table.best_shares) for table in floor_tables):
         return Answer(None, -math.inf)
@@ -428,8 +469,9 @@ class _Lines:
         return np.asarray(-(-self.workers[:, None] // np.maximum(self.capacities, 1)))
 
     def constraints(self, *, with_rounded_cuts: bool) -> csr_matrix:
-        """Return the (R, L + L + L T) matrix A of the constraints ``A (picked, share, count) <= 0``.
+        """Return the (R, L + L + L T) matrix A of the constraints ``A (picked, share, count) <= 0`` within single lines.
 
+        ``picked`` (L,) tells which lines are used, ``share`` (L,) their shares, ``count`` (L, T) their devices.
         ``with_rounded_cuts`` adds Chvatal-Gomory cuts: implied by whole devices, and tighter for fractions of them.
         """
         from scipy import sparse
@@ -447,7 +489,11 @@ class _Lines:
             counts: Floats | Ints,
             kept: NDArray[np.bool_] | slice,
         ) -> csr_matrix:
-            """Return (L,) coefficients of each line's pick, its share columns, and (L, T) coefficients of its counts."""
+            """Return a row of coefficients for each line, as far as ``kept`` (L,) chooses it.
+
+            ``pick`` is the coefficient of the line's pick, (L,) or one for all; ``share`` (L, L) the columns of the shares;
+            ``counts`` (L, T) the coefficients of its devices.
+            """
             count_columns = sparse.csr_matrix((counts.ravel(), column_indices, row_ends))
             picked_columns = identity.multiply(np.reshape(pick, (-1, 1)))
             return sparse.csr_matrix(sparse.hstack([picked_columns, share, count_columns], format="csr")[kept])
@@ -460,15 +506,18 @@ class _Lines:
             inequality(-self.best_shares, identity, np.zeros((line_count, type_count)), all_rows),
             inequality(0.0, identity, -self.speeds, all_rows),
             # It keeps the job's own limits.
-            *(inequality(-1.0, zeros, part, (self.available * part).sum(axis=1) > 1) for part in self.limit_shares),
+            *(
+                inequality(-1.0, zeros, limit_share, (self.available * limit_share).sum(axis=1) > 1)
+                for limit_share in self.limit_shares
+            ),
         ]
         for type_index in range(type_count):
             # Where the available devices of a type cannot hold the job alone, their count is bounded by the pick.
             type_mask = np.eye(type_count)[type_index] * np.ones((line_count, 1))
-            short = (self.capacities[:, type_index] > 0) & (
+            is_short = (self.capacities[:, type_index] > 0) & (
                 self.available[:, type_index] < self.devices_alone[:, type_index]
             )
-            blocks.append(inequality(-self.available[:, type_index], zeros, type_mask, short))
+            blocks.append(inequality(-self.available[:, type_index], zeros, type_mask, is_short))
             if with_rounded_cuts:  # sum(capacity count) >= ESTs, divided by one type's capacity and rounded up
                 capacity = np.maximum(self.capacities[:, type_index], 1)
                 blocks.append(
@@ -515,7 +564,7 @@ def solve_sharing(
         ],
         options={"time_limit": limit_s, "mip_rel_gap": min(gap_limit, 1e9)},
     )
-    if solved.status == 2:  # infeasible
+    if solved.status == 2:  # HiGHS by scipy: infeasible
         return Answer(None, -math.inf)
     bound = float(sum(table.weight * table.best_shares.max(initial=0.0) for table in tables))
     if solved.mip_dual_bound is not None and not first_feasible:

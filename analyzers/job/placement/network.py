@@ -55,12 +55,15 @@ class _FittedSync:
     params: ThroughputParams
 
     def sync_s(self, nodes: int, replicas: int) -> float:
-        """Return T_sync in seconds; across nodes at least what it is on one."""
-        on_one = float(sync_time_s(self.params, 1, replicas))
-        return on_one if nodes == 1 else max(on_one, float(sync_time_s(self.params, nodes, replicas)))
+        """Return the seconds of synchronising ``replicas`` devices on so many nodes (T_sync).
+
+        Across nodes they are at least what they are on one node, though a fit on noisy rows may say less.
+        """
+        on_one_s = float(sync_time_s(self.params, 1, replicas))
+        return on_one_s if nodes == 1 else max(on_one_s, float(sync_time_s(self.params, nodes, replicas)))
 
     def step_s(self, compute_s: float, nodes: int, replicas: int) -> float:
-        """Return both, overlapped."""
+        """Return the seconds of a step that computes for ``compute_s`` and synchronises, the two overlapped as fitted."""
         return float(overlapped(compute_s, self.sync_s(nodes, replicas), self.params.gamma))
 
 
@@ -69,10 +72,14 @@ class _NodePlan:
     """Devices, the nodes that hold them, and their step time."""
 
     step_s: float
+    """Seconds of a step, synchronisation included."""
     counts: Counts
     compute_s: Fraction
+    """Seconds of computing alone."""
     nodes: int
+    """How many nodes hold the devices."""
     proven: bool
+    """Whether no other devices of this number compute faster."""
 
 
 # The computing time reached, and a lower bound on it; the bound is smaller where the solver's time ran out.
@@ -100,7 +107,8 @@ def solve_on_nodes(
     check_affordable(problem)
     for name in {device.name for device in problem.devices} - {group.devices.type for group in nodes}:
         raise InputError(f"cluster:nodes.{name}", "has no nodes", "name the nodes of every device type")
-    unlimited = replace(problem, min_throughput=None)  # the limit is on the whole step: checked at the end
+    # A required throughput is on the whole step, and is checked at the end; the solver knows the computing alone.
+    unlimited = replace(problem, min_throughput=None)
     if not is_feasible(unlimited, seed=seed):
         solve_est(unlimited, seed=seed)  # raises with the requirements that conflict
     deadline = started + time_limit_s
@@ -133,9 +141,9 @@ def solve_on_nodes(
 
 
 def nodes_needed(counts: Mapping[str, int], nodes: Sequence[NodeGroup]) -> int:
-    """Return the fewest nodes that hold so many devices of each type: largest nodes first.
+    """Return the fewest nodes that hold ``counts`` devices of each type; a node holds one type.
 
-    Raises InputError when there are not enough.
+    The largest nodes of a type are filled first. Raises InputError when there are not enough nodes.
     """
     total_nodes = 0
     for name, remaining in counts.items():
@@ -152,18 +160,22 @@ def nodes_needed(counts: Mapping[str, int], nodes: Sequence[NodeGroup]) -> int:
 
 
 def _keep_if_best(best: dict[Choice, _NodePlan], plan: _NodePlan) -> None:
-    """Store a plan in ``best_by_choice`` if its step is the shortest of its choice."""
+    """Store ``plan`` in ``best``, under its choice (one device, one node or several), if its step is the shortest there."""
     choice: Choice = "several nodes" if plan.nodes > 1 else "one node" if sum(plan.counts) > 1 else "one device"
     if choice not in best or plan.step_s < best[choice].step_s:
         best[choice] = plan
 
 
 def _on_one_node(problem: Problem, nodes: Sequence[NodeGroup], steps: Steps) -> dict[Choice, _NodePlan]:
-    """Return the best plans on one device and on one node, where they exist; a node holds one device type."""
+    """Return the best plan on one device and the best on one node, as far as they exist, by trying every number of devices.
+
+    A node holds one device type; ``steps`` tells how long a step takes with synchronisation.
+    """
     best: dict[Choice, _NodePlan] = {}
     for type_index, device in enumerate(problem.devices):
         node_sizes = [group.devices.count for group in nodes if group.count and group.devices.type == device.name]
-        for devices in range(1, min(max(node_sizes, default=0), problem.device_limit, device.count) + 1):
+        most_devices = min(max(node_sizes, default=0), problem.device_limit, device.count)
+        for devices in range(1, most_devices + 1):
             counts = tuple(devices if type_index == other_index else 0 for other_index in range(len(problem.devices)))
             compute_s = best_step(problem, counts) if problem.allows(counts) else None
             if compute_s is None:
@@ -176,9 +188,16 @@ def _on_one_node(problem: Problem, nodes: Sequence[NodeGroup], steps: Steps) -> 
 def _across_nodes(
     problem: Problem, nodes: Sequence[NodeGroup], steps: Steps, limit_s: float, deadline: float, seed: int
 ) -> tuple[_NodePlan | None, float]:
-    """Return the best plan on at least two devices anywhere, and a step time that none of them can beat.
+    """Return the best plan on at least two devices anywhere, and a lower bound in seconds on the step of all such plans.
 
-    Intervals of K are split, most promising first: ``f`` at the upper end and ``T_sync`` at the lower one bound the step.
+    None and infinity where there is no such plan. The number K of devices is searched by intervals, the most promising split
+    first: computing falls with K and synchronising grows, so computing at the upper end with synchronising at the lower one
+    bounds every step in between.
+
+    Args:
+        limit_s: the best step of the other choices.
+        deadline: of ``time.perf_counter``; what is found by then is returned.
+        seed: of the solver.
     """
     max_devices = min(problem.device_limit, sum(device.count for device in problem.devices))
     if max_devices < 2 or sum(group.count for group in nodes) < 2:
@@ -189,6 +208,7 @@ def _across_nodes(
     unproven_s = math.inf
 
     def step_s(devices: int) -> float:
+        """Return the step with at most so many devices, infinite where they hold too little; notes an unproven bound."""
         nonlocal unproven_s
         if (times := compute_times(devices)) is None:
             return math.inf
@@ -197,6 +217,7 @@ def _across_nodes(
         return steps.step_s(float(times[0]), 2, devices)
 
     def bound(low: int, high: int) -> float:
+        """Return a lower bound on the steps with ``low`` to ``high`` devices; infinite where none can beat that of ``low``."""
         times = compute_times(high)
         if times is None or times == compute_times(low):
             return math.inf  # none holds every EST; or none computes sooner than the low end, which was looked at
@@ -215,7 +236,11 @@ def _across_nodes(
 
 
 def _compute_time(problem: Problem, seed: int, devices: int) -> _ComputeTimes | None:
-    """Return the smallest computing time f with at most ``devices`` devices; None: they cannot hold every EST."""
+    """Return the smallest computing time f with at most ``devices`` devices, and a lower bound on it, in seconds.
+
+    None: so many devices cannot hold every EST. The two differ only where a price limit makes a solver necessary, whose time
+    ran out.
+    """
     limited = replace(problem, max_devices=devices)
     if problem.max_price_micro is None:
         best = best_step(limited)
@@ -229,7 +254,7 @@ def _compute_time(problem: Problem, seed: int, devices: int) -> _ComputeTimes | 
 
 
 def _alternative(problem: Problem, node_plan: _NodePlan) -> Alternative:
-    """Return a plan's figures with the synchronisation in its step."""
+    """Return a plan's figures with the synchronisation in its step, whose time counts as waste."""
     alternative = evaluate(problem, node_plan.counts)
     throughput = problem.max_workers / node_plan.step_s
     capability_in_use = alternative.waste + alternative.throughput

@@ -43,14 +43,18 @@ class DeviceType:
 
     @property
     def most_ests(self) -> int | None:
-        """Most ESTs on one device for either reason; None: any number."""
+        """Most ESTs (logical workers) on one device, by the job's limit and by memory; None: any number."""
         limits = [limit for limit in (self.max_ests, self.memory_ests) if limit is not None]
         return min(limits, default=None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """Place ``max_workers`` ESTs on ``devices``, types in natural order of their names, only usable ones."""
+    """Place ``max_workers`` ESTs on ``devices``, types in natural order of their names, only usable ones.
+
+    An EST is EasyScale's logical worker (an "EasyScale thread"): ESTs on one device take turns, so that a job trains the same
+    on any number of devices. T is the number of device types.
+    """
 
     job: str
     max_workers: int
@@ -89,7 +93,10 @@ class Problem:
         return min(count, self.max_price_micro // device.price_micro)
 
     def allows(self, counts: Sequence[int]) -> bool:
-        """Return whether (T,) device counts keep the constraints, except those on ESTs per device and on throughput."""
+        """Return whether ``counts`` (T,) devices keep the constraints on numbers, price and types of devices.
+
+        Those on ESTs per device and on throughput are not looked at.
+        """
         price = sum((device.price_micro or 0) * count for device, count in zip(self.devices, counts, strict=True))
         return (
             1 <= sum(counts) <= self.device_limit
@@ -115,15 +122,18 @@ class Problem:
         }
 
     def offering(self, counts: Sequence[int]) -> Problem:
-        """Return the problem that offers (T,) counts of its device types; types with a count of 0 stay."""
+        """Return the same problem with ``counts`` (T,) devices of its types on offer; types with a count of 0 stay in it."""
         devices = tuple(replace(device, count=count) for device, count in zip(self.devices, counts, strict=True))
         return replace(self, devices=devices)
 
     def plan(self, strategy: Strategy, iteration_s: float, assignments: list[Assignment], **more: Any) -> Plan:
-        """Return a plan with a step of ``iteration_s``; ``more`` overrides the figures of a proven plan without ESTs."""
+        """Return a plan of this problem with a step of ``iteration_s`` seconds on the devices in ``assignments``.
+
+        Its other figures are those of a proven plan without ESTs, unless ``more`` gives them by the names of Plan's fields.
+        """
         figures: dict[str, Any] = {"throughput": self.max_workers / iteration_s, "overload_factor": iteration_s}
         figures |= {"est_count": 0, "waste": 0.0, "status": "optimal", "gap": 0.0, "solve_seconds": 0.0, **more}
-        figures["waste"] = max(0.0, figures["waste"])  # a difference, which rounding may leave below
+        figures["waste"] = max(0.0, figures["waste"])  # a difference, which rounding may leave below 0
         return Plan(
             job=self.job,
             strategy=strategy,
@@ -134,10 +144,10 @@ class Problem:
             **figures,
         )
 
-    def filled(self, kinds: Iterable[int], limit: int, numbers: Sequence[int] | None = None) -> list[int]:
-        """Return (T,) counts that add devices to ``numbers``, type by type in the order ``kinds``, within the price limit.
+    def filled(self, type_order: Iterable[int], limit: int, numbers: Sequence[int] | None = None) -> list[int]:
+        """Return (T,) counts of devices, filled up type by type in the order of ``type_order`` within the price limit.
 
-        The sum is at most ``limit``, or ``max_devices`` if that is less; ``numbers`` of None are zeros.
+        They begin at ``numbers`` (T,), None: at no device. Their sum is at most ``limit``, or ``max_devices`` if that is less.
         """
         counts = list(numbers or [0] * len(self.devices))
         devices_left = (limit if self.max_devices is None else min(limit, self.max_devices)) - sum(counts)
@@ -145,7 +155,7 @@ class Problem:
         budget_left = (self.max_price_micro or 0) - sum(
             price * count for price, count in zip(prices, counts, strict=True)
         )
-        for type_index in kinds:
+        for type_index in type_order:
             added = min(devices_left, self.devices[type_index].count - counts[type_index])
             if self.max_price_micro is not None and prices[type_index]:
                 added = min(added, budget_left // prices[type_index])
@@ -167,7 +177,10 @@ class Problem:
 
     @property
     def bought(self) -> Fraction:
-        """The most mini-batches per second that the price limit buys, with fractions of devices (fractional knapsack)."""
+        """An upper bound on the mini-batches per second that the price limit buys, as it allows fractions of devices.
+
+        It is the fractional knapsack: the types with the least price per capability are bought first.
+        """
         budget_left, capability = Fraction(self.max_price_micro or 0), Fraction(0)
         for device in (self.devices[type_index] for type_index in self.cheapest_first):
             count = (
@@ -178,7 +191,10 @@ class Problem:
         return capability
 
     def est_capacity(self, device: DeviceType, step_s: Fraction) -> int:
-        """Return how many ESTs one device has room for in a step of ``step_s`` seconds."""
+        """Return how many ESTs (logical workers) one device runs one after another in a step of ``step_s`` seconds, at most.
+
+        A device of capability C runs one in 1 / C seconds; its own limit and the job's number of ESTs bound the result.
+        """
         est_limit = self.max_workers if device.most_ests is None else min(device.most_ests, self.max_workers)
         return min(int(device.capability_per_s * step_s), est_limit)
 
@@ -243,14 +259,15 @@ def check_affordable(problem: Problem) -> None:
 
 
 def _can_run_one_est(problem: Problem) -> bool:
-    """Return whether at least one EST can run somewhere."""
+    """Return whether at least one device can be used and paid for, so that one EST can run."""
     return any(problem.affordable(device) for device in problem.devices)
 
 
 def _can_hold_part(problem: Problem) -> bool:
-    """Return whether a subset of the requirements can be kept.
+    """Return whether a problem that keeps only some of the requirements could be solved, as far as memory and price go.
 
-    Without a price limit, the memory alone must hold every EST: a shortage of memory is then not blamed on the price.
+    With a price limit it is enough that one EST can run. Without one the memory must hold every EST, so that a shortage of
+    memory is not blamed on the price.
     """
     limited = all(device.memory_ests is not None for device in problem.devices)
     if problem.max_price_micro is None and limited:
@@ -259,7 +276,7 @@ def _can_hold_part(problem: Problem) -> bool:
 
 
 def _single_type_reason(limits: Constraints) -> str | None:
-    """Return the constraint that keeps a plan to one device type."""
+    """Return the constraint that keeps a plan to one device type, in job.yaml's words; None: types may be mixed."""
     if limits.homogeneous:
         return "homogeneous"
     if limits.determinism == "D2" and limits.hardware_agnostic is False:
@@ -268,6 +285,10 @@ def _single_type_reason(limits: Constraints) -> str | None:
 
 
 def _device_type(offer: DeviceOffer, capabilities: Mapping[str, float], limits: Constraints) -> DeviceType:
+    """Return the offered type with exact figures: price in millionths, rounded up, and the ESTs that its memory holds.
+
+    ``capabilities``: mini-batches per second by type. Raises InputError where the type has none.
+    """
     where = f"devices.{offer.type}.capability_per_s"
     if offer.type not in capabilities:
         raise InputError(where, "is missing", did_you_mean(offer.type, capabilities))
@@ -285,7 +306,11 @@ def _device_type(offer: DeviceOffer, capabilities: Mapping[str, float], limits: 
 
 
 def _memory_ests(offer: DeviceOffer, limits: Constraints) -> int | None:
-    """Return how many ESTs fit into a device's memory; None: any number, since they take turns."""
+    """Return how many ESTs fit into a device's memory: 0 where not one does, None for any number.
+
+    ESTs take turns, so a device that holds one holds any number. Only where the job gives ``memory_fixed_gib`` does each EST
+    need its own memory besides that.
+    """
     worker_gib = limits.memory_per_worker_gib
     if worker_gib is None or offer.memory_gib is None:
         return None
@@ -295,22 +320,22 @@ def _memory_ests(offer: DeviceOffer, limits: Constraints) -> int | None:
 
 
 def _memory_text(limits: Constraints, devices: Sequence[DeviceType]) -> str:
+    """Return in words what memory a worker needs and what each type has, for an error; "" where the job does not say."""
     worker_gib, fixed_gib = limits.memory_per_worker_gib, limits.memory_fixed_gib
     if worker_gib is None:
         return ""
     if fixed_gib is None:
         sizes = ", ".join(f"{device.name} has {device.memory_gib:g}" for device in devices)
         return f"one worker needs {worker_gib:g} GiB; {sizes}"
-    capacities = (
-        (worker_gib, f"(room for {worker_gib.memory_ests}; {worker_gib.count} offered)") for worker_gib in devices
-    )
     sizes = ", ".join(
-        f"{device.name} has {device.memory_gib:g} {capacity_text}" for device, capacity_text in capacities
+        f"{device.name} has {device.memory_gib:g} (room for {device.memory_ests}; {device.count} offered)"
+        for device in devices
     )
     return f"k workers on a device need {fixed_gib:g} + k x {worker_gib:g} GiB; {sizes}"
 
 
 def _check_field_given(offers: Sequence[DeviceOffer], field: str, limit: float | None, constraint: str) -> None:
+    """Raise InputError where a constraint is set (``limit``) and an offered type lacks the ``field`` that it needs."""
     for offer in offers:
         if limit is not None and getattr(offer, field) is None:
             where = f"devices.{offer.type}.{field}"
@@ -326,7 +351,10 @@ class Requirement(NamedTuple):
 
 
 def requirements(problem: Problem) -> list[Requirement]:
-    """Return the requirements of a problem: what a plan must keep besides the devices that there are."""
+    """Return the requirements that a job sets, each with its words for an error: what could be dropped to make a plan possible.
+
+    The number of devices that are offered is none of them.
+    """
     devices = sorted((*problem.devices, *problem.left_out), key=lambda device: device.name)
     est_limits = _joined(f"{device.max_ests} on a {device.name}" for device in devices if device.max_ests is not None)
     prices = _joined(f"{device.name} costs {(device.price_micro or 0) / PRICE_UNIT:g}" for device in devices)
@@ -352,7 +380,10 @@ def requirements(problem: Problem) -> list[Requirement]:
 
 
 def demand_throughput(throughput: float, least: Fraction | float | None, most: str = "this strategy reaches") -> None:
-    """Raise Infeasible when a plan's throughput is below ``least`` (both in logical mini-batches per second)."""
+    """Raise Infeasible when a plan's throughput is below ``least``, both in logical mini-batches per second.
+
+    None demands nothing; a lack that rounding explains is none. ``most`` are the error's words before the throughput.
+    """
     if least is not None and throughput < float(least) * (1 - 1e-9):
         raise Infeasible(f"min_throughput: at least {float(least):g} mini-batches/s; {most} {throughput:.4g}")
 
@@ -376,10 +407,13 @@ def minimal_conflict(problem: Problem, feasible: Callable[[Problem], bool]) -> l
 
 
 def conflict_error(problem: Problem, conflict: Sequence[Requirement], best: str = "") -> Infeasible:
-    """Return the error that names a minimal conflict; ``best`` is the throughput that its other members allow."""
+    """Return the error that names a minimal conflict, as :func:`minimal_conflict` found it.
+
+    ``best``: the throughput that all its requirements but ``min_throughput`` allow, in words; "": not known.
+    """
     if [requirement.name for requirement in conflict] == ["max_price_per_hour"]:
-        every = (*problem.devices, *problem.left_out)
-        cheapest = min(every, key=lambda device: device.price_micro or 0)
+        all_types = (*problem.devices, *problem.left_out)
+        cheapest = min(all_types, key=lambda device: device.price_micro or 0)
         if (cheapest.price_micro or 0) > (problem.max_price_micro or 0):
             budget, price = (problem.max_price_micro or 0) / PRICE_UNIT, (cheapest.price_micro or 0) / PRICE_UNIT
             text = f"max_price_per_hour: {budget:g} an hour buys no device; the cheapest, {cheapest.name}, costs"
@@ -397,33 +431,35 @@ def conflict_error(problem: Problem, conflict: Sequence[Requirement], best: str 
 
 
 def _workers(problem: Problem) -> str:
+    """Return the number of the job's workers in words, such as ``8 workers``."""
     return f"{problem.max_workers} worker{'s' if problem.max_workers > 1 else ''}"
 
 
 def _joined(parts: Iterable[str]) -> str:
-    """Return the parts joined by commas, eight at most."""
+    """Return the parts joined by commas; beyond eight only their number is said."""
     shown = list(parts)
     return ", ".join(shown[:8]) + (f" and {len(shown) - 8} more" if len(shown) > 8 else "")
 
 
 def _without_memory(problem: Problem) -> Problem:
+    """Return the problem as if memory were no limit: types that were left out for it are back."""
     devices = sorted((*problem.devices, *problem.left_out), key=lambda device: device.name)
     return replace(problem, devices=tuple(replace(device, memory_ests=None) for device in devices), left_out=())
 
 
 def _without_max_ests(problem: Problem) -> Problem:
-    without_limits = (
-        tuple(replace(device, max_ests=None) for device in types) for types in (problem.devices, problem.left_out)
-    )
-    devices, left_out = without_limits
+    """Return the problem without the limits on ESTs per device that the job sets."""
+    devices = tuple(replace(device, max_ests=None) for device in problem.devices)
+    left_out = tuple(replace(device, max_ests=None) for device in problem.left_out)
     return replace(problem, devices=devices, left_out=left_out)
 
 
 def capability_from_profile(frame: pd.DataFrame, device_type: str, batch_size: int, where: str) -> float:
-    """Return 1 / step time at ``batch_size`` from a checked profile's single-replica rows, in mini-batches per second.
+    """Return a device type's capability from a checked profile: 1 / step time at ``batch_size``, in mini-batches per second.
 
-    Between measured batch sizes the step time is interpolated linearly. Raises InputError when the profile has no such
-    device (a profile of one device serves any type) or when ``batch_size`` lies outside what was measured.
+    Rows of a single replica count, by the median of each batch size. Between measured batch sizes the step time is
+    interpolated linearly. Raises InputError when the profile has no such device (a profile of one device serves any type) or
+    when ``batch_size`` lies outside what was measured.
     """
     single = frame[frame["num_replicas"] == 1]
     if "accumulation_steps" in single.columns:  # a step of several passes is no mini-batch of its local batch size
@@ -443,11 +479,11 @@ def capability_from_profile(frame: pd.DataFrame, device_type: str, batch_size: i
 
 
 def capability_from_graph(graph: Graph) -> float:
-    """Return 1 / step time of a timed graph, its update included, in mini-batches (of the graph's batch size) per second.
+    """Return the capability that a timed graph tells: 1 / its step time with the update, in mini-batches per second.
 
-    Raises InputError when the graph takes no time.
+    A mini-batch has the graph's batch size. Raises InputError when the graph takes no time.
     """
-    total = float(graph.duration_s[graph.kind == COMPUTE].sum()) + float(graph.meta.get("update_s") or 0.0)
-    if not total > 0:
-        raise InputError(graph.name, f"its compute ops take {total} s", "use a timed graph with work in it")
-    return 1.0 / total
+    step_s = float(graph.duration_s[graph.kind == COMPUTE].sum()) + float(graph.meta.get("update_s") or 0.0)
+    if not step_s > 0:
+        raise InputError(graph.name, f"its compute ops take {step_s} s", "use a timed graph with work in it")
+    return 1.0 / step_s

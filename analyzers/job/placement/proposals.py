@@ -46,9 +46,14 @@ def best_throughput(capability: Mapping[str, float], held: Mapping[str, int], ma
     without a capability, or ``max_workers`` below 1.
     """
     names = _checked_names(capability, held, max_workers)
+    if not names:
+        return 0.0
     weights = _weights(tuple(float(capability[name]) for name in names))
-    smallest = smallest_step(weights, [min(held[name], max_workers) for name in names], max_workers) if names else None
-    return 0.0 if smallest is None else _throughput(capability[names[smallest[1]]], smallest[0], max_workers)
+    smallest = smallest_step(weights, [min(held[name], max_workers) for name in names], max_workers)
+    if smallest is None:
+        return 0.0
+    k, type_index = smallest
+    return _throughput(capability[names[type_index]], k, max_workers)
 
 
 def proposals(
@@ -107,12 +112,18 @@ def accept(offers: Iterable[tuple[str, Proposal]], free: Mapping[str, int]) -> l
 
 
 def _priority(proposal: Proposal) -> tuple[float, int, tuple[tuple[int, int, str], ...]]:
-    """Return the sort key; speedups are compared to nine digits, so that rounding does not break a tie."""
+    """Return the key by which the better proposal sorts first: speedup per device, then more devices, then the type's name.
+
+    Speedups are compared to nine digits, so that rounding does not decide between equal ones.
+    """
     return -float(f"{proposal.speedup_per_gpu:.9g}"), -proposal.count, natural_key(proposal.device_type)
 
 
 def _checked_names(capability: Mapping[str, float], counts: Mapping[str, int], max_workers: int) -> list[str]:
-    """Return the types with a positive count, in natural order, checked."""
+    """Return the types with a positive count, in natural order of their names.
+
+    Raises InputError as :func:`best_throughput` says.
+    """
     if max_workers < 1:
         raise InputError("max_workers", f"is {max_workers}", "at least one logical worker")
     for name, count in counts.items():
@@ -128,7 +139,10 @@ def _checked_names(capability: Mapping[str, float], counts: Mapping[str, int], m
 def _throughputs_with_added(
     capability: Mapping[str, float], held: Mapping[str, int], name: str, free: int, max_workers: int
 ) -> Sequence[float]:
-    """Return the throughput with 1, 2, ... more devices of one type; beyond ``max_workers`` none can help."""
+    """Return the throughputs, in mini-batches per second, with 1, 2, ... more devices of the type ``name``.
+
+    They go up to ``free`` devices, or to ``max_workers``, beyond which none can help. ``held``: devices held by type.
+    """
     names = sorted({*held, name}, key=natural_key)
     capabilities = tuple(float(capability[type_name]) for type_name in names)
     max_added = min(free, max_workers)
@@ -138,26 +152,24 @@ def _throughputs_with_added(
     vectors[:, names.index(name)] += np.arange(1, max_added + 1)
     if max_workers * len(names) > _LARGEST_TABLE:
         weights = _weights(capabilities)
-        multiples_and_types = [smallest_step(weights, row, max_workers) for row in vectors.tolist()]
-        return [
-            _throughput(capabilities[multiple_and_type[1]], multiple_and_type[0], max_workers)
-            for multiple_and_type in multiples_and_types
-            if multiple_and_type is not None
-        ]
+        smallest_steps = [smallest_step(weights, counts, max_workers) for counts in vectors.tolist()]
+        return [_throughput(capabilities[step[1]], step[0], max_workers) for step in smallest_steps if step is not None]
     table = _table(capabilities, max_workers)
     return cast(list[float], table.throughputs[table.smallest_steps(vectors)].tolist())
 
 
 @lru_cache(maxsize=4096)
 def _weights(capabilities: tuple[float, ...]) -> tuple[int, ...]:
+    """Return whole numbers in the exact ratio of the capabilities; kept, as the same jobs ask again and again."""
     return integer_weights(tuple(exact(capability) for capability in capabilities))
 
 
 @lru_cache(maxsize=512)
 def _table(capabilities: tuple[float, ...], max_workers: int) -> StepTable:
+    """Return the table of step times of types with these capabilities; kept, as the same jobs ask again and again."""
     return step_table(tuple(exact(capability) for capability in capabilities), max_workers)
 
 
 def _throughput(capability: float, k: int, max_workers: int) -> float:
-    """Return ``maxP / (k / C)``, rounded once."""
+    """Return the mini-batches per second of ``max_workers`` ESTs in a step of ``k / capability`` seconds, rounded once."""
     return float(max_workers * exact(capability) / k)

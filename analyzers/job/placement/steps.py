@@ -31,7 +31,10 @@ LARGEST_TABLE = 4_000_000
 
 @lru_cache(maxsize=4096)
 def integer_weights(capabilities: tuple[Fraction, ...]) -> tuple[int, ...]:
-    """Return whole numbers in the same ratio as the capabilities: ``floor(C_i k / C_j)`` is ``w_i k // w_j``."""
+    """Return the smallest whole numbers w in the same ratio as the capabilities C.
+
+    With them EST capacities need integers only, and are exact: ``floor(C_i k / C_j)`` is ``w_i k // w_j``.
+    """
     common = math.lcm(*(capability.denominator for capability in capabilities))
     weights = [int(capability * common) for capability in capabilities]
     shared = math.gcd(*weights)
@@ -47,8 +50,8 @@ def smallest_step(
 ) -> tuple[int, int] | None:
     """Return (k, i) such that ``k / C_i`` is the smallest step time with capacity for ``max_workers`` ESTs.
 
-    None means that no step is long enough. The bisection of each type starts from bounds that follow from
-    ``x - 1 < floor(x) <= x``, so it takes a few integer operations.
+    None means that no step is long enough, because ESTs or devices are limited. For each type i a bisection finds the least k;
+    it starts from bounds that follow from ``x - 1 < floor(x) <= x``, so it takes a few integer operations.
 
     Args:
         weights: capabilities of the T types as integers, from :func:`integer_weights`.
@@ -61,18 +64,20 @@ def smallest_step(
     offers = [(weight, count, limit) for weight, count, limit in zip(weights, counts, est_caps, strict=True) if count]
     total_weight = sum(weight * count for weight, count, _ in offers)
     device_count = sum(count for _, count, _ in offers)
+    # Without limits capacity is a plain sum, for which the bounds hold; with them the capacities are sorted and counted.
     is_floor_sum = limits is None and (max_devices is None or max_devices >= device_count)
 
     def has_capacity(k: int, weight: int) -> bool:
+        """Return whether the devices have room for all ESTs in a step of ``k / C``, C being the capability of this weight."""
         if is_floor_sum:
             return sum(count * (other_weight * k // weight) for other_weight, count, _ in offers) >= max_workers
-        devices_left, total = device_count if max_devices is None else max_devices, 0
+        devices_left, ests_held = device_count if max_devices is None else max_devices, 0
         for capacity, count in sorted(
             ((min(other_weight * k // weight, limit), count) for other_weight, count, limit in offers), reverse=True
         ):
-            total += capacity * min(count, devices_left)
+            ests_held += capacity * min(count, devices_left)
             devices_left -= min(count, devices_left)
-        return total >= max_workers
+        return ests_held >= max_workers
 
     best: tuple[int, int] | None = None
     for type_index, (weight, count) in enumerate(zip(weights, counts, strict=True)):
@@ -80,13 +85,12 @@ def smallest_step(
             continue
         low = -(-max_workers * weight // total_weight)
         # Invariant: the smallest k with capacity lies in [low, high]; no k past the best step time so far matters.
-        high = (
-            min(-(-(max_workers + device_count) * weight // total_weight), max_workers)
-            if is_floor_sum
-            else est_caps[type_index]
-        )
+        high = est_caps[type_index]
+        if is_floor_sum:
+            high = min(-(-(max_workers + device_count) * weight // total_weight), max_workers)
         if best is not None:
-            high = min(high, -(-best[0] * weight // weights[best[1]]))
+            best_k, best_type = best
+            high = min(high, -(-best_k * weight // weights[best_type]))
         if low > high or not (is_floor_sum or has_capacity(high, weight)):
             continue
         low = bisect_left(range(high), True, lo=low, key=partial(has_capacity, weight=weight))
@@ -96,10 +100,11 @@ def smallest_step(
 
 
 def best_step(problem: Problem, counts: Counts | None = None) -> Fraction | None:
-    """Return the smallest step time in seconds on the offered devices, or on ``counts`` of them (EasyScale, Equation 1).
+    """Return the smallest step time in seconds on the offered devices, or on ``counts`` (T,) of them (EasyScale, Equation 1).
 
     None means that the devices do not hold every EST. The step time is exact. The price limit and the required throughput
-    are ignored, so under a price limit no plan beats this step time. With ``counts`` every device runs at least one EST.
+    are ignored, so under a price limit no plan beats this step time. With ``counts`` every device runs at least one EST, so
+    the step is at least as long as one EST takes on the slowest of them.
     """
     devices, limits = problem.devices, tuple(device.most_ests for device in problem.devices)
     weights = integer_weights(tuple(device.capability_per_s for device in devices))
@@ -123,9 +128,13 @@ def best_step(problem: Problem, counts: Counts | None = None) -> Fraction | None
 def distribute_ests(
     capacities: Sequence[int], counts: Sequence[int], workers: int, speeds: Sequence[int]
 ) -> list[list[tuple[int, int]]]:
-    """Return for each of T types its rows (devices, ESTs on each), most ESTs first.
+    """Return for each of T types its rows (devices, ESTs on each of them), most ESTs first.
 
-    Every device is filled to its capacity; the surplus over ``workers`` is then taken from the slowest types, evenly.
+    Every device is filled to its capacity; the surplus over ``workers`` is then taken from the slowest types, evenly within a
+    type.
+
+    >>> distribute_ests([2, 3], [2, 1], 6, [1, 2])  # of 7 places one is left empty, on the slower type
+    [[(1, 2), (1, 1)], [(1, 3)]]
 
     Args:
         capacities: (T,) most ESTs on one device of each type.
@@ -139,7 +148,9 @@ def distribute_ests(
         removed = min(surplus, type_ests[type_index] - counts[type_index])
         type_ests[type_index] -= removed
         surplus -= removed
-    even_shares = [(count, *divmod(total, count or 1)) for total, count in zip(type_ests, counts, strict=True)]
+    even_shares = [
+        (count, *divmod(ests_of_type, count or 1)) for ests_of_type, count in zip(type_ests, counts, strict=True)
+    ]
     return [
         [(devices, ests) for devices, ests in ((larger, ests_each + 1), (count - larger, ests_each)) if devices]
         for count, ests_each, larger in even_shares
@@ -168,7 +179,10 @@ class StepTable:
         return int(self.multiples[step_index]) / self.capabilities[int(self.type_indices[step_index])]
 
     def smallest_steps(self, vectors: Ints) -> Ints:
-        """Return (V,) row indices of the smallest step time for (V, T) device counts; S where no step time is long enough."""
+        """Return (V,) the row of the smallest step time for each of the (V, T) device counts; S where none is long enough.
+
+        One bisection over the S rows for all V vectors at once, as capacities grow with the step time.
+        """
         low = np.zeros(len(vectors), dtype=np.int64)
         high = np.full(len(vectors), len(self.multiples), dtype=np.int64)
         for _ in range(len(self.multiples).bit_length() + 1):
@@ -178,7 +192,7 @@ class StepTable:
         return low
 
     def best_steps(self, vectors: Ints, *, homogeneous: bool = False) -> tuple[Ints, Ints]:
-        """Return (V,) row indices of the smallest step times for (V, T) device counts, and (V, T) devices in use.
+        """Return (V,) the row of the smallest step time for each of the (V, T) device counts, and (V, T) the devices in use.
 
         Types of the largest capacity are used first, so the fewest devices are in use. Where no step time is long enough
         the index is S and no device is in use. ``homogeneous`` keeps each vector to the one type with the smallest step.
@@ -192,28 +206,28 @@ class StepTable:
         steps = self.smallest_steps(vectors)
         capacities = np.vstack([self.capacities, np.zeros((1, len(type_indices)), dtype=np.int64)])[steps]
         order = np.argsort(-capacities, axis=1, kind="stable")
-        left = np.full(len(vectors), self.max_workers, dtype=np.int64)
+        ests_left = np.full(len(vectors), self.max_workers, dtype=np.int64)
         used, rows = np.zeros_like(vectors), np.arange(len(vectors))
-        for rank in type_indices:
-            type_index = order[:, rank]
+        for position in type_indices:  # the type of largest capacity in each vector, then the next one
+            type_index = order[:, position]
             capacity = capacities[rows, type_index]
             devices = np.where(
                 capacity > 0,
-                np.minimum(vectors[rows, type_index], -(-left // np.maximum(capacity, 1))),
+                np.minimum(vectors[rows, type_index], -(-ests_left // np.maximum(capacity, 1))),
                 0,
             )
             used[rows, type_index] = devices
-            left = np.maximum(left - devices * capacity, 0)
+            ests_left = np.maximum(ests_left - devices * capacity, 0)
         return steps, used
 
 
 def step_table(
     capabilities: tuple[Fraction, ...], max_workers: int, most_ests: tuple[int | None, ...] | None = None
 ) -> StepTable:
-    """Return the step times of device types with these capabilities (mini-batches per second of one EST alone).
+    """Return the table of all step times ``k / C_i`` of device types with these capabilities, each with its EST capacities.
 
-    ``most_ests`` limits the ESTs on one device of each type; None for a type without a limit. Raises InputError when the
-    table would have more than ``LARGEST_TABLE`` rows.
+    A capability is mini-batches per second of one EST alone. ``most_ests`` limits the ESTs on one device of each type; None for
+    a type without a limit. Raises InputError when the table would have more than ``LARGEST_TABLE`` rows.
     """
     type_count = len(capabilities)
     limits = [max_workers if limit is None else min(limit, max_workers) for limit in most_ests or (None,) * type_count]
@@ -247,7 +261,10 @@ def step_table(
 
 
 def _ratios(limit: int, numerator_factor: int, denominator: int, *, inverse: bool = False) -> Floats:
-    """Return ``k factor / other`` for k = 1 to ``limit``, or its inverse, each rounded once as a fraction's float is."""
+    """Return (limit,) ``k numerator_factor / denominator`` for k from 1, or the ``inverse``, as the floats nearest to them.
+
+    Python divides whole numbers with a single rounding. Where all of them are exact as floats numpy does the same, faster.
+    """
     if max(limit * numerator_factor, denominator) < 2**53:  # exact as floats
         multiples = np.arange(1, limit + 1) * float(numerator_factor)
         return np.asarray(denominator / multiples if inverse else multiples / denominator)
@@ -257,7 +274,11 @@ def _ratios(limit: int, numerator_factor: int, denominator: int, *, inverse: boo
 
 
 def _capacity_column(weight: int, weights: Sequence[int], limits: Sequence[int], est_limit: int) -> Ints:
-    """Return one type's capacity ``min(floor(C T), est_limit)`` in every step time ``T = k / C_j``, grouped by type j."""
+    """Return one type's capacity ``min(floor(C T), est_limit)`` in every step time ``T = k / C_j``, for type j after type j.
+
+    ``weight`` is the type's C as a whole number, ``weights`` and ``limits`` are those of all types: k goes from 1 to a type's
+    limit. Numbers that pass 64 bits are computed by Python.
+    """
     columns = []
     for other_weight, step_count in zip(weights, limits, strict=True):
         if weight * step_count < 2**62:  # whole numbers of 64 bits are enough
@@ -296,9 +317,11 @@ def step_time_of(problem: Problem, counts: Counts) -> Fraction:
 
 
 def evaluate(problem: Problem, counts: Counts) -> Alternative:
-    """Return the figures of the plan that distributes the ESTs over (T,) devices in their smallest step time.
+    """Return the plan that distributes the ESTs (logical workers) over ``counts`` (T,) devices, with its figures.
 
-    The plan is verified from scratch: ValueError where the devices cannot hold the ESTs, or a constraint is broken.
+    Its step is the smallest in which these devices run every EST; waste is the capability in use that the step leaves idle.
+
+    The plan is verified from scratch. Raises ValueError where the devices cannot hold the ESTs, or a constraint is broken.
     """
     step = step_time_of(problem, counts)
     capacities = [problem.est_capacity(device, step) for device in problem.devices]
@@ -318,8 +341,8 @@ def evaluate(problem: Problem, counts: Counts) -> Alternative:
     if (verified_step := verify(problem, assignments)) != step:
         raise ValueError(f"the plan's step takes {verified_step} s, not {step} s")
     throughput = problem.max_workers / step
-    device_counts = zip(counts, problem.devices, strict=True)
-    capability_in_use = sum((count * device.capability_per_s for count, device in device_counts), Fraction(0))
+    counted_types = zip(counts, problem.devices, strict=True)
+    capability_in_use = sum((count * device.capability_per_s for count, device in counted_types), Fraction(0))
     return Alternative(
         iteration_s=float(step),
         throughput=float(throughput),
@@ -331,14 +354,17 @@ def evaluate(problem: Problem, counts: Counts) -> Alternative:
 
 
 def plan_of(problem: Problem, evaluated: Alternative, *, optimal: bool, gap: float, solve_seconds: float) -> Plan:
-    """Return the est plan with the figures that :func:`evaluate` returned and the solver's status."""
+    """Return a plan of the strategy est with the figures that :func:`evaluate` returned, and what the solver says of it.
+
+    ``gap``: the share of the step time that a better plan could save at most.
+    """
     alternative_fields = {name: getattr(evaluated, name) for name in Alternative.model_fields}
     status = "optimal" if optimal else "feasible"
     return problem.plan("est", **alternative_fields, status=status, gap=gap, solve_seconds=solve_seconds)
 
 
 def verify(problem: Problem, assignments: Sequence[Assignment]) -> Fraction:
-    """Return the step time in seconds recomputed from scratch.
+    """Return the exact step time in seconds of a plan's ``assignments``, recomputed from scratch.
 
     Raises ValueError, which would be this package's mistake and not the user's, when an EST is missing or doubled, a
     device is used that is not offered, or a constraint is broken.

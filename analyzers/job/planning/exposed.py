@@ -79,7 +79,7 @@ class Communication(Protocol):
         return exposed
 
     def least_s(self, devices: Mapping[str, int], pass_s: float) -> float:
-        """Return ``synchronous(...).best_s`` without building the setting."""
+        """Return the seconds that :meth:`synchronous` calls best, without building their setting: for searches."""
         return self.synchronous(devices, pass_s).best_s
 
     def bound_s(self, devices: Mapping[str, int], most: Mapping[str, int], pass_s: float) -> float:
@@ -103,7 +103,10 @@ class GraphCommunication(Communication):
         fabrics: Mapping[str, Fabric],
         memory_gib: Mapping[str, float | None],
     ) -> None:
-        """Take a graph, and networks and memory (None: unlimited) by type. Raises InputError for no training step."""
+        """Take a timed graph, and by device type the network and the memory in GiB (None: not known, taken as unlimited).
+
+        Raises InputError where the graph is no training step.
+        """
         self.graph = graph
         self.program = program_of(graph)
         self.fabrics = fabrics
@@ -116,7 +119,7 @@ class GraphCommunication(Communication):
 
     @property
     def source(self) -> str:
-        """Return the graph's name and each distinct network with its device types."""
+        """Return in words the graph's name and each different network, with its device types where there are several."""
         names_by_text: dict[str, list[str]] = {}
         for name, fabric in self.fabrics.items():
             names_by_text.setdefault(fabric.text, []).append(name)
@@ -127,7 +130,10 @@ class GraphCommunication(Communication):
         return f"{self.graph.name}'s gradients on {links} (predicted)"
 
     def synchronous(self, devices: Mapping[str, int], pass_s: float) -> Exposed:
-        """Return DDP's exposure, or FSDP2's where a whole replica does not fit. Raises Infeasible when neither fits."""
+        """Return DDP's exposure, or FSDP2's where a whole replica does not fit, after ``pass_s`` seconds of compute.
+
+        Raises Infeasible when neither fits into memory.
+        """
         replicas = sum(devices.values())
         if replicas < 2:
             return Exposed(default_s=0.0, best_s=0.0, setting="one process")
@@ -163,7 +169,10 @@ class GraphCommunication(Communication):
         )
 
     def least_s(self, devices: Mapping[str, int], pass_s: float) -> float:
-        """Return the exposed seconds with DDP's best buckets or FSDP2's best prefetch, cached by devices and ``pass_s``."""
+        """Return the exposed seconds with DDP's best buckets, or with FSDP2's best prefetch where a replica does not fit.
+
+        They are kept by devices and ``pass_s``, for the search asks for the same again.
+        """
         if sum(devices.values()) < 2:
             return 0.0
         key = pass_s, tuple(sorted(devices.items()))
@@ -179,7 +188,10 @@ class GraphCommunication(Communication):
         return self._least_s_cache[key]
 
     def bound_s(self, devices: Mapping[str, int], most: Mapping[str, int], pass_s: float) -> float:
-        """Return the exposure of the best buckets on the fastest network of such devices; 0.0 where no bound is known."""
+        """Return a lower bound in seconds of the exposure on any devices from ``devices`` up to ``most``.
+
+        It is that of the best buckets on a network that is as fast as any of them; 0.0 where no bound is known.
+        """
         if self.state_bytes > self._least_memory(devices)[0]:
             return 0.0
         group = Fabric.joined(self.fabrics, devices)
@@ -189,7 +201,10 @@ class GraphCommunication(Communication):
         return max(0.0, finish_s(program, floor, best_cuts(program, floor)) - pass_s)
 
     def demand_whole(self, name: str) -> None:
-        """Raise Infeasible where a device of a type cannot hold weights, gradients and Adam's moments."""
+        """Raise Infeasible where a device of the type ``name`` cannot hold weights, gradients and Adam's moments.
+
+        That is what a strategy needs that cannot shard the model.
+        """
         needed_bytes, available_bytes = self.state_bytes, self.memory_bytes.get(name, math.inf)
         if needed_bytes > available_bytes:
             raise Infeasible(
@@ -201,15 +216,22 @@ class GraphCommunication(Communication):
     def compressed(
         self, devices: Mapping[str, int], pass_s: float, compression: Compression, memory_bytes_per_s: float
     ) -> CompressionFigures:
-        """Return what compressed gradients save DDP's default buckets, on at least two devices."""
+        """Return what compressing gradients saves a step with DDP's default buckets, on at least two devices.
+
+        ``pass_s``: compute of a pass in seconds; ``memory_bytes_per_s``: of the slowest device, which compressing costs.
+        """
         program, group = stretched(self.program, pass_s), Fabric.joined(self.fabrics, devices)
         default_s = max(pass_s, finish_s(program, group, default_cuts(program)))
         return compressed_ddp(self.graph, program, group, compression, memory_bytes_per_s, default_s)
 
     def _must_shard(self, devices: Mapping[str, int]) -> bool:
-        """Return whether the smallest device cannot hold a whole replica. Raises Infeasible when not even a shard fits."""
+        """Return whether the model must be sharded, as the smallest device cannot hold a whole replica's state.
+
+        Raises Infeasible when not even a shard over all ``devices`` fits.
+        """
         available_bytes, smallest = self._least_memory(devices)
-        if self.state_bytes / (replicas := sum(devices.values())) > available_bytes:
+        replicas = sum(devices.values())
+        if self.state_bytes / replicas > available_bytes:
             raise Infeasible(
                 f"memory: weights, gradients and Adam's moments are {show_bytes(self.state_bytes)}; "
                 f"{replicas} devices hold {show_bytes(available_bytes)} each ({smallest})"
@@ -221,7 +243,10 @@ class GraphCommunication(Communication):
         return min((self.memory_bytes.get(name, math.inf), name) for name in devices)
 
     def asynchronous(self, devices: Mapping[str, int], pass_s: float) -> Exposed:
-        """Return the exposure simulated on the graph: best with TAC's order of transfers, default with random orders."""
+        """Return a worker's exposure to parameter servers, simulated on the graph with its transfers.
+
+        Best is TAC's order of transfers, default the mean over random orders. Workers of a node share its link to the servers.
+        """
         fabrics = [self.fabrics[name] for name in devices]
         leaves_node = any(count > self.fabrics[name].gpus_per_node for name, count in devices.items())
         if len(devices) < 2 and not leaves_node:  # all transfers, to servers too, stay inside the node
@@ -264,7 +289,7 @@ class LinkedSteps:
         return self.step_s(0.0, nodes, replicas)
 
     def step_s(self, compute_s: float, nodes: int, replicas: int) -> float:
-        """Return the seconds of a step with ``compute_s`` of compute."""
+        """Return the seconds of a step with ``compute_s`` of compute on ``replicas`` devices of so many nodes."""
         group = self.fabric.over(replicas, min(nodes, replicas))
         return max(compute_s, finish_s(stretched(self.program, compute_s), group, default_cuts(self.program)))
 
@@ -283,7 +308,7 @@ class FittedCommunication(Communication):
         return "fitted synchronisation of " + ", ".join(self.models)
 
     def synchronous(self, devices: Mapping[str, int], pass_s: float) -> Exposed:
-        """Return the longest exposure over the models of the used types."""
+        """Return the exposure after ``pass_s`` seconds of compute: the longest that the models of the used types predict."""
         replicas = sum(devices.values())
         nodes = sum(-(-count // self.devices_per_node) for count in devices.values())
         used_models = [self.models[name] for name in devices if name in self.models] or list(self.models.values())
@@ -321,12 +346,17 @@ class MeasuredCommunication(Communication):
         return f"synchronisation measured on {self.replicas} processes"
 
     def synchronous(self, devices: Mapping[str, int], pass_s: float) -> Exposed:
-        """Return the measured time scaled by bytes, (K - 1) / K; scaled by messages, K - 1, at an end of the interval."""
+        """Return the measured time scaled to K processes by their bytes, with an interval.
+
+        Bytes grow as (K - 1) / K, messages as K - 1; scaled by messages the time is the other end of the interval.
+        """
         count = sum(devices.values())
         by_messages_s = self.sync_s * (count - 1) / (self.replicas - 1)
         by_bytes_s = by_messages_s * self.replicas / count
-        slowest = min(self.speeds.values(), default=1.0)
-        speed_ratio = slowest / min((self.speeds.get(name, slowest) for name in devices), default=slowest)
+        slowest_of_run = min(self.speeds.values(), default=1.0)
+        slowest_here = min((self.speeds.get(name, slowest_of_run) for name in devices), default=slowest_of_run)
+        # Faster devices may copy faster, if copying is what limits the exchange.
+        speed_ratio = slowest_of_run / slowest_here
         return Exposed(
             default_s=by_bytes_s,
             best_s=by_bytes_s,
@@ -349,9 +379,9 @@ class MeasuredCommunication(Communication):
         """
         workers, service_s = sum(devices.values()), 2 * self._transfer_s
         response_s, queue_length = service_s, 0.0
-        for number in range(1, workers + 1):
+        for worker_count in range(1, workers + 1):
             response_s = service_s * (1 + queue_length)
-            queue_length = number * response_s / (pass_s + response_s) if response_s else 0.0
+            queue_length = worker_count * response_s / (pass_s + response_s) if response_s else 0.0
         return Exposed(
             default_s=response_s,
             best_s=response_s,
@@ -375,12 +405,14 @@ class MeasuredCommunication(Communication):
             for buckets in (self.buckets or 1, self.buckets or 2**20)
         )
         best_s = max(exposed.best_s, math.sqrt(most_s * least_s))
-        interval_s = min(least_s / 2, best_s), max(most_s * (2 if self.nodes == 1 else 1), best_s)
-        return replace(exposed, default_s=best_s, best_s=best_s, low_s=interval_s[0], high_s=interval_s[1])
+        # On one node both directions may have to share a processor again.
+        both_ways = 2 if self.nodes == 1 else 1
+        low_s, high_s = min(least_s / 2, best_s), max(most_s * both_ways, best_s)
+        return replace(exposed, default_s=best_s, best_s=best_s, low_s=low_s, high_s=high_s)
 
 
 def _bucket_text(setting: BucketSetting) -> str:
-    """Return DDP's buckets in a few words."""
+    """Return DDP's buckets in a few words, as an option of the comparison shows them."""
     if setting.bucket_cap_mb_list is not None:
         return f"DDP, {len(setting.bucket_cap_mb_list)} buckets of the plan"
     return "DDP's defaults" if setting.bucket_cap_mb is None else f"DDP, bucket_cap_mb={setting.bucket_cap_mb:.4g}"

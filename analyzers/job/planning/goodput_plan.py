@@ -25,6 +25,7 @@ from ddltool.plans import Assignment, GoodputChoice, Plan, ScalingRow
 
 PAYS_SHARE = 0.5
 """Share of the first devices' goodput that further devices must bring on average to pay."""
+# Fields of a tuned batch that a plan repeats.
 BATCH = ("local_batch_size", "accumulation_steps", "total_batch_size")
 
 
@@ -39,6 +40,7 @@ def plan_goodput(job: Job, section: GoodputSection, models: Mapping[str, Through
     device, best_index, curve = _best_type(job, section, models, initial, phi)
 
     def row(at: int) -> dict[str, Any]:
+        """Return the figures at index ``at`` of the curve over numbers of devices, by the names of a plan's fields."""
         batch = {name: int(getattr(curve.tuned, name)[at]) for name in BATCH}
         speed = {"goodput_per_s": float(curve.tuned.goodput_per_s[at]), "speedup": float(curve.speedup[at])}
         return {"num_replicas": int(curve.num_replicas[at]), "num_nodes": int(curve.num_nodes[at]), **batch, **speed}

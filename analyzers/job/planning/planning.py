@@ -41,7 +41,10 @@ SHARING: tuple[str, ...] = get_args(Sharing)
 
 
 def solve(strategy: str, job: Job, job_file: Path, options: PlanOptions) -> Plan:
-    """Return the plan of one strategy, or of the best one. Raises InputError, and Infeasible, which names the job's file."""
+    """Return the plan of a job by one strategy, or for ``auto`` by the best one.
+
+    Raises InputError for what is wrong in the files, and Infeasible, which names the job's file, where no plan is possible.
+    """
     try:
         with naming(job_file, type(job).model_fields):
             return _plan_job(strategy, job, job_file, options)
@@ -52,7 +55,10 @@ def solve(strategy: str, job: Job, job_file: Path, options: PlanOptions) -> Plan
 
 
 def _plan_job(strategy: str, job: Job, job_file: Path, options: PlanOptions) -> Plan:
-    """Return the plan of one strategy, or of the best one; errors do not name the job's file yet."""
+    """Return the plan of a job as :func:`solve` does; errors do not name the job's file yet.
+
+    ``auto``, and any strategy but est whose communication is known, goes through the comparison of strategies.
+    """
     if strategy == "auto":
         return auto_plan(job, job_file, options)
     if strategy == "goodput":
@@ -74,7 +80,7 @@ def _plan_job(strategy: str, job: Job, job_file: Path, options: PlanOptions) -> 
 def _of_types_that_hold(job: Job, job_file: Path, options: PlanOptions) -> Job:
     """Return the job without the device types that lack memory for a whole traced model and a mini-batch.
 
-    Raises Infeasible where none is left; a job that says what a worker needs is as it is.
+    Raises Infeasible where none is left. A job that says itself what memory a worker needs is returned as it is.
     """
     layouts = None
     if job.constraints.memory_per_worker_gib is None:
@@ -84,6 +90,7 @@ def _of_types_that_hold(job: Job, job_file: Path, options: PlanOptions) -> Job:
     kept, missing = [], list[Infeasible]()
     for offer in job.devices:
         try:
+            # Two devices, where there are so many: gradients that are exchanged take memory too.
             layouts.whole_bytes({offer.type: min(2, offer.count)} if offer.count else {}, job.batch_size)
             kept.append(offer)
         except Infeasible as error:
@@ -101,7 +108,11 @@ def make_plan(
     *,
     curves: Mapping[str, StepTime] | None = None,
 ) -> Plan:
-    """Return the plan of a job; ``capabilities`` by device type in mini-batches per second."""
+    """Return the plan of a job by one strategy alone, without its communication.
+
+    ``capabilities``: mini-batches per second by device type; ``curves``: seconds over batch size by type, where they are
+    known. Raises Infeasible where no plan keeps the constraints, the required throughput among them.
+    """
     problem = from_job(job, capabilities)
     plan = plan_by(strategy, problem, options, curves)
     demand_throughput(plan.throughput, problem.min_throughput)
@@ -116,6 +127,7 @@ def with_compute(plan: Plan, capabilities: Mapping[str, float]) -> Plan:
     """
 
     def seconds(row: Assignment) -> float | None:
+        """Return the seconds that each device of a row computes in a step; None where neither says them."""
         if row.compute_s is not None or row.device_type not in capabilities:
             return row.compute_s
         return (row.ests_per_device or row.local_batch_size / plan.batch_size) / capabilities[row.device_type]
@@ -125,7 +137,10 @@ def with_compute(plan: Plan, capabilities: Mapping[str, float]) -> Plan:
 
 
 def goodput_plan(job: Job, job_file: Path) -> Plan:
-    """Return the plan of highest goodput. Raises InputError when job.yaml lacks the goodput section or a model."""
+    """Return the plan of highest goodput: useful samples per second, throughput times statistical efficiency.
+
+    Raises InputError when job.yaml lacks the goodput section, or no device has a fitted model.
+    """
     if job.goodput is None:
         remedy = "add goodput: {max_batch_size: N, max_local_batch_size: N, noise_scale: PHI}"
         raise InputError(f"{job_file}:goodput", "is missing", remedy)
@@ -137,7 +152,11 @@ def goodput_plan(job: Job, job_file: Path) -> Plan:
 
 
 def complete(plan: Plan, job: Job, job_file: Path, options: PlanOptions) -> Plan:
-    """Return a plan with its parameters in order, its data-parallel settings and the shape of its nodes, where known."""
+    """Return a plan with what the other commands read from it, as far as it is known.
+
+    That is: its parameters in the order in which they should travel and its data-parallel settings, where ``options`` have a
+    graph; what compression would bring, where they ask; devices on a node; and how the job runs its step.
+    """
     graph = options.graph
     if graph is not None:
         fabrics = job_inputs.fabrics_of(job, job_file.parent, options)
@@ -159,7 +178,10 @@ def complete(plan: Plan, job: Job, job_file: Path, options: PlanOptions) -> Plan
 
 
 def _run_settings(plan: Plan, job: Job, gpus_per_node: Mapping[str, int] | None) -> StepSettings:
-    """Return how the job runs its step; tokens of a sample by the comparison's, where the job leaves them to its model."""
+    """Return how the job runs its step: model, precision, optimizer, tokens of a sample, GPUs on a node.
+
+    Where the job leaves the sequence length to its model, the tokens of a step in the comparison tell it.
+    """
     tokens = job.sequence_length
     if tokens is None and plan.decision is not None and plan.decision.step_tokens is not None:
         tokens = plan.decision.step_tokens // (job.max_workers * job.batch_size)
@@ -177,7 +199,10 @@ def _run_settings(plan: Plan, job: Job, gpus_per_node: Mapping[str, int] | None)
 def _compression_figures(
     plan: Plan, job: Job, job_file: Path, options: PlanOptions, compression: Compression
 ) -> CompressionFigures:
-    """Return what compressing would bring the plan's devices. Raises InputError without a graph, links or known devices."""
+    """Return what compressing the gradients would bring on the plan's devices.
+
+    Raises InputError where the gradients, the network or the memory's speed of a device are not known.
+    """
     communication = job_inputs.graph_communication(
         job, job_file.parent, options, job_inputs.fabrics_of(job, job_file.parent, options)
     )
@@ -191,9 +216,10 @@ def _compression_figures(
 
 
 def _devices_per_node(job: Job, job_file: Path, plan: Plan, options: PlanOptions) -> dict[str, int] | None:
-    """Return how many devices of each used type stand on a node of the job's cluster; on unequal nodes, the fewest.
+    """Return device type -> devices on a node, for the types that the plan uses; None where nothing is known.
 
-    Without a cluster as many as the job says, or as were assumed for their network.
+    The nodes are those of the job's cluster; where a type's nodes differ, the smallest counts. Without a cluster there are as
+    many as the job says, or as were assumed for their network.
     """
     used_types = {row.device_type for row in plan.assignments}
     counts: dict[str, int] = {}
@@ -214,45 +240,56 @@ def _devices_per_node(job: Job, job_file: Path, plan: Plan, options: PlanOptions
 def parameters_of(graph: Graph, *, ordered: bool = True) -> list[ParameterRecord]:
     """Return the graph's parameters in the order in which they should travel: TAC's, or TIC's for an untimed graph.
 
-    Not ``ordered``: in the graph's own, for what is sharded travels block by block.
+    Unless ``ordered`` they are in the graph's own order and without priorities: a sharded model travels block by block.
     """
-    schedule = None if not ordered else tac(graph) if graph.timed else tic(graph)
-    place = {graph.names[position]: position for position in graph.of_kind(RECV).tolist()}
+    schedule = None
+    if ordered:
+        schedule = tac(graph) if graph.timed else tic(graph)
+    node_of = {graph.names[index]: index for index in graph.of_kind(RECV).tolist()}
     return [
         ParameterRecord(
-            name=graph.parameter[place[name]] or name,
-            size_bytes=int(graph.size_bytes[place[name]]),
+            name=graph.parameter[node_of[name]] or name,
+            size_bytes=int(graph.size_bytes[node_of[name]]),
             priority=None if schedule is None else schedule.priority[name],
         )
-        for name in (place if schedule is None else schedule.order)
+        for name in (node_of if schedule is None else schedule.order)
     ]
 
 
-def data_parallel(graph: Graph, made: Plan, fabrics: Mapping[str, Fabric] | None) -> dict[str, Any]:
-    """Return the DDP and FSDP2 settings for the plan's processes on the job's network, or the one the graph was timed for."""
-    counts = device_counts(made)
-    if fabrics is None and (own := own_fabric(graph)) is not None:
-        fabrics = dict.fromkeys(counts, own)
-    if fabrics is None or not graph.timed or made.world_size < 2 or made.superstep is not None:
+def data_parallel(graph: Graph, plan: Plan, fabrics: Mapping[str, Fabric] | None) -> dict[str, Any]:
+    """Return the fields ``ddp`` and ``fsdp2`` of a plan: best settings for its processes on the job's network.
+
+    Without ``fabrics`` by device type the network is the one that the graph was timed for. Empty where the network or the
+    graph's times are not known, and for a plan without a synchronous exchange of gradients.
+    """
+    counts = device_counts(plan)
+    if fabrics is None and (graph_fabric := own_fabric(graph)) is not None:
+        fabrics = dict.fromkeys(counts, graph_fabric)
+    if fabrics is None or not graph.timed or plan.world_size < 2 or plan.superstep is not None:
         return {}
     pass_s = max(
-        (row.compute_s or 0.0) / max(row.ests_per_device, row.accumulation_steps + 1) for row in made.assignments
+        (row.compute_s or 0.0) / max(row.ests_per_device, row.accumulation_steps + 1) for row in plan.assignments
     )
-    plans = plan_collectives(graph, Fabric.joined(fabrics, counts), pass_s or None)
-    if plans is None:
+    collectives = plan_collectives(graph, Fabric.joined(fabrics, counts), pass_s or None)
+    if collectives is None:
         return {}
-    earlier_s = max(0.0, made.iteration_s - plans.compute_s) if pass_s else 0.0
+    # Collectives overlap the last pass of a step; the passes before it come on top.
+    earlier_s = max(0.0, plan.iteration_s - collectives.compute_s) if pass_s else 0.0
     return {
         name: setting
         and setting.model_copy(
             update={"step_s": setting.step_s + earlier_s, "default_step_s": setting.default_step_s + earlier_s}
         )
-        for name, setting in zip(("ddp", "fsdp2"), settings(plans), strict=True)
+        for name, setting in zip(("ddp", "fsdp2"), settings(collectives), strict=True)
     }
 
 
 def auto_plan(job: Job, job_file: Path, options: PlanOptions, only: str | None = None) -> Plan:
-    """Return the picked plan with the comparison in ``decision``; ``only``: of one strategy. Raises InputError, Infeasible."""
+    """Return the plan picked by comparing the strategies' best plans, with the comparison in its ``decision``.
+
+    ``only``: the one strategy to plan by; None: all are compared. Measured speeds of a run (``options.telemetry``) go before
+    predicted ones. Raises InputError for a run on devices that the job does not offer, Infeasible where no strategy has a plan.
+    """
     # Several strategies call the solver, each with a share of the time.
     options = replace(options, limit_s=options.limit_s / 2)
     run = job_inputs.run_of(options.telemetry, options.tell)
@@ -296,7 +333,11 @@ def auto_plan(job: Job, job_file: Path, options: PlanOptions, only: str | None =
 
 
 def _plan_on_nodes(job: Job, job_file: Path, problem: Problem, options: PlanOptions) -> Plan:
-    """Return the EST plan with the synchronisation on the cluster's nodes in its step. Raises InputError where files lack."""
+    """Return the EST plan whose step includes the synchronisation on the cluster's nodes.
+
+    The synchronisation comes from known links or from the fitted model that the job's ``network`` names. Raises InputError
+    where the cluster, or what it needs, is missing.
+    """
     from ddltool.analyzers.job.placement.network import solve_on_nodes  # it loads a solver
 
     if options.prefer is not None:
@@ -320,11 +361,11 @@ def _plan_on_nodes(job: Job, job_file: Path, problem: Problem, options: PlanOpti
 def plan_together(
     files: Sequence[Path], sharing: str, *, limit_s: float, seed: int, tell: Tell, read: Callable[[Path], Job]
 ) -> JointPlan:
-    """Return the plan of several jobs on the same devices, and why each job that waits does.
+    """Return the plan of several jobs on the same devices, and for each job that has to wait the reason.
 
-    There are as many devices of each type as the job that names most of them says.
-
-    Raises InputError for job files with a network, which is not part of a joint plan.
+    There are as many devices of each type as the job that names most of them says. ``sharing``: the objective, see
+    :func:`~ddltool.analyzers.job.placement.jobs.solve_jobs`; ``read`` loads a job's file. Raises InputError for job files with
+    a network, which is not part of a joint plan.
     """
     from ddltool.analyzers.job.placement.jobs import idle_throughput, solve_jobs  # it loads a solver
 

@@ -59,14 +59,14 @@ def plan_bsp(problem: Problem, curves: Mapping[str, StepTime] | None = None) -> 
     """
     started = time.perf_counter()
     check_affordable(problem)
-    known = DeviceCurves.of_types(_step_times(problem, curves))
+    device_curves = DeviceCurves.of_types(_step_times(problem, curves))
     rows = _equal_rows(problem, problem.max_workers * problem.batch_size)
     for row in rows:
-        if row.size > (fits := int(known.limits[row.kind])):
+        if row.size > (fits := int(device_curves.limits[row.kind])):
             name = problem.devices[row.kind].name
             raise Infeasible(f"an equal split gives each {name} {row.size} samples, and {fits} fit")
-    step = slowest_of(known, rows)
-    return _plan(problem, "bsp", known, rows, step, time.perf_counter() - started)
+    step = slowest_of(device_curves, rows)
+    return _plan(problem, "bsp", device_curves, rows, step, time.perf_counter() - started)
 
 
 def plan_lb_bsp(problem: Problem, curves: Mapping[str, StepTime] | None = None, *, synchronise: bool = True) -> Plan:
@@ -125,7 +125,7 @@ def plan_lb_bsp(problem: Problem, curves: Mapping[str, StepTime] | None = None, 
 
 
 def checked_total(workers: int, batch_size: int, where: str) -> int:
-    """Return ``workers * batch_size``. Raises InputError at ``where`` above :data:`MOST_SAMPLES`."""
+    """Return the samples of a step, ``workers * batch_size``; above :data:`MOST_SAMPLES`, raise InputError at ``where``."""
     if (total := workers * batch_size) > MOST_SAMPLES:
         problem = f"is {batch_size}, which makes {total} samples a step for {workers} workers"
         raise InputError(where, problem, f"at most {MOST_SAMPLES // workers} (10^12 samples in all)")
@@ -135,7 +135,11 @@ def checked_total(workers: int, batch_size: int, where: str) -> int:
 def _plan(
     problem: Problem, strategy: Strategy, curves: DeviceCurves, rows: Sequence[Row], step_s: float, seconds: float
 ) -> Plan:
-    """Return the plan. Waste is the mini-batches per second that its devices lose by waiting."""
+    """Return a plan from its ``rows``: so many devices of a type with so many samples each.
+
+    Waste is the mini-batches per second that its devices lose by waiting. ``step_s``: seconds of a step; ``seconds``: spent on
+    the search. Raises Infeasible where a device would make more passes than a plan may have.
+    """
     names = [device.name for device in problem.devices]
     for row in rows:
         if (passes := _passes(curves, row)) > MOST_PASSES:
@@ -160,7 +164,10 @@ def _plan(
 
 
 def _step_times(problem: Problem, curves: Mapping[str, StepTime] | None) -> list[StepTime]:
-    """Return each type's step time; types without a fitted time per sample follow their capability."""
+    """Return the step time of each type, in the problem's order, from ``curves`` by name.
+
+    A type without a time per sample there gets the one that its capability says.
+    """
     known = curves or {}
     return [
         known.get(device.name, StepTime()).at_capability(device.capability_per_s, problem.batch_size)
@@ -168,31 +175,41 @@ def _step_times(problem: Problem, curves: Mapping[str, StepTime] | None) -> list
     ]
 
 
-def _synchronised_finish(known: Sequence[StepTime], accumulating: bool) -> Finish | None:
-    """Return the function that adds synchronisation to a step's compute; None where no type has a fitted model."""
-    models = [(curve.sync, curve.devices_per_node) for curve in known if curve.sync is not None]
+def _synchronised_finish(step_times: Sequence[StepTime], accumulating: bool) -> Finish | None:
+    """Return the function that adds synchronisation to a step's compute; None where no type has a fitted model.
+
+    ``step_times``: those of the types, with the models. ``accumulating``: nothing overlaps, because gradients are exchanged
+    after the last of several passes, so the times add up.
+    """
+    models = [(curve.sync, curve.devices_per_node) for curve in step_times if curve.sync is not None]
     if not models:
         return None
     gamma = 1.0 if accumulating else min(params.gamma for params, _ in models)
 
     def sync_s(params: ThroughputParams, per_node: int, devices: int) -> float:
+        """Return the seconds of synchronisation between so many devices by one type's model."""
         inside = float(sync_time_s(params, 1, min(devices, per_node)))
         across = float(sync_time_s(params, -(-devices // per_node), devices)) if devices > per_node else 0.0
         return max(inside, across)  # a fit may make it faster across nodes than inside; more devices never are
 
     @cache
     def longest(devices: int) -> float:
+        """Return the seconds of synchronisation by the slowest type's model."""
         return max(sync_s(params, per_node, devices) for params, per_node in models)
 
     def finish(slowest_s: float, devices: int) -> float:
+        """Return the seconds of a step whose slowest device computes for ``slowest_s``, synchronisation overlapped."""
         return float(overlapped(slowest_s, longest(devices), gamma))
 
     return finish
 
 
 def _passes(curves: DeviceCurves, row: Row) -> int:
-    """Return the accumulation passes of a row's devices; 1 without accumulation."""
-    return max(1, -(-row.size // max(1, int(curves.memory_limit[row.kind])))) if curves.accumulate else 1
+    """Return in how many passes the devices of a row make their samples: as few as memory allows; 1 without accumulation."""
+    if not curves.accumulate:
+        return 1
+    most_samples = max(1, int(curves.memory_limit[row.kind]))
+    return max(1, -(-row.size // most_samples))  # rounded up
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -205,7 +222,10 @@ class _Timing:
 
     @classmethod
     def of(cls, step_times: Sequence[StepTime], *, synchronise: bool, accumulate: bool = False) -> _Timing:
-        """Return the timing of a step on the types of these step times."""
+        """Return the timing of a step on types with these step times.
+
+        ``synchronise``: whether the step includes synchronisation; ``accumulate``: whether devices make samples in passes.
+        """
         curves = DeviceCurves.of_types(step_times, accumulate=accumulate)
         return cls(curves=curves, finish=_synchronised_finish(step_times, accumulate) if synchronise else None)
 
@@ -214,21 +234,31 @@ class _Timing:
         return choose(self.curves, offer, total, self.finish)
 
     def step_s(self, rows: Sequence[Row]) -> float:
-        """Return the seconds of a step of these rows."""
+        """Return the seconds of a step in which the devices of ``rows`` take their samples."""
         slowest_s = slowest_of(self.curves, rows)
         return slowest_s if self.finish is None else self.finish(slowest_s, sum(row.devices for row in rows))
 
 
 def _equal_rows(problem: Problem, total: int) -> list[Row]:
-    """Return the equal split over the devices that BSP uses; the fastest take the remainder."""
+    """Return the equal split of ``total`` samples over the devices that BSP uses; the fastest take the remainder.
+
+    These are the fastest devices that the constraints allow; of a single type, the type with the most capability in all.
+    """
     order, speeds = problem.fastest_first, [device.capability_per_s for device in problem.devices]
-    kept = [problem.filled(kinds, total) for kinds in ([[kind] for kind in order] if problem.single_type else [order])]
-    numbers = max(kept, key=lambda counts: sum(count * speed for count, speed in zip(counts, speeds, strict=True)))
-    return equal_rows({kind: numbers[kind] for kind in order}, total)
+    type_sets = [[type_index] for type_index in order] if problem.single_type else [order]
+    choices = [problem.filled(type_set, total) for type_set in type_sets]
+    numbers = max(choices, key=lambda counts: sum(count * speed for count, speed in zip(counts, speeds, strict=True)))
+    return equal_rows({type_index: numbers[type_index] for type_index in order}, total)
 
 
 def equal_rows(numbers: Mapping[int, int], total: int) -> list[Row]:
-    """Return an equal split over ``numbers`` devices by type index; the first ones take the remainder."""
+    """Return an equal split of ``total`` samples over devices; those of the first types take the remainder, one sample each.
+
+    ``numbers``: type index -> devices.
+
+    >>> [(row.devices, row.size) for row in equal_rows({0: 2, 1: 2}, 11)]
+    [(2, 3), (1, 3), (1, 2)]
+    """
     share, remainder = divmod(total, sum(numbers.values()))
     rows: list[Row] = []
     for type_index, number in numbers.items():
@@ -240,9 +270,12 @@ def equal_rows(numbers: Mapping[int, int], total: int) -> list[Row]:
 
 
 def _with_all_usable(problem: Problem, timing: _Timing, best: Chosen, total: int) -> tuple[list[int], float | None]:
-    """Return the numbers of devices with all usable ones added, and the step in seconds with them; None: they do not fit."""
-    room = [kind for kind in problem.fastest_first if int(timing.curves.limits[kind]) >= 1]
-    usable = [kind for kind in room if best.numbers[kind] or not problem.single_type]
+    """Return (T,) numbers of devices if all usable ones were kept beside the ``best`` ones, and the step in seconds with them.
+
+    They show what leaving devices out gains. The step is None where such a split does not fit into memory.
+    """
+    with_memory = [index for index in problem.fastest_first if int(timing.curves.limits[index]) >= 1]
+    usable = [index for index in with_memory if best.numbers[index] or not problem.single_type]
     numbers = problem.filled(usable, total, best.numbers)
     if numbers == list(best.numbers):
         return numbers, best.iteration_s
@@ -250,7 +283,8 @@ def _with_all_usable(problem: Problem, timing: _Timing, best: Chosen, total: int
     return numbers, None if rows is None else timing.step_s(rows)
 
 
-def _limits_text(problem: Problem, known: Sequence[StepTime]) -> str:
-    limits = ["any number" if curve.memory_limit is None else str(curve.memory_limit) for curve in known]
+def _limits_text(problem: Problem, step_times: Sequence[StepTime]) -> str:
+    """Return in words how many samples a device of each type holds, for an error; ``step_times``: step times of the types."""
+    limits = ["any number" if curve.memory_limit is None else str(curve.memory_limit) for curve in step_times]
     pairs = zip(problem.devices, limits, strict=True)
     return ", ".join(f"{device.count} {device.name} of at most {limit}" for device, limit in pairs)

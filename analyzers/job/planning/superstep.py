@@ -39,6 +39,8 @@ DEFAULT_LOOKAHEAD = 15
 MOST_ENDS = 100_000_000
 # Products below this fit 64-bit integers.
 _INT64 = 2**62
+# Relative difference of two rates that may be rounding.
+_ROUNDING = 1e-12
 
 
 class BestSuperstep(NamedTuple):
@@ -108,7 +110,10 @@ def plan_elastic_bsp(
 
 
 def superstep_of(problem: Problem, counts: Counts, lookahead: int, max_gap: int | None) -> BestSuperstep:
-    """Return the best superstep of exactly ``counts`` (T,) devices, at least one."""
+    """Return the superstep that makes most mini-batches per second on exactly ``counts`` (T,) devices, at least one.
+
+    ``lookahead`` and ``max_gap`` as in :func:`best_superstep`.
+    """
     type_indices = [index for index in problem.fastest_first if counts[index]]
     workers = [(problem.devices[index].capability_per_s, counts[index]) for index in type_indices]
     barrier_s, iterations = best_superstep(workers, lookahead, max_gap)
@@ -119,7 +124,8 @@ def superstep_of(problem: Problem, counts: Counts, lookahead: int, max_gap: int 
 def choose(problem: Problem, lookahead: int, max_gap: int | None, limit_s: float) -> Best[BestSuperstep]:
     """Return the devices whose best superstep makes most mini-batches per second; of equal ones the fewest.
 
-    At least one device must be affordable (:func:`~ddltool.analyzers.job.placement.problem.check_affordable`).
+    The search ends after ``limit_s`` seconds; the result's gap then says how much better another choice could be. At least
+    one device must be affordable (:func:`~ddltool.analyzers.job.placement.problem.check_affordable`).
     """
 
     @cache
@@ -130,9 +136,10 @@ def choose(problem: Problem, lookahead: int, max_gap: int | None, limit_s: float
 
     @cache
     def least_s(most: Counts) -> float:
-        """Return a lower bound of the seconds per mini-batch on up to ``most`` (T,) devices; infinite for none.
+        """Return a lower bound of the seconds per mini-batch on up to ``most`` (T,) devices; infinite for no device.
 
-        Were they free, the best would be the fastest ones down to some type. And no devices make more than the money buys.
+        It is the larger of two bounds: what the devices could do if they cost nothing, where the best choice is the fastest
+        ones down to some type, and what the price limit buys.
         """
         if not any(most):
             return math.inf
@@ -140,7 +147,7 @@ def choose(problem: Problem, lookahead: int, max_gap: int | None, limit_s: float
         seconds = min(on_devices(counts)[0] for counts in _fastest_down_to_each_type(offered))
         if problem.max_price_micro is None or not offered.bought:
             return seconds
-        return max(seconds, float(1 / offered.bought) * (1 - 1e-12))
+        return max(seconds, float(1 / offered.bought) * (1 - _ROUNDING))
 
     best = best_devices(
         problem,
@@ -155,7 +162,11 @@ def choose(problem: Problem, lookahead: int, max_gap: int | None, limit_s: float
 
 
 def _fastest_down_to_each_type(problem: Problem) -> set[Counts]:
-    """Return the largest (T,) counts of the fastest one, two, ... types, whatever they cost; or of each, where none may mix."""
+    """Return (T,) device counts, among which the best ones are if price is no limit.
+
+    They are all devices of the fastest type, of the fastest two types, and so on; or of each type alone, where a job keeps to
+    one.
+    """
     order, unpriced = problem.fastest_first, replace(problem, max_price_micro=None)
     type_sets = [[index] for index in order] if problem.single_type else [order[: n + 1] for n in range(len(order))]
     largest = {tuple(unpriced.filled(type_set, unpriced.device_limit)) for type_set in type_sets}
@@ -163,7 +174,10 @@ def _fastest_down_to_each_type(problem: Problem) -> set[Counts]:
 
 
 def _first_guesses(problem: Problem) -> Iterator[Counts]:
-    """Yield (T,) counts to try first under a price limit: neighbouring types, fastest or cheapest first, while money lasts."""
+    """Yield (T,) device counts that the search should try first under a price limit.
+
+    Each takes a run of neighbouring types, ordered by speed or by price per capability, and buys devices while money lasts.
+    """
     if problem.max_price_micro is None:
         return
     for order in (problem.fastest_first, problem.cheapest_first):
@@ -189,11 +203,13 @@ def best_superstep(
         raise InputError("--lookahead", problem, f"at most {MOST_ENDS // len(workers) ** 2} for these types")
     best: tuple[Fraction, Fraction] | None = None
     counts = np.array([count for _, count in workers], dtype=np.int64)
-    for speed in {speed for speed, _ in workers}:
-        candidate = _best_barrier(speed, [other for other, _ in workers], counts, lookahead, max_gap)
-        if candidate is not None and (
-            best is None or candidate[0] > best[0] or (candidate[0] == best[0] and candidate[1] < best[1])
-        ):
+    speeds = [speed for speed, _ in workers]
+    for speed in set(speeds):
+        candidate = _best_barrier(speed, speeds, counts, lookahead, max_gap)
+        if candidate is None:
+            continue
+        rate_per_s, barrier_s = candidate
+        if best is None or (rate_per_s, -barrier_s) > (best[0], -best[1]):  # of equal rates the earlier barrier
             best = candidate
     assert best is not None  # the slowest worker's first end is a candidate
     barrier_s = best[1]
@@ -208,7 +224,8 @@ def _best_barrier(
 ) -> tuple[Fraction, Fraction] | None:
     """Return (mini-batches per second, barrier in seconds) of the best barrier at an iteration end of a worker with ``speed``.
 
-    None where at each of these ends some worker has not completed an iteration.
+    ``speeds`` are the iterations per second of all n kinds of workers, ``counts`` (n,) how many there are of each. Of equal
+    barriers the earliest is taken. None where at each of these ends some worker has not completed an iteration.
     """
     iterations = _completed_iterations(speed, speeds, lookahead)  # (n, R)
     fewest_iterations = iterations.min(axis=0)
@@ -220,24 +237,27 @@ def _best_barrier(
     mini_batches = counts @ iterations[:, valid_ends]  # (r,) mini-batches until the (valid_ends[i] + 1)-th end
     rate = mini_batches / (valid_ends + 1)  # times speed
     # Rates closer than rounding are compared exactly; the first of equal ones stays.
-    near_best = np.flatnonzero(rate >= rate.max() * (1 - 1e-12))
-    best_count, best_end = 0, -1
+    near_best = np.flatnonzero(rate >= rate.max() * (1 - _ROUNDING))
+    best_count, best_end = 0, 0  # mini-batches until the barrier, and which end it is, from 1
     for candidate in near_best.tolist():
         count, end = int(mini_batches[candidate]), int(valid_ends[candidate]) + 1
-        if best_end < 0 or count * (best_end + 1) > best_count * end:
-            best_count, best_end = count, end - 1
-    return best_count * speed / (best_end + 1), (best_end + 1) / speed
+        if best_end == 0 or count * best_end > best_count * end:
+            best_count, best_end = count, end
+    return best_count * speed / best_end, best_end / speed
 
 
 def _completed_iterations(speed: Fraction, speeds: Sequence[Fraction], lookahead: int) -> Ints:
-    """Return the iterations (n, R), at most R, that each worker has completed when one with ``speed`` ends its k-th."""
+    """Return (n, R) how many iterations each worker has completed when one with ``speed`` ends its first, ..., R-th.
+
+    ``speeds``: iterations per second of the n workers; R is ``lookahead``, and no count is above it. Exact.
+    """
     ends = np.arange(1, lookahead + 1, dtype=np.int64)
     completed = np.empty((len(speeds), lookahead), dtype=np.int64)
     for index, other in enumerate(speeds):
         ratio = other / speed
         numerator, denominator = ratio.numerator, ratio.denominator
-        exact: NDArray[Any] = ends
+        exact_ends: NDArray[Any] = ends
         if numerator * lookahead >= _INT64 or denominator >= _INT64:
-            exact = ends.astype(object)  # Python's whole numbers, which have no largest
-        completed[index] = np.minimum(exact * numerator // denominator, lookahead)
+            exact_ends = ends.astype(object)  # Python's whole numbers, which have no largest
+        completed[index] = np.minimum(exact_ends * numerator // denominator, lookahead)
     return completed

@@ -1,0 +1,401 @@
+"""What a decision says to people: the answer in a sentence, why, how sure, and what next. Start at :func:`explained`.
+
+The decision itself is made by :mod:`~.compare`; here it becomes sentences. Functions called ``..._clause`` return a part of
+one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+from ddltool.analyzers.job.placement.problem import Problem
+from ddltool.analyzers.job.planning.exposed import FITTED, MEASURED
+from ddltool.analyzers.job.planning.job_model import JobModel
+from ddltool.analyzers.job.planning.options import HOUR_S
+from ddltool.decision import LEAST_GAIN, Decision, Layout, Option, RunFigures
+from ddltool.job import Job
+from ddltool.plans import Plan
+from ddltool.units import counted, faster_than, show_bytes, show_hours, show_money, show_rate, show_seconds
+
+Value = Callable[[Option], float]
+"""What options are ranked by, higher is better."""
+# From this share of communication in a step on, another number of samples per step gains more than any strategy.
+_STARVED = 0.5
+# Below these a share reads as 0 %, and as 0.0 %.
+_LEAST_SHOWN, _LEAST_TENTH = 0.005, 0.0005
+# Share of a step below which communication is not worth mentioning.
+_NO_COMMUNICATION = 5e-5
+# Objective -> words for an option that is better, and for one that is worse; else faster and slower.
+_BETTER = {
+    "cheapest": ("cheaper per sample", "dearer per sample"),
+    "least-memory": ("less memory", "more memory"),
+    "fewest-devices": ("fewer devices", "more devices"),
+}
+# Strategy -> why it is the best where it is picked.
+_WHY = {
+    "bsp": "equal shares are as good as anything else here",
+    "lb-bsp": "every device gets the share of the batch that lets all end together",
+    "est": "logical workers keep their data, random numbers and order of sums on any number of devices",
+    "goodput": "this number of devices and this batch make most progress per second by the fitted model",
+    "elastic-bsp": "devices make iterations of their own between barriers, so none waits for a slower one",
+}
+
+
+_WHY_TENSORS = "devices of a node share every product, so each holds less and gradients are exchanged among fewer"
+_WHY_STAGES = "stages of a pipeline exchange little over the network that gradients would wait for"
+
+
+def explained(
+    decision: Decision,
+    plan: Plan,
+    picked: Option,
+    job: Job,
+    problem: Problem,
+    value: Value,
+    knowledge: JobModel,
+    *,
+    rival: Option | None,
+    first: Option,
+    saved_as: str = "",
+) -> tuple[list[str], str]:
+    """Return four sentences on the picked option (answer, reason, certainty, next step), and the next command.
+
+    A fifth sentence tells what else would save time, if anything would.
+
+    Args:
+        value: what options are ranked by, higher is better.
+        rival: the best option within the error of the compute times that is ahead of the picked one; None: no such option.
+        first: the highest-ranked option.
+        saved_as: the file that the plan is written to; empty: none.
+    """
+    gain = value(picked) / value(decision.baseline) - 1 if value(decision.baseline) else 0.0
+    certainty, measuring_command = _certainty(decision, picked, gain, job, knowledge, value, rival)
+    next_command = measuring_command or f"ddltool emit {saved_as or 'PLAN'} -o enforce.json"
+    if measuring_command:
+        worth = _lead_clause(picked, rival, value)
+        next_step = (
+            f"Next: {measuring_command} on that machine, and profile: FILE beside it in the job, settles it{worth}."
+        )
+    elif sum(picked.devices.values()) == 1 and _needs_only_batch(plan):
+        next_command = f"ddltool profile {job.model or 'MODEL'}"
+        next_step = "Next: train on it with that batch; one device exchanges nothing, so no script need change."
+    else:
+        saving = "" if saved_as else " (-o plan.json saves the plan)"
+        next_step = f"Next: ddltool emit {saved_as or 'plan.json'} writes what the training script follows{saving}."
+    sentences = [
+        _answer(decision, plan, picked, problem, value, gain),
+        _why(decision, plan, picked, first, value),
+        certainty,
+        next_step,
+    ]
+    gains = {name: share for name, share in decision.would_save.items() if share >= LEAST_GAIN}
+    if gains:
+        texts = [f"{name} would save {share:.0%} of a step" for name, share in gains.items()]
+        remark = ", if your loss bears fp8" if any("fp8" in name for name in gains) else ""
+        sentences.append(f"Beside this: {_joined(texts)}{remark} (predicted, in this layout).")
+    return sentences, next_command
+
+
+def _needs_only_batch(plan: Plan) -> bool:
+    """Return whether a training script can follow a plan by its batch size alone: no passes, no recomputing, no ESTs."""
+    recomputed = plan.sharding is not None and plan.sharding.checkpointing
+    return not (plan.est_count or recomputed or any(row.accumulation_steps for row in plan.assignments))
+
+
+def why_not(option: Option, picked: Option, value: Value, tie: bool) -> str:
+    """Return in a few words why an option is not picked, such as ``12% behind``.
+
+    ``value`` is what options are ranked by, higher is better; ``tie``: whether the option ties with the picked one.
+    """
+    ratio = value(option) / value(picked) - 1 if value(picked) else 0.0
+    if tie and abs(ratio) < _LEAST_SHOWN:
+        return "as good, more to change"
+    if tie:
+        return f"tie ({ratio:+.0%}), more to change"
+    if option.staleness and ratio > 0:
+        return f"{ratio:.0%} ahead, but stale"
+    return f"{-ratio:.0%} behind" if ratio < 0 else f"{ratio:.0%} ahead"
+
+
+def _answer(decision: Decision, plan: Plan, picked: Option, problem: Problem, value: Value, gain: float) -> str:
+    """Return the sentences that name the devices, the work of each, the rate, the gain, and the whole run.
+
+    ``gain``: value of the picked option over the baseline's, less 1.
+    """
+    offered = {device.name: device.count for device in (*problem.devices, *problem.left_out)}
+    used_text = _joined(
+        [_counted_type(count, name, offered.get(name, count)) for name, count in picked.devices.items()]
+    )
+    unused = [f"the {_type_name(name, count)}" for name, count in offered.items() if name not in picked.devices]
+    work = _work_per_device(decision, plan, picked)
+    unused_clause = f"{',' if work else ''} and leave {_joined(unused)} out" if unused else ""
+    rate = _rate(picked, (decision.step_tokens or picked.step_samples or problem.max_workers * problem.batch_size))
+    unit = "tokens" if decision.step_tokens else "samples"
+    return f"Use {used_text}{work}{unused_clause}: {rate} {unit}/s, {_gain(decision, picked, value, gain)}.{_run(decision.run)}"
+
+
+def _joined(parts: list[str]) -> str:
+    """Return the parts as a list in words, such as ``a, b and c``."""
+    return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
+
+
+def _counted_type(count: int, name: str, offered: int) -> str:
+    """Return so many devices of a type in words, such as ``2 of the 4 T4s``, ``the 4 T4s`` or ``the one T4``."""
+    if count < offered:
+        return f"{count} of the {_type_name(name, offered)}"
+    return f"the {_type_name(name, count, numbered=True)}"
+
+
+def _type_name(name: str, count: int, *, numbered: bool = False) -> str:
+    """Return a device type with its number, such as ``4 T4s``; for one device ``T4``, or ``one T4`` if ``numbered``.
+
+    Names that end in "s", in "GB" or in a sign have no plural.
+    """
+    if count == 1:
+        return f"one {name}" if numbered else name
+    has_plural = name[-1].isalnum() and not name.endswith(("s", "GB"))
+    return f"{count} {name}s" if has_plural else f"{count} {name}"
+
+
+def _each_of_type(name: str, count: int, together: int = 1) -> str:
+    """Return the devices that take one share, such as ``each T4``, ``the T4`` where there is one, or ``each 2 T4s``.
+
+    ``together``: devices that hold one replica of the model.
+    """
+    if together > 1:
+        return f"each {_type_name(name, together)}"
+    return f"each {name}" if count > 1 else f"the {name}"
+
+
+def _work_per_device(decision: Decision, plan: Plan, picked: Option) -> str:
+    """Return the clause on each device's work: samples, passes, logical workers or barriers.
+
+    Where a layout (how the model is sharded, and whether it recomputes) was chosen, the clause names it. Empty for an unequal
+    split over more than three device types, which is too long to say.
+    """
+    if decision.layouts and decision.layouts[0].text == picked.order:
+        return _layout_clause(decision.layouts[0], picked.devices)
+    if plan.est_count:
+        return f" with {plan.est_count} logical workers"
+    if plan.superstep is not None:
+        return " with barriers after their own numbers of iterations"
+    samples_by_type: dict[str, set[int]] = {}
+    for row in plan.assignments:
+        samples_by_type.setdefault(row.device_type, set()).add(row.local_batch_size)
+    if len(samples_by_type) > 3:
+        return ""
+    texts = {name: " or ".join(map(str, sorted(type_sizes))) for name, type_sizes in samples_by_type.items()}
+    shares = [f"{size} samples on {_each_of_type(name, picked.devices[name])}" for name, size in texts.items()]
+    return f", {_joined(shares)}"
+
+
+def _layout_clause(layout: Layout, devices: Mapping[str, int]) -> str:
+    """Return the clause on a layout: how it shards and recomputes, the samples of each device, passes and memory.
+
+    ``devices``: how many of each type are used. A layout that neither shards nor recomputes is not named.
+    """
+    passes = f" in {layout.passes} passes" if layout.passes > 1 else ""
+    memory = show_bytes(max(layout.memory_bytes.values()))
+    if layout.sharding == "none" and layout.checkpointing == "none" and layout.gpus == 1:
+        size = counted(next(iter(layout.local_batch_sizes.values())), "sample")
+        return f", {size} a step{passes}, {memory}"
+    sizes = _joined(
+        [
+            f"{size} on {_each_of_type(name, devices[name], layout.gpus)}"
+            for name, size in layout.local_batch_sizes.items()
+        ]
+    )
+    return f" with {layout.text}, {sizes}{passes}, {memory} a process"
+
+
+def _rate(option: Option, step_items: float) -> str:
+    """Return the seconds of a step, with the interval where it is known, and the samples or tokens in a second."""
+    interval = ""
+    if option.low_s is not None and option.high_s is not None and option.low_s > 0:
+        interval = f" ({show_seconds(option.low_s)} to {show_seconds(option.high_s)})"
+    return f"{show_seconds(option.iteration_s)} a step{interval}, {show_rate(step_items / option.iteration_s)}"
+
+
+def _run(run: RunFigures | None) -> str:
+    """Return the sentence on time, price, energy and failures of the whole run; empty where its length is not known."""
+    if run is None:
+        return ""
+    text = f" The whole run takes {show_hours(run.hours)}"
+    if run.low_hours is not None and run.high_hours is not None:
+        text += f" ({show_hours(run.low_hours)} to {show_hours(run.high_hours)})"
+    text += "" if run.price is None else f" and costs {show_money(run.price)}"
+    text += "" if run.energy_kwh is None else f", at most {show_rate(run.energy_kwh)} kWh"
+    if run.failures is not None and run.checkpoint_interval_s is not None:
+        interval = show_hours(run.checkpoint_interval_s / HOUR_S)
+        text += f", with {run.failures:.2g} failures to expect and a checkpoint every {interval} (Daly)"
+    return f"{text}."
+
+
+def _gain(decision: Decision, picked: Option, value: Value, gain: float) -> str:
+    """Return the clause on the gain over the baseline, which is the best of what one would do without planning."""
+    if abs(gain) >= LEAST_GAIN:
+        return _ahead(gain, decision.objective) + decision.baseline_name
+    has_same_devices = picked.devices == decision.baseline.devices
+    return "what one would do anyway" if has_same_devices else f"as good as {decision.baseline_name}"
+
+
+def _ahead(gain: float, objective: str) -> str:
+    """Return a gain of value in words, such as "25% faster than "; of a cost it is the share that is saved."""
+    better, worse = _BETTER.get(objective, ("faster", "slower"))
+    if objective in ("cheapest", "least-memory", "fewest-devices"):  # of a cost, what is saved of it
+        gain = 1 - 1 / (1 + gain) if gain > 0 else gain
+        return f"{abs(gain):.0%} {better if gain >= 0 else worse} than "
+    return f"{faster_than(gain)} "
+
+
+def _why(decision: Decision, plan: Plan, picked: Option, first: Option, value: Value) -> str:
+    """Return the sentence that says why the picked strategy wins, and how much communication is exposed.
+
+    It is made of clauses: the reason, what all devices would take, how far ahead the highest-ranked option (``first``) is
+    where another was picked, and the communication.
+    """
+    is_single = sum(picked.devices.values()) == 1
+    grouped = None if picked.group is None else _WHY_STAGES if picked.group.pipeline > 1 else _WHY_TENSORS
+    # Shares by speed are equal where all devices are equally fast.
+    is_equal = picked.strategy == "lb-bsp" and len({row.local_batch_size for row in plan.assignments}) == 1
+    alone = (
+        "one device has nothing to share or to exchange" if is_single else _WHY["bsp" if is_equal else picked.strategy]
+    )
+    text = (
+        f"Why: {grouped or alone}{_all_devices_clause(decision, picked)}{_first_clause(decision, picked, first, value)}"
+    )
+    if picked.communication_s is None:
+        return f"{text}; communication is not in these figures (no graph, no fitted model)."
+    if is_single:
+        return f"{text}."
+    return f"{text}; {_exposed_clause(picked, picked.communication_s)}."
+
+
+def _all_devices_clause(decision: Decision, picked: Option) -> str:
+    """Return the clause on what a step takes on all devices, where fewer were picked; empty where it is not longer."""
+    on_all = next((option for name, option in decision.baselines.items() if name.startswith("all ")), None)
+    if on_all is not None and on_all.devices != picked.devices and on_all.iteration_s > picked.iteration_s:
+        exposed_s = on_all.communication_s
+        parts = f"{show_seconds(on_all.compute_s)} until the slowest has computed its share"
+        parts += "" if exposed_s is None else f", then {show_seconds(exposed_s)} of communication"
+        everyone = f"on all {sum(on_all.devices.values())} with equal shares"
+        return f"; {everyone} a step takes {show_seconds(on_all.iteration_s)}: {parts}"
+    wider = [layout for layout in decision.layouts if set(layout.devices) > set(picked.devices) and layout.step_s]
+    if on_all is None and wider:
+        best = min(wider, key=lambda layout: layout.step_s or math.inf)
+        return f"; on {best.devices_text} a step takes {show_seconds(best.step_s)} at best"
+    return ""
+
+
+def _first_clause(decision: Decision, picked: Option, first: Option, value: Value) -> str:
+    """Return the clause on why the highest-ranked option is not picked; empty where its strategy is."""
+    if first.strategy == picked.strategy or not value(picked):
+        return ""
+    stale_clause = f", but with updates up to {first.staleness} iterations stale" if first.staleness else ""
+    lead = value(first) / value(picked) - 1
+    reason = "" if stale_clause else ", too little to change a script for"
+    text = f"is {lead:.1%} ahead{stale_clause}{reason}"
+    if lead < _LEAST_TENTH:
+        text = f"is just as good{stale_clause}"
+    if first.strategy in decision.too_close and not stale_clause:
+        text = f"is {lead:.1%} ahead, too close to tell apart"
+    return f"; {first.strategy} {text}"
+
+
+def _exposed_clause(picked: Option, communication_s: float) -> str:
+    """Return the clause on the communication that the step exposes, the order of transfers, and where the figure is from."""
+    # The error of communication is not known, whether simulated, fitted or measured in an earlier run.
+    is_fitted_or_measured = picked.order in (FITTED, MEASURED)
+    saves_enough = (picked.order_saves_s or 0.0) >= _LEAST_SHOWN * picked.iteration_s
+    is_order_shown = saves_enough or not picked.order.startswith("DDP, ")
+    order = f" with {picked.order}" if picked.order and not is_fitted_or_measured and is_order_shown else ""
+    share = communication_s / picked.iteration_s
+    starved_clause = f" ({share:.0%} of it: larger batches per worker would gain far more)" if share > _STARVED else ""
+    exposed_text = f"{show_seconds(communication_s)} of each step is exposed communication{starved_clause}"
+    if share < _NO_COMMUNICATION:
+        exposed_text = "no communication worth mentioning is exposed"
+    return f"{exposed_text}{order} ({picked.order if is_fitted_or_measured else 'predicted'})"
+
+
+def _certainty(
+    decision: Decision,
+    picked: Option,
+    gain: float,
+    job: Job,
+    knowledge: JobModel,
+    value: Value,
+    rival: Option | None,
+) -> tuple[str, str]:
+    """Return the sentence on how sure the choice is, and the measuring command that would settle it; empty: it is settled.
+
+    ``gain``: of the picked option over the baseline; ``rival``: the best option ahead of it within the error; None: none is.
+    """
+    remark = f"; {knowledge.remark}" if knowledge.remark else ""
+    gain_error = decision.gain_error
+    if decision.error is None:
+        text = "as sure as the capabilities in the job, which come without an error; profile and fit the devices, "
+        return f"How sure: {text}or give the telemetry of an earlier run, to know it{remark}.", ""
+    source = f" ({decision.error_source})" if decision.error_source else ""
+    known = f"known to within {decision.error:.0%}{source}"
+    if picked.low_s is not None and picked.high_s is not None and picked.iteration_s:
+        below, above = (1 - picked.low_s / picked.iteration_s, picked.high_s / picked.iteration_s - 1)
+        known = f"known to within {below:.0%} below and {above:.0%} above{source}"
+    interval = _gain_interval(gain, gain_error)
+    command = ""
+    if rival is not None:
+        command = _measuring_command({**rival.devices, **picked.devices}, knowledge, job)
+        mix = " + ".join(f"{count} {name}" for name, count in rival.devices.items())
+        lead = value(rival) / value(picked) - 1 if value(picked) else 0.0
+        text = f"a tie, so the simpler one: compute times are {known}, "
+        text += f"and {rival.strategy} on {mix} is {lead:+.0%} by them{interval}{remark}"
+    elif picked.devices == decision.baseline.devices and abs(gain) < LEAST_GAIN:
+        text = f"compute times are {known}; no other plan comes near enough to matter{remark}"
+    elif gain_error != 0 and abs(gain) <= (decision.error if gain_error is None else gain_error):
+        command = _measuring_command({**decision.baseline.devices, **picked.devices}, knowledge, job)
+        text = f"too close to call; compute times are {known}, more than the difference{interval}{remark}"
+    elif gain_error == 0 and _is_only_communication(picked, decision.baseline):
+        text = f"the gain is communication alone, whose error is not known; the devices' compute times, {known}, "
+        text += f"are the same in both: measure it with ddltool network{remark}"
+    elif gain_error == 0:
+        text = f"the devices are the same in both, so the error of their compute times ({decision.error:.0%}{source}) "
+        text += f"is no error of the gain{remark}"
+    elif knowledge.remark:
+        text = f"less than its error says, compute times {known}: {knowledge.remark}{interval}"
+        text += "; measure all types before you rely on it"
+    else:
+        text = f"compute times are {known}, less than the difference{interval}"
+    return f"How sure: {text}.", command
+
+
+def _gain_interval(gain: float, gain_error: float | None) -> str:
+    """Return the clause on the interval in which the gain lies; empty where its ends print alike, or none is known."""
+    if not gain_error or abs(gain) < _LEAST_SHOWN:
+        return ""
+    low, high = (1 + gain) / (1 + gain_error), (1 + gain) * (1 + gain_error)
+    ends = (f"{low:.3g}", f"{high:.3g} times as fast") if low >= 2 else (f"{low - 1:+.0%}", f"{high - 1:+.0%}")
+    return "" if ends[0] == ends[1] else f"; the gain lies between {ends[0]} and {ends[1]}"
+
+
+def _is_only_communication(picked: Option, baseline: Option) -> bool:
+    """Return whether two plans compute for the same time, so that what differs is their communication."""
+    return bool(picked.communication_s) and abs(picked.compute_s / baseline.compute_s - 1) < _LEAST_TENTH
+
+
+def _measuring_command(devices: Mapping[str, int], knowledge: JobModel, job: Job) -> str:
+    """Return the command that profiles the device type whose compute times have the largest error.
+
+    It measures half, one and two of the job's batches on a machine with such a device.
+    """
+    name = max(devices, key=lambda name: (knowledge.errors.get(name, 0.0), name))
+    sizes = ",".join(str(size) for size in sorted({max(1, job.batch_size // 2), job.batch_size, 2 * job.batch_size}))
+    device_option = "" if name.lower().startswith(("cpu", "xeon", "epyc")) else " --device cuda"
+    return f"ddltool profile {job.model or 'MODEL'} --batch-sizes {sizes}{device_option} --device-name {name} -o {name}.csv"
+
+
+def _lead_clause(picked: Option, rival: Option | None, value: Value) -> str:
+    """Return the clause on by how much the rival may be better; empty without a rival, and where that is too little."""
+    if rival is None or not value(picked):
+        return ""
+    lead = value(rival) / value(picked) - 1
+    return f"; it is worth up to {lead:.0%}" if lead >= _LEAST_SHOWN else ""
