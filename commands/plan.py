@@ -337,7 +337,7 @@ def plan(
             sequence_length=sequence_length,
             compile=compile,
         )
-        jobs = [described(**numerics) for numerics in _named_numerics(precision, optimizer, lora)]  # type: ignore[arg-type]
+        jobs = [described(**numerics) for numerics in _named_numerics(precision, optimizer, lora)]
         if cluster is not None:
             jobs = [on_cluster(one, cluster) for one in jobs]
             bandwidth = bandwidth or card_of(cluster)
