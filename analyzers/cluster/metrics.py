@@ -31,6 +31,7 @@ class IsolatedTimes:
     """
 
     def __init__(self, applications: Mapping[str, Application], cluster: ClusterSpec) -> None:
+        """Remember the cluster's types and settings; times are computed as they are asked for."""
         self.applications = applications
         self.cluster = cluster
         self._epochs: dict[tuple[str, str], list[Floats]] = {}
@@ -56,7 +57,10 @@ class IsolatedTimes:
         return [kind for kind in names if application.runs_on(kind)] or names[:1]
 
     def _on_part(self, application: Application, gpu_type: str, gpus: float) -> float:
-        """Return the seconds on a possibly fractional number of GPUs of one type."""
+        """Return the seconds of the training on a number of GPUs of one type that need not be whole.
+
+        Below one GPU it is that part of one GPU's time; between whole numbers the speed is interpolated.
+        """
         if gpus <= 1:
             return self._on(application, gpu_type, 1) / gpus
         low = int(gpus)
@@ -64,7 +68,11 @@ class IsolatedTimes:
         return 1 / (slow + (gpus - low) * (fast - slow))
 
     def _on(self, application: Application, gpu_type: str, gpus: int) -> float:
-        """Return the seconds on GPUs of one type."""
+        """Return the seconds of the whole training on ``gpus`` GPUs of one type, at each epoch's best batch.
+
+        More GPUs than the application can use, or than there are, bring nothing; nor do more ever make it slower, as
+        the job may leave some idle: hence the least over all smaller counts.
+        """
         gpus = min(gpus, application.max_replicas, self.cluster.gpus_of(gpu_type))
         best_times = self._epochs.setdefault((application.name, gpu_type), [])
         while len(best_times) < gpus:
@@ -111,7 +119,8 @@ def summarize(
 ) -> PolicyRecord:
     """Return the figures of one simulation of n jobs; jobs say their failures and cost where there can be any.
 
-    ``prices``: per GPU hour, by type.
+    ``isolated``: each application's time alone, for fairness and size classes. ``restart_delay_s``: what a start costs.
+    ``prices``: per GPU hour, by type; None: no costs.
     """
     submit = np.array([job.submit_s for job in result.jobs])
     finish = np.array([job.finish_s for job in result.jobs])
@@ -181,7 +190,10 @@ def _fairness(result: SimulationResult, isolated: IsolatedTimes, restart_delay_s
     return np.asarray((finish - submit) / np.array(fair_s))
 
 
-def _usage(result: SimulationResult, most: int = 500) -> UsageRecord:
+_MOST_CHANGES = 500  # of the GPUs in use: a chart shows no more
+
+
+def _usage(result: SimulationResult, most: int = _MOST_CHANGES) -> UsageRecord:
     """Return the GPUs in use from each time on; of more than ``most`` changes, that many evenly spread ones."""
     changes = result.usage
     if len(changes) > most:
@@ -197,7 +209,7 @@ def _price(gpu_seconds: Mapping[str, float], prices: Mapping[str, float]) -> flo
 def _by_class(
     result: SimulationResult, isolated: IsolatedTimes, jct: Floats, queueing: Floats, fairness: Floats
 ) -> dict[str, ClassFigures]:
-    """Return the figures of each size class that has jobs; all arrays are (n,)."""
+    """Return the figures of each size class that has jobs, by its name; the arrays are (n,), one value a job."""
     class_by_application = {job.application: class_of(job.application, isolated) for job in result.jobs}
     classes = np.array([class_by_application[job.application] for job in result.jobs])
     rows_by_class = {name: np.flatnonzero(classes == name) for name in SIZE_CLASSES}
@@ -209,7 +221,10 @@ def _by_class(
 
 
 def _figures(jobs: Sequence[JobTally], rows: Places, jct: Floats, queueing: Floats, fairness: Floats) -> ClassFigures:
-    """Return the figures of the jobs at ``rows``; the other arrays are (n,)."""
+    """Return the summary of the jobs at ``rows``.
+
+    ``jct``, ``queueing`` (seconds from submission to the end and to the start) and ``fairness`` hold all jobs, (n,).
+    """
     return ClassFigures(
         jobs=len(rows),
         avg_jct_s=float(jct[rows].mean()),
@@ -223,7 +238,10 @@ def _figures(jobs: Sequence[JobTally], rows: Places, jct: Floats, queueing: Floa
 
 
 def _average_present(submit: Floats, finish: Floats) -> Floats:
-    """Return the time average of the number of jobs in the system over each job's life, (n,); the job included."""
+    """Return the time average of the number of jobs in the system over each job's life, (n,); the job included.
+
+    ``submit`` and ``finish``: seconds, (n,). The average is the total overlap with all jobs' lives over the job's own.
+    """
     overlap_s = np.empty_like(submit)
     for begin in range(0, len(submit), _BLOCK):  # all pairs of ten thousand jobs at once would take gigabytes
         rows = slice(begin, begin + _BLOCK)

@@ -53,7 +53,7 @@ class Setup:
     power: float = -1.0
 
     def resolved(self) -> Setup:
-        """Return the setup with whole paths, which mean the same wherever it is replayed."""
+        """Return the setup with absolute paths, as another process or machine may have another working folder."""
         models = tuple(replace(model, file=model.file.resolve()) for model in self.models)
         traces = tuple(folder.resolve() for folder in self.traces)
         return replace(self, cluster=self.cluster.resolve(), traces=traces, models=models)
@@ -86,7 +86,7 @@ def replays(
 
 @contextmanager
 def _watched(title: str, stage: Stage, jobs: int) -> Iterator[OnRound]:
-    """Show how far a replay of ``jobs`` jobs is."""
+    """Show how far a replay of ``jobs`` jobs is; yields what the simulator is to call each round."""
     with stage(title, jobs) as advance:
         yield lambda finished, now_s: advance(
             finished, f"{finished} of {jobs} jobs, {now_s / 3600:,.1f} simulated hours"
@@ -102,13 +102,17 @@ class AsProposed:
     """
 
     def __init__(self, policy: SchedulingPolicy, concurrent: int) -> None:
+        """Take over the policy's name, tuning and pooling, so that the simulator treats this one alike."""
         self.policy, self.concurrent = policy, concurrent
         self.name, self.tuning = policy.name, policy.tuning
         self.pools = getattr(policy, "pools", False)
         self._proposed: set[int] = set()
 
     def allocate(self, jobs: Sequence[SimulatedJob], cluster: ClusterSpec, now_s: float) -> Mapping[int, Allocation]:
-        """Return the policy's allocations of the trials that have been proposed."""
+        """Return the allocations that the policy makes for the trials that have been proposed, by job index.
+
+        The first time that a trial is shown, ``now_s`` becomes its submission.
+        """
         visible = list(jobs[: self.concurrent])  # in the workload's order, so proposed trials stay in front
         for job in visible:
             if job.index not in self._proposed:
@@ -157,7 +161,7 @@ def search_trials(
     local_batch_sizes: Sequence[int] = (),
     stage: Stage = quietly,
 ) -> SearchResult:
-    """Return the baseline and each policy on the same search.
+    """Return the baseline and each policy on the same search: mean completion time, makespan, GPU time and restarts.
 
     ``local_batch_sizes``: further fixed batches per GPU at which the baseline runs, besides the search's own.
     """
@@ -186,7 +190,12 @@ def study(
     tell: Tell = log_remark,
     stage: Stage = quietly,
 ) -> SimulationDocument:
-    """Return the record of a workload, or of all jobs of a cluster's trace, under policies."""
+    """Return the record of a workload, or of all jobs of a cluster's trace, under policies.
+
+    ``machines``: the cluster's nodes. ``makers``: by name, what makes each policy anew. ``setup``: the files and
+    options that all replays share. ``tell`` is given the remarks on what was converted or assumed. Raises InputError
+    for files that cannot be read and jobs that can never run.
+    """
     with stage(f"reading {workload.name}"):
         drawn_from = partial(read_templates, setup.traces, machines)
         specs, remark = read_jobs(workload, drawn_from, jobs=None, hours=None, seed=seed)

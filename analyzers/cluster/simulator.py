@@ -41,9 +41,9 @@ _LONGEST_JOB_S = YEAR_S
 # NodeFailures that may be drawn until the last job comes: more take minutes and mean nothing.
 _MOST_FAILURES = 1e7
 # Rounds in which nothing runs and nothing is on its way, after which a policy is taken to starve its jobs for good.
-_PATIENCE = 1000
+_MOST_IDLE_ROUNDS = 1000
 # Rounds and seconds in which no job gets further than before, after which all training is taken to be undone.
-_FUTILE = 10_000, 604_800.0
+_MOST_FUTILE_ROUNDS, _MOST_FUTILE_S = 10_000, 604_800.0
 # From the first submission on. No workload that people replay lasts as long.
 _LONGEST_S = 100 * YEAR_S
 _NAMED_NODES, _NAMED_JOBS = 8, 3
@@ -107,6 +107,7 @@ class Options:
     failures: NodeFailures | None = None
 
     def __post_init__(self) -> None:
+        """Refuse an interval, a delay or a share that is out of range."""
         least, most = _INTERVAL_S
         if not least <= self.interval_s <= most:
             raise InputError("interval", f"is {self.interval_s}", f"from {least:.0f} to {most:.0f} seconds (a week)")
@@ -159,9 +160,8 @@ def check_runs(
     """Raise InputError, before anything is replayed, for a workload or a cluster that this policy cannot run."""
     _check_types(policy, cluster)
     make_jobs(workload, applications, policy.tuning, cluster)
-    for application in {
-        id(each): each for each in map(applications.get, (job.application for job in workload))
-    }.values():
+    names = dict.fromkeys(job.application for job in workload)
+    for application in {id(each): each for each in map(applications.get, names)}.values():
         if application is not None and (least_s := application.least_s(cluster.type_names)) > _LONGEST_JOB_S:
             problem = f"takes {least_s / YEAR_S:,.1f} years or more on any GPUs"
             raise InputError(
@@ -197,6 +197,7 @@ class _Run:
         options: Options,
         on_round: Callable[[int, float], None] | None = None,
     ) -> None:
+        """Queue the jobs, the earliest last (so that the next one is popped), and start with all nodes up."""
         self.jobs, self.cluster, self.policy, self.options, self.on_round = jobs, cluster, policy, options, on_round
         self.waiting = sorted(jobs, key=lambda job: (job.spec.submit_s, job.index))[::-1]
         self.active: dict[int, SimulatedJob] = {}
@@ -251,7 +252,11 @@ class _Run:
         self._count_available(max((job.tally.finish_s for job in self.jobs), default=0.0))
 
     def _change_nodes(self, now_s: float) -> None:
-        """Apply the node events of ``now_s``: jobs on nodes that failed or left lose all their GPUs."""
+        """Apply the node events of ``now_s``: jobs on nodes that failed or left lose all their GPUs until the next
+        round.
+
+        A failure undoes what was trained since the last checkpoint; before a node leaves, its jobs save one.
+        """
         assert self.nodes is not None
         self._count_available(now_s)
         while self.nodes.next_s() == now_s:
@@ -269,7 +274,7 @@ class _Run:
         self._note_usage(now_s)
 
     def _show_nodes(self) -> None:
-        """Let policy and jobs see the nodes that are up."""
+        """Let the policy and the jobs see only the nodes that are up, and their GPU types."""
         assert self.nodes is not None
         self.up = without(self.cluster, self.nodes.down)
         types = self.up.type_names
@@ -284,15 +289,22 @@ class _Run:
             self.counted_s = now_s
 
     def _next_round(self, last_s: float) -> float:
-        """Return the next multiple of the interval at which a job is there. The first is one interval after 0."""
-        interval = self.options.interval_s
+        """Return the second of the next round: the next multiple of the interval at which a job is there, never 0.
+
+        ``last_s``: the second of the last round.
+        """
+        interval, rounding = self.options.interval_s, 1e-9  # a multiple of the interval may come out a hair beside it
+        after_last = math.floor(last_s / interval + rounding) + 1
         if self.active:
-            return (math.floor(last_s / interval + 1e-9) + 1) * interval
-        submit_s = self.waiting[-1].spec.submit_s
-        return max(math.ceil(submit_s / interval - 1e-9), math.floor(last_s / interval + 1e-9) + 1) * interval
+            return after_last * interval
+        first_submit_s = self.waiting[-1].spec.submit_s
+        return max(math.ceil(first_submit_s / interval - rounding), after_last) * interval
 
     def _next_epoch_end(self) -> float:
-        """Return when the next epoch ends, inf if none will; drop queued ends that no longer hold."""
+        """Return the second at which the next epoch ends, inf if none will.
+
+        A job that was re-tuned or moved has left old ends in the queue; they are dropped here.
+        """
         while self.epoch_ends:
             end_s, index = self.epoch_ends[0]
             if self.jobs[index].next_s == end_s:
@@ -301,7 +313,9 @@ class _Run:
         return math.inf
 
     def _end_epoch(self, now_s: float) -> bool:
-        """Handle one job's end of epoch and return whether the job finished."""
+        """Handle the end of the epoch that is first in the queue, and return whether its job finished; else the job
+        re-tunes.
+        """
         _, index = heapq.heappop(self.epoch_ends)
         job = self.jobs[index]
         if job.end_epoch(now_s):
@@ -357,7 +371,7 @@ class _Run:
             self.on_round(len(self.jobs) - len(self.waiting) - len(self.active), now_s)
 
     def _set_slowdowns(self, now_s: float) -> None:
-        """Slow down the jobs across nodes that share a node with another such job, and no others."""
+        """Slow down the jobs across nodes that share a node with another such job, and no others, from ``now_s`` on."""
         slowed = interfering({index: job.allocation for index, job in self.active.items()})
         for index, job in self.active.items():
             slowdown = self.options.interference if index in slowed else 0.0
@@ -379,6 +393,7 @@ class Watchdog:
     """Looks at every round of one replay under the policy called ``policy``; ``nodes``: None where none can fail."""
 
     def __init__(self, policy: str, nodes: NodeStates | None, first_submit_s: float) -> None:
+        """Start counting; ``first_submit_s``: the second of the first submission, from which the replay's length counts."""
         self.policy, self.nodes, self.first_submit_s = policy, nodes, first_submit_s
         self.rounds = self.idle = 0
         self.furthest: dict[int, float] = {}
@@ -403,10 +418,11 @@ class Watchdog:
             if job.progress > self.furthest.get(job.index, 0.0):
                 self.furthest[job.index] = job.progress
                 self.gained = self.rounds, now_s
-        jobs_text, stalled_s, problem = f"{len(jobs)} jobs", now_s - self.gained[1], ""
-        if self.idle > _PATIENCE:
+        gained_round, gained_s = self.gained
+        jobs_text, stalled_s, problem = f"{len(jobs)} jobs", now_s - gained_s, ""
+        if self.idle > _MOST_IDLE_ROUNDS:
             problem = f"policy {self.policy} gives no GPUs to {jobs_text} ({_first_names(jobs)}) any more"
-        elif self.rounds - self.gained[0] > _FUTILE[0] and stalled_s > _FUTILE[1]:
+        elif self.rounds - gained_round > _MOST_FUTILE_ROUNDS and stalled_s > _MOST_FUTILE_S:
             reason = "restarts leave no time to train; shorten the restart delay or lengthen the interval"
             if self.nodes is not None:
                 reason = "failures undo what is trained, or too few nodes are up; shorten the checkpoint interval or fail less"
@@ -420,7 +436,9 @@ class Watchdog:
             raise Infeasible(f"{self._cause(jobs, up)}{problem}")
 
     def _cause(self, jobs: Sequence[SimulatedJob], up: ClusterSpec) -> str:
-        """Return which nodes are gone and which job needs them; "" where all nodes come back."""
+        """Return the beginning of the message: which nodes are gone for good and which job needs them; "" where all
+        come back.
+        """
         gone = sorted(self.nodes.gone) if self.nodes is not None else []
         if not gone:
             return ""
@@ -437,5 +455,5 @@ class Watchdog:
 
 
 def _first_names(jobs: Sequence[SimulatedJob]) -> str:
-    """Return the names of the first jobs, and how many more there are."""
+    """Return the names of the first three jobs, and how many more there are, for a message."""
     return listed([job.spec.name for job in jobs], _NAMED_JOBS)

@@ -19,7 +19,11 @@ from ddltool.errors import InputError, did_you_mean
 
 
 def _found() -> dict[str, Callable[..., Any]]:
-    """Return the classes of this folder's modules that have a name and an ``allocate``, in alphabetical order."""
+    """Return the policies by name, in alphabetical order: the classes of this folder's modules with a name and an
+    ``allocate``.
+
+    A class that a module only imports is left out.
+    """
     modules = [import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
     classes: list[Any] = [
         each

@@ -79,6 +79,7 @@ class Tiresias:
     tuning = Tuning.RIGID
 
     def __init__(self, threshold_gpu_s: float = THRESHOLD_GPU_S) -> None:
+        """Start with empty queues; ``threshold_gpu_s``: GPU-seconds after which a job goes to the second queue."""
         self.threshold_gpu_s = threshold_gpu_s
         self.queues: tuple[list[int], list[int]] = ([], [])
         """Indices of the jobs below the threshold, and of those beyond, in order."""
@@ -88,7 +89,11 @@ class Tiresias:
         self.last_s = 0.0
 
     def allocate(self, jobs: Sequence[SimulatedJob], cluster: ClusterSpec, now_s: float) -> Mapping[int, Allocation]:
-        """Return the allocations of the jobs that run in the next interval."""
+        """Return the allocations of the jobs that run in the next interval: first the jobs with little service, then
+        the others.
+
+        Adds the service of the interval that has passed, and moves the jobs that have reached the threshold down.
+        """
         by_index = {job.index: job for job in jobs}
         first_queue, second_queue = ([index for index in queue if index in by_index] for queue in self.queues)
         first_queue += [index for index in by_index if index not in self.service]
@@ -115,5 +120,5 @@ class Srtf:
     tuning = Tuning.RIGID
 
     def allocate(self, jobs: Sequence[SimulatedJob], cluster: ClusterSpec, now_s: float) -> Mapping[int, Allocation]:
-        """Return the allocations for the next interval."""
+        """Return the allocations for the next interval, given out in the order of the true remaining time."""
         return start_gangs(sorted(jobs, key=lambda job: (job.remaining_s(job.spec.num_replicas), job.index)), cluster)
