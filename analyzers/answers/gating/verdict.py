@@ -44,27 +44,28 @@ def judge(
 ) -> GateResult:
     """Check the metrics of two artifacts of one kind against the rules; the caller fills in the files' names.
 
-    A measured figure with repeats fails only when it is past its limit beyond noise, tested so that at most ``level`` of gates
-    whose figures truly keep their limits raise any alarm (Bonferroni). Raises InputError for rules that do not fit the
-    metrics and for a rule on changes without a baseline.
+    ``baseline`` None: only absolute limits. A measured figure with repeats fails only when it is past its limit beyond
+    noise. ``level``: at most this share of gates whose figures truly keep their limits raises any alarm; it is divided
+    by the number of tests (Bonferroni). Raises InputError for rules that do not fit the metrics and for a rule on
+    changes without a baseline.
     """
-    drafts: list[_Draft] = []
+    pairs: list[_Draft] = []
     for rule in rules:
         if rule.relative and baseline is None:
             raise InputError(where, f"{rule.text!r} compares with a baseline", "give --baseline, or an absolute limit")
         names = select(rule, current, baseline or {}, where)
-        drafts += [_align_sides(rule, current.get(name), (baseline or {}).get(name), where) for name in names]
-    if not drafts:
+        pairs += [_align_sides(rule, current.get(name), (baseline or {}).get(name), where) for name in names]
+    if not pairs:
         raise InputError(where, "no rule is about a figure of these artifacts", f"figures: {', '.join(current)}")
-    testable = [draft for draft in drafts if draft.testable]
-    checks = {check.name: check for check in (_check(draft, level / max(len(testable), 1), seed) for draft in drafts)}
+    testable = [pair for pair in pairs if pair.testable]
+    checks = {check.name: check for check in (_check(pair, level / max(len(testable), 1), seed) for pair in pairs)}
     noise_test = None
     if testable:
         noise_test = (
             f"noise test: studentised difference of log medians, null simulated for the numbers of repeats; one-sided, "
             f"false alarms at most {level:.3g} for the whole gate ({len(testable)} tests)"
         )
-        if any(cell.runs < FEWEST_REPEATS for draft in testable for cell in draft.cells):
+        if any(cell.runs < FEWEST_REPEATS for pair in testable for cell in pair.cells):
             noise_test += (
                 f"; noise within runs only: give {FEWEST_REPEATS} files or more a side to count that between runs"
             )
@@ -109,7 +110,10 @@ class _Draft:
 
 
 def _align_sides(rule: Rule, current: Metric | None, baseline: Metric | None, where: str) -> _Draft:
-    """Restrict both sides of a relative check to their common configurations. Raises InputError when there are none."""
+    """Return the rule with both sides; for a relative rule, restricted to the configurations that both sides have.
+
+    Raises InputError when there are none in common, and for a rule whose unit is not the metric's.
+    """
     metric = current or baseline
     assert metric is not None  # the names come from the two sides
     check_unit(rule, metric, where)
@@ -124,6 +128,7 @@ def _align_sides(rule: Rule, current: Metric | None, baseline: Metric | None, wh
         raise InputError(where, problem, f"they have {', '.join(sorted(all_keys))}")
 
     def restricted(side: Metric) -> Metric:
+        """Return one side with its common configurations alone, and their geometric mean as its value."""
         cells = tuple(cell for cell in side.cells if cell.key in common_keys)
         return replace(side, cells=cells, value=geometric_mean(cells))
 
@@ -132,7 +137,10 @@ def _align_sides(rule: Rule, current: Metric | None, baseline: Metric | None, wh
 
 
 def _check(draft: _Draft, level: float, seed: int) -> GateCheck:
-    """Check one metric against one rule; ``level`` is the false-alarm share of this check's noise test."""
+    """Return the outcome of one rule on one metric; ``level`` is the false-alarm share of this check's noise test.
+
+    A metric that only the baseline has fails; one that only the current artifact has passes as new.
+    """
     rule, metric = draft.rule, draft.current or draft.baseline
     assert metric is not None
     current_value = draft.current.value if draft.current is not None else None
@@ -179,7 +187,11 @@ def _relative_change(current: float | str | None, baseline: float | str | None) 
 def _resolve_limit(
     rule: Rule, baseline: float | str | None, current: float | str | None
 ) -> tuple[float | str | None, str]:
-    """Return the limit and the comparison operator of a rule; the limit is None where the baseline lacks the metric."""
+    """Return a rule's limit and its comparison operator, such as (1.05, "<="); the limit is None where the baseline
+    lacks it.
+
+    Absolute rules say both. For a change the limit lies the amount above or below the baseline.
+    """
     if not rule.relative:
         return rule.value, rule.op
     if baseline is None:
@@ -205,7 +217,10 @@ def _satisfies(current: float | str, op: str, limit: float | str) -> bool:
 
 
 def _apply_noise_test(check: GateCheck, draft: _Draft, limit: float, level: float, seed: int) -> GateCheck:
-    """Return the check with its noise test; a failure within the noise (p above the level) becomes a pass."""
+    """Return the check with its noise test; a failure within the noise (p above the level) becomes a pass, and says so.
+
+    ``limit``: positive. For a change, the ratio of the limit to the baseline is tested, else the figure itself.
+    """
     assert draft.current is not None  # testable drafts have it
     baseline: tuple[Cell, ...] = draft.baseline.cells if draft.rule.relative and draft.baseline is not None else ()
     # No float is further from 1 than these, and a limit of 0 has no logarithm.
@@ -275,7 +290,7 @@ def rules_for(kind: str, given: Sequence[str], config: GateConfig | None) -> tup
 
 
 def several(given: Any) -> list[Any]:
-    """Return an artifact, or a list of artifacts, as a list; strings become paths."""
+    """Return an artifact, or a list of artifacts, as a list; texts become paths."""
     items = given if isinstance(given, (list, tuple)) else [given]
     return [Path(item) if isinstance(item, str) else item for item in items]
 
@@ -291,7 +306,10 @@ def figures_of(given: Iterable[Any]) -> Figures:
 
 
 def baselines_of(current: Sequence[Any], given: Sequence[Any], settings: GateConfig | None) -> list[Any]:
-    """Return the baselines; a folder is replaced by its files that have the current artifacts' names."""
+    """Return the baselines: those ``given``, else the configured one.
+
+    A folder is replaced by its files of the same names as the current artifacts.
+    """
     paths = given
     if not given and settings is not None and settings.baseline is not None:
         paths = [Path(settings.baseline)]
@@ -306,7 +324,8 @@ def baselines_of(current: Sequence[Any], given: Sequence[Any], settings: GateCon
 
 def level_of(given: float | None, settings: GateConfig | None) -> float:
     """Return the level of false alarms: given, else configured, else the default. Raises InputError outside (0, 1)."""
-    level = given if given is not None else settings.level if settings and settings.level else LEVEL
+    configured = settings.level if settings and settings.level else LEVEL
+    level = configured if given is None else given
     if not 0 < level < 1:
         raise InputError("--level", f"is {level:g}", "give a share between 0 and 1, such as 0.05")
     return level
@@ -315,9 +334,11 @@ def level_of(given: float | None, settings: GateConfig | None) -> float:
 def hold(
     current: Any, target: Path, texts: Sequence[str], level: float | None, *, update: bool, config: Path
 ) -> GateResult:
-    """Check an artifact against the baseline file ``target`` by the rules ``texts``, else by those of ``config``.
+    """Check an artifact against the baseline file ``target`` by the rules ``texts``, else by those of the file
+    ``config``.
 
-    With ``update`` the current artifact is its own baseline, so that absolute limits still hold.
+    ``level`` None: the configured one. With ``update`` the current artifact is its own baseline, so that absolute
+    limits still hold; a baseline that is missing or broken is then no error.
     """
     figures = extract(document_of(current), "current")
     settings = read_config(config, required=False)
