@@ -49,7 +49,7 @@ def judge(
     by the number of tests (Bonferroni). Raises InputError for rules that do not fit the metrics and for a rule on
     changes without a baseline.
     """
-    pairs: list[_Draft] = []
+    pairs: list[_RuleOnMetric] = []
     for rule in rules:
         if rule.relative and baseline is None:
             raise InputError(where, f"{rule.text!r} compares with a baseline", "give --baseline, or an absolute limit")
@@ -82,7 +82,7 @@ def judge(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Draft:
+class _RuleOnMetric:
     """A rule and a metric on both sides; None on the side that lacks the metric (at most one)."""
 
     rule: Rule
@@ -109,7 +109,7 @@ class _Draft:
         return isinstance(rule.value, float) and rule.value > 0
 
 
-def _align_sides(rule: Rule, current: Metric | None, baseline: Metric | None, where: str) -> _Draft:
+def _align_sides(rule: Rule, current: Metric | None, baseline: Metric | None, where: str) -> _RuleOnMetric:
     """Return the rule with both sides; for a relative rule, restricted to the configurations that both sides have.
 
     Raises InputError when there are none in common, and for a rule whose unit is not the metric's.
@@ -118,11 +118,11 @@ def _align_sides(rule: Rule, current: Metric | None, baseline: Metric | None, wh
     assert metric is not None  # the names come from the two sides
     check_unit(rule, metric, where)
     if current is None or baseline is None or not rule.relative:
-        return _Draft(rule=rule, current=current, baseline=baseline)
+        return _RuleOnMetric(rule=rule, current=current, baseline=baseline)
     current_keys, baseline_keys = ({cell.key for cell in side.cells} for side in (current, baseline))
     common_keys, all_keys = current_keys & baseline_keys, current_keys | baseline_keys
     if common_keys == all_keys:
-        return _Draft(rule=rule, current=current, baseline=baseline)
+        return _RuleOnMetric(rule=rule, current=current, baseline=baseline)
     if not common_keys:
         problem = f"the two sides of {metric.name} have no configuration in common"
         raise InputError(where, problem, f"they have {', '.join(sorted(all_keys))}")
@@ -133,27 +133,27 @@ def _align_sides(rule: Rule, current: Metric | None, baseline: Metric | None, wh
         return replace(side, cells=cells, value=geometric_mean(cells))
 
     note = f"over the {len(common_keys)} of {len(all_keys)} configurations that both sides have"
-    return _Draft(rule=rule, current=restricted(current), baseline=restricted(baseline), note=note)
+    return _RuleOnMetric(rule=rule, current=restricted(current), baseline=restricted(baseline), note=note)
 
 
-def _check(draft: _Draft, level: float, seed: int) -> GateCheck:
+def _check(pair: _RuleOnMetric, level: float, seed: int) -> GateCheck:
     """Return the outcome of one rule on one metric; ``level`` is the false-alarm share of this check's noise test.
 
     A metric that only the baseline has fails; one that only the current artifact has passes as new.
     """
-    rule, metric = draft.rule, draft.current or draft.baseline
+    rule, metric = pair.rule, pair.current or pair.baseline
     assert metric is not None
-    current_value = draft.current.value if draft.current is not None else None
-    baseline_value = draft.baseline.value if draft.baseline is not None else None
+    current_value = pair.current.value if pair.current is not None else None
+    baseline_value = pair.baseline.value if pair.baseline is not None else None
     limit, op = _resolve_limit(rule, baseline_value, current_value)
-    passed, notes = True, [draft.note]
+    passed, notes = True, [pair.note]
     if current_value is None:
         passed, notes = False, ["the baseline has it, the current artifact does not"]
     elif limit is None:
         notes = ["new: the baseline does not have it"]
     else:
         passed = _satisfies(current_value, op, limit)
-        if metric.measured and not draft.testable:
+        if metric.measured and not pair.testable:
             remedy = f"(give {FEWEST_REPEATS} or more repeats or files)"
             notes.append(f"measured without repeats, so its noise is unknown {remedy}")
     check = GateCheck(
@@ -171,8 +171,8 @@ def _check(draft: _Draft, level: float, seed: int) -> GateCheck:
         noise=None,
         note="; ".join(filter(None, notes)) or None,
     )
-    if draft.testable and isinstance(limit, float) and limit > 0:
-        return _apply_noise_test(check, draft, limit, level, seed)
+    if pair.testable and isinstance(limit, float) and limit > 0:
+        return _apply_noise_test(check, pair, limit, level, seed)
     return check
 
 
@@ -216,18 +216,18 @@ def _satisfies(current: float | str, op: str, limit: float | str) -> bool:
     return bool(_OPS[op](current, limit))
 
 
-def _apply_noise_test(check: GateCheck, draft: _Draft, limit: float, level: float, seed: int) -> GateCheck:
+def _apply_noise_test(check: GateCheck, pair: _RuleOnMetric, limit: float, level: float, seed: int) -> GateCheck:
     """Return the check with its noise test; a failure within the noise (p above the level) becomes a pass, and says so.
 
     ``limit``: positive. For a change, the ratio of the limit to the baseline is tested, else the figure itself.
     """
-    assert draft.current is not None  # testable drafts have it
-    baseline: tuple[Cell, ...] = draft.baseline.cells if draft.rule.relative and draft.baseline is not None else ()
+    assert pair.current is not None  # testable pairs have it
+    baseline: tuple[Cell, ...] = pair.baseline.cells if pair.rule.relative and pair.baseline is not None else ()
     # No float is further from 1 than these, and a limit of 0 has no logarithm.
     ratio = min(max(limit / geometric_mean(baseline), sys.float_info.min), _LARGEST) if baseline else limit
     # A bound in both directions is two tests.
-    test_level = level / 2 if draft.rule.direction == "change" else level
-    test = past_limit(draft.current.cells, baseline, ratio, above=check.op in ("<=", "<"), level=test_level, seed=seed)
+    test_level = level / 2 if pair.rule.direction == "change" else level
+    test = past_limit(pair.current.cells, baseline, ratio, above=check.op in ("<=", "<"), level=test_level, seed=seed)
     if check.passed or test.p <= test_level:
         return check.model_copy(update={"noise": test})
     percent_range = f"{100 * (test.low - 1):+.1f}% .. {100 * (test.high - 1):+.1f}%" if baseline else ""
@@ -237,7 +237,7 @@ def _apply_noise_test(check: GateCheck, draft: _Draft, limit: float, level: floa
         else f"it is {show(test.low, check.unit)} .. {show(test.high, check.unit)}"
     )
     outcome = f"past the limit, but inside the noise (p = {test.p:.2g}, needs <= {test_level:.2g}): {range_text}"
-    note = "; ".join(filter(None, (draft.note, outcome)))
+    note = "; ".join(filter(None, (pair.note, outcome)))
     return check.model_copy(update={"noise": test, "passed": True, "in_noise": True, "note": note})
 
 
