@@ -126,7 +126,7 @@ def show_hours(hours: float) -> str:
 
 
 def show_money(amount: float) -> str:
-    """Return an amount of US dollars to the cent; less than a cent with two significant digits.
+    """Return an amount of US dollars to the cent; less than a cent in two significant digits.
 
     >>> show_money(0.8912), show_money(12345.6), show_money(0.00321)
     ('$0.89', '$12,345.60', '$0.0032')
@@ -135,7 +135,7 @@ def show_money(amount: float) -> str:
 
 
 def show_span(low_s: float, high_s: float) -> str:
-    """Return a range of durations in one unit.
+    """Return a range of durations, in one unit where the lower end is at least a tenth of it.
 
     >>> show_span(0.00583, 0.021), show_span(0.5, 75.0), show_span(0.00002, 0.002)
     ('5.83..21 ms', '0.5..75 s', '20 us..2 ms')
@@ -164,15 +164,13 @@ def faster_than(gain: float) -> str:
     >>> faster_than(0.25), faster_than(-0.1), faster_than(2.0)
     ('25% faster than', '10% slower than', '3 times as fast as')
     """
-    return (
-        f"{gain + 1:.3g} times as fast as"
-        if gain >= 1
-        else f"{abs(gain):.0%} {'faster' if gain >= 0 else 'slower'} than"
-    )
+    if gain >= 1:
+        return f"{gain + 1:.3g} times as fast as"
+    return f"{abs(gain):.0%} {'faster' if gain >= 0 else 'slower'} than"
 
 
 def show_bytes(size_bytes: float | None) -> str:
-    """Return a size for people in binary units.
+    """Return a size for people in binary units, with one digit; ``-`` for None and NaN.
 
     >>> show_bytes(1536), show_bytes(102_230_128)
     ('1.5 KiB', '97.5 MiB')
