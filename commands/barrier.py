@@ -100,12 +100,17 @@ def show_barrier(call: VerbCall[BarrierResult], output: Path | None = None, as_j
 
 
 def _figures(barrier: Barrier) -> dict[str, Any]:
-    """Return the figures of a barrier by the names of their fields in its record."""
+    """Return a barrier's figures by the names of their fields in its record."""
     return {name: getattr(barrier, name) for name in BarrierFigures.model_fields}
 
 
 def predicted_ends(path: Path, lookahead: int, predictor: str, tell: Tell) -> tuple[tuple[str, ...], EndTimes]:
-    """Return the workers' names (n,) and their predicted iteration ends (n, R), from what the file has recorded."""
+    """Return the workers' names (n,) and the predicted ends of each one's next ``lookahead`` iterations, in seconds.
+
+    ``path``: recorded iteration ends, or telemetry. ``predictor``: of an iteration's length. ``tell`` hears which
+    workers' rows stop early. Raises InputError for what cannot be read, and for more ends than a barrier can be chosen
+    of.
+    """
     recorded = read_recorded(path, tell)
     names = recorded.names
     if len(names) * lookahead > MOST_ENDS:

@@ -39,7 +39,12 @@ def calibrate(
     output: Path | None = None,
     as_json: bool = False,
 ) -> None:
-    """Fit one device's constants to your own measurements, the shipped ones as prior; `--devices-file` reads the result."""
+    """Fit one device's constants to your own measurements, the shipped ones as prior; `--devices-file` reads the result.
+
+    ``rows``: profiles, telemetry, profiler traces, and logs of nccl-tests, which give the link's rate. ``model`` to
+    ``sequence_length`` describe the rows that do not say so themselves. Raises InputError for what cannot be read, or
+    says nothing about the device.
+    """
     table = known_devices(devices_file)
     gpu = table.gpu(device)
     other_files = [path for path in rows if ending(path) not in _TABLE_SUFFIXES]
@@ -55,6 +60,7 @@ def calibrate(
 
         @cache
         def curve_of(name: str) -> WorkCurve:
+            """Return the work of one step of a model by batch size, traced once; code that nobody trusts is refused."""
             if is_code(name) and name != model and not allow_code:
                 problem = f"names code, {name!r}, which would be imported and run"
                 raise InputError(f"{tables[0]}:model", problem, "give --allow-code where you trust it")
@@ -76,9 +82,10 @@ def calibrate(
 def _read_steps(
     tables: list[Path], device: Device, known: DeviceTable, batch_size: int | None, **conditions: Any
 ) -> list[MeasuredStep]:
-    """Return the steps of all files that were measured on ``device``.
+    """Return the measured steps in all files that are of one replica and one pass on ``device``.
 
     Args:
+        known: the table by which other names of the device are recognised.
         batch_size: of profiler traces (.json), which lack it; None without traces.
         conditions: the model, precision and optimizer for rows without them; see ``measured_rows``.
     """

@@ -25,7 +25,12 @@ def doctor(
     replicas: Annotated[int | None, within(1, 4096)] = None,
     as_json: bool = False,
 ) -> None:
-    """Try what ddltool needs of this machine; or what it costs a script, or whether a script trains right with it."""
+    """Try what ddltool needs of this machine; or what it costs a script, or whether a script trains right with it.
+
+    ``overhead`` and ``check``: a script with its arguments. Of the overhead, ``pairs`` runs without and with ddltool
+    are compared, of ``steps`` steps each; ``max_overhead``: the share of a step above which it fails. Raises
+    CheckFailed for a failed check.
+    """
     if check is not None:
         _check_script(check, replicas or 2, as_json)
         return
@@ -60,7 +65,7 @@ def _check_script(script: str, replicas: int, as_json: bool) -> None:
 
 
 def _examine_machine(as_json: bool) -> None:
-    """Print the checks of this machine and its packages. Raises CheckFailed where a check failed."""
+    """Print what of this machine and its packages works. Raises CheckFailed where a check failed."""
     checks, machine = examine()
     failed = [check.name for check in checks if check.status == "failed"]
     if as_json:

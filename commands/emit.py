@@ -71,8 +71,8 @@ def emit(
         raise InputError("--telemetry", problem, "give a file such as telemetry.jsonl, or none")
     demand_words_for_groups(followed, target, where)
     # A manifest embeds enforce.json; for the hook it is the output itself, and it has no words for groups.
-    brings = target in ("torchrun", "slurm") and str(path) != "-" and followed.group is None
-    paths = [path, path.with_name("enforce.json")] if brings else [path]
+    writes_config = target in ("torchrun", "slurm") and str(path) != "-" and followed.group is None
+    paths = [path, path.with_name("enforce.json")] if writes_config else [path]
     check_outputs([] if isinstance(plan, Plan) else [plan], dict(zip(("-o", "enforce.json"), paths, strict=False)))
     if followed.strategy == "elastic-bsp" and target not in _PARAMETER_SERVER_TARGETS:
         problem = f"has no parameter server, which {where}, an elastic-bsp plan, needs"
@@ -133,7 +133,7 @@ def show_emit(call: VerbCall[EmitResult], as_json: bool = False) -> None:
 
 
 def _label_values(text: str, device_types: Sequence[str]) -> dict[str, str]:
-    """Parse ``T4=Tesla-T4,V100=Tesla-V100`` to node label values by device type.
+    """Return the node label's value by device type that a text such as ``T4=Tesla-T4,V100=Tesla-V100`` gives.
 
     Raises InputError for a device type that the plan does not use.
     """
@@ -144,12 +144,12 @@ def _label_values(text: str, device_types: Sequence[str]) -> dict[str, str]:
 
 
 def _read_devices_per_node(text: str, option: str) -> dict[str, int] | int:
-    """Parse ``8`` to one number for every device type, ``V100=8,T4=1`` to numbers by device type."""
+    """Return one number for every device type, of ``8``, or numbers by device type, of ``V100=8,T4=1``."""
     return device_counts(text, option) if "=" in text else integers(text, option, most=999_999)[0]
 
 
 def _checked_cluster_name(option: str, name: str, target: str) -> str:
-    """Return the option's value. Raises InputError where the target cluster's syntax of names excludes it."""
+    """Return an option's value where the target's cluster takes it as a name. Raises InputError for any other."""
     patterns = {"--image": _IMAGE_NAME, "--queue": _LABEL_VALUE}
     pattern = _SLURM_NAME if target == "slurm" else patterns.get(option, _LABEL_KEY)
     if not re.fullmatch(pattern, name):

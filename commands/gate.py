@@ -118,13 +118,13 @@ def show_gate(
 
 
 def _subject(current: list[Path], baselines: Sequence[Path] = ()) -> str:
-    """Return what is judged in words: the first file, how many more, and the first baseline."""
+    """Return in words what is judged: the first file, how many more, and the first baseline."""
     text = str(current[0]) if len(current) == 1 else f"{current[0]} and {len(current) - 1} more"
     return harmless(f"{text} against {baselines[0]}" if baselines else text)
 
 
 def _tell_github(verdict: GateResult, current: list[Path], summary_file: str | None) -> None:
-    """Write annotations on stderr, which GitHub reads as well as stdout, and append to the step summary."""
+    """Write the verdict for GitHub: annotations on stderr, which it reads like stdout, and the step summary into its file."""
     for line in workflow_commands(verdict, str(current[0])):
         sys.stderr.write(line + "\n")
     if summary_file:
@@ -132,7 +132,7 @@ def _tell_github(verdict: GateResult, current: list[Path], summary_file: str | N
 
 
 def _list_metrics(figures: Figures, as_json: bool) -> None:
-    """Print the metrics of an artifact, which rules may name."""
+    """Print the metrics that an artifact has and rules may name, with their values and repeats."""
     metrics = figures.metrics.values()
     if as_json:
         listed = [

@@ -39,6 +39,7 @@ _accumulation = partial(integers, least=0, most=MOST_STEPS)
 
 
 def _sizes(text: str, where: str) -> tuple[int, ...]:
+    """Return the batch sizes in a text; () for ``auto``, which stands for a search."""
     return () if text == "auto" else integers(text, where, most=LARGEST_BATCH)
 
 
@@ -132,7 +133,7 @@ def show_profile(call: VerbCall[ProfileResult], output: Path | None = None, as_j
 
 
 def _follow(request: MeasureRequest, place: Place) -> None:
-    """Do a rank's share of the steps, as rank 0 of the torchrun job says."""
+    """Do the share of the steps of a rank above 0, as rank 0 of the torchrun job says."""
     with _prints_elsewhere(), TorchrunJob(place, request.subject(), request.replicas) as job:
         try:
             job.prepare()
@@ -144,7 +145,10 @@ def _follow(request: MeasureRequest, place: Place) -> None:
 
 @contextlib.contextmanager
 def _leading(request: MeasureRequest, place: Place | None) -> Iterator[TorchrunJob | None]:
-    """Yield rank 0's side of the torchrun job, None outside one."""
+    """Yield rank 0's side of the torchrun job, which tells the other ranks what to do; None outside one.
+
+    While it lasts, a SIGTERM of torchrun becomes an error that says so.
+    """
     if place is None:
         yield None
         return
@@ -152,6 +156,7 @@ def _leading(request: MeasureRequest, place: Place | None) -> Iterator[TorchrunJ
     job = TorchrunJob(place, request.subject(), request.replicas)
 
     def stopped(number: int, frame: object) -> None:
+        """End the job with an error; a second SIGTERM is ignored, so that it does not disturb the cleaning up."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         problem = "stopped by torchrun (a process of the job ended, or the job was stopped)"
         raise job.failure(DdlToolError(f"{job.where}: {problem}"))
@@ -180,7 +185,7 @@ def _prints_elsewhere() -> Iterator[None]:
 
 
 def _budget(memory: str | float, device: str) -> float:
-    """Return the bytes that a search for the memory limit may use."""
+    """Return how many bytes a search for the memory limit may use: a number, a text such as ``2GiB``, or ``all`` of a GPU."""
     if not isinstance(memory, str):
         return memory
     if memory != "all":
@@ -191,7 +196,7 @@ def _budget(memory: str | float, device: str) -> float:
 
 
 def _show(result: ProfileResult) -> None:
-    """Print the measured rows, what was left out and why, and each device's overhead, saturation and memory limit."""
+    """Print the measured rows, what was not measured and why, and each device's overhead, saturation and memory limit."""
     accumulates = any(row["accumulation_steps"] for row in result.rows)
     rows = [
         (
@@ -246,7 +251,10 @@ def profile_watch(
     seed: Seed = 0,
     as_json: bool = False,
 ) -> None:
-    """Train in local processes in lockstep and record speed, CPU and memory of each, for balance."""
+    """Train in local processes in lockstep and record speed, CPU and memory of each, for balance.
+
+    ``cores``: the cores of each process, None: any. What is recorded goes to ``output`` as CSV.
+    """
     sizes = {"batch": batch_size, "workers": replicas, "iterations": iterations}
     request = WatchRequest(source=source, resolver=RESOLVER, cores=cores, seed=seed, **sizes)
     watch_workers(request, output, as_json)
@@ -280,7 +288,7 @@ def watch_workers(request: WatchRequest, output: Path | None, as_json: bool) -> 
 
 
 def _show_watched(result: WatchResult, output: Path | None) -> None:
-    """Print a row per worker and what balancing could gain."""
+    """Print a row for each worker, and what batches by the workers' speeds would gain."""
     rows = [
         (
             worker.worker,

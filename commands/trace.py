@@ -167,7 +167,10 @@ def show_trace(
     perfetto: Path | None = None,
     as_json: bool = False,
 ) -> None:
-    """Print what the order of transfers gains; or, for ``--determinism``, what stands in the way of equal bits."""
+    """Print what the order of transfers gains; or, for ``--determinism``, what stands in the way of equal bits.
+
+    ``setting``: how replicas exchange gradients, of which the verdict speaks first.
+    """
     if determinism:
         demand_part("--determinism", {"source", "mode", "batch_size", "bindings", "determinism", "as_json"})
         source = call["source"]

@@ -51,7 +51,7 @@ def verify(
 
 
 def show_verify(call: VerbCall[Verification], output: Path | None = None, as_json: bool = False) -> None:
-    """Print how the run was against its plan; exit 1 where it did not follow it."""
+    """Print how the run went against its plan; exit 1 where it did not follow it, or was off by more than the limit."""
     found = call()
     finish(found, lambda: verification_section(found, found.job), output, as_json)
     if not found.passed:
@@ -59,7 +59,10 @@ def show_verify(call: VerbCall[Verification], output: Path | None = None, as_jso
 
 
 def _models(given: Path | Goodput | None) -> tuple[dict[str, ThroughputParams] | None, float | None]:
-    """Return the fitted models of a fit, or its file, by device type ("" for all others), and the error of the fit."""
+    """Return the fitted models by device type ("" for all others), and the fit's relative error; (None, None) without a fit.
+
+    ``given``: a fit, or its file; of several device types the largest error counts.
+    """
     if given is None:
         return None, None
     fitted = given if isinstance(given, Goodput) else load(given, Goodput)

@@ -62,9 +62,7 @@ __all__ = ["__version__", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:
-    """Return a public name from the module that has it, and keep it here: that module is imported when it is first
-    asked for.
-    """
+    """Return a public name from the module that has it, which is imported when it is first asked for."""
     if name not in _HOMES:
         raise AttributeError(f"module 'ddltool' has no attribute {name!r}")
     found = globals()[name] = getattr(import_module(f"ddltool.{_HOMES[name]}"), name)

@@ -152,8 +152,7 @@ def _memory_timelines(document: dict[str, Any], where: str) -> dict[str, MemoryT
 
 
 def _from_rows(path: Path, rows: list[tuple[int, Row]]) -> ReadArtifact:
-    """Return the artifact in (line number, row) pairs of JSON Lines: a profile, or the last run of telemetry or of a
-    server.
+    """Return the artifact in (line number, row) pairs of JSON Lines: a profile, or the last run of telemetry or of a server.
 
     Raises InputError for rows of another kind.
     """
@@ -234,9 +233,7 @@ def checked_document(document: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _read_table_document(path: Path) -> dict[str, Any]:
-    """Return a table as a document: the last run's rows of telemetry, told by its column ``compute_s``, else a
-    profile's.
-    """
+    """Return a table as a document: the last run's rows of telemetry, told by its column ``compute_s``, else a profile's."""
     frame = read_table(path)
     if "compute_s" not in frame.columns:
         return profile_document(frame, str(path))

@@ -76,9 +76,7 @@ class Artifact(Record):
             save(self, path)
 
     def to_frame(self) -> pd.DataFrame:
-        """Return the document's main rows as a table: of a profile its rows, of a simulation its policies, of a plan
-        its assignments.
-        """
+        """Return the document's main rows as a table: a profile's rows, a simulation's policies, a plan's assignments."""
         return cast("pd.DataFrame", showing.module().frame(self))
 
     def chart(self) -> Any:
@@ -189,9 +187,7 @@ def read_bytes(path: str | Path, max_bytes: int = LONGEST_TEXT) -> bytes:
 
 
 def read_text(path: str | Path) -> str:
-    """Return the text of a file, without a byte order mark. Raises InputError as :func:`opened` does, and for an empty
-    one.
-    """
+    """Return the text of a file, without a byte order mark. Raises InputError as :func:`opened` does, and for an empty one."""
     path = Path(path)
     with _name_read_errors(path):
         text = read_bytes(path).decode("utf-8-sig")
@@ -356,8 +352,7 @@ def _first_validation_error(error: ValidationError, model: type[BaseModel], wher
 
 
 def _fields_beside(location: tuple[int | str, ...], model: type[BaseModel]) -> list[str]:
-    """Return the field names that the model knows at the place of an unknown field; ``location``: its path, from the
-    top.
+    """Return the field names that the model knows at the place of an unknown field; ``location``: its path, from the top.
 
     The JSON schema is followed along the path: into lists, fields, and the first alternative that has any.
     """
@@ -405,8 +400,7 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def write_bytes(path: str | Path, data: bytes) -> None:
-    """Write ``data`` atomically: to a temporary file beside ``path``, which is synced to the disk and renamed into
-    place.
+    """Write ``data`` atomically: to a temporary file beside ``path``, which is synced to the disk and renamed into place.
 
     ``-`` is standard output; a pipe or a device is written as it is, see :func:`opened_stream`. Raises InputError when
     it cannot be written.
@@ -455,9 +449,7 @@ def opened_stream(path: Path) -> int:
 
 
 def _fill_stream(path: Path, data: bytes) -> None:
-    """Write all of ``data`` into a pipe or a device. Raises TimeoutError where its reader pauses for longer than a
-    minute.
-    """
+    """Write all of ``data`` into a pipe or a device. Raises TimeoutError where its reader pauses for longer than a minute."""
     descriptor, rest = opened_stream(path), memoryview(data)
     try:
         while rest:
@@ -470,9 +462,7 @@ def _fill_stream(path: Path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def _name_write_errors(path: Path) -> Iterator[None]:
-    """Turn an error of writing to ``path`` in the body into an InputError; also for a loop of links, or a NUL in the
-    name.
-    """
+    """Turn an error of writing to ``path`` in the body into an InputError; also for a loop of links, or a NUL in the name."""
     try:
         yield
     except (OSError, RuntimeError, ValueError) as error:

@@ -121,8 +121,7 @@ def is_companion(path: Path) -> bool:
 def write_companion(
     path: Path, meta: CompanionMeta, plans: Iterable[CompanionPlan], vectors: Iterable[tuple[int, int]]
 ) -> None:
-    """Write a database atomically. ``vectors``: pairs (key of the device counts, index in ``plans`` of the best plan
-    for them).
+    """Write a database atomically. ``vectors``: pairs (key of the device counts, index in ``plans`` of the best plan for them).
 
     Raises InputError when it cannot be written.
     """
@@ -154,8 +153,7 @@ class Companion:
             raise
 
     def _distrust(self) -> None:
-        """Bound what a file that anybody may have made can do: no functions in its schema, no long values, no long
-        searches.
+        """Bound what a file that anybody may have made can do: no functions in its schema, no long values, no long searches.
 
         Raises InputError where its tables are not exactly those that :func:`write_companion` makes.
         """
@@ -200,9 +198,7 @@ class Companion:
         raise ValueError("a plan in it does not fit its devices")
 
     def _runs_all(self, plan: CompanionPlan) -> bool:
-        """Return whether a plan places every EST (logical worker) of the job, in the time that the devices'
-        capabilities give.
-        """
+        """Return whether a plan places every EST (logical worker), in the time that the devices' capabilities give."""
         speeds = {device.type: device.capability_per_s for device in self.meta.devices}
         placed = sum(devices * ests for rows in plan.ests.values() for devices, ests in rows)
         slowest_s = max((ests / speeds[name] for name, rows in plan.ests.items() for _, ests in rows), default=0.0)
@@ -213,9 +209,7 @@ class Companion:
         )
 
     def remember(self, counts: Sequence[int], plan: CompanionPlan) -> None:
-        """Keep a plan that was made on demand. A database that cannot be written is left as it is: the plan is no less
-        good.
-        """
+        """Keep a plan that was made on demand. A database that cannot be written is left as it is: the plan is no less good."""
         with self._explained(), contextlib.suppress(sqlite3.OperationalError), self._writing():
             if self._stored().generation != self.meta.generation:
                 return  # made with capabilities that have changed since

@@ -64,8 +64,7 @@ def reversed_edges(edges: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def first_ready_first(inputs: Sequence[Sequence[int]]) -> list[int]:
-    """Return the ops in an order with every one after its inputs; of several that are ready the lowest number goes
-    first.
+    """Return the ops in an order with every one after its inputs; of several that are ready the lowest number goes first.
 
     ``inputs``: as of :func:`input_lists`. O((n + e) log n).
     """
@@ -83,8 +82,7 @@ def first_ready_first(inputs: Sequence[Sequence[int]]) -> list[int]:
 
 
 def collected(edges: Sequence[Sequence[int]], order: Iterable[int], marked: Iterable[int]) -> list[int]:
-    """Return for each op the set of marked ops that its edges lead to, itself included, as an integer: bit k for
-    ``marked[k]``.
+    """Return for each op the set of marked ops that its edges lead to, itself included, as an integer: bit k for ``marked[k]``.
 
     ``order``: all ops, every one after those that its edges name. O((n + e) marked / 64): a set is a union of a few
     words.

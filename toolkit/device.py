@@ -86,9 +86,7 @@ class Device(Record):
 
     @property
     def branch(self) -> str:
-        """What chips must share to be alike: the generation, with " HBM" for the data centre's chips where it has both
-        kinds.
-        """
+        """What chips must share to be alike: the generation, with " HBM" for data centre chips where it has two kinds."""
         # Rates over that of float32.
         double, half = (self.peak_flops.get(name, 0.0) / self.peak_flops["float32"] for name in ("float64", "float16"))
         # Graphics chips compute float64 at a 32nd or less of float32, and float16 at less than ten times of it.

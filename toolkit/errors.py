@@ -164,8 +164,7 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
 
 
 def known(option: str, name: str, names: Sequence[str]) -> str:
-    """Return ``name`` as it is spelt in ``names``, whatever its capitals. Raises InputError, with the nearest, for any
-    other.
+    """Return ``name`` as it is spelt in ``names``, whatever its capitals. Raises InputError, with the nearest, for any other.
 
     ``option``: where the name was given, for the message.
     """

@@ -114,7 +114,7 @@ class Recorded:
         return start, np.maximum(end, start), np.array(self.storage_bytes, dtype=np.float64)
 
     def held_bytes(self, places: int, part: str | None = None) -> NDArray[np.float64]:
-        """Return the bytes that live at every place, (places,), of the storages of one ``part`` (such as "gradients")
+        """Return the bytes that live at every place, (places,): of the storages of one ``part``, such as "gradients",
         or of all.
         """
         start, end, size = self.lives(places)
@@ -439,9 +439,7 @@ class GraphDocument(Artifact):
 
 
 def to_document(graph: Graph) -> dict[str, Any]:
-    """Return the graph as a mapping ready for JSON. Fields of an op that are empty, and not in ``_ALWAYS``, are left
-    out.
-    """
+    """Return the graph as a mapping ready for JSON. Fields of an op that are empty, and not in ``_ALWAYS``, are left out."""
     names = [field.name for field in fields(Op)]
     op_rows = [{name: value for name in names if (value := getattr(op, name)) or name in _ALWAYS} for op in graph.ops()]
     for row in op_rows:
@@ -472,9 +470,7 @@ def from_document(document: dict[str, Any], where: str = "graph") -> Graph:
 
 
 def _check_recorded(graph: Graph, recorded: Recorded, where: str) -> None:
-    """Raise InputError for a recorded step whose columns differ in length, whose places lie outside of it, or of
-    unknown ops.
-    """
+    """Raise InputError for a recorded step with columns of unequal length, places outside of it, or unknown ops."""
     columns = {len(recorded.made), len(recorded.freed), len(recorded.storage_bytes), len(recorded.parts)}
     if len(columns) > 1:
         raise InputError(where, "made, freed, storage_bytes and parts differ in length", "give one of each per storage")
@@ -487,9 +483,7 @@ def _check_recorded(graph: Graph, recorded: Recorded, where: str) -> None:
 
 
 def read_graph(path: str | Path) -> Graph:
-    """Return the graph in a graph.json (or .json.gz). Raises InputError for a file that cannot be read or holds no
-    valid graph.
-    """
+    """Return the graph in a graph.json (or .json.gz). Raises InputError for a file that is unreadable or no valid graph."""
     return from_document(read_document(path), str(path))
 
 

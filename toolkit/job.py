@@ -281,8 +281,8 @@ class Cluster(Artifact):
 
 
 def is_code(source: str) -> bool:
-    """Return whether SOURCE names a function of the user's, which would be imported and run: ``package.module:f``,
-    ``file.py:f``.
+    """Return whether SOURCE names a function of the user's, such as ``package.module:f``, which would be imported and
+    run.
     """
     scheme, colon, _ = source.partition(":")
     return bool(colon) and scheme not in ("zoo", "timm", "transformers")
@@ -319,8 +319,7 @@ def read_job(path: str | Path, *, allow_code: bool = False) -> Job:
 
 
 def _in_groups(job: Job, path: Path) -> Job:
-    """Return the job with groups of devices in place of devices: fewer of them, each with the memory and price of its
-    group.
+    """Return the job with groups of devices in place of devices: fewer of them, each with the memory and price of its group.
 
     Raises InputError where the devices of a type are too few for a group. ``path``: the job's file, for errors.
     """

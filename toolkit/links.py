@@ -77,8 +77,7 @@ def kind_of(text: str) -> Kind | None:
 
 
 def datasheet_link(kind: Kind, bytes_per_s: float, latency_s: float = 0.0) -> Link:
-    """Return the link of a datasheet's rate (bytes per second, one way), at the share of it that a ring of GPUs
-    reaches.
+    """Return the link of a datasheet's rate (bytes per second, one way), at the share of it that a ring of GPUs reaches.
 
     ``latency_s``: of one message, 0 for the kind's own.
     """
@@ -106,8 +105,7 @@ def parse_link(text: str, where: str = "--link") -> Link:
 
 
 def parse_nic(text: str, where: str = "--nic") -> Link:
-    """Return the network cards of a node as one link: ``200Gbit`` for all of them, or ``8x200Gbit``, by their
-    datasheet.
+    """Return the network cards of a node as one link: ``200Gbit`` for all of them, or ``8x200Gbit``, by their datasheet.
 
     Its rate is the share of the datasheet's that a ring reaches. Raises InputError for anything else, named ``where``.
 

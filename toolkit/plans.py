@@ -416,7 +416,7 @@ class Plan(Artifact):
 
     @property
     def other_s(self) -> float | None:
-        """Seconds of a step beside compute and synchronisation (optimizer, loader, waiting); None where no measured run
+        """Seconds of a step beside compute and synchronisation, such as the optimizer's; None where no measured run
         gave them.
         """
         if self.decision is None:

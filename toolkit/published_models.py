@@ -53,8 +53,7 @@ def published_models() -> dict[str, PublishedModel]:
 
 @cache
 def _by_spelling() -> dict[str, PublishedModel]:
-    """Return the models by every lower-case name that finds one: with the organisation, and without it where that is
-    clear.
+    """Return the models by every lower-case name that finds one: with the organisation, and without it where that is clear.
 
     A name without organisation that is also a type's, such as ``bloom``, is left to the type.
     """

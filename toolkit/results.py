@@ -34,9 +34,7 @@ class Part(BaseModel):
 
     @model_serializer(mode="wrap")
     def _as_set(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Return the document with the fields that were set alone; names end in ``_`` only where Python reserves the
-        word.
-        """
+        """Return the document with the fields that were set alone; names end in ``_`` only where Python reserves the word."""
         written_names = {*self.model_fields_set, "kind", "schema_version"}
         fields = {name.removesuffix("_"): value for name, value in handler(self).items() if name in written_names}
         return {"kind": fields["kind"], **fields} if "schema_version" in fields else fields

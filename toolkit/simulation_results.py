@@ -231,8 +231,7 @@ class SweepDocument(Result):
         return self
 
     def means_by_policy(self) -> list[tuple[str, str, int, SweepFigures]]:
-        """Return (workload, policy, number of seeds, means over these) for each pair that was replayed, workload by
-        workload.
+        """Return (workload, policy, number of seeds, means over these) for each pair that was replayed, workload by workload.
 
         Failed replays are left out. A cost is there where every replay of the pair has one.
         """

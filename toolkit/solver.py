@@ -20,9 +20,7 @@ def solver_for(limit_s: float, seed: int, *, threads: int = 1) -> cp_model.CpSol
 
 
 def run(solver: cp_model.CpSolver, model: cp_model.CpModel) -> cp_model.CpSolverStatus:
-    """Return CP-SAT's status. Raises ValueError for a model that it refuses, which is not the same as "no answer in
-    time".
-    """
+    """Return CP-SAT's status. Raises ValueError for a model that it refuses, which is not the same as "no answer in time"."""
     status = solver.solve(model)
     if status == cp_model.MODEL_INVALID:
         raise ValueError(f"CP-SAT does not take the model: {model.validate()}")

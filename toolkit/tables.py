@@ -185,8 +185,7 @@ def checked_columns(
     shown: Mapping[str, str] | None = None,
     unit: str = "row",
 ) -> dict[str, Any]:
-    """Return the columns (n,) of a table that a record has as fields: numbers in the record's ranges, texts as they
-    are.
+    """Return the columns (n,) of a table that a record has as fields: numbers in the record's ranges, texts as they are.
 
     A missing cell, or null, of a field with a default is NaN. Raises InputError naming row and column of the first cell
     that the record would refuse, and for a missing one of the ``required`` columns. ``shown`` (names in the file, by

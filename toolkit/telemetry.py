@@ -216,8 +216,7 @@ _NEEDED = tuple(name for name, field in TelemetryRow.model_fields.items() if fie
 
 
 def check_rows(frame: pd.DataFrame, where: str, tell: Tell = log_remark) -> pd.DataFrame:
-    """Return the columns that a run is read from, numbers as floats, of a telemetry table's last run, with its index
-    kept.
+    """Return the columns that a run is read from, numbers as floats, of a telemetry table's last run, with its index kept.
 
     Everybody who reads the hook's files has their rows checked here; ``tell`` is given the remark which of several runs
     it is. Raises InputError, naming line and column, for missing columns, values that :class:`TelemetryRow` refuses,

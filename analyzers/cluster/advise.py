@@ -73,8 +73,7 @@ def advise(
 
 
 def _quantiles_of_guess(median: float, factor: float, count: int) -> Floats:
-    """Return ``count`` equally likely values, ascending, of a log-normal guess; the median alone where ``factor`` is 1
-    (known).
+    """Return ``count`` equally likely values, ascending, of a log-normal guess; the median alone where ``factor`` is 1 (known).
 
     They are the quantiles at the middles of ``count`` equal parts, as ``factor`` is one standard deviation of the
     logarithm.
@@ -192,8 +191,7 @@ def advise_job(path: Path) -> AdviceResult:
 
 
 def _examined(state: JobState) -> list[tuple[int, ...]]:
-    """Return the allocations to examine, each GPUs per node (N,): all, or 64 spread in equal ratios over their numbers
-    of GPUs.
+    """Return the allocations to examine, each GPUs per node (N,): all, or 64 spread in equal ratios over their numbers of GPUs.
 
     Small jobs have every number of GPUs examined; of large ones the neighbours hardly differ.
     """

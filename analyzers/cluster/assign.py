@@ -88,8 +88,7 @@ def assign(costs: Sequence[Sequence[Floats]], capacity: Sequence[int], *, exact:
 
 
 def _options(costs: Sequence[Sequence[Floats]], select_counts: Callable[[Floats], list[int]]) -> _Options:
-    """Return each job's options in one table: no GPUs first, then the counts that ``select_counts`` keeps of each
-    type's costs.
+    """Return each job's options in one table: no GPUs first, then the counts that ``select_counts`` keeps of each type's costs.
 
     ``costs``: as of :func:`assign`. ``select_counts`` is given the costs (k,) of 0, 1, ... GPUs of one type.
     """

@@ -260,9 +260,7 @@ class NodeStates:
         return min(given_s, self._drawn[0][0] if self._drawn else math.inf)
 
     def pop(self) -> tuple[list[int], list[int]]:
-        """Apply the next event and return (nodes that failed, nodes that left) by it; both are empty where a node came
-        back.
-        """
+        """Apply the next event and return (nodes that failed, nodes that left) by it; both are empty where a node came back."""
         before, kind = self.down, self._advance()
         lost = sorted(self.down - before)
         self.failed += len(lost) * (kind == "fail")

@@ -285,9 +285,7 @@ def _step_times(folder: Path) -> dict[str, MeasuredTimes]:
 
 
 def _step_and_sync(frame: pd.DataFrame, path: Path) -> Floats:
-    """Return the step and sync times (n, 2) of a table, in seconds. Raises InputError where the sync is no part of the
-    step.
-    """
+    """Return the step and sync times (n, 2) of a table, in seconds. Raises InputError where the sync is no part of the step."""
     hour = f"seconds, at most {_LONGEST_STEP_S:.0f} (an hour)"
     step = numbers(frame, "step_time", path, maximum=_LONGEST_STEP_S, remedy=hour)
     sync = numbers(frame, "sync_time", path)
@@ -296,9 +294,7 @@ def _step_and_sync(frame: pd.DataFrame, path: Path) -> Floats:
 
 
 def _validation(folder: Path) -> list[Validation]:
-    """Return the validation runs in one application's folder, one a file. Raises InputError unless all have as many
-    epochs.
-    """
+    """Return the validation runs in one application's folder, one a file. Raises InputError unless all have as many epochs."""
     runs: list[Validation] = []
     path_by_epochs: dict[int, Path] = {}
     for path in sorted(folder.glob("validation-*.csv")):
@@ -356,9 +352,7 @@ class ClusterTrace:
 
 
 def is_json(path: Path) -> bool:
-    """Return whether a file holds JSON: its name says so, or it begins with a bracket, as Philly's log has no telling
-    name.
-    """
+    """Return whether a file holds JSON: its name says so, or it begins with a bracket, as Philly's log has no telling name."""
     if ".json" in path.suffixes:
         return True
     with suppress(InputError), opened(path) as file:
@@ -428,8 +422,7 @@ def read_table_trace(frame: pd.DataFrame, where: str) -> ClusterTrace:
 
 
 def read_philly(document: Any, where: str) -> ClusterTrace:
-    """Return the jobs of Philly's ``cluster_job_log``. A job's GPUs are those of its last attempt, its GPU time that of
-    all.
+    """Return the jobs of Philly's ``cluster_job_log``. A job's GPUs are those of its last attempt, its GPU time that of all.
 
     Attempts without a start or an end count nothing. A job none of whose attempts ended counts from its first start
     until the last time in the log. Raises InputError naming the job (from 1) and the field.

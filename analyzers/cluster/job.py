@@ -349,7 +349,7 @@ class SimulatedJob:
         return table
 
     def _goodputs(self, gpu_type: str, gradient: tuple[float, float], most: int) -> Floats:
-        """Return the model's goodput, (2, most + 1), as :meth:`goodput_table` lays it out, by the noise scale of
+        """Return the model's goodput, (2, most + 1), in the layout of :meth:`goodput_table`, by the noise scale of
         ``gradient``.
         """
         tuned, widest = self._batches(gpu_type, gradient, most)
@@ -395,8 +395,9 @@ class SimulatedJob:
                     self.beliefs.observe(name, (1, 1, batch), self.application.step_times((1,), batch, name))
 
     def true_step_s(self, replicas: int) -> float:
-        """Return the true seconds of one step at the requested batch size on ``replicas`` packed GPUs: for policies
-        with an oracle.
+        """Return the true seconds of one step at the requested batch size on ``replicas`` packed GPUs.
+
+        Only policies with an oracle may ask; others go by what the job believes.
         """
         name, placement = self.measured_types[0], packed(self.cluster, replicas)
         local, steps = split_batch(self.spec.batch_size, replicas, self.limits_on[name])
@@ -461,9 +462,7 @@ class SimulatedJob:
             self._saved = min(self.progress + self.rate * (at_s - begin_s), epoch_end), self.epoch, at_s
 
     def fail(self, now_s: float) -> None:
-        """Lose the GPUs at ``now_s`` without warning, and fall back to the last checkpoint; what was trained since is
-        lost.
-        """
+        """Lose the GPUs at ``now_s`` without warning, and fall back to the last checkpoint; what was trained since is lost."""
         self.advance(now_s)
         progress, epoch, saved_s = self._saved
         self.tally.failures += 1
@@ -584,8 +583,9 @@ class SimulatedJob:
         self.local_batch_size = min(self.local_batch_size, self.limits.max_batch_size // microbatches)
 
     def _observe(self) -> None:
-        """Let the beliefs see the times and gradient statistics of the configuration that has just run, if the policy
-        adapts batches.
+        """Let the beliefs see the times and gradient statistics of the configuration that has just run.
+
+        Only under policies that adapt batches; for others nothing depends on beliefs.
         """
         if self.tuning is not Tuning.ADAPTIVE:
             return

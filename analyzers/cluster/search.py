@@ -195,8 +195,7 @@ class _Packing:
         self.allocations[job], self.costs[job] = (), self.within[job][0]
 
     def insert(self, job: int, most: int) -> None:
-        """Give a job that holds no GPUs the free ones that cost it least, at most ``most``: within a node or across
-        nodes.
+        """Give a job that holds no GPUs the free ones that cost it least, at most ``most``: within a node or across nodes.
 
         The allocation that it had before the search (``base``) may have more: it is given back where it is free and
         costs no more. Within a node, the node with the fewest free GPUs that fit is taken, to leave large gaps to

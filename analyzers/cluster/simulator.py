@@ -252,8 +252,7 @@ class _Run:
         self._count_available(max((job.tally.finish_s for job in self.jobs), default=0.0))
 
     def _change_nodes(self, now_s: float) -> None:
-        """Apply the node events of ``now_s``: jobs on nodes that failed or left lose all their GPUs until the next
-        round.
+        """Apply the node events of ``now_s``: jobs on nodes that failed or left lose all their GPUs until the next round.
 
         A failure undoes what was trained since the last checkpoint; before a node leaves, its jobs save one.
         """
@@ -313,9 +312,7 @@ class _Run:
         return math.inf
 
     def _end_epoch(self, now_s: float) -> bool:
-        """Handle the end of the epoch that is first in the queue, and return whether its job finished; else the job
-        re-tunes.
-        """
+        """Handle the end of the epoch that is first in the queue, and return whether its job finished; else it re-tunes."""
         _, index = heapq.heappop(self.epoch_ends)
         job = self.jobs[index]
         if job.end_epoch(now_s):
@@ -436,9 +433,7 @@ class Watchdog:
             raise Infeasible(f"{self._cause(jobs, up)}{problem}")
 
     def _cause(self, jobs: Sequence[SimulatedJob], up: ClusterSpec) -> str:
-        """Return the beginning of the message: which nodes are gone for good and which job needs them; "" where all
-        come back.
-        """
+        """Return the beginning of the message: which nodes are gone for good and which job needs them; "" for none."""
         gone = sorted(self.nodes.gone) if self.nodes is not None else []
         if not gone:
             return ""

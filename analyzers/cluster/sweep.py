@@ -221,8 +221,7 @@ def _inputs(
 
 
 def _run(tasks: Sequence[SweepTask], jobs: int, engine: str) -> Iterator[SweepCell]:
-    """Yield the record of each task as it ends, on ``engine`` and in ``jobs`` processes; none is left however the
-    caller stops.
+    """Yield the record of each task as it ends, on ``engine`` and in ``jobs`` processes; none is left however the caller stops.
 
     Where a process dies (memory ran out), the tasks under way are replayed again one at a time: a task whose process
     dies again is the culprit and gets an error, the others get their figures.
@@ -268,8 +267,9 @@ def _run_in_processes(waiting: deque[SweepTask], count: int) -> Generator[SweepC
 
 
 def _end_with(line: Connection) -> None:
-    """Make this worker process end at once, in the middle of a replay too, when the sweep closes its end of ``line`` or
-    is gone.
+    """Make this worker process end at once, in the middle of a replay too, when the sweep is over or gone.
+
+    ``line``: a pipe whose other end the sweep holds; the system closes it when the sweep's process dies.
     """
 
     def watch() -> None:
@@ -460,8 +460,7 @@ def _log(figures: SweepFigures, measure: str, workload: str, seed: int) -> float
 
 
 def _interval(measure: str, log_ratios: Floats, confidence: float) -> ComparedMeasure:
-    """Return the comparison of one measure by its log ratios, (n,), one a workload or seed: the mean ratio and its
-    interval.
+    """Return the comparison of one measure by its log ratios, (n,), one a workload or seed: the mean ratio and its interval.
 
     The interval is Student's t at ``confidence``; there is none for a single ratio, or where all are equal.
     """

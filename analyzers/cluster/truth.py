@@ -110,9 +110,7 @@ class MeasuredTimes:
 
     @cached_property
     def _neighbours(self) -> tuple[Callable[[Any], Floats], dict[Placement, Curve]]:
-        """The linear interpolation over (nodes, replicas, local batch size), and the curves of the times by (nodes,
-        replicas).
-        """
+        """The interpolation over (nodes, replicas, local batch size), and the curves of the times by (nodes, replicas)."""
         from scipy.interpolate import LinearNDInterpolator
         from scipy.spatial import QhullError
 
@@ -138,9 +136,7 @@ def _no_interpolation(point: Any) -> Floats:
 
 
 def _curves(keys: Sequence[Placement], batch: Floats, times: Floats) -> dict[Placement, Curve]:
-    """Return by key (a placement, or nodes and replicas) the batch sizes, ascending and each once, and their mean times
-    (k, 2).
-    """
+    """Return by key (a placement, or nodes and replicas) the batch sizes, ascending, and their mean times (k, 2)."""
     rows: dict[Placement, list[int]] = {}
     for row, key in enumerate(keys):
         rows.setdefault(key, []).append(row)
@@ -155,8 +151,7 @@ def _means(keys: Floats, times: Floats) -> Curve:
 
 
 def _times_at_batch(curve: Curve, batch: float) -> tuple[float, float]:
-    """Return the (step, sync) seconds at a batch size: linear between measured sizes, and further along the last line
-    beyond.
+    """Return the (step, sync) seconds at a batch size: linear between measured sizes, and further along the last line beyond.
 
     Bounds keep what lies beyond plausible: a step above 0, and a sync within it.
     """
@@ -219,9 +214,7 @@ class Application:
         validation: Sequence[Validation],
         limits: Limits | None = None,
     ) -> None:
-        """Take the limits that were not given from the measurements; without ``limits`` those of the published
-        simulator count.
-        """
+        """Take the limits that were not given from the measurements; ``limits`` None: those of the published simulator."""
         limits = limits if limits is not None else PUBLISHED_LIMITS.get(name, Limits())
         if not times or not validation:
             raise InputError(f"application {name}", "lacks step times or validation runs", "give both")

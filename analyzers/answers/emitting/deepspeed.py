@@ -29,8 +29,7 @@ _PRECISIONS: dict[str, dict[str, Any]] = {
 
 
 def deepspeed_config(plan: Plan) -> tuple[dict[str, Any], list[str]]:
-    """Return the content of ``ds_config.json``, and its gaps: what of the plan it leaves out, each with what to do
-    about it.
+    """Return the content of ``ds_config.json``, and its gaps: what of the plan it leaves out, each with what to do about it.
 
     Raises InputError for a precision that DeepSpeed does not have and for unequal batches.
     """

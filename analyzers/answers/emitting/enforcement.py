@@ -92,8 +92,7 @@ _MOST_RANKS = 100_000
 
 
 def demand_words_for_groups(plan: Plan, target: Target, where: str) -> None:
-    """Raise InputError for a plan whose ranks are groups of devices, where the target cannot run those; it names those
-    that do.
+    """Raise InputError for a plan whose ranks are groups of devices, where the target cannot run those; it names those that do.
 
     ``where``: the plan's file, for the message.
     """
@@ -106,8 +105,7 @@ def demand_words_for_groups(plan: Plan, target: Target, where: str) -> None:
 
 
 def to_enforcement(plan: Plan, *, telemetry: str | None = "telemetry.jsonl") -> Enforcement:
-    """Return what each training process does, as the hook reads it: one rank per used device, in the order of
-    assignments.
+    """Return what each training process does, as the hook reads it: one rank per used device, in the order of assignments.
 
     A rank's local batch holds the samples of all its logical workers. ``telemetry``: the file that the hook writes;
     None: no file. Raises InputError for more than 100,000 processes.

@@ -171,9 +171,7 @@ def _literal(text: str) -> str:
 
 
 def _metadata(plan: Plan, settings: LaunchSettings) -> dict[str, Any]:
-    """Return the metadata of a job: its name, the plan's labels and annotations, and the queue of Kueue where one is
-    given.
-    """
+    """Return the metadata of a job: its name, the plan's labels and annotations, and the queue of Kueue where one is given."""
     marks = _marks(plan)
     queue = {"kueue.x-k8s.io/queue-name": settings.queue} if settings.queue else {}
     return {"name": cluster_name(plan.job), **marks, "labels": marks["labels"] | queue}

@@ -126,9 +126,7 @@ def label_value(text: str) -> str:
 
 
 def one_word(text: str) -> str:
-    """Return ``text`` fit for a comment line: cut if long, and quoted as in JSON where it holds more than plain
-    characters.
-    """
+    """Return ``text`` fit for a comment line: cut if long, and quoted as in JSON where it holds more than plain characters."""
     text = shortened(text, _LONGEST_COMMENT)
     return text if re.fullmatch(r"[\w.+/:-]+", text, re.ASCII) else json.dumps(text)
 

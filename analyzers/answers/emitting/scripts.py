@@ -55,8 +55,7 @@ def gres_type(device_type: str) -> str:
 
 
 def ddp_module(plan: Plan, *, gaps: Sequence[str]) -> str:
-    """Return the text of a module with ``DDP_ARGUMENTS`` and ``wrap(model)``. Raises InputError for a plan without
-    buckets.
+    """Return the text of a module with ``DDP_ARGUMENTS`` and ``wrap(model)``. Raises InputError for a plan without buckets.
 
     The buckets are listed where their sizes differ, else one size says it.
     """
@@ -69,8 +68,7 @@ def ddp_module(plan: Plan, *, gaps: Sequence[str]) -> str:
 
 
 def fsdp2_module(plan: Plan, *, gaps: Sequence[str]) -> str:
-    """Return the text of a module with the units, the prefetch lists and ``shard(model)``, tensor parallelism first if
-    any.
+    """Return the text of a module with the units, the prefetch lists and ``shard(model)``, tensor parallelism first if any.
 
     Raises InputError for a plan without a list of blocks.
     """
@@ -113,8 +111,9 @@ def _filled(
     title = f"Job {one_word(plan.job)}, strategy {plan.strategy}"
 
     def torchrun(group: EqualNodes, rank: str) -> str:
-        """Return the command that starts the processes of one node of ``group``; ``rank``: the node's rank, or the
-        shell's word for it.
+        """Return the command that starts the processes of one node of ``group``.
+
+        ``rank``: the node's rank, or the shell's variable that holds it.
         """
         assert layout is not None
         return (

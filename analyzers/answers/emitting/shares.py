@@ -93,8 +93,7 @@ def shares(plan: Plan, target: str) -> tuple[Shares, list[str]]:
 
 
 def planned_passes(plan: Plan) -> int:
-    """Return how many forward and backward passes a rank makes for one optimizer step, the most over all ranks; at
-    least 1.
+    """Return how many forward and backward passes a rank makes for one optimizer step, the most over all ranks; at least 1.
 
     Logical workers that take turns on a device make one pass each.
     """
@@ -103,8 +102,7 @@ def planned_passes(plan: Plan) -> int:
 
 
 def reshards(plan: Plan) -> bool:
-    """Return whether gathered parameters are given up after the forward pass, as the plan's prefetch or comparison
-    says.
+    """Return whether gathered parameters are given up after the forward pass, as the plan's prefetch or comparison says.
 
     True, FSDP2's default, where neither says it.
     """
@@ -115,8 +113,7 @@ def reshards(plan: Plan) -> bool:
 
 
 def recomputation(plan: Plan) -> tuple[Checkpointing, list[str]]:
-    """Return a framework's word for which modules are computed again in the backward pass, and what that word leaves
-    out.
+    """Return a framework's word for which modules are computed again in the backward pass, and what that word leaves out.
 
     "none"; "full": every block, with nothing kept; "selective": every block, with the products that it keeps, or only
     some blocks. Frameworks do not name single modules, so which ones is left out.
@@ -136,8 +133,7 @@ def recomputation(plan: Plan) -> tuple[Checkpointing, list[str]]:
 
 
 def block_names(plan: Plan) -> list[str]:
-    """Return the names of the model's blocks, in the model's order: the units of FSDP2, or else what the parameters
-    number.
+    """Return the names of the model's blocks, in the model's order: the units of FSDP2, or else what the parameters number.
 
     The parameter ``layers.10.mlp.weight``, for one, lies in the block ``layers.10``.
     """
@@ -153,8 +149,7 @@ def block_names(plan: Plan) -> list[str]:
 
 
 def run_settings(plan: Plan) -> tuple[StepSettings, list[str]]:
-    """Return how the plan's step is run (precision, optimizer, compilation), and a list of what the plan does not say
-    of it.
+    """Return how the plan's step is run (precision, optimizer, compilation), and a list of what the plan does not say of it.
 
     Plans of earlier versions say nothing; the defaults then stand in.
     """

@@ -70,8 +70,7 @@ def launcher_text(
     settings: LaunchSettings,
     script_gaps: Sequence[str],
 ) -> tuple[str, list[str]]:
-    """Return the script or manifest that starts the plan's processes, and its gaps: fields that it lacks, and its
-    assumptions.
+    """Return the script or manifest that starts the plan's processes, and its gaps: fields that it lacks, and its assumptions.
 
     ``nodes``: which processes run on which nodes; ``script_gaps``: gaps of the training script, said along.
     """

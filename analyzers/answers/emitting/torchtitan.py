@@ -35,8 +35,7 @@ _FLAVORS = {"17B-16E": "17bx16e", "17B-128E": "17bx128e", "": "671B"}
 
 
 def job_config(plan: Plan) -> tuple[Settings, list[str]]:
-    """Return torchtitan's sections of settings, and its gaps: what of the plan they leave out, each with what to do
-    about it.
+    """Return torchtitan's sections of settings, and its gaps: what of the plan they leave out, each with what to do about it.
 
     Raises InputError for a plan that they cannot say at all: half precision by float16, DDP beside tensor or pipeline
     parallelism, and unequal batches.

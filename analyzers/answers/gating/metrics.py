@@ -372,8 +372,7 @@ def _nested_figures(values: Mapping[str, Any], prefix: str, where: str) -> Itera
 
 
 def _profile_figures(document: Mapping[str, Any], where: str) -> Iterator[Metric]:
-    """Yield ``step_time_s`` of each configuration and its geometric mean over all, synchronisation times and peak
-    memory.
+    """Yield ``step_time_s`` of each configuration and its geometric mean over all, synchronisation times and peak memory.
 
     A configuration is ``DEVICE/NODESxREPLICAS/bBATCH``; its rows, where there are several, are repeats.
     """
@@ -418,9 +417,7 @@ def _number_or_none(value: Any) -> float | None:
 
 
 def _telemetry_figures(document: Mapping[str, Any], where: str) -> Iterator[Metric]:
-    """Yield ``step_s``, ``compute_s``, ``wait_s`` and ``sync_s`` of each rank (``NAME/rankR``), and of all ranks
-    together.
-    """
+    """Yield ``step_s``, ``compute_s``, ``wait_s`` and ``sync_s`` of each rank (``NAME/rankR``), and of all ranks together."""
     by_rank: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
     for row in sorted(_nonempty_rows(document, where), key=lambda row: int(row["step"])):
         by_rank[int(row["rank"])].append(row)

@@ -84,8 +84,7 @@ def geometric_mean(cells: Sequence[Cell]) -> float:
 def past_limit(
     current: Sequence[Cell], baseline: Sequence[Cell], limit: float, *, above: bool, level: float, seed: int = 0
 ) -> NoiseFigures:
-    """Test whether the ratio current / baseline of geometric means is past ``limit`` (with ``above``: greater, else
-    less).
+    """Test whether the ratio current / baseline of geometric means is past ``limit`` (with ``above``: greater, else less).
 
     ``baseline``: the cells of the same keys in the same order, or empty to compare the current figure itself with
     ``limit``. Returns the p-value, the standard error and the interval at ``level``. Needs cells with
@@ -115,8 +114,8 @@ def _repeat_counts(cells: Sequence[Cell]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=64)
 def _simulate_null(current: tuple[int, ...], baseline: tuple[int, ...], seed: int) -> tuple[NDArray[np.float64], ...]:
-    """Return T as it comes out when the centre is on the limit: ascending draws, (DRAWS,), for each ratio of the sides'
-    spreads.
+    """Return draws of T, ascending, (DRAWS,), for a centre that is exactly on the limit: one array for each ratio of
+    the spreads.
 
     ``current`` and ``baseline`` hold the repeats per cell. An empty ``baseline`` gives one array, else there are three:
     equal spreads, none in the baseline, none in the current side.
@@ -124,8 +123,7 @@ def _simulate_null(current: tuple[int, ...], baseline: tuple[int, ...], seed: in
     random = np.random.default_rng(seed)
 
     def draw(sizes: tuple[int, ...]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Draw normal repeats for one side: return its sum over cells of medians, and that of squared spreads over
-        repeats.
+        """Draw normal repeats for one side: return its sum over cells of medians, and that of squared spreads over repeats.
 
         ``sizes``: repeats per cell. Both sums are (DRAWS,).
         """

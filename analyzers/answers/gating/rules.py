@@ -69,8 +69,7 @@ class Rule:
 
 
 def parse_rule(text: str, where: str = "--rule", *, optional: bool = False) -> Rule:
-    """Return the rule that a text states, such as ``iteration_s <= +5%``. Raises InputError with the grammar in one
-    line.
+    """Return the rule that a text states, such as ``iteration_s <= +5%``. Raises InputError with the grammar in one line.
 
     ``where``: who gave it, for messages. ``optional``: it may be about a figure that an artifact does not have.
     """

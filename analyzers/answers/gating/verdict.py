@@ -187,8 +187,7 @@ def _relative_change(current: float | str | None, baseline: float | str | None) 
 def _resolve_limit(
     rule: Rule, baseline: float | str | None, current: float | str | None
 ) -> tuple[float | str | None, str]:
-    """Return a rule's limit and its comparison operator, such as (1.05, "<="); the limit is None where the baseline
-    lacks it.
+    """Return a rule's limit and its comparison operator, such as (1.05, "<="); the limit is None where the baseline lacks it.
 
     Absolute rules say both. For a change the limit lies the amount above or below the baseline.
     """
@@ -334,8 +333,7 @@ def level_of(given: float | None, settings: GateConfig | None) -> float:
 def hold(
     current: Any, target: Path, texts: Sequence[str], level: float | None, *, update: bool, config: Path
 ) -> GateResult:
-    """Check an artifact against the baseline file ``target`` by the rules ``texts``, else by those of the file
-    ``config``.
+    """Check an artifact against the baseline file ``target`` by the rules ``texts``, else by those of the file ``config``.
 
     ``level`` None: the configured one. With ``update`` the current artifact is its own baseline, so that absolute
     limits still hold; a baseline that is missing or broken is then no error.

@@ -415,9 +415,7 @@ def _lanes_axis(names: Sequence[str]) -> alt.Y:
 
 
 def _bars(figure: Bars, slots: Slots) -> Chart:
-    """Return the chart of a horizontal bar, or dot, for each named value, with its interval, value in words, and a
-    level.
-    """
+    """Return the chart of a horizontal bar, or dot, for each named value, with its interval, value in words, and a level."""
     names = _names([name for name, _ in figure.rows])
     values = [value for _, value in figure.rows]
     interval_ends = [end for pair in figure.intervals if pair is not None for end in pair]
@@ -473,8 +471,8 @@ def _log_marks(low: float, high: float) -> list[float]:
 
 
 def _bar_rows(figure: Bars, names: Sequence[str], scale: float) -> list[Row]:
-    """Return a row of data for each bar: its value times ``scale``, its kind (for the colour), its text and where that
-    stands.
+    """Return a row of data for each bar: its value times ``scale``, its kind (for the colour), and its text with the
+    place.
     """
     marked = figure.marked[1] if figure.marked is not None else ()
     rows: list[Row] = []

@@ -77,9 +77,7 @@ def _where(one: TriedCommand) -> str:
 
 
 def _gain(plan: CommandPlan, one: TriedCommand) -> str:
-    """Return a variant's rate over that of the unchanged command on the same devices: "1.25"; "-" where that is not
-    known.
-    """
+    """Return a variant's rate over that of the unchanged command on the same devices: "1.25"; "-" where that is not known."""
     as_given = plan.as_given(one.device, one.devices_per_node)
     if one.given or as_given is None or not plan.rate(as_given):
         return "1.00" if one.given else "-"

@@ -52,8 +52,7 @@ _PAYS_SHARE = 0.5
 
 
 def profile_section(frame: pd.DataFrame, name: str, models: Sequence[tuple[str, Goodput]]) -> Section:
-    """Return the section of a checked profile: its measured points, with the curves of a fitted model where one knows
-    them.
+    """Return the section of a checked profile: its measured points, with the curves of a fitted model where one knows them.
 
     ``models``: pairs (file name, model); the first that knows all of the profile's devices is drawn.
     """
@@ -72,8 +71,7 @@ def profile_section(frame: pd.DataFrame, name: str, models: Sequence[tuple[str, 
 
 
 def memory_picture(device: str, timeline: MemoryTimeline) -> Picture:
-    """Return what one process holds on a device over a forward and backward pass: stacked areas of its parts (GiB over
-    ms).
+    """Return what one process holds on a device over a forward and backward pass: stacked areas of its parts (GiB over ms).
 
     The table says what each part holds at the fullest moment of all, and at most.
     """

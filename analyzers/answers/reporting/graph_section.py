@@ -78,8 +78,7 @@ def graph_section(graph: Graph, name: str, *, remark: str = "") -> Section:
 
 
 def _verdict(graph: Graph, orders: Mapping[str, ScheduleFigures], runs: int) -> Verdict | None:
-    """Return the verdict: what TAC's order of transfers saves of a step over a random one; None where nothing takes
-    time.
+    """Return the verdict: what TAC's order of transfers saves of a step over a random one; None where nothing takes time.
 
     ``runs``: how often each order was simulated.
     """
@@ -260,9 +259,7 @@ _SMALLEST_SHOWN = 5e-4  # a share below it reads 0.000
 
 
 def _best_words(result: TraceResult) -> str:
-    """Return in words how TAC's distance from the ideal, 1 - E, divides: the graph's own part, and what an order could
-    win.
-    """
+    """Return in words how TAC's distance from the ideal, 1 - E, divides: the graph's own part, and what an order could win."""
     tac_order, improved_order = result.schedules["tac"], result.schedules["improved"]
     shares = tac_order.attribution
     if shares is None or tac_order.efficiency is None:
@@ -336,9 +333,7 @@ _MODULES_SHOWN = 3
 
 
 def determinism_section(result: DeterminismResult) -> Section:
-    """Return the section of a scan: up to which level a model's results are reproducible, what stands in the way, what
-    to set.
-    """
+    """Return the section of a scan: up to which level results are reproducible, what stands in the way, and what to set."""
     scan, graph = result.determinism, result.graph
     lead = [f"  {reason}" for reason in scan.reasons]
     ops_by_class: dict[str, list[DeterminismOp]] = {}
@@ -359,9 +354,7 @@ def determinism_section(result: DeterminismResult) -> Section:
 
 
 def _module_names(paths: Sequence[str]) -> str:
-    """Return the last two parts of the modules' paths, without repeats, the first three of them and how many more there
-    are.
-    """
+    """Return the last two parts of the modules' paths, without repeats, the first three of them and how many more there are."""
     names = list(dict.fromkeys(".".join(path.split(".")[-2:]) for path in paths))
     hidden_count = f", +{len(names) - _MODULES_SHOWN}" if len(names) > _MODULES_SHOWN else ""
     return ", ".join(names[:_MODULES_SHOWN]) + hidden_count

@@ -100,9 +100,7 @@ def _order(result: LengthsResult) -> str:
 
 
 def _verdict(result: LengthsResult) -> Verdict:
-    """Return the verdict: what the better of two remedies gains, sorting within padded batches or sharing out unpadded
-    ones.
-    """
+    """Return the verdict: what the better of two remedies gains, sorting within padded batches or sharing out unpadded ones."""
     best = max(("sorted", "cp_sat"), key=lambda way: result.remedies[way].speedup)
     remedy, today = result.remedies[best], result.remedies[result.today]
     is_faster = remedy.speedup > 1

@@ -53,8 +53,7 @@ def noise_of(artifacts: Sequence[ReadArtifact]) -> float | None:
 
 
 def section_of(artifact: ReadArtifact, artifacts: Sequence[ReadArtifact] = (), noise: float | None = None) -> Section:
-    """Return the section of an artifact; ``artifacts``: others of the page, from which it takes those that belong to
-    it.
+    """Return the section of an artifact; ``artifacts``: others of the page, from which it takes those that belong to it.
 
     A run is compared with its plans, for one. ``noise``: the gradient noise scale, for a throughput model.
     """
@@ -136,9 +135,7 @@ def headline(sections: Sequence[Section]) -> Section | None:
     """Return the section whose verdict a page opens with; None where none has one."""
 
     def rank(section: Section) -> tuple[bool, bool, int]:
-        """Return what sorts verdicts: a failed gate or refuted plan first, then main before minor ones, then by the
-        kind.
-        """
+        """Return what sorts verdicts: a failed gate or refuted plan first, then main before minor ones, then by the kind."""
         kind = section.anchor.rsplit("-", 1)[0]
         verdict = section.verdict
         assert verdict is not None

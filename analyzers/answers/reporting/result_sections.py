@@ -52,9 +52,7 @@ _BAD_FIT = 1.0
 
 
 def network_section(result: NetworkResult, name: str) -> Section:
-    """Return the section of a network's measured latency and bandwidth, with the options that hand them to other
-    commands.
-    """
+    """Return the section of a network's measured latency and bandwidth, with the options that hand them to other commands."""
     lead = [
         f"{result.processes} processes: {show_bytes(result.bandwidth_bytes_per_s)}/s, latency {show_seconds(result.latency_s)} "
         f"(misfit {result.residual:.1%})."
@@ -152,9 +150,7 @@ def _barrier_sentence(result: BarrierResult) -> str:
 
 
 def _iteration_tables(records: dict[str, BarrierChoice]) -> list[Table]:
-    """Return each worker's iterations until the barrier, by choice; of many workers, a table of their spread comes
-    first.
-    """
+    """Return each worker's iterations until the barrier, by choice; of many workers, a table of their spread comes first."""
     workers = sorted({worker for record in records.values() for worker in record.iterations}, key=natural_key)
     columns = {key: lambda worker, counts=record.iterations: counts.get(worker) for key, record in records.items()}
     names = ("worker", [shortened(worker, 40) for worker in workers])
@@ -172,8 +168,9 @@ def _iteration_tables(records: dict[str, BarrierChoice]) -> list[Table]:
 
 
 def _tradeoff_picture(result: BarrierResult) -> Picture:
-    """Return the least waiting by bound on the iteration gap, as steps: a bound between two points allows what the
-    lower does.
+    """Return the least waiting by bound on the iteration gap.
+
+    It is drawn as steps: a bound between two points allows what the lower one does.
     """
     points, caption = result.tradeoff, "Least waiting by bound on the iteration gap"
     fields = ("waiting.waiting_time_s", "total.total_waiting_s", "per_iteration.waiting_per_iteration_s")
@@ -208,9 +205,7 @@ _SCHEMES = {
 
 
 def balance_section(result: BalanceResult, name: str) -> Section:
-    """Return the section of a replayed trace of speeds: batches sized by each predictor, by nothing, and by the true
-    speeds.
-    """
+    """Return the section of a replayed trace of speeds: batches sized by each predictor, by nothing, and by the true speeds."""
     lead = [
         f"{result.workers} workers, {result.iterations:,} iterations of which {result.warm_up:,} warm-up, total batch "
         f"{result.total_batch:,}."
@@ -328,9 +323,7 @@ def verification_section(result: Verification, name: str) -> Section:
 
 
 def _ledger_lead(ledger: Ledger) -> list[str]:
-    """Return the sentences on where the wall clock went, by the ledger: the account of a run's time by what it was
-    spent on.
-    """
+    """Return the sentences on where the wall clock went, by the ledger: the account of a run's time by what it was spent on."""
     lead = [
         f"Goodput {ledger.goodput:.1%}: computation of {counted(ledger.steps, 'kept step')} in {show_seconds(ledger.wall_s)}, "
         f"{counted(ledger.starts, 'start')} included; {ledger.in_steps:.1%} with waiting for others and communication."

@@ -98,9 +98,7 @@ def _summary_table(records: Records) -> Table:
 
 
 def _losses_tables(records: Records) -> Blocks:
-    """Return the table of waits, of what failures took and GPUs cost; none for files of older versions, which lack
-    these.
-    """
+    """Return the table of waits, of what failures took and GPUs cost; none for files of older versions, which lack these."""
     with_losses = {key: record for key, record in records.items() if record.useful_share is not None}
     caption = (
         "Waits (s), use and losses; wait: from submission to first start; useful: share of the GPU time that was up in "
@@ -143,9 +141,7 @@ def _unfinished_jobs_picture(records: Records, remark: str) -> Picture:
 
 
 def _time_scale(longest_s: float) -> tuple[float, str]:
-    """Return the factor from seconds and the name of the unit for a workload's time: hours from ten hours on, else
-    seconds.
-    """
+    """Return the factor from seconds and the name of the unit for a workload's time: hours from ten hours on, else seconds."""
     return (1.0, "s") if longest_s < _HOURS_FROM_S else (1 / 3600, "h")
 
 
@@ -315,8 +311,8 @@ def _means_picture(groups: Sequence[Means], *, several: bool) -> Picture:
     """
 
     def figure_of(field: str, form: str, below: float = 1e12) -> Callable[[Means], str]:
-        """Return the column of a mean in the format ``form``; from ``below`` on, where digits would fill the table, in
-        three.
+        """Return the column of a mean in the format ``form``; from ``below`` on, too long for the table, in three
+        digits.
         """
         return lambda row: format(value := getattr(row[3], field), form if value < below else ".3g")
 
@@ -340,17 +336,14 @@ def _means_picture(groups: Sequence[Means], *, several: bool) -> Picture:
 
 
 def _comparison_picture(comparison: PolicyComparison) -> Picture | Table:
-    """Return two policies compared: the ratios of the first's figures to the second's as bars with intervals, over a
-    table.
+    """Return two policies compared: the ratios of the first's figures to the second's as bars with intervals, over a table.
 
     Only the table where no ratio can be drawn.
     """
     first, second = shortened(comparison.first, 60), shortened(comparison.second, 60)
 
     def verdict(measure: ComparedMeasure) -> str:
-        """Return whether the first policy's figure is "lower" or "higher", "not decided", or "unknown" without an
-        interval.
-        """
+        """Return whether the first policy's figure is "lower" or "higher", "not decided", or "unknown" without an interval."""
         if measure.low is None or measure.high is None:
             return "unknown"
         if not measure.decided:
@@ -401,8 +394,9 @@ def _change_from(value: float, baseline: float) -> str:
 
 
 def autoscaling_section(result: AutoscalingResult) -> Section:
-    """Return the section of a rented cluster: one row per rule, changes against the throughput scaler, the published
-    ones last.
+    """Return the section of a rented cluster: one row per rule, with changes against the throughput scaler.
+
+    The published changes come last, where there are some for the application.
     """
     base, goodput = result.rules["throughput"], result.rules["goodput"]
     rows = []

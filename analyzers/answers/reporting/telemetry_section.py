@@ -114,7 +114,7 @@ def _step_times(frame: pd.DataFrame, levels: list[tuple[str, float]]) -> Picture
 
 
 def _phases(frame: pd.DataFrame) -> Picture:
-    """Return the phases of each rank's median step, as lanes and a table; of many ranks the 24 that compute longest are
+    """Return the phases of each rank's median step, as lanes and a table; of many ranks the 24 longest-computing are
     drawn.
     """
     medians = frame.groupby("rank")[[*_PHASES, "step_s", "batch", "memory_bytes"]].median()
@@ -138,8 +138,9 @@ def _phases(frame: pd.DataFrame) -> Picture:
 
 
 def _batches(frame: pd.DataFrame) -> Blocks:
-    """Return the batch sizes over the steps, by rank or, of many ranks, their median and spread; nothing if they never
-    differ.
+    """Return the batch sizes over the steps, by rank or, of many ranks, their median and spread.
+
+    Nothing where all ranks and steps have the same.
     """
     if frame["batch"].min() == frame["batch"].max():
         return []
@@ -206,9 +207,7 @@ def _compared(
 
 
 def sync_section(rows: Sequence[Mapping[str, Any]], name: str) -> Section:
-    """Return the section of a synchronisation server's checked rows (kind ``ddltool.sync``): waiting, staleness,
-    supersteps.
-    """
+    """Return the section of a synchronisation server's checked rows (kind ``ddltool.sync``): waiting, staleness, supersteps."""
     steps, barriers, summaries = (
         [row for row in rows if row["event"] == event] for event in ("step", "barrier", "summary")
     )
@@ -287,9 +286,7 @@ _LANES_DRAWN = 16
 
 
 def stragglers_section(result: StragglersResult, name: str) -> Section:
-    """Return the section on who holds the others up: the verdict, each finding, where the ranks' steps go, their
-    timeline.
-    """
+    """Return the section on who holds the others up: the verdict, each finding, where the ranks' steps go, their timeline."""
     lead = [result.verdict, *(finding.sentence for finding in result.findings[1:])]
     share = "" if result.m_w is None else f"; the slowest 3 % of the ranks explain {result.m_w:.0%} of that (M_W)"
     lead.append(
@@ -311,9 +308,7 @@ def stragglers_section(result: StragglersResult, name: str) -> Section:
 
 
 def _splits(result: StragglersResult) -> Picture:
-    """Return where each rank's step goes: a table, over the ranks' timeline or, where there is none, bars of their
-    waiting.
-    """
+    """Return where each rank's step goes: a table, over the ranks' timeline or, where there is none, bars of their waiting."""
     columns: dict[str, Column[RankSplit]] = {"step": "step_s", "waiting": "wait_s", "if median": "step_if_median_s"}
     columns |= {part: _seconds_of(part) for part in result.splits[0].parts_s}
     columns["exposed"] = "exposed_s"

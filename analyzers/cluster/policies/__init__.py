@@ -19,8 +19,7 @@ from ddltool.errors import InputError, did_you_mean
 
 
 def _found() -> dict[str, Callable[..., Any]]:
-    """Return the policies by name, in alphabetical order: the classes of this folder's modules with a name and an
-    ``allocate``.
+    """Return the policies by name, in alphabetical order: the classes of this folder's modules with a name and an ``allocate``.
 
     A class that a module only imports is left out.
     """

@@ -89,8 +89,7 @@ class Tiresias:
         self.last_s = 0.0
 
     def allocate(self, jobs: Sequence[SimulatedJob], cluster: ClusterSpec, now_s: float) -> Mapping[int, Allocation]:
-        """Return the allocations of the jobs that run in the next interval: first the jobs with little service, then
-        the others.
+        """Return the allocations of the jobs that run in the next interval, those with little service first.
 
         Adds the service of the interval that has passed, and moves the jobs that have reached the threshold down.
         """

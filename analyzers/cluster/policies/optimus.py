@@ -43,9 +43,7 @@ class Optimus:
         return allocations
 
     def count(self, jobs: Sequence[SimulatedJob], gpus: int) -> dict[int, int]:
-        """Return the number of GPUs of each job, by job index, out of ``gpus``: one each, then greedily to the largest
-        gain.
-        """
+        """Return the number of GPUs of each job, by job index, out of ``gpus``: one each, then greedily to the largest gain."""
         replicas = {job.index: int(position < gpus) for position, job in enumerate(jobs)}
         free_count = gpus - sum(replicas.values())
         # A heap of (negative seconds saved by one more replica, position in the workload, replicas now): the largest gain
@@ -69,9 +67,7 @@ class Optimus:
         return (self._step_s(job, replicas) - self._step_s(job, replicas + 1)) * job.remaining_iterations()
 
     def _step_s(self, job: SimulatedJob, replicas: int) -> float:
-        """Return the true seconds of one step of the job on ``replicas`` packed GPUs; computed once for jobs that are
-        alike.
-        """
+        """Return the true seconds of one step of the job on ``replicas`` packed GPUs; computed once for jobs that are alike."""
         key = (job.spec.application, job.spec.batch_size, replicas)
         if key not in self._steps:
             self._steps[key] = job.true_step_s(replicas)

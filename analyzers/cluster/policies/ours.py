@@ -56,9 +56,7 @@ class Ours:
         pools: bool = True,
         seed: int = 0,
     ) -> None:
-        """Set q (``rank_power``), the power of the expected completion time (``lateness``) and a restart's cost in
-        seconds.
-        """
+        """Set q (``rank_power``), the power of the expected completion time (``lateness``) and a restart's cost in seconds."""
         self.rank_power, self.lateness, self.delay_s = rank_power, lateness, delay_s
         self.pools, self.seed = pools, seed
         self._present: frozenset[int] = frozenset()
@@ -92,11 +90,10 @@ class Ours:
         return allocations
 
     def _weights(self, offers: Sequence[JobSpeedups], fair_count: int, now_s: float) -> list[float]:
-        """Return ``r^q`` of each job, (n,): the weight of its speed in the total value. r grows from the longest to the
-        shortest job.
+        """Return ``r^q`` of each job, (n,): the weight of its speed in the total value.
 
-        A job never observed counts as the shortest, so that it runs and shows its speed. ``fair_count``: GPUs in an
-        equal share.
+        The rank r grows from the longest to the shortest job. A job never observed counts as the shortest, so that it
+        runs and shows its speed. ``fair_count``: GPUs in an equal share.
         """
         remaining_s = [offer.remaining_s or 0.0 for offer in offers]
         order = sorted(range(len(offers)), key=lambda index: (-remaining_s[index], -offers[index].job.index))
@@ -141,8 +138,7 @@ class Ours:
         hold_s: float,
         starting_s: float,
     ) -> JobCosts:
-        """Return one job's costs on one GPU type: of each count within a node and across nodes, and of what it holds
-        now.
+        """Return one job's costs on one GPU type: of each count within a node and across nodes, and of what it holds now.
 
         A new allocation loses the restart; the present one loses the ``starting_s`` seconds until its last restart is
         over. ``best_value``: the value of the job's best configuration on any type.

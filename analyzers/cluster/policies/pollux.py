@@ -68,8 +68,7 @@ class Pollux:
     def speedups(
         self, job: SimulatedJob, most: int, fair_count: int, cluster: ClusterSpec
     ) -> tuple[Floats, Floats, float]:
-        """Return speedups (most + 1,) within a node and across nodes, column k on k GPUs, and that of the current
-        allocation.
+        """Return speedups (most + 1,) within a node and across nodes, column k on k GPUs, and that of the current allocation.
 
         The base is the goodput on ``fair_count`` GPUs; as published, on one node, however many GPUs these are. Speedups
         are scaled so that a share of one GPU per job and node counts as in the published fitness. Before anything was

@@ -38,8 +38,9 @@ class Sia:
         self.exponent, self.delay_s = exponent, delay_s
 
     def allocate(self, jobs: Sequence[SimulatedJob], cluster: ClusterSpec, now_s: float) -> Mapping[int, Allocation]:
-        """Return the allocations for the next interval: types and counts by :func:`assign`, then places on the nodes of
-        each type.
+        """Return the allocations for the next interval.
+
+        :func:`assign` chooses every job's type and count; then each type's jobs are placed on its nodes.
         """
         type_names = cluster.type_names
         node_sizes = {name: max(cluster.gpus[node] for node in cluster.nodes_of(name)) for name in type_names}
@@ -90,8 +91,8 @@ class Sia:
         node_size: int,
         job: SimulatedJob,
     ) -> JobCosts:
-        """Return one job's costs on one type: of each allowed count of GPUs within a node and across nodes, and of what
-        it holds.
+        """Return one job's costs on one type: of each allowed count within a node and across nodes, and of what it
+        holds.
 
         ``allowed`` (m + 1,): whether k GPUs are a configuration; up to ``node_size`` they stand on one node, beyond on
         several. The cost is the goodput relative to one GPU of the slowest type, times ``restart_factor`` for a change,
