@@ -67,6 +67,7 @@ def assign(costs: Sequence[Sequence[Floats]], capacity: Sequence[int], *, exact:
     """
     if not costs:
         return TypeAssignment(types=(), counts=(), cost=0.0, bound=0.0)
+    # More GPUs than there are of a type are no option.
     costs = [[table[: most + 1] for table, most in zip(tables, capacity, strict=True)] for tables in costs]
     options = _options(costs, _falling_counts) if exact else None
     if options is None or len(options.job) > _FEW_OPTIONS:
@@ -129,6 +130,7 @@ def _hull_counts(cost: Floats) -> list[int]:
         cost_here = costs[count]
         if not cost_here < costs[corners[-1]]:
             continue
+        # A corner above the line from the one before it to here is not on the hull.
         while len(corners) > 1:
             last, previous = corners[-1], corners[-2]
             if (costs[previous] - costs[last]) * (count - last) >= (costs[last] - cost_here) * (last - previous):
@@ -219,9 +221,11 @@ def job_speedups(job: SimulatedJob, cluster: ClusterSpec) -> JobSpeedups:
         goodput = job.goodput_table(widest, name)
         if goodput is not None and single_gpu_goodput is None and goodput[0, 1] > 0:
             single_gpu_goodput = float(goodput[0, 1])
+        # k GPUs count as k times one GPU, until goodput was observed.
         speedup = np.tile(np.arange(widest + 1.0), (2, 1))
         if goodput is not None and single_gpu_goodput is not None:
             speedup = goodput / single_gpu_goodput
+        # More GPUs than the largest node has do not fit within a node, and one GPU cannot be across nodes.
         speedup[0, max(cluster.gpus[node] for node in cluster.nodes_of(name)) + 1 :] = 0.0
         speedup[1, :2] = 0.0
         held_here = held if name == held_type else 0
@@ -237,6 +241,7 @@ def tables(by_type: Mapping[str, JobCosts], names: Sequence[str]) -> list[Floats
     """
     by_count = [flat(by_type[name]) if name in by_type else np.zeros(1) for name in names]
     for table in by_count:
+        # No GPUs cost the same whatever the type.
         table[0] = next(iter(by_type.values())).within[0]
     return by_count
 
@@ -259,6 +264,7 @@ def place_on_type(
     nodes = cluster.nodes_of(gpu_type)
     gpus = [cluster.gpus[node] for node in nodes]
     local_index = {node: index for index, node in enumerate(nodes)}
+    # The search numbers the nodes of this type from 0.
     local_choices = [
         replace(choice, base=tuple((local_index[node], count) for node, count in choice.base)) for choice in choices
     ]

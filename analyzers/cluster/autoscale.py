@@ -79,12 +79,14 @@ def scale(speeds: NodeSpeeds, rule: str, *, restart_delay_s: float = 30.0) -> Sc
     now_s = node_seconds = processed_samples = useful_samples = 0.0
     for epoch in range(application.max_epochs):
         one_node_rate = rate(1, epoch)[0]
+        # Above U of perfect scaling: the most nodes that are still at L or above.
         if not fixed and rate(nodes, epoch)[0] / (nodes * one_node_rate) > UPPER:
             candidates = range(nodes, speeds.most + 1)
             nodes = max(
                 (count for count in candidates if rate(count, epoch)[0] >= LOWER * count * one_node_rate), default=nodes
             )
         begin_s = now_s
+        # The first start, and every change, costs a restart for which the nodes are paid.
         if not epochs or nodes != epochs[-1].nodes:
             now_s += restart_delay_s
         _, batch, step_s = rate(nodes, epoch)

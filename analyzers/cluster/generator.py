@@ -149,6 +149,7 @@ def templates(applications: Mapping[str, Application], cluster: ClusterSpec) -> 
     published = {template.application: template.size for template in POLLUX}
     sized = []
     for name, application in applications.items():
+        # The first type of the cluster that it was measured on.
         gpu_type = next((gpu_type for gpu_type in cluster.type_names if application.runs_on(gpu_type)), None)
         if gpu_type is None:
             continue

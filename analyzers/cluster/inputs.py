@@ -181,6 +181,7 @@ def read_templates(folders: Sequence[Path], cluster: ClusterSpec | None) -> tupl
     if cluster is None:
         return candidates
     most_gpus = max(cluster.gpus_of(name) for name in cluster.type_names)
+    # A job must not ask for more GPUs of one type than there are.
     fitting = [
         replace(template, requests=tuple(request for request in template.requests if request[0] <= most_gpus))
         for template in candidates
@@ -211,6 +212,7 @@ def read_truth(jobs: Sequence[JobSpec], folders: Sequence[Path], models: Sequenc
     """
     names = {job.application for job in jobs}
     applications: dict[str, Application] = {}
+    # A fitted model takes the place of measured traces.
     for fitted in models:
         if fitted.application not in names:
             problem = f"{fitted.application!r} is no application of the workload"
@@ -267,6 +269,7 @@ def _step_times(folder: Path) -> dict[str, MeasuredTimes]:
         placements = read_columns(path, _PLACEMENTS, ended=True)
         rotations = split_placements(placements["placement"], str(path))
         scalability_path = folder / f"scalability{suffix}.csv"
+        # Without the second file, only measured placements count.
         configurations, scalability_times_s = np.empty((0, 3)), np.empty((0, 2))
         if scalability_path.is_file():
             scalability = read_columns(scalability_path, _SCALABILITY, ended=True)
@@ -408,10 +411,12 @@ def read_table_trace(frame: pd.DataFrame, where: str) -> ClusterTrace:
         demand(~bad, run_s, chosen["end"], where, remedy, said=f"less {chosen['start']} is ")
     started = ~np.isnan(start)
     end = _seconds(frame[chosen["end"]]) if chosen["end"] else start + run_s
+    # The last time that the log says: what still ran then is censored.
     log_end_s = np.max(np.concatenate([submit[~np.isnan(submit)], start[started], end[~np.isnan(end)]]), initial=0.0)
     until_now = np.where(started & np.isnan(run_s), gpus * (log_end_s - start) / 3600.0, np.nan)
     hours = gpus * run_s / 3600.0
     if has_tasks:
+        # One row for each job: its first submission, the GPUs and GPU time of all its tasks.
         tasks_frame = pd.DataFrame({"submit": submit, "gpus": gpus, "hours": hours, "until_now": until_now})
         by_job = tasks_frame.groupby(frame[chosen["name"]].to_numpy(), sort=False)
         totals = by_job.agg({"submit": "min", "gpus": "sum"}).join(by_job[["hours", "until_now"]].sum(min_count=1))
@@ -435,6 +440,7 @@ def read_philly(document: Any, where: str) -> ClusterTrace:
     for row, job_attempts in enumerate(_fields(document, "attempts", where)):
         try:
             for attempt in job_attempts:
+                # Overwritten by each attempt, so that the last one counts.
                 gpus[row] = sum(len(machine["gpus"]) for machine in attempt["detail"])
                 start, end = (None if attempt[name] in ("", "None") else attempt[name] for name in (_START, _END))
                 if start is not None and end is None:
@@ -456,6 +462,7 @@ def read_philly(document: Any, where: str) -> ClusterTrace:
             problem = f"of an attempt is {attempt_rows[name].iloc[bad]!r}"
             remedy = "YYYY-MM-DD HH:MM:SS, the end after the start by ten years at most"
             raise InputError(f"{where}:job {attempts[bad][0] + 1}:{name}", problem, remedy)
+    # From attempts to jobs: the GPU time of a job is the sum over its attempts.
     owner = attempt_rows["row"].to_numpy(dtype=int)
     gpu_seconds = attempt_rows["gpus"].to_numpy(dtype=float) * (end - begin_s)
     hours = np.bincount(owner, gpu_seconds, minlength=len(document)) / 3600.0
@@ -474,6 +481,7 @@ def busiest(trace: ClusterTrace, hours: float) -> ClusterTrace:
     if not 0 < hours <= _LONGEST_S / 3600:
         raise InputError("hours", f"is {hours:g}", "above 0 and at most ten years")
     starts = np.arange(0.0, trace.submit_s[-1] + _BUSY_STEP_S, _BUSY_STEP_S)
+    # How many jobs came within the span after each full hour.
     low = np.searchsorted(trace.submit_s, starts)
     high = np.searchsorted(trace.submit_s, starts + 3600.0 * hours)
     best = int(np.argmax(high - low))
@@ -502,6 +510,7 @@ def to_workload(
         size: [index for index, template in enumerate(templates) if template.size == name]
         for size, name in enumerate(names)
     }
+    # For each job a template of its size class, or of the nearest class that has one.
     template_indices = np.zeros(len(chosen), dtype=np.intp)
     for size in indices_by_size:
         rows = np.flatnonzero(sizes == size)
@@ -520,6 +529,7 @@ def _trace(submit: Floats, gpus: Floats, hours: Floats, until_now: Floats, where
     jobs that were then still running, NaN for others.
     """
     running = ~np.isnan(until_now)
+    # Still running at the end of the log: what it had until then.
     hours = np.where(running, until_now, hours)
     unknown = np.isnan(hours)
     usable = np.flatnonzero(~unknown & (gpus > 0))
@@ -579,6 +589,7 @@ def _times(values: pd.Series[Any], where: str, *, missing: bool = False) -> Floa
     is_bad = (~np.isfinite(seconds) | (seconds < 0)) & ~empty
     if is_bad.any():
         raise refuse(int(is_bad.argmax()), "", "YYYY-MM-DD HH:MM:SS, or seconds >= 0")
+    # A column of dates has no bare numbers, and the other way round.
     present = ~np.isnan(seconds)
     if present.any():
         numeric, first = pd.to_numeric(values, errors="coerce").notna().to_numpy(), int(present.argmax())

@@ -174,6 +174,7 @@ def _errors(rows: Observations, model: ThroughputParams) -> tuple[tuple[Floats, 
     for across in (False, True):
         chosen = (rows.num_nodes > 1) == across
         replicas, inverse = np.unique(rows.num_replicas[chosen], return_inverse=True)
+        # At least 1, as it divides; without rows there is nothing to divide.
         counts = np.maximum(np.bincount(inverse, minlength=len(replicas)), 1)
         errors.append((np.log(replicas), np.bincount(inverse, error[chosen], minlength=len(replicas)) / counts))
     return tuple(errors)
@@ -443,6 +444,7 @@ class SimulatedJob:
                 tally.gpu_seconds_by_type[name] = tally.gpu_seconds_by_type.get(name, 0.0) + gpus * held_s
             ran_s = now_s - max(self.last_s, self.running_from_s)
             if ran_s > 0:
+                # Before progress moves on: the checkpoint is of a moment on the way.
                 if self.checkpoint_interval_s < math.inf:
                     self._save(now_s)
                 self.progress = min(self.progress + self.rate * ran_s, self.application.progress[self.epoch + 1])
@@ -475,6 +477,7 @@ class SimulatedJob:
         """Finish the current epoch at ``now_s`` and return whether that was the last."""
         self.advance(now_s)
         self.epoch += 1
+        # Exactly, as the sum of small steps of progress may be a hair off.
         self.progress = self.application.progress[self.epoch]
         if self.epoch >= self.application.max_epochs:
             self.tally.finish_s = now_s
@@ -535,6 +538,7 @@ class SimulatedJob:
         """
         local, _steps = self.logical_batch()
         sync = max(self.application.step_times(placement, local, name)[1] for name in held)
+        # All logical workers over mini-batches per second: the seconds until the slowest GPU is done.
         replicas = self.spec.num_replicas
         return replicas / best_throughput(self.capabilities(), held, replicas) + sync
 
@@ -579,6 +583,7 @@ class SimulatedJob:
             if batch is None:
                 batch = max(self.limits.initial_batch_size, self.limits.min_local_batch_size * replicas)
             self.local_batch_size, self.accumulation_steps = split_batch(batch, replicas, self.limits_on[gpu_type])
+        # Rounding up must not make the total larger than any that was measured.
         microbatches = replicas * (self.accumulation_steps + 1)
         self.local_batch_size = min(self.local_batch_size, self.limits.max_batch_size // microbatches)
 
@@ -617,6 +622,7 @@ def make_jobs(
         if application is None:
             known_names = ", ".join(sorted(applications))
             raise InputError(f"{where}:application", f"no traces of {spec.application!r}", f"known: {known_names}")
+        # GPUs of each type that the application was measured on.
         totals = {name: cluster.gpus_of(name) for name in cluster.type_names if application.runs_on(name)}
         if not totals:
             known_names = ", ".join(application.times)

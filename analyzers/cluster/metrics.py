@@ -131,7 +131,9 @@ def summarize(
     names = sorted({job.application for job in result.jobs})
     rows_by_name = {name: [row for row, job in enumerate(result.jobs) if job.application == name] for name in names}
     overall = _figures(result.jobs, np.arange(len(jct)), jct, queueing, fairness)
+    # Useful samples per second from the first start to the end.
     goodputs = np.array([job.useful_samples / (job.finish_s - job.start_s) for job in result.jobs])
+    # GPU time of all jobs: held in all, while starting, and undone by failures.
     held_gpu_s, restart_gpu_s, lost_gpu_s = (
         sum(getattr(job, name) for job in result.jobs)
         for name in ("gpu_seconds", "restart_gpu_seconds", "lost_gpu_seconds")
@@ -140,6 +142,7 @@ def summarize(
     costs = [_price(job.gpu_seconds_by_type, prices) for job in result.jobs] if prices is not None else []
     total_cost = _price(result.available_gpu_seconds, prices) if prices is not None else 0.0
     has_failures = result.node_failures > 0 or any(job.failures for job in result.jobs)
+    # What the record of a job says beside its tally.
     extra_fields: list[dict[str, float]] = [{"finish_time_fairness": ratio} for ratio in fairness.tolist()]
     for row, cost in enumerate(costs):
         extra_fields[row]["cost"] = cost

@@ -144,6 +144,7 @@ def run_search(
         problem = f"makes a batch of {batch} on {search.gpus} GPUs"
         raise InputError("search:local_batch_size", problem, f"{search.application} has {low} to {high}")
     trial = {"submit_s": 0.0, "application": search.application, "num_replicas": search.gpus}
+    # Under a policy the batch is tuned from here on, so it need only be possible.
     trial["batch_size"] = max(low, min(batch, high))
     workload = [JobSpec.model_validate({"name": f"trial-{number}", **trial}) for number in range(search.trials)]
     proposing = AsProposed(policy if policy is not None else Fifo(), search.concurrent)
@@ -165,6 +166,7 @@ def search_trials(
 
     ``local_batch_sizes``: further fixed batches per GPU at which the baseline runs, besides the search's own.
     """
+    # Each once, the search's own first.
     batch_sizes = dict.fromkeys([search.local_batch_size, *local_batch_sizes])
     baselines = [(f"fixed-{size}", search.model_copy(update={"local_batch_size": size}), None) for size in batch_sizes]
     figures: dict[str, SearchFigures] = {}
@@ -200,11 +202,13 @@ def study(
         drawn_from = partial(read_templates, setup.traces, machines)
         specs, remark = read_jobs(workload, drawn_from, jobs=None, hours=None, seed=seed)
         truth = read_truth(specs, setup.traces, setup.models)
+    # What was converted or assumed is said, and kept in the record too.
     for text in filter(None, [remark, *truth.assumed]):
         tell(text)
     options, prices = setup.options, setup.prices
     records = dict(replays(specs, truth.applications, machines, makers, options, prices=prices, stage=stage))
     failures = options.failures
+    # Fields that a document has only where there is something to say.
     optional_fields: dict[str, Any] = {
         "failures": failures and ReplayFailures(**{**asdict(failures), "events": len(failures.events)}),
         "prices_per_gpu_hour": None if prices is None else dict(prices),

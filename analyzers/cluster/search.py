@@ -70,6 +70,7 @@ def choose_counts(costs: Sequence[Floats], gpus: int) -> tuple[list[int], float]
         best_counts = totals.argmin(axis=1)
         best_costs = totals[all_gpus, best_counts]
         best_counts_by_job.append(best_counts)
+    # From the last job back: what it takes leaves the best of the jobs before it.
     counts: list[int] = []
     gpus_left = gpus
     for best_counts in reversed(best_counts_by_job):
@@ -203,13 +204,16 @@ class _Packing:
         """
         free, choice = self.free, self.choices[job]
         best_within, best_across = self.best_within[job], self.best_across[job]
+        # The best count that one node can give.
         within_count = best_within[min(max(free), most, len(best_within) - 1)]
         cost, across_count = self.within[job][within_count], 0
+        # The best count over several nodes, where that costs less.
         if most > 1 and len(best_across) > 2:
             usable = [free[node] for node in range(len(free)) if self.may_span(node)]
             count = best_across[min(sum(usable), most, len(best_across) - 1)] if len(usable) > 1 else 0
             if self.across[job][count] < cost:
                 across_count, cost = count, self.across[job][count]
+        # What it held before the search costs no restart.
         held = count_gpus(choice.base)
         if held and choice.keep <= cost and held <= max(most, across_count, within_count) and self.keep(job):
             return
@@ -273,6 +277,7 @@ class _Packing:
         best_state: tuple[float, _Saved] | None = None
         tried: set[tuple[int, ...]] = set()
         for node in range(len(self.gpus)):
+            # Who else is on the node; nodes with the same jobs need one try.
             displaced = tuple(other for other in jobs_on_node.get(node, []) if other != job)
             if displaced in tried:
                 continue
@@ -316,12 +321,14 @@ class _Packing:
             if _is_at_bound(total, bound):
                 return
             saved = self.save()
+            # Ruin: the jobs on a few random nodes, and some that wait, lose what they have.
             opened_nodes = set(generator.sample(range(nodes), min(nodes, generator.randint(1, _MOST_EMPTIED))))
             removed = [job for job in range(jobs) if any(node in opened_nodes for node, _ in self.allocations[job])]
             without_gpus = [job for job in range(jobs) if not self.allocations[job]]
             removed += generator.sample(without_gpus, min(_MOST_JOINING, len(without_gpus)))
             for job in removed:
                 self.take(job)
+            # Recreate: the best counts of what is free now, given out in random order or largest first.
             counts, _ = choose_counts([costs[job] for job in removed], sum(self.free))
             wanted_counts = dict(zip(removed, counts, strict=True))
             generator.shuffle(removed)

@@ -135,6 +135,7 @@ def simulate(
     """
     begin = time.perf_counter()
     options = options or Options()
+    # What can never work is refused before anything is replayed.
     _check_types(policy, cluster)
     jobs = make_jobs(workload, applications, policy.tuning, cluster, pooled=getattr(policy, "pools", False))
     if options.failures is not None:
@@ -239,6 +240,7 @@ class _Run:
             # An epoch that ends with the interval ends before the round looks at the job, unless it was rounded down.
             if end_s < now_s or (end_s == now_s and self.jobs[self.epoch_ends[0][1]].exact_next_s <= now_s):
                 finished = self._end_epoch(end_s)
+                # All epochs that end in this moment, before the policy looks.
                 while self._next_epoch_end() == end_s:
                     finished |= self._end_epoch(end_s)
                 if not (finished and self.options.react and self.active):
@@ -262,6 +264,7 @@ class _Run:
             failed, departed = self.nodes.pop()
             for job in self.active.values():
                 held = {node for node, _ in job.allocation}
+                # A job that loses one GPU stops on all: its replicas train together.
                 if held.intersection(failed):
                     job.fail(now_s)
                 elif held.intersection(departed):
@@ -351,12 +354,14 @@ class _Run:
         runnable = jobs if self.nodes is None else [job for job in jobs if job.gpu_types]
         allocations = self.policy.allocate(runnable, self.up, now_s) if runnable else {}
         self.policy_seconds += time.process_time() - begin_s
+        # Raises CheckFailed where the policy gave a GPU out twice.
         free_gpus(self.up, allocations.values())
         for job in jobs:
             allocation = allocations.get(job.index, ())
             if allocation != job.allocation:
                 job.reallocate(allocation, now_s, self.options.restart_delay_s)
                 if allocation and self.policy.tuning is not Tuning.LOGICAL:
+                    # Raises CheckFailed where the policy mixed types, which only logical workers may.
                     self.cluster.type_of(allocation)
                 self._retune(job, now_s)
         if self.options.interference:
@@ -407,6 +412,7 @@ class Watchdog:
         Raises Infeasible where no job will ever get further, or the replay has lasted too long.
         """
         self.rounds += 1
+        # Something runs, or is on its way: a job yet to come, or a node that will be back.
         is_moving = (
             awaiting_jobs or any(job.allocation for job in jobs) or (self.nodes is not None and self.nodes.returns)
         )
@@ -438,6 +444,7 @@ class Watchdog:
         if not gone:
             return ""
         stuck, wanted_gpus = min(jobs, key=lambda job: (job.spec.submit_s, job.index)), 0
+        # The first job that no type has GPUs enough for any more, else the first of all.
         for job in sorted(jobs, key=lambda job: (job.spec.submit_s, job.index)):
             largest_type = max((up.gpus_of(name) for name in job.gpu_types), default=0)
             if job.tuning is Tuning.RIGID and job.spec.num_replicas > largest_type:

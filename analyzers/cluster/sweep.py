@@ -131,6 +131,7 @@ def sweep(
         if target is not None:
             check_writable(target)
     with sole_writer(output):
+        # What an earlier run has done is taken over; the rest is replayed.
         records = _earlier_cells(output, settings)
         tasks = [SweepTask(key, names[key[0]].resolve(), setup.resolved()) for key in keys if key not in records]
         present = len(keys) - len(tasks)
@@ -340,6 +341,7 @@ def _settings(names: Mapping[str, Path], setup: Setup, tell: Callable[[str], Non
         """Return the SHA-256 of a file's content, in hexadecimal digits."""
         return hashlib.sha256(content).hexdigest()
 
+    # Traces or fitted models by application, so that a file can be about more of them.
     return {
         "workloads": {name: hashed(path.read_bytes()) for name, path in names.items()},
         "cluster": hashed(read_text(setup.cluster).encode()),
@@ -429,6 +431,7 @@ def compare(cells: Sequence[SweepCell], first: str, second: str, *, confidence: 
         name: {(cell.workload, cell.seed): cell.figures for cell in cells if cell.policy == name and cell.figures}
         for name in (first, second)
     }
+    # The same workload and seed under both policies.
     pairs = [
         (key, first_figures, figures_by_policy[second][key])
         for key, first_figures in figures_by_policy[first].items()
@@ -442,6 +445,7 @@ def compare(cells: Sequence[SweepCell], first: str, second: str, *, confidence: 
     for measure in MEASURES if priced else MEASURES[:-1]:
         ratios_by_unit: dict[object, list[float]] = {}
         for (workload, seed), first_figures, second_figures in pairs:
+            # The seeds of a workload are one unit of evidence, unless there is only one workload.
             ratio = _log(first_figures, measure, workload, seed) - _log(second_figures, measure, workload, seed)
             ratios_by_unit.setdefault(workload if several else seed, []).append(ratio)
         comparisons.append(

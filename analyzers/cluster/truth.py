@@ -94,6 +94,7 @@ class MeasuredTimes:
 
         Outside of these the nearest measured (nodes, replicas), in ratios, stands for it.
         """
+        # The published simulator counts more nodes than it measured as that many.
         surface, groups = self._neighbours
         nodes, replicas = min(len(placement), _MOST_NODES), sum(placement)
         step, sync = surface([nodes, replicas, local_batch_size])[0].tolist()
@@ -306,6 +307,7 @@ class Application:
             sqr, var = (
                 statistic[low] * (1 - share) + statistic[high] * share for statistic in (self.grad_sqr, self.grad_var)
             )
+            # AdaScale's gain: how many iterations at M0 one at this batch is worth.
             gradients = self._grad[batch_size] = sqr, var, (var + sqr) / (var * self.init_batch_size / batch_size + sqr)
         return gradients
 
@@ -412,7 +414,9 @@ def fitted_application(name: str, params: Mapping[str, ThroughputParams], job: F
         if not (math.isfinite(seconds) and seconds > 0):
             raise InputError(f"{name}:{kind}", f"one gradient takes {seconds:g} s", "a fit with a time above 0")
     times = {kind: FittedTimes(values, job.max_local_batch_size) for kind, values in params.items()}
+    # Equal epochs, counted in iterations at the smallest batch M0.
     progress = np.linspace(0.0, job.total_samples / job.batch_size, job.epochs + 1)[1:]
+    # With a squared norm of 1, that ratio of variance and norm gives the noise scale.
     variance = job.noise_scale / job.batch_size
     sqr, var, runs = np.ones(job.epochs), np.full(job.epochs, variance), []
     for batch in np.unique(np.geomspace(job.batch_size, job.max_batch_size, _BATCHES).round().astype(int)).tolist():

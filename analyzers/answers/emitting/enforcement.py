@@ -123,6 +123,7 @@ def to_enforcement(plan: Plan, *, telemetry: str | None = "telemetry.jsonl") -> 
             local_batch_size=row.local_batch_size,
             accumulation_steps=row.accumulation_steps,
         )
+        # Devices of an assignment have ranks one after another.
         for rank, row in enumerate(row for row in plan.assignments for _ in range(row.devices))
     ]
     return Enforcement(
@@ -151,6 +152,7 @@ def not_expressed(plan: Plan, target: Target, layout: ProcessLayout | None = Non
         for content, has_content, targets, remedy in _CONTENTS
         if has_content(plan) and target not in targets
     ]
+    # Of groups a launcher only starts the script, which has to say all the rest itself.
     if plan.group is not None and target in _ENFORCED:
         able = "torchtitan" if plan.group.pipeline > 1 else "torchtitan, accelerate, deepspeed or fsdp2"
         gaps = [f"parts of the model, batches and passes: the script's, as --target {able} writes them"]

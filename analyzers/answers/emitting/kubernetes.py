@@ -131,6 +131,7 @@ def _job_set(plan: Plan, layout: ProcessLayout, settings: LaunchSettings) -> dic
             "template": template,
         }
         jobs.append({"name": f"g{index}", "replicas": 1, "template": {"spec": spec}})
+    # Pods find the first node by a name, which must be known before that pod is ready.
     network = {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": name}
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",

@@ -143,6 +143,7 @@ def layout(plan: Plan, devices_per_node: Mapping[str, int] | int | None = None) 
     one, and for nodes that hold no whole number of tensor groups.
     """
     devices_per_rank = plan.processes // plan.world_size
+    # (device type, single devices) of neighbouring assignments of one type, in the order of the ranks.
     device_runs = [
         (name, devices_per_rank * sum(row.devices for row in rows))
         for name, rows in groupby(plan.assignments, key=lambda row: row.device_type)
@@ -156,6 +157,7 @@ def layout(plan: Plan, devices_per_node: Mapping[str, int] | int | None = None) 
     next_node = next_rank = 0
     for name, devices in device_runs:
         per_node = min(devices_by_type.get(name, devices), devices)
+        # As many full nodes as there are, and one for the rest.
         for nodes, processes in ((devices // per_node, per_node), (1, devices % per_node)):
             if not processes:
                 continue
@@ -170,6 +172,7 @@ def layout(plan: Plan, devices_per_node: Mapping[str, int] | int | None = None) 
             )
             next_node, next_rank = next_node + nodes, next_rank + nodes * processes
     if plan.strategy == "elastic-bsp":
+        # The server is one more process on the last node, which is then a group of its own.
         last_group = groups.pop()
         if last_group.nodes > 1:
             groups.append(replace(last_group, nodes=last_group.nodes - 1))

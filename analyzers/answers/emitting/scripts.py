@@ -79,6 +79,8 @@ def fsdp2_module(plan: Plan, *, gaps: Sequence[str]) -> str:
         raise InputError("plan:fsdp2", problem, "plan with --graph and a training graph of a model with blocks")
     shape = plan.sharding
     tensor = {"tensor": plan.group.tensor} if plan.group is not None and plan.group.tensor > 1 else {}
+    # Sets of ranks that hold everything make a mesh of two dimensions; DDP beside tensor parallelism is such sets
+    # of one rank each.
     if shape is not None and (shape.kind == "hsdp" or (tensor and shape.kind == "ddp")):
         replicas = shape.replicate if shape.kind == "hsdp" else plan.world_size
         mesh = {"replicate": replicas, "shard": plan.world_size // replicas}

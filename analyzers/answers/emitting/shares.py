@@ -66,6 +66,7 @@ def shares(plan: Plan, target: str) -> tuple[Shares, list[str]]:
         problem = f"has one batch size for all, and the plan gives its devices {sizes[0]} to {sizes[-1]} samples a step"
         raise InputError(f"--target {target}", problem, "give --target hook, torchrun, slurm or kubernetes")
     planned = planned_passes(plan)
+    # The batch itself divides the batch, so there is always one.
     passes = next(n for n in range(min(planned, sizes[0]), sizes[0] + 1) if sizes[0] % n == 0)
     gaps = []
     if passes != planned:

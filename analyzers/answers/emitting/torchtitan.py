@@ -59,6 +59,7 @@ def job_config(plan: Plan) -> tuple[Settings, list[str]]:
         "model": {**name, **({"converters": ["float8"]} if precision.linears else {})},
         "optimizer": _optimizer(run.optimizer),
         "training": {
+            # A pipeline is fed the whole batch of a rank, and cuts it into passes itself.
             "local_batch_size": degrees.batch_size if degrees.pipeline > 1 else degrees.micro_batch_size,
             "global_batch_size": degrees.total_batch_size,
             **({} if run.sequence_length is None else {"seq_len": run.sequence_length}),

@@ -98,6 +98,7 @@ def sarif(verdict: GateResult, path: str, *, version: str) -> dict[str, Any]:
             "level": "error",
             "message": {"text": sentence(check)},
             "locations": [location],
+            # By it GitHub knows a check again in the next run.
             "partialFingerprints": {"ddltoolCheck/v1": hashlib.sha256(check.name.encode()).hexdigest()[:32]},
         }
         for check in verdict.failed

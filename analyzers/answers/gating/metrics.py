@@ -171,6 +171,7 @@ def _declared_figures(record: Any, kind: str) -> Iterator[Metric]:
         entry = _FIGURE.fullmatch(line)
         assert entry is not None, line
         for value in _values_at(record, entry["path"].split(".")):
+            # Each * of the name is filled with the key that the path's * matched.
             wildcard_keys = iter(value.keys)
             pattern = entry["name"] or "/".join((".", *("*" for _ in value.keys)))
             name = re.sub(
@@ -251,6 +252,7 @@ def _graph_figures(graph: Graph, where: str) -> Iterator[Metric]:
     for name, value in {**counts, "flops": float(graph.flops.sum()), "channels": channels}.items():
         yield from figure(name, value, _unit_of(name))
     if graph.recorded is not None:
+        # By place in the step, the bytes that live there.
         held = graph.recorded.held_bytes(len(graph.of_kind(COMPUTE)))
         yield from figure("peak_memory_bytes", float(held.max(initial=0.0)), "bytes")
         yield from figure("processes", graph.recorded.world_size)
@@ -269,6 +271,7 @@ def _trace_figures(result: TraceResult, where: str) -> Iterator[Metric]:
 def _plan_figures(plan: Plan, where: str) -> Iterator[Metric]:
     """Yield the device count by type and, from the picked strategy, exposed communication, goodput, staleness and price."""
     for assignment in plan.assignments:
+        # A type may stand in several assignments.
         device_count = sum(other.devices for other in plan.assignments if other.device_type == assignment.device_type)
         yield from figure(f"devices/{assignment.device_type}", device_count)
     yield from _parameter_figures(plan, where)
@@ -378,6 +381,7 @@ def _profile_figures(document: Mapping[str, Any], where: str) -> Iterator[Metric
     """
     by_key: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for row in _nonempty_rows(document, where):
+        # A name without blanks and slashes, which separate the parts of a metric's name.
         device = "_".join(str(row["device"]).replace("/", "_").split())
         key = f"{device}/{int(row['num_nodes'])}x{int(row['num_replicas'])}/b{int(row['local_batch_size'])}"
         steps = _number_or_none(row.get("accumulation_steps"))

@@ -57,7 +57,9 @@ def judge(
         pairs += [_align_sides(rule, current.get(name), (baseline or {}).get(name), where) for name in names]
     if not pairs:
         raise InputError(where, "no rule is about a figure of these artifacts", f"figures: {', '.join(current)}")
+    # Tests share the level: the more there are, the less each may raise a false alarm.
     testable = [pair for pair in pairs if pair.testable]
+    # By name, so that a figure that two rules cover alike is listed once.
     checks = {check.name: check for check in (_check(pair, level / max(len(testable), 1), seed) for pair in pairs)}
     noise_test = None
     if testable:
@@ -132,6 +134,7 @@ def _align_sides(rule: Rule, current: Metric | None, baseline: Metric | None, wh
         cells = tuple(cell for cell in side.cells if cell.key in common_keys)
         return replace(side, cells=cells, value=geometric_mean(cells))
 
+    # Other configurations would compare different things.
     note = f"over the {len(common_keys)} of {len(all_keys)} configurations that both sides have"
     return _RuleOnMetric(rule=rule, current=restricted(current), baseline=restricted(baseline), note=note)
 
@@ -272,6 +275,7 @@ def read_config(path: Path, *, required: bool = True) -> GateConfig | None:
     for kind in config.rules:
         if kind not in known_kinds:
             raise InputError(f"{path}:gate.rules", f"unknown kind {kind!r}", did_you_mean(kind, known_kinds))
+    # A path in the file counts from the file's folder.
     baseline = str(path.parent / config.baseline) if config.baseline is not None else None
     resolved = config.model_copy(update={"baseline": baseline})
     resolved._where = str(path)

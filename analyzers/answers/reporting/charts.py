@@ -316,6 +316,7 @@ def _lines(figure: Lines, slots: Slots) -> Chart:
         return _layered([area.encode(x=x, y=y, color=colour, tooltip=tips)], 260, labels)
 
     interpolate: Any = "step-after" if figure.draw == "steps" else "linear"
+    # Layers from the back to the front: bands, lines, points, texts, measured dots, fixed values.
     curves = _chart(rows).encode(x=x, y=y, color=colour)
     layers: list[alt.Chart] = []
     line_tips = tips
@@ -325,6 +326,7 @@ def _lines(figure: Lines, slots: Slots) -> Chart:
         layers.append(band.encode(x=x, y=low, y2="high:Q", color=colour))
         line_tips = [*tips, *_tips({"low:Q": "low", "high:Q": "high"})]
     layers.append(curves.mark_line(interpolate=interpolate, strokeWidth=2).encode(strokeDash=dash))
+    # Points of plain lines are there for hovering alone, and not seen.
     is_seen = figure.draw == "points" or any(line.x.size == 1 for line in drawn_lines)
     points = curves.mark_point(filled=True, size=45 if is_seen else 120, opacity=float(is_seen))
     layers.append(points.encode(tooltip=line_tips))
@@ -425,6 +427,7 @@ def _bars(figure: Bars, slots: Slots) -> Chart:
     bar_start = (level or 1.0) * scale if figure.log else 0.0
     low, high = min(extremes) * scale, max(extremes) * scale
     if figure.log:
+        # Room beside the outermost bars, for their texts.
         ratio = max(high / low, 1.1) ** 0.25
         domain = [low / ratio, high * ratio]
         axis = alt.Axis(values=_log_marks(*domain), format=_NUMBER, gridOpacity=0.6)
@@ -452,6 +455,7 @@ def _bars(figure: Bars, slots: Slots) -> Chart:
         whisker = spread.mark_rule(strokeWidth=1.5).encode(x=alt.X("low:Q", scale=x_scale), x2="high:Q")
         cap = spread.mark_tick(thickness=1.5, size=9, color=INK)
         layers += [whisker, *(cap.encode(x=alt.X(f"{end}:Q")) for end in ("low", "high"))]
+    # A text stands behind the end of its bar, which may be on the left of the start.
     for side, sign in (("left", 1), ("right", -1)):
         side_rows = [row for row in rows if (row["value"] >= bar_start) == (side == "left")]
         if side_rows and not figure.dots:
@@ -465,6 +469,7 @@ def _bars(figure: Bars, slots: Slots) -> Chart:
 def _log_marks(low: float, high: float) -> list[float]:
     """Return where a logarithmic axis is marked: powers of ten, and 2 and 5 times these where they are few."""
     powers = range(int(np.floor(np.log10(low))), int(np.ceil(np.log10(high))) + 1)
+    # Fewer than four powers would leave an axis nearly unmarked.
     parts = (1, 2, 5) if len(powers) <= 3 else (1,)
     marks = [part * 10.0**power for power in powers[:: max(1, len(powers) // 6)] for part in parts]
     return [mark for mark in marks if low <= mark <= high]
@@ -542,6 +547,7 @@ def _lane_chart(figure: Lanes, slots: Slots) -> Chart:
     bars = chart.mark_bar(stroke=PAPER, strokeWidth=_EDGE_WIDTH).encode(x=x, x2="end:Q", color=colour, tooltip=tips)
     layers: list[alt.Chart] = [bars]
     texts = [{**row, "middle": (row["start"] + row["end"]) / 2} for row in rows if row["text"]]
+    # Texts are dark or light, by the colour of the bar under them.
     for kind in dict.fromkeys(row["kind"] for row in texts):
         ink = "var(--on-blue)" if KINDS[kind] == BLUE else "#000000"
         labels = _chart([row for row in texts if row["kind"] == kind]).mark_text(
@@ -555,6 +561,7 @@ def _lane_chart(figure: Lanes, slots: Slots) -> Chart:
 
 def _heat(figure: Heat, slots: Slots) -> Chart:
     """Return the chart of values over x and a logarithmic y, with a line through the best y of each x."""
+    # Half a step between two y, as a factor: a cell reaches so far up and down.
     ratio = float(np.sqrt(figure.y[1] / figure.y[0]))
     rows: list[Row] = [
         # a little over its neighbours, or the paper would be seen between them

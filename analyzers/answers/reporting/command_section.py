@@ -37,6 +37,7 @@ def command_section(plan: CommandPlan, name: str = "") -> Section:
             show_bytes(variant.row.reserved_bytes) + ("" if variant.row.fits else " !") if variant.row else None
         ),
     }
+    # Something to compare with: the command as it is.
     if any(not variant.given for variant in recorded):
         columns["times"] = lambda variant: _gain(plan, variant)
     caption = f"{len(listed)} of {len(plan.tried)} tried" if len(plan.tried) > len(listed) else "All that was tried"
@@ -97,6 +98,7 @@ def _answer(plan: CommandPlan) -> str:
     rate = f"{show_rate(row.samples_per_s)} samples/s"
     rate += f", {show_rate(row.tokens_per_s)} tokens/s" if row.tokens_per_s else ""
     figures = f"{show_seconds(row.step_time_s)} a step, {rate}, {show_bytes(row.reserved_bytes)} a process"
+    # The unchanged command on the same devices, to say what the change brings.
     as_given = plan.as_given(best.device, best.devices_per_node)
     if best.given or as_given is None:
         start = "Keep the command as it is" if len(plan.knobs) else "The command as it is"

@@ -105,6 +105,7 @@ def _fitted_rows(
 def _measured_points_picture(frame: pd.DataFrame) -> Picture:
     """Return the measured step times over the local batch, a line for each placement (device, nodes, replicas)."""
     lines = []
+    # A line for each placement.
     for (device, nodes, replicas), part in frame.groupby(["device", "num_nodes", "num_replicas"]):
         label = f"{shortened(visible(str(device)), 18)}, {counted(int(str(replicas)), 'replica')}"
         label += "" if nodes == 1 else f" on {nodes} nodes"
@@ -187,6 +188,7 @@ def _error_sentences(device: str, record: Goodput | DeviceGoodput) -> list[str]:
     sentences = (
         [f"{prefix}error on the fitted rows MAPE {record.mape:.1%}, RMSLE {record.rmsle:.4f}."] if device else []
     )
+    # Parameters that the data do not determine take up no rows.
     parameter_count = len(type(record.params).model_fields) - len(record.undetermined)
     if record.samples <= parameter_count:
         rows = counted(record.samples, "row")
@@ -298,6 +300,7 @@ def _goodput_heat_map(
     known_replicas, reason = _supported_replicas(device, record, profile)
     noun = noun_of(name)
     try:
+        # The map covers all replicas; until where scaling pays is only said within the data.
         full_frontier, known_frontier = (
             frontier(
                 params, replicas, limits, noise_scale=noise, replicas_per_node=_REPLICAS_PER_NODE, threshold=_PAYS_SHARE
@@ -427,6 +430,7 @@ def _deviation(
     point = problem.start_from(params)
     _, jacobian = problem.residuals(point)
     variance = max((problem.scatter(point) or ASSUMED_ERROR) ** 2, 1e-12)  # above zero: it divides
+    # Gauss-Newton: the information that the rows have on the parameters, whose inverse is their covariance.
     free_parameters = np.flatnonzero(problem.free)
     information = jacobian[:, free_parameters].T @ jacobian[:, free_parameters] * len(rows) / variance
     # a parameter that the rows do not determine is taken as known to a factor of e: the line is drawn all the same

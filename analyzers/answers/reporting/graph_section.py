@@ -88,6 +88,7 @@ def _verdict(graph: Graph, orders: Mapping[str, ScheduleFigures], runs: int) -> 
     saved = 1.0 - tac_order.makespan_s / random_order.makespan_s
     low_text, high_text = (show_seconds(end or 0.0) for end in (tac_order.makespan_min_s, tac_order.makespan_max_s))
     is_worthwhile = saved >= SMALL_GAIN
+    # How far off predictions of compute times were on such a device, where the graph says it.
     error_range = graph.meta.get("error_low"), graph.meta.get("error_high")
     error_text = ""
     if all(isinstance(end, float) for end in error_range):
@@ -139,6 +140,7 @@ def _timeline_picture(graph: Graph, timelines: Mapping[str, Timeline], priority:
     if len(recv_ops) > _LABELLED:
         remark = "bars too close to be told apart are drawn as one."
     caption = f"One step: what each resource does when; {remark}{some(_LANES_DRAWN, graph.resource_names, 'resources')}"
+    # In TAC's order; transfers without a priority come last.
     recv_ops.sort(key=lambda op: (priority.get(graph.names[op], math.inf), op))
     columns: dict[str, Column[int]] = {
         "parameter": lambda op: shortened(graph.parameter[op] or graph.names[op], 60),
@@ -194,6 +196,7 @@ def trace_section(result: TraceResult, setting: str = "ddp") -> Section:
         sharded = "FSDP2: the parameters' names show no list of blocks to shard by."
         if collectives.fsdp2 is not None:
             sharded = collectives.fsdp2.verdict
+        # A table of sharding settings would be noise for a model this small.
         if setting != "fsdp2" and graph.parameter_bytes < _SHARDED_BYTES:
             sharded = f"FSDP2 has little to save: parameters, gradients and Adam take {show_bytes(4 * graph.parameter_bytes)}."
             collectives = collectives.model_copy(update={"fsdp2": None})
@@ -203,6 +206,7 @@ def trace_section(result: TraceResult, setting: str = "ddp") -> Section:
             collectives, f"Data parallel on {collectives.replicas} replicas, {collectives.network}"
         )
         blocks.insert(len(blocks) if setting == "servers" else 0, table)
+    # The asked setting's sentences open, the others' follow.
     first, *rest = sorted(sentences, key=lambda name: name != setting)
     lead = [f"Verdict: {sentences[first][0]}", *sentences[first][1:]]
     lead.append(f"{graph.ops} ops: {graph.recvs} recvs, {graph.sends} sends; parameters {size}{elements}")
@@ -240,6 +244,7 @@ def _order_table(
             return "optimal" if figures.status == "optimal" else f"gap {figures.gap:.2%}"
         return f"{show_seconds(figures.makespan_min_s)} .. {show_seconds(figures.makespan_max_s)}"
 
+    # These order the computation too, not only the transfers.
     compute_orders = {name for name, figures in schedules.items() if name == "exact" or figures.orders_compute}
     names = [f"{name} (and compute)" if name in compute_orders else name for name in schedules]
     columns: dict[str, Column[ScheduleFigures]] = {"step time": "makespan_s", "min .. max": spread}

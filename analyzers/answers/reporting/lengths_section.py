@@ -74,6 +74,7 @@ def lengths_section(result: LengthsResult, name: str) -> Section:
         "cost": "cost:,.4g",
         "longest": _longest,
     }
+    # The first batch shows what sharing out does; of many ranks some are enough.
     ranks = result.assignments[:_RANKS_SHOWN]
     first_batch = tabled(
         "The first global batch, by rank",

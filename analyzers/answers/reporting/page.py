@@ -47,6 +47,7 @@ def render(
         first_index = len(charts) - len(picture.figures)
         return [(f"chart-{first_index + index}", figure.title) for index, figure in enumerate(picture.figures)]
 
+    # The policy in the page's head allows these two scripts and no other.
     hashes = [_hash_of(script()), _hash_of(_PAGE)]
     environment.globals |= {"hosts_of": hosts, "script_hashes": hashes}
     page = environment.get_template(TEMPLATE.name)

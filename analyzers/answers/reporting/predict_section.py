@@ -100,6 +100,7 @@ def _remarks(result: PredictResult) -> list[str]:
     ]
     if lacking := [name for name, device in result.devices.items() if not device.has_precision]:
         lines.append(f"{', '.join(lacking)}: no rate for {assumed.precision} in the datasheet; float32's is taken.")
+    # The batches by device at which the GPU waits for the host.
     waiting = {
         row.device: sorted(
             {other.local_batch_size for other in rows if other.host_bound and other.device == row.device}
@@ -111,6 +112,7 @@ def _remarks(result: PredictResult) -> list[str]:
         where = "; ".join(f"{name} at batch {', '.join(map(str, sizes))}" for name, sizes in waiting.items())
         helps = "a larger batch helps" if assumed.compile else "--compile or a larger batch helps"
         lines.append(f"Host-bound, the GPU waits for Python: {where}; {helps}.")
+    # Devices with the same error share a sentence.
     for error in dict.fromkeys(device.error for device in result.devices.values()):
         where = _names([name for name, device in result.devices.items() if device.error == error])
         basis = f"{error.rows} measured steps, predicted without {error.what}" if error.rows else error.what

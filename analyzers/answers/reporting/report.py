@@ -68,6 +68,7 @@ def section_of(artifact: ReadArtifact, artifacts: Sequence[ReadArtifact] = (), n
             return graph_section(graph, artifact.name, remark=times)
         case "profile":
             section = fit_sections.profile_section(artifact.content, artifact.name, others("goodput"))
+            # A predicted profile also has the memory over a pass, by device.
             memory_tables = artifact.content.attrs.get("memory", {}).items()
             return replace(
                 section, blocks=[*section.blocks, *(fit_sections.memory_picture(*each) for each in memory_tables)]

@@ -157,6 +157,7 @@ def _iteration_tables(records: dict[str, BarrierChoice]) -> list[Table]:
     tables = [tabled("Iterations until the barrier", "predicted", workers, columns, names=names)]
     if len(workers) > _WORKERS_SHOWN:
         counts = {key: [*record.iterations.values()] for key, record in records.items()}
+        # A column for each choice, rows for the fewest, the median and the most.
         quantile_columns = {
             key: lambda share, counts=counts: f"{np.quantile(counts, share):g}" for key, counts in counts.items()
         }
@@ -213,6 +214,7 @@ def balance_section(result: BalanceResult, name: str) -> Section:
     if min((record.iteration_time_ratio for record in result.predictors.values()), default=0) >= 1:
         lead.append("Equal batches are as fast here: these speeds cannot be foretold well enough.")
     equal, known_speeds = "equal split", "speeds known"
+    # Between the bounds: equal batches know nothing of speeds, the oracle all.
     splits: dict[str, SplitTime] = {equal: result.equal_split, **result.predictors, known_speeds: result.oracle}
     caption = (
         "Predictors of speed, and batches sized by them; RMSE in samples/s, mean over workers; gain: share of what "
@@ -295,6 +297,7 @@ def verification_section(result: Verification, name: str) -> Section:
     for part, times in zip(("step", "compute", "sync"), (step, result.compute, result.sync), strict=True):
         bars += [(f"{part}, predicted", times.predicted_s)] if times.predicted_s is not None else []
         bars.append((f"{part}, measured", times.measured_s))
+    # Whiskers stand on the measured step alone, whose quartiles are known.
     figure = Bars(
         rows=bars,
         xlabel="time",
@@ -352,6 +355,7 @@ def verified_table(result: Verification, caption: str) -> Table:
     A part that is off by less than the measured steps differ among themselves, or than a hundredth of one, is no finding.
     """
     step = result.iteration
+    # Half the quartiles' distance, a hundredth of a step at least.
     noise_s = max(_NEGLIGIBLE * step.measured_s, (step.high_s - step.low_s) / 2)
 
     def error(times: VerifiedTime | VerifiedRank) -> str:
@@ -386,6 +390,7 @@ def gate_section(result: GateResult, name: str) -> Section:
     header = ("", "metric", "baseline", "current", "change", "limit")
     rows = [(outcome(check), shortened(check.metric, LONGEST_NAME), *figures_of(check)) for check in checks]
     table = Table(caption=caption, header=header, rows=rows, label="read", head=20, text_columns=2)
+    # Only ratios can be drawn: numbers on both sides, over a baseline above 0.
     changes = [
         (check.metric, check.current / check.baseline, not check.passed)
         for check in checks

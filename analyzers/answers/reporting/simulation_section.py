@@ -55,6 +55,7 @@ def simulation_section(document: SimulationDocument, name: str, *, details: bool
     source = shortened(PurePath(document.workload).name or document.workload, 60)
     lead = f"{counted(jobs, 'job')} of {source} on {counted(document.gpus, 'GPU')}, under {policies}."
     drawn_remark = f" The first {LINES_DRAWN} policies are drawn." if len(records) > LINES_DRAWN else ""
+    # Losses and costs that nobody asked about are details.
     has_losses = document.failures is not None or any(record.cost is not None for record in records.values())
     figure = completion_figure({key: [job.jct_s for job in record.jobs] for key, record in records.items()})
     caption = f"Share of the jobs that were complete within a time: the higher, the better.{drawn_remark}"
@@ -169,6 +170,7 @@ def _counts_over_time(times_s: Floats, series: Mapping[str, Floats], quantity: s
         whole="y",
         family="policy",
     )
+    # Nine of the drawn points, the first and the last included.
     shown_points = np.linspace(0, _TIME_POINTS - 1, 9).round().astype(int)
     rows = [
         (_time_cell(times_s[point], last_s), *(f"{values[point]:.0f}" for values in series.values()))
@@ -362,6 +364,7 @@ def _comparison_picture(comparison: PolicyComparison) -> Picture | Table:
         f"Change from {second} to {first}, with the {comparison.confidence:.0%} interval of Student's t on log ratios"
     )
     table = tabled(caption, "simulated", comparison.comparisons, columns)
+    # A ratio out of all bounds would leave nothing of the other bars.
     drawn_measures = [measure for measure in comparison.comparisons if 1 / _MOST_DRAWN < measure.ratio < _MOST_DRAWN]
     if not drawn_measures:
         return table
@@ -474,6 +477,7 @@ def advice_section(advice: AdviceResult) -> Section:
         "gain: goodput over that of now; pays from: with so much left; saves: the mean, and what 10 and 90 % of cases stay "
         "below; sure: probability of saving time; GPU h: held more than without the resize"
     )
+    # The options that save most, whether or not one is worth it.
     rows = sorted(advice.options, key=lambda option: -option.expected_saved_s)[:_MOST_OPTIONS_SHOWN]
     blocks = [tabled(caption, "predicted", rows, columns)] if rows else []
     return Section(title=f"Advice: {advice.job}", lead=lead, blocks=blocks)

@@ -49,6 +49,7 @@ def binned(
     first = int(steps.min())
     width = max(1, math.ceil((int(steps.max()) - first + 1) / points))
     bins = (steps - first) // width
+    # Rows by bin, and where each bin's rows begin.
     order = np.argsort(bins, kind="stable")
     bin_indices, starts = np.unique(bins[order], return_index=True)
     low, middle, high = np.array(
@@ -64,6 +65,7 @@ def telemetry_section(frame: pd.DataFrame, name: str, plans: Sequence[tuple[str,
     ``frame``: the columns of :class:`~ddltool.telemetry.TelemetryRow`, one row per rank and step, in any order.
     ``plans``: pairs (file name, plan).
     """
+    # Without the first steps, which allocate and compile; all of them, where there are no others.
     steady = frame[frame["step"] >= frame["step"].min() + WARMUP_STEPS]
     steady = steady if len(steady) else frame
     ranks = int(frame["rank"].nunique())
@@ -148,6 +150,7 @@ def _batches(frame: pd.DataFrame) -> Blocks:
     if len(parts) <= _BATCH_LINES:
         lines = [_over(f"rank {rank}", part, "batch")[0] for rank, part in parts.items()]
     else:
+        # Lines of many ranks could not be told apart.
         parts, lines = {"all": frame}, [_over("median of the ranks", frame, "batch", band=True)[0]]
     title = "Batch size of each rank over time"
     figure = Lines(lines=lines, xlabel="step", ylabel="samples", title=title, draw="steps", whole="xy")
@@ -192,6 +195,7 @@ def _compared(
     left_out: list[str] = []
     for name, plan in plans:
         try:
+            # Raises InputError for a plan of other devices or processes.
             verification = verify(plan, read_run(frame, "telemetry"))
         except InputError as error:
             left_out.append(f"{shortened(name, 60)} ({error.where} {error.problem})")

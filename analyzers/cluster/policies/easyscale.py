@@ -55,6 +55,7 @@ class EasyScale:
                 self._content.discard(job.index)
             if job.index in allocations and (earlier := self._fall_back(job, now_s)):
                 allocations[job.index] = earlier
+        # What is free is offered round by round, until nobody accepts anything more.
         free = free_gpus(cluster, allocations.values())
         self._reclaim(jobs, allocations, free, cluster)
         job_by_name = {str(job.index): job for job in jobs}
@@ -73,7 +74,7 @@ class EasyScale:
                 job = job_by_name[name]
                 added = take_most_free(free, offer.count, cluster.nodes_of(offer.device_type))
                 allocations[job.index] = _join(allocations.get(job.index, ()), added)
-        for job in jobs:
+        for job in jobs:  # what held before a growth is remembered, to fall back to it
             allocation = allocations.get(job.index, ())
             if job.allocation and count_gpus(allocation) > count_gpus(job.allocation):
                 self._before[job.index] = job.allocation, job.steps_per_s
@@ -114,8 +115,10 @@ class EasyScale:
                     continue
                 index, gpu_type = cheapest
                 counts = Counter(dict(allocations[index]))
+                # Of its nodes with that type the one where it has fewest: it may then leave that node.
                 node = min((count, node) for node, count in counts.items() if cluster.gpu_types[node] == gpu_type)[1]
                 allocations[index] = tuple((counts - Counter([node])).items())
+                # It has become smaller, and may ask again.
                 self._content.discard(index)
                 self._before.pop(index, None)
                 free[node] += 1

@@ -31,6 +31,7 @@ def start_gangs(
     """
     free_counts = {gpu_type: cluster.gpus_of(gpu_type) for gpu_type in cluster.type_names}
     chosen_types: dict[int, str] = {}
+    # First who runs, and on which type, by counts alone; then those that run on keep their GPUs, and the others get theirs.
     for job in order:
         if job.allocation:
             held_type = cluster.type_of(job.allocation)
@@ -94,11 +95,13 @@ class Tiresias:
         Adds the service of the interval that has passed, and moves the jobs that have reached the threshold down.
         """
         by_index = {job.index: job for job in jobs}
+        # Finished jobs leave the queues, new ones come to the end of the first.
         first_queue, second_queue = ([index for index in queue if index in by_index] for queue in self.queues)
         first_queue += [index for index in by_index if index not in self.service]
         for index in by_index:
             ran_s = now_s - self.last_s if index in self.running else 0.0
             self.service[index] = self.service.get(index, 0.0) + ran_s * by_index[index].spec.num_replicas
+        # Their service has reached the threshold: they go to the end of the second.
         served = {index for index in first_queue if self.service[index] >= self.threshold_gpu_s}
         demoted = [index for index in by_index if index in served]
         self.queues = [index for index in first_queue if index not in served], [*second_queue, *demoted]

@@ -71,6 +71,7 @@ class Ours:
         if not jobs:
             return {}
         present = frozenset(job.index for job in jobs)
+        # A job came or ended: allocations have held only since now.
         if present != self._present:
             self._present, self._changed_s = present, now_s
         hold_s = max(_HOLD_S, now_s - self._changed_s)
@@ -144,15 +145,18 @@ class Ours:
         over. ``best_value``: the value of the job's best configuration on any type.
         """
         remaining = math.inf if offer.remaining_s is None else offer.remaining_s
+        # How long each count would be held: until the job ends, or until something changes.
         stay_s = np.minimum(remaining / np.maximum(on_type.speedup, _LEAST_SPEEDUP), hold_s)
         restarted = on_type.speedup * (stay_s / (stay_s + self.delay_s))
         cost = weight * (best_value - restarted[:, : offer.most_replicas + 1] ** _POWER)
+        # Counts on which the job cannot run, except none at all.
         cost[0, 1:][on_type.speedup[0, 1 : offer.most_replicas + 1] <= 0] = np.inf
         cost[1][on_type.speedup[1, : offer.most_replicas + 1] <= 0] = np.inf
         keep_cost = np.inf
         if on_type.held:
             held_stay_s = float(stay_s[on_type.held_row, on_type.held])
             held_speedup = float(on_type.speedup[on_type.held_row, on_type.held])
+            # Staying loses only what is left of its last restart.
             kept_speedup = held_speedup * held_stay_s / (held_stay_s + starting_s) if held_stay_s else 0.0
             keep_cost = weight * (best_value - kept_speedup**_POWER)
         base = offer.job.allocation if on_type.held else ()

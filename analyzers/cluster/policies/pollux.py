@@ -57,6 +57,7 @@ class Pollux:
         restart_factor = job.restart_factor(now_s, self.delay_s)
         within_cost, across_cost = self.cost(within * restart_factor), self.cost(across * restart_factor)
         within_cost[max(cluster.gpus) + 1 :] = np.inf
+        # Fewer than two GPUs do not span nodes.
         across_cost[:2] = np.inf
         return JobCosts(
             within=within_cost,
@@ -82,6 +83,7 @@ class Pollux:
             linear = np.arange(widest + 1) / fair_count * scale
             return linear[: most + 1], linear[: most + 1].copy(), float(linear[held])
         goodput = goodput * (scale / goodput[0, fair_count])
+        # Row 0: on one node, row 1: across nodes.
         row = min(len(job.allocation), 2) - 1
         return goodput[0, : most + 1], goodput[1, : most + 1], float(goodput[row, held]) if held else 0.0
 
