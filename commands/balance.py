@@ -174,6 +174,7 @@ def _of_speeds(
             advance(index, name)
             predictor = make_predictor(name, recorded.workers, settings)
             outcomes[name] = replay(recorded, predictor, total, since=settings.warm_up)
+    # The two bounds: batches that know nothing of speeds, and batches that know all.
     equal_split = replay_equal(recorded, total, since=settings.warm_up)
     oracle = replay_oracle(recorded, total, since=settings.warm_up)
 
@@ -183,6 +184,7 @@ def _of_speeds(
 
     optional_fields: dict[str, Any] = {}
     if schemes:
+        # LB-BSP goes by one predictor: the one that was asked for, else the paper's.
         of_schemes = predictors[0] if len(predictors) == 1 else "narx"
         optional_fields["schemes"] = _compared(recorded, total, of_schemes, settings)
     return BalanceResult(

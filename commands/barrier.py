@@ -66,7 +66,9 @@ def barrier(
     calls |= PUBLISHED if algorithm == "all" else {algorithm: PUBLISHED[algorithm]}
     calls |= {objective: partial(best_barrier, objective=objective, max_gap=max_gap) for objective in OBJECTIVES}
     counts, records = np.diff(ends.pointers), {}
+    # Seconds of an iteration on each worker, by its first and last predicted end.
     length_s = (ends.last_s - ends.first_s) / (counts - 1) if counts.min() > 1 else np.zeros(len(names))
+    # How long each choice takes is a figure of its own: CPU seconds of this process.
     for name, choose in calls.items():
         begin_s = time.process_time()
         choice = choose(ends)
@@ -77,6 +79,7 @@ def barrier(
             iterations_per_s=int(choice.iterations.sum()) / superstep_s if superstep_s > 0.0 else None,
             compute_seconds=cpu_seconds,
         )
+    # Each point is an exact search: of many ends only a few are affordable.
     curve = tradeoff(ends, CURVE_POINTS if len(ends.end_s) <= MANY_ENDS else FEW_POINTS)
     return BarrierResult(
         workers=len(names),

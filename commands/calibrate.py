@@ -47,9 +47,11 @@ def calibrate(
     """
     table = known_devices(devices_file)
     gpu = table.gpu(device)
+    # What is no table may be a log of nccl-tests, which its text tells.
     other_files = [path for path in rows if ending(path) not in _TABLE_SUFFIXES]
     logs = {path: text for path in other_files if is_nccl_log(text := read_text(path))}
     tables = [path for path in rows if path not in logs]
+    # The highest rate is what the link can do; lower ones were held back by something else.
     if logs:
         bytes_per_s, name = max((bus_bandwidth(text, str(path)), path.name) for path, text in logs.items())
         gpu = gpu.model_copy(update={"link_bytes_per_s": bytes_per_s, "link": f"{MEASURED} by {name}, {gpu.link}"})

@@ -55,6 +55,7 @@ def companion(
             raise InputError("--free", "needs --lookup", "say what the job holds, for example --lookup V100=2")
         if patch is not None:
             raise InputError("--patch", "needs --lookup", "say what is free, for example --lookup V100=6")
+    # A job: its database is made first, and then used like any other.
     if not is_companion(source):
         if source.suffix in (".db", ".sqlite"):
             Companion(source).close()  # says what is wrong with it
@@ -101,6 +102,7 @@ def _look_up(
     plan = _plan_on_devices(database, devices)
     if not plan.ests and free is None:
         raise Infeasible(f"{database.meta.job} cannot run on {lookup}: no room for all of its logical workers")
+    # None: nobody asked; a list, even an empty one, is an answer.
     scale_outs = None
     if free is not None:
         scale_outs = _scale_outs(database, plan, devices, device_counts(free, "--free"), top_k)
@@ -143,6 +145,7 @@ def _recalibrate(database: Companion, telemetry: Path, threshold: float, remarks
     if corrected_per_s:
         database.recalibrate(corrected_per_s)
     for name, rate_per_s in measured_per_s.items():
+        # What agrees with the prediction stays: small differences are noise.
         verdict = "taken over" if name in corrected_per_s else "kept as it was"
         remarks.append(f"{name}: measured {rate_per_s:.4g}/s, predicted {predicted_per_s[name]:.4g}/s: {verdict}")
     return {
@@ -189,6 +192,7 @@ def _write_patch(
         raise Infeasible(
             f"{database.meta.job} cannot run on one type of these devices, which is all that a TrainJob has"
         )
+    # The fastest; of equally fast ones that with the fewest devices.
     negative_rate, count, name = min(candidates)
     best_plan, nodes = _plan_on_devices(database, {name: count}), max(1, count // per_node)
     processes = count // nodes

@@ -175,6 +175,8 @@ def _train(output: Path, seed: int) -> Finding:
         output / "training.log",
     )
     command = ["-m", "ddltool.commands.demo_train", str(output / "enforce.json"), str(result_file)]
+    # One thread each, as both processes share the cores; gloo over the loopback, where a machine may have no
+    # network.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
     code, script_output = finish(command, enforcement.world_size, environment, "the training run", TRAINING_LIMIT_S)
     write_text(log_file, script_output)
@@ -234,6 +236,7 @@ def _report(output: Path, seed: int) -> Finding:
     report_file = output / "report.html"
     from ddltool.commands.report import report  # it loads the plotting library
 
+    # The report orders and names its sections by the files' kinds.
     report([output / name for name in REPORTED], report_file, title="ddltool demo", summary=summary, stage=progress)
     return report_file.name, {"report": str(report_file)}
 

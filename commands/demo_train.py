@@ -70,6 +70,7 @@ def train(enforcement: str) -> dict[str, object]:
         hook.set_epoch(epoch)
         for images, labels in loader:
             optimizer.zero_grad()
+            # hook.loss weighs uneven batches, so that the mean of the gradients is that of all samples.
             loss = nn.functional.cross_entropy(model(images), labels)
             hook.loss(loss).backward()
             optimizer.step()

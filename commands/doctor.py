@@ -42,6 +42,7 @@ def doctor(
     command = words(overhead, "--overhead")
     with progress("runs", 2 * pairs) as advance:
         sizes = {"pairs": pairs, "steps": steps, "replicas": replicas or 1}
+        # Runs without and with ddltool in turns, so that both meet the same noise.
         overhead_result = measure_overhead(
             command, **sizes, limit=max_overhead, progress=lambda done: advance(done, "")
         )
@@ -94,6 +95,7 @@ def _print_overhead(overhead: OverheadResult, script: str) -> None:
     """Print the seconds per step with ddltool off and on, their ratio with its interval, and the verdict."""
     rows = []
     for name, clock, ratio in (("wall clock", "wall_s", overhead.wall), ("CPU seconds", "cpu_s", overhead.cpu)):
+        # Medians over the runs of each kind.
         off, on = (
             statistics.median(getattr(run, clock) for run in pair_runs) for pair_runs in (overhead.off, overhead.on)
         )

@@ -91,6 +91,7 @@ def emit(
             queue=None if queue is None else _checked_cluster_name("--queue", queue, target),
             kind=kind,
         )
+        # A missing script is worth a remark where nobody named one: containers have their own.
         script_gaps = []
         is_said = is_given("script") or target == "kubernetes"
         if not is_said and not any((folder / script).exists() for folder in (Path(), path.parent)):

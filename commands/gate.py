@@ -55,6 +55,7 @@ def gate(
     TOML file; ``./ddltool.toml`` where it is there), else the kind's defaults. ``level``: share of false alarms from noise
     for the whole gate, 0.05 by default. Raises InputError for rules that do not fit, and for two kinds.
     """
+    # A file that was named must be there, the default one need not.
     settings = (
         config if isinstance(config, GateConfig) else read_config(config or Path(CONFIG_NAME), required=bool(config))
     )
@@ -94,6 +95,7 @@ def show_gate(
         _list_metrics(figures_of(current), as_json)
         return
     begin_s = time.perf_counter()
+    # Read here too: files that are read must not be written over.
     settings = read_config(config or Path(CONFIG_NAME), required=config is not None)
     baselines = baselines_of(current, call["baseline"], settings)
     summary_file = os.environ.get("GITHUB_STEP_SUMMARY") if github else None

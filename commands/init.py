@@ -35,6 +35,7 @@ def init(
     texts, remarks = first_files(inventory, model, output)
     make_folder(output)
     paths = {name: output / name for name in texts}
+    # Also where a file of nodes that is read would be written over.
     check_outputs(nodes or [], paths)
     for name, text in texts.items():
         write_text(paths[name], text)

@@ -191,6 +191,7 @@ def progress(title: str, total: int | None = None) -> Iterator[Callable[[int, st
                 )
                 pause_s = _NEXT_LINES_S
 
+        # No bar without a terminal; a long stage says now and then that it goes on.
         if not (console.is_terminal or VOICE.quiet):
             threading.Thread(target=tell, daemon=True).start()
         try:

@@ -111,6 +111,7 @@ def profile(
         budget_s=time_limit_s or (math.inf if repeats is not None else BUDGET_S),
         seed=seed,
     )
+    # Rank 0 leads and has the rows; the others only take part in the steps.
     if place is not None and place.rank > 0:
         _follow(request, place)
         return ProfileResult(rows=[])
@@ -161,11 +162,13 @@ def _leading(request: MeasureRequest, place: Place | None) -> Iterator[TorchrunJ
         problem = "stopped by torchrun (a process of the job ended, or the job was stopped)"
         raise job.failure(DdlToolError(f"{job.where}: {problem}"))
 
+    # torchrun sends SIGTERM to all ranks where one has ended.
     before = signal.signal(signal.SIGTERM, stopped)
     try:
         with _prints_elsewhere(), job:
             yield job
     finally:
+        # Unless somebody has set another handler since.
         if signal.getsignal(signal.SIGTERM) is stopped:
             signal.signal(signal.SIGTERM, before)
 
@@ -269,6 +272,7 @@ def watch_workers(request: WatchRequest, output: Path | None, as_json: bool) -> 
         with progress("watching", request.iterations) as advance:
             rows = record(request, lambda done: advance(done, f"{done} of {request.iterations}"))
     except WatchLost as lost:
+        # A lost worker ends the run, not what was recorded until then.
         what_is_kept = f"the {len(lost.rows) // request.workers} iterations that all workers completed"
         if not lost.rows:
             what_is_kept = "no iteration was complete, so nothing is written"

@@ -48,6 +48,7 @@ def report(
             advance(done, read[-1].name)
     inputs = told_apart(read)
     noise = noise_of(inputs) if noise_scale is None else noise_scale
+    # Sections of one kind are numbered for their anchors: plan-1, plan-2.
     counts: Counter[str] = Counter()
     sections, listed = [], []
     with stage("drawing", len(inputs)) as advance:

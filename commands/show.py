@@ -199,6 +199,7 @@ def schema_of(kind: str) -> dict[str, Any]:
     if kind_name in MODELS:
         schema = MODELS[kind_name].model_json_schema()
     elif kind_name == "sync":
+        # A union of several models, which no single class stands for.
         schema = {"title": "SyncRow", **TypeAdapter(SyncRow).json_schema()}
     else:  # printed by one command and read by nobody: what every document has, and no promise about the rest
         schema = {

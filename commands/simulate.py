@@ -156,6 +156,7 @@ def simulate_sweep(
     that is there is taken up again. The rest is as for :func:`simulate`. Raises InputError for what cannot be read.
     """
     setup, _, makers = _replay_setup(tell=tell, seed=0, **replay)
+    # Checked before anything is replayed.
     pair = [name.strip() for name in compare.split(",")] if compare else []
     if pair and (len(pair) != 2 or not set(pair) <= set(makers)):
         raise InputError("compare", f"is {compare!r}", f"two policies of those replayed: {', '.join(makers)}")
@@ -322,6 +323,7 @@ def simulate_convert(
     with stage(f"reading {trace.name}"):
         templates = partial(read_templates, folders, machines)
         specs, remark = read_jobs(trace, templates, jobs=jobs, hours=hours, seed=seed)
+    # Only a trace's conversion has something to remark.
     if not remark:
         raise InputError(str(trace), "is a workload already", "give a cluster's: Philly, Helios, Acme, Alibaba")
     tell(remark)
@@ -341,6 +343,7 @@ def _replay_setup(
     ``arguments``: those of :func:`simulate`, by name; what is left out has its default. Raises InputError for settings
     that do not go together, and files that cannot be read.
     """
+    # So that every argument is there, whichever command calls.
     arguments = {**_DEFAULTS, **arguments}
     _check_dependent_arguments(arguments["policy"])
     models = _read_fitted_models(arguments["models"])
@@ -478,6 +481,7 @@ def _read_fitted_models(texts_or_models: Sequence[str | FittedModel]) -> list[Fi
         for key in ("noise", "samples", "batch"):
             if key not in fields:
                 raise InputError(where, f"lacks {key}", "noise=SAMPLES,samples=TOTAL,batch=M0 are needed")
+        # Errors about the numbers name the option's keys, not FittedJob's fields.
         with as_options({name: f"{where}:{name}" for name in readers}):
             job = FittedJob(
                 noise_scale=fields["noise"],

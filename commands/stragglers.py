@@ -44,6 +44,7 @@ def stragglers(
         return
     run, source = _read_run(paths)
     feed_folder = feed or Path()
+    # The files that remedies name: written by --feed, or telemetry, which holds all of it.
     feeds = diagnosis.Feeds(**{field: str(feed_folder / file) for field, file in _FEED_FILES.items()})
     if source == "telemetry" and feed is None:
         feeds = diagnosis.Feeds.all(str(paths[0]))

@@ -139,6 +139,7 @@ def trace(
             latency=latency,
             nccl_tests=nccl_tests,
         )
+    # How gradients travel between the replicas; without a network there is nothing to plan.
     group = fabric.over(replicas) if fabric is not None else None
     plans = plan_collectives(graph, group) if group is not None else None
     if compression is not None and plans is not None and group is not None:

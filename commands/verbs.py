@@ -89,6 +89,7 @@ def also_takes(
         parameters = dict(inspect.signature(function, eval_str=True).parameters)
         _, rest = parameters.popitem()
         assert rest.kind is inspect.Parameter.VAR_KEYWORD, f"{function.__name__} takes no other parameters"
+        # Parameters of the other function behind its own, by keyword alone.
         more = [
             parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
             for name, parameter in inspect.signature(other, eval_str=True).parameters.items()
@@ -209,6 +210,7 @@ def _check_files(given: Mapping[str, Any], said: Mapping[str, Remark]) -> None:
     read: list[Any] = []
     for name in said:
         value = given[name]
+        # A source may be FILE:FUNCTION; the file is what is read.
         if "SOURCE" in said[name].get("argument", ""):
             read.append(value.partition(":")[0])
         elif not said[name].get("writes"):

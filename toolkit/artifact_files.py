@@ -92,6 +92,7 @@ def told_apart(artifacts: Sequence[ReadArtifact]) -> list[ReadArtifact]:
         others = {
             other.path for other in artifacts if other.path != artifact.path and other.path.name == artifact.path.name
         }
+        # One folder more until the name is nobody else's.
         for folders in range(len(artifact.path.parts) if others else 0):
             renamed[artifact_index] = replace(artifact, folders=folders)
             if all(
@@ -159,6 +160,7 @@ def _from_rows(path: Path, rows: list[tuple[int, Row]]) -> ReadArtifact:
     import pandas as pd
 
     first = rows[0][1]
+    # Rows of earlier versions have no kind; then their columns tell.
     kind_field = first.get("kind")
     if kind_field == "ddltool.sync":
         records, notes = _sync_rows(path, rows), list[str]()

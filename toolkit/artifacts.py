@@ -336,6 +336,7 @@ def _first_validation_error(error: ValidationError, model: type[BaseModel], wher
     # A misspelt field is both unknown and missing; the unknown one is what the reader must mend.
     problem_found = min(error.errors(), key=lambda problem: problem["type"] not in UNKNOWN_FIELD)
     field = inside
+    # The path of the field as people write it: devices[0].type.
     for part in problem_found["loc"]:
         field += f"[{part}]" if isinstance(part, int) else f".{part}" if field else str(part)
     if problem_found["type"] in UNKNOWN_FIELD:
@@ -364,6 +365,7 @@ def _fields_beside(location: tuple[int | str, ...], model: type[BaseModel]) -> l
             if isinstance(location_part, int)
             else schema_node.get("properties", {}).get(location_part, {})
         )
+        # "This or null": the alternative that has fields or entries is the one.
         for alternative in schema_node.get("anyOf", [schema_node]):
             if "$ref" in alternative or "items" in alternative or "properties" in alternative:
                 schema_node = alternative
@@ -415,6 +417,7 @@ def write_bytes(path: str | Path, data: bytes) -> None:
             _fill_stream(path, data)
             return
         target = path.resolve()
+        # In the same folder, as only there a rename is atomic.
         handle = tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False)  # noqa: SIM115
         _fill_and_rename(handle, data, target, mode)
 
@@ -559,6 +562,7 @@ def check_outputs(
         quoted = shortened(str(path), _LONGEST_NAME)
         if any(_is_same_file(path, path_before) for path_before in input_paths):
             raise InputError(option, f"{quoted} is one of the inputs", remedy)
+        # Two options that write one file: the later would overwrite the earlier.
         earlier_option = next(
             (name for name, path_before in path_by_option.items() if _is_same_file(path, path_before)), None
         )

@@ -75,6 +75,7 @@ class CompanionMeta(Artifact):
         kept_counts = []
         for device in self.devices:
             count = counts.get(device.type, 0)
+            # More devices than the job has logical workers would stay idle; below that they could help.
             if count > device.count and device.count < self.max_workers:
                 problem = f"is {count}, and plans are kept for at most {device.count}"
                 raise InputError(f"devices.{device.type}", problem, "make the database again with more")
@@ -201,6 +202,7 @@ class Companion:
         """Return whether a plan places every EST (logical worker), in the time that the devices' capabilities give."""
         speeds = {device.type: device.capability_per_s for device in self.meta.devices}
         placed = sum(devices * ests for rows in plan.ests.values() for devices, ests in rows)
+        # A device runs its ESTs one after another; the step waits for the slowest device.
         slowest_s = max((ests / speeds[name] for name, rows in plan.ests.items() for _, ests in rows), default=0.0)
         return (
             placed == self.meta.max_workers
@@ -211,6 +213,7 @@ class Companion:
     def remember(self, counts: Sequence[int], plan: CompanionPlan) -> None:
         """Keep a plan that was made on demand. A database that cannot be written is left as it is: the plan is no less good."""
         with self._explained(), contextlib.suppress(sqlite3.OperationalError), self._writing():
+            # Another process may have corrected a capability since this file was opened.
             if self._stored().generation != self.meta.generation:
                 return  # made with capabilities that have changed since
             inserted = self._base.execute("INSERT INTO plans (document) VALUES (?)", (plan.model_dump_json(),))

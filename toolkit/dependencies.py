@@ -71,6 +71,7 @@ def first_ready_first(inputs: Sequence[Sequence[int]]) -> list[int]:
     waiting, consumers = [len(sources) for sources in inputs], reversed_edges(inputs)
     ready = [op for op, count in enumerate(waiting) if count == 0]  # ascending: a heap
     order = []
+    # Kahn's algorithm with a heap of what is ready.
     while ready:
         order.append(heapq.heappop(ready))
         for target in consumers[order[-1]]:
@@ -108,6 +109,7 @@ def bits_of(bits: int) -> Iterator[int]:
     [1, 3]
     """
     while bits:
+        # The lowest set bit alone.
         lowest = bits & -bits
         yield lowest.bit_length() - 1
         bits ^= lowest
@@ -146,6 +148,7 @@ def find_dependencies(graph: Graph) -> Dependencies:
     Ops that need the same set form a group, numbered as they first come.
     """
     recvs, inputs, order = graph.of_kind(RECV), input_lists(graph), graph.topological_order().tolist()
+    # A recv needs itself, which makes no group.
     needed = collected(inputs, order, recvs.tolist())
     group_by_set: dict[int, int] = {}
     group = [

@@ -180,6 +180,7 @@ class Graph:
         """
         records = list(ops)
         op_index = _unique_names(records, where)
+        # Edges in compressed rows: where each op's inputs begin in one long list.
         pointers = np.zeros(len(records) + 1, dtype=np.int64)
         sources: list[int] = []
         for position, op in enumerate(records):
@@ -322,6 +323,7 @@ def natural_key(text: str) -> tuple[tuple[int, int, str], ...]:
     ['layer2', 'layer10']
     """
     parts = [part for part in re.split(r"([0-9]+)", text) if part]
+    # Numbers before other text, by value; the digits themselves come last, so that 01 and 1 differ.
     key = [(0, int(part), part) if part.isascii() and part.isdigit() else (1, 0, part) for part in parts]
     return tuple(key)
 
@@ -394,6 +396,7 @@ def _check_structure(graph: Graph, where: str) -> None:
         send = graph.names[graph.input_index[consumed_sends[0]]]
         raise InputError(f"{where}:ops", f"send op {send!r} is used as an input", "a send op is a leaf")
     receiver_of: dict[str, str] = {}
+    # A parameter comes in by one recv.
     for position in graph.of_kind(RECV):
         parameter = graph.parameter[position]
         if parameter is not None and parameter in receiver_of:
@@ -500,10 +503,12 @@ def assign_channels(graph: Graph, servers: int) -> Graph:
     """
     bytes_by_parameter: dict[str, float] = {}
     transfers = np.flatnonzero(graph.kind != COMPUTE)
+    # A parameter's recv and send are of one size; the larger counts where they are not.
     for position in transfers:
         parameter = graph.parameter[position] or graph.names[position]
         bytes_by_parameter[parameter] = max(bytes_by_parameter.get(parameter, 0.0), float(graph.size_bytes[position]))
     channel_of = spread(bytes_by_parameter, servers)
+    # Channels that nothing uses are left out; compute resources stay.
     compute_names = sorted(
         graph.resource_names[resource_number] for resource_number in np.unique(graph.resource[graph.kind == COMPUTE])
     )

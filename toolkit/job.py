@@ -306,6 +306,7 @@ def read_job(path: str | Path, *, allow_code: bool = False) -> Job:
         return _in_groups(job, path)
     file = path.parent / job.cluster
     counts = load(file, Cluster).device_counts(job.group.size if job.group else 1)
+    # Without devices of its own, the job may use all types of the cluster.
     offers = {offer.type: offer for offer in job.devices} or {name: DeviceOffer(type=name) for name in counts}
     for name in offers:
         if name not in counts:
@@ -331,6 +332,7 @@ def _in_groups(job: Job, path: Path) -> Job:
             raise InputError(f"{path}:devices", problem, "offer more of them, or take a smaller group")
     if not any(offer.count for offer in job.devices):
         raise InputError(f"{path}:devices", f"make no group of {job.group.text} on whole nodes", "take a smaller group")
+    # What a device has, a group has as often as it has devices.
     each = {"memory_gib", "price_per_hour"}
     devices = [
         offer.model_copy(

@@ -31,6 +31,7 @@ def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return the object of a JSON text's (key, value) pairs. Raises RepeatedKey where a key stands twice."""
     mapping = dict(pairs)
     if len(mapping) < len(pairs):
+        # Fewer keys than pairs: some key stands twice.
         counts = Counter(key for key, _ in pairs)
         raise RepeatedKey(next(key for key in counts if counts[key] > 1))
     return mapping
@@ -109,6 +110,7 @@ def _plain(loader: Any, node: yaml.Node) -> Any:
         if key.value in seen and key.tag == f"{_TAG}str":
             raise RepeatedKey(key.value, key.start_mark.line + 1)
         seen.add(key.value)
+    # Merge keys (<<) bring in the fields of other mappings.
     loader.flatten_mapping(node)
     return {key.value: _plain(loader, value) for key, value in node.value}
 

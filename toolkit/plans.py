@@ -380,6 +380,7 @@ class Plan(Artifact):
         """Raise ValueError, which names the field, where the parts of the plan contradict its assignments or each other."""
         rows, types = self.assignments, {row.device_type for row in self.assignments}
         _demand_placed(self, types)
+        # Places for logical workers: every device has as many.
         places = sum(row.devices * row.ests_per_device for row in rows)
         _demand_equal("est_count", self.est_count, places, "the assignments have")
         samples = sum(row.devices * row.local_batch_size for row in rows)

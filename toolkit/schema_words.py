@@ -93,6 +93,7 @@ def _wanted(kind: str, context: Mapping[str, Any]) -> str:
         return f"give at least {_counted(kind, context['min_length'])}"
     if kind in ("string_too_long", "too_long"):
         return f"give at most {_counted(kind, context['max_length'])}"
+    # pydantic names a type's errors by how they came about: int_type, int_parsing, int_from_float.
     for ending in ("_attributes_type", "_type", "_parsing", "_parsing_size", "_from_float", "_required"):
         if kind.endswith(ending) and kind.removesuffix(ending) in _WANTED:
             return f"give {_WANTED[kind.removesuffix(ending)]}"

@@ -45,6 +45,7 @@ def search(
     while waiting and waiting[0][0] < to_beat() and not out_of_time():
         _, _, box = heapq.heappop(waiting)
         for part in parts(box):
+            # What cannot hold a better candidate is never opened.
             if (least := bound(part)) < to_beat():
                 heapq.heappush(waiting, (least, next(order), part))
     return waiting[0][0] if waiting else None

@@ -88,6 +88,7 @@ def _read_user_devices(path: Path) -> list[Device]:
     entries = document.get("devices")
     if not isinstance(entries, list):
         return parse(document, DeviceTable, where).devices
+    # The head of the file; the entries follow one by one, as one may build on another.
     parse({**document, "devices": []}, DeviceTable, where)
     devices_so_far: list[Device] = []
     for entry_index, entry in enumerate(entries):
@@ -128,6 +129,7 @@ def _parse_device(entry: Any, known: DeviceTable, where: str, inside: str) -> De
     if not isinstance(entry["like"], str):
         raise InputError(like_place, f"is {shown(entry['like'])}", "give the name of a known device")
     like_device = known.device(entry["like"], like_place)
+    # Rates that are given replace the other device's one by one.
     if isinstance(given_fields.get("peak_flops"), Mapping):
         given_fields["peak_flops"] = {**like_device.peak_flops, **given_fields["peak_flops"]}
     inherited_fields = {**like_device.model_dump(exclude=_NOT_INHERITED), "source": f"{GIVEN}, like {like_device.name}"}

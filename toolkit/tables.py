@@ -208,6 +208,7 @@ def checked_columns(
             columns[name] = numbers(frame, name, where, **limits, **options, whole=kind["type"] == "integer")
             continue
         cells = columns[name] = frame[name]
+        # A text of its own: the one that is allowed, or any.
         is_valid = cells.isin([const]) if const is not None else cells.map(lambda cell: isinstance(cell, str))
         if "pattern" in kind:
             is_valid &= cells.map(str).str.contains(kind["pattern"])

@@ -236,6 +236,7 @@ def rows_of_runs(frame: pd.DataFrame, where: str, needed: Sequence[str] = _NEEDE
     rows = pd.DataFrame(checked_columns(frame, TelemetryRow, where, required=needed, unit="line"), index=frame.index)
     rows["passes"] = rows["passes"].fillna(1.0) if "passes" in rows else 1.0
     run = runs_of(frame)
+    # What all ranks of a step must agree on is checked where rows of all are there.
     of_step = rows.groupby([run, "step"], sort=False)["batch"]
     takes = "a step takes at least 1 ns; the run did not measure"
     conditions: list[tuple[tuple[str, ...], Callable[[], Any], str]] = [

@@ -141,6 +141,7 @@ def show_span(low_s: float, high_s: float) -> str:
     ('5.83..21 ms', '0.5..75 s', '20 us..2 ms')
     """
     low, high = show_seconds(low_s), show_seconds(high_s)
+    # In the unit of the higher end, as long as the lower one keeps two digits in it.
     for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns")):
         if high.endswith(f" {unit}") and low_s >= 0.1 * scale:
             return f"{low_s / scale:.3g}..{high}"
