@@ -232,12 +232,13 @@ class NodeStates:
         """Nodes that a given event took away."""
         self.failed = 0
         """How many nodes that were up have failed."""
-        self._given = sorted(failures.events, key=lambda event: event.time_s)[::-1]  # the next one is the last item
-        self._drawn: list[tuple[float, int]] = []
+        self._given_events = sorted(failures.events, key=lambda event: event.time_s)[::-1]
+        """Given events that are still to come, the next one last."""
+        self._drawn_events: list[tuple[float, int]] = []
         """Heap of (seconds, node): the next failure of each node, or the end of its repair where it is down."""
         if failures.mtbf_s is not None:
             self._generators = [np.random.default_rng([failures.seed, node]) for node in range(len(cluster.gpus))]
-            self._drawn = sorted((self._life_s(node), node) for node in range(len(cluster.gpus)))
+            self._drawn_events = sorted((self._life_s(node), node) for node in range(len(cluster.gpus)))
 
     @property
     def down(self) -> frozenset[int]:
@@ -252,12 +253,12 @@ class NodeStates:
     @property
     def gone(self) -> frozenset[int]:
         """Nodes that a given event took away and that no later one brings back."""
-        return frozenset(self.away) - {event.node for event in self._given if event.kind == "join"}
+        return frozenset(self.away) - {event.node for event in self._given_events if event.kind == "join"}
 
     def next_s(self) -> float:
         """Return when something happens next; inf if nothing will."""
-        given_s = self._given[-1].time_s if self._given else math.inf
-        return min(given_s, self._drawn[0][0] if self._drawn else math.inf)
+        given_s = self._given_events[-1].time_s if self._given_events else math.inf
+        return min(given_s, self._drawn_events[0][0] if self._drawn_events else math.inf)
 
     def pop(self) -> tuple[list[int], list[int]]:
         """Apply the next event and return (nodes that failed, nodes that left) by it; both are empty where a node came back."""
@@ -273,17 +274,17 @@ class NodeStates:
 
     def _advance(self) -> Kind:
         """Apply the next event, a given one before a drawn one of the same time, and return its kind."""
-        if self._given and (not self._drawn or self._given[-1].time_s <= self._drawn[0][0]):
-            event = self._given.pop()
+        if self._given_events and (not self._drawn_events or self._given_events[-1].time_s <= self._drawn_events[0][0]):
+            event = self._given_events.pop()
             (self.away.discard if event.kind == "join" else self.away.add)(event.node)
             return event.kind
-        now_s, node = self._drawn[0]
+        now_s, node = self._drawn_events[0]
         if node in self.down_until:  # its repair ends
             del self.down_until[node]
-            heapq.heapreplace(self._drawn, (now_s + self._life_s(node), node))
+            heapq.heapreplace(self._drawn_events, (now_s + self._life_s(node), node))
             return "join"
         self.down_until[node] = now_s + self.failures.repair_s
-        heapq.heapreplace(self._drawn, (self.down_until[node], node))
+        heapq.heapreplace(self._drawn_events, (self.down_until[node], node))
         return "fail"
 
 

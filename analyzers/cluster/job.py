@@ -106,10 +106,13 @@ class Beliefs:
         self.grads: dict[int, tuple[float, float]] = {}
         """By epoch the last seen (squared norm, variance) of the gradient; empty unless pooled."""
         self._seen: dict[str, dict[Configuration, tuple[float, float]]] = {}
+        """By GPU type and configuration the (step, sync) seconds."""
         self._shapes: dict[str, set[tuple[int, int]]] = {}
+        """By GPU type the (nodes, replicas) seen."""
         self._fitted: dict[str, tuple[ThroughputParams, int, int]] = {}
         """By type the model, and of how many configurations and shapes it is."""
         self._errors: dict[str, tuple[tuple[Floats, Floats], ...]] = {}
+        """By GPU type the fit's errors, as :func:`_errors` returns them; empty unless pooled."""
 
     def observe(self, gpu_type: str, configuration: Configuration, times: tuple[float, float]) -> None:
         """Record the (step, sync) seconds of a configuration the first time that it is seen."""
@@ -259,22 +262,30 @@ class SimulatedJob:
         }
         """By GPU type the batch sizes that the job may use: memory differs."""
         self.batch_size = application.fixed_batch_size if tuning is Tuning.ADAPTIVE else spec.batch_size
+        """Total batch that it keeps; None: it tunes its own."""
         self.allocation: Allocation = ()
         self.placement: tuple[int, ...] = ()
+        """GPUs on each node that it is on."""
         self.local_batch_size = 0
         self.accumulation_steps = 0
+        """Passes of a step before the one that synchronises."""
         self.progress = 0.0
+        """Iterations at M0, the smallest batch, that its training is worth so far."""
         self.epoch = 0
         self.tally = JobTally(name=spec.name, application=application.name, submit_s=spec.submit_s)
         self.starts = 0
         self.last_s = spec.submit_s
+        """Until when progress and GPU time are counted."""
         self.running_from_s = 0.0
+        """When the last restart is over."""
         self.slowdown = 0.0
+        """Share of its speed that is lost to other jobs on its nodes."""
         self.rate = 0.0
         """Progress per second while it runs: iterations at M0."""
         self.next_s = math.inf
         """When the current epoch ends under the current configuration, in whole seconds if asked."""
         self.exact_next_s = math.inf
+        """The same, never rounded."""
         self.measured_types = tuple(name for name in cluster.type_names if application.runs_on(name))
         """Types of the whole cluster that the application was measured on."""
         self.gpu_types = self.measured_types
@@ -286,6 +297,7 @@ class SimulatedJob:
         """Progress, epoch and time of the last checkpoint."""
         self.beliefs = beliefs if beliefs is not None else Beliefs()
         self._grad: tuple[float, float] | None = None
+        """Squared norm and variance of the gradient as it last saw them; None before it ran."""
 
     # What policies look at.
 

@@ -138,13 +138,17 @@ class _Packing:
         self.gpus = list(gpus)
         self.avoid_sharing = avoid_sharing
         self.free = list(gpus)
+        """(N,) GPUs of each node that nobody has."""
         self.spanning = [0] * len(gpus)
+        """(N,) jobs on each node that are on other nodes too."""
         self.allocations: list[Allocation] = [()] * len(choices)
         self.within = [choice.within.tolist() for choice in choices]
+        """By job the cost of each count on one node; ``across``: over several."""
         self.across = [choice.across.tolist() for choice in choices]
         self.costs = [within[0] for within in self.within]
-        # best_within[j][x]: the count of least cost among those up to x; likewise across.
+        """By job the cost of what it has now."""
         self.best_within = [_prefix_argmin(within) for within in self.within]
+        """By job and x the count of least cost among those up to x on one node; ``best_across``: over several."""
         self.best_across = [_prefix_argmin(across) for across in self.across]
 
     def fill(self, counts: Sequence[int]) -> None:

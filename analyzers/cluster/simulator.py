@@ -201,8 +201,11 @@ class _Run:
         """Queue the jobs, the earliest last (so that the next one is popped), and start with all nodes up."""
         self.jobs, self.cluster, self.policy, self.options, self.on_round = jobs, cluster, policy, options, on_round
         self.waiting = sorted(jobs, key=lambda job: (job.spec.submit_s, job.index))[::-1]
+        """Jobs that are not submitted yet, the next one last."""
         self.active: dict[int, SimulatedJob] = {}
+        """By index the jobs that are submitted and not finished."""
         self.epoch_ends: list[tuple[float, int]] = []
+        """Heap of (second, job's index); ends that no longer hold are dropped when they come up."""
 
         self.usage: list[Usage] = []
         self.rounds = 0
@@ -397,14 +400,17 @@ class Watchdog:
     def __init__(self, policy: str, nodes: NodeStates | None, first_submit_s: float) -> None:
         """Start counting; ``first_submit_s``: the second of the first submission, from which the replay's length counts."""
         self.policy, self.nodes, self.first_submit_s = policy, nodes, first_submit_s
-        self.rounds = self.idle = 0
+        self.rounds = 0
+        self.idle_rounds = 0
+        """Rounds in a row in which nothing ran and nothing was on its way."""
         self.furthest: dict[int, float] = {}
-        self.gained = 0, 0.0
+        """By job's index the most progress that it has had."""
+        self.last_gain = 0, 0.0
         """Round and time at which a job last got further than ever."""
 
     def finished(self, now_s: float) -> None:
         """Count a finished job as progress: one that is shorter than a round has none in :meth:`look`."""
-        self.gained = self.rounds, now_s
+        self.last_gain = self.rounds, now_s
 
     def look(self, jobs: Sequence[SimulatedJob], up: ClusterSpec, now_s: float, *, awaiting_jobs: bool) -> None:
         """Look at the jobs of a round; ``awaiting_jobs``: some are yet to be submitted.
@@ -416,14 +422,14 @@ class Watchdog:
         is_moving = (
             awaiting_jobs or any(job.allocation for job in jobs) or (self.nodes is not None and self.nodes.returns)
         )
-        self.idle = 0 if is_moving else self.idle + 1
+        self.idle_rounds = 0 if is_moving else self.idle_rounds + 1
         for job in jobs:
             if job.progress > self.furthest.get(job.index, 0.0):
                 self.furthest[job.index] = job.progress
-                self.gained = self.rounds, now_s
-        gained_round, gained_s = self.gained
+                self.last_gain = self.rounds, now_s
+        gained_round, gained_s = self.last_gain
         jobs_text, stalled_s, problem = f"{len(jobs)} jobs", now_s - gained_s, ""
-        if self.idle > _MOST_IDLE_ROUNDS:
+        if self.idle_rounds > _MOST_IDLE_ROUNDS:
             problem = f"policy {self.policy} gives no GPUs to {jobs_text} ({_first_names(jobs)}) any more"
         elif self.rounds - gained_round > _MOST_FUTILE_ROUNDS and stalled_s > _MOST_FUTILE_S:
             reason = "restarts leave no time to train; shorten the restart delay or lengthen the interval"

@@ -235,7 +235,7 @@ class Application:
         self.fixed_batch_size = limits.fixed_batch_size
         most = max(1, self.max_batch_size // self.min_local_batch_size)
         self.max_replicas = min(most, limits.max_replicas or most)
-        kept = slice(0, epochs)
+        kept = slice(0, epochs)  # runs may be longer than the shortest one
         self.iteration = np.stack([run.iteration[kept] for run in runs])
         self.grad_sqr = np.stack([run.grad_sqr[kept] for run in runs])
         self.grad_var = np.stack([run.grad_var[kept] for run in runs])
@@ -246,9 +246,11 @@ class Application:
             raise InputError(
                 f"application {name}:progress", "does not grow with the epochs", "check the validation runs"
             )
-        # The same few configurations are asked for again and again.
-        self._steps: dict[tuple[Placement, int, str], tuple[float, float]] = {}
-        self._grad: dict[int, tuple[Floats, Floats, Floats]] = {}
+        # The same few configurations are asked for again and again: answers are kept.
+        self._times_by_configuration: dict[tuple[Placement, int, str], tuple[float, float]] = {}
+        """(step, sync) seconds by placement, local batch size and GPU type."""
+        self._gradients_by_batch: dict[int, tuple[Floats, Floats, Floats]] = {}
+        """Squared norm, variance and gain in every epoch, by total batch size."""
 
     def step_times(self, placement: Placement, local_batch_size: int, gpu_type: str = ANY_TYPE) -> tuple[float, float]:
         """Return (step time, sync time) in seconds on ``placement`` (GPUs per node) of one GPU type.
@@ -256,12 +258,14 @@ class Application:
         Raises InputError for a type without measurements.
         """
         key = (placement, local_batch_size, gpu_type)
-        if key not in self._steps:
+        if key not in self._times_by_configuration:
             if not self.runs_on(gpu_type):
                 hint = did_you_mean(gpu_type, self.times)
                 raise InputError(f"application {self.name}", f"no step times on {gpu_type!r}", hint)
-            self._steps[key] = (self.times.get(gpu_type) or self.times[ANY_TYPE])(placement, local_batch_size)
-        return self._steps[key]
+            self._times_by_configuration[key] = (self.times.get(gpu_type) or self.times[ANY_TYPE])(
+                placement, local_batch_size
+            )
+        return self._times_by_configuration[key]
 
     def least_s(self, gpu_types: Sequence[str]) -> float:
         """Return the seconds that it takes at the very best: at the largest batch, in steps as short as the shortest.
@@ -301,14 +305,18 @@ class Application:
 
     def _gradients(self, batch_size: int) -> tuple[Floats, Floats, Floats]:
         """Return squared norm, variance and gain at a total batch size in every epoch, (E,) each."""
-        gradients = self._grad.get(batch_size)
+        gradients = self._gradients_by_batch.get(batch_size)
         if gradients is None:
             low, high, share = self._weights(batch_size)
             sqr, var = (
                 statistic[low] * (1 - share) + statistic[high] * share for statistic in (self.grad_sqr, self.grad_var)
             )
             # AdaScale's gain: how many iterations at M0 one at this batch is worth.
-            gradients = self._grad[batch_size] = sqr, var, (var + sqr) / (var * self.init_batch_size / batch_size + sqr)
+            gradients = self._gradients_by_batch[batch_size] = (
+                sqr,
+                var,
+                (var + sqr) / (var * self.init_batch_size / batch_size + sqr),
+            )
         return gradients
 
     def batches(

@@ -87,7 +87,9 @@ class Tiresias:
         self.service: dict[int, float] = {}
         """GPU-seconds by job index."""
         self.running: set[int] = set()
+        """Indices of the jobs that got GPUs in the last round."""
         self.last_s = 0.0
+        """When the last round was."""
 
     def allocate(self, jobs: Sequence[SimulatedJob], cluster: ClusterSpec, now_s: float) -> Mapping[int, Allocation]:
         """Return the allocations of the jobs that run in the next interval, those with little service first.

@@ -22,7 +22,7 @@ class Optimus:
 
     def __init__(self) -> None:
         """Start without known step times; they are kept by (application, batch size, replicas)."""
-        self._steps: dict[tuple[str, int, int], float] = {}
+        self._step_seconds: dict[tuple[str, int, int], float] = {}
 
     def allocate(self, jobs: Sequence[SimulatedJob], cluster: ClusterSpec, now_s: float) -> Mapping[int, Allocation]:
         """Return the allocations for the next interval: each job on as many GPUs as :meth:`count` says.
@@ -69,6 +69,6 @@ class Optimus:
     def _step_s(self, job: SimulatedJob, replicas: int) -> float:
         """Return the true seconds of one step of the job on ``replicas`` packed GPUs; computed once for jobs that are alike."""
         key = (job.spec.application, job.spec.batch_size, replicas)
-        if key not in self._steps:
-            self._steps[key] = job.true_step_s(replicas)
-        return self._steps[key]
+        if key not in self._step_seconds:
+            self._step_seconds[key] = job.true_step_s(replicas)
+        return self._step_seconds[key]

@@ -60,7 +60,9 @@ class Ours:
         self.rank_power, self.lateness, self.delay_s = rank_power, lateness, delay_s
         self.pools, self.seed = pools, seed
         self._present: frozenset[int] = frozenset()
+        """Indices of the jobs of the last round."""
         self._changed_s = 0.0
+        """When a job last came or ended."""
 
     def allocate(self, jobs: Sequence[SimulatedJob], cluster: ClusterSpec, now_s: float) -> Mapping[int, Allocation]:
         """Return the allocations for the next interval.
