@@ -246,7 +246,7 @@ def _how_to_get(package: str) -> str:
 def _usage_text(error: Exception) -> str:
     """Return a problem of usage, as typer found it, as one line that ends with where help stands."""
     text = getattr(error, "format_message", lambda: str(error))().rstrip(".")
-    if "(-- " in text:  # an argument too many
+    if "(-- " in text:  # a SOURCE as well as a command after --, which is one argument too many
         text = "the command after -- is what the step is of; leave out the other source"
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "ddltool"

@@ -333,13 +333,13 @@ def _in_groups(job: Job, path: Path) -> Job:
     if not any(offer.count for offer in job.devices):
         raise InputError(f"{path}:devices", f"make no group of {job.group.text} on whole nodes", "take a smaller group")
     # What a device has, a group has as often as it has devices.
-    each = {"memory_gib", "price_per_hour"}
+    grown_fields = {"memory_gib", "price_per_hour"}
     devices = [
         offer.model_copy(
             update={
                 "count": offer.count // size,
                 "per_node": None if offer.per_node is None else max(offer.per_node // size, 1),
-                **{name: value * size for name in each if (value := getattr(offer, name)) is not None},
+                **{name: value * size for name in grown_fields if (value := getattr(offer, name)) is not None},
             }
         )
         for offer in job.devices

@@ -241,8 +241,10 @@ class SweepDocument(Result):
             if cell.figures is not None:
                 groups[cell.workload, cell.policy].append(cell.figures)
         # Workload by workload, as they come first.
-        places = {workload: place for place, workload in enumerate(dict.fromkeys(workload for workload, _ in groups))}
-        ordered = sorted(groups.items(), key=lambda item: places[item[0][0]])
+        position_by_workload = {
+            workload: position for position, workload in enumerate(dict.fromkeys(workload for workload, _ in groups))
+        }
+        ordered = sorted(groups.items(), key=lambda item: position_by_workload[item[0][0]])
         return [(workload, policy, len(values), _mean(values)) for (workload, policy), values in ordered if values]
 
 

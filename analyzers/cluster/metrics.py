@@ -31,10 +31,11 @@ class IsolatedTimes:
     """
 
     def __init__(self, applications: Mapping[str, Application], cluster: ClusterSpec) -> None:
-        """Remember the cluster's types and settings; times are computed as they are asked for."""
+        """Remember what is asked about; times are computed when they are first asked for, and kept."""
         self.applications = applications
         self.cluster = cluster
         self._epochs: dict[tuple[str, str], list[Floats]] = {}
+        """By application and GPU type, for 1, 2, ... GPUs the least seconds of each epoch."""
 
     def __call__(self, name: str, gpus: int) -> float:
         """Return the seconds of application ``name`` on ``gpus`` GPUs."""

@@ -68,7 +68,7 @@ class Sia:
             name: np.array([_is_configuration(count, size) for count in range(offer.most_replicas + 1)])
             for name, size in node_sizes.items()
         }
-        # The slowest type's one GPU is what goodputs are over.
+        # Goodputs are taken relative to one GPU of the type that is slowest for this job.
         single_gpu_speedup = min(float(on_type.speedup[0, 1]) for on_type in offer.by_type)
         costs_by_type = {}
         largest_cost = 0.0
