@@ -255,7 +255,8 @@ def _checked_total(total: int, least: int) -> int:
 def _compared(recorded: SpeedTrace, total: int, predictor: str, settings: PredictorSettings) -> dict[str, Any]:
     """Return the figures of every synchronisation scheme on the whole trace, with iteration times relative to BSP's.
 
-    ``total``: samples of all workers; LB-BSP predicts speeds by ``predictor``.
+    ``total``: samples of all workers; LB-BSP predicts speeds by ``predictor``. ``recorded``: the workers' speeds in
+    each iteration.
     """
     schemes = compare_schemes(recorded, total, make_predictor(predictor, recorded.workers, settings))
     bsp_s = schemes["bsp"].iteration_s
@@ -269,7 +270,7 @@ def _compared(recorded: SpeedTrace, total: int, predictor: str, settings: Predic
 def _warmed(recorded: SpeedTrace, wanted: int, path: Path, tell: Tell) -> int:
     """Return how many iterations of warm-up the trace allows, ``wanted`` at most; ``tell`` hears it where they are fewer.
 
-    Raises InputError when no iteration comes after them.
+    Raises InputError when no iteration comes after them. ``recorded``: the workers' speeds, from the file ``path``.
     """
     warmed = default_warm_up(recorded.iterations, wanted)
     if recorded.iterations <= warmed:

@@ -216,7 +216,7 @@ def _scale_outs(
     """Return the ``top_k`` best additions of ``offered`` devices (by type) to those that the job holds.
 
     A homogeneous job grows from the devices that its plan uses, any other from all that it holds. Raises InputError for
-    types that the database does not know, and where a device takes only so many ESTs.
+    types that the database does not know, and where a device takes only so many ESTs. ``held_devices``: by type.
     """
     if any(device.max_ests is not None for device in database.meta.devices):
         raise InputError("--free", "does not go with a limit on the ESTs of one device", "use --lookup alone")

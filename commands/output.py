@@ -77,7 +77,7 @@ def table(
 ) -> Grid:
     """Return a table that fits 80 columns: the first ``text_columns`` are text, the others right-aligned figures.
 
-    A first column of names that are not too long is kept on one line each.
+    A first column of names that are not too long is kept on one line each. ``caption``: under the table.
     """
     caption_text = Text(visible(caption)) if caption else None
     grid = Grid(title=Text(visible(title)), box=SIMPLE, caption=caption_text, title_justify="left")

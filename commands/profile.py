@@ -134,7 +134,10 @@ def show_profile(call: VerbCall[ProfileResult], output: Path | None = None, as_j
 
 
 def _follow(request: MeasureRequest, place: Place) -> None:
-    """Do the share of the steps of a rank above 0, as rank 0 of the torchrun job says."""
+    """Do the share of the steps of a rank above 0, as rank 0 of the torchrun job says.
+
+    ``request``: what is measured, the same on all ranks; ``place``: this process's rank in the job.
+    """
     with _prints_elsewhere(), TorchrunJob(place, request.subject(), request.replicas) as job:
         try:
             job.prepare()
@@ -148,7 +151,8 @@ def _follow(request: MeasureRequest, place: Place) -> None:
 def _leading(request: MeasureRequest, place: Place | None) -> Iterator[TorchrunJob | None]:
     """Yield rank 0's side of the torchrun job, which tells the other ranks what to do; None outside one.
 
-    While it lasts, a SIGTERM of torchrun becomes an error that says so.
+    While it lasts, a SIGTERM of torchrun becomes an error that says so. ``request``: what is measured; ``place``: this
+    process's rank in the job.
     """
     if place is None:
         yield None

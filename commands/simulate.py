@@ -436,7 +436,7 @@ def _read_key_values(text: str, where: str, readers: Mapping[str, Callable[[str,
     """Return the values of a text ``key=value,key=value``, each read by the reader of its key.
 
     ``where``: the option, for errors. Raises InputError for an unknown or repeated key and a value that its reader
-    refuses.
+    refuses. ``readers``: functions of (text, option) by key.
     """
     text_by_key = pairs(text, where, "KEY=VALUE", ",".join(f"{key}=1" for key in readers))
     return {

@@ -102,6 +102,7 @@ def _write_feeds(run: RankSteps, batch_size: int, feeds: diagnosis.Feeds, teleme
     """Write the files that the remedies' commands read: speeds and iteration ends as tables, and telemetry.
 
     ``feeds``: their paths. ``telemetry_files``: copied when there are some, else telemetry is made from the traces.
+    ``run``: the steps of all ranks; ``batch_size``: samples of a rank in a step.
     """
     Path(feeds.speeds).parent.mkdir(parents=True, exist_ok=True)
     for path, header, rows in (

@@ -186,7 +186,10 @@ def show_trace(
 
 
 def _demand_parts(source: Source | list[str], oracle: str | None) -> None:
-    """Raise InputError for an argument that has no part in timing this source so."""
+    """Raise InputError for an argument that has no part in timing this source so.
+
+    ``oracle``: what times the ops.
+    """
     _demand_bindable(source)
     if oracle == "measured":
         refuse("--oracle measured", _MODELLED)

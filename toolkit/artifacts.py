@@ -299,7 +299,8 @@ def kind_of(model: type[BaseModel]) -> str:
 def parse(document: dict[str, Any], model: type[A], where: str) -> A:
     """Return ``document`` as ``model``. Raises InputError as ``WHERE:FIELD: what is wrong and what would be right``.
 
-    ``schema_version`` may be left out (the newest is meant); ``kind`` may be left out only together with it.
+    ``schema_version`` may be left out (the newest is meant); ``kind`` may be left out only together with it. ``where``:
+    the file, or what else the document is from.
     """
     wanted = kind_of(model)
     kind = document.get("kind", wanted if "schema_version" not in document else None)
@@ -551,7 +552,7 @@ def check_outputs(
 
     ``outputs``: file by option. None and ``-`` (the standard streams) are no files; neither are pipes and devices.
     Files are compared by what they are, not by their names: links, hard links and other spellings of a path count as
-    the same.
+    the same. ``remedy``: the end of the error's line.
     """
     input_paths = [Path(path) for path in inputs if path is not None and str(path) != "-"]
     path_by_option: dict[str, Path] = {}
@@ -573,7 +574,10 @@ def check_outputs(
 
 
 def demand_once(paths: Iterable[Path], remedy: str) -> None:
-    """Raise InputError for a path to the same file as an earlier path."""
+    """Raise InputError for a path to the same file as an earlier path.
+
+    ``remedy``: the end of the error's line.
+    """
     seen: set[str] = set()
     for path in paths:
         if (real_path := os.path.realpath(path)) in seen:

@@ -124,7 +124,7 @@ def write_companion(
 ) -> None:
     """Write a database atomically. ``vectors``: pairs (key of the device counts, index in ``plans`` of the best plan for them).
 
-    Raises InputError when it cannot be written.
+    Raises InputError when it cannot be written. ``meta``: what the plans were made for.
     """
     with contextlib.closing(sqlite3.connect(":memory:")) as base:
         base.executescript("; ".join(_SCHEMA))
@@ -211,7 +211,10 @@ class Companion:
         )
 
     def remember(self, counts: Sequence[int], plan: CompanionPlan) -> None:
-        """Keep a plan that was made on demand. A database that cannot be written is left as it is: the plan is no less good."""
+        """Keep a plan that was made on demand. A database that cannot be written is left as it is: the plan is no less good.
+
+        ``counts``: the devices that it is for, in their order.
+        """
         with self._explained(), contextlib.suppress(sqlite3.OperationalError), self._writing():
             # Another process may have corrected a capability since this file was opened.
             if self._stored().generation != self.meta.generation:

@@ -135,7 +135,10 @@ class DeviceTable(Artifact):
         return next(by_name, None) or next(by_alias, None)
 
     def device(self, name: str, where: str = "--device") -> Device:
-        """Return the device of that name; see :meth:`find`. Raises InputError naming the nearest."""
+        """Return the device of that name; see :meth:`find`. Raises InputError naming the nearest.
+
+        ``where``: the option or field that names it, for errors.
+        """
         device = self.find(name)
         if device is None:
             raise InputError(

@@ -154,6 +154,8 @@ _LISTED = 30
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """Return a remedy that names the nearest of ``choices``, then all of them, or the first of many.
 
+    ``word``: what was written.
+
     >>> did_you_mean("V-100", ["V100", "P100"])
     'did you mean "V100"? (known: P100, V100)'
     """

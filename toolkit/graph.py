@@ -114,9 +114,7 @@ class Recorded:
         return start, np.maximum(end, start), np.array(self.storage_bytes, dtype=np.float64)
 
     def held_bytes(self, places: int, part: str | None = None) -> NDArray[np.float64]:
-        """Return the bytes that live at every place, (places,): of the storages of one ``part``, such as "gradients",
-        or of all.
-        """
+        """Return the bytes that live at every place, (places,): of the storages of one ``part`` ("gradients"), or of all."""
         start, end, size = self.lives(places)
         if part is not None:
             size = size * np.array([name == part for name in self.parts], dtype=bool)
@@ -174,9 +172,10 @@ class Graph:
     ) -> Graph:
         """Return the validated graph of ``ops``.
 
-        Raises InputError (``where`` stands before the field) for duplicate names, unknown inputs, recv ops with
-        inputs, send ops that are consumed, a kind on the wrong resource, negative, NaN or infinite numbers, a
-        parameter received twice, and cycles, which are reported with the edges that form them.
+        Raises InputError (``where`` stands before the field) for duplicate names, unknown inputs, recv ops with inputs,
+        send ops that are consumed, a kind on the wrong resource, negative, NaN or infinite numbers, a parameter
+        received twice, and cycles, which are reported with the edges that form them. ``meta``: what it was made from;
+        ``recorded``: of a script's step, None for a model's.
         """
         records = list(ops)
         op_index = _unique_names(records, where)
@@ -362,7 +361,10 @@ def _unique_names(rows: Sequence[Op], where: str) -> dict[str, int]:
 
 
 def _input_indices(op: Op, index: Mapping[str, int], where: str) -> list[int]:
-    """Return the indices of an op's inputs. Raises InputError for an unknown name and for one given twice."""
+    """Return the indices of an op's inputs. Raises InputError for an unknown name and for one given twice.
+
+    ``index``: ops' positions by name.
+    """
     try:
         indices = [index[source] for source in op.inputs]
     except KeyError as error:

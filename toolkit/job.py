@@ -281,9 +281,7 @@ class Cluster(Artifact):
 
 
 def is_code(source: str) -> bool:
-    """Return whether SOURCE names a function of the user's, such as ``package.module:f``, which would be imported and
-    run.
-    """
+    """Return whether SOURCE names a function of the user's, such as ``package.module:f``, which would be imported and run."""
     scheme, colon, _ = source.partition(":")
     return bool(colon) and scheme not in ("zoo", "timm", "transformers")
 

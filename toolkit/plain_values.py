@@ -87,7 +87,10 @@ _SCALARS: Mapping[str, tuple[Any, str]] = {
 
 
 def _plain(loader: Any, node: yaml.Node) -> Any:
-    """Return a node's value: a plain scalar, a list, or a mapping of texts. Raises MarkedYAMLError for anything else."""
+    """Return a node's value: a plain scalar, a list, or a mapping of texts. Raises MarkedYAMLError for anything else.
+
+    ``loader``: the parser that made the node.
+    """
 
     def wrong(problem: str, at: yaml.Node = node) -> yaml.MarkedYAMLError:
         """Return the error about a node (``at``), with its line and column."""
@@ -118,7 +121,8 @@ def _plain(loader: Any, node: yaml.Node) -> Any:
 def from_yaml(text: str, where: str) -> Any:
     """Return the value of a YAML text: plain scalars, lists and mappings of texts.
 
-    Raises InputError with line and column for a mistake, and for texts that are too long, deep or large.
+    Raises InputError with line and column for a mistake, and for texts that are too long, deep or large. ``where``: the
+    file, for errors.
     """
     if len(text) > _LONGEST_YAML:
         raise InputError(where, f"holds more than {show_bytes(_LONGEST_YAML)} of YAML", "give a shorter file")
@@ -176,7 +180,10 @@ def json_value(text: str) -> Any:
 
 
 def from_json(text: str, where: str) -> Any:
-    """Return the value of a JSON text. Raises InputError with line and column of a mistake, and for a key that stands twice."""
+    """Return the value of a JSON text. Raises InputError with line and column of a mistake, and for a key that stands twice.
+
+    ``where``: the file, for errors.
+    """
     try:
         return json_value(text)
     except RepeatedKey as error:

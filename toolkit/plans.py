@@ -417,9 +417,7 @@ class Plan(Artifact):
 
     @property
     def other_s(self) -> float | None:
-        """Seconds of a step beside compute and synchronisation, such as the optimizer's; None where no measured run
-        gave them.
-        """
+        """Seconds of a step beside compute and synchronisation, such as the optimizer's; None where no run measured them."""
         if self.decision is None:
             return None
         return (

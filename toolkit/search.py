@@ -61,7 +61,8 @@ def search_counts(
     """Return the best whole number from ``least`` to ``most``, and what :func:`search` returns of those not looked at.
 
     Intervals are halved, and the ends of each are looked at. ``cost`` is asked again for the same number, so it should
-    be cached. ``bound`` returns a lower bound on the costs between two numbers, ends included.
+    be cached. ``bound`` returns a lower bound on the costs between two numbers, ends included. ``out_of_time``: whether
+    to stop.
     """
     best = min(least, most, key=cost)
 

@@ -38,7 +38,8 @@ def known_devices(extra: Path | None = None) -> DeviceTable:
     """Return the devices of a user's file (kind ``ddltool.devices``), followed by the shipped ones.
 
     An entry replaces a shipped device of the same name. Fields that it lacks come from the device that it names as
-    ``like``: a shipped one, or one further up in the file. Raises InputError for a file that cannot be read.
+    ``like``: a shipped one, or one further up in the file. Raises InputError for a file that cannot be read. ``extra``:
+    the user's file, None for none.
     """
     return devices() if extra is None else devices().with_devices(_read_user_devices(extra))
 

@@ -143,7 +143,8 @@ def numbers(
 ) -> Floats:
     """Return a column (n,) as finite numbers from ``minimum`` to ``maximum``.
 
-    Raises InputError naming the row (from 1) of the first cell that is not such a number.
+    Raises InputError naming the row (from 1) of the first cell that is not such a number. ``whole``: only whole numbers
+    are allowed.
 
     Args:
         missing: an empty field is allowed, and becomes NaN.

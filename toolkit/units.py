@@ -41,6 +41,8 @@ def parse_bandwidth(text: str, where: str = "--bandwidth") -> float:
 def parse_bytes(text: str, where: str) -> float:
     """Return bytes for a size of memory such as ``40GiB``, ``512 MiB`` or ``24GB``.
 
+    Raises InputError, named ``where``, for anything else.
+
     >>> parse_bytes("40GiB", "--checkpointing")
     42949672960.0
     """
@@ -67,6 +69,8 @@ def parse_share(text: str) -> float:
 def parse_duration(text: str, where: str) -> float:
     """Return seconds for text such as ``50us``, ``1.5ms``, ``60s``, ``2h``; a bare number is seconds.
 
+    Raises InputError, named ``where``, for anything else.
+
     >>> parse_duration("50us", "--repair")
     5e-05
     """
@@ -81,6 +85,8 @@ def parse_duration(text: str, where: str) -> float:
 
 def parse_latency(text: str, where: str = "--latency") -> float:
     """Return seconds for a latency with its unit; ``10`` would be ten seconds, which nobody means.
+
+    Raises InputError, named ``where``, for a number without a unit, and for more than an hour.
 
     >>> parse_latency("10us")
     1e-05

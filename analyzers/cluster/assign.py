@@ -144,7 +144,8 @@ def _solve(options: _Options, gpus_by_type: Floats, exact: bool) -> tuple[Ints, 
     """Return the index of each job's chosen option, (n,), by HiGHS, and a lower bound on the total cost of any choice.
 
     ``exact``: solve the integer program; else its relaxation. There, a job that is split between two counts of a type
-    gets the lesser, and one that is split between types gets no GPUs, so that the choice fits.
+    gets the lesser, and one that is split between types gets no GPUs, so that the choice fits. ``gpus_by_type``: how
+    many there are, (t,).
     """
     option_count, job_count = len(options.job), len(options.first)
     columns = np.arange(option_count)
@@ -237,7 +238,8 @@ def job_speedups(job: SimulatedJob, cluster: ClusterSpec) -> JobSpeedups:
 def tables(by_type: Mapping[str, JobCosts], names: Sequence[str]) -> list[Floats]:
     """Return one job's cost of each count (from 0 on) on each of the types ``names``, as :func:`assign` takes it.
 
-    A type without costs allows no GPUs; the cost of no GPUs is the same on all types.
+    A type without costs allows no GPUs; the cost of no GPUs is the same on all types. ``by_type``: the job's costs of
+    each count, by GPU type.
     """
     by_count = [flat(by_type[name]) if name in by_type else np.zeros(1) for name in names]
     for table in by_count:

@@ -35,7 +35,10 @@ class NodeSpeeds:
     """
 
     def __init__(self, application: Application, gpus: int, most: int) -> None:
-        """Refuse impossible nodes; cap ``most`` at the nodes that the application's replicas can fill."""
+        """Refuse impossible nodes; cap ``most`` at the nodes that the application's replicas can fill.
+
+        ``gpus``: of one node.
+        """
         if gpus < 1 or not 1 <= most <= _MOST_NODES:
             raise InputError("nodes", f"are {most} of {gpus} GPUs", f"1 to {_MOST_NODES} of 1 GPU or more")
         where = f"application {application.name}"
@@ -70,7 +73,8 @@ def scale(speeds: NodeSpeeds, rule: str, *, restart_delay_s: float = 30.0) -> Sc
     """Return a whole training under ``rule``: "goodput", "throughput", or "fixed-N" nodes with batches by goodput.
 
     A scaler starts on one node and decides before each epoch, as the module says. The first start and every change of
-    the number of nodes cost ``restart_delay_s`` seconds, for which the new nodes are paid.
+    the number of nodes cost ``restart_delay_s`` seconds, for which the new nodes are paid. ``speeds``: the
+    application's rates on 1, 2, ... nodes.
     """
     application, fixed = speeds.application, rule.startswith("fixed-")
     rate = speeds.throughput if rule == "throughput" else speeds.goodput
@@ -122,6 +126,7 @@ def autoscale(
     """Return what one training costs under the goodput scaler, the throughput scaler and on fixed clusters.
 
     ``gpus``: GPUs per node; ``most``: nodes that may be rented at most. Raises InputError as :class:`NodeSpeeds`.
+    ``restart_delay_s``: seconds of each restart.
     """
     speeds = NodeSpeeds(application, gpus, most)
     rules = ("throughput", "goodput", *(f"fixed-{count}" for count in FIXED if count <= most))

@@ -89,7 +89,10 @@ def count_gpus(allocation: Allocation) -> int:
 
 
 def free_gpus(cluster: ClusterSpec, allocations: Iterable[Allocation]) -> list[int]:
-    """Return the free GPUs per node, (N,). Raises CheckFailed when a node's GPUs are given out twice."""
+    """Return the free GPUs per node, (N,). Raises CheckFailed when a node's GPUs are given out twice.
+
+    ``allocations``: what was given out.
+    """
     free = list(cluster.gpus)
     for allocation in allocations:
         for node, count in allocation:

@@ -94,7 +94,10 @@ def class_indices(gpu_hours: Floats) -> Places:
 
 
 def arrivals(pattern: Pattern) -> Floats:
-    """Return the submission times (jobs,), whole seconds, ascending."""
+    """Return the submission times (jobs,), whole seconds, ascending.
+
+    ``pattern``: how many, over how long, and how they arrive.
+    """
     generator = np.random.default_rng([pattern.seed, 0])
     span_s = 3600.0 * pattern.hours
     if pattern.pattern == "constant":
@@ -127,7 +130,7 @@ def make_specs(
 ) -> list[JobSpec]:
     """Return n jobs named ``PREFIX-1``, ...: job i of ``templates[indices[i]]``, submitted at ``times_s[i]``.
 
-    What a job requests is drawn evenly from its template's requests.
+    What a job requests is drawn evenly from its template's requests. ``generator``: draws the requests.
     """
     # A uniform number times the number of requests, rounded down, is the index of one of them.
     request_counts = np.array([len(template.requests) for template in templates])

@@ -496,7 +496,8 @@ def to_workload(
     """Return a workload: ``jobs`` of the trace (None: all), each an application of its size class; and jobs per class.
 
     Within a class applications are drawn by their shares, requests evenly (Pollux, section 5.1); a class without an
-    application gets those of the nearest class that has one. Same seed, same jobs.
+    application gets those of the nearest class that has one. Same seed, same jobs. ``templates``: applications with
+    their classes, shares and requests.
     """
     if not templates:
         raise InputError("templates", "are none", "give at least one application")
@@ -547,7 +548,10 @@ def _trace(submit: Floats, gpus: Floats, hours: Floats, until_now: Floats, where
 
 
 def _fields(document: Sequence[Any], name: str, where: str) -> list[Any]:
-    """Return the field ``name`` of every job of Philly's log. Raises InputError naming the job (from 1) that lacks it."""
+    """Return the field ``name`` of every job of Philly's log. Raises InputError naming the job (from 1) that lacks it.
+
+    ``where``: the file.
+    """
     values = []
     for number, job in enumerate(document, start=1):
         if not isinstance(job, dict):

@@ -40,7 +40,10 @@ Seen = tuple[tuple[Configuration, tuple[float, float]], ...]
 
 
 def observations(observed: Seen) -> Observations:
-    """Return what was seen as rows of a fit, each (n,): the times of computing are those of the step less the sync."""
+    """Return what was seen as rows of a fit, each (n,): the times of computing are those of the step less the sync.
+
+    ``observed``: configurations with their (step, sync) seconds.
+    """
     # Transposed: configurations (3, n) and times_s (2, n).
     configurations, times_s = (np.array(part, dtype=np.float64).T for part in zip(*observed, strict=True))
     return Observations(
@@ -101,7 +104,10 @@ class Beliefs:
     """
 
     def __init__(self, *, pooled: bool = False) -> None:
-        """Start with nothing seen."""
+        """Start with nothing seen.
+
+        ``pooled``: several jobs of an application share it.
+        """
         self.pooled = pooled
         self.grads: dict[int, tuple[float, float]] = {}
         """By epoch the last seen (squared norm, variance) of the gradient; empty unless pooled."""
@@ -243,7 +249,7 @@ class SimulatedJob:
     ):
         """Make a job that holds nothing and has not begun; ``index`` is its place in the workload.
 
-        ``beliefs``: those that it shares with others; None: its own.
+        ``beliefs``: those that it shares with others; None: its own. ``tuning``: what the policy may change of it.
         """
         self.index = index
         self.spec = spec
@@ -362,9 +368,7 @@ class SimulatedJob:
         return table
 
     def _goodputs(self, gpu_type: str, gradient: tuple[float, float], most: int) -> Floats:
-        """Return the model's goodput, (2, most + 1), in the layout of :meth:`goodput_table`, by the noise scale of
-        ``gradient``.
-        """
+        """Return the model's goodput, (2, most + 1), laid out as :meth:`goodput_table`, by the noise scale of ``gradient``."""
         tuned, widest = self._batches(gpu_type, gradient, most)
         table = np.zeros((2, most + 1))
         table[:, 1:] = tuned.goodput_per_s.reshape(2, widest)[:, :most]
@@ -375,6 +379,7 @@ class SimulatedJob:
         """Return the best batches on 1 to k >= ``most`` replicas, within a node and then across nodes, and k.
 
         k is a power of two, and the noise scale is rounded, so that many questions share one cached answer.
+        ``gradient``: its squared norm and variance, whose ratio is the noise scale.
         """
         model = self.beliefs.model(gpu_type)
         squared_norm, variance = gradient
@@ -499,7 +504,10 @@ class SimulatedJob:
         return False
 
     def reallocate(self, allocation: Allocation, now_s: float, delay_s: float) -> None:
-        """Stop with a checkpoint, and start again on ``allocation`` after the restart delay; () only stops."""
+        """Stop with a checkpoint, and start again on ``allocation`` after the restart delay; () only stops.
+
+        ``delay_s``: seconds of the restart.
+        """
         self.allocation = allocation
         self.placement = tuple(count for _, count in allocation)
         self.next_s = math.inf
@@ -625,6 +633,7 @@ def make_jobs(
     """Return the jobs of a workload; ``pooled``: jobs of one application share their beliefs.
 
     Raises InputError for what can never run: unknown application, no GPU type it was measured on, too many GPUs.
+    ``tuning``: what the policy may change of a job.
     """
     jobs = []
     shared: dict[str, Beliefs] = {}

@@ -60,7 +60,8 @@ class IsolatedTimes:
     def _on_part(self, application: Application, gpu_type: str, gpus: float) -> float:
         """Return the seconds of the training on a number of GPUs of one type that need not be whole.
 
-        Below one GPU it is that part of one GPU's time; between whole numbers the speed is interpolated.
+        Below one GPU it is that part of one GPU's time; between whole numbers the speed is interpolated. ``gpus``:
+        above 0.
         """
         if gpus <= 1:
             return self._on(application, gpu_type, 1) / gpus
@@ -93,7 +94,7 @@ class IsolatedTimes:
 def class_of(name: str, isolated: IsolatedTimes) -> str:
     """Return an application's size class: the published one, else by its GPU time alone on one GPU.
 
-    Source: Pollux, section 5.1 and Table 1.
+    Source: Pollux, section 5.1 and Table 1. ``isolated``: times of each application alone.
     """
     published = next((template.size for template in POLLUX if template.application == name), None)
     return published or size_class(isolated(name, 1) / 3600.0)
@@ -180,9 +181,10 @@ def _fairness(result: SimulationResult, isolated: IsolatedTimes, restart_delay_s
     """Return finish-time fairness (n,): a job's completion time over that in an isolated, equally partitioned cluster.
 
     Source: Mahajan et al., Themis, NSDI 2020; Pollux, section 5.3.1. There a job is alone on its 1/n of the GPUs, n the
-    time average of the jobs in the system during its life, with one start. With several types it is the share of the one
-    on which that is fastest. A share below one GPU is that much of one GPU's time; other fractions are interpolated in the
-    speed between whole GPUs. The isolated cluster never fails.
+    time average of the jobs in the system during its life, with one start. With several types it is the share of the
+    one on which that is fastest. A share below one GPU is that much of one GPU's time; other fractions are interpolated
+    in the speed between whole GPUs. The isolated cluster never fails. ``restart_delay_s``: of the one start that the
+    job would have there.
     """
     submit = np.array([job.submit_s for job in result.jobs])
     finish = np.array([job.finish_s for job in result.jobs])
@@ -213,7 +215,10 @@ def _price(gpu_seconds: Mapping[str, float], prices: Mapping[str, float]) -> flo
 def _by_class(
     result: SimulationResult, isolated: IsolatedTimes, jct: Floats, queueing: Floats, fairness: Floats
 ) -> dict[str, ClassFigures]:
-    """Return the figures of each size class that has jobs, by its name; the arrays are (n,), one value a job."""
+    """Return the figures of each size class that has jobs, by its name; the arrays are (n,), one value a job.
+
+    ``isolated``: times of each application alone, by which its class is told.
+    """
     class_by_application = {job.application: class_of(job.application, isolated) for job in result.jobs}
     classes = np.array([class_by_application[job.application] for job in result.jobs])
     rows_by_class = {name: np.flatnonzero(classes == name) for name in SIZE_CLASSES}

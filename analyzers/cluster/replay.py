@@ -72,7 +72,7 @@ def replays(
     """Yield each policy and its record, as soon as the jobs have been replayed under it.
 
     All policies are checked before the first is replayed: InputError for jobs that can never run on the cluster.
-    ``prices``: per GPU hour, by type.
+    ``prices``: per GPU hour, by type. ``makers``: what makes each policy anew, by name.
     """
     isolated = IsolatedTimes(applications, cluster)
     for make in makers.values():
@@ -165,6 +165,7 @@ def search_trials(
     """Return the baseline and each policy on the same search: mean completion time, makespan, GPU time and restarts.
 
     ``local_batch_sizes``: further fixed batches per GPU at which the baseline runs, besides the search's own.
+    ``policies``: what makes each one anew, by name.
     """
     # Each once, the search's own first.
     batch_sizes = dict.fromkeys([search.local_batch_size, *local_batch_sizes])

@@ -82,7 +82,8 @@ def choose_counts(costs: Sequence[Floats], gpus: int) -> tuple[list[int], float]
 def flat(choice: JobCosts) -> Floats:
     """Return the least cost of each count of GPUs (m + 1,), within or across nodes, the current allocation included.
 
-    The array is longer where the job holds more GPUs than it may newly be given.
+    The array is longer where the job holds more GPUs than it may newly be given. ``choice``: the job's costs within a
+    node, across nodes, and of what it holds.
     """
     least_costs = np.minimum(choice.within, choice.across)
     least_costs[0] = choice.within[0]
@@ -317,7 +318,7 @@ class _Packing:
         """Remove the jobs of 1 to 4 nodes, choose their counts anew and insert them in another order, ``effort`` times.
 
         A result of at most the same cost is kept, so that the search can walk along equal allocations. Stops early at
-        ``bound``. ``costs``: as of :func:`choose_counts`.
+        ``bound``. ``costs``: as of :func:`choose_counts`. ``generator``: of random choices, seeded.
         """
         total = sum(self.costs)
         jobs, nodes = len(self.costs), len(self.gpus)

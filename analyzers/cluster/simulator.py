@@ -398,7 +398,10 @@ class Watchdog:
     """Looks at every round of one replay under the policy called ``policy``; ``nodes``: None where none can fail."""
 
     def __init__(self, policy: str, nodes: NodeStates | None, first_submit_s: float) -> None:
-        """Start counting; ``first_submit_s``: the second of the first submission, from which the replay's length counts."""
+        """Start counting; ``first_submit_s``: the second of the first submission, from which the replay's length counts.
+
+        ``nodes``: which are up; None where none can fail.
+        """
         self.policy, self.nodes, self.first_submit_s = policy, nodes, first_submit_s
         self.rounds = 0
         self.idle_rounds = 0
@@ -415,7 +418,8 @@ class Watchdog:
     def look(self, jobs: Sequence[SimulatedJob], up: ClusterSpec, now_s: float, *, awaiting_jobs: bool) -> None:
         """Look at the jobs of a round; ``awaiting_jobs``: some are yet to be submitted.
 
-        Raises Infeasible where no job will ever get further, or the replay has lasted too long.
+        Raises Infeasible where no job will ever get further, or the replay has lasted too long. ``up``: the nodes that
+        are up.
         """
         self.rounds += 1
         # Something runs, or is on its way: a job yet to come, or a node that will be back.
@@ -445,7 +449,10 @@ class Watchdog:
             raise Infeasible(f"{self._cause(jobs, up)}{problem}")
 
     def _cause(self, jobs: Sequence[SimulatedJob], up: ClusterSpec) -> str:
-        """Return the beginning of the message: which nodes are gone for good and which job needs them; "" for none."""
+        """Return the beginning of the message: which nodes are gone for good and which job needs them; "" for none.
+
+        ``up``: the nodes that are up.
+        """
         gone = sorted(self.nodes.gone) if self.nodes is not None else []
         if not gone:
             return ""

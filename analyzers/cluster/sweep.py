@@ -286,7 +286,8 @@ def _end_with(line: Connection) -> None:
 def _run_on_ray(tasks: Sequence[SweepTask]) -> Iterator[SweepCell]:
     """Yield records from a Ray cluster: the one that ``RAY_ADDRESS`` names, or one on this machine.
 
-    All its nodes must see the input files under the same paths and have ddltool installed. One core per cell.
+    All its nodes must see the input files under the same paths and have ddltool installed. One core per cell. A cell
+    whose process is lost gets an error, and is not tried again.
     """
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "error")  # else it warns for minutes before it gives up
     try:
@@ -421,7 +422,7 @@ def compare(cells: Sequence[SweepCell], first: str, second: str, *, confidence: 
     """Return the first policy's figures over the second's, over what both have replayed.
 
     Replays that only one policy has (a failed cell) are left out in pairs. Raises InputError without any pair, for a
-    policy compared with itself and figures that are not above 0.
+    policy compared with itself and figures that are not above 0. ``confidence``: of the intervals, between 0 and 1.
     """
     if first == second:
         raise InputError("--compare", f"names {first!r} twice", "name two policies, such as ours,pollux")

@@ -92,7 +92,8 @@ class MeasuredTimes:
     def _interpolated(self, placement: Placement, local_batch_size: int) -> tuple[float, float]:
         """Return the (step, sync) seconds of a placement that was not measured, from the measured ones around it.
 
-        Outside of these the nearest measured (nodes, replicas), in ratios, stands for it.
+        Outside of these the nearest measured (nodes, replicas), in ratios, stands for it. ``placement``: GPUs per node,
+        rotated to its smallest form.
         """
         # The published simulator counts more nodes than it measured as that many.
         surface, groups = self._neighbours
@@ -304,7 +305,10 @@ class Application:
         return float(sqr[epoch]), float(var[epoch])
 
     def _gradients(self, batch_size: int) -> tuple[Floats, Floats, Floats]:
-        """Return squared norm, variance and gain at a total batch size in every epoch, (E,) each."""
+        """Return squared norm, variance and gain at a total batch size in every epoch, (E,) each.
+
+        They do not depend on GPUs, and are kept for each batch size.
+        """
         gradients = self._gradients_by_batch.get(batch_size)
         if gradients is None:
             low, high, share = self._weights(batch_size)

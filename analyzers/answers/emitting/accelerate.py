@@ -95,7 +95,8 @@ def _parallelism(degrees: Shares) -> dict[str, int]:
 def _script_parts(degrees: Shares, layout: ProcessLayout, checkpoints: bool, precision: str) -> list[str]:
     """Return gaps: what the training script has to say, as the file has no key for it, each ``WHAT: what to do``.
 
-    ``checkpoints``: whether the script must turn activation checkpointing on.
+    ``checkpoints``: whether the script must turn activation checkpointing on. ``degrees``: who shares what, and how
+    many passes.
     """
     parts = [f"batch size: {degrees.micro_batch_size} a pass, in the script's DataLoader"]
     if degrees.passes > 1:

@@ -96,6 +96,7 @@ def _partition(degrees: Shares, stage: int) -> dict[str, Any]:
     """Return ZeRO's options for a stage, without the stage itself.
 
     Stage 3 with several sets of shards gets hpZ: parameters kept whole in each set, which stands nearest to HSDP.
+    ``degrees``: who shares the model's state.
     """
     hybrid = {"zero_hpz_partition_size": degrees.shard} if stage == 3 and degrees.replicate > 1 else {}
     return {"overlap_comm": True, **hybrid} if stage else {}

@@ -43,7 +43,8 @@ def manifests(
     """Return the ConfigMap with enforce.json and the job that mounts it as ``/etc/ddltool/enforce.json``, as documents.
 
     The hook does not run groups of devices; for such a plan it is the plan itself, plan.json. Raises InputError for a
-    TrainJob of unlike nodes, as it has one kind of node, and for a config that no ConfigMap can hold.
+    TrainJob of unlike nodes, as it has one kind of node, and for a config that no ConfigMap can hold. ``enforcement``:
+    what the hook in each process does.
     """
     file, config = ("enforce.json", to_json(enforcement)) if plan.group is None else ("plan.json", to_json(plan))
     if len(config.encode("utf-8")) > _CONFIG_BYTES:
@@ -107,7 +108,8 @@ def _size(group: EqualNodes, resource: str | None) -> dict[str, Any]:
 def train_job_patch(group: EqualNodes, resource: str | None, notes: Mapping[str, str]) -> dict[str, Any]:
     """Return the merge patch that makes a suspended TrainJob as large as ``group``; ``notes``: its annotations.
 
-    As a recommender of Kubeflow's KEP-3328 hands it over: ``kubectl patch trainjob NAME --type merge --patch-file FILE``.
+    As a recommender of Kubeflow's KEP-3328 hands it over: ``kubectl patch trainjob NAME --type merge --patch-file
+    FILE``. ``resource``: of a device, None for no request.
     """
     marks = {f"ddltool/{name}": text for name, text in notes.items()}
     return {"metadata": {"annotations": marks}, "spec": {"trainer": _size(group, resource)}}
@@ -142,7 +144,10 @@ def _job_set(plan: Plan, layout: ProcessLayout, settings: LaunchSettings) -> dic
 
 
 def _pod(plan: Plan, layout: ProcessLayout, group: EqualNodes, settings: LaunchSettings) -> dict[str, Any]:
-    """Return the template of a node's pod: a shell works out the node's rank from the pod's index and becomes torchrun."""
+    """Return the template of a node's pod: a shell works out the node's rank from the pod's index and becomes torchrun.
+
+    ``group``: the equal nodes that it is one of.
+    """
     name = cluster_name(plan.job)
     command = (
         f'exec torchrun --nnodes {layout.nodes} --node-rank "$(({group.first_node} + JOB_COMPLETION_INDEX))" '

@@ -40,8 +40,9 @@ def torchrun_script(plan: Plan, layout: ProcessLayout, settings: LaunchSettings,
 def slurm_script(plan: Plan, layout: ProcessLayout, settings: LaunchSettings, *, gaps: Sequence[str]) -> str:
     """Return a batch script for sbatch: one task per node, which starts the node's processes with torchrun.
 
-    Unlike nodes are the components of a heterogeneous job (``#SBATCH hetjob``), in the order of ranks. The generic resource is
-    asked for as ``GRES:TYPE:COUNT`` with the device type in small letters.
+    Unlike nodes are the components of a heterogeneous job (``#SBATCH hetjob``), in the order of ranks. The generic
+    resource is asked for as ``GRES:TYPE:COUNT`` with the device type in small letters. Slurm calls a kind of device
+    that jobs ask for (GRES) a generic resource.
     """
     script = shlex.join(settings.script)
     return _filled(

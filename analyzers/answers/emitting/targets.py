@@ -42,6 +42,7 @@ def target_text(
     """Return the text of a target that starts no processes, and its gaps: what of the plan it leaves out.
 
     ``devices_per_node``: as of :func:`layout`. Raises InputError for a plan that the target cannot say.
+    ``enforcement``: what the hook reads.
     """
     gaps = not_expressed(plan, target)
     if target == "hook":
@@ -73,6 +74,7 @@ def launcher_text(
     """Return the script or manifest that starts the plan's processes, and its gaps: fields that it lacks, and its assumptions.
 
     ``nodes``: which processes run on which nodes; ``script_gaps``: gaps of the training script, said along.
+    ``enforcement``: what the hook reads, which a manifest holds.
     """
     gaps = [*not_expressed(plan, target, nodes), *script_gaps]
     if target == "torchrun":

@@ -137,6 +137,7 @@ def _checkpointing(recomputed: Checkpointing, plan: Plan) -> dict[str, object]:
 
     torchtitan does not name modules. "op" keeps every second product of all blocks; a number n computes every n-th
     block again. Where that is only roughly the plan, it is rounded so that no more memory is taken than planned.
+    ``recomputed``: "none", "selective" or "full", as of :func:`recomputation`.
     """
     entries = [] if plan.sharding is None else plan.sharding.checkpointing
     if recomputed != "selective":

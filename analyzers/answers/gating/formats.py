@@ -54,7 +54,10 @@ def remarks(verdict: GateResult) -> list[str]:
 
 
 def junit(verdict: GateResult, subject: str, *, seconds: float = 0.0) -> str:
-    """Return JUnit XML: one suite, a test case per check, a failure with the check's sentence."""
+    """Return JUnit XML: one suite, a test case per check, a failure with the check's sentence.
+
+    ``subject``: what was judged; ``seconds``: how long that took.
+    """
     counts = {"tests": str(len(verdict.checks)), "failures": str(len(verdict.failed)), "errors": "0"}
     totals = {**counts, "time": f"{seconds:.3f}"}
     root = ElementTree.Element("testsuites", {"name": "ddltool gate", **totals})
@@ -79,7 +82,10 @@ def _xml_text(text: str) -> str:
 
 
 def sarif(verdict: GateResult, path: str, *, version: str) -> dict[str, Any]:
-    """Return a SARIF 2.1.0 log: a rule per metric, a result per failed check at the artifact's file."""
+    """Return a SARIF 2.1.0 log: a rule per metric, a result per failed check at the artifact's file.
+
+    ``path``: the judged artifact; ``version``: ddltool's.
+    """
     metrics = list(dict.fromkeys(check.metric for check in verdict.checks))
     rules = [
         {
@@ -139,7 +145,10 @@ def _escape_command(text: str, special: str = "") -> str:
 
 
 def summary(verdict: GateResult, subject: str) -> str:
-    """Return the step summary: a Markdown table of all checks, then the notes."""
+    """Return the step summary: a Markdown table of all checks, then the notes.
+
+    ``subject``: what was judged.
+    """
     count, failed = len(verdict.checks), len(verdict.failed)
     lines = [
         f"### ddltool gate: {f'{failed} of {count} checks failed' if failed else f'passed ({count} checks)'}",

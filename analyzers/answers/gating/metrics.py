@@ -129,6 +129,7 @@ def _merge_metric(parts: Sequence[Metric]) -> Metric:
     """Merge the metrics of one name, one per artifact, into one metric.
 
     Equal counts stay as they are, texts are listed. Anything else has its cells pooled by key, and counts as measured.
+    ``parts``: of one name and kind, in the order of the artifacts.
     """
     first = parts[0]
     if len(parts) == 1 or (not first.measured and len({metric.value for metric in parts}) == 1):
@@ -231,7 +232,7 @@ def figure(name: str, value: object, unit: str = "", *, measured: bool = False) 
     """Yield one metric of a value; a list counts as its length.
 
     Yields nothing for None, NaN and infinities, which mean that there is no such figure. Unit "text": the value as a
-    text.
+    text. ``measured``: timed by a clock, so that its value has noise.
     """
     if isinstance(value, (list, tuple)):
         value = len(value)
@@ -356,6 +357,8 @@ def _user_figures(document: Mapping[str, Any], where: str) -> Iterator[Metric]:
 def _nested_figures(values: Mapping[str, Any], prefix: str, where: str) -> Iterator[Metric]:
     """Yield a metric for each number, or list of repeats, of a mapping; nested names are joined by ``/``.
 
+    ``prefix``: what stands before the names; ``where``: the file, for errors.
+
     >>> [metric.name for metric in _nested_figures({"loss": {"last": 0.5}}, "", "file")]
     ['loss/last']
     """
@@ -406,7 +409,8 @@ def _nonempty_rows(document: Mapping[str, Any], where: str) -> Sequence[Mapping[
 def _row_cell(key: str, row: Mapping[str, Any]) -> Cell:
     """Return a profile's row as a cell: median step time (s), its spread and how many repeats these are of.
 
-    Without a spread the row counts as one repeat, whatever it says, as its noise is not known.
+    Without a spread the row counts as one repeat, whatever it says, as its noise is not known. ``key``: its
+    configuration.
     """
     repeats, spread = _number_or_none(row.get("repeats")), _number_or_none(row.get("step_time_spread_s"))
     has_spread = repeats is not None and spread is not None
@@ -438,7 +442,7 @@ def _block_cell(key: str, seconds: Sequence[float]) -> Cell:
     """Return the cell of one rank's steps (s), whose repeats are the medians of consecutive blocks of steps.
 
     Neighbouring steps are alike, so that single steps would count noise too low. With too few steps for
-    ``FEWEST_REPEATS`` blocks the cell has one repeat, and no noise test applies.
+    ``FEWEST_REPEATS`` blocks the cell has one repeat, and no noise test applies. ``key``: the rank.
     """
     block_count = min(BLOCKS, len(seconds) // FEWEST_STEPS_PER_BLOCK)
     if block_count < FEWEST_REPEATS:

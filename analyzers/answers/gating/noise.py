@@ -59,6 +59,7 @@ def pool(key: str, cells: Sequence[Cell]) -> Cell:
 
     Three or more cells: their medians are the repeats, because runs differ by more than the repeats within a run do.
     Two cells: all their repeats, with the distance of the two medians as the spread where larger than both spreads.
+    ``key``: the pooled cell's.
     """
     if len(cells) == 1:
         return replace(cells[0], key=key)
@@ -114,8 +115,7 @@ def _repeat_counts(cells: Sequence[Cell]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=64)
 def _simulate_null(current: tuple[int, ...], baseline: tuple[int, ...], seed: int) -> tuple[NDArray[np.float64], ...]:
-    """Return draws of T, ascending, (DRAWS,), for a centre that is exactly on the limit: one array for each ratio of
-    the spreads.
+    """Return draws of T, ascending, (DRAWS,) each, for a centre that is on the limit: an array for each ratio of the spreads.
 
     ``current`` and ``baseline`` hold the repeats per cell. An empty ``baseline`` gives one array, else there are three:
     equal spreads, none in the baseline, none in the current side.

@@ -98,7 +98,7 @@ def _parse_value(value_text: str, op: str, where: str) -> tuple[float | str, str
     """Return a rule's value as (value, dimension, sign).
 
     The value is a number in SI base units, or a text as written; the dimension is "s", "bytes", "%" or ""; the sign is
-    "", "+" or "-". ``op``: only == and != take a text.
+    "", "+" or "-". ``op``: only == and != take a text. ``where``: the rule, for errors.
     """
     match = _NUMBER.fullmatch(value_text)
     if match is None:
@@ -121,7 +121,8 @@ def select(rule: Rule, current: Mapping[str, Metric], baseline: Mapping[str, Met
     """Return the names of the metrics that a rule covers: the metric itself, else its family, else the pattern's matches.
 
     Metrics that only the baseline has are included. Raises InputError when neither side has the metric, naming the
-    nearest name; an ``optional`` rule then gives an empty list.
+    nearest name; an ``optional`` rule then gives an empty list. ``current`` and ``baseline``: metrics by name;
+    ``where``: the rules' source, for errors.
     """
     names = list(dict.fromkeys([*current, *baseline]))
     if rule.metric in names:

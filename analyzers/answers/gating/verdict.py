@@ -47,7 +47,7 @@ def judge(
     ``baseline`` None: only absolute limits. A measured figure with repeats fails only when it is past its limit beyond
     noise. ``level``: at most this share of gates whose figures truly keep their limits raises any alarm; it is divided
     by the number of tests (Bonferroni). Raises InputError for rules that do not fit the metrics and for a rule on
-    changes without a baseline.
+    changes without a baseline. ``where``: where the rules are from.
     """
     pairs: list[_RuleOnMetric] = []
     for rule in rules:
@@ -114,7 +114,8 @@ class _RuleOnMetric:
 def _align_sides(rule: Rule, current: Metric | None, baseline: Metric | None, where: str) -> _RuleOnMetric:
     """Return the rule with both sides; for a relative rule, restricted to the configurations that both sides have.
 
-    Raises InputError when there are none in common, and for a rule whose unit is not the metric's.
+    Raises InputError when there are none in common, and for a rule whose unit is not the metric's. None: a side that
+    lacks the metric.
     """
     metric = current or baseline
     assert metric is not None  # the names come from the two sides
@@ -192,7 +193,8 @@ def _resolve_limit(
 ) -> tuple[float | str | None, str]:
     """Return a rule's limit and its comparison operator, such as (1.05, "<="); the limit is None where the baseline lacks it.
 
-    Absolute rules say both. For a change the limit lies the amount above or below the baseline.
+    Absolute rules say both. For a change the limit lies the amount above or below the baseline. ``current``: tells on
+    which side of the baseline a change in either direction lies.
     """
     if not rule.relative:
         return rule.value, rule.op
@@ -210,7 +212,10 @@ def _resolve_limit(
 
 
 def _satisfies(current: float | str, op: str, limit: float | str) -> bool:
-    """Return whether a value satisfies its limit; values within rounding of the limit count as equal to it."""
+    """Return whether a value satisfies its limit; values within rounding of the limit count as equal to it.
+
+    ``op``: one of <=, <, >=, >, ==, !=.
+    """
     if isinstance(current, str) or isinstance(limit, str):
         return bool(_OPS[op](str(current), str(limit)))
     if math.isclose(current, limit, rel_tol=_ROUNDING, abs_tol=0.0):
@@ -376,7 +381,10 @@ def document_of(current: Any) -> Mapping[str, Any]:
 
 
 def write_baseline(current: Any, target: Path) -> None:
-    """Write the baseline atomically. Raises InputError when a table is not named .csv or a document not .json."""
+    """Write the baseline atomically. Raises InputError when a table is not named .csv or a document not .json.
+
+    ``current``: a file, which is copied, or what a program holds.
+    """
     is_file = isinstance(current, (str, Path))
     tabular = is_table(Path(current)) if is_file else isinstance(current, pd.DataFrame)
     if tabular != is_table(target):

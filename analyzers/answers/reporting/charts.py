@@ -172,6 +172,7 @@ def _specified(figure: Figure, slots: Slots) -> Spec:
 @functools.cache
 def script() -> str:
     """Return the one script of a page: Vega, Vega-Lite and what draws the specifications in the block ``charts``."""
+    # A text in the script that looks like the end of a script would end it.
     bundle: str = vl_convert.javascript_bundle(_SNIPPET)
     return bundle.replace("</script", "<\\/script").replace("<!--", "<\\!--")
 
@@ -251,7 +252,10 @@ def _layered(layers: Sequence[alt.Chart], height: int, names: Sequence[str] = ()
 
 
 def _rule(axis: str, values: Sequence[tuple[str, float]], colour: alt.Color, dash: alt.StrokeDash) -> list[alt.Chart]:
-    """Return straight lines at named values of ``axis`` (x or y), as a list of one layer; empty without values."""
+    """Return straight lines at named values of ``axis`` (x or y), as a list of one layer; empty without values.
+
+    ``colour`` and ``dash``: by name.
+    """
     if not values:
         return []
     rows = [{"name": name, axis: value} for name, value in values]
@@ -467,7 +471,10 @@ def _bars(figure: Bars, slots: Slots) -> Chart:
 
 
 def _log_marks(low: float, high: float) -> list[float]:
-    """Return where a logarithmic axis is marked: powers of ten, and 2 and 5 times these where they are few."""
+    """Return where a logarithmic axis is marked: powers of ten, and 2 and 5 times these where they are few.
+
+    ``low`` and ``high``: the ends of the axis, above 0.
+    """
     powers = range(int(np.floor(np.log10(low))), int(np.ceil(np.log10(high))) + 1)
     # Fewer than four powers would leave an axis nearly unmarked.
     parts = (1, 2, 5) if len(powers) <= 3 else (1,)
@@ -476,9 +483,7 @@ def _log_marks(low: float, high: float) -> list[float]:
 
 
 def _bar_rows(figure: Bars, names: Sequence[str], scale: float) -> list[Row]:
-    """Return a row of data for each bar: its value times ``scale``, its kind (for the colour), and its text with the
-    place.
-    """
+    """Return a row of data for each bar: its value times ``scale``, its kind (for the colour), and its text with the place."""
     marked = figure.marked[1] if figure.marked is not None else ()
     rows: list[Row] = []
     for index, (name, (_, value)) in enumerate(zip(names, figure.rows, strict=True)):

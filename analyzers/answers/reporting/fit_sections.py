@@ -325,7 +325,10 @@ def _goodput_heat_map(
 
 
 def _pays_words(pays: int, known_replicas: int, reason: str, noun: str) -> str:
-    """Return the sentences on until how many GPUs scaling pays, as far as there are data, and where the data end."""
+    """Return the sentences on until how many GPUs scaling pays, as far as there are data, and where the data end.
+
+    ``pays``: the count until which scaling pays; ``reason``: why data end there; ``noun``: GPU or replica.
+    """
     if known_replicas >= _REPLICAS:
         return f"Scaling pays until {counted(pays, noun)}."
     pays_text = (
@@ -425,6 +428,7 @@ def _deviation(
     """Return the standard deviation of a measured log step time about the curve, for each of ``batch`` (b,).
 
     To first order: the scatter of the rows, and the fitted parameters' covariance along the slopes of the log time.
+    ``nodes``, ``replicas`` and ``passes`` are those of the curve.
     """
     problem = FitProblem(rows)
     point = problem.start_from(params)
@@ -454,7 +458,8 @@ def goodput_map(
     """Return goodput over (GPUs, total batch) as a heat map, with the best batch of each count.
 
     ``found``: the best batches on 1, 2, ... GPUs. ``pays``: the count until which scaling pays, which is marked.
-    ``known``: beyond this count no measurement supports the map; it is faded there.
+    ``known``: beyond this count no measurement supports the map; it is faded there. ``noise_scale``: samples; ``noun``:
+    what a replica is called.
     """
     # one batch far above the best would only make the map small
     best = int(found.tuned.total_batch_size[found.tuned.feasible].max())

@@ -105,7 +105,10 @@ def _verdict(graph: Graph, orders: Mapping[str, ScheduleFigures], runs: int) -> 
 
 
 def _bounds_words(limits: MakespanBounds, random_s: float, tac_s: float) -> str:
-    """Return the sentences on what TAC's order saves, and the bounds L and U that efficiency E is measured by."""
+    """Return the sentences on what TAC's order saves, and the bounds L and U that efficiency E is measured by.
+
+    ``random_s`` and ``tac_s``: mean seconds of a step in a random order, and in TAC's.
+    """
     if limits.speedup is None or random_s <= 0:
         return "Nothing in this graph takes any time."
     saved = 1.0 - tac_s / random_s
@@ -155,7 +158,10 @@ def _timeline_picture(graph: Graph, timelines: Mapping[str, Timeline], priority:
 
 
 def _resource_lanes(graph: Graph, run: Timeline, priority: Mapping[str, int]) -> list[tuple[str, list[Span]]]:
-    """Return what each resource does when, as (name, spans in seconds), compute first; transfers bear their priorities."""
+    """Return what each resource does when, as (name, spans in seconds), compute first; transfers bear their priorities.
+
+    ``run``: when each op starts and ends; ``priority``: by op's name.
+    """
     names = sorted(graph.resource_names, key=lambda name: not name.startswith("compute"))
     lanes: dict[str, list[Span]] = {name: [] for name in names}
     for op, resource in enumerate(graph.resource.tolist()):
@@ -235,7 +241,7 @@ def _order_table(
 ) -> Table:
     """Return the table of orders of transfers: each one's step time and efficiency, and at the end the bounds.
 
-    ``best_s``: seconds, proven that no order is faster; None: nothing is proven.
+    ``best_s``: seconds, proven that no order is faster; None: nothing is proven. ``schedules``: figures by order.
     """
 
     def spread(figures: ScheduleFigures) -> str:

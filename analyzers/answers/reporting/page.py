@@ -36,6 +36,7 @@ def render(
     """Return the page as HTML text, with all text escaped.
 
     ``summary``: sentences under the title. ``first``: the section whose verdict the page opens with; None: no verdict.
+    ``generated_by``: who made the page, at its end.
     """
     environment = _environment()
     slots: Slots = {}

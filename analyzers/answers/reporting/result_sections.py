@@ -259,7 +259,10 @@ def _schemes_picture(schemes: dict[str, SchemeFigures], predictor: str) -> Pictu
 
 
 def _iteration_time_picture(caption: str, table: Table, splits: Mapping[str, SplitTime], baseline: str) -> Picture:
-    """Return bars of the mean iteration time by name over their table; the one named ``baseline`` is a line across all."""
+    """Return bars of the mean iteration time by name over their table; the one named ``baseline`` is a line across all.
+
+    ``splits``: iteration times by what sizes the batches.
+    """
     figure = Bars(
         rows=[(name, record.iteration_s) for name, record in splits.items()],
         xlabel="mean iteration time",

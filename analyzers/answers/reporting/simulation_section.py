@@ -181,7 +181,10 @@ def _counts_over_time(times_s: Floats, series: Mapping[str, Floats], quantity: s
 
 
 def _gpus_held_pictures(document: SimulationDocument, remark: str) -> Blocks:
-    """Return the GPUs that jobs hold over time, by policy; none for a document without the changes of use."""
+    """Return the GPUs that jobs hold over time, by policy; none for a document without the changes of use.
+
+    ``remark``: said after the caption.
+    """
     usages = {key: record.usage for key, record in document.policies.items() if record.usage is not None}
     last_s = max((usage.time_s[-1] for usage in usages.values() if usage.time_s), default=0.0)
     if not last_s:
@@ -313,9 +316,7 @@ def _means_picture(groups: Sequence[Means], *, several: bool) -> Picture:
     """
 
     def figure_of(field: str, form: str, below: float = 1e12) -> Callable[[Means], str]:
-        """Return the column of a mean in the format ``form``; from ``below`` on, too long for the table, in three
-        digits.
-        """
+        """Return the column of a mean in the format ``form``; from ``below`` on, too long for the table, in three digits."""
         return lambda row: format(value := getattr(row[3], field), form if value < below else ".3g")
 
     columns: dict[str, Column[Means]] = {

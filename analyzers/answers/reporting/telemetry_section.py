@@ -116,9 +116,7 @@ def _step_times(frame: pd.DataFrame, levels: list[tuple[str, float]]) -> Picture
 
 
 def _phases(frame: pd.DataFrame) -> Picture:
-    """Return the phases of each rank's median step, as lanes and a table; of many ranks the 24 longest-computing are
-    drawn.
-    """
+    """Return the phases of each rank's median step, as lanes and a table; of many ranks the 24 longest-computing are drawn."""
     medians = frame.groupby("rank")[[*_PHASES, "step_s", "batch", "memory_bytes"]].median()
     medians["device"] = frame.groupby("rank")["device"].last()
     drawn = medians if len(medians) <= _RANKS_DRAWN else medians.nlargest(_RANKS_DRAWN, "compute_s").sort_index()

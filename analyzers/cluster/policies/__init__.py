@@ -44,7 +44,8 @@ def policies(
     """Return constructors, without parameters, of the policies of a comma-separated list, by name and in its order.
 
     ``all`` leaves those out that know one GPU type only where the cluster is ``mixed``. Raises InputError for unknown
-    names, and for a power that cannot be.
+    names, and for a power that cannot be. ``power`` (of Pollux's fitness), ``delay_s`` (seconds of a restart) and
+    ``seed`` go to those that take them.
     """
     usable_names = [name for name, policy in POLICIES.items() if not mixed or getattr(policy, "mixed", True)]
     chosen_names = usable_names if names == "all" else [name.strip() for name in names.split(",") if name.strip()]

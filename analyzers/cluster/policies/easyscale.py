@@ -81,8 +81,7 @@ class EasyScale:
         return allocations
 
     def _proposals(self, job: SimulatedJob, held: Counter[str], free_counts: Mapping[str, int]) -> list[Proposal]:
-        """Return the scale-outs that the job proposes from the GPUs that it holds, the best ones first; each adds one
-        GPU type.
+        """Return the scale-outs that the job proposes from the GPUs that it holds, the best ones first; each adds one GPU type.
 
         ``held`` and ``free_counts``: GPUs by type. In all it asks for at most one GPU for each logical worker.
         """
@@ -135,7 +134,7 @@ class EasyScale:
         """Return (job index, GPU type) of the one GPU whose loss slows its job down least; None where no job could give one.
 
         Only jobs that hold several GPUs give one, of one of ``gpu_types``. The slowdown is a share of the job's
-        throughput.
+        throughput. ``allocations``: by job index.
         """
         cheapest: tuple[float, int, str] | None = None
         for job in jobs:

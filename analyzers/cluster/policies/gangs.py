@@ -15,7 +15,7 @@ def choose_type(job: SimulatedJob, free_counts: Mapping[str, int]) -> str | None
     """Return the GPU type for all GPUs of a job: that with the most free (ties: first in the cluster); None if none fits.
 
     YARN's capacity scheduler gives a job the one type that it asks for; a workload does not name one, so the emptiest
-    type that it was measured on stands in.
+    type that it was measured on stands in. ``free_counts``: free GPUs by type.
     """
     fitting = [name for name in job.gpu_types if free_counts[name] >= job.spec.num_replicas]
     return max(fitting, key=free_counts.__getitem__, default=None)

@@ -56,7 +56,10 @@ class Ours:
         pools: bool = True,
         seed: int = 0,
     ) -> None:
-        """Set q (``rank_power``), the power of the expected completion time (``lateness``) and a restart's cost in seconds."""
+        """Set q (``rank_power``), the power of the expected completion time (``lateness``) and a restart's cost in seconds.
+
+        ``pools``: jobs of an application share what they have seen.
+        """
         self.rank_power, self.lateness, self.delay_s = rank_power, lateness, delay_s
         self.pools, self.seed = pools, seed
         self._present: frozenset[int] = frozenset()
@@ -96,7 +99,7 @@ class Ours:
         """Return ``r^q`` of each job, (n,): the weight of its speed in the total value.
 
         The rank r grows from the longest to the shortest job. A job never observed counts as the shortest, so that it
-        runs and shows its speed. ``fair_count``: GPUs in an equal share.
+        runs and shows its speed. ``fair_count``: GPUs in an equal share. ``offers``: the jobs' believed speeds.
         """
         remaining_s = [offer.remaining_s or 0.0 for offer in offers]
         order = sorted(range(len(offers)), key=lambda index: (-remaining_s[index], -offers[index].job.index))
@@ -144,7 +147,8 @@ class Ours:
         """Return one job's costs on one GPU type: of each count within a node and across nodes, and of what it holds now.
 
         A new allocation loses the restart; the present one loses the ``starting_s`` seconds until its last restart is
-        over. ``best_value``: the value of the job's best configuration on any type.
+        over. ``best_value``: the value of the job's best configuration on any type. ``weight``: of the job; ``hold_s``:
+        seconds that an allocation is likely to stay.
         """
         remaining = math.inf if offer.remaining_s is None else offer.remaining_s
         # How long each count would be held: until the job ends, or until something changes.

@@ -92,12 +92,11 @@ class Sia:
         node_size: int,
         job: SimulatedJob,
     ) -> JobCosts:
-        """Return one job's costs on one type: of each allowed count within a node and across nodes, and of what it
-        holds.
+        """Return one job's costs on one type: of each allowed count within a node and across nodes, and of what it holds.
 
         ``allowed`` (m + 1,): whether k GPUs are a configuration; up to ``node_size`` they stand on one node, beyond on
         several. The cost is the goodput relative to one GPU of the slowest type, times ``restart_factor`` for a change,
-        to the power of the (negative) exponent.
+        to the power of the (negative) exponent. ``single_gpu_speedup``: of one GPU of that type.
         """
         relative_goodput = on_type.speedup[:, : len(allowed)] / single_gpu_speedup
         with np.errstate(divide="ignore"):
