@@ -87,16 +87,21 @@ def balance(
 ) -> BalanceResult | LengthsResult:
     """Say what batches by predicted speeds, or samples shared out by their lengths, would gain.
 
-    ``trace``: recorded speeds (a CSV, or the hook's telemetry), replayed as in LB-BSP, sections 3 and 4; or a dataset's
-    lengths, one of each sample or a histogram; a file, its rows as a DataFrame, or a list of lengths. Of speeds,
-    ``predictor``: last, ema, arima, rnn, lstm, narx or all; ``total_batch``: samples of all workers; ``warm_up`` iterations
-    come before the first training; ``schemes`` adds BSP, ASP, SSP and others. Of lengths, ``cost``: a, b, c of a sample's
-    a L + b L^2 + c, of a pass and of a step; ``model``: a source whose steps on ``device`` give them; the other settings are
-    those of ``ddltool balance``. Raises InputError for
-    what cannot be read, and for more warm-up than the trace has.
+    ``trace`` tells which of the two: recorded speeds (a CSV, or the hook's telemetry), replayed as in LB-BSP, sections
+    3 and 4; or a dataset's lengths, one for each sample or a histogram. It is a file, its rows as a DataFrame, or a
+    list of lengths.
+
+    Of speeds, ``predictor``: last, ema, arima, rnn, lstm, narx or all; ``total_batch``: samples of all workers;
+    ``warm_up``: iterations before the first training of a predictor; ``schemes`` adds BSP, ASP, SSP and others.
+
+    Of lengths, ``cost``: a, b and c of a sample's cost a L + b L^2 + c, then the costs of a pass and of a step;
+    ``model``: a source whose steps on ``device`` give them. The other settings are those of ``ddltool balance``.
+
+    Raises InputError for what cannot be read, and for more warm-up than the trace has.
     """
     path, frame = _rows_of(trace)
     lengths = lengths_of(frame, path)
+    # A table without lengths is one of speeds; settings of the other kind are refused.
     if lengths is None:
         predictors = _predictors(predictor, tell)
         recorded = read_speeds(path, tell, frame)
@@ -109,6 +114,7 @@ def balance(
         settings = PredictorSettings(warm_up=_warmed(recorded, warm_up, path, tell), seed=seed)
         return _of_speeds(recorded, predictors, _total(recorded, total_batch), settings, schemes, stage)
     refuse("a table of lengths", _OF_SPEEDS)
+    # Settings of a model that is not traced, or in place of which something else counts.
     if cost is not None or model is None:
         refuse("a cost that is not a model's", ("model", "device", "precision"), instead="give --model without --cost")
     if max_tokens is not None:

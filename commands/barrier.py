@@ -48,10 +48,12 @@ def barrier(
 ) -> BarrierResult:
     """Choose the next barrier: how many iterations each worker makes until all synchronise.
 
-    ElasticBSP. ``times``: a CSV of iteration ends, or telemetry; with ``predicted`` its rows are the predictions themselves.
-    ``lookahead``: iterations per worker, 15 by default; ``algorithm``: zipline, gridscan, fullgridscan or all; ``predictor`` of
-    the next iteration's length: last, ema or mean; ``max_gap`` bounds the iteration gap of the exact barriers. Raises
-    InputError for what cannot be read, for unknown names and for more than five million ends.
+    The method is ElasticBSP's. ``times``: a CSV of iteration ends, or telemetry; with ``predicted`` its rows are the
+    predictions themselves. ``lookahead``: iterations per worker that are looked at, 15 by default. ``algorithm``:
+    zipline, gridscan, fullgridscan or all. ``predictor`` of the next iteration's length: last, ema or mean.
+    ``max_gap``: how many iterations workers may be apart at the exact barriers; None: any number.
+
+    Raises InputError for what cannot be read, for unknown names and for more than five million ends.
     """
     if predicted and is_given("predictor"):
         raise InputError("predictor", "has no part in --predicted", "leave it out: the rows are predictions already")

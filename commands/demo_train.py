@@ -48,6 +48,7 @@ def accuracy(model: nn.Module, data: TensorDataset) -> float:
     images, labels = data.tensors
     model.eval()
     with torch.no_grad():
+        # In parts of 64, as all at once would take much more memory.
         right = sum(
             int(torch.sum(model(x).argmax(1) == y)) for x, y in zip(images.split(64), labels.split(64), strict=True)
         )

@@ -30,11 +30,12 @@ def devices(
     collective: Sequence[str] = (),
     precision: str = "bf16",
 ) -> DeviceTable | OperationsResult:
-    """List the device types that are known: memory, rates and links, by datasheet; or one of them, or an operation on it.
+    """List the device types that are known: memory, rates and links, by datasheet; or one of them, or an operation on
+    it.
 
-    With ``product`` (``["4096x4096x4096"]``) or ``collective`` (``["all-reduce:64MiB:8"]``): how long such an operation takes
-    on ``name`` by itself, with its range and what limits it. ``devices_file``: types of your own. Raises InputError for a
-    name that is not known.
+    ``name``: the one device type; None: all. ``product`` (``["4096x4096x4096"]``) or ``collective``
+    (``["all-reduce:64MiB:8"]``): how long such an operation takes on it by itself, with its range and what limits it.
+    ``devices_file``: device types of your own. Raises InputError for a name that is not known.
     """
     known = known_devices(devices_file)
     if product or collective:

@@ -54,9 +54,11 @@ def emit(
 ) -> EmitResult:
     """Write the enforcement config, launch script, manifest or settings that make a job follow a plan.
 
-    ``plan``: a Plan or its file. ``target``: who reads what is written. ``output``: where it goes, a name that fits the target
-    by default; "-": stdout. The rest as the options of ``ddltool emit``. Returns what was written, and what of the plan the
-    target has no words for. Raises InputError where the target cannot say the plan, or a place cannot be written.
+    ``plan``: a Plan or its file. ``target``: who reads what is written. ``output``: where it goes; None: a name that
+    fits the target; "-": stdout. The rest is as the options of ``ddltool emit``.
+
+    Returns what was written, and what of the plan the target has no words for. Raises InputError where the target
+    cannot say the plan, or a place cannot be written.
     """
     where = str(plan) if isinstance(plan, (str, Path)) else "plan"
     followed = plan if isinstance(plan, Plan) else load(plan, Plan)

@@ -50,10 +50,12 @@ def gate(
 ) -> GateResult:
     """Hold an artifact against limits and a baseline; exit 1 names each check that failed.
 
-    ``current``, ``baseline``: a file or several (repeats), a folder of baselines with the same names, a Graph, a profile's
-    DataFrame, a result or a document. ``rules`` such as ``iteration_s increase <= 5%``; without any those of ``config`` (a
-    TOML file; ``./ddltool.toml`` where it is there), else the kind's defaults. ``level``: share of false alarms from noise
-    for the whole gate, 0.05 by default. Raises InputError for rules that do not fit, and for two kinds.
+    ``current``, ``baseline``: a file or several (repeats), a Graph, a profile's DataFrame, a result or a document; a
+    baseline may be a folder of files with the same names. ``rules``: such as ``iteration_s increase <= 5%``; without
+    any, those of ``config`` (a TOML file; None: ``./ddltool.toml`` where it is there), else the kind's defaults.
+    ``level``: the share of false alarms from noise for the whole gate, 0.05 by default.
+
+    Raises InputError for rules that do not fit, and for two artifacts of different kinds.
     """
     # A file that was named must be there, the default one need not.
     settings = (

@@ -35,10 +35,12 @@ def verify(
 ) -> Verification:
     """Compare a run with its plan, part by part; say what to fit again, where its time went, and what to do.
 
-    ``plan``: a Plan or its file. ``telemetry``: the hook's file, or its rows. ``goodput``: a fit, or its file, of the devices
-    that the job really ran on, where they are not the plan's. ``max_error``: the share by which the step time may be off. The
-    result has ``passed``: false where it was off by more, or the run did not follow the plan. Raises InputError for what
-    cannot be read, and for a run without a step.
+    ``plan``: a Plan or its file. ``telemetry``: the hook's file, or its rows. ``goodput``: a fit, or its file, of the
+    devices that the job really ran on, where they are not the plan's. ``max_error``: the share by which the step time
+    may be off.
+
+    The result's ``passed`` is false where the step was off by more, or the run did not follow the plan. Raises
+    InputError for what cannot be read, and for a run without a step.
     """
     followed = plan if isinstance(plan, Plan) else load(plan, Plan)
     models, model_error = _models(goodput)

@@ -261,6 +261,7 @@ def _run_in_processes(waiting: deque[SweepTask], count: int) -> Generator[SweepC
     except BrokenProcessPool:
         return list(running.values())
     finally:
+        # At this the workers end, even in the middle of a replay, so that nobody waits for them.
         sweep_end.close()
         pool.shutdown(cancel_futures=True)
         worker_end.close()

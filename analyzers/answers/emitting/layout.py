@@ -111,6 +111,7 @@ def cluster_name(text: str) -> str:
     mapped = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
     if not mapped[:1].isalpha():
         mapped = f"job-{mapped}".rstrip("-")
+    # Room for a hyphen and the eight digits.
     return f"{mapped[: NAME_LENGTH - 9].rstrip('-')}-{digest}"
 
 
