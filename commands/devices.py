@@ -30,8 +30,7 @@ def devices(
     collective: Sequence[str] = (),
     precision: str = "bf16",
 ) -> DeviceTable | OperationsResult:
-    """List the device types that are known: memory, rates and links, by datasheet; or one of them, or an operation on
-    it.
+    """List the device types that are known: memory, rates and links, by datasheet; or one of them, or an operation on it.
 
     ``name``: the one device type; None: all. ``product`` (``["4096x4096x4096"]``) or ``collective``
     (``["all-reduce:64MiB:8"]``): how long such an operation takes on it by itself, with its range and what limits it.

@@ -68,13 +68,19 @@ def profile(
 ) -> ProfileResult:
     """Measure training steps here: step time, synchronisation and memory by batch size and number of processes.
 
-    The steps run in processes of their own, or in those of the torchrun job that this is part of: there every rank calls it,
-    and ranks above 0 return a result without rows. ``source``: a torch source as a text, which those processes build.
-    ``batch_sizes`` None: a search of where throughput saturates. ``replicas`` None: 1, and all of a torchrun job.
-    ``half_width``: how well to know every step time, half of its 95 % interval as a share, within ``time_limit_s`` (60 s by
-    default); ``repeats``: that many timed steps in place of it. ``precision`` and ``optimizer``: how it trains. ``memory``:
-    search the largest batch that fits into so many bytes, as a number or as ``2GiB``; ``all``: a whole GPU. ``output``:
-    profile.csv, written row by row; ``resume`` keeps its rows. Raises InputError for what cannot be built or run.
+    The steps run in processes of their own, or in those of the torchrun job that this is part of: there every rank
+    calls it, and ranks above 0 return a result without rows.
+
+    ``source``: a torch source as a text, which those processes build. ``batch_sizes`` None: a search of where
+    throughput saturates. ``replicas`` None: 1, and all of a torchrun job. ``precision`` and ``optimizer``: how it
+    trains.
+
+    ``half_width``: how well every step time is to be known, half of its 95 % interval as a share, within
+    ``time_limit_s`` (60 s by default); ``repeats``: that many timed steps in place of it. ``memory``: search the
+    largest batch that fits into so many bytes, a number or a text such as ``2GiB``; ``all``: a whole GPU. ``output``:
+    profile.csv, written row by row; ``resume`` keeps its rows.
+
+    Raises InputError for what cannot be built or run.
     """
     if not isinstance(source, (str, Path)):
         remedy = "name a function that makes it: package.module:factory or path/file.py:factory"

@@ -33,9 +33,11 @@ def report(
 ) -> ReportResult:
     """Show artifacts as one page: pictures with their numbers, for screen, phone and print.
 
-    ``artifacts``: files, results, Graphs or a profile's DataFrames; the page is self-contained. ``noise_scale`` (samples) is
-    for goodput maps; None: the last that telemetry among the artifacts knows. ``summary``: sentences on top. Raises
-    InputError, before anything is written, for what is unknown, broken or empty.
+    ``artifacts``: files, results, Graphs or a profile's DataFrames. The page is one file that needs no other.
+    ``noise_scale`` (samples): for goodput maps; None: the last that telemetry among the artifacts knows. ``summary``:
+    sentences at the top.
+
+    Raises InputError, before anything is written, for what is unknown, broken or empty.
     """
     from ddltool.analyzers.answers.reporting.page import render  # it loads the plotting library
 

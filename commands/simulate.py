@@ -97,10 +97,12 @@ def simulate(
 ) -> SimulationDocument:
     """Replay a workload on a cluster under one or more scheduling policies and compare completion times.
 
-    ``workload``: a CSV, or the trace of a cluster; ``cluster``: a cluster.yaml; ``traces``: folders of measured applications;
-    without them what ships. ``policy``: names, or all. ``models`` stand for applications without traces; ``prices`` per GPU
-    hour, one or by type; ``failures``: a file of node events; the rest is as the options of ``ddltool simulate``. Raises
-    InputError for what cannot be read, and jobs that can never run.
+    ``workload``: a CSV, or the trace of a cluster. ``cluster``: a cluster.yaml. ``traces``: folders of measured
+    applications; without cluster and traces, those that ship. ``policy``: names, or all. ``models``: fitted models in
+    place of traces. ``prices``: per GPU hour, one or by type. ``failures``: a file of node events. The rest is as the
+    options of ``ddltool simulate``.
+
+    Raises InputError for what cannot be read, and jobs that can never run.
     """
     setup, machines, makers = _replay_setup(
         tell=tell,
@@ -151,9 +153,11 @@ def simulate_sweep(
 ) -> SweepDocument:
     """Replay several workloads, or one with several seeds, and compare policies by means and intervals.
 
-    ``seeds``: replay each workload with seeds 0 to N-1; ``jobs`` local processes, or a Ray cluster as ``engine``;
-    ``compare``: two policies, ``A,B``, in pairs; ``csv`` and ``output`` are rewritten after every replay, and an ``output``
-    that is there is taken up again. The rest is as for :func:`simulate`. Raises InputError for what cannot be read.
+    ``seeds``: each workload is replayed with seeds 0 to N-1. ``jobs``: local processes; ``engine``: "local", or "ray"
+    for a Ray cluster. ``compare``: two policies, ``A,B``, to compare in pairs. ``csv`` and ``output`` are rewritten
+    after every replay, and an ``output`` that is there is taken up again. The rest is as for :func:`simulate`.
+
+    Raises InputError for what cannot be read.
     """
     setup, _, makers = _replay_setup(tell=tell, seed=0, **replay)
     # Checked before anything is replayed.
@@ -207,8 +211,9 @@ def simulate_trials(
 ) -> SearchResult:
     """Replay a search of hyper-parameters, 100 trials of one application, under scheduling policies.
 
-    ``local_batch``: fixed batches per GPU of the baseline, the first of which the policies' trials begin with; the rest is as
-    for :func:`simulate`. Raises InputError for an application without traces, and for trials that cannot run.
+    ``local_batch``: samples per GPU of the baselines with a fixed batch; the policies' trials begin with the first of
+    them. The rest is as for :func:`simulate`. Raises InputError for an application without traces, and for trials that
+    cannot run.
     """
     cluster_file, folders = shipped_or(cluster, traces, tell)
     machines = read_cluster(cluster_file)
@@ -233,7 +238,8 @@ def simulate_autoscale(
 ) -> AutoscalingResult:
     """Rent nodes for one job in a cloud, by goodput or by throughput, and compare time and cost.
 
-    Raises InputError for an application that has no folder in ``traces``, without which those that ship are meant.
+    ``traces``: folders of measured applications; without any, those that ship. ``restart_delay_s``: seconds of each
+    restart. Raises InputError for an application that has no folder there.
     """
     folders = _folders(traces) or shipped_traces()
     timing = Options(restart_delay_s=restart_delay_s)
@@ -282,7 +288,9 @@ def simulate_generate(
 ) -> WorkloadResult:
     """Write a synthetic workload: jobs of the applications that have traces, or of Pollux's.
 
-    ``jobs`` arrive over ``hours``. Raises InputError for numbers that make no workload and folders that cannot be read.
+    ``jobs`` arrive over ``hours``, in a ``pattern``. ``traces``: the applications' folders; ``pollux``: those of
+    Pollux's Table 1 instead. ``cluster``: jobs ask for no more GPUs than it has. Raises InputError for numbers that
+    make no workload and folders that cannot be read.
     """
     arrivals = Pattern(jobs=jobs, hours=hours, pattern=pattern, seed=seed)
     machines, folders = _application_source(cluster, traces, pollux, tell)
@@ -313,8 +321,8 @@ def simulate_convert(
 ) -> WorkloadResult:
     """Write the trace of a cluster as a workload: each job stands for an application of its size class.
 
-    ``jobs``: take so many, drawn with the seed; ``hours``: those of the first so many. Raises InputError for a file that is no
-    cluster's trace: of Philly, Helios, Acme, Alibaba.
+    ``jobs``: take so many, drawn with the seed; None: all. ``hours``: take those of the busiest so many; None: of the
+    whole trace. Raises InputError for a file that is no cluster's trace: of Philly, Helios, Acme, Alibaba.
     """
     seed = source_options.get("seed", 0)
     machines, folders = _application_source(

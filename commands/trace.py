@@ -84,10 +84,12 @@ def trace(
 ) -> TraceResult:
     """Trace one step, order its transfers, and say what that gains, for parameter servers, DDP and FSDP2.
 
-    ``source``: a module, (module, example_inputs), a function that makes one, a text as on the command line, or the words of a
-    command that trains. ``output``: a place for the graph, ``perfetto`` for TAC's timeline; the rest as the options of
-    ``ddltool trace`` (``bandwidth`` and ``latency`` None: 10 Gbit/s and 50 us; of ``nic``: NCCL's latency of cards). Raises
-    InputError for what is unknown, does not run, or cannot be written.
+    ``source``: a module, (module, example_inputs), a function that makes one, a text as on the command line, or the
+    words of a command that trains. ``bandwidth`` and ``latency`` None: 10 Gbit/s and 50 us; with a ``nic``, NCCL's
+    latency of cards. ``output``: the file for the graph; ``perfetto``: that for the timeline of TAC's order. The rest
+    is as the options of ``ddltool trace``.
+
+    Raises InputError for what is unknown, does not run, or cannot be written.
     """
     _demand_parts(source, oracle)
     compression = None if compress is None else parse_compression(compress)
