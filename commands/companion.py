@@ -250,7 +250,11 @@ def _print_about(meta: CompanionMeta, fresh_count: int, vector_count: int) -> No
 def _print_plan(
     job: str, lookup: str, plan: CompanionPlan, scale_outs: list[Proposal] | None, free: str | None
 ) -> None:
-    """Print a plan and its proposals as tables; ``scale_outs``: None when none were asked for, empty when none help."""
+    """Print a plan and its proposals as tables.
+
+    ``lookup`` and ``free``: the devices, as the user wrote them. ``scale_outs``: None when none were asked for, empty
+    when none help.
+    """
     rows = [(name, str(devices), str(ests)) for name, entries in plan.ests.items() for devices, ests in entries]
     if not rows:
         out().print(f"{job} cannot run on {lookup}")

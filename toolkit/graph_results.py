@@ -128,6 +128,7 @@ class CommandPlan(Result):
     @property
     def best(self) -> TriedCommand | None:
         """The fastest variant that fits in memory; None: nothing does."""
+        # They are sorted, the best first and what does not fit after all that does.
         first = self.tried[0]
         return first if first.row is not None and first.row.fits else None
 

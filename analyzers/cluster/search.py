@@ -299,8 +299,8 @@ class _Packing:
     def _put_before(self, job: int, displaced: Mapping[int, int], keeps_displaced: bool) -> None:
         """Put ``job`` in first and then the ``displaced`` jobs, those of the most GPUs before the others.
 
-        ``displaced``: the most GPUs that each gets. ``keeps_displaced``: they first get their allocation of before the search
-        back, where it is free.
+        ``displaced``: by job the most GPUs that it gets. ``keeps_displaced``: before ``job`` is put in, they get back
+        the allocation that they had before the search, where it is free.
         """
         for other in (job, *displaced):
             self.take(other)

@@ -64,6 +64,7 @@ def job_config(plan: Plan) -> tuple[Settings, list[str]]:
             "global_batch_size": degrees.total_batch_size,
             **({} if run.sequence_length is None else {"seq_len": run.sequence_length}),
             "dtype": precision.keeps,
+            # tf32 is a way to multiply float32, which the script turns on.
             "mixed_precision_param": precision.computes.replace("tf32", "float32"),
             "mixed_precision_reduce": "float32",
         },

@@ -134,7 +134,7 @@ def _simulate_null(current: tuple[int, ...], baseline: tuple[int, ...], seed: in
             variance += (high - low) ** 2 / size
         return centre, variance
 
-    # The statistic is the summed medians over their summed standard errors.
+    # T is the sum of the medians over the root of the summed squared errors, the scale of both sides being one.
     centre, variance = draw(current)
     current_only = np.sort(centre / np.sqrt(variance))
     if not baseline:

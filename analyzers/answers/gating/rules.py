@@ -81,6 +81,7 @@ def parse_rule(text: str, where: str = "--rule", *, optional: bool = False) -> R
         raise InputError(where, f"{text!r} is no rule" if normalized else "is empty", GRAMMAR)
     metric, direction, op, value_text = match.groups(default="")
     value, dimension, sign = _parse_value(value_text, op, f"{where} {text!r}")
+    # "increase <= 5%": the word says the direction, so the amount has no sign and is a most.
     if direction and (op != "<=" or isinstance(value, str) or value < 0 or sign):
         raise InputError(where, f"{text!r} is no rule", f"write {metric} {direction} <= 5%, the amount without sign")
     if not direction and sign and dimension == "%" and not isinstance(value, str):

@@ -386,6 +386,7 @@ def _fit_figure(name: str, rows: Observations, params: ThroughputParams, *, head
     for nodes, replicas in _placements(rows):
         placement_rows = rows.take((rows.num_nodes == nodes) & (rows.num_replicas == replicas))
         fitted_s = np.asarray(iteration_time_s(params, nodes, replicas, curve_batches, passes))
+        # A factor, as errors of step times are relative.
         band_factor = np.exp(_QUANTILE_90 * _deviation(rows, params, nodes, replicas, curve_batches, passes))
         noun = f"{noun_of(name)}{'s' if replicas > 1 else ''}"
         label = f"{replicas:.0f} {noun}" + (f" on {nodes:.0f} nodes" if nodes > 1 else "")
