@@ -96,7 +96,8 @@ def _look_up(
     """Return the JSON fields of the plan on the devices in ``lookup``, and a function that prints them.
 
     ``free``: devices that could be added, of which ``top_k`` scale-outs are proposed; None: none are. Raises Infeasible
-    where the devices have no room for the job, and nothing is free.
+    where the devices have no room for the job, and nothing is free. An EST, of which plans count several on a device,
+    is a logical worker.
     """
     devices = device_counts(lookup, "--lookup")
     plan = _plan_on_devices(database, devices)

@@ -254,7 +254,10 @@ STEPS = {
 
 
 def _order_gain(trace_result: TraceResult) -> str:
-    """Return a sentence on a graph: its step in random order and in TAC's order of transfers, and the relative gain."""
+    """Return a sentence on a graph: its step in random order and in TAC's order of transfers, and the relative gain.
+
+    TAC is TicTac's order of transfers by the ops' times.
+    """
     random_s, tac_s = (trace_result.schedules[name].makespan_s for name in ("random", "tac"))
     times = f"{show_seconds(random_s)} -> {show_seconds(tac_s)}"
     return (

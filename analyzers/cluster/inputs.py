@@ -105,7 +105,7 @@ def read_workload(path: Path) -> list[JobSpec]:
 
 
 def _jobs(frame: pd.DataFrame, path: Path) -> list[JobSpec]:
-    """Return the jobs of a workload's table. Raises InputError as :func:`read_workload`."""
+    """Return the jobs of a workload's table, by row, with every cell checked. Raises InputError as :func:`read_workload`."""
     missing = [name for name in WORKLOAD if name not in frame.columns]
     if missing:
         remedy = f"a workload has {', '.join(WORKLOAD)}; {ACCEPTED}"

@@ -452,7 +452,10 @@ def _block_cell(key: str, seconds: Sequence[float]) -> Cell:
 
 
 def _family_figures(name: str, cells: Sequence[Cell]) -> Iterator[Metric]:
-    """Yield the geometric mean of all cells (s) as ``NAME``, then the median of each cell as ``NAME/KEY``."""
+    """Yield the geometric mean of all cells (s) as ``NAME``, then the median of each cell as ``NAME/KEY``.
+
+    A cell is the median and spread of one configuration's repeats.
+    """
     ordered = tuple(sorted(cells, key=lambda cell: cell.key))
     yield Metric(name=name, value=geometric_mean(ordered), unit="s", measured=True, cells=ordered)
     for cell in ordered:

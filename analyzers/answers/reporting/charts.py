@@ -287,7 +287,7 @@ def _whole(is_whole: bool) -> dict[str, Any]:
 
 
 def _x_of(figure: Lines, values: np.ndarray[Any, Any]) -> tuple[alt.Scale, alt.Axis]:
-    """Return the scale and the axis of x; ``values`` (n,): all x that are drawn."""
+    """Return the scale and the axis of x, with its marks at values that people read; ``values`` (n,): all x that are drawn."""
     low, high = (float(values.min()), float(values.max())) if values.size else (1.0, 1.0)
     if figure.x_axis == "bytes":
         powers = range(int(np.floor(np.log2(max(low, 1)))), int(np.ceil(np.log2(max(high, 1)))) + 1)

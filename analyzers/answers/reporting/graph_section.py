@@ -80,7 +80,7 @@ def graph_section(graph: Graph, name: str, *, remark: str = "") -> Section:
 def _verdict(graph: Graph, orders: Mapping[str, ScheduleFigures], runs: int) -> Verdict | None:
     """Return the verdict: what TAC's order of transfers saves of a step over a random one; None where nothing takes time.
 
-    ``runs``: how often each order was simulated.
+    ``runs``: how often each order was simulated. TAC is TicTac's order of transfers by the ops' times.
     """
     random_order, tac_order = orders["random"], orders["TAC"]
     if random_order.makespan_s <= 0:
@@ -124,6 +124,7 @@ def _timeline_picture(graph: Graph, timelines: Mapping[str, Timeline], priority:
     """Return the timelines of a random order and TAC's, over the table of the parameters in TAC's order.
 
     ``priority``: TAC's, by the name of the op that receives a parameter; it is written on the bars if these are few.
+    TAC is TicTac's order of transfers by the ops' times.
     """
     recv_ops = graph.of_kind(RECV).tolist()
     drawn_timelines = {name: timelines[name] for name in ("random", "TAC")}
@@ -270,7 +271,10 @@ _SMALLEST_SHOWN = 5e-4  # a share below it reads 0.000
 
 
 def _best_words(result: TraceResult) -> str:
-    """Return in words how TAC's distance from the ideal, 1 - E, divides: the graph's own part, and what an order could win."""
+    """Return in words how TAC's distance from the ideal, 1 - E, divides: the graph's own part, and what an order could win.
+
+    TAC is TicTac's order of transfers by the ops' times, E its efficiency: 1 at the bound L, 0 at U.
+    """
     tac_order, improved_order = result.schedules["tac"], result.schedules["improved"]
     shares = tac_order.attribution
     if shares is None or tac_order.efficiency is None:

@@ -134,7 +134,10 @@ def barrier_section(result: BarrierResult, name: str) -> Section:
 
 
 def _barrier_sentence(result: BarrierResult) -> str:
-    """Return the chosen barrier in a sentence, and what its supersteps win over BSP's."""
+    """Return in a sentence when to synchronise next, and how many more iterations a second that gives than BSP.
+
+    BSP, bulk synchronous, synchronises after every iteration.
+    """
     choice = next(iter(result.algorithms.values()))
     iteration_counts = choice.iterations.values()
     fewest, most = min(iteration_counts), max(iteration_counts)

@@ -80,7 +80,10 @@ Records = Mapping[str, PolicyRecord]
 
 
 def _summary_table(records: Records) -> Table:
-    """Return each policy's completion times, use of the GPUs, fairness and restarts."""
+    """Return each policy's completion times (JCT), use of the GPUs, fairness and restarts.
+
+    Times are in seconds, or in hours where the longest makespan is long.
+    """
     longest = max(record.makespan_s for record in records.values())
     caption = (
         f"Times in {_time_scale(longest)[1]}; used: share of GPU time; worst: largest finish-time fairness; "
@@ -199,7 +202,7 @@ def _gpus_held_pictures(document: SimulationDocument, remark: str) -> Blocks:
 
 
 def _gpu_hours_picture(records: Records) -> Picture:
-    """Return the GPU hours that each application got under each policy."""
+    """Return the GPU hours that each application got under each policy as a table, and those of all jobs as bars."""
     hours = {
         key: dict.fromkeys(sorted({job.application for job in record.jobs}), 0.0) for key, record in records.items()
     }
