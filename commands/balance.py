@@ -87,16 +87,21 @@ def balance(
 ) -> BalanceResult | LengthsResult:
     """Say what batches by predicted speeds, or samples shared out by their lengths, would gain.
 
-    ``trace``: recorded speeds (a CSV, or the hook's telemetry), replayed as in LB-BSP, sections 3 and 4; or a dataset's
-    lengths, one of each sample or a histogram; a file, its rows as a DataFrame, or a list of lengths. Of speeds,
-    ``predictor``: last, ema, arima, rnn, lstm, narx or all; ``total_batch``: samples of all workers; ``warm_up`` iterations
-    come before the first training; ``schemes`` adds BSP, ASP, SSP and others. Of lengths, ``cost``: a, b, c of a sample's
-    a L + b L^2 + c, of a pass and of a step; ``model``: a source whose steps on ``device`` give them; the other settings are
-    those of ``ddltool balance``. Raises InputError for
-    what cannot be read, and for more warm-up than the trace has.
+    ``trace`` tells which of the two: recorded speeds (a CSV, or the hook's telemetry), replayed as in LB-BSP, sections
+    3 and 4; or a dataset's lengths, one for each sample or a histogram. It is a file, its rows as a DataFrame, or a
+    list of lengths.
+
+    Of speeds, ``predictor``: last, ema, arima, rnn, lstm, narx or all; ``total_batch``: samples of all workers;
+    ``warm_up``: iterations before the first training of a predictor; ``schemes`` adds BSP, ASP, SSP and others.
+
+    Of lengths, ``cost``: a, b and c of a sample's cost a L + b L^2 + c, then the costs of a pass and of a step;
+    ``model``: a source whose steps on ``device`` give them. The other settings are those of ``ddltool balance``.
+
+    Raises InputError for what cannot be read, and for more warm-up than the trace has.
     """
     path, frame = _rows_of(trace)
     lengths = lengths_of(frame, path)
+    # A table without lengths is one of speeds; settings of the other kind are refused.
     if lengths is None:
         predictors = _predictors(predictor, tell)
         recorded = read_speeds(path, tell, frame)
@@ -109,6 +114,7 @@ def balance(
         settings = PredictorSettings(warm_up=_warmed(recorded, warm_up, path, tell), seed=seed)
         return _of_speeds(recorded, predictors, _total(recorded, total_batch), settings, schemes, stage)
     refuse("a table of lengths", _OF_SPEEDS)
+    # Settings of a model that is not traced, or in place of which something else counts.
     if cost is not None or model is None:
         refuse("a cost that is not a model's", ("model", "device", "precision"), instead="give --model without --cost")
     if max_tokens is not None:
@@ -142,7 +148,10 @@ def balance(
 
 
 def _predictors(name: str, tell: Tell) -> tuple[str, ...]:
-    """Return the predictors that a name stands for; ``all`` are those whose packages are installed."""
+    """Return the predictors that a name stands for; ``all`` are those whose packages are installed.
+
+    ``tell`` is given the remark which one is left out.
+    """
     name = known("--predictor", name, (*PREDICTORS, "all"))
     if name != "all":
         return (name,)
@@ -162,7 +171,8 @@ def _of_speeds(
 ) -> BalanceResult:
     """Return what batches by each predictor's speeds would have gained over equal ones in a recorded run.
 
-    ``total``: samples of an iteration, of all workers; ``schemes``: whether BSP, ASP, SSP and others are compared too.
+    ``total``: samples of all workers in an iteration. ``settings``: of the predictors. ``schemes``: whether BSP, ASP,
+    SSP and others are compared too.
     """
     outcomes = {}
     with stage("replaying", len(predictors)) as advance:
@@ -170,14 +180,17 @@ def _of_speeds(
             advance(index, name)
             predictor = make_predictor(name, recorded.workers, settings)
             outcomes[name] = replay(recorded, predictor, total, since=settings.warm_up)
+    # The two bounds: batches that know nothing of speeds, and batches that know all.
     equal_split = replay_equal(recorded, total, since=settings.warm_up)
     oracle = replay_oracle(recorded, total, since=settings.warm_up)
 
     def time_of(outcome: Outcome) -> dict[str, float]:
+        """Return the fields of an iteration's mean time, in seconds and over that of the equal split."""
         return {"iteration_s": outcome.mean_s, "iteration_time_ratio": outcome.mean_s / equal_split.mean_s}
 
     optional_fields: dict[str, Any] = {}
     if schemes:
+        # LB-BSP goes by one predictor: the one that was asked for, else the paper's.
         of_schemes = predictors[0] if len(predictors) == 1 else "narx"
         optional_fields["schemes"] = _compared(recorded, total, of_schemes, settings)
     return BalanceResult(
@@ -208,13 +221,14 @@ def show_balance(
     result, name = call(), Path(call["trace"]).name
 
     def section() -> Section:
+        """Return the section of lengths or of speeds, whichever the result is of."""
         return lengths_section(result, name) if isinstance(result, LengthsResult) else balance_section(result, name)
 
     finish(result, section, output, as_json)
 
 
 def _rows_of(trace: str | Path | pd.DataFrame | Sequence[int]) -> tuple[Path, pd.DataFrame]:
-    """Return the table of speeds or lengths, and what errors call it."""
+    """Return the file's path, which errors name, and the table of speeds or lengths; a list is a table of lengths."""
     if isinstance(trace, (str, Path)):
         lines = read_length_lines(Path(trace))
         return Path(trace), read_table(trace, (*SPEED_COLUMNS, "or length alone")) if lines is None else lines
@@ -222,7 +236,11 @@ def _rows_of(trace: str | Path | pd.DataFrame | Sequence[int]) -> tuple[Path, pd
 
 
 def _given_cost(cost: Sequence[float] | None) -> tuple[SampleCost, str]:
-    """Return the cost by its coefficients, and where it comes from. Raises InputError for another number of them."""
+    """Return what a sample of a length costs, and where that comes from.
+
+    ``cost``: a, b and c of a L + b L^2 + c, then the costs of a pass and of a step; None: an assumed decoder's. Raises
+    InputError for any other number of coefficients.
+    """
     if cost is None:
         return SampleCost(), "assumed, a decoder of width 4096"
     if not 3 <= len(cost) <= len(_COEFFICIENTS):
@@ -231,14 +249,21 @@ def _given_cost(cost: Sequence[float] | None) -> tuple[SampleCost, str]:
 
 
 def _checked_total(total: int, least: int) -> int:
-    """Return the samples of a global batch. Raises InputError for fewer than passes, and for too many to share out."""
+    """Return the samples of a global batch, which must be ``least`` at least: one in every pass of every rank.
+
+    Raises InputError for fewer, and for more than can be shared out.
+    """
     if not least <= total <= _MOST_IN_BATCH:
         raise InputError("total_batch", f"is {total}", f"give {least} (one in each pass) to {_MOST_IN_BATCH} samples")
     return total
 
 
 def _compared(recorded: SpeedTrace, total: int, predictor: str, settings: PredictorSettings) -> dict[str, Any]:
-    """Return the figures of every scheme, with iteration times relative to BSP's; LB-BSP predicts by ``predictor``."""
+    """Return the figures of every synchronisation scheme on the whole trace, with iteration times relative to BSP's.
+
+    ``total``: samples of all workers; LB-BSP predicts speeds by ``predictor``. ``recorded``: the workers' speeds in
+    each iteration.
+    """
     schemes = compare_schemes(recorded, total, make_predictor(predictor, recorded.workers, settings))
     bsp_s = schemes["bsp"].iteration_s
     ratios = {name: scheme.iteration_s / bsp_s for name, scheme in schemes.items()}
@@ -249,9 +274,9 @@ def _compared(recorded: SpeedTrace, total: int, predictor: str, settings: Predic
 
 
 def _warmed(recorded: SpeedTrace, wanted: int, path: Path, tell: Tell) -> int:
-    """Return the iterations of warm-up that the trace allows, and say so when they are fewer than asked for.
+    """Return how many iterations of warm-up the trace allows, ``wanted`` at most; ``tell`` hears it where they are fewer.
 
-    Raises InputError when no iteration comes after them.
+    Raises InputError when no iteration comes after them. ``recorded``: the workers' speeds, from the file ``path``.
     """
     warmed = default_warm_up(recorded.iterations, wanted)
     if recorded.iterations <= warmed:
@@ -263,7 +288,10 @@ def _warmed(recorded: SpeedTrace, wanted: int, path: Path, tell: Tell) -> int:
 
 
 def _total(recorded: SpeedTrace, total_batch: int | None) -> int:
-    """Return the samples of all workers together. Raises InputError for fewer than workers, and beyond MOST_SAMPLES."""
+    """Return the samples of all workers in an iteration; None: a fixed number for each worker.
+
+    Raises InputError for fewer samples than workers, and for too many.
+    """
     total = total_batch if total_batch is not None else BATCH_PER_WORKER * recorded.workers
     if total < recorded.workers:
         raise InputError("--total-batch", f"is {total}", f"{recorded.workers} workers need one sample each or more")

@@ -48,10 +48,12 @@ def barrier(
 ) -> BarrierResult:
     """Choose the next barrier: how many iterations each worker makes until all synchronise.
 
-    ElasticBSP. ``times``: a CSV of iteration ends, or telemetry; with ``predicted`` its rows are the predictions themselves.
-    ``lookahead``: iterations per worker, 15 by default; ``algorithm``: zipline, gridscan, fullgridscan or all; ``predictor`` of
-    the next iteration's length: last, ema or mean; ``max_gap`` bounds the iteration gap of the exact barriers. Raises
-    InputError for what cannot be read, for unknown names and for more than five million ends.
+    The method is ElasticBSP's. ``times``: a CSV of iteration ends, or telemetry; with ``predicted`` its rows are the
+    predictions themselves. ``lookahead``: iterations per worker that are looked at, 15 by default. ``algorithm``:
+    zipline, gridscan, fullgridscan or all. ``predictor`` of the next iteration's length: last, ema or mean.
+    ``max_gap``: how many iterations workers may be apart at the exact barriers; None: any number.
+
+    Raises InputError for what cannot be read, for unknown names and for more than five million ends.
     """
     if predicted and is_given("predictor"):
         raise InputError("predictor", "has no part in --predicted", "leave it out: the rows are predictions already")
@@ -66,7 +68,9 @@ def barrier(
     calls |= PUBLISHED if algorithm == "all" else {algorithm: PUBLISHED[algorithm]}
     calls |= {objective: partial(best_barrier, objective=objective, max_gap=max_gap) for objective in OBJECTIVES}
     counts, records = np.diff(ends.pointers), {}
+    # Seconds of an iteration on each worker, by its first and last predicted end.
     length_s = (ends.last_s - ends.first_s) / (counts - 1) if counts.min() > 1 else np.zeros(len(names))
+    # How long each choice takes is a figure of its own: CPU seconds of this process.
     for name, choose in calls.items():
         begin_s = time.process_time()
         choice = choose(ends)
@@ -77,6 +81,7 @@ def barrier(
             iterations_per_s=int(choice.iterations.sum()) / superstep_s if superstep_s > 0.0 else None,
             compute_seconds=cpu_seconds,
         )
+    # Each point is an exact search: of many ends only a few are affordable.
     curve = tradeoff(ends, CURVE_POINTS if len(ends.end_s) <= MANY_ENDS else FEW_POINTS)
     return BarrierResult(
         workers=len(names),
@@ -100,12 +105,17 @@ def show_barrier(call: VerbCall[BarrierResult], output: Path | None = None, as_j
 
 
 def _figures(barrier: Barrier) -> dict[str, Any]:
-    """Return the figures of a barrier by the names of their fields in its record."""
+    """Return a barrier's figures by the names of their fields in its record."""
     return {name: getattr(barrier, name) for name in BarrierFigures.model_fields}
 
 
 def predicted_ends(path: Path, lookahead: int, predictor: str, tell: Tell) -> tuple[tuple[str, ...], EndTimes]:
-    """Return the workers' names (n,) and their predicted iteration ends (n, R), from what the file has recorded."""
+    """Return the workers' names (n,) and the predicted ends of each one's next ``lookahead`` iterations, in seconds.
+
+    ``path``: recorded iteration ends, or telemetry. ``predictor``: of an iteration's length. ``tell`` hears which
+    workers' rows stop early. Raises InputError for what cannot be read, and for more ends than a barrier can be chosen
+    of.
+    """
     recorded = read_recorded(path, tell)
     names = recorded.names
     if len(names) * lookahead > MOST_ENDS:

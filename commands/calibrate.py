@@ -39,12 +39,19 @@ def calibrate(
     output: Path | None = None,
     as_json: bool = False,
 ) -> None:
-    """Fit one device's constants to your own measurements, the shipped ones as prior; `--devices-file` reads the result."""
+    """Fit one device's constants to your own measurements, the shipped ones as prior; `--devices-file` reads the result.
+
+    ``rows``: profiles, telemetry, profiler traces, and logs of nccl-tests, which give the link's rate. ``model`` to
+    ``sequence_length`` describe the rows that do not say so themselves. Raises InputError for what cannot be read, or
+    says nothing about the device.
+    """
     table = known_devices(devices_file)
     gpu = table.gpu(device)
+    # What is no table may be a log of nccl-tests, which its text tells.
     other_files = [path for path in rows if ending(path) not in _TABLE_SUFFIXES]
     logs = {path: text for path in other_files if is_nccl_log(text := read_text(path))}
     tables = [path for path in rows if path not in logs]
+    # The highest rate is what the link can do; lower ones were held back by something else.
     if logs:
         bytes_per_s, name = max((bus_bandwidth(text, str(path)), path.name) for path, text in logs.items())
         gpu = gpu.model_copy(update={"link_bytes_per_s": bytes_per_s, "link": f"{MEASURED} by {name}, {gpu.link}"})
@@ -55,6 +62,7 @@ def calibrate(
 
         @cache
         def curve_of(name: str) -> WorkCurve:
+            """Return the work of one step of a model by batch size, traced once; code that nobody trusts is refused."""
             if is_code(name) and name != model and not allow_code:
                 problem = f"names code, {name!r}, which would be imported and run"
                 raise InputError(f"{tables[0]}:model", problem, "give --allow-code where you trust it")
@@ -76,9 +84,10 @@ def calibrate(
 def _read_steps(
     tables: list[Path], device: Device, known: DeviceTable, batch_size: int | None, **conditions: Any
 ) -> list[MeasuredStep]:
-    """Return the steps of all files that were measured on ``device``.
+    """Return the measured steps in all files that are of one replica and one pass on ``device``.
 
     Args:
+        known: the table by which other names of the device are recognised.
         batch_size: of profiler traces (.json), which lack it; None without traces.
         conditions: the model, precision and optimizer for rows without them; see ``measured_rows``.
     """

@@ -42,7 +42,12 @@ def companion(
     output: Path | None = None,
     as_json: bool = False,
 ) -> None:
-    """Keep the best plan for every number of available devices, look one up, correct it by what was measured."""
+    """Keep the best plan for every number of available devices, look one up, correct it by what was measured.
+
+    ``source``: a job.yaml, whose database is made in ``output``, or a database. ``lookup``: the devices that there are;
+    ``free``: those that could be added. ``measured``: telemetry, by which capabilities that are off by more than
+    ``threshold`` are replaced. ``patch``: where a TrainJob's patch goes.
+    """
     document: dict[str, Any] = {}
     remarks: list[str] = []
     if lookup is None:
@@ -50,6 +55,7 @@ def companion(
             raise InputError("--free", "needs --lookup", "say what the job holds, for example --lookup V100=2")
         if patch is not None:
             raise InputError("--patch", "needs --lookup", "say what is free, for example --lookup V100=6")
+    # A job: its database is made first, and then used like any other.
     if not is_companion(source):
         if source.suffix in (".db", ".sqlite"):
             Companion(source).close()  # says what is wrong with it
@@ -87,14 +93,17 @@ def companion(
 def _look_up(
     database: Companion, lookup: str, free: str | None, top_k: int
 ) -> tuple[dict[str, Any], Callable[[], None]]:
-    """Return the JSON fields of the plan on ``lookup``, with what to add of the devices in ``free``, and what prints them.
+    """Return the JSON fields of the plan on the devices in ``lookup``, and a function that prints them.
 
-    Raises Infeasible where the devices have no room for the job, and nothing is free.
+    ``free``: devices that could be added, of which ``top_k`` scale-outs are proposed; None: none are. Raises Infeasible
+    where the devices have no room for the job, and nothing is free. An EST, of which plans count several on a device,
+    is a logical worker.
     """
     devices = device_counts(lookup, "--lookup")
     plan = _plan_on_devices(database, devices)
     if not plan.ests and free is None:
         raise Infeasible(f"{database.meta.job} cannot run on {lookup}: no room for all of its logical workers")
+    # None: nobody asked; a list, even an empty one, is an answer.
     scale_outs = None
     if free is not None:
         scale_outs = _scale_outs(database, plan, devices, device_counts(free, "--free"), top_k)
@@ -104,7 +113,10 @@ def _look_up(
 def _build_database(
     job_file: Path, output: Path, devices_file: Path | None, allow_code: bool, remarks: list[str]
 ) -> dict[str, Any]:
-    """Write the database of a job; append the sentences to print to ``remarks`` and return the JSON part."""
+    """Write the database of a job's best plans to ``output``, and return the JSON fields on it.
+
+    Sentences to print are appended to ``remarks``. Raises InputError for a job that a database cannot be made of.
+    """
     demand_file(output)  # a database is no stream
     job = read_with_specs(job_file, devices_file, allow_code=allow_code)
     if job.network is not None:
@@ -122,9 +134,10 @@ def _build_database(
 
 
 def _recalibrate(database: Companion, telemetry: Path, threshold: float, remarks: list[str]) -> dict[str, Any]:
-    """Replace capabilities whose measured value differs by more than the relative ``threshold``; return the JSON part.
+    """Replace capabilities that were measured to differ by more than ``threshold``, a share; return the JSON fields on it.
 
-    The sentences to print are appended to ``remarks``. Capabilities are mini-batches of one EST per second, by device type.
+    Capabilities are mini-batches of one EST (logical worker) per second, by device type. Sentences to print are
+    appended to ``remarks``.
     """
     predicted_per_s = {device.type: device.capability_per_s for device in database.meta.devices}
     rows = check_rows(read_table(telemetry), str(telemetry), remarks.append)
@@ -133,6 +146,7 @@ def _recalibrate(database: Companion, telemetry: Path, threshold: float, remarks
     if corrected_per_s:
         database.recalibrate(corrected_per_s)
     for name, rate_per_s in measured_per_s.items():
+        # What agrees with the prediction stays: small differences are noise.
         verdict = "taken over" if name in corrected_per_s else "kept as it was"
         remarks.append(f"{name}: measured {rate_per_s:.4g}/s, predicted {predicted_per_s[name]:.4g}/s: {verdict}")
     return {
@@ -142,7 +156,7 @@ def _recalibrate(database: Companion, telemetry: Path, threshold: float, remarks
 
 
 def _plan_on_devices(database: Companion, devices: dict[str, int]) -> CompanionPlan:
-    """Return the plan for these devices by type; compute and store the plan when the database lacks it."""
+    """Return the plan for these numbers of devices by type; where the database lacks it, it is made and kept."""
     counts = database.meta.clamped(devices)
     plan = database.lookup(counts)
     if plan is None:
@@ -179,6 +193,7 @@ def _write_patch(
         raise Infeasible(
             f"{database.meta.job} cannot run on one type of these devices, which is all that a TrainJob has"
         )
+    # The fastest; of equally fast ones that with the fewest devices.
     negative_rate, count, name = min(candidates)
     best_plan, nodes = _plan_on_devices(database, {name: count}), max(1, count // per_node)
     processes = count // nodes
@@ -199,9 +214,10 @@ def _write_patch(
 def _scale_outs(
     database: Companion, plan: CompanionPlan, held_devices: dict[str, int], offered: dict[str, int], top_k: int
 ) -> list[Proposal]:
-    """Return the ``top_k`` fastest additions of ``offered`` devices to the job's own.
+    """Return the ``top_k`` best additions of ``offered`` devices (by type) to those that the job holds.
 
-    A homogeneous job grows from the devices that its plan uses, any other from all that it holds.
+    A homogeneous job grows from the devices that its plan uses, any other from all that it holds. Raises InputError for
+    types that the database does not know, and where a device takes only so many ESTs. ``held_devices``: by type.
     """
     if any(device.max_ests is not None for device in database.meta.devices):
         raise InputError("--free", "does not go with a limit on the ESTs of one device", "use --lookup alone")
@@ -212,7 +228,7 @@ def _scale_outs(
 
 
 def _plan_document(plan: CompanionPlan, scale_outs: list[Proposal] | None) -> dict[str, Any]:
-    """Return the JSON fields of a plan and, unless None, of its proposals."""
+    """Return the JSON fields of a plan and, unless ``scale_outs`` is None, of the proposed additions."""
     rows = [
         {"device_type": name, "devices": devices, "ests_per_device": ests}
         for name, entries in plan.ests.items()
@@ -225,7 +241,7 @@ def _plan_document(plan: CompanionPlan, scale_outs: list[Proposal] | None) -> di
 
 
 def _print_about(meta: CompanionMeta, fresh_count: int, vector_count: int) -> None:
-    """Print whose plans a database keeps, and for how many vectors of devices."""
+    """Print what a database is for: the job, its devices with their capabilities, and how many plans are up to date."""
     rows = [(device.type, str(device.count), f"{device.capability_per_s:.4g}") for device in meta.devices]
     title = f"{meta.job}: plans for {meta.max_workers} logical workers"
     out().print(table(title, ("device", "up to", "mini-batches/s of one EST"), rows))
@@ -235,7 +251,11 @@ def _print_about(meta: CompanionMeta, fresh_count: int, vector_count: int) -> No
 def _print_plan(
     job: str, lookup: str, plan: CompanionPlan, scale_outs: list[Proposal] | None, free: str | None
 ) -> None:
-    """Print a plan and its proposals as tables; ``scale_outs``: None when none were asked for, empty when none help."""
+    """Print a plan and its proposals as tables.
+
+    ``lookup`` and ``free``: the devices, as the user wrote them. ``scale_outs``: None when none were asked for, empty
+    when none help.
+    """
     rows = [(name, str(devices), str(ests)) for name, entries in plan.ests.items() for devices, ests in entries]
     if not rows:
         out().print(f"{job} cannot run on {lookup}")

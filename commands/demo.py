@@ -47,12 +47,12 @@ Finding = tuple[str, dict[str, Any]]
 
 
 def demo(output: Path = Path("ddltool-demo"), seed: Seed = 0, as_json: bool = False) -> None:
-    """Trace, order, profile, fit, plan, enforce a real two-process training run, and report. About a minute."""
-    for package in (
-        "altair",
-        "vl_convert",
-        "sklearn",
-    ):  # the last steps need them: a missing one is an error before the first step
+    """Trace, order, profile, fit, plan, enforce a real two-process training run, and report. About a minute.
+
+    ``output``: the folder of all artifacts. Each step reads the files of the steps before it.
+    """
+    # The last steps need these packages: a missing one is an error before the first step.
+    for package in ("altair", "vl_convert", "sklearn"):
         if importlib.util.find_spec(package) is None:
             raise ModuleNotFoundError(name=package)
     make_folder(output)
@@ -80,7 +80,7 @@ def demo(output: Path = Path("ddltool-demo"), seed: Seed = 0, as_json: bool = Fa
 
 @contextlib.contextmanager
 def _announce_step(title: str, *, spinner: bool) -> Iterator[None]:
-    """Say on stderr which step runs, with a spinner on a terminal."""
+    """Say on stderr which step runs; on a terminal with a spinner, unless the step shows its own progress."""
     console = err()
     if not console.is_terminal:
         console.print(title)
@@ -110,7 +110,7 @@ def _trace(output: Path, seed: int) -> Finding:
 
 
 def _profile(output: Path, seed: int) -> Finding:
-    """Measure step times and write them as profile.csv."""
+    """Measure step times on this CPU and write them as profile.csv; return how many configurations were measured."""
     from ddltool.commands.profile import profile
 
     profiled = profile(
@@ -127,7 +127,7 @@ def _profile(output: Path, seed: int) -> Finding:
 
 
 def _fit(output: Path, seed: int) -> Finding:
-    """Fit the throughput model to the profile and write goodput.json."""
+    """Fit the throughput model to the profile and write goodput.json; return the fit's error."""
     fitted = fit(output / "profile.csv", seed=seed)
     save(fitted, output / "goodput.json")
     finding = f"throughput model, MAPE {fitted.mape:.1%} on {fitted.samples} measured rows"
@@ -135,7 +135,7 @@ def _fit(output: Path, seed: int) -> Finding:
 
 
 def _plan(output: Path, seed: int) -> Finding:
-    """Write the job and its plan."""
+    """Write the job, its plan and the plan of an equal split; return what each reaches."""
     job_file = output / "job.yaml"
     shutil.copyfile(folder() / "demo-job.yaml", job_file)
     job = read_job(job_file)
@@ -155,7 +155,7 @@ def _plan(output: Path, seed: int) -> Finding:
 
 
 def _emit(output: Path, seed: int) -> Finding:
-    """Write the enforcement of the plan."""
+    """Write enforce.json, which says what each process of the plan does; return its local batches."""
     telemetry_file = output / "telemetry.jsonl"
     telemetry_file.unlink(missing_ok=True)  # rows of an earlier demo in this folder
     enforcement = to_enforcement(load(output / "plan.json", Plan), telemetry=str(telemetry_file.resolve()))
@@ -165,13 +165,18 @@ def _emit(output: Path, seed: int) -> Finding:
 
 
 def _train(output: Path, seed: int) -> Finding:
-    """Train by the enforcement in processes of its own; return what came of it."""
+    """Train under enforce.json in processes of their own; return how the loss went and what each rank's steps took.
+
+    Raises DdlToolError where the training fails; its output is in training.log.
+    """
     enforcement, result_file, log_file = (
         load(output / "enforce.json", Enforcement),
         output / "training.json",
         output / "training.log",
     )
     command = ["-m", "ddltool.commands.demo_train", str(output / "enforce.json"), str(result_file)]
+    # One thread each, as both processes share the cores; gloo over the loopback, where a machine may have no
+    # network.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
     code, script_output = finish(command, enforcement.world_size, environment, "the training run", TRAINING_LIMIT_S)
     write_text(log_file, script_output)
@@ -188,7 +193,7 @@ def _train(output: Path, seed: int) -> Finding:
 
 
 def _measured_steps(output: Path, enforcement: Enforcement) -> list[dict[str, Any]]:
-    """Return per rank the median seconds of each phase, and what the fitted profile predicted for its batch."""
+    """Return for each rank its device, batch, median seconds of each phase, and the seconds that the fit predicts."""
     params = load(output / "goodput.json", Goodput).params
     telemetry = read_table(output / "telemetry.jsonl")
     medians = telemetry[telemetry["step"] >= WARMUP_STEPS].groupby("rank").median(numeric_only=True)
@@ -205,12 +210,13 @@ def _measured_steps(output: Path, enforcement: Enforcement) -> list[dict[str, An
 
 
 def _outcome(training: dict[str, Any]) -> str:
+    """Return how the loss went, and the share of held-out samples that the trained model classifies correctly."""
     losses = training["losses"]
     return f"loss {losses[0]:.2f} -> {losses[-1]:.2f}, held-out accuracy {training['accuracy']:.0%}"
 
 
 def _refit(output: Path, seed: int) -> Finding:
-    """Fit the throughput model again, to the telemetry of the training."""
+    """Fit the throughput model again, to the telemetry of the training; return the fit's error."""
     fitted = fit(output / "telemetry.jsonl", seed=seed)
     save(fitted, output / "goodput-telemetry.json")
     finding = f"MAPE {fitted.mape:.1%} on {fitted.samples} rows (measured)"
@@ -218,7 +224,7 @@ def _refit(output: Path, seed: int) -> Finding:
 
 
 def _report(output: Path, seed: int) -> Finding:
-    """Write report.html from the files of the steps before."""
+    """Write report.html from the files of the steps before; return its name."""
     training = read_document(output / "training.json")
     summary = [
         f"{MODEL.removeprefix('zoo:')}, planned for a mixed V100, P100 and T4 job, trained on this machine's CPU; "
@@ -230,6 +236,7 @@ def _report(output: Path, seed: int) -> Finding:
     report_file = output / "report.html"
     from ddltool.commands.report import report  # it loads the plotting library
 
+    # The report orders and names its sections by the files' kinds.
     report([output / name for name in REPORTED], report_file, title="ddltool demo", summary=summary, stage=progress)
     return report_file.name, {"report": str(report_file)}
 
@@ -247,7 +254,10 @@ STEPS = {
 
 
 def _order_gain(trace_result: TraceResult) -> str:
-    """Return a sentence with a graph's makespan in random order and in TAC's, and the relative gain."""
+    """Return a sentence on a graph: its step in random order and in TAC's order of transfers, and the relative gain.
+
+    TAC is TicTac's order of transfers by the ops' times.
+    """
     random_s, tac_s = (trace_result.schedules[name].makespan_s for name in ("random", "tac"))
     times = f"{show_seconds(random_s)} -> {show_seconds(tac_s)}"
     return (

@@ -22,12 +22,15 @@ from ddltool.fixtures import zoo
 
 MODEL = "resnet32"
 STEPS = 100
-HELD_OUT = 297
+HELD_OUT = 297  # of the 1,797 digits: the last ones
 LEARNING_RATE = 0.02
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
-    """Return scikit-learn's digits as (training, held-out) sets of (image (3, 32, 32), class) pairs."""
+    """Return scikit-learn's digits as (training, held-out) sets of (image (3, 32, 32), class) pairs.
+
+    Images are enlarged fourfold and repeated in three channels, as the model expects; their values lie about zero.
+    """
     from sklearn.datasets import load_digits
 
     bunch = load_digits()
@@ -45,6 +48,7 @@ def accuracy(model: nn.Module, data: TensorDataset) -> float:
     images, labels = data.tensors
     model.eval()
     with torch.no_grad():
+        # In parts of 64, as all at once would take much more memory.
         right = sum(
             int(torch.sum(model(x).argmax(1) == y)) for x, y in zip(images.split(64), labels.split(64), strict=True)
         )
@@ -67,6 +71,7 @@ def train(enforcement: str) -> dict[str, object]:
         hook.set_epoch(epoch)
         for images, labels in loader:
             optimizer.zero_grad()
+            # hook.loss weighs uneven batches, so that the mean of the gradients is that of all samples.
             loss = nn.functional.cross_entropy(model(images), labels)
             hook.loss(loss).backward()
             optimizer.step()
@@ -80,14 +85,14 @@ def train(enforcement: str) -> dict[str, object]:
 
 
 def mean_over_samples(loss: Tensor, samples: int) -> float:
-    """Return the mean loss over all ranks' samples."""
+    """Return the mean loss over all ranks' samples; ``loss`` is the mean over this rank's ``samples``."""
     sums = torch.tensor([loss.item() * samples, float(samples)])
     dist.all_reduce(sums)
     return float(sums[0] / sums[1])
 
 
 def main() -> None:
-    """Run under torchrun: ``demo_train ENFORCE OUTPUT``."""
+    """Train as one process of torchrun's: ``demo_train ENFORCE OUTPUT``; rank 0 writes the result."""
     enforcement, output = sys.argv[1:]
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

@@ -32,9 +32,9 @@ def devices(
 ) -> DeviceTable | OperationsResult:
     """List the device types that are known: memory, rates and links, by datasheet; or one of them, or an operation on it.
 
-    With ``product`` (``["4096x4096x4096"]``) or ``collective`` (``["all-reduce:64MiB:8"]``): how long such an operation takes
-    on ``name`` by itself, with its range and what limits it. ``devices_file``: types of your own. Raises InputError for a
-    name that is not known.
+    ``name``: the one device type; None: all. ``product`` (``["4096x4096x4096"]``) or ``collective``
+    (``["all-reduce:64MiB:8"]``): how long such an operation takes on it by itself, with its range and what limits it.
+    ``devices_file``: device types of your own. Raises InputError for a name that is not known.
     """
     known = known_devices(devices_file)
     if product or collective:
@@ -60,6 +60,7 @@ def show_devices(call: VerbCall[DeviceTable | OperationsResult], as_json: bool =
 
 
 def _timed(device: Device, products: Sequence[str], collectives: Sequence[str], precision: str) -> OperationsResult:
+    """Return how long products and collectives take on a device by themselves, as predicted; texts as of the options."""
     from ddltool.analyzers.step.costs.model import cost_model  # `ddltool --help` reads this module
     from ddltool.analyzers.step.costs.operations import time_collective, time_product
 
@@ -70,6 +71,7 @@ def _timed(device: Device, products: Sequence[str], collectives: Sequence[str], 
 
 
 def _show_operations(operations: OperationsResult) -> None:
+    """Print each operation's time with its range, and what limits it."""
     for row in operations.rows:
         span = show_span(row.low_s, row.high_s)
         say(f"{operations.device}, {row.operation}: {show_seconds(row.time_s)} ({span}), predicted")
@@ -77,7 +79,7 @@ def _show_operations(operations: OperationsResult) -> None:
 
 
 def _row(device: Device) -> tuple[str, ...]:
-    """Return a device's row in the table of all."""
+    """Return a device's cells in the table of all devices."""
     peaks = device.peak_flops
     return (
         device.name,
@@ -92,7 +94,7 @@ def _row(device: Device) -> tuple[str, ...]:
 
 
 def _tera(rate: float | None) -> str:
-    """Return a rate in 10^12 per second, "-" where it is not known."""
+    """Return a rate in 10^12 per second as a text, "-" where it is not known."""
     return "-" if rate is None else f"{rate / 1e12:.4g}"
 
 

@@ -36,7 +36,11 @@ def diff_run(
 
 
 def _lines(comparison: RunDifference, a: str, b: str) -> list[str]:
-    """Return what to print of a comparison of the records ``a`` and ``b``."""
+    """Return the lines to print of a comparison of two records.
+
+    Where they differ: the first difference with its likely cause; else how many steps are equal. At last come settings
+    that differ. ``a`` and ``b``: the records' names.
+    """
     lines = []
     if (difference := comparison.difference) is None:
         lines.append(f"equal bits in all {comparison.steps_compared} steps that both records have")

@@ -25,7 +25,12 @@ def doctor(
     replicas: Annotated[int | None, within(1, 4096)] = None,
     as_json: bool = False,
 ) -> None:
-    """Try what ddltool needs of this machine; or what it costs a script, or whether a script trains right with it."""
+    """Try what ddltool needs of this machine; or what it costs a script, or whether a script trains right with it.
+
+    ``overhead`` and ``check``: a script with its arguments. Of the overhead, ``pairs`` runs without and with ddltool
+    are compared, of ``steps`` steps each; ``max_overhead``: the share of a step above which it fails. Raises
+    CheckFailed for a failed check.
+    """
     if check is not None:
         _check_script(check, replicas or 2, as_json)
         return
@@ -37,6 +42,7 @@ def doctor(
     command = words(overhead, "--overhead")
     with progress("runs", 2 * pairs) as advance:
         sizes = {"pairs": pairs, "steps": steps, "replicas": replicas or 1}
+        # Runs without and with ddltool in turns, so that both meet the same noise.
         overhead_result = measure_overhead(
             command, **sizes, limit=max_overhead, progress=lambda done: advance(done, "")
         )
@@ -60,7 +66,7 @@ def _check_script(script: str, replicas: int, as_json: bool) -> None:
 
 
 def _examine_machine(as_json: bool) -> None:
-    """Print the checks of this machine and its packages. Raises CheckFailed where a check failed."""
+    """Print what of this machine and its packages works. Raises CheckFailed where a check failed."""
     checks, machine = examine()
     failed = [check.name for check in checks if check.status == "failed"]
     if as_json:
@@ -89,6 +95,7 @@ def _print_overhead(overhead: OverheadResult, script: str) -> None:
     """Print the seconds per step with ddltool off and on, their ratio with its interval, and the verdict."""
     rows = []
     for name, clock, ratio in (("wall clock", "wall_s", overhead.wall), ("CPU seconds", "cpu_s", overhead.cpu)):
+        # Medians over the runs of each kind.
         off, on = (
             statistics.median(getattr(run, clock) for run in pair_runs) for pair_runs in (overhead.off, overhead.on)
         )

@@ -54,9 +54,11 @@ def emit(
 ) -> EmitResult:
     """Write the enforcement config, launch script, manifest or settings that make a job follow a plan.
 
-    ``plan``: a Plan or its file. ``target``: who reads what is written. ``output``: where it goes, a name that fits the target
-    by default; "-": stdout. The rest as the options of ``ddltool emit``. Returns what was written, and what of the plan the
-    target has no words for. Raises InputError where the target cannot say the plan, or a place cannot be written.
+    ``plan``: a Plan or its file. ``target``: who reads what is written. ``output``: where it goes; None: a name that
+    fits the target; "-": stdout. The rest is as the options of ``ddltool emit``.
+
+    Returns what was written, and what of the plan the target has no words for. Raises InputError where the target
+    cannot say the plan, or a place cannot be written.
     """
     where = str(plan) if isinstance(plan, (str, Path)) else "plan"
     followed = plan if isinstance(plan, Plan) else load(plan, Plan)
@@ -71,8 +73,8 @@ def emit(
         raise InputError("--telemetry", problem, "give a file such as telemetry.jsonl, or none")
     demand_words_for_groups(followed, target, where)
     # A manifest embeds enforce.json; for the hook it is the output itself, and it has no words for groups.
-    brings = target in ("torchrun", "slurm") and str(path) != "-" and followed.group is None
-    paths = [path, path.with_name("enforce.json")] if brings else [path]
+    writes_config = target in ("torchrun", "slurm") and str(path) != "-" and followed.group is None
+    paths = [path, path.with_name("enforce.json")] if writes_config else [path]
     check_outputs([] if isinstance(plan, Plan) else [plan], dict(zip(("-o", "enforce.json"), paths, strict=False)))
     if followed.strategy == "elastic-bsp" and target not in _PARAMETER_SERVER_TARGETS:
         problem = f"has no parameter server, which {where}, an elastic-bsp plan, needs"
@@ -91,6 +93,7 @@ def emit(
             queue=None if queue is None else _checked_cluster_name("--queue", queue, target),
             kind=kind,
         )
+        # A missing script is worth a remark where nobody named one: containers have their own.
         script_gaps = []
         is_said = is_given("script") or target == "kubernetes"
         if not is_said and not any((folder / script).exists() for folder in (Path(), path.parent)):
@@ -133,7 +136,7 @@ def show_emit(call: VerbCall[EmitResult], as_json: bool = False) -> None:
 
 
 def _label_values(text: str, device_types: Sequence[str]) -> dict[str, str]:
-    """Parse ``T4=Tesla-T4,V100=Tesla-V100`` to node label values by device type.
+    """Return the node label's value by device type that a text such as ``T4=Tesla-T4,V100=Tesla-V100`` gives.
 
     Raises InputError for a device type that the plan does not use.
     """
@@ -144,12 +147,12 @@ def _label_values(text: str, device_types: Sequence[str]) -> dict[str, str]:
 
 
 def _read_devices_per_node(text: str, option: str) -> dict[str, int] | int:
-    """Parse ``8`` to one number for every device type, ``V100=8,T4=1`` to numbers by device type."""
+    """Return one number for every device type, of ``8``, or numbers by device type, of ``V100=8,T4=1``."""
     return device_counts(text, option) if "=" in text else integers(text, option, most=999_999)[0]
 
 
 def _checked_cluster_name(option: str, name: str, target: str) -> str:
-    """Return the option's value. Raises InputError where the target cluster's syntax of names excludes it."""
+    """Return an option's value where the target's cluster takes it as a name. Raises InputError for any other."""
     patterns = {"--image": _IMAGE_NAME, "--queue": _LABEL_VALUE}
     pattern = _SLURM_NAME if target == "slurm" else patterns.get(option, _LABEL_KEY)
     if not re.fullmatch(pattern, name):

@@ -24,9 +24,9 @@ def fit(
 ) -> Goodput:
     """Fit Pollux's seven-parameter throughput model and report its error.
 
-    It is fitted to the rows of all files together, one model per device type. ``profiles``: profile.csv, telemetry.jsonl, an
-    AdaptDL placements.csv, or a profile's DataFrame; ``holdout``: rows kept out, to measure its error on. Raises InputError for
-    what cannot be read or fitted.
+    ``profiles``: profile.csv, telemetry.jsonl, an AdaptDL placements.csv, several of these, or a profile's DataFrame;
+    the rows of all are fitted together, one model per device type. ``holdout``: rows kept out of the fit, to measure
+    its error on. Raises InputError for what cannot be read or fitted.
     """
     from ddltool.analyzers.job.goodput.fitted_models import fit_rows, read_rows  # they load scipy
     from ddltool.analyzers.job.goodput.observations import from_frame

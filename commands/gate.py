@@ -50,11 +50,14 @@ def gate(
 ) -> GateResult:
     """Hold an artifact against limits and a baseline; exit 1 names each check that failed.
 
-    ``current``, ``baseline``: a file or several (repeats), a folder of baselines with the same names, a Graph, a profile's
-    DataFrame, a result or a document. ``rules`` such as ``iteration_s increase <= 5%``; without any those of ``config`` (a
-    TOML file; ``./ddltool.toml`` where it is there), else the kind's defaults. ``level``: share of false alarms from noise
-    for the whole gate, 0.05 by default. Raises InputError for rules that do not fit, and for two kinds.
+    ``current``, ``baseline``: a file or several (repeats), a Graph, a profile's DataFrame, a result or a document; a
+    baseline may be a folder of files with the same names. ``rules``: such as ``iteration_s increase <= 5%``; without
+    any, those of ``config`` (a TOML file; None: ``./ddltool.toml`` where it is there), else the kind's defaults.
+    ``level``: the share of false alarms from noise for the whole gate, 0.05 by default.
+
+    Raises InputError for rules that do not fit, and for two artifacts of different kinds.
     """
+    # A file that was named must be there, the default one need not.
     settings = (
         config if isinstance(config, GateConfig) else read_config(config or Path(CONFIG_NAME), required=bool(config))
     )
@@ -94,6 +97,7 @@ def show_gate(
         _list_metrics(figures_of(current), as_json)
         return
     begin_s = time.perf_counter()
+    # Read here too: files that are read must not be written over.
     settings = read_config(config or Path(CONFIG_NAME), required=config is not None)
     baselines = baselines_of(current, call["baseline"], settings)
     summary_file = os.environ.get("GITHUB_STEP_SUMMARY") if github else None
@@ -118,13 +122,13 @@ def show_gate(
 
 
 def _subject(current: list[Path], baselines: Sequence[Path] = ()) -> str:
-    """Return what is judged in words: the first file, how many more, and the first baseline."""
+    """Return in words what is judged: the first file, how many more, and the first baseline."""
     text = str(current[0]) if len(current) == 1 else f"{current[0]} and {len(current) - 1} more"
     return harmless(f"{text} against {baselines[0]}" if baselines else text)
 
 
 def _tell_github(verdict: GateResult, current: list[Path], summary_file: str | None) -> None:
-    """Write annotations on stderr, which GitHub reads as well as stdout, and append to the step summary."""
+    """Write the verdict for GitHub: annotations on stderr, which it reads like stdout, and the step summary into its file."""
     for line in workflow_commands(verdict, str(current[0])):
         sys.stderr.write(line + "\n")
     if summary_file:
@@ -132,7 +136,7 @@ def _tell_github(verdict: GateResult, current: list[Path], summary_file: str | N
 
 
 def _list_metrics(figures: Figures, as_json: bool) -> None:
-    """Print the metrics of an artifact, which rules may name."""
+    """Print the metrics that an artifact has and rules may name, with their values and repeats."""
     metrics = figures.metrics.values()
     if as_json:
         listed = [

@@ -21,7 +21,11 @@ def import_(
     output: Path | None = None,
     as_json: bool = False,
 ) -> None:
-    """Read measurements made elsewhere: AdaptDL tables, profiler traces, telemetry; write one profile."""
+    """Read measurements made elsewhere: AdaptDL tables, profiler traces, telemetry; write one profile.
+
+    ``device_name``, ``batch_size``, ``nodes`` and ``replicas`` say what the files themselves do not. Raises InputError
+    for what cannot be read.
+    """
     frame, sources = import_files(
         files, device=device_name or None, batch_size=batch_size, num_nodes=nodes, num_replicas=replicas
     )

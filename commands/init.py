@@ -21,7 +21,11 @@ def init(
     force: bool = False,
     as_json: bool = False,
 ) -> None:
-    """Write job.yaml and cluster.yaml from what this machine, nvidia-smi, Slurm or Kubernetes shows."""
+    """Write job.yaml and cluster.yaml from what this machine, nvidia-smi, Slurm or Kubernetes shows.
+
+    ``nodes``: files that hold what those commands print; without them this machine is looked at. ``model``: the SOURCE
+    to put into the job. Raises InputError for files that are there already, unless ``force`` is given.
+    """
     if model is not None and not (model.strip() and model.isprintable()):
         raise InputError("--model", f"is {model!r}", "give a SOURCE such as train.py:make_model")
     there = [output / name for name in ("job.yaml", "cluster.yaml") if (output / name).exists()]
@@ -31,6 +35,7 @@ def init(
     texts, remarks = first_files(inventory, model, output)
     make_folder(output)
     paths = {name: output / name for name in texts}
+    # Also where a file of nodes that is read would be written over.
     check_outputs(nodes or [], paths)
     for name, text in texts.items():
         write_text(paths[name], text)

@@ -43,9 +43,10 @@ MOVED = {
 
 
 def load(name: str) -> TyperCommand:
-    """Import the module of a command, named as on the command line, and return the command.
+    """Return a command, named as on the command line, with its module imported.
 
-    Those of two words are functions ``FIRST_SECOND`` in the module of the first; a word of Python's own gets a ``_`` behind it.
+    A command of two words, such as ``simulate sweep``, is the function ``FIRST_SECOND`` in the module of the first
+    word; a word that Python reserves has a ``_`` behind it.
     """
     words = [f"{word}_" if iskeyword(word) else word for word in name.replace("-", "_").split()]
     module = import_module(f"ddltool.commands.{words[0]}")
@@ -59,7 +60,7 @@ def load(name: str) -> TyperCommand:
     register = single.command(name=name, cls=_Command, epilog="\n\n".join(filter(None, more)) or None)
     register(declared(getattr(module, "_".join(words)), name, panels))
     command = cast("TyperCommand", get_command(single))
-    command.params += [one for one in get_command(app).params if one.name in ("quiet", "verbose")]
+    command.params += [parameter for parameter in get_command(app).params if parameter.name in ("quiet", "verbose")]
     return command
 
 
@@ -67,7 +68,7 @@ class _PlainHelp:
     """Help with types in a user's words, and none for flags, nor for arguments, whose names say what they are."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Return the parameters, help among them."""
+        """Return the parameters of a command, help among them, each with the type that its help shows."""
         parameters: list[Any] = super().get_params(ctx)  # type: ignore[misc]
         for parameter in parameters:
             parameter.display_type_rich = partial(_type_shown, parameter)
@@ -75,6 +76,7 @@ class _PlainHelp:
 
 
 def _type_shown(parameter: Any, ctx: Any) -> str | None:
+    """Return the type that help shows for a parameter; None for arguments and flags, which need none."""
     if parameter.param_type_name == "argument" or getattr(parameter, "is_flag", False):
         return None
     return (type(parameter).display_type_rich(parameter, ctx) or "").replace("<str>", "TEXT")
@@ -85,7 +87,7 @@ class _Command(_PlainHelp, TyperCommand):
 
 
 def _check_models(args: list[str]) -> None:
-    """Raise InputError for an unknown model of the hub, before the command's module brings torch."""
+    """Raise InputError for an unknown model of the hub among the arguments, before the command's module imports torch."""
     for text in args:
         if text.startswith("transformers:"):
             from ddltool.published_models import check_hub_name
@@ -97,9 +99,12 @@ class _Lazy(_PlainHelp, TyperGroup):
     """The commands, each loaded when it is to run, or to complete; a name is one word or two."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        """Return the command that the arguments name, loaded, and the arguments left."""
+        """Return the name of the command that the arguments begin with, the command, and the arguments left.
+
+        Two words are tried before one. A command's earlier name still works, with a note.
+        """
         for words in (2, 1):
-            name = " ".join(args[:words])
+            name = " ".join(args[:words])  # as typed; below, as it is called now
             if name in MOVED and not ctx.resilient_parsing:
                 print(f"note: ddltool {name} is now ddltool {MOVED[name]}", file=sys.stderr)  # noqa: T201 - for people
             name = MOVED.get(name, name)
@@ -134,6 +139,7 @@ _RECORDING = ("predict", "trace", "plan")
 
 
 def _show_version(value: bool) -> None:
+    """Print the version and end, where ``--version`` is given."""
     if value:
         typer.echo(f"ddltool {__version__}")
         raise typer.Exit
@@ -151,16 +157,23 @@ def _options(
 
 
 def _with_command(arguments: Sequence[str] | None) -> Sequence[str] | None:
-    """Return the arguments with all that follows ``--`` as one SOURCE: the command that is to be recorded."""
+    """Return the arguments with all that follows ``--`` as one SOURCE: the command line that is to be recorded.
+
+    ``predict -- python train.py`` becomes ``predict -- "-- python train.py"``. Without ``--``, or for a command that
+    records nothing, they stay as they are; None stands for those of this process.
+    """
     words = sys.argv[1:] if arguments is None else list(arguments)
     if "--" not in words or words.index("--") >= len(words) - 1 or words[0] not in _RECORDING:
         return arguments
-    place = words.index("--")
-    return [*words[:place], "--", f"-- {shlex.join(words[place + 1 :])}"]
+    position = words.index("--")
+    return [*words[:position], "--", f"-- {shlex.join(words[position + 1 :])}"]
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0 done, 1 check failed, 2 bad input, 3 no plan, 130 interrupted."""
+    """Run one command and return its exit code: 0 done, 1 check failed, 2 bad input, 3 no plan, 130 interrupted.
+
+    Every error becomes one line on stderr here. ``arguments``: None for those of this process.
+    """
     begin_s = time.perf_counter()
     try:
         result = app(args=_with_command(arguments), prog_name="ddltool", standalone_mode=False)
@@ -187,12 +200,16 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def _close_output() -> None:
-    """Hand the interpreter a stdout that it can close."""
+    """Point stdout at nothing, so that Python, which flushes it at its end, does not fail on what cannot be written."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _line_of(error: Exception) -> tuple[str, int]:
-    """Return what a person reads of an error, and the exit code."""
+    """Return the line that a person reads of an error, and the exit code.
+
+    Expected errors say themselves what is wrong; others are told by their type. What is left is a mistake of ddltool's
+    own.
+    """
     if isinstance(error, DdlToolError):
         return str(error), error.exit_code
     if isinstance(error, _UsageProblem):
@@ -218,7 +235,7 @@ def _line_of(error: Exception) -> tuple[str, int]:
 
 
 def _how_to_get(package: str) -> str:
-    """Return what installs an import name that is missing."""
+    """Return the command that installs a missing package, named as it is imported."""
     if package == "torch":
         return "pip install torch (without a GPU: --index-url https://download.pytorch.org/whl/cpu)"
     charts = "altair vl-convert-python"
@@ -227,9 +244,9 @@ def _how_to_get(package: str) -> str:
 
 
 def _usage_text(error: Exception) -> str:
-    """Return a usage problem as one line, with where help stands."""
+    """Return a problem of usage, as typer found it, as one line that ends with where help stands."""
     text = getattr(error, "format_message", lambda: str(error))().rstrip(".")
-    if "(-- " in text:  # an argument too many
+    if "(-- " in text:  # a SOURCE as well as a command after --, which is one argument too many
         text = "the command after -- is what the step is of; leave out the other source"
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "ddltool"
@@ -237,6 +254,10 @@ def _usage_text(error: Exception) -> str:
 
 
 def _fail(text: str, code: int) -> int:
+    """Print an error as one line on stderr and return its exit code.
+
+    Ranks above 0 of a torchrun job say nothing. With ``-v`` an unexpected error shows where it comes from.
+    """
     with contextlib.suppress(AttributeError, OSError):  # stdout may be closed, or its disk full
         sys.stdout.flush()
     if is_follower():

@@ -18,11 +18,14 @@ def network(
     output: Path | None = None,
     as_json: bool = False,
 ) -> None:
-    """Measure latency and bandwidth between processes here, or between those of a torchrun job."""
+    """Measure latency and bandwidth between processes here, or between those of a torchrun job.
+
+    ``replicas``: how many processes, where no torchrun job says it.
+    """
     with progress("measuring the network") as advance:
         result = measure_network(replicas, progress=lambda done, total: advance(done, f"pair {done} of {total}"))
     if is_follower():
         return
-    together = os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE", "-")
-    printed = result.model_copy(update={"local": result.local or together})
+    on_one_machine = os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE", "-")
+    printed = result.model_copy(update={"local": result.local or on_one_machine})
     finish(result, lambda: network_section(printed, "this job"), output, as_json)

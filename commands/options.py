@@ -24,30 +24,34 @@ Remark = dict[str, Any]
 
 
 def within(least: int, most: int | None = None) -> Remark:
-    """Return the range of a whole number, ``most`` included, as help text and reader; None: without upper limit."""
+    """Return what a type says of a whole number from ``least`` to ``most``, ends included; None: without upper limit."""
     ends = f"[{least}<=x<={most}]" if most is not None else f"[x>={least}]"
     return {"metavar": f"N {ends}", "reader": number(least, math.inf if most is None else most, whole=True)}
 
 
 def completed(names: Iterable[str]) -> Remark:
-    """Return the shell completion of an option by these names."""
+    """Return what a type says so that the shell completes an option by these names."""
     return {"autocompletion": lambda: [*names]}
 
 
 def one_of(*names: str) -> Remark:
-    """Return the choices of an option: shown by --help, offered by completion, and the only values that it takes."""
+    """Return what a type says of a choice: the names are shown by --help, completed by the shell, and all else is refused."""
     return {"choices": names, **completed(names), "reader": lambda text, option: known(option, text, names)}
 
 
 def some_of(*names: str) -> Remark:
-    """Return the choices of a list of names separated by commas: completion goes on after the last comma."""
+    """Return what a type says of a list of names with commas: shown by --help; the shell completes the last one."""
     return {"choices": names, "metavar": "NAME[,NAME]", **after_comma(lambda: names)}
 
 
 def after_comma(names: Callable[[], Iterable[str]]) -> Remark:
-    """Return the shell completion of the last name in a list with commas."""
+    """Return what a type says so that the shell completes the last name in a list with commas.
+
+    ``names`` is called when somebody completes: it may have to read a table.
+    """
 
     def complete(typed: str) -> list[str]:
+        """Return the typed text with each name in place of what follows its last comma."""
         finished_names, comma, _ = typed.rpartition(",")
         return [f"{finished_names}{comma}{name}" for name in names()]
 
@@ -55,6 +59,7 @@ def after_comma(names: Callable[[], Iterable[str]]) -> Remark:
 
 
 def _device_names() -> list[str]:
+    """Return the names of the known device types, for completion."""
     from ddltool.shipped import known_devices  # `ddltool --help` reads this module, and no table
 
     return [device.name for device in known_devices().devices]
@@ -70,9 +75,10 @@ class Voice:
     """The seconds of each stage, and where an error comes from that is ddltool's own."""
 
     def set(self, field: str) -> Callable[[bool], None]:
-        """Return what typer calls with the value of ``-q`` or ``-v``, wherever on the command line it stands."""
+        """Return the function that typer calls with the value of ``-q`` or ``-v``, wherever on the command line it stands."""
 
         def set_field(is_set: bool) -> None:
+            """Turn the field on where the option is given. Raises InputError where ``-q`` and ``-v`` both are."""
             if is_set:
                 setattr(self, field, True)
             if self.quiet and self.verbose:
@@ -85,7 +91,7 @@ VOICE = Voice()
 
 
 def is_follower() -> bool:
-    """Return whether this process is one of a torchrun job for which rank 0 speaks."""
+    """Return whether this process is a rank above 0 of a torchrun job: rank 0 speaks for all."""
     return "WORLD_SIZE" in os.environ and os.environ.get("RANK", "0") != "0"
 
 
@@ -114,7 +120,7 @@ _MOST_NUMBERS = 1000
 
 @contextmanager
 def as_options(names: Mapping[str, str]) -> Iterator[None]:
-    """Name the option in an InputError of the code inside: library functions name their own fields.
+    """Put the option's name in place of a field's in an InputError of the code inside: functions name their own parameters.
 
     ``names``: the option by the field. Also decorates a command.
     """
@@ -123,16 +129,20 @@ def as_options(names: Mapping[str, str]) -> Iterator[None]:
     except InputError as error:
         if error.where in names:
             field, error.where = error.where, names[error.where]
-            # what was added to the line since, such as the rows that are kept, stays
+            # The message begins with the field; what was added to it since, such as which rows are kept, stays.
             error.args = (error.where + str(error).removeprefix(field),)
         raise
 
 
 def number(least: float = -math.inf, most: float = math.inf, *, whole: bool = False) -> Callable[[str, str], float]:
-    """Return a reader ``(text, option) -> number`` that raises InputError outside ``least`` to ``most``."""
+    """Return a reader ``(text, option) -> number``, which raises InputError outside ``least`` to ``most``.
+
+    ``whole``: it reads whole numbers alone, as int.
+    """
     kind = "whole number" if whole else "number"
 
     def read(text: str, where: str) -> float:
+        """Return the number in the text; ``where``: the option, for errors."""
         try:
             value = int(text) if whole else float(text)
         except ValueError:
@@ -148,9 +158,13 @@ def number(least: float = -math.inf, most: float = math.inf, *, whole: bool = Fa
 
 
 def numbers(least: int, most: int, *, above: float = -math.inf) -> Callable[[str, str], tuple[float, ...]]:
-    """Return a reader ``(text, option) -> numbers`` of ``least`` to ``most`` finite ones, each above ``above``, by commas."""
+    """Return a reader ``(text, option) -> numbers`` of a list with commas.
+
+    It raises InputError unless there are ``least`` to ``most`` of them, all finite and greater than ``above``.
+    """
 
     def read(text: str, where: str) -> tuple[float, ...]:
+        """Return the numbers in the text; ``where``: the option, for errors."""
         parts = text.split(",")
         if not least <= len(parts) <= most:
             raise InputError(where, f"has {len(parts)} numbers", f"give {least} to {most}, separated by commas")
@@ -166,8 +180,9 @@ def numbers(least: int, most: int, *, above: float = -math.inf) -> Callable[[str
 def integers(
     text: str, where: str, least: int = 1, most: int | None = None, *, ordered: bool = True, once: bool = True
 ) -> tuple[int, ...]:
-    """Return the numbers in ``1,2,4``; ``once``: each once, ``ordered``: by size, else as they stand.
+    """Return the whole numbers in a text such as ``1,2,4``; ``where``: the option, for errors.
 
+    ``once``: each counts once. ``ordered``: they are sorted, where each counts once; else they stay as they stand.
     Raises InputError for anything that is no whole number from ``least`` to ``most``.
     """
     remedy = "write for example 1,2,4" if least else "write for example 0,1,4"
@@ -186,9 +201,10 @@ def integers(
 
 
 def pairs(text: str, where: str, form: str, example: str, pattern: str = ".+") -> dict[str, str]:
-    """Parse ``NAME=VALUE,NAME=VALUE`` to values by name. Raises InputError for a part without the ``form``, a repeated name.
+    """Return the values by name in a text ``NAME=VALUE,NAME=VALUE``; blanks and empty parts are passed over.
 
-    ``pattern``: the regular expression that each value must match in full.
+    ``form`` and ``example``: what the error says would be right. ``pattern``: the regular expression that each value
+    must match in full. Raises InputError, named ``where``, for a part of another form and for a repeated name.
     """
     values_by_name: dict[str, str] = {}
     for part in filter(None, map(str.strip, text.split(","))):
@@ -202,7 +218,7 @@ def pairs(text: str, where: str, form: str, example: str, pattern: str = ".+") -
 
 
 def device_counts(text: str, option: str) -> dict[str, int]:
-    """Return ``V100=2,T4=1`` as numbers by device type. Raises InputError for anything else."""
+    """Return the numbers by device type in a text such as ``V100=2,T4=1``. Raises InputError for anything else."""
     values_by_type = pairs(text, option, "TYPE=N", "V100=2,T4=1", "[0-9]{1,9}")
     if not values_by_type:
         raise InputError(option, f"{text!r} is not TYPE=N", "for example V100=2,T4=1")
@@ -210,7 +226,7 @@ def device_counts(text: str, option: str) -> dict[str, int]:
 
 
 def share(text: str, where: str) -> float:
-    """Return the share that ``5%`` or ``0.05`` means. Raises InputError unless it lies above 0 and below 1."""
+    """Return the share that ``5%`` or ``0.05`` means. Raises InputError unless it lies between 0 and 1, ends excluded."""
     value = parse_share(text)
     if not 0 < value < 1:
         raise InputError(where, f"{text!r} is not a share", "write for example 5% or 0.05")
@@ -218,7 +234,7 @@ def share(text: str, where: str) -> float:
 
 
 def percent(text: str, where: str) -> float:
-    """Return ``15%`` or ``0.15`` as 0.15.
+    """Return the share that ``15%`` or ``0.15`` means; more than 100 % is allowed.
 
     Raises InputError for anything else, negative or not finite, and for a bare number above 1: who writes 15 means 15%.
     """
@@ -239,7 +255,7 @@ def budget(text: str, where: str) -> float:
 
 
 def words(text: str, option: str) -> list[str]:
-    """Return a script and its arguments. Raises InputError naming the option where there are none."""
+    """Return the words of a script and its arguments, split as a shell does. Raises InputError, naming the option, for none."""
     try:
         parts = shlex.split(text)
     except ValueError as error:
@@ -260,7 +276,10 @@ LocalLink = Annotated[str | None, completed(DATASHEET)]
 
 
 def _model_names(typed: str) -> list[str]:
-    """Return the built-in and the published models, once a SOURCE is begun as one of them: it may be a file as well."""
+    """Return the names with which the shell completes a SOURCE: the built-in or the published models, once it begins as one.
+
+    Anything else may be a file, which the shell completes by itself.
+    """
     if typed.startswith("zoo:"):
         from ddltool.fixtures.zoo import ZOO
 

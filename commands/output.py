@@ -31,7 +31,7 @@ class _Plain(Console):
     """A console that shows the names in files as they are: no markup, nothing that a terminal would act on."""
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Print as rich does, texts made visible."""
+        """Print as rich does, with characters that a terminal acts on shown as escapes."""
         super().print(*(visible(printed) if isinstance(printed, str) else printed for printed in objects), **options)
 
 
@@ -41,7 +41,7 @@ def out() -> Console:
 
 
 def err() -> Console:
-    """Return the console for notes and progress."""
+    """Return the console for notes and progress: 200 columns when it is no terminal."""
     return _Plain(stderr=True, highlight=False, markup=False, width=None if sys.stderr.isatty() else 200)
 
 
@@ -57,7 +57,7 @@ def say(text: str) -> None:
 
 
 def print_json(document: Any) -> None:
-    """Print one JSON document on stdout. NaN and infinities are refused: they are no JSON."""
+    """Print one JSON document on stdout. Raises ValueError for NaN and infinities, which JSON does not have."""
     if isinstance(document, BaseModel):
         document = document.model_dump(mode="json")
     sys.stdout.write(json.dumps(document, indent=1, allow_nan=False) + "\n")
@@ -75,7 +75,10 @@ def table(
     caption: str | None = None,
     text_columns: int = 1,
 ) -> Grid:
-    """Return a table that fits 80 columns: the first ``text_columns`` are text, the others right-aligned figures."""
+    """Return a table that fits 80 columns: the first ``text_columns`` are text, the others right-aligned figures.
+
+    A first column of names that are not too long is kept on one line each. ``caption``: under the table.
+    """
     caption_text = Text(visible(caption)) if caption else None
     grid = Grid(title=Text(visible(title)), box=SIMPLE, caption=caption_text, title_justify="left")
     grid.min_width = min(len(title), 80)  # a title is wrapped to its table's width
@@ -88,19 +91,20 @@ def table(
             Text(visible(column)), justify=justify, overflow="fold", no_wrap=column_index == 0 and is_first_unbroken
         )
     if not is_first_unbroken:
-        grid.columns[0].min_width = _LONGEST_UNBROKEN_NAME * 2 // 3
+        grid.columns[0].min_width = _LONGEST_UNBROKEN_NAME * 2 // 3  # rich would fold it into a few letters a line
     for row in rows:
         grid.add_row(*(Text(visible(cell)) for cell in row))
     return grid
 
 
-_ROWS_SHOWN = 32
+_ROWS_SHOWN = 32  # all of a table of up to so many
 
 
 def show(section: Section, *written: Path | None) -> None:
-    """Print a result: its sentences, its tables, and which files it was written to. Pictures are for the report.
+    """Print a result: its title, sentences and tables, and which files it was written to.
 
-    Details follow with ``-v`` alone.
+    Pictures are for the report; details follow with ``-v`` alone. A table too wide for the terminal loses its spare
+    columns.
     """
     console = out()
     console.print(section.title)
@@ -123,14 +127,17 @@ def show(section: Section, *written: Path | None) -> None:
 
 
 def finish(result: BaseModel, section: Callable[[], Section], output: Path | None, as_json: bool) -> None:
-    """Write a result where it was asked for, and print it: as one JSON document, or as its section."""
+    """Write a result to ``output``, where that is asked for, and print it as :func:`answer` does."""
     if output is not None:
         save(result, output)
     answer(result, section, as_json, output)
 
 
 def answer(result: BaseModel, section: Callable[[], Section], as_json: bool, *written: Path | None) -> None:
-    """Print a result: as one JSON document, or as its section and which files it was written to."""
+    """Print a result: as one JSON document, or as its section with the files that it was ``written`` to.
+
+    ``section`` makes the section, and is called only where it is shown.
+    """
     if as_json:
         print_json(result)
     else:
@@ -155,9 +162,10 @@ def tell_written(*paths: Path | None) -> None:
 
 @contextmanager
 def progress(title: str, total: int | None = None) -> Iterator[Callable[[int, str], None]]:
-    """Show a stage's progress on stderr; the yielded function takes the count of units done and a remark.
+    """Show a stage's progress on stderr; yields a function that takes the count of units done and a remark.
 
-    A terminal shows a bar, any other stderr a line every ten seconds. -v adds the stage's seconds at its end; -q says nothing.
+    ``total``: how many units there are, None where nobody knows. A terminal shows a bar, any other stderr a line every
+    ten seconds. ``-v`` adds the stage's seconds at its end; ``-q`` shows nothing.
     """
     begin_s = time.monotonic()
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
@@ -168,10 +176,12 @@ def progress(title: str, total: int | None = None) -> Iterator[Callable[[int, st
     ) as progress_bars:
         task = progress_bars.add_task(title, total=total)
 
-        def advance(done_text: int, remark: str = "") -> None:
-            progress_bars.update(task, completed=done_text, description=f"{title} {remark}".rstrip())
+        def advance(done: int, remark: str = "") -> None:
+            """Move the bar to ``done`` units, with a remark beside the title."""
+            progress_bars.update(task, completed=done, description=f"{title} {remark}".rstrip())
 
         def tell() -> None:
+            """Print a line of progress every ten seconds, until the stage is over: for a stderr that shows no bar."""
             pause_s = _FIRST_LINE_S
             while not is_over.wait(pause_s):
                 done_text = f" ({progress_bars.tasks[0].completed:.0f} of {total})" if total else ""
@@ -181,6 +191,7 @@ def progress(title: str, total: int | None = None) -> Iterator[Callable[[int, st
                 )
                 pause_s = _NEXT_LINES_S
 
+        # No bar without a terminal; a long stage says now and then that it goes on.
         if not (console.is_terminal or VOICE.quiet):
             threading.Thread(target=tell, daemon=True).start()
         try:

@@ -39,6 +39,7 @@ _accumulation = partial(integers, least=0, most=MOST_STEPS)
 
 
 def _sizes(text: str, where: str) -> tuple[int, ...]:
+    """Return the batch sizes in a text; () for ``auto``, which stands for a search."""
     return () if text == "auto" else integers(text, where, most=LARGEST_BATCH)
 
 
@@ -67,13 +68,19 @@ def profile(
 ) -> ProfileResult:
     """Measure training steps here: step time, synchronisation and memory by batch size and number of processes.
 
-    The steps run in processes of their own, or in those of the torchrun job that this is part of: there every rank calls it,
-    and ranks above 0 return a result without rows. ``source``: a torch source as a text, which those processes build.
-    ``batch_sizes`` None: a search of where throughput saturates. ``replicas`` None: 1, and all of a torchrun job.
-    ``half_width``: how well to know every step time, half of its 95 % interval as a share, within ``time_limit_s`` (60 s by
-    default); ``repeats``: that many timed steps in place of it. ``precision`` and ``optimizer``: how it trains. ``memory``:
-    search the largest batch that fits into so many bytes, as a number or as ``2GiB``; ``all``: a whole GPU. ``output``:
-    profile.csv, written row by row; ``resume`` keeps its rows. Raises InputError for what cannot be built or run.
+    The steps run in processes of their own, or in those of the torchrun job that this is part of: there every rank
+    calls it, and ranks above 0 return a result without rows.
+
+    ``source``: a torch source as a text, which those processes build. ``batch_sizes`` None: a search of where
+    throughput saturates. ``replicas`` None: 1, and all of a torchrun job. ``precision`` and ``optimizer``: how it
+    trains.
+
+    ``half_width``: how well every step time is to be known, half of its 95 % interval as a share, within
+    ``time_limit_s`` (60 s by default); ``repeats``: that many timed steps in place of it. ``memory``: search the
+    largest batch that fits into so many bytes, a number or a text such as ``2GiB``; ``all``: a whole GPU. ``output``:
+    profile.csv, written row by row; ``resume`` keeps its rows.
+
+    Raises InputError for what cannot be built or run.
     """
     if not isinstance(source, (str, Path)):
         remedy = "name a function that makes it: package.module:factory or path/file.py:factory"
@@ -110,6 +117,7 @@ def profile(
         budget_s=time_limit_s or (math.inf if repeats is not None else BUDGET_S),
         seed=seed,
     )
+    # Rank 0 leads and has the rows; the others only take part in the steps.
     if place is not None and place.rank > 0:
         _follow(request, place)
         return ProfileResult(rows=[])
@@ -132,7 +140,10 @@ def show_profile(call: VerbCall[ProfileResult], output: Path | None = None, as_j
 
 
 def _follow(request: MeasureRequest, place: Place) -> None:
-    """Do a rank's share of the steps, as rank 0 of the torchrun job says."""
+    """Do the share of the steps of a rank above 0, as rank 0 of the torchrun job says.
+
+    ``request``: what is measured, the same on all ranks; ``place``: this process's rank in the job.
+    """
     with _prints_elsewhere(), TorchrunJob(place, request.subject(), request.replicas) as job:
         try:
             job.prepare()
@@ -144,7 +155,11 @@ def _follow(request: MeasureRequest, place: Place) -> None:
 
 @contextlib.contextmanager
 def _leading(request: MeasureRequest, place: Place | None) -> Iterator[TorchrunJob | None]:
-    """Yield rank 0's side of the torchrun job, None outside one."""
+    """Yield rank 0's side of the torchrun job, which tells the other ranks what to do; None outside one.
+
+    While it lasts, a SIGTERM of torchrun becomes an error that says so. ``request``: what is measured; ``place``: this
+    process's rank in the job.
+    """
     if place is None:
         yield None
         return
@@ -152,15 +167,18 @@ def _leading(request: MeasureRequest, place: Place | None) -> Iterator[TorchrunJ
     job = TorchrunJob(place, request.subject(), request.replicas)
 
     def stopped(number: int, frame: object) -> None:
+        """End the job with an error; a second SIGTERM is ignored, so that it does not disturb the cleaning up."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         problem = "stopped by torchrun (a process of the job ended, or the job was stopped)"
         raise job.failure(DdlToolError(f"{job.where}: {problem}"))
 
+    # torchrun sends SIGTERM to all ranks where one has ended.
     before = signal.signal(signal.SIGTERM, stopped)
     try:
         with _prints_elsewhere(), job:
             yield job
     finally:
+        # Unless somebody has set another handler since.
         if signal.getsignal(signal.SIGTERM) is stopped:
             signal.signal(signal.SIGTERM, before)
 
@@ -180,7 +198,7 @@ def _prints_elsewhere() -> Iterator[None]:
 
 
 def _budget(memory: str | float, device: str) -> float:
-    """Return the bytes that a search for the memory limit may use."""
+    """Return how many bytes a search for the memory limit may use: a number, a text such as ``2GiB``, or ``all`` of a GPU."""
     if not isinstance(memory, str):
         return memory
     if memory != "all":
@@ -191,7 +209,7 @@ def _budget(memory: str | float, device: str) -> float:
 
 
 def _show(result: ProfileResult) -> None:
-    """Print the measured rows, what was left out and why, and each device's overhead, saturation and memory limit."""
+    """Print the measured rows, what was not measured and why, and each device's overhead, saturation and memory limit."""
     accumulates = any(row["accumulation_steps"] for row in result.rows)
     rows = [
         (
@@ -246,7 +264,10 @@ def profile_watch(
     seed: Seed = 0,
     as_json: bool = False,
 ) -> None:
-    """Train in local processes in lockstep and record speed, CPU and memory of each, for balance."""
+    """Train in local processes in lockstep and record speed, CPU and memory of each, for balance.
+
+    ``cores``: the cores of each process, None: any. What is recorded goes to ``output`` as CSV.
+    """
     sizes = {"batch": batch_size, "workers": replicas, "iterations": iterations}
     request = WatchRequest(source=source, resolver=RESOLVER, cores=cores, seed=seed, **sizes)
     watch_workers(request, output, as_json)
@@ -261,6 +282,7 @@ def watch_workers(request: WatchRequest, output: Path | None, as_json: bool) -> 
         with progress("watching", request.iterations) as advance:
             rows = record(request, lambda done: advance(done, f"{done} of {request.iterations}"))
     except WatchLost as lost:
+        # A lost worker ends the run, not what was recorded until then.
         what_is_kept = f"the {len(lost.rows) // request.workers} iterations that all workers completed"
         if not lost.rows:
             what_is_kept = "no iteration was complete, so nothing is written"
@@ -280,7 +302,7 @@ def watch_workers(request: WatchRequest, output: Path | None, as_json: bool) -> 
 
 
 def _show_watched(result: WatchResult, output: Path | None) -> None:
-    """Print a row per worker and what balancing could gain."""
+    """Print a row for each worker, and what batches by the workers' speeds would gain."""
     rows = [
         (
             worker.worker,

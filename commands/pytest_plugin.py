@@ -41,12 +41,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Begin the list of baselines that this run writes."""
+    """Begin the list of the baselines that this run writes: by file, the test that wrote it."""
     config.stash[_WRITTEN] = {}
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Say which baselines were written."""
+    """Say at the end of the run which baselines were written."""
     for line in config.stash[_WRITTEN]:
         terminalreporter.write_line(f"ddltool: wrote baseline {line}")
 
@@ -103,6 +103,7 @@ def assert_gate(
     written, here = pytestconfig.stash[_WRITTEN], request.node.nodeid
 
     def write_once(current: Any, target: Path) -> None:
+        """Write the current artifact as the baseline ``target``. Raises InputError where another test has written it."""
         first = written.get(str(target.resolve()), here)
         if first != here:  # only the last of them would ever be compared
             raise InputError(str(target), f"is the baseline of {first} too", "give each test a baseline of its own")
@@ -112,6 +113,10 @@ def assert_gate(
     def gate(
         current: Any, baseline_name: str, rules: Sequence[str] | None = None, *, level: float | None = None
     ) -> GateResult:
+        """Return the verdict on ``current``, or fail the test with a line for each failed check.
+
+        ``baseline_name``: a file in the folder of baselines. ``rules`` and ``level``: None for the configured ones.
+        """
         __tracebackhide__ = True
         target = _told(lambda: _inside(ddltool_dir, baseline_name))
         verdict = _told(lambda: hold(current, target, rules or (), level, update=update, config=config))
@@ -128,7 +133,7 @@ def assert_gate(
 
 
 def _told(call: Callable[[], T]) -> T:
-    """Return what the call returns; what ddltool can explain fails the test in that one line."""
+    """Return what the call returns; an error that ddltool explains fails the test in one line, without a traceback."""
     __tracebackhide__ = True
     try:
         return call()
@@ -137,7 +142,7 @@ def _told(call: Callable[[], T]) -> T:
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """Return the path of a name in the folder. Raises InputError for a name that leads out of it."""
+    """Return the path of a file in the folder. Raises InputError for a name that leads out of it."""
     path = folder / name
     if not name or not path.resolve().is_relative_to(folder.resolve()) or path.resolve() == folder.resolve():
         raise InputError("baseline", f"{name!r} is not inside {folder}", "give the name of a file in that folder")

@@ -33,9 +33,11 @@ def report(
 ) -> ReportResult:
     """Show artifacts as one page: pictures with their numbers, for screen, phone and print.
 
-    ``artifacts``: files, results, Graphs or a profile's DataFrames; the page is self-contained. ``noise_scale`` (samples) is
-    for goodput maps; None: the last that telemetry among the artifacts knows. ``summary``: sentences on top. Raises
-    InputError, before anything is written, for what is unknown, broken or empty.
+    ``artifacts``: files, results, Graphs or a profile's DataFrames. The page is one file that needs no other.
+    ``noise_scale`` (samples): for goodput maps; None: the last that telemetry among the artifacts knows. ``summary``:
+    sentences at the top.
+
+    Raises InputError, before anything is written, for what is unknown, broken or empty.
     """
     from ddltool.analyzers.answers.reporting.page import render  # it loads the plotting library
 
@@ -43,16 +45,17 @@ def report(
     check_outputs([artifact for artifact in given if isinstance(artifact, (str, Path))], {"-o": output})
     with stage("reading", len(given)) as advance:
         read = []
-        for place, artifact in enumerate(given):
+        for done, artifact in enumerate(given, start=1):
             read.append(found_in(artifact))
-            advance(place + 1, read[-1].name)
+            advance(done, read[-1].name)
     inputs = told_apart(read)
     noise = noise_of(inputs) if noise_scale is None else noise_scale
+    # Sections of one kind are numbered for their anchors: plan-1, plan-2.
     counts: Counter[str] = Counter()
     sections, listed = [], []
     with stage("drawing", len(inputs)) as advance:
-        for place, artifact in enumerate(sorted(inputs, key=lambda one: ORDER.index(one.kind))):
-            advance(place, artifact.name)
+        for done, artifact in enumerate(sorted(inputs, key=lambda one: ORDER.index(one.kind))):
+            advance(done, artifact.name)
             counts[artifact.kind] += 1
             section = section_of(artifact, inputs, noise)
             section = replace(section, anchor=f"{artifact.kind}-{counts[artifact.kind]}")
@@ -66,7 +69,7 @@ def report(
 
 
 def show_report(call: VerbCall[ReportResult], as_json: bool = False) -> None:
-    """Print which sections the page has."""
+    """Print which sections the page has and where it was written; ``as_json``: the result as one JSON document."""
     result = call()
     if as_json:
         print_json(result)

@@ -80,7 +80,7 @@ def show_models(
 
 
 def _write_graphs(target_folder: Path, as_json: bool) -> None:
-    """Write the shipped graphs: zoo models traced anew, the others (papers' examples, TAC's failures) copied."""
+    """Write the graphs that ship into a folder: those of the zoo are traced anew, the others copied."""
     make_folder(target_folder)
     written_files: list[Path] = []
     with progress("tracing", len(ZOO) * len(MODES)) as advance:
@@ -97,7 +97,7 @@ def _write_graphs(target_folder: Path, as_json: bool) -> None:
 
 
 def describe(name: str) -> ZooModel:
-    """Return a zoo model's figures in both modes, from the graphs that ship, with the published ones where there are some."""
+    """Return a built-in model's figures in both modes, by the graphs that ship, beside the published ones if there are some."""
     inference, training = (read_graph(folder() / "graphs" / f"{name}-{mode}.graph.json.gz") for mode in MODES)
     return ZooModel(
         name=name,
@@ -113,6 +113,7 @@ def describe(name: str) -> ZooModel:
 
 
 def _zoo_row(model: ZooModel) -> tuple[str, ...]:
+    """Return a built-in model's cells: its own figures, then those that TicTac's Table 1 published for it, if any."""
     published, published_figures = model.published, "-"
     if published is not None:
         ops = f"{published.ops_inference}/{published.ops_training}"
@@ -146,7 +147,7 @@ def show_term(
 
 
 def entries(term: str) -> dict[str, str]:
-    """Return the glossary's entries for a word in any case. Raises InputError with the nearest term where none matches."""
+    """Return the glossary's entries (text by term) for a word, in any case. Raises InputError with the nearest for none."""
     asked_word = term.strip().lower()
     matches = {name: text for name, text in GLOSSARY.items() if asked_word in _lookup_words(name)}
     if not matches:
@@ -155,7 +156,10 @@ def entries(term: str) -> dict[str, str]:
 
 
 def _lookup_words(name: str) -> set[str]:
-    """Return the words, in lower case, that find a term: all of it, without its brackets, its parts, what brackets hold."""
+    """Return the words, in lower case, by which a term is found.
+
+    "maxP (EST)" is found by itself, by "maxp" and by "est"; a term with commas by each of its parts.
+    """
     without_brackets = re.sub(r"\s*\([^)]*\)", "", name)
     bracketed = re.findall(r"\(([^)]*)\)", name)
     return {word.strip().lower() for word in (name, without_brackets, *without_brackets.split(","), *bracketed)}
@@ -185,9 +189,9 @@ MODELS: dict[str, type[BaseModel]] = {
 
 
 def schema_of(kind: str) -> dict[str, Any]:
-    """Return the JSON Schema of a kind, named with or without ``ddltool.``; of one row, for tables.
+    """Return the JSON Schema of a kind of document, named with or without ``ddltool.``; of one row, for tables.
 
-    Raises InputError naming the nearest kind.
+    Raises InputError naming the nearest kind for an unknown one.
     """
     kind_name = kind.removeprefix("ddltool.")
     if kind_name not in KINDS:
@@ -195,6 +199,7 @@ def schema_of(kind: str) -> dict[str, Any]:
     if kind_name in MODELS:
         schema = MODELS[kind_name].model_json_schema()
     elif kind_name == "sync":
+        # A union of several models, which no single class stands for.
         schema = {"title": "SyncRow", **TypeAdapter(SyncRow).json_schema()}
     else:  # printed by one command and read by nobody: what every document has, and no promise about the rest
         schema = {

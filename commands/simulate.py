@@ -62,6 +62,7 @@ Folders = str | Path | Sequence[str | Path]
 
 
 def _read_application(text: str, where: str) -> str:
+    """Return the name of an application, named ``where`` for errors. Raises InputError for an empty one."""
     if not text:
         raise InputError(where, "is empty", "name an application that has a folder in --traces")
     return text
@@ -96,10 +97,12 @@ def simulate(
 ) -> SimulationDocument:
     """Replay a workload on a cluster under one or more scheduling policies and compare completion times.
 
-    ``workload``: a CSV, or the trace of a cluster; ``cluster``: a cluster.yaml; ``traces``: folders of measured applications;
-    without them what ships. ``policy``: names, or all. ``models`` stand for applications without traces; ``prices`` per GPU
-    hour, one or by type; ``failures``: a file of node events; the rest is as the options of ``ddltool simulate``. Raises
-    InputError for what cannot be read, and jobs that can never run.
+    ``workload``: a CSV, or the trace of a cluster. ``cluster``: a cluster.yaml. ``traces``: folders of measured
+    applications; without cluster and traces, those that ship. ``policy``: names, or all. ``models``: fitted models in
+    place of traces. ``prices``: per GPU hour, one or by type. ``failures``: a file of node events. The rest is as the
+    options of ``ddltool simulate``.
+
+    Raises InputError for what cannot be read, and jobs that can never run.
     """
     setup, machines, makers = _replay_setup(
         tell=tell,
@@ -127,7 +130,7 @@ def simulate(
 def show_simulate(
     call: VerbCall[SimulationDocument], *, metrics: bool = False, output: Path | None = None, as_json: bool = False
 ) -> None:
-    """Print each policy's figures, and write them."""
+    """Print each policy's figures, and write them; ``metrics``: also the figures by size class, application and job."""
     _check_outputs_apart(call, [call["workload"], call["failures"]], {"-o": output})
     result, name = call(), Path(call["workload"]).name
     finish(result, lambda: simulation_section(result, name, details=metrics), output, as_json)
@@ -150,11 +153,14 @@ def simulate_sweep(
 ) -> SweepDocument:
     """Replay several workloads, or one with several seeds, and compare policies by means and intervals.
 
-    ``seeds``: replay each workload with seeds 0 to N-1; ``jobs`` local processes, or a Ray cluster as ``engine``;
-    ``compare``: two policies, ``A,B``, in pairs; ``csv`` and ``output`` are rewritten after every replay, and an ``output``
-    that is there is taken up again. The rest is as for :func:`simulate`. Raises InputError for what cannot be read.
+    ``seeds``: each workload is replayed with seeds 0 to N-1. ``jobs``: local processes; ``engine``: "local", or "ray"
+    for a Ray cluster. ``compare``: two policies, ``A,B``, to compare in pairs. ``csv`` and ``output`` are rewritten
+    after every replay, and an ``output`` that is there is taken up again. The rest is as for :func:`simulate`.
+
+    Raises InputError for what cannot be read.
     """
     setup, _, makers = _replay_setup(tell=tell, seed=0, **replay)
+    # Checked before anything is replayed.
     pair = [name.strip() for name in compare.split(",")] if compare else []
     if pair and (len(pair) != 2 or not set(pair) <= set(makers)):
         raise InputError("compare", f"is {compare!r}", f"two policies of those replayed: {', '.join(makers)}")
@@ -205,8 +211,9 @@ def simulate_trials(
 ) -> SearchResult:
     """Replay a search of hyper-parameters, 100 trials of one application, under scheduling policies.
 
-    ``local_batch``: fixed batches per GPU of the baseline, the first of which the policies' trials begin with; the rest is as
-    for :func:`simulate`. Raises InputError for an application without traces, and for trials that cannot run.
+    ``local_batch``: samples per GPU of the baselines with a fixed batch; the policies' trials begin with the first of
+    them. The rest is as for :func:`simulate`. Raises InputError for an application without traces, and for trials that
+    cannot run.
     """
     cluster_file, folders = shipped_or(cluster, traces, tell)
     machines = read_cluster(cluster_file)
@@ -219,7 +226,7 @@ def simulate_trials(
 
 
 def show_simulate_trials(call: VerbCall[SearchResult], output: Path | None = None, as_json: bool = False) -> None:
-    """Print what the search comes to under each policy, and write it."""
+    """Print what the search comes to under each policy, and write it to ``output``."""
     _check_outputs_apart(call, [], {"-o": output})
     result = call()
     finish(result, lambda: search_section(result), output, as_json)
@@ -231,7 +238,8 @@ def simulate_autoscale(
 ) -> AutoscalingResult:
     """Rent nodes for one job in a cloud, by goodput or by throughput, and compare time and cost.
 
-    Raises InputError for an application that has no folder in ``traces``, without which those that ship are meant.
+    ``traces``: folders of measured applications; without any, those that ship. ``restart_delay_s``: seconds of each
+    restart. Raises InputError for an application that has no folder there.
     """
     folders = _folders(traces) or shipped_traces()
     timing = Options(restart_delay_s=restart_delay_s)
@@ -280,7 +288,9 @@ def simulate_generate(
 ) -> WorkloadResult:
     """Write a synthetic workload: jobs of the applications that have traces, or of Pollux's.
 
-    ``jobs`` arrive over ``hours``. Raises InputError for numbers that make no workload and folders that cannot be read.
+    ``jobs`` arrive over ``hours``, in a ``pattern``. ``traces``: the applications' folders; ``pollux``: those of
+    Pollux's Table 1 instead. ``cluster``: jobs ask for no more GPUs than it has. Raises InputError for numbers that
+    make no workload and folders that cannot be read.
     """
     arrivals = Pattern(jobs=jobs, hours=hours, pattern=pattern, seed=seed)
     machines, folders = _application_source(cluster, traces, pollux, tell)
@@ -311,8 +321,8 @@ def simulate_convert(
 ) -> WorkloadResult:
     """Write the trace of a cluster as a workload: each job stands for an application of its size class.
 
-    ``jobs``: take so many, drawn with the seed; ``hours``: those of the first so many. Raises InputError for a file that is no
-    cluster's trace: of Philly, Helios, Acme, Alibaba.
+    ``jobs``: take so many, drawn with the seed; None: all. ``hours``: take those of the busiest so many; None: of the
+    whole trace. Raises InputError for a file that is no cluster's trace: of Philly, Helios, Acme, Alibaba.
     """
     seed = source_options.get("seed", 0)
     machines, folders = _application_source(
@@ -321,6 +331,7 @@ def simulate_convert(
     with stage(f"reading {trace.name}"):
         templates = partial(read_templates, folders, machines)
         specs, remark = read_jobs(trace, templates, jobs=jobs, hours=hours, seed=seed)
+    # Only a trace's conversion has something to remark.
     if not remark:
         raise InputError(str(trace), "is a workload already", "give a cluster's: Philly, Helios, Acme, Alibaba")
     tell(remark)
@@ -335,7 +346,12 @@ show_simulate_convert = show_simulate_generate
 def _replay_setup(
     *, tell: Tell, **arguments: Any
 ) -> tuple[Setup, ClusterSpec, Mapping[str, Callable[[], SchedulingPolicy]]]:
-    """Return the setup, its cluster and the policies' factories by name, from the arguments of :func:`simulate`."""
+    """Return (what the replays share, the cluster's nodes, what makes each policy by its name).
+
+    ``arguments``: those of :func:`simulate`, by name; what is left out has its default. Raises InputError for settings
+    that do not go together, and files that cannot be read.
+    """
+    # So that every argument is there, whichever command calls.
     arguments = {**_DEFAULTS, **arguments}
     _check_dependent_arguments(arguments["policy"])
     models = _read_fitted_models(arguments["models"])
@@ -365,18 +381,21 @@ _DEFAULTS = {name: one.default for name, one in inspect.signature(simulate).para
 def _policies(
     machines: ClusterSpec, names: str | Sequence[str], power: float, delay_s: float, seed: int
 ) -> Mapping[str, Callable[[], SchedulingPolicy]]:
-    """Return the factory of each policy in ``names`` (``all``: every policy)."""
+    """Return what makes each policy of ``names`` (``all``: every one that knows the cluster's types), by its name."""
     text = names if isinstance(names, str) else ",".join(names)
     return policies(text, power, delay_s, seed, mixed=len(machines.type_names) > 1)
 
 
 def _folders(traces: Folders | None) -> list[Path]:
-    """Return one or several folders as a list of paths."""
+    """Return one folder, several or None as a list of paths."""
     return [Path(folder_name) for folder_name in ([traces] if isinstance(traces, (str, Path)) else traces or ())]
 
 
 def _check_outputs_apart(call: VerbCall[Any], inputs: Sequence[Any], outputs: Mapping[str, Path | None]) -> None:
-    """Raise InputError where an output would overwrite a file that the replay reads: a trace's table, a fitted model."""
+    """Raise InputError where an output would overwrite a file that the replay reads, or cannot be written.
+
+    Read are the ``inputs``, the cluster, the fitted models and every table of the traces. ``outputs``: file by option.
+    """
     if any(outputs.values()):
         folders = _folders(call["traces"]) or shipped_traces()
         tables = [path for traces_folder in folders for path in traces_folder.glob("*/*.csv")]
@@ -386,16 +405,16 @@ def _check_outputs_apart(call: VerbCall[Any], inputs: Sequence[Any], outputs: Ma
 
 
 def shipped_traces() -> list[Path]:
-    """Return the folder of the applications that ship."""
+    """Return the folder, as a list of one, of the applications that ship with ddltool."""
     return [folder() / "workloads" / "traces"]
 
 
 def shipped_or(
     cluster: str | Path | None, traces: Folders | None, tell: Tell, *, fitted: bool = False
 ) -> tuple[Path, list[Path]]:
-    """Return the cluster's file and the folders of traces; without traces and fitted models, the shipped ones.
+    """Return the cluster's file and the folders of traces; without traces and fitted models, those that ship.
 
-    Raises InputError for traces or fitted models without a cluster.
+    ``fitted``: whether there are fitted models. Raises InputError for traces or fitted models without a cluster.
     """
     if not _folders(traces) and not fitted:
         if cluster is None:
@@ -407,7 +426,7 @@ def shipped_or(
 
 
 def _check_dependent_arguments(policy: str | Sequence[str]) -> None:
-    """Raise InputError for an argument without effect: of failures without failures, of pollux without pollux."""
+    """Raise InputError for a given argument that has no effect: one of failures without these, or of pollux without pollux."""
     is_mtbf_given, is_events_given = is_given("mtbf_s"), is_given("failures")
     for name in ("repair_s", "failure_seed"):
         if is_given(name) and not is_mtbf_given:
@@ -422,9 +441,10 @@ def _check_dependent_arguments(policy: str | Sequence[str]) -> None:
 
 
 def _read_key_values(text: str, where: str, readers: Mapping[str, Callable[[str, str], Any]]) -> dict[str, Any]:
-    """Parse ``key=value,key=value``, each value by the reader of its key.
+    """Return the values of a text ``key=value,key=value``, each read by the reader of its key.
 
-    Raises InputError for an unknown or repeated key and for a value that its reader refuses.
+    ``where``: the option, for errors. Raises InputError for an unknown or repeated key and a value that its reader
+    refuses. ``readers``: functions of (text, option) by key.
     """
     text_by_key = pairs(text, where, "KEY=VALUE", ",".join(f"{key}=1" for key in readers))
     return {
@@ -433,13 +453,18 @@ def _read_key_values(text: str, where: str, readers: Mapping[str, Callable[[str,
 
 
 def _read_integer(text: str, where: str) -> int:
+    """Return the whole number in a text. Raises InputError, named ``where``, for anything else or below 1."""
     return integers(text, where)[0]
 
 
-def _read_fitted_models(texts_or_models: Sequence[str | FittedModel]) -> list[FittedModel]:
-    """Parse texts ``APP=FILE,noise=..,samples=..,batch=..[,max-batch=..,max-local=..]`` without reading FILE.
+_DEFAULT_BATCH_RANGE = 64  # largest over initial batch, where nobody says how far the batch may grow
 
-    The default limits of the batch size, with M0 the initial batch: 64 M0 over all replicas, M0 on one GPU.
+
+def _read_fitted_models(texts_or_models: Sequence[str | FittedModel]) -> list[FittedModel]:
+    """Return the fitted models of texts ``APP=FILE,noise=..,samples=..,batch=..[,max-batch=..,max-local=..]``.
+
+    FILE is not read yet. Where the limits of the batch are not given, with M0 the initial batch, they are 64 M0 over
+    all replicas and M0 on one GPU.
     """
     model_by_application: dict[str, FittedModel] = {}
     for text in texts_or_models:
@@ -464,12 +489,13 @@ def _read_fitted_models(texts_or_models: Sequence[str | FittedModel]) -> list[Fi
         for key in ("noise", "samples", "batch"):
             if key not in fields:
                 raise InputError(where, f"lacks {key}", "noise=SAMPLES,samples=TOTAL,batch=M0 are needed")
+        # Errors about the numbers name the option's keys, not FittedJob's fields.
         with as_options({name: f"{where}:{name}" for name in readers}):
             job = FittedJob(
                 noise_scale=fields["noise"],
                 total_samples=fields["samples"],
                 batch_size=fields["batch"],
-                max_batch_size=fields.get("max-batch", 64 * fields["batch"]),
+                max_batch_size=fields.get("max-batch", _DEFAULT_BATCH_RANGE * fields["batch"]),
                 max_local_batch_size=fields.get("max-local", fields["batch"]),
             )
         model_by_application[name] = FittedModel(application=name, file=Path(file), job=job, given=settings)
@@ -477,7 +503,10 @@ def _read_fitted_models(texts_or_models: Sequence[str | FittedModel]) -> list[Fi
 
 
 def _node_failures(arguments: Mapping[str, Any], node_count: int) -> NodeFailures | None:
-    """Return the node failures of a replay; None when neither a time between failures nor a file of events is given."""
+    """Return the node failures of a replay, None where none are asked for.
+
+    ``arguments``: those of :func:`simulate`, by name; ``node_count``: of the cluster, whose nodes events must name.
+    """
     mtbf_s, events = arguments["mtbf_s"], arguments["failures"]
     failures = NodeFailures(
         mtbf_s=mtbf_s,
@@ -490,7 +519,10 @@ def _node_failures(arguments: Mapping[str, Any], node_count: int) -> NodeFailure
 
 
 def _prices(price: str | float | Mapping[str, float] | None, cluster: ClusterSpec) -> dict[str, float] | None:
-    """Return the price per GPU hour by type from ``0.5`` (all types), ``T4=0.35,A100=2`` or a mapping; None for none."""
+    """Return the price per GPU hour by type; None where none is given.
+
+    ``price``: ``0.5`` (all types), ``T4=0.35,A100=2`` or a mapping.
+    """
     if price is None or price == "":
         return None
     if isinstance(price, str) and "=" in price:
@@ -506,9 +538,10 @@ def _prices(price: str | float | Mapping[str, float] | None, cluster: ClusterSpe
 def _application_source(
     cluster: Path | None, traces: Folders, pollux: bool, tell: Tell
 ) -> tuple[ClusterSpec | None, list[Path]]:
-    """Return the cluster and the trace folders of the applications that jobs draw from.
+    """Return the cluster and the trace folders of the applications from which jobs are drawn.
 
-    The cluster may be None where no request depends on it; an empty list of folders stands for Pollux's applications.
+    The cluster is None where no request depends on it. No folders: the applications are those of Pollux's Table 1,
+    which ``pollux`` asks for.
     """
     if pollux and _folders(traces):
         raise InputError("pollux", "has no part beside --traces", "give one of the two")

@@ -26,7 +26,12 @@ def stragglers(
     output: Path | None = None,
     as_json: bool = False,
 ) -> None:
-    """Read the traces of all ranks: which one holds the others up, since when, why, and what to do."""
+    """Read the traces of all ranks: which one holds the others up, since when, why, and what to do.
+
+    ``sources``: one trace for each rank, folders of these, the hook's telemetry, or one table of operations (.parquet).
+    ``feed``: the folder into which the inputs of the remedies' commands are written. ``batch_size``: samples of a rank,
+    for these.
+    """
     paths = _trace_files(sources)
     check_outputs(paths, {"-o": output})
     source_name = sources[0].name if len(sources) == 1 else f"{len(paths)} traces"
@@ -39,6 +44,7 @@ def stragglers(
         return
     run, source = _read_run(paths)
     feed_folder = feed or Path()
+    # The files that remedies name: written by --feed, or telemetry, which holds all of it.
     feeds = diagnosis.Feeds(**{field: str(feed_folder / file) for field, file in _FEED_FILES.items()})
     if source == "telemetry" and feed is None:
         feeds = diagnosis.Feeds.all(str(paths[0]))
@@ -55,7 +61,7 @@ _FEED_FILES = {"speeds": "speeds.csv", "ends": "ends.csv", "telemetry": "telemet
 
 
 def _trace_files(sources: list[Path]) -> list[Path]:
-    """Return the given files, each folder replaced by the traces in it.
+    """Return the given files, with each folder replaced by the traces in it.
 
     Raises InputError for a folder without traces, for a file given twice and for more than ``MOST_TRACES`` files.
     """
@@ -79,7 +85,10 @@ def _trace_files(sources: list[Path]) -> list[Path]:
 
 
 def _read_run(paths: list[Path]) -> tuple[RankSteps, str]:
-    """Return the steps of all ranks, and their source: ``telemetry`` or ``traces``."""
+    """Return the steps of all ranks, and what they were read from: ``telemetry`` or ``traces``.
+
+    Raises InputError for telemetry beside other files: all ranks are in one file.
+    """
     telemetry_files = [path for path in paths if ending(path) in _TELEMETRY_SUFFIXES]
     if telemetry_files:
         if len(paths) > 1:
@@ -90,7 +99,11 @@ def _read_run(paths: list[Path]) -> tuple[RankSteps, str]:
 
 
 def _write_feeds(run: RankSteps, batch_size: int, feeds: diagnosis.Feeds, telemetry_files: list[Path]) -> None:
-    """Write the inputs of the remedies' commands; ``telemetry_files``: copied when not empty, else made from the traces."""
+    """Write the files that the remedies' commands read: speeds and iteration ends as tables, and telemetry.
+
+    ``feeds``: their paths. ``telemetry_files``: copied when there are some, else telemetry is made from the traces.
+    ``run``: the steps of all ranks; ``batch_size``: samples of a rank in a step.
+    """
     Path(feeds.speeds).parent.mkdir(parents=True, exist_ok=True)
     for path, header, rows in (
         (feeds.speeds, "iteration,worker,speed,cpu,memory", diagnosis.speeds(run, batch_size)),

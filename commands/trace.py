@@ -84,10 +84,12 @@ def trace(
 ) -> TraceResult:
     """Trace one step, order its transfers, and say what that gains, for parameter servers, DDP and FSDP2.
 
-    ``source``: a module, (module, example_inputs), a function that makes one, a text as on the command line, or the words of a
-    command that trains. ``output``: a place for the graph, ``perfetto`` for TAC's timeline; the rest as the options of
-    ``ddltool trace`` (``bandwidth`` and ``latency`` None: 10 Gbit/s and 50 us; of ``nic``: NCCL's latency of cards). Raises
-    InputError for what is unknown, does not run, or cannot be written.
+    ``source``: a module, (module, example_inputs), a function that makes one, a text as on the command line, or the
+    words of a command that trains. ``bandwidth`` and ``latency`` None: 10 Gbit/s and 50 us; with a ``nic``, NCCL's
+    latency of cards. ``output``: the file for the graph; ``perfetto``: that for the timeline of TAC's order. The rest
+    is as the options of ``ddltool trace``.
+
+    Raises InputError for what is unknown, does not run, or cannot be written.
     """
     _demand_parts(source, oracle)
     compression = None if compress is None else parse_compression(compress)
@@ -139,6 +141,7 @@ def trace(
             latency=latency,
             nccl_tests=nccl_tests,
         )
+    # How gradients travel between the replicas; without a network there is nothing to plan.
     group = fabric.over(replicas) if fabric is not None else None
     plans = plan_collectives(graph, group) if group is not None else None
     if compression is not None and plans is not None and group is not None:
@@ -167,7 +170,10 @@ def show_trace(
     perfetto: Path | None = None,
     as_json: bool = False,
 ) -> None:
-    """Print what the order of transfers gains; or, for ``--determinism``, what stands in the way of equal bits."""
+    """Print what the order of transfers gains; or, for ``--determinism``, what stands in the way of equal bits.
+
+    ``setting``: how replicas exchange gradients, of which the verdict speaks first.
+    """
     if determinism:
         demand_part("--determinism", {"source", "mode", "batch_size", "bindings", "determinism", "as_json"})
         source = call["source"]
@@ -182,7 +188,10 @@ def show_trace(
 
 
 def _demand_parts(source: Source | list[str], oracle: str | None) -> None:
-    """Raise InputError for an argument that has no part in timing this source so."""
+    """Raise InputError for an argument that has no part in timing this source so.
+
+    ``oracle``: what times the ops.
+    """
     _demand_bindable(source)
     if oracle == "measured":
         refuse("--oracle measured", _MODELLED)

@@ -46,11 +46,16 @@ class _Asked:
 
 
 _NOTHING = _Asked((), {})
+# A context variable, not a global: verbs may run in several threads at once.
 _asked: ContextVar[_Asked] = ContextVar("asked", default=_NOTHING)
 
 
 @contextmanager
 def _asking(names: Sequence[str], spelling: Mapping[str, str]) -> Iterator[None]:
+    """Let :func:`is_given` and :func:`refuse` know, in the body, that the caller gave the parameters ``names``.
+
+    ``spelling``: how errors call each parameter, by its name.
+    """
     token = _asked.set(_Asked(tuple(names), spelling))
     try:
         yield
@@ -59,11 +64,12 @@ def _asking(names: Sequence[str], spelling: Mapping[str, str]) -> Iterator[None]
 
 
 def verb(function: Callable[Taken, Result]) -> Callable[Taken, Result]:
-    """Let :func:`is_given` and :func:`demand_part` know, inside ``function``, what its caller gave."""
+    """Decorate a verb, so that :func:`is_given` and :func:`demand_part` inside it know which parameters its caller gave."""
     signature = inspect.signature(function)
 
     @wraps(function)
     def called(*args: Taken.args, **kwargs: Taken.kwargs) -> Result:
+        """Run the verb, with the names of its given arguments noted."""
         with _asking([*signature.bind(*args, **kwargs).arguments], _asked.get().spelling):
             return function(*args, **kwargs)
 
@@ -73,15 +79,17 @@ def verb(function: Callable[Taken, Result]) -> Callable[Taken, Result]:
 def also_takes(
     other: Callable[..., Any], *, without: Collection[str]
 ) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
-    """Return what lets a function with ``**rest`` take the parameters of ``other``, too, but those named in ``without``.
+    """Return a decorator of a function with ``**rest``: it takes the parameters of ``other`` too, except those in ``without``.
 
-    What both have is the function's own. The parameters come one by one in the signature, so that help and editors show them.
+    A parameter that both have is the function's own. The signature lists all, so that help and editors show them.
     """
 
     def widened(function: Callable[..., Result]) -> Callable[..., Result]:
+        """Return the function with the wider signature."""
         parameters = dict(inspect.signature(function, eval_str=True).parameters)
-        last = parameters.popitem()
-        assert last[1].kind is inspect.Parameter.VAR_KEYWORD, f"{function.__name__} takes no other parameters"
+        _, rest = parameters.popitem()
+        assert rest.kind is inspect.Parameter.VAR_KEYWORD, f"{function.__name__} takes no other parameters"
+        # Parameters of the other function behind its own, by keyword alone.
         more = [
             parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
             for name, parameter in inspect.signature(other, eval_str=True).parameters.items()
@@ -95,15 +103,14 @@ def also_takes(
 
 
 def is_given(name: str) -> bool:
-    """Return whether the caller of the running verb or command gave this parameter, be it with its default value."""
+    """Return whether the caller of the running verb or command gave this parameter, even if with its default value."""
     return name in _asked.get().names
 
 
 def demand_part(mode: str, allowed: Collection[str], *, instead: str = "leave it out") -> None:
-    """Raise InputError for the first given parameter that has no part in ``mode``.
+    """Raise InputError for the first given parameter that is not ``allowed``, as it has no part in ``mode``.
 
-    Even with its default value: who gives it expects something of it. ``allowed``: parameters of the running verb or
-    command. ``instead``: what would be right.
+    A default value that is given counts too: who gives it expects something of it. ``instead``: what would be right.
     """
     refuse(
         mode, [name for name in _asked.get().names if name not in allowed and name not in _LISTENERS], instead=instead
@@ -111,7 +118,10 @@ def demand_part(mode: str, allowed: Collection[str], *, instead: str = "leave it
 
 
 def refuse(mode: str, names: Collection[str], *, instead: str = "leave it out") -> None:
-    """Raise InputError for the first given parameter among ``names``, which have no part in ``mode``."""
+    """Raise InputError for the first given parameter among ``names``, which have no part in ``mode``.
+
+    ``instead``: what would be right.
+    """
     question = _asked.get()
     for name in question.names:
         if name in names:
@@ -122,12 +132,13 @@ class VerbCall(Generic[Result]):
     """A verb as a command line calls it: with what is given there, all else as the verb's own defaults."""
 
     def __init__(self, function: Callable[..., Result], given: Mapping[str, Any]) -> None:
+        """Keep the verb and the arguments that the command line gives; remarks and progress go to the terminal."""
         takes = inspect.signature(function).parameters
         listeners = {name: listener for name, listener in _LISTENERS.items() if name in takes}
         self._function, self._arguments = function, {**listeners, **given}
 
     def __call__(self, **changed: Any) -> Result:
-        """Return what the verb makes of the command line; ``changed``: arguments that take the place of those given."""
+        """Run the verb and return its record; ``changed``: arguments in place of those of the command line."""
         return self._function(**{**self._arguments, **changed})
 
     def __contains__(self, name: str) -> bool:
@@ -135,7 +146,7 @@ class VerbCall(Generic[Result]):
         return name in inspect.signature(self._function).parameters
 
     def __getitem__(self, name: str) -> Any:
-        """Return an argument: as given, else the verb's default."""
+        """Return an argument of the call: as given, else the verb's default."""
         return self._arguments.get(name, inspect.signature(self._function).parameters[name].default)
 
 
@@ -184,18 +195,22 @@ def declared(function: Callable[..., Any], name: str, panels: Mapping[str, str])
 
 
 def _from_user(context: typer.Context, name: str) -> bool:
-    """Return whether the command line, or an environment variable, gives this parameter."""
+    """Return whether the command line, or an environment variable, gives this parameter, and not its default."""
     source = context.get_parameter_source(name)
     return source is not None and not source.name.startswith("DEFAULT")
 
 
 def _check_files(given: Mapping[str, Any], said: Mapping[str, Remark]) -> None:
-    """Raise InputError for a file that would be written over one that is read, or twice, or cannot be written."""
+    """Raise InputError for a file that would be written over one that is read, or twice, or cannot be written.
+
+    ``given``: the command's values by parameter; ``said``: the words on each, which say whether it is written.
+    """
     outputs = sorted((name for name in said if said[name].get("writes")), key=lambda name: name != "output")
     written = {_flags(name, said[name])[0]: given[name] for name in outputs}
     read: list[Any] = []
     for name in said:
         value = given[name]
+        # A source may be FILE:FUNCTION; the file is what is read.
         if "SOURCE" in said[name].get("argument", ""):
             read.append(value.partition(":")[0])
         elif not said[name].get("writes"):
@@ -204,12 +219,15 @@ def _check_files(given: Mapping[str, Any], said: Mapping[str, Remark]) -> None:
 
 
 def _flags(name: str, said: Remark) -> list[str]:
-    """Return what an option is called on the command line."""
+    """Return what an option is called on the command line; ``said``: the words on it, which may name it."""
     return said.get("flags") or ["--" + name.strip("_").replace("_", "-")]
 
 
 def _option(parameter: inspect.Parameter, said: Remark, panel: str | None) -> inspect.Parameter:
-    """Return a parameter as typer takes it: what its annotation and the words on it say, as an argument or option."""
+    """Return a parameter as typer takes it: an argument or option, by its annotation and the words that are ``said`` of it.
+
+    ``panel``: the title of the group that help shows it in; None: no group.
+    """
     annotated = get_origin(parameter.annotation) is Annotated
     annotation, *remarks = get_args(parameter.annotation) if annotated else (parameter.annotation,)
     settings = {key: value for key, value in said.items() if key not in ("writes", "flags")}
@@ -242,8 +260,8 @@ def _option(parameter: inspect.Parameter, said: Remark, panel: str | None) -> in
 def _typed(annotation: Any) -> Any:
     """Return the type by which typer reads a parameter that takes ``annotation`` in Python.
 
-    A path is a path, and several of them a repeated option; of the other types that a verb takes, text is what a command
-    line has.
+    A path is a path, and several of them a repeated option. Of the other types that a verb takes, a command line has
+    text.
     """
     is_single = get_origin(annotation) in (list, Sequence, None)
     members = [annotation] if is_single else [part for part in get_args(annotation) if part is not NoneType]

@@ -35,10 +35,12 @@ def verify(
 ) -> Verification:
     """Compare a run with its plan, part by part; say what to fit again, where its time went, and what to do.
 
-    ``plan``: a Plan or its file. ``telemetry``: the hook's file, or its rows. ``goodput``: a fit, or its file, of the devices
-    that the job really ran on, where they are not the plan's. ``max_error``: the share by which the step time may be off. The
-    result has ``passed``: false where it was off by more, or the run did not follow the plan. Raises InputError for what
-    cannot be read, and for a run without a step.
+    ``plan``: a Plan or its file. ``telemetry``: the hook's file, or its rows. ``goodput``: a fit, or its file, of the
+    devices that the job really ran on, where they are not the plan's. ``max_error``: the share by which the step time
+    may be off.
+
+    The result's ``passed`` is false where the step was off by more, or the run did not follow the plan. Raises
+    InputError for what cannot be read, and for a run without a step.
     """
     followed = plan if isinstance(plan, Plan) else load(plan, Plan)
     models, model_error = _models(goodput)
@@ -51,7 +53,7 @@ def verify(
 
 
 def show_verify(call: VerbCall[Verification], output: Path | None = None, as_json: bool = False) -> None:
-    """Print how the run was against its plan; exit 1 where it did not follow it."""
+    """Print how the run went against its plan; exit 1 where it did not follow it, or was off by more than the limit."""
     found = call()
     finish(found, lambda: verification_section(found, found.job), output, as_json)
     if not found.passed:
@@ -59,7 +61,10 @@ def show_verify(call: VerbCall[Verification], output: Path | None = None, as_jso
 
 
 def _models(given: Path | Goodput | None) -> tuple[dict[str, ThroughputParams] | None, float | None]:
-    """Return the fitted models of a fit, or its file, by device type ("" for all others), and the error of the fit."""
+    """Return the fitted models by device type ("" for all others), and the fit's relative error; (None, None) without a fit.
+
+    ``given``: a fit, or its file; of several device types the largest error counts.
+    """
     if given is None:
         return None, None
     fitted = given if isinstance(given, Goodput) else load(given, Goodput)

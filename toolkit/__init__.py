@@ -62,6 +62,7 @@ __all__ = ["__version__", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:
+    """Return a public name from the module that has it, which is imported when it is first asked for."""
     if name not in _HOMES:
         raise AttributeError(f"module 'ddltool' has no attribute {name!r}")
     found = globals()[name] = getattr(import_module(f"ddltool.{_HOMES[name]}"), name)
@@ -69,4 +70,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
+    """Return the public names, those included that were not asked for yet."""
     return sorted(__all__)

@@ -17,7 +17,7 @@ def _interrupt_once(number: int, frame: FrameType | None) -> None:
 
 
 def main() -> None:
-    """Run the ``ddltool`` command line and exit with the code that the contract gives."""
+    """Run the ``ddltool`` command line and exit with its exit code (:mod:`ddltool.errors` lists them)."""
     try:
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, _interrupt_once)

@@ -85,12 +85,16 @@ class ReadArtifact:
 
 
 def told_apart(artifacts: Sequence[ReadArtifact]) -> list[ReadArtifact]:
-    """Return the artifacts, each name with the fewest folders that distinguish its file from others of the same name."""
+    """Return the artifacts, each name with the fewest folders that distinguish its file from others of the same name.
+
+    ``a/plan.json`` and ``b/plan.json`` are named so; a plan that is alone stays ``plan.json``.
+    """
     renamed = list(artifacts)
     for artifact_index, artifact in enumerate(artifacts):
         others = {
             other.path for other in artifacts if other.path != artifact.path and other.path.name == artifact.path.name
         }
+        # One folder more until the name is nobody else's.
         for folders in range(len(artifact.path.parts) if others else 0):
             renamed[artifact_index] = replace(artifact, folders=folders)
             if all(
@@ -118,7 +122,7 @@ def read_any(path: Path) -> ReadArtifact:
 
 
 def _from_document(path: Path) -> ReadArtifact:
-    """Return the artifact in a JSON or YAML file, by its ``kind``. Raises InputError for an unknown kind."""
+    """Return the artifact in a JSON or YAML file, by its ``kind``. Raises InputError for a kind that has no section."""
     document, where = read_document(path), str(path)
     kind_field = document.get("kind")
     kind = str(kind_field).removeprefix("ddltool.")
@@ -138,7 +142,7 @@ def _from_document(path: Path) -> ReadArtifact:
 
 
 def _memory_timelines(document: dict[str, Any], where: str) -> dict[str, MemoryTimeline]:
-    """Return the memory over a pass by device; empty for a measured profile and for a prediction without it."""
+    """Return the memory over a pass, by device, that a predicted profile's document has; empty for any other profile."""
     devices = document.get("devices") if document.get("predicted") is True else None
     memory_by_device = (
         {name: device.get("memory") for name, device in devices.items()} if isinstance(devices, dict) else {}
@@ -151,10 +155,14 @@ def _memory_timelines(document: dict[str, Any], where: str) -> dict[str, MemoryT
 
 
 def _from_rows(path: Path, rows: list[tuple[int, Row]]) -> ReadArtifact:
-    """Return the last run of telemetry of the hook or the agent, or of a synchronisation server."""
+    """Return the artifact in (line number, row) pairs of JSON Lines: a profile, or the last run of telemetry or of a server.
+
+    Raises InputError for rows of another kind.
+    """
     import pandas as pd
 
     first = rows[0][1]
+    # Rows of earlier versions have no kind; then their columns tell.
     kind_field = first.get("kind")
     if kind_field == "ddltool.sync":
         records, notes = _sync_rows(path, rows), list[str]()
@@ -166,10 +174,8 @@ def _from_rows(path: Path, rows: list[tuple[int, Row]]) -> ReadArtifact:
             remark=_run_remark(notes, path),
         )
     if kind_field == "ddltool.telemetry" or (kind_field is None and {"rank", "step_s"} <= first.keys()):
-        frame, notes = (
-            pd.DataFrame([row for _, row in rows]).reindex(columns=list(TelemetryRow.model_fields)),
-            list[str](),
-        )
+        frame, notes = pd.DataFrame([row for _, row in rows]), list[str]()
+        frame = frame.reindex(columns=list(TelemetryRow.model_fields))
         last_rows = check_rows(frame, str(path), notes.append)
         return ReadArtifact(
             kind="telemetry", path=path, content=frame.loc[last_rows.index], remark=_run_remark(notes, path)
@@ -186,7 +192,7 @@ def _run_remark(notes: list[str], path: Path) -> str:
 
 
 def _sync_rows(path: Path, rows: Iterable[tuple[int, Row]]) -> list[Row]:
-    """Return a server's (line, row) pairs as rows, each checked by the model of its ``event``.
+    """Return a server's (line number, row) pairs as rows, each checked by the model of its ``event``.
 
     Raises InputError naming the line and the field.
     """
@@ -204,7 +210,7 @@ def _sync_rows(path: Path, rows: Iterable[tuple[int, Row]]) -> list[Row]:
 
 
 def is_table(path: Path) -> bool:
-    """Return whether a file is a table of rows, by its name: .csv, .jsonl, either with .gz; standard input by how it begins."""
+    """Return whether a file is a table of rows (.csv, .jsonl, .ndjson) by its name; standard input by how it begins."""
     return ending(path) in _TABLE_SUFFIXES
 
 
@@ -219,7 +225,7 @@ def read_artifact(path: Path) -> dict[str, Any]:
 
 
 def checked_document(document: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return a document as it is, a profile (as ``ddltool profile --json`` prints it) with its rows checked."""
+    """Return a document as it is; the rows of a profile (as ``ddltool profile --json`` prints it) are checked first."""
     if document.get("kind") != "ddltool.profile":
         return document
     import pandas as pd
@@ -231,6 +237,7 @@ def checked_document(document: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _read_table_document(path: Path) -> dict[str, Any]:
+    """Return a table as a document: the last run's rows of telemetry, told by its column ``compute_s``, else a profile's."""
     frame = read_table(path)
     if "compute_s" not in frame.columns:
         return profile_document(frame, str(path))
@@ -240,5 +247,5 @@ def _read_table_document(path: Path) -> dict[str, Any]:
 
 
 def profile_document(frame: pd.DataFrame, where: str) -> dict[str, Any]:
-    """Return a profile's frame as a document. Raises InputError where it breaks the schema."""
+    """Return a profile's frame as a document with its rows. Raises InputError, named ``where``, if it breaks the schema."""
     return {"kind": "ddltool.profile", "rows": check_profile(frame, where).to_dict("records")}

@@ -44,6 +44,8 @@ Version = Annotated[int, Strict(), _IS_IT]
 """Not a Literal, which takes true for 1."""
 # Most unpacked bytes of a document in memory, of a file that is read line by line, of one such line.
 LONGEST_TEXT, LONGEST_STREAM, _LONGEST_LINE = 1 << 29, 1 << 33, 1 << 20
+# Bytes that are read or written at once.
+_READ_AT_ONCE, _WRITTEN_AT_ONCE = 1 << 18, 1 << 16
 # Seconds that the other end of a pipe may take for the next bytes.
 _PIPE_TIMEOUT_S = 60.0
 _STDOUT = ("-", "/dev/stdout")
@@ -67,14 +69,14 @@ class Artifact(Record):
         return parse({**document}, cls, kind_of(cls).removeprefix("ddltool."))
 
     def save(self, path: str | Path) -> None:
-        """Write the document atomically as JSON; one whose rows are a profile's as CSV where the name ends so."""
+        """Write the document atomically as JSON; a profile's rows as CSV where the file's name ends so."""
         if Path(path).name.removesuffix(".gz").endswith(".csv"):
             showing.module().save_table(self, path)
         else:
             save(self, path)
 
     def to_frame(self) -> pd.DataFrame:
-        """Return its main rows as a table: of a profile its rows, of a simulation its policies, of a plan its assignments."""
+        """Return the document's main rows as a table: a profile's rows, a simulation's policies, a plan's assignments."""
         return cast("pd.DataFrame", showing.module().frame(self))
 
     def chart(self) -> Any:
@@ -92,7 +94,10 @@ R = TypeVar("R", bound=BaseModel)
 
 @contextlib.contextmanager
 def _name_read_errors(path: Path) -> Iterator[None]:
-    """Turn errors of reading into an InputError: missing, a folder, unreadable, no whole gzip file, not UTF-8."""
+    """Turn an error of reading ``path`` in the body into an InputError that says what is wrong with the file.
+
+    It is missing, a folder, unreadable, no whole gzip file, or not UTF-8.
+    """
     try:
         yield
     except FileNotFoundError:
@@ -112,6 +117,7 @@ class _FileWithTimeout(io.FileIO):
     """A file whose read fails when it is a pipe into which nothing is written for ``_PIPE_TIMEOUT_S``."""
 
     def readinto(self, buffer: Any) -> int | None:
+        """Read into ``buffer`` and return how many bytes; raise TimeoutError where a pipe has none for a minute."""
         if not select.select([self], [], [], _PIPE_TIMEOUT_S)[0]:
             raise TimeoutError(0, f"nothing was written to this pipe within {_PIPE_TIMEOUT_S:g} s")
         return super().readinto(buffer)
@@ -121,12 +127,15 @@ class _BoundedBytes(io.RawIOBase):
     """A stream of a file's unpacked bytes; reading raises InputError after more than ``max_bytes``."""
 
     def __init__(self, stream: Any, path: Path, max_bytes: int) -> None:
+        """Read from ``stream``, which holds the unpacked bytes of ``path``, for messages, at most ``max_bytes``."""
         self._stream, self._path, self._max_bytes, self._left = stream, path, max_bytes, max_bytes
 
     def readable(self) -> bool:
+        """Say that this can be read, which a BufferedReader around it asks."""
         return True
 
     def readinto(self, buffer: Any) -> int:
+        """Read into ``buffer`` and return how many bytes; raise InputError where that makes more than allowed in all."""
         count = int(self._stream.readinto1(buffer))
         self._left -= count
         if self._left < 0:
@@ -137,21 +146,19 @@ class _BoundedBytes(io.RawIOBase):
 
 @contextlib.contextmanager
 def opened(path: str | Path, max_bytes: int = LONGEST_STREAM) -> Iterator[io.BufferedReader]:
-    """Open a file or pipe for reading its bytes, unpacked when its name ends in ``.gz`` or it begins with gzip's magic number.
+    """Open a file or pipe for reading its bytes, unpacked where its name or its first bytes say that it is gzip.
 
-    ``-`` is standard input, which may be opened several times.
-
-    Raises InputError, also from the body of the ``with``, when the file is missing, a folder, unreadable, a broken gzip
-    file, longer than ``max_bytes`` unpacked, a pipe without data for a minute, or not UTF-8 when the body decodes it.
+    ``-`` is standard input, which may be opened several times. Raises InputError, also from the body of the ``with``,
+    when the file is missing, a folder, unreadable, a broken gzip file, longer than ``max_bytes`` unpacked, a pipe
+    without data for a minute, or not UTF-8 when the body decodes it.
     """
     path = Path(path)
     if str(path) == _STDIN:
         with _name_read_errors(path):
             data = _whole(sys.stdin.buffer)
             stdin: Any = io.BytesIO(data)
-            yield io.BufferedReader(
-                _BoundedBytes(gzip.GzipFile(fileobj=stdin) if data[:2] == _GZIP else stdin, path, max_bytes), 1 << 18
-            )
+            unpacked = gzip.GzipFile(fileobj=stdin) if data[:2] == _GZIP else stdin
+            yield io.BufferedReader(_BoundedBytes(unpacked, path, max_bytes), _READ_AT_ONCE)
         return
     with (
         _name_read_errors(path),
@@ -161,12 +168,12 @@ def opened(path: str | Path, max_bytes: int = LONGEST_STREAM) -> Iterator[io.Buf
         buffered = io.BufferedReader(raw)
         is_gzip = path.suffix == ".gz" or buffered.peek(2)[:2] == _GZIP
         stream = gzip.GzipFile(fileobj=buffered) if is_gzip else buffered
-        yield io.BufferedReader(_BoundedBytes(stream, path, max_bytes), 1 << 18)
+        yield io.BufferedReader(_BoundedBytes(stream, path, max_bytes), _READ_AT_ONCE)
 
 
 @lru_cache(maxsize=1)
 def _whole(stream: Any) -> bytes:
-    """Return all bytes of standard input, read once."""
+    """Return all bytes of standard input; it is read once and kept, as it cannot be read again."""
     data: bytes = stream.read(LONGEST_TEXT + 1)
     if len(data) > LONGEST_TEXT:
         raise InputError(_STDIN, f"holds more than {show_bytes(LONGEST_TEXT)}", "give it as a file")
@@ -174,13 +181,13 @@ def _whole(stream: Any) -> bytes:
 
 
 def read_bytes(path: str | Path, max_bytes: int = LONGEST_TEXT) -> bytes:
-    """Return the (unpacked) bytes of a file; see :func:`opened` for what is refused."""
+    """Return the unpacked bytes of a file. Raises InputError as :func:`opened` does."""
     with opened(path, max_bytes) as file:
         return file.read()
 
 
 def read_text(path: str | Path) -> str:
-    """Return the text of a file; raise InputError as :func:`opened` does, and for an empty one."""
+    """Return the text of a file, without a byte order mark. Raises InputError as :func:`opened` does, and for an empty one."""
     path = Path(path)
     with _name_read_errors(path):
         text = read_bytes(path).decode("utf-8-sig")
@@ -190,10 +197,10 @@ def read_text(path: str | Path) -> str:
 
 
 def read_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (line number, object) of JSON Lines (``.gz`` accepted), line by line: such files may be larger than memory.
+    """Yield (line number, object) of a file of JSON Lines, line by line: such files may be larger than memory.
 
-    A broken last line without its end of line is dropped: its writer was killed, or still writes. Raises InputError as
-    :func:`read_text` does, and naming the line where one is no JSON object.
+    A broken last line without its end of line is dropped: its writer was killed, or is still writing. Raises InputError
+    as :func:`read_text` does, and naming the line where one is no JSON object or holds NaN.
     """
     path = Path(path)
     has_rows = False
@@ -223,7 +230,7 @@ _NO_OBJECT = "is not an object"
 
 
 def _object_of(line: bytes) -> tuple[dict[str, Any] | None, str]:
-    """Return the JSON object of a line, or None and what is wrong with it."""
+    """Return (object, "") for a line that holds a JSON object, else (None, what is wrong with it)."""
     try:
         value = json_value(line.decode("utf-8-sig"))
     except json.JSONDecodeError as error:
@@ -257,7 +264,9 @@ def read_toml(path: str | Path) -> dict[str, Any]:
 
 
 def ending(path: Path) -> str:
-    """Return the end of a file's name that tells what it holds, in lower case and without ``.gz``.
+    """Return the end of a file's name that tells what it holds, in lower case and without ``.gz``; "" for none.
+
+    For standard input, which has no name, the text's beginning tells.
 
     >>> ending(Path("telemetry.JSONL.gz"))
     '.jsonl'
@@ -268,9 +277,13 @@ def ending(path: Path) -> str:
 
 
 def _ending_of_stdin() -> str:
-    """Return the end that a file with standard input's text would have: ``.jsonl``, ``.json``, ``.csv`` or ``.yaml``."""
+    """Return the end that a file with standard input's text would have: ``.jsonl``, ``.json``, ``.csv`` or ``.yaml``.
+
+    Several lines that are objects are JSON Lines; a first line with a comma and no colon is a table's header.
+    """
     with opened(_STDIN, LONGEST_TEXT) as file:
-        text = file.read(1 << 20).decode("utf-8", "replace").lstrip("\ufeff \t\r\n")
+        beginning = file.read(_LONGEST_LINE)
+    text = beginning.decode("utf-8", "replace").lstrip("\ufeff \t\r\n")
     text = "\n".join(line for line in text.splitlines() if not line.startswith("#"))  # YAML's comments
     first, _, rest = text.partition("\n")
     if text[:1] in ("{", "["):
@@ -279,14 +292,15 @@ def _ending_of_stdin() -> str:
 
 
 def kind_of(model: type[BaseModel]) -> str:
-    """Return the kind that documents of a model name."""
+    """Return the kind that a model's documents have in their field ``kind``, such as ``ddltool.plan``."""
     return str(model.model_fields["kind"].default)
 
 
 def parse(document: dict[str, Any], model: type[A], where: str) -> A:
     """Return ``document`` as ``model``. Raises InputError as ``WHERE:FIELD: what is wrong and what would be right``.
 
-    ``schema_version`` may be left out (the newest is meant); ``kind`` may be left out only together with it.
+    ``schema_version`` may be left out (the newest is meant); ``kind`` may be left out only together with it. ``where``:
+    the file, or what else the document is from.
     """
     wanted = kind_of(model)
     kind = document.get("kind", wanted if "schema_version" not in document else None)
@@ -299,7 +313,11 @@ def parse(document: dict[str, Any], model: type[A], where: str) -> A:
 
 
 def parse_record(document: Mapping[str, Any] | str, model: type[R], where: str, inside: str = "") -> R:
-    """Return a mapping, or a text of JSON, as ``model``; errors put ``inside``, its place in the file, before the field."""
+    """Return a mapping, or a text of JSON, as ``model``. Raises InputError for the first problem.
+
+    ``where``: the file, for the message. ``inside``: the place of the mapping in the file, which is put before the
+    field.
+    """
     try:
         return model.model_validate_json(document) if isinstance(document, str) else model.model_validate(document)
     except ValidationError as error:
@@ -312,10 +330,14 @@ def load(path: str | Path, model: type[A]) -> A:
 
 
 def _first_validation_error(error: ValidationError, model: type[BaseModel], where: str, inside: str = "") -> InputError:
-    """Return an InputError for the first of pydantic's errors, an unknown field before all others."""
+    """Return an InputError for one of pydantic's errors: an unknown field if there is one, else the first.
+
+    ``where`` and ``inside``: as of :func:`parse_record`. Of several errors it says how many more there are.
+    """
     # A misspelt field is both unknown and missing; the unknown one is what the reader must mend.
     problem_found = min(error.errors(), key=lambda problem: problem["type"] not in UNKNOWN_FIELD)
     field = inside
+    # The path of the field as people write it: devices[0].type.
     for part in problem_found["loc"]:
         field += f"[{part}]" if isinstance(part, int) else f".{part}" if field else str(part)
     if problem_found["type"] in UNKNOWN_FIELD:
@@ -332,7 +354,10 @@ def _first_validation_error(error: ValidationError, model: type[BaseModel], wher
 
 
 def _fields_beside(location: tuple[int | str, ...], model: type[BaseModel]) -> list[str]:
-    """Return the field names that the model knows beside the unknown field at ``location``."""
+    """Return the field names that the model knows at the place of an unknown field; ``location``: its path, from the top.
+
+    The JSON schema is followed along the path: into lists, fields, and the first alternative that has any.
+    """
     schema: dict[str, Any] = model.model_json_schema()
     schema_node = schema
     for location_part in location[:-1]:
@@ -341,6 +366,7 @@ def _fields_beside(location: tuple[int | str, ...], model: type[BaseModel]) -> l
             if isinstance(location_part, int)
             else schema_node.get("properties", {}).get(location_part, {})
         )
+        # "This or null": the alternative that has fields or entries is the one.
         for alternative in schema_node.get("anyOf", [schema_node]):
             if "$ref" in alternative or "items" in alternative or "properties" in alternative:
                 schema_node = alternative
@@ -351,7 +377,7 @@ def _fields_beside(location: tuple[int | str, ...], model: type[BaseModel]) -> l
 
 
 def to_json(artifact: BaseModel | dict[str, Any], *, indent: int | None = 1) -> str:
-    """Return the document as JSON text in field order, with a final newline; NaN and infinities are refused."""
+    """Return the document as JSON text in field order, with a final newline. Raises ValueError for NaN and infinities."""
     document = artifact.model_dump(mode="json") if isinstance(artifact, BaseModel) else artifact
     return json.dumps(document, indent=indent, ensure_ascii=False, allow_nan=False) + "\n"
 
@@ -377,10 +403,10 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def write_bytes(path: str | Path, data: bytes) -> None:
-    """Write ``data`` to a temporary file beside ``path``, fsync it, and rename it into place.
+    """Write ``data`` atomically: to a temporary file beside ``path``, which is synced to the disk and renamed into place.
 
-    ``-`` is standard output; a pipe or a device is written as it is, see :func:`opened_stream`. Raises InputError when it
-    cannot be written.
+    ``-`` is standard output; a pipe or a device is written as it is, see :func:`opened_stream`. Raises InputError when
+    it cannot be written.
     """
     if str(path) in _STDOUT:
         sys.stdout.buffer.write(data)
@@ -392,6 +418,7 @@ def write_bytes(path: str | Path, data: bytes) -> None:
             _fill_stream(path, data)
             return
         target = path.resolve()
+        # In the same folder, as only there a rename is atomic.
         handle = tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False)  # noqa: SIM115
         _fill_and_rename(handle, data, target, mode)
 
@@ -410,7 +437,7 @@ def append_text(path: str | Path, text: str) -> None:
 def opened_stream(path: Path) -> int:
     """Return the descriptor of a pipe or a character device, opened for writing, which does not block.
 
-    Raises InputError for what is neither, and OSError where nobody reads a pipe for a minute.
+    Raises InputError for what is neither, and TimeoutError where nobody reads the pipe for a minute.
     """
     check_writable(path)
     deadline_s = time.monotonic() + _PIPE_TIMEOUT_S
@@ -426,20 +453,20 @@ def opened_stream(path: Path) -> int:
 
 
 def _fill_stream(path: Path, data: bytes) -> None:
-    """Write all into a pipe or a device, whose reader may pause for a minute."""
+    """Write all of ``data`` into a pipe or a device. Raises TimeoutError where its reader pauses for longer than a minute."""
     descriptor, rest = opened_stream(path), memoryview(data)
     try:
         while rest:
             if not select.select([], [descriptor], [], _PIPE_TIMEOUT_S)[1]:
                 raise TimeoutError(0, f"nobody read from this pipe within {_PIPE_TIMEOUT_S:g} s")
-            rest = rest[os.write(descriptor, rest[: 1 << 16]) :]
+            rest = rest[os.write(descriptor, rest[:_WRITTEN_AT_ONCE]) :]
     finally:
         os.close(descriptor)
 
 
 @contextlib.contextmanager
 def _name_write_errors(path: Path) -> Iterator[None]:
-    """Turn errors of writing into an InputError: also for a loop of links, a NUL in the name."""
+    """Turn an error of writing to ``path`` in the body into an InputError; also for a loop of links, or a NUL in the name."""
     try:
         yield
     except (OSError, RuntimeError, ValueError) as error:
@@ -447,12 +474,16 @@ def _name_write_errors(path: Path) -> Iterator[None]:
 
 
 def _write_error(path: Path, error: Exception) -> InputError:
+    """Return the InputError for an error of writing, with the system's reason."""
     reason = getattr(error, "strerror", None) or str(error)
     return InputError(str(path), f"cannot be written ({reason})", "give a file in a writable folder")
 
 
 def _fill_and_rename(handle: IO[bytes], data: bytes, target: Path, mode: int | None) -> None:
-    """Complete the temporary file and move it over ``target``; remove it on any failure."""
+    """Write ``data`` into the temporary file ``handle`` and move it over ``target``; remove it on any failure.
+
+    ``mode``: the permissions of the file that it replaces; None: those that a new file gets.
+    """
     try:
         with handle:
             handle.write(data)
@@ -519,8 +550,9 @@ def check_outputs(
 ) -> None:
     """Raise InputError where a file to write is one of those to read, or is written twice, or cannot be written.
 
-    ``outputs``: option -> file. None and ``-`` (the standard streams) are no files; neither are pipes and devices.
-    Files are told by what they are, not by their names: links, hard links and other spellings of a path count.
+    ``outputs``: file by option. None and ``-`` (the standard streams) are no files; neither are pipes and devices.
+    Files are compared by what they are, not by their names: links, hard links and other spellings of a path count as
+    the same. ``remedy``: the end of the error's line.
     """
     input_paths = [Path(path) for path in inputs if path is not None and str(path) != "-"]
     path_by_option: dict[str, Path] = {}
@@ -531,6 +563,7 @@ def check_outputs(
         quoted = shortened(str(path), _LONGEST_NAME)
         if any(_is_same_file(path, path_before) for path_before in input_paths):
             raise InputError(option, f"{quoted} is one of the inputs", remedy)
+        # Two options that write one file: the later would overwrite the earlier.
         earlier_option = next(
             (name for name, path_before in path_by_option.items() if _is_same_file(path, path_before)), None
         )
@@ -541,7 +574,10 @@ def check_outputs(
 
 
 def demand_once(paths: Iterable[Path], remedy: str) -> None:
-    """Raise InputError for a path to the same file as an earlier path."""
+    """Raise InputError for a path to the same file as an earlier path.
+
+    ``remedy``: the end of the error's line.
+    """
     seen: set[str] = set()
     for path in paths:
         if (real_path := os.path.realpath(path)) in seen:

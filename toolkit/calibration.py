@@ -25,6 +25,7 @@ class Residuals(Record):
 
     @model_validator(mode="after")
     def _about_the_prediction(self) -> Residuals:
+        """Refuse a range of measured over predicted that does not hold the prediction itself, 1."""
         if not self.low <= 1.0 <= self.high:
             raise ValueError(f"low is {self.low:g} and high {self.high:g}; the prediction itself, 1, lies between them")
         return self
@@ -43,6 +44,7 @@ class DeviceFit(Record):
     @field_validator("units")
     @classmethod
     def _every_unit(cls, units: dict[str, float]) -> dict[str, float]:
+        """Refuse factors that are not exactly those of the three units."""
         if set(units) != set(UNITS):
             raise ValueError(f"has {', '.join(sorted(units)) or 'nothing'}; give exactly {', '.join(UNITS)}")
         return units

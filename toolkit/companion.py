@@ -22,7 +22,7 @@ from ddltool.artifacts import Artifact, Record, demand_file, parse, write_bytes
 from ddltool.errors import InputError, did_you_mean
 from ddltool.quantities import AtLeastOne, Name, NonNegative, Processes, Rate, Seconds
 
-_MAGIC = b"SQLite format 3\x00"
+_MAGIC, _HEADER_BYTES = b"SQLite format 3\x00", 100
 # In the order of the tables' names.
 _SCHEMA = (
     "CREATE TABLE meta (document TEXT NOT NULL)",
@@ -61,9 +61,10 @@ class CompanionMeta(Artifact):
     )
 
     def clamped(self, counts: Mapping[str, int]) -> tuple[int, ...]:
-        """Return the counts in the order of ``devices``, at most as many as are kept where more cannot help.
+        """Return the counts in the order of ``devices``, as many as plans are kept for.
 
-        Raises InputError for unknown types, negative counts, and more devices than plans are kept for.
+        More devices of a type than the job has logical workers cannot help, and count as that many. Raises InputError
+        for unknown types, negative counts, and more devices than plans are kept for where more would help.
         """
         types = [device.type for device in self.devices]
         for name, count in counts.items():
@@ -74,6 +75,7 @@ class CompanionMeta(Artifact):
         kept_counts = []
         for device in self.devices:
             count = counts.get(device.type, 0)
+            # More devices than the job has logical workers would stay idle; below that they could help.
             if count > device.count and device.count < self.max_workers:
                 problem = f"is {count}, and plans are kept for at most {device.count}"
                 raise InputError(f"devices.{device.type}", problem, "make the database again with more")
@@ -81,7 +83,11 @@ class CompanionMeta(Artifact):
         return tuple(kept_counts)
 
     def key(self, counts: Sequence[int]) -> int:
-        """Return the number of a vector of counts in the order of ``devices``: digits in mixed base, first type first."""
+        """Return the number under which the plan for these counts is kept.
+
+        The counts, in the order of ``devices``, are its digits in mixed base: a type with 4 devices has the digits 0 to
+        4.
+        """
         number = 0
         for device, count in zip(self.devices, counts, strict=True):
             number = number * (device.count + 1) + count
@@ -116,7 +122,10 @@ def is_companion(path: Path) -> bool:
 def write_companion(
     path: Path, meta: CompanionMeta, plans: Iterable[CompanionPlan], vectors: Iterable[tuple[int, int]]
 ) -> None:
-    """Write a database atomically: ``vectors`` are (key, place in ``plans``). Raises InputError when it cannot be written."""
+    """Write a database atomically. ``vectors``: pairs (key of the device counts, index in ``plans`` of the best plan for them).
+
+    Raises InputError when it cannot be written. ``meta``: what the plans were made for.
+    """
     with contextlib.closing(sqlite3.connect(":memory:")) as base:
         base.executescript("; ".join(_SCHEMA))
         rows = ((number, plan.model_dump_json()) for number, plan in enumerate(plans))
@@ -145,7 +154,7 @@ class Companion:
             raise
 
     def _distrust(self) -> None:
-        """Bound what a file that anybody may have made can do: SQL of its own, long values, long searches.
+        """Bound what a file that anybody may have made can do: no functions in its schema, no long values, no long searches.
 
         Raises InputError where its tables are not exactly those that :func:`write_companion` makes.
         """
@@ -155,25 +164,31 @@ class Companion:
         deadline = [0.0]
 
         def set_deadline(_statement: str) -> None:
+            """Give the statement that begins ten seconds; ``_statement`` is its text, which SQLite passes."""
             deadline[0] = time.monotonic() + _QUERY_S
 
         base.set_trace_callback(set_deadline)  # called with each statement as it begins
-        base.set_progress_handler(lambda: time.monotonic() > deadline[0], 10_000)  # True interrupts the statement
+        # Asked every 10,000 instructions of SQLite's machine; True interrupts the statement.
+        base.set_progress_handler(lambda: time.monotonic() > deadline[0], 10_000)
         if base.execute("SELECT sql FROM sqlite_master ORDER BY name").fetchall() != [(sql,) for sql in _SCHEMA]:
             problem = "is no companion database: its tables are others"
             raise InputError(str(self.path), problem, "make one with: ddltool companion JOB.yaml")
 
     def lookup(self, counts: Sequence[int]) -> CompanionPlan | None:
-        """Return the plan for counts in the order of the devices; None: it is not there, or of an earlier generation."""
+        """Return the plan for device counts, in the order of the devices.
+
+        None where it is not in the database, or was made with capabilities that have changed since (an earlier
+        generation).
+        """
         with self._explained():
             row = self._base.execute(_LOOKUP, (self.meta.key(counts), self.meta.generation)).fetchone()
             return None if row is None else self._checked(row[0], counts)
 
     def _checked(self, document: str, counts: Sequence[int]) -> CompanionPlan:
-        """Return the plan that a row holds. Raises ValueError unless it can be true of ``counts`` devices.
+        """Return the plan that a row holds, as the file may be anybody's. Raises ValueError unless it can be true.
 
-        Either it runs nothing, or it places every EST on devices that are there, its step takes as long as the slowest of
-        them, and its throughput is that of such steps.
+        Either it runs nothing, or it places every EST (logical worker) on devices among ``counts``, its step takes as
+        long as the slowest of them, and its throughput is that of such steps.
         """
         with contextlib.suppress(ValidationError):
             plan = CompanionPlan.model_validate_json(document)
@@ -184,9 +199,10 @@ class Companion:
         raise ValueError("a plan in it does not fit its devices")
 
     def _runs_all(self, plan: CompanionPlan) -> bool:
-        """Return whether a plan places every EST of the job, and its times follow from the devices' capabilities."""
+        """Return whether a plan places every EST (logical worker), in the time that the devices' capabilities give."""
         speeds = {device.type: device.capability_per_s for device in self.meta.devices}
         placed = sum(devices * ests for rows in plan.ests.values() for devices, ests in rows)
+        # A device runs its ESTs one after another; the step waits for the slowest device.
         slowest_s = max((ests / speeds[name] for name, rows in plan.ests.items() for _, ests in rows), default=0.0)
         return (
             placed == self.meta.max_workers
@@ -195,8 +211,12 @@ class Companion:
         )
 
     def remember(self, counts: Sequence[int], plan: CompanionPlan) -> None:
-        """Keep a plan that was made on demand; a database that cannot be written is left as it is."""
+        """Keep a plan that was made on demand. A database that cannot be written is left as it is: the plan is no less good.
+
+        ``counts``: the devices that it is for, in their order.
+        """
         with self._explained(), contextlib.suppress(sqlite3.OperationalError), self._writing():
+            # Another process may have corrected a capability since this file was opened.
             if self._stored().generation != self.meta.generation:
                 return  # made with capabilities that have changed since
             inserted = self._base.execute("INSERT INTO plans (document) VALUES (?)", (plan.model_dump_json(),))
@@ -206,7 +226,7 @@ class Companion:
             )
 
     def recalibrate(self, capability: Mapping[str, float]) -> None:
-        """Put other capabilities (mini-batches per second) in place; plans made before count as out of date.
+        """Replace capabilities (mini-batches per second, by type); plans made before then count as out of date.
 
         What another process has changed since the file was opened is kept.
         """
@@ -224,7 +244,7 @@ class Companion:
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
-        """Be the only writer from the first look at the file to the commit."""
+        """Be the only writer from here to the end of the body, which is committed; an error in it undoes all."""
         with self._base:
             self._base.execute("BEGIN IMMEDIATE")
             yield
@@ -260,7 +280,7 @@ class Companion:
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """Turn SQLite's and JSON's complaints about the file into one line."""
+        """Turn SQLite's and JSON's errors in the body into one line about the file."""
         try:
             yield
         except (sqlite3.Error, ValueError) as error:
@@ -270,20 +290,23 @@ class Companion:
 
 
 def _check_file(path: Path) -> None:
-    """Refuse what is no whole SQLite file: the header says how many pages there should be."""
+    """Raise InputError for what is no whole SQLite file.
+
+    Its header says the bytes of a page and the number of pages; a copy that was cut off has fewer bytes.
+    """
     demand_file(path)  # a pipe would be waited for
     try:
         with path.open("rb") as file:
-            head = file.read(100)
+            head = file.read(_HEADER_BYTES)
         size = path.stat().st_size
     except FileNotFoundError:
         raise InputError(str(path), "no such file", "give the path of an existing file") from None
     except OSError as error:
         raise InputError(str(path), f"cannot be read ({error.strerror})", "check the path") from None
-    if head[: len(_MAGIC)] != _MAGIC or len(head) < 100:
+    if head[: len(_MAGIC)] != _MAGIC or len(head) < _HEADER_BYTES:
         raise InputError(str(path), "is no SQLite file", "make one with: ddltool companion JOB.yaml -o FILE")
-    page = int.from_bytes(head[16:18], "big")
-    pages = int.from_bytes(head[28:32], "big")
-    page = 65536 if page == 1 else page
-    if size < page * pages:
-        raise InputError(str(path), f"is cut off ({size} of {page * pages} bytes)", "copy or make it again")
+    page_bytes = int.from_bytes(head[16:18], "big")
+    page_bytes = 65536 if page_bytes == 1 else page_bytes  # which does not fit into two bytes
+    page_count = int.from_bytes(head[28:32], "big")
+    if size < page_bytes * page_count:
+        raise InputError(str(path), f"is cut off ({size} of {page_bytes * page_count} bytes)", "copy or make it again")

@@ -129,12 +129,12 @@ class Layout(Record):
 
     @property
     def gpus(self) -> int:
-        """Return how many devices hold a replica between them, or its share of what replicas share."""
+        """How many devices hold one replica between them, by tensor and pipeline parallelism."""
         return self.tensor_parallel * self.pipeline_parallel
 
     @property
     def devices_text(self) -> str:
-        """Return the devices in words."""
+        """The devices in words: "4 V100 + 2 P100"."""
         return " + ".join(f"{count} {name}" for name, count in self.devices.items())
 
 
@@ -142,6 +142,7 @@ class NothingFits(Infeasible):
     """No layout holds a step; ``layouts`` are those that lack least."""
 
     def __init__(self, text: str, layouts: Sequence[Layout] = ()) -> None:
+        """Make the error with the message ``text``."""
         super().__init__(text)
         self.layouts = list(layouts)
 
@@ -199,5 +200,5 @@ class Decision(Record):
 
     @property
     def how_sure(self) -> str:
-        """The third of the words without its heading: how sure the answer is."""
+        """How sure the answer is: the third of the words, without its heading; "" where there is none."""
         return self.words[2].removeprefix("How sure: ") if len(self.words) > 2 else ""

@@ -17,11 +17,14 @@ from ddltool.arrays import Flags, Ints, Places
 from ddltool.errors import InputError
 from ddltool.graph import RECV, Graph
 
-_LARGEST_TOTAL = 2**61
+_LARGEST_TOTAL = 2**61  # a quarter of what 64 bits hold, so that a few such sums may be added
 
 
 def time_scale(graph: Graph) -> float:
-    """Return how many whole units make a second: 1e12, or a smaller power of ten when the sum would overflow."""
+    """Return how many whole units make a second: 1e12 (picoseconds), or a smaller power of ten.
+
+    The smaller one where the sum of all durations would leave 64 bits.
+    """
     scale = 1e12
     total = math.fsum(graph.duration_s.tolist())
     while total * scale > _LARGEST_TOTAL:
@@ -42,13 +45,17 @@ def whole_times(graph: Graph) -> Ints:
 
 
 def input_lists(graph: Graph) -> list[list[int]]:
-    """Return the inputs of every op, as op numbers."""
+    """Return for every op the numbers of the ops whose results it needs."""
     sources = graph.input_index.tolist()
     return [sources[first:last] for first, last in itertools.pairwise(graph.input_ptr.tolist())]
 
 
 def reversed_edges(edges: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return for every op those whose edges name it, ascending."""
+    """Return for every op those whose edges name it, ascending.
+
+    >>> reversed_edges([[], [0], [0, 1]])
+    [[1, 2], [2], []]
+    """
     sources: list[list[int]] = [[] for _ in edges]
     for op, others in enumerate(edges):
         for other in others:
@@ -57,10 +64,14 @@ def reversed_edges(edges: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def first_ready_first(inputs: Sequence[Sequence[int]]) -> list[int]:
-    """Return the ops with every one after its inputs, the first among the ready ones. O((n + e) log n)."""
+    """Return the ops in an order with every one after its inputs; of several that are ready the lowest number goes first.
+
+    ``inputs``: as of :func:`input_lists`. O((n + e) log n).
+    """
     waiting, consumers = [len(sources) for sources in inputs], reversed_edges(inputs)
     ready = [op for op, count in enumerate(waiting) if count == 0]  # ascending: a heap
     order = []
+    # Kahn's algorithm with a heap of what is ready.
     while ready:
         order.append(heapq.heappop(ready))
         for target in consumers[order[-1]]:
@@ -72,13 +83,17 @@ def first_ready_first(inputs: Sequence[Sequence[int]]) -> list[int]:
 
 
 def collected(edges: Sequence[Sequence[int]], order: Iterable[int], marked: Iterable[int]) -> list[int]:
-    """Return for each op the set of marked ops that its edges lead to, itself included: bit k for ``marked[k]``.
+    """Return for each op the set of marked ops that its edges lead to, itself included, as an integer: bit k for ``marked[k]``.
 
-    ``order`` has every op after those that its edges name. O((n + e) marked / 64).
+    ``order``: all ops, every one after those that its edges name. O((n + e) marked / 64): a set is a union of a few
+    words.
+
+    >>> [bin(bits) for bits in collected([[], [0], [0, 1]], [0, 1, 2], [0, 1])]
+    ['0b1', '0b11', '0b11']
     """
     sets = [0] * len(edges)
-    for number, op in enumerate(marked):
-        sets[op] = 1 << number
+    for bit, op in enumerate(marked):
+        sets[op] = 1 << bit
     for op in order:
         bits = sets[op]
         for other in edges[op]:
@@ -88,18 +103,23 @@ def collected(edges: Sequence[Sequence[int]], order: Iterable[int], marked: Iter
 
 
 def bits_of(bits: int) -> Iterator[int]:
-    """Yield the numbers of the set bits, ascending."""
+    """Yield the positions of the set bits, ascending.
+
+    >>> list(bits_of(0b1010))
+    [1, 3]
+    """
     while bits:
+        # The lowest set bit alone.
         lowest = bits & -bits
         yield lowest.bit_length() - 1
         bits ^= lowest
 
 
 def as_matrix(sets: Sequence[int], width: int) -> Flags:
-    """Return bit sets as rows of a matrix, shape (sets, width)."""
-    size = max(1, -(-width // 8))
-    raw = np.frombuffer(b"".join(bits.to_bytes(size, "little") for bits in sets), dtype=np.uint8)
-    return np.unpackbits(raw.reshape(len(sets), size), axis=1, bitorder="little", count=width).astype(bool)
+    """Return bit sets as rows of a matrix of booleans, (sets, width): column k is bit k."""
+    row_bytes = max(1, math.ceil(width / 8))
+    raw = np.frombuffer(b"".join(bits.to_bytes(row_bytes, "little") for bits in sets), dtype=np.uint8)
+    return np.unpackbits(raw.reshape(len(sets), row_bytes), axis=1, bitorder="little", count=width).astype(bool)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,14 +143,18 @@ class Dependencies:
 
 
 def find_dependencies(graph: Graph) -> Dependencies:
-    """Return the dependency sets. O((n + e) r / 64), groups formed by identity of the sets."""
+    """Return which parameters' recv ops every op needs. O((n + e) r / 64) for r recv ops.
+
+    Ops that need the same set form a group, numbered as they first come.
+    """
     recvs, inputs, order = graph.of_kind(RECV), input_lists(graph), graph.topological_order().tolist()
+    # A recv needs itself, which makes no group.
     needed = collected(inputs, order, recvs.tolist())
-    numbers: dict[int, int] = {}
+    group_by_set: dict[int, int] = {}
     group = [
-        numbers.setdefault(bits, len(numbers)) if bits and kind != RECV else -1
+        group_by_set.setdefault(bits, len(group_by_set)) if bits and kind != RECV else -1
         for bits, kind in zip(needed, graph.kind.tolist(), strict=True)
     ]
     return Dependencies(
-        inputs=inputs, order=order, recvs=recvs, sets=tuple(numbers), group=np.array(group, dtype=np.intp)
+        inputs=inputs, order=order, recvs=recvs, sets=tuple(group_by_set), group=np.array(group, dtype=np.intp)
     )

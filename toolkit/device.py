@@ -71,6 +71,7 @@ class Device(Record):
     @field_validator("peak_flops")
     @classmethod
     def _known_types(cls, peaks: dict[str, float]) -> dict[str, float]:
+        """Refuse rates of types that no device has, and a device without float32, at which all other types run."""
         for name in peaks:
             if name not in PEAKS:
                 raise ValueError(f"names the type {name!r}; {did_you_mean(name, PEAKS)}")
@@ -80,18 +81,20 @@ class Device(Record):
 
     @property
     def free_of_codes(self) -> float:
-        """Return the share of memory and of its traffic that is left by error-correcting codes."""
+        """The share of memory, and of its traffic, that error-correcting codes leave: 15/16 with them, else 1."""
         return 15.0 / 16.0 if self.ecc else 1.0
 
     @property
     def branch(self) -> str:
-        """Return what chips are alike by: the generation, and with HBM where the same generation also has chips without it."""
+        """What chips must share to be alike: the generation, with " HBM" for data centre chips where it has two kinds."""
+        # Rates over that of float32.
         double, half = (self.peak_flops.get(name, 0.0) / self.peak_flops["float32"] for name in ("float64", "float16"))
-        wide = self.architecture in _BOTH and (double >= 0.25 or half >= 10.0)
-        return f"{self.architecture} HBM" if wide else self.architecture
+        # Graphics chips compute float64 at a 32nd or less of float32, and float16 at less than ten times of it.
+        is_data_centre = self.architecture in _BOTH and (double >= 0.25 or half >= 10.0)
+        return f"{self.architecture} HBM" if is_data_centre else self.architecture
 
     def runs_like(self, other: Device) -> bool:
-        """Return whether all figures that a step's time depends on are those of another device."""
+        """Return whether another device has the same figures, as far as a step's time depends on them."""
         names = (
             "architecture",
             "multiprocessors",
@@ -104,7 +107,7 @@ class Device(Record):
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
     def demand_rate(self, dtype: str, precision: str) -> None:
-        """Raise InputError where the datasheet has no rate of a type that a ``precision`` computes in."""
+        """Raise InputError where the datasheet has no rate for ``dtype``, the type that ``precision`` computes in."""
         if dtype not in self.peak_flops:
             rates = ", ".join(self.peak_flops)
             raise InputError("--precision", f"{self.name} has no rate for {precision}", f"its datasheet has {rates}")
@@ -122,14 +125,20 @@ class DeviceTable(Artifact):
     devices: list[Device]
 
     def find(self, name: str) -> Device | None:
-        """Return the device of that name, however spelt (:func:`name_key`); names come before aliases; None if unknown."""
+        """Return the device of that name, however spelt (:func:`name_key`); None where it is not known.
+
+        Names are looked through before other devices' aliases.
+        """
         key = name_key(name)
         by_name = (device for device in self.devices if name_key(device.name) == key)
         by_alias = (device for device in self.devices if key in map(name_key, device.aliases))
         return next(by_name, None) or next(by_alias, None)
 
     def device(self, name: str, where: str = "--device") -> Device:
-        """Return the device of that name; see :meth:`find`. Raises InputError naming the nearest."""
+        """Return the device of that name; see :meth:`find`. Raises InputError naming the nearest.
+
+        ``where``: the option or field that names it, for errors.
+        """
         device = self.find(name)
         if device is None:
             raise InputError(

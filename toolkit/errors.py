@@ -46,6 +46,7 @@ class InputError(DdlToolError):
     exit_code = 2
 
     def __init__(self, where: str, problem: str, remedy: str = "") -> None:
+        """Make the one-line message ``WHERE: PROBLEM; REMEDY``, its parts cut to a readable length."""
         self.where = where
         self.problem = problem
         self.remedy = remedy
@@ -54,13 +55,15 @@ class InputError(DdlToolError):
         super().__init__(one_line(f"{text}; {remedy}" if remedy else text))
 
     def __reduce__(self) -> tuple[type[InputError], tuple[str, str, str]]:
-        return InputError, (self.where, self.problem, self.remedy)  # between processes
+        """Return how another process makes the error again: of the three parts, not of the message."""
+        return InputError, (self.where, self.problem, self.remedy)
 
 
 class MissingExtra(InputError):
     """An optional package is needed for this input."""
 
     def __init__(self, where: str, package: str, extra: str) -> None:
+        """Say that ``where`` (an option or a value) needs ``package``, which ddltool's ``extra`` brings."""
         super().__init__(where, f"needs the package {package}", f"install it with: pip install 'ddltool[{extra}]'")
 
 
@@ -82,12 +85,16 @@ class Interrupted(DdlToolError):
     exit_code = 130
 
     def __init__(self, kept: str) -> None:
+        """Say that the run was interrupted, and what was ``kept`` of it."""
         super().__init__(f"interrupted; {kept}")
 
 
 @contextmanager
 def naming(path: str | Path, fields: Collection[str]) -> Iterator[None]:
-    """Name ``path`` in an InputError of the code inside that is about one of the file's top ``fields`` and names no file."""
+    """Put the file's name before an InputError of the body that names only a field of it.
+
+    ``fields``: the file's top fields. Errors about anything else, and other kinds of errors, pass unchanged.
+    """
     try:
         yield
     except InputError as error:
@@ -130,13 +137,13 @@ def shortened(text: str, most: int) -> str:
 
 
 def few(remarks: Sequence[str], most: int = 4) -> list[str]:
-    """Return the first remarks, each cut to a few lines, and of many how many more there are."""
+    """Return the first ``most`` remarks, each cut to a few lines, and a line that says how many more there are."""
     shown = [shortened(remark, 240) for remark in remarks[:most]]
     return [*shown, f"and {len(remarks) - most:,} more of the kind"] if len(remarks) > most else shown
 
 
 def listed(names: Sequence[str], most: int) -> str:
-    """Return names in a row, the first ``most`` of many."""
+    """Return names in a row; of more than ``most``, the first ones and how many more there are."""
     shown = ", ".join(shortened(name, 60) for name in names[:most])
     return f"{shown} and {len(names) - most} more" if len(names) > most else shown
 
@@ -146,6 +153,8 @@ _LISTED = 30
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """Return a remedy that names the nearest of ``choices``, then all of them, or the first of many.
+
+    ``word``: what was written.
 
     >>> did_you_mean("V-100", ["V100", "P100"])
     'did you mean "V100"? (known: P100, V100)'
@@ -157,7 +166,10 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
 
 
 def known(option: str, name: str, names: Sequence[str]) -> str:
-    """Return ``name`` as it stands in ``names``, capitals apart. Raises InputError, naming the nearest, for any other."""
+    """Return ``name`` as it is spelt in ``names``, whatever its capitals. Raises InputError, with the nearest, for any other.
+
+    ``option``: where the name was given, for the message.
+    """
     for each in names:
         if each.lower() == name.lower():
             return each

@@ -89,6 +89,10 @@ class Goodput(Artifact):
 
     @model_serializer(mode="wrap")
     def _without_empty(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Return the document without the fields that only some models have, where they are empty.
+
+        ``handler`` makes the whole document.
+        """
         document: dict[str, Any] = handler(self)
         return {
             name: value

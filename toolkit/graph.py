@@ -104,16 +104,21 @@ class Recorded:
     ] = None
 
     def lives(self, places: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
-        """Return the first and the last place of every storage in a step of so many places, and its bytes."""
+        """Return for every storage the first and the last place where it lives, and its bytes; all (storages,).
+
+        ``places``: how many compute ops the step has. One that was there before lives from 0, one that outlives the
+        step to the last place.
+        """
         start = np.maximum(np.array(self.made, dtype=np.int64), 0)
         end = np.array([places - 1 if place is None else place for place in self.freed], dtype=np.int64)
         return start, np.maximum(end, start), np.array(self.storage_bytes, dtype=np.float64)
 
     def held_bytes(self, places: int, part: str | None = None) -> NDArray[np.float64]:
-        """Return the (places,) bytes of storages that live at every place, of one part or of all."""
+        """Return the bytes that live at every place, (places,): of the storages of one ``part`` ("gradients"), or of all."""
         start, end, size = self.lives(places)
         if part is not None:
             size = size * np.array([name == part for name in self.parts], dtype=bool)
+        # What is added at a storage's first place and taken off after its last one; the running sum is what lives.
         change = np.zeros(places + 1)
         np.add.at(change, np.minimum(start, places), size)
         np.add.at(change, np.minimum(end + 1, places), -size)
@@ -167,12 +172,14 @@ class Graph:
     ) -> Graph:
         """Return the validated graph of ``ops``.
 
-        Raises InputError (``where`` stands before the field) for duplicate names, unknown inputs, recv ops with
-        inputs, send ops that are consumed, a kind on the wrong resource, negative, NaN or infinite numbers, a
-        parameter received twice, and cycles, which are reported with the edges that form them.
+        Raises InputError (``where`` stands before the field) for duplicate names, unknown inputs, recv ops with inputs,
+        send ops that are consumed, a kind on the wrong resource, negative, NaN or infinite numbers, a parameter
+        received twice, and cycles, which are reported with the edges that form them. ``meta``: what it was made from;
+        ``recorded``: of a script's step, None for a model's.
         """
         records = list(ops)
         op_index = _unique_names(records, where)
+        # Edges in compressed rows: where each op's inputs begin in one long list.
         pointers = np.zeros(len(records) + 1, dtype=np.int64)
         sources: list[int] = []
         for position, op in enumerate(records):
@@ -202,9 +209,11 @@ class Graph:
         return graph
 
     def __len__(self) -> int:
+        """Return the number of ops."""
         return len(self.names)
 
     def __eq__(self, other: object) -> bool:
+        """Return whether another graph has the same ops in the same order, name, mode, batch size and meta."""
         if not isinstance(other, Graph):
             return NotImplemented
         same = (self.name, self.mode, self.batch_size, dict(self.meta)) == (
@@ -219,7 +228,7 @@ class Graph:
         return self.input_index[self.input_ptr[op] : self.input_ptr[op + 1]]
 
     def op(self, position: int) -> Op:
-        """Return op ``position`` as a record."""
+        """Return the op at ``position`` as a record, with its inputs by name."""
         columns: dict[str, Any] = {name: getattr(self, name)[position] for name in _TEXTS}
         columns |= {name: float(getattr(self, name)[position]) for name in _NUMBERS}
         if math.isnan(columns["duration_s"]):
@@ -243,7 +252,7 @@ class Graph:
 
     @property
     def users(self) -> NDArray[np.int32]:
-        """Return (e,) the op that each entry of ``input_index`` is an input of."""
+        """The op that needs each entry of ``input_index``, (e,): together they are the edges' two ends."""
         return np.repeat(np.arange(len(self), dtype=np.int32), np.diff(self.input_ptr))
 
     @property
@@ -262,7 +271,10 @@ class Graph:
         return float(self.size_bytes[self.kind == SEND].sum())
 
     def successors(self) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-        """Return the reversed edges as compressed rows ``(ptr (n + 1,), index (e,))``."""
+        """Return which ops need each op's result, as compressed rows: pointers (n + 1,) and op indices (e,).
+
+        The ops that need op i are ``indices[pointers[i]:pointers[i + 1]]``.
+        """
         counts = np.bincount(self.input_index, minlength=len(self)).astype(np.int64)
         pointers = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts)])
         return pointers, self.users[np.argsort(self.input_index, kind="stable")]
@@ -304,18 +316,21 @@ class Graph:
 
 
 def natural_key(text: str) -> tuple[tuple[int, int, str], ...]:
-    """Return a sort key under which ``layer2`` stands before ``layer10``; total: different texts differ.
+    """Return a sort key under which ``layer2`` stands before ``layer10``; different texts have different keys.
 
     >>> sorted(["layer10", "layer2"], key=natural_key)
     ['layer2', 'layer10']
     """
     parts = [part for part in re.split(r"([0-9]+)", text) if part]
+    # Numbers before other text, by value; the digits themselves come last, so that 01 and 1 differ.
     key = [(0, int(part), part) if part.isascii() and part.isdigit() else (1, 0, part) for part in parts]
     return tuple(key)
 
 
 def spread(sizes: Mapping[str, float], channels: int) -> dict[str, int]:
-    """Return a channel for each name: largest first onto the least loaded (LPT), ties by name. O(n log n + n p).
+    """Return a channel (0 to ``channels`` - 1) for each name, so that the channels' total sizes are nearly equal.
+
+    Largest first onto the least loaded channel (LPT), ties by name. O(n log n + n p) for p channels.
 
     >>> spread({"a": 3, "b": 2, "c": 2, "d": 1}, 2)
     {'a': 0, 'b': 1, 'c': 1, 'd': 0}
@@ -329,7 +344,7 @@ def spread(sizes: Mapping[str, float], channels: int) -> dict[str, int]:
 
 
 def _unique_names(rows: Sequence[Op], where: str) -> dict[str, int]:
-    """Return each op's index by name. Raises InputError for an empty or repeated name and for no ops."""
+    """Return each op's index by name. Raises InputError for an empty or repeated name, and where there are no ops."""
     index: dict[str, int] = {}
     for position, op in enumerate(rows):
         if not op.name:
@@ -346,7 +361,10 @@ def _unique_names(rows: Sequence[Op], where: str) -> dict[str, int]:
 
 
 def _input_indices(op: Op, index: Mapping[str, int], where: str) -> list[int]:
-    """Return the indices of an op's inputs. Raises InputError for an unknown name and for one given twice."""
+    """Return the indices of an op's inputs. Raises InputError for an unknown name and for one given twice.
+
+    ``index``: ops' positions by name.
+    """
     try:
         indices = [index[source] for source in op.inputs]
     except KeyError as error:
@@ -357,7 +375,7 @@ def _input_indices(op: Op, index: Mapping[str, int], where: str) -> list[int]:
 
 
 def _check_op(op: Op, where: str) -> None:
-    """Raise InputError for a number that is not finite and >= 0, a resource of another kind, a recv op with inputs."""
+    """Raise InputError for numbers that are not finite and >= 0, a resource of another kind, and a recv op with inputs."""
     numbers = [("duration_s", op.duration_s), ("flops", op.flops), ("size_bytes", op.size_bytes)]
     numbers += [("written_bytes", op.written_bytes), *(("gemm", value) for value in op.gemm)]
     for name, value in numbers:
@@ -380,6 +398,7 @@ def _check_structure(graph: Graph, where: str) -> None:
         send = graph.names[graph.input_index[consumed_sends[0]]]
         raise InputError(f"{where}:ops", f"send op {send!r} is used as an input", "a send op is a leaf")
     receiver_of: dict[str, str] = {}
+    # A parameter comes in by one recv.
     for position in graph.of_kind(RECV):
         parameter = graph.parameter[position]
         if parameter is not None and parameter in receiver_of:
@@ -394,7 +413,11 @@ def _check_structure(graph: Graph, where: str) -> None:
 
 
 def _show_cycle(graph: Graph, pending: Sequence[int]) -> str:
-    """Return one cycle as ``a -> b -> a``, among the ops whose count of ``pending`` inputs did not reach 0."""
+    """Return one cycle of the inputs as ``a -> b -> a``, a long one with its middle left out.
+
+    ``pending``: by op, how many inputs are left after every op without pending inputs was taken away; those of a cycle
+    are.
+    """
     import networkx as nx  # half a second that only a broken graph costs
 
     unordered = nx.DiGraph(
@@ -421,7 +444,7 @@ class GraphDocument(Artifact):
 
 
 def to_document(graph: Graph) -> dict[str, Any]:
-    """Return the graph as a JSON-ready mapping; an op's empty fields outside ``_ALWAYS`` are left out."""
+    """Return the graph as a mapping ready for JSON. Fields of an op that are empty, and not in ``_ALWAYS``, are left out."""
     names = [field.name for field in fields(Op)]
     op_rows = [{name: value for name in names if (value := getattr(op, name)) or name in _ALWAYS} for op in graph.ops()]
     for row in op_rows:
@@ -452,7 +475,7 @@ def from_document(document: dict[str, Any], where: str = "graph") -> Graph:
 
 
 def _check_recorded(graph: Graph, recorded: Recorded, where: str) -> None:
-    """Raise InputError for columns of unequal length, places that are none and groups of unknown ops."""
+    """Raise InputError for a recorded step with columns of unequal length, places outside of it, or unknown ops."""
     columns = {len(recorded.made), len(recorded.freed), len(recorded.storage_bytes), len(recorded.parts)}
     if len(columns) > 1:
         raise InputError(where, "made, freed, storage_bytes and parts differ in length", "give one of each per storage")
@@ -465,7 +488,7 @@ def _check_recorded(graph: Graph, recorded: Recorded, where: str) -> None:
 
 
 def read_graph(path: str | Path) -> Graph:
-    """Read and validate graph.json (or .json.gz)."""
+    """Return the graph in a graph.json (or .json.gz). Raises InputError for a file that is unreadable or no valid graph."""
     return from_document(read_document(path), str(path))
 
 
@@ -482,10 +505,12 @@ def assign_channels(graph: Graph, servers: int) -> Graph:
     """
     bytes_by_parameter: dict[str, float] = {}
     transfers = np.flatnonzero(graph.kind != COMPUTE)
+    # A parameter's recv and send are of one size; the larger counts where they are not.
     for position in transfers:
         parameter = graph.parameter[position] or graph.names[position]
         bytes_by_parameter[parameter] = max(bytes_by_parameter.get(parameter, 0.0), float(graph.size_bytes[position]))
     channel_of = spread(bytes_by_parameter, servers)
+    # Channels that nothing uses are left out; compute resources stay.
     compute_names = sorted(
         graph.resource_names[resource_number] for resource_number in np.unique(graph.resource[graph.kind == COMPUTE])
     )

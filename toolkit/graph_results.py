@@ -127,16 +127,17 @@ class CommandPlan(Result):
 
     @property
     def best(self) -> TriedCommand | None:
-        """Return the fastest that fits; None: nothing does."""
+        """The fastest variant that fits in memory; None: nothing does."""
+        # They are sorted, the best first and what does not fit after all that does.
         first = self.tried[0]
         return first if first.row is not None and first.row.fits else None
 
     def rate(self, tried: TriedCommand) -> float:
-        """Return what a step is ranked by, per second; 0 where nothing was recorded."""
+        """Return how much a variant does per second, of what the plan ranks by; 0 where its step could not be recorded."""
         return float(getattr(tried.row, self.ranked_by) or 0.0) if tried.row is not None else 0.0
 
     def as_given(self, device: str, devices_per_node: int) -> TriedCommand | None:
-        """Return the command as it is, on such devices; None: it was not tried."""
+        """Return the variant that changes nothing of the command, on these devices; None: it was not tried."""
         setting = (True, device, devices_per_node)
         return next(
             (tried for tried in self.tried if (tried.given, tried.device, tried.devices_per_node) == setting), None

@@ -41,6 +41,7 @@ class Linked(Record):
     @field_validator("link", "nic")
     @classmethod
     def _readable(cls, text: str | None, about: ValidationInfo) -> str | None:
+        """Refuse a text that names no link, with the words of the option of that name."""
         try:
             if text is not None:
                 (parse_link if about.field_name == "link" else parse_nic)(text, "")
@@ -79,6 +80,7 @@ class DeviceOffer(Linked):
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
+        """Refuse a capability from two sources, and a spec with a name beside the type."""
         if self.capability_per_s is not None and self.profile is not None:
             raise ValueError(f"{self.type} has both capability_per_s and profile; give one of the two")
         if self.spec is not None and "name" in self.spec:
@@ -139,18 +141,19 @@ class WorkerGroup(Record):
     @model_validator(mode="before")
     @classmethod
     def _without_experts(cls, given: Any) -> Any:
+        """Refuse expert parallelism by name: as an unknown field it would look like a misspelt one."""
         if isinstance(given, dict) and "expert" in given:
             raise ValueError("expert: the all-to-all of experts is not modelled; give tensor: and pipeline: alone")
         return given
 
     @property
     def size(self) -> int:
-        """Return how many devices a group is."""
+        """How many devices a group is."""
         return self.tensor * self.pipeline
 
     @property
     def text(self) -> str:
-        """Return the group in words."""
+        """The group in words: "8 devices (tensor 4, pipeline 2)"."""
         return f"{self.size} devices (tensor {self.tensor}, pipeline {self.pipeline})"
 
 
@@ -196,6 +199,7 @@ class Job(Artifact):
     @field_validator("precision", mode="before")
     @classmethod
     def _named(cls, value: Any) -> Any:
+        """Return the precision that an alias, such as amp, stands for."""
         return ALIASES.get(value, value) if isinstance(value, str) else value
 
     @field_validator("devices")
@@ -219,6 +223,7 @@ class Job(Artifact):
 
     @model_validator(mode="after")
     def _has_devices(self) -> Self:
+        """Refuse a job without devices, and settings that do not go together."""
         if not self.devices and self.cluster is None:
             raise ValueError("names no devices; give devices: [{type, count, capability_per_s}] or cluster: FILE")
         if self.constraints.memory_fixed_gib is not None and self.constraints.memory_per_worker_gib is None:
@@ -245,6 +250,7 @@ class NodeGroup(Linked):
 
     @model_validator(mode="after")
     def _one_card(self) -> Self:
+        """Refuse a network card that is said twice, by datasheet and as measured."""
         if self.nic is not None and self.nic_gbit is not None:
             raise ValueError(f"{self.name} has both nic and nic_gbit; give one of the two")
         return self
@@ -258,28 +264,33 @@ class Cluster(Artifact):
     nodes: list[NodeGroup] = Field(min_length=1, max_length=10_000)
 
     def device_counts(self, together: int = 1) -> dict[str, int]:
-        """Return how many devices of each type the cluster has, in file order, by so many ``together`` on whole nodes."""
+        """Return how many devices of each type the cluster has, in file order.
+
+        ``together``: only devices count that make whole groups of so many, each group within a node or on several whole
+        nodes.
+        """
         counts: dict[str, int] = {}
         for group in self.nodes:
-            nodes, each = group.count, group.devices.count
-            whole = (
-                nodes * (each - each % together) if each >= together else nodes * each if together % each == 0 else 0
-            )
-            counts[group.devices.type] = counts.get(group.devices.type, 0) + whole
+            per_node, usable_per_node = group.devices.count, 0
+            if per_node >= together:
+                usable_per_node = per_node - per_node % together
+            elif together % per_node == 0:
+                usable_per_node = per_node
+            counts[group.devices.type] = counts.get(group.devices.type, 0) + group.count * usable_per_node
         return counts
 
 
 def is_code(source: str) -> bool:
-    """Return whether SOURCE names a function of the user's, which is imported and run: ``package.module:f``, ``file.py:f``."""
+    """Return whether SOURCE names a function of the user's, such as ``package.module:f``, which would be imported and run."""
     scheme, colon, _ = source.partition(":")
     return bool(colon) and scheme not in ("zoo", "timm", "transformers")
 
 
 def read_job(path: str | Path, *, allow_code: bool = False) -> Job:
-    """Read job.yaml with the cluster it names: counts that devices leave out come from the cluster.
+    """Return the job of a job.yaml, with the counts that its devices leave out taken from the cluster that it names.
 
-    Paths in the file are relative to the file. Raises InputError; a device type that only the file or only the
-    cluster knows is one, and so is a model that is code, unless ``allow_code`` trusts the file.
+    Paths in the file are relative to the file. Raises InputError for a device type that the cluster lacks, for files
+    that are not there, and for a model that is code (:func:`is_code`) unless ``allow_code`` trusts the file.
     """
     path = Path(path)
     job = load(path, Job)
@@ -293,6 +304,7 @@ def read_job(path: str | Path, *, allow_code: bool = False) -> Job:
         return _in_groups(job, path)
     file = path.parent / job.cluster
     counts = load(file, Cluster).device_counts(job.group.size if job.group else 1)
+    # Without devices of its own, the job may use all types of the cluster.
     offers = {offer.type: offer for offer in job.devices} or {name: DeviceOffer(type=name) for name in counts}
     for name in offers:
         if name not in counts:
@@ -306,7 +318,10 @@ def read_job(path: str | Path, *, allow_code: bool = False) -> Job:
 
 
 def _in_groups(job: Job, path: Path) -> Job:
-    """Return a job whose devices are its groups. Raises InputError where the devices of a type make none."""
+    """Return the job with groups of devices in place of devices: fewer of them, each with the memory and price of its group.
+
+    Raises InputError where the devices of a type are too few for a group. ``path``: the job's file, for errors.
+    """
     if job.group is None or (size := job.group.size) == 1:
         return job
     for offer in job.devices:
@@ -315,13 +330,14 @@ def _in_groups(job: Job, path: Path) -> Job:
             raise InputError(f"{path}:devices", problem, "offer more of them, or take a smaller group")
     if not any(offer.count for offer in job.devices):
         raise InputError(f"{path}:devices", f"make no group of {job.group.text} on whole nodes", "take a smaller group")
-    each = {"memory_gib", "price_per_hour"}
+    # What a device has, a group has as often as it has devices.
+    grown_fields = {"memory_gib", "price_per_hour"}
     devices = [
         offer.model_copy(
             update={
                 "count": offer.count // size,
                 "per_node": None if offer.per_node is None else max(offer.per_node // size, 1),
-                **{name: value * size for name in each if (value := getattr(offer, name)) is not None},
+                **{name: value * size for name in grown_fields if (value := getattr(offer, name)) is not None},
             }
         )
         for offer in job.devices

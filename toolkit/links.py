@@ -38,7 +38,7 @@ REACHED = {
 }
 _PCIE_REACHED = 0.76
 _NAME = re.compile(r"(nvlink|pcie)\s*(\d)|infinity", re.IGNORECASE)
-# Of a board of eight: one link from each of AMD's to every other.
+# On a board of eight of AMD's, each has a link to every other.
 INFINITY_PEERS = 7
 _CARDS = re.compile(r"(?:(\d+)\s*x\s*)?(.*)")
 
@@ -60,7 +60,7 @@ class Link:
 
     @property
     def text(self) -> str:
-        """Return its name: ``NVLink 3``, ``PCIe 4``, ``Infinity Fabric 4``; nothing for a rate alone."""
+        """The link's name: ``NVLink 3``, ``PCIe 4``, ``Infinity Fabric 4``; "" for a rate alone."""
         named = self.kind.upper().replace("NVLINK", "NVLink ").replace("PCIE", "PCIe ")
         return self.title or ("" if self.kind == "plain" else named)
 
@@ -77,7 +77,10 @@ def kind_of(text: str) -> Kind | None:
 
 
 def datasheet_link(kind: Kind, bytes_per_s: float, latency_s: float = 0.0) -> Link:
-    """Return the link of a datasheet's rate, one way, at the share of it that a ring reaches."""
+    """Return the link of a datasheet's rate (bytes per second, one way), at the share of it that a ring of GPUs reaches.
+
+    ``latency_s``: of one message, 0 for the kind's own.
+    """
     peers = INFINITY_PEERS if kind == "infinity" else 0
     rate = bytes_per_s * REACHED.get(kind, _PCIE_REACHED)
     return Link(kind=kind, bytes_per_s=rate, latency_s=latency_s, peers=peers)
@@ -102,9 +105,9 @@ def parse_link(text: str, where: str = "--link") -> Link:
 
 
 def parse_nic(text: str, where: str = "--nic") -> Link:
-    """Return the network cards of a node: ``200Gbit`` for all of them, or ``8x200Gbit``, as their datasheet says.
+    """Return the network cards of a node as one link: ``200Gbit`` for all of them, or ``8x200Gbit``, by their datasheet.
 
-    Raises InputError for anything else, named ``where``.
+    Its rate is the share of the datasheet's that a ring reaches. Raises InputError for anything else, named ``where``.
 
     >>> parse_nic("8x200Gbit").bytes_per_s == 0.92 * 200e9
     True

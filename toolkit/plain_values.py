@@ -22,33 +22,38 @@ class RepeatedKey(Exception):
     """A mapping gives a key twice: one of the two values would be lost in silence."""
 
     def __init__(self, key: object, line: int | None = None) -> None:
+        """Remember the key and, in YAML, the line (from 1) where it stands again."""
         super().__init__(key)
         self.key, self.line = key, line
 
 
 def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the object; raise RepeatedKey for a key that stands twice."""
+    """Return the object of a JSON text's (key, value) pairs. Raises RepeatedKey where a key stands twice."""
     mapping = dict(pairs)
     if len(mapping) < len(pairs):
+        # Fewer keys than pairs: some key stands twice.
         counts = Counter(key for key, _ in pairs)
         raise RepeatedKey(next(key for key in counts if counts[key] > 1))
     return mapping
 
 
 def _count_values(node: yaml.Node, count_by_node: dict[int, int]) -> int:
-    """Return how many values a YAML node stands for with its aliases expanded; raise ValueError above ``_MOST_VALUES``.
+    """Return how many values a YAML node stands for when its aliases are written out.
 
-    ``count_by_node``: the counts so far, by id of the node; 0 while its children are counted, so a cycle is found.
+    A few lines of aliases of aliases can stand for billions of values. Raises ValueError above ``_MOST_VALUES``, and
+    for an alias within what it names. ``count_by_node``: the counts so far, by id of the node; 0 while its children are
+    counted.
     """
     if id(node) in count_by_node:
         if not count_by_node[id(node)]:
             raise ValueError("an alias within what it names")
         return count_by_node[id(node)]
     count_by_node[id(node)] = 0
-    children = [child for pair in node.value for child in pair] if isinstance(node, yaml.MappingNode) else node.value
-    count = (
-        1 if isinstance(node, yaml.ScalarNode) else 1 + sum(_count_values(child, count_by_node) for child in children)
-    )
+    count = 1
+    if not isinstance(node, yaml.ScalarNode):
+        is_mapping = isinstance(node, yaml.MappingNode)
+        children = [child for pair in node.value for child in pair] if is_mapping else node.value
+        count += sum(_count_values(child, count_by_node) for child in children)
     if count > _MOST_VALUES:
         raise ValueError(f"more than {_MOST_VALUES:,} values, aliases written out")
     count_by_node[id(node)] = count
@@ -82,9 +87,13 @@ _SCALARS: Mapping[str, tuple[Any, str]] = {
 
 
 def _plain(loader: Any, node: yaml.Node) -> Any:
-    """Return a node's value: a plain scalar, a list, or a mapping of texts. Raises MarkedYAMLError for anything else."""
+    """Return a node's value: a plain scalar, a list, or a mapping of texts. Raises MarkedYAMLError for anything else.
+
+    ``loader``: the parser that made the node.
+    """
 
     def wrong(problem: str, at: yaml.Node = node) -> yaml.MarkedYAMLError:
+        """Return the error about a node (``at``), with its line and column."""
         return yaml.MarkedYAMLError(problem=problem, problem_mark=at.start_mark)
 
     if isinstance(node, yaml.ScalarNode) and node.tag in _SCALARS:
@@ -104,12 +113,17 @@ def _plain(loader: Any, node: yaml.Node) -> Any:
         if key.value in seen and key.tag == f"{_TAG}str":
             raise RepeatedKey(key.value, key.start_mark.line + 1)
         seen.add(key.value)
+    # Merge keys (<<) bring in the fields of other mappings.
     loader.flatten_mapping(node)
     return {key.value: _plain(loader, value) for key, value in node.value}
 
 
 def from_yaml(text: str, where: str) -> Any:
-    """Return the value of a YAML text: plain scalars, lists and mappings of texts. Raises InputError with line and column."""
+    """Return the value of a YAML text: plain scalars, lists and mappings of texts.
+
+    Raises InputError with line and column for a mistake, and for texts that are too long, deep or large. ``where``: the
+    file, for errors.
+    """
     if len(text) > _LONGEST_YAML:
         raise InputError(where, f"holds more than {show_bytes(_LONGEST_YAML)} of YAML", "give a shorter file")
     loader = None
@@ -142,21 +156,34 @@ def from_yaml(text: str, where: str) -> Any:
 
 
 def _within_64_bits(value: int) -> int | float:
-    """Return an integer; beyond 64 bits, where solvers and arrays would fail far away, as a float, which no range allows."""
-    return value if -(2**63) <= value < 2**63 else float(value) if abs(value) < 2**1000 else math.inf
+    """Return an integer of at most 64 bits as it is, and a larger one as a float.
+
+    Solvers and arrays would fail on it far from here; as such a float it is beyond every field's range and refused
+    there.
+    """
+    if -(2**63) <= value < 2**63:
+        return value
+    return float(value) if abs(value) < 2**1000 else math.inf
 
 
 def json_value(text: str) -> Any:
-    """Return the value of a JSON text. Raises what json raises, and RepeatedKey; of a number beyond 64 bits makes a float."""
-    return json.loads(
-        text,
-        object_pairs_hook=_refuse_repeated_keys,
-        parse_int=lambda digits: int(digits) if len(digits) < 19 else _within_64_bits(int(digits[:400])),
-    )
+    """Return the value of a JSON text. Raises json's own errors, and RepeatedKey for a key that stands twice.
+
+    Integers beyond 64 bits become floats (:func:`_within_64_bits`).
+    """
+
+    def whole_number(digits: str) -> int | float:
+        """Return the number; 18 digits fit into 64 bits, and 400 are infinite already, however many follow."""
+        return int(digits) if len(digits) < 19 else _within_64_bits(int(digits[:400]))
+
+    return json.loads(text, object_pairs_hook=_refuse_repeated_keys, parse_int=whole_number)
 
 
 def from_json(text: str, where: str) -> Any:
-    """Return the value of a JSON text. Raises InputError with line and column of a mistake, and for a key that stands twice."""
+    """Return the value of a JSON text. Raises InputError with line and column of a mistake, and for a key that stands twice.
+
+    ``where``: the file, for errors.
+    """
     try:
         return json_value(text)
     except RepeatedKey as error:

@@ -39,7 +39,10 @@ Choice = Literal["one device", "one node", "several nodes"]
 
 
 def _demand_names(what: str, names: Iterable[str], known: Collection[str] = ()) -> None:
-    """Raise ValueError for a name that stands twice, or that is none of the ``known`` ones, where there are any."""
+    """Raise ValueError for a name that stands twice, or that is none of the ``known`` ones, where there are any.
+
+    ``what``: the field that holds the names, for the message.
+    """
     seen: set[str] = set()
     for name in names:
         if name in seen:
@@ -50,7 +53,10 @@ def _demand_names(what: str, names: Iterable[str], known: Collection[str] = ()) 
 
 
 def _demand_equal(what: str, given: float, parts: float, of: str) -> None:
-    """Raise ValueError where a figure is not what its parts give, but for rounding."""
+    """Raise ValueError where a figure ``given`` in a plan is not what its ``parts`` make, but for rounding.
+
+    ``what``: the figure's field; ``of``: the words before the other number, such as "the assignments have".
+    """
     if not math.isclose(given, parts, rel_tol=1e-6):
         raise ValueError(f"{what} is {given:.10g}, but {of} {parts:.10g}")
 
@@ -100,6 +106,7 @@ class BucketSetting(Record):
 
     @model_validator(mode="after")
     def _names_once(self) -> Self:
+        """Refuse a parameter that is in two buckets."""
         _demand_names("buckets", chain(*self.buckets))
         return self
 
@@ -130,6 +137,7 @@ class PrefetchSetting(Record):
 
     @model_validator(mode="after")
     def _of_units(self) -> Self:
+        """Refuse a unit that stands twice, and prefetch lists of or with modules that are no units."""
         _demand_names("units", self.units)
         for way, blocks in (("forward", self.forward), ("backward", self.backward)):
             for block, ahead in blocks.items():
@@ -173,13 +181,14 @@ class ShardingSetting(Record):
 
     @model_validator(mode="after")
     def _shape_of_kind(self) -> Self:
+        """Refuse a shape (replicate x shard) that its kind does not have, and a module that stands twice."""
         if (self.kind == "ddp" and self.shard > 1) or (self.kind == "fsdp" and self.replicate > 1):
             raise ValueError(f"{self.kind} is not {self.replicate} x {self.shard} (replicate x shard); hsdp is")
         _demand_names("checkpointing", [recomputed.module for recomputed in self.checkpointing])
         return self
 
     def demand_all(self, world_size: int) -> None:
-        """Raise ValueError unless replicate x shard is ``world_size``."""
+        """Raise ValueError unless the shape, replicate x shard, takes up all ``world_size`` processes."""
         if self.replicate * self.shard != world_size:
             raise ValueError(f"sharding is {self.replicate} x {self.shard} processes, and world_size {world_size}")
 
@@ -213,7 +222,7 @@ class BatchSplit(Record):
 
 
 def _demand_total(choice: ScalingRow | GoodputChoice) -> None:
-    """Raise ValueError unless the total batch is that of all replicas' passes, and each node has a replica."""
+    """Raise ValueError unless the replicas' passes make the total batch, and there is a replica for each node."""
     total = choice.num_replicas * choice.local_batch_size * (choice.accumulation_steps + 1)
     _demand_equal("total_batch_size", choice.total_batch_size, total, "the passes of all replicas make")
     if choice.num_nodes > choice.num_replicas:
@@ -233,6 +242,7 @@ class ScalingRow(Record):
 
     @model_validator(mode="after")
     def _adds_up(self) -> Self:
+        """Refuse a total batch that the replicas do not make."""
         _demand_total(self)
         return self
 
@@ -272,6 +282,7 @@ class GoodputChoice(Record):
 
     @model_validator(mode="after")
     def _adds_up(self) -> Self:
+        """Refuse a total batch that the replicas do not make."""
         _demand_total(self)
         return self
 
@@ -369,6 +380,7 @@ class Plan(Artifact):
         """Raise ValueError, which names the field, where the parts of the plan contradict its assignments or each other."""
         rows, types = self.assignments, {row.device_type for row in self.assignments}
         _demand_placed(self, types)
+        # Places for logical workers: every device has as many.
         places = sum(row.devices * row.ests_per_device for row in rows)
         _demand_equal("est_count", self.est_count, places, "the assignments have")
         samples = sum(row.devices * row.local_batch_size for row in rows)
@@ -405,7 +417,7 @@ class Plan(Artifact):
 
     @property
     def other_s(self) -> float | None:
-        """Seconds of a step beside compute and synchronisation; None where no measured run gave them."""
+        """Seconds of a step beside compute and synchronisation, such as the optimizer's; None where no run measured them."""
         if self.decision is None:
             return None
         return (
@@ -470,6 +482,7 @@ class Enforcement(Artifact):
 
     @model_validator(mode="after")
     def _adds_up(self) -> Self:
+        """Refuse ranks that are not 0, 1, ..., a total batch that is not theirs, and parts that do not fit them."""
         if [entry.rank for entry in self.ranks] != list(range(self.world_size)):
             raise ValueError(f"ranks must be 0 to {self.world_size - 1} in order, one entry each (world_size)")
         total = sum(entry.local_batch_size for entry in self.ranks)
@@ -480,7 +493,10 @@ class Enforcement(Artifact):
 
 
 def _demand_placed(plan: Plan | Enforcement, types: Collection[str]) -> None:
-    """Raise ValueError unless a plan's sections agree with its processes, on devices of these ``types``, and parameters."""
+    """Raise ValueError unless a plan's parts agree with its processes, parameters and device types.
+
+    ``types``: the device types that the plan uses.
+    """
     names = [parameter.name for parameter in plan.parameters]
     _demand_names("parameters", names)
     if plan.ddp is not None:

@@ -37,7 +37,7 @@ class Precision:
 
     @property
     def words(self) -> str:
-        """Return what the name stands for, "" where nothing is to be said."""
+        """What the name stands for, in words; "" for plain float32."""
         if self.is_autocast:
             return f"autocast over float32 parameters{f', linear layers in {self.linears}' if self.linears else ''}"
         return f"everything in {self.keeps}" if self.keeps != "float32" else ""

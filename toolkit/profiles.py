@@ -59,9 +59,10 @@ _COUNTS = ("num_nodes", "num_replicas", "local_batch_size")
 def check_profile(
     frame: pd.DataFrame, where: str, shown: Mapping[str, str] | None = None, *, required: Sequence[str] = REQUIRED
 ) -> pd.DataFrame:
-    """Return the frame with the schema's types; extra columns stay. Raises InputError naming row and column.
+    """Return the frame with the schema's types; extra columns stay. Raises InputError naming row (from 1) and column.
 
-    Rows count from 1 after the header, as ``row``; ``shown``: names that the file has for columns, where they are others.
+    ``shown``: the names that the file has for columns, by ours, where they differ. ``required``: columns that must be
+    there.
     """
     checked = frame.copy()
     columns = checked_columns(frame, ProfileRow, where, required=required, shown=shown)
@@ -72,8 +73,8 @@ def check_profile(
             checked[name] = column
     pairs = checked["num_replicas"].astype(str) + " replicas on " + checked["num_nodes"].astype(str) + " nodes"
     processes = checked.get("num_gpus", checked["num_replicas"])  # a predicted replica may be spread over nodes
-    few = (processes >= checked["num_nodes"]).to_numpy()
-    demand(few, pairs, "num_replicas", where, "every node holds at least one replica", said="")
+    is_enough = (processes >= checked["num_nodes"]).to_numpy()
+    demand(is_enough, pairs, "num_replicas", where, "every node holds at least one replica", said="")
     return checked
 
 
@@ -91,5 +92,5 @@ def write_profile(frame: pd.DataFrame, path: str | Path) -> None:
 
 
 def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return a table's rows as documents have them: what is missing is null."""
+    """Return a table's rows as mappings for a document, with None for a missing value."""
     return frame.astype(object).where(frame.notna(), None).to_dict("records")  # type: ignore[return-value]

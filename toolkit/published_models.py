@@ -13,7 +13,7 @@ from ddltool.errors import InputError
 from ddltool.shipped import folder
 
 _SCHEME = "transformers:"
-_OF_THE_TABLE = ("parameters", "also", "like")
+_OF_THE_TABLE = ("parameters", "also", "like")  # fields of an entry that are not the configuration's
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,11 @@ class PublishedModel:
 
 @cache
 def published_models() -> dict[str, PublishedModel]:
-    """Return all models by name, in the table's order; a model that is built as another follows that one."""
+    """Return all models by name, in the table's order.
+
+    An entry may name others that are built alike (``also``), which have their own name, and one above it whose fields
+    it takes over (``like``).
+    """
     models: dict[str, PublishedModel] = {}
     for model_type, entries in read_document(folder() / "models.yaml").items():
         for name, entry in entries.items():
@@ -49,7 +53,7 @@ def published_models() -> dict[str, PublishedModel]:
 
 @cache
 def _by_spelling() -> dict[str, PublishedModel]:
-    """Return the models by every name that finds one: in lower case, with the organisation, and without where one has it.
+    """Return the models by every lower-case name that finds one: with the organisation, and without it where that is clear.
 
     A name without organisation that is also a type's, such as ``bloom``, is left to the type.
     """
@@ -58,11 +62,12 @@ def _by_spelling() -> dict[str, PublishedModel]:
     for model in models:
         bare.setdefault(model.name.partition("/")[2].lower(), []).append(model)
     types = {model.model_type for model in models}
-    names = {name: same[0] for name, same in bare.items() if name not in types and _one_configuration(same)}
+    names = {name: alike[0] for name, alike in bare.items() if name not in types and _one_configuration(alike)}
     return names | {model.name.lower(): model for model in models}
 
 
 def _one_configuration(models: list[PublishedModel]) -> bool:
+    """Return whether models of one bare name, from several organisations, are all the same model."""
     return len({model.same_as or model.name for model in models}) == 1
 
 
@@ -76,7 +81,10 @@ def find_model(name: str) -> PublishedModel | None:
 
 
 def unknown_model(name: str, types: Iterable[str] = ()) -> InputError:
-    """Return the error for a name that is not in the table, with the nearest that are, and of transformers' ``types``."""
+    """Return the error for a hub name that is not in the table, with up to four of the nearest names.
+
+    ``types``: transformers' own names of model types, among which the nearest are looked for too.
+    """
     spelt = {key: model.name for key, model in _by_spelling().items()} | {each: each for each in types}
     whole, bare = name.lower(), name.lower().rpartition("/")[2]
     near = [*difflib.get_close_matches(whole, spelt, n=4), *difflib.get_close_matches(bare, spelt, n=4)]
@@ -90,7 +98,7 @@ def unknown_model(name: str, types: Iterable[str] = ()) -> InputError:
 def check_hub_name(source: str) -> None:
     """Raise InputError for ``transformers:ORGANISATION/MODEL`` that is not in the table; any other SOURCE passes.
 
-    It asks the table alone, so that a slip is said before torch is imported.
+    It looks at the table alone, so that a misspelt name is refused before torch is imported.
     """
     name = source.removeprefix(_SCHEME)
     if name != source and "/" in name and not name.endswith(".json") and find_model(name) is None:

@@ -34,6 +34,7 @@ class Part(BaseModel):
 
     @model_serializer(mode="wrap")
     def _as_set(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Return the document with the fields that were set alone; names end in ``_`` only where Python reserves the word."""
         written_names = {*self.model_fields_set, "kind", "schema_version"}
         fields = {name.removesuffix("_"): value for name, value in handler(self).items() if name in written_names}
         return {"kind": fields["kind"], **fields} if "schema_version" in fields else fields
@@ -59,6 +60,7 @@ class NetworkPair(Part):
 
     @model_validator(mode="after")
     def _of_each_size(self) -> Self:
+        """Refuse lists of times that do not have one entry for each size of message."""
         for name in ("shortest_s", "median_s", "spread_s"):
             if (values := getattr(self, name)) and len(values) != len(self.sizes_bytes):
                 raise ValueError(
@@ -304,12 +306,12 @@ class Verification(Result):
 
     @property
     def complete(self) -> bool:
-        """Whether the run can tell if the plan was right: all its processes, on the devices it names."""
+        """Whether the run can tell if the plan was right: all its processes are there, on the devices that it names."""
         return not self.missing_ranks and not any(check.other_device for check in self.ranks)
 
     @property
     def followed(self) -> bool:
-        """Whether every process that has rows did what the plan says: on its device, or one that a model knows, its batch."""
+        """Whether every process that has rows did what the plan says: its batch, on its device."""
         return not any(check.other_device or check.batch != check.planned_batch for check in self.ranks)
 
 
@@ -502,6 +504,7 @@ class FirstDifference(Part):
     differing_in_step: dict[str, Count]
 
     def __str__(self) -> str:
+        """Return the sentence that says where two runs differ first, and what that means."""
         who = "" if self.worker is None else f", logical worker {self.worker}"
         what = f"{self.record} {self.tensor} differs. All before it is equal, so it is {self.cause}"
         return f"step {self.step}{who}: {what}"

@@ -27,7 +27,7 @@ _WANTED = {
 
 
 def in_words(complaint: Mapping[str, Any]) -> tuple[str, str]:
-    """Return what is wrong and what would be right, of one of pydantic's complaints (``ValidationError.errors()``).
+    """Return (what is wrong, what would be right) for one of pydantic's complaints (``ValidationError.errors()``).
 
     >>> in_words({"type": "greater_than", "ctx": {"gt": 0.0}, "input": 0, "msg": "Input should be greater than 0"})
     ('is 0', 'give a number above 0')
@@ -51,7 +51,7 @@ def in_words(complaint: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def shown(value: object) -> str:
-    """Return a value as JSON and YAML call it; of lists and mappings that they are some.
+    """Return a value as JSON and YAML write it; of a list or a mapping only that it is one.
 
     >>> shown(True), shown(None), shown("4"), shown({"a": 1}), shown(1e308)
     ('true', 'null', "'4'", 'a mapping', '1e+308')
@@ -66,7 +66,7 @@ def shown(value: object) -> str:
 
 
 def _wanted(kind: str, context: Mapping[str, Any]) -> str:
-    """Return what would be right in place of a value that pydantic refuses; empty for a kind of error without words here.
+    """Return what would be right in place of a value that pydantic refuses; "" for an error that needs no more words.
 
     ``kind`` and ``context`` are the error's ``type`` and ``ctx``.
     """
@@ -93,6 +93,7 @@ def _wanted(kind: str, context: Mapping[str, Any]) -> str:
         return f"give at least {_counted(kind, context['min_length'])}"
     if kind in ("string_too_long", "too_long"):
         return f"give at most {_counted(kind, context['max_length'])}"
+    # pydantic names a type's errors by how they came about: int_type, int_parsing, int_from_float.
     for ending in ("_attributes_type", "_type", "_parsing", "_parsing_size", "_from_float", "_required"):
         if kind.endswith(ending) and kind.removesuffix(ending) in _WANTED:
             return f"give {_WANTED[kind.removesuffix(ending)]}"
@@ -100,15 +101,17 @@ def _wanted(kind: str, context: Mapping[str, Any]) -> str:
 
 
 def _number(value: float) -> str:
+    """Return a limit as people write it, without needless digits."""
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _of_length(kind: str, value: object) -> str:
-    """Return how long a text or a list is."""
+    """Return in words how long a text or a list is; ``kind``: the type of pydantic's error, which tells the two apart."""
     count = len(value) if isinstance(value, (str, list, tuple, dict)) else 0
     return f"has {_counted(kind, count)}" if count else "is empty"
 
 
 def _counted(kind: str, count: int) -> str:
+    """Return a number of characters, where the error is about a text, else of entries."""
     unit, units = ("character", "characters") if kind.startswith("string") else ("entry", "entries")
     return f"{count} {unit if count == 1 else units}"

@@ -45,6 +45,7 @@ def search(
     while waiting and waiting[0][0] < to_beat() and not out_of_time():
         _, _, box = heapq.heappop(waiting)
         for part in parts(box):
+            # What cannot hold a better candidate is never opened.
             if (least := bound(part)) < to_beat():
                 heapq.heappush(waiting, (least, next(order), part))
     return waiting[0][0] if waiting else None
@@ -59,12 +60,14 @@ def search_counts(
 ) -> tuple[int, Bound | None]:
     """Return the best whole number from ``least`` to ``most``, and what :func:`search` returns of those not looked at.
 
-    Intervals are halved; their ends have been looked at. ``cost`` should be cached. ``bound`` returns a lower bound on the
-    costs between two numbers.
+    Intervals are halved, and the ends of each are looked at. ``cost`` is asked again for the same number, so it should
+    be cached. ``bound`` returns a lower bound on the costs between two numbers, ends included. ``out_of_time``: whether
+    to stop.
     """
     best = min(least, most, key=cost)
 
     def halves(interval: tuple[int, int]) -> list[tuple[int, int]]:
+        """Look at the middle of an interval, and return its halves; none where nothing lies between its ends."""
         nonlocal best
         low, high = interval
         if high - low < 2:

@@ -38,7 +38,8 @@ def known_devices(extra: Path | None = None) -> DeviceTable:
     """Return the devices of a user's file (kind ``ddltool.devices``), followed by the shipped ones.
 
     An entry replaces a shipped device of the same name. Fields that it lacks come from the device that it names as
-    ``like``: a shipped one, or one further up in the file. Raises InputError for a file that cannot be read.
+    ``like``: a shipped one, or one further up in the file. Raises InputError for a file that cannot be read. ``extra``:
+    the user's file, None for none.
     """
     return devices() if extra is None else devices().with_devices(_read_user_devices(extra))
 
@@ -46,8 +47,8 @@ def known_devices(extra: Path | None = None) -> DeviceTable:
 def with_specs(job: Job, where: str, extra: Path | None = None) -> Job:
     """Return the job with a complete ``spec`` for each device that its own ``spec`` or the file ``extra`` describes.
 
-    The device's memory and price fill those that the job's offer lacks. ``where``: the job's file, for errors. Raises
-    InputError for a file or a spec that cannot be read.
+    The device's memory and price stand in where the job's offer lacks them. ``where``: the job's file, for errors.
+    Raises InputError for a file or a spec that cannot be read.
     """
     device_by_type = _described_devices(job, where, [] if extra is None else _read_user_devices(extra))
     offers = []
@@ -66,7 +67,7 @@ def devices_of(job: Job, where: str) -> DeviceTable:
 
 
 def _described_devices(job: Job, where: str, user_devices: list[Device]) -> dict[str, Device]:
-    """Return by type the devices that the job's ``spec`` or else ``user_devices`` describe; types of neither are left out."""
+    """Return by type the devices that the job's ``spec``, or else ``user_devices``, describe; other types are left out."""
     known_table, device_by_type = devices().with_devices(user_devices), {}
     for offer_index, offer in enumerate(job.devices):
         device = DeviceTable(devices=user_devices).find(offer.type)
@@ -80,11 +81,15 @@ def _described_devices(job: Job, where: str, user_devices: list[Device]) -> dict
 
 
 def _read_user_devices(path: Path) -> list[Device]:
-    """Read the devices of a user's file. Raises InputError for an entry that is wrong or stands twice."""
+    """Return the devices of a user's file. An entry may build on an earlier one, named as its ``like``.
+
+    Raises InputError for an entry that is wrong, or whose name stands twice.
+    """
     document, where = read_document(path), str(path)
     entries = document.get("devices")
     if not isinstance(entries, list):
         return parse(document, DeviceTable, where).devices
+    # The head of the file; the entries follow one by one, as one may build on another.
     parse({**document, "devices": []}, DeviceTable, where)
     devices_so_far: list[Device] = []
     for entry_index, entry in enumerate(entries):
@@ -98,9 +103,10 @@ def _read_user_devices(path: Path) -> list[Device]:
 
 
 def _device_with_source(entry: Any, known: DeviceTable, where: str, inside: str) -> Device:
-    """Return the device of an entry; ``source`` says whether its figures are those of the shipped device of its name.
+    """Return the device of an entry, with a ``source`` that says whether its figures are the shipped ones.
 
-    Measurements of a shipped device hold only for the same figures.
+    What was measured on a shipped device holds for another entry of its name only if the figures are the same.
+    ``inside``: the entry's place in the file ``where``, for errors.
     """
     device = _parse_device(entry, known, where, inside)
     shipped = devices().find(device.name)
@@ -113,7 +119,10 @@ def _device_with_source(entry: Any, known: DeviceTable, where: str, inside: str)
 
 
 def _parse_device(entry: Any, known: DeviceTable, where: str, inside: str) -> Device:
-    """Return the device of an entry; fields that it lacks are those of the device that it names as ``like``."""
+    """Return the device of an entry; fields that it lacks are those of the device that it names as ``like``.
+
+    ``known``: the devices that it may name. Single rates of ``peak_flops`` may be replaced too.
+    """
     if not isinstance(entry, Mapping) or "like" not in entry:
         return parse_record(entry, Device, where, inside)
     given_fields = {name: value for name, value in entry.items() if name != "like"}
@@ -121,6 +130,7 @@ def _parse_device(entry: Any, known: DeviceTable, where: str, inside: str) -> De
     if not isinstance(entry["like"], str):
         raise InputError(like_place, f"is {shown(entry['like'])}", "give the name of a known device")
     like_device = known.device(entry["like"], like_place)
+    # Rates that are given replace the other device's one by one.
     if isinstance(given_fields.get("peak_flops"), Mapping):
         given_fields["peak_flops"] = {**like_device.peak_flops, **given_fields["peak_flops"]}
     inherited_fields = {**like_device.model_dump(exclude=_NOT_INHERITED), "source": f"{GIVEN}, like {like_device.name}"}

@@ -13,7 +13,7 @@ _loaders: dict[str, Callable[[], Any]] = {}
 
 
 def register(load: Callable[[], Any], what: str = "shows records") -> None:
-    """Let the module that ``load`` returns do it from now on.
+    """Let the module that ``load`` returns do ``what`` from now on; it is loaded when it is first needed.
 
     One that shows records has ``html``, ``frame``, ``chart`` and ``save_table``; one that emits plans has ``emit``.
     """
@@ -21,7 +21,7 @@ def register(load: Callable[[], Any], what: str = "shows records") -> None:
 
 
 def module(what: str = "shows records") -> Any:
-    """Return the module that was registered for it. Raises RuntimeError when none was."""
+    """Return the module that was registered for ``what``. Raises RuntimeError when none was."""
     if what not in _loaders:
         raise RuntimeError(f"nothing is registered that {what}; import ddltool registers it")
     return _loaders[what]()

@@ -46,6 +46,7 @@ class UsageRecord(Part):
 
     @model_validator(mode="after")
     def _as_long(self) -> Self:
+        """Refuse lists that do not have one entry for each time."""
         for name, column in (("gpus", self.gpus), ("jobs", self.jobs or self.gpus)):
             if len(column) != len(self.time_s):
                 raise ValueError(f"{name} has {len(column)} entries and time_s {len(self.time_s)}; give one per time")
@@ -172,7 +173,7 @@ class SweepCell(Part):
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """What tells it from the others."""
+        """The cell's workload, policy and seed, which no other cell of a sweep has."""
         return self.workload, self.policy, self.seed
 
     def __str__(self) -> str:
@@ -220,6 +221,7 @@ class SweepDocument(Result):
 
     @model_validator(mode="after")
     def _check_distinct_cells(self) -> Self:
+        """Refuse two cells of the same workload, policy and seed."""
         seen: set[tuple[str, str, int]] = set()
         for cell in self.cells:
             if cell.key in seen:
@@ -229,9 +231,9 @@ class SweepDocument(Result):
         return self
 
     def means_by_policy(self) -> list[tuple[str, str, int, SweepFigures]]:
-        """Return (workload, policy, number of seeds, means over these) in the order of the document, without failed replays.
+        """Return (workload, policy, number of seeds, means over these) for each pair that was replayed, workload by workload.
 
-        A cost is there where every replay of the group has one.
+        Failed replays are left out. A cost is there where every replay of the pair has one.
         """
         groups: dict[tuple[str, str], list[SweepFigures]] = {}
         for cell in self.cells:
@@ -239,12 +241,15 @@ class SweepDocument(Result):
             if cell.figures is not None:
                 groups[cell.workload, cell.policy].append(cell.figures)
         # Workload by workload, as they come first.
-        places = {workload: place for place, workload in enumerate(dict.fromkeys(workload for workload, _ in groups))}
-        ordered = sorted(groups.items(), key=lambda item: places[item[0][0]])
+        position_by_workload = {
+            workload: position for position, workload in enumerate(dict.fromkeys(workload for workload, _ in groups))
+        }
+        ordered = sorted(groups.items(), key=lambda item: position_by_workload[item[0][0]])
         return [(workload, policy, len(values), _mean(values)) for (workload, policy), values in ordered if values]
 
 
 def _mean(values: list[SweepFigures]) -> SweepFigures:
+    """Return the mean of each figure over several replays; None for one that a replay lacks."""
     means: dict[str, float | None] = {}
     for name in SweepFigures.model_fields:
         numbers = [getattr(record, name) for record in values]

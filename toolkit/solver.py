@@ -6,7 +6,10 @@ from ortools.sat.python import cp_model
 
 
 def solver_for(limit_s: float, seed: int, *, threads: int = 1) -> cp_model.CpSolver:
-    """Return CP-SAT with a limit on its time and a fixed seed, so that on one thread answers repeat; ``threads`` 0: all."""
+    """Return CP-SAT with a limit on its time and a fixed seed, so that its answers repeat where it has one thread.
+
+    ``limit_s``: seconds. ``threads``: how many search at once; 0: as many as there are cores.
+    """
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = limit_s
     solver.parameters.num_workers = threads
@@ -17,7 +20,7 @@ def solver_for(limit_s: float, seed: int, *, threads: int = 1) -> cp_model.CpSol
 
 
 def run(solver: cp_model.CpSolver, model: cp_model.CpModel) -> cp_model.CpSolverStatus:
-    """Return CP-SAT's status. Raises ValueError for a model that it does not take: that is not "no answer in time"."""
+    """Return CP-SAT's status. Raises ValueError for a model that it refuses, which is not the same as "no answer in time"."""
     status = solver.solve(model)
     if status == cp_model.MODEL_INVALID:
         raise ValueError(f"CP-SAT does not take the model: {model.validate()}")

@@ -81,7 +81,10 @@ def read_table(
 
 
 def _checked_widths(text: str, path: Path, no_nan: Collection[str]) -> tuple[list[str], int]:
-    """Return the column names of a CSV and its number of rows. Raises InputError for a row not as wide as the header."""
+    """Return the column names of a CSV and its number of rows. Raises InputError for a row not as wide as the header.
+
+    ``no_nan``: columns in which the word nan is refused.
+    """
     if text.lstrip()[:1] in ("{", "["):
         problem = "is not a CSV table (it begins like JSON)"
         raise InputError(str(path), problem, "give a table, or rows of JSON as .jsonl")
@@ -140,7 +143,8 @@ def numbers(
 ) -> Floats:
     """Return a column (n,) as finite numbers from ``minimum`` to ``maximum``.
 
-    Raises InputError naming the row (from 1) of the first cell that is not such a number.
+    Raises InputError naming the row (from 1) of the first cell that is not such a number. ``whole``: only whole numbers
+    are allowed.
 
     Args:
         missing: an empty field is allowed, and becomes NaN.
@@ -184,30 +188,32 @@ def checked_columns(
 ) -> dict[str, Any]:
     """Return the columns (n,) of a table that a record has as fields: numbers in the record's ranges, texts as they are.
 
-    Raises InputError naming row and column of the first cell that the record would refuse, and for a missing one of the
-    ``required`` columns. A missing cell, or null, of a field with a default is NaN. ``shown``, ``unit`` as for :func:`numbers`.
+    A missing cell, or null, of a field with a default is NaN. Raises InputError naming row and column of the first cell
+    that the record would refuse, and for a missing one of the ``required`` columns. ``shown`` (names in the file, by
+    column) and ``unit``: as for :func:`numbers`.
     """
     whole_schema = model.model_json_schema()
-    schema, always = whole_schema["properties"], whole_schema["required"]
+    schema, required_cells = whole_schema["properties"], whole_schema["required"]
     for name in required:
         if name not in frame.columns:
             raise InputError(str(where), f"has no column {name!r}", did_you_mean(name, map(str, frame.columns)))
     columns: dict[str, Any] = {}
     for name in filter(frame.columns.__contains__, schema):
-        # Without the null of what may be missing.
+        # A field that may be missing is "a number or null": here the number counts.
         (kind,) = (part for part in schema[name].get("anyOf", [schema[name]]) if part["type"] != "null")
-        const = kind.get("const")
+        const = kind.get("const")  # the one value that is allowed
         if kind["type"] != "string":
             limits = {"minimum": kind.get("minimum", const), "maximum": kind.get("maximum", const)}
-            options = {"missing": name not in always, "shown": (shown or {}).get(name, name), "unit": unit}
+            options = {"missing": name not in required_cells, "shown": (shown or {}).get(name, name), "unit": unit}
             options |= {} if const is None else {"remedy": f"this ddltool reads {const}"}
             columns[name] = numbers(frame, name, where, **limits, **options, whole=kind["type"] == "integer")
             continue
         cells = columns[name] = frame[name]
+        # A text of its own: the one that is allowed, or any.
         is_valid = cells.isin([const]) if const is not None else cells.map(lambda cell: isinstance(cell, str))
         if "pattern" in kind:
             is_valid &= cells.map(str).str.contains(kind["pattern"])
-        is_valid |= cells.isna() & (name not in always)
+        is_valid |= cells.isna() & (name not in required_cells)
         if not is_valid.all():
             remedy = "give a text" if const is None else f"give {const!r}"
             shown_cells = cells.map(repr).where(cells.notna(), "empty")
@@ -225,7 +231,10 @@ def demand(
     said: str = "is ",
     unit: str = "row",
 ) -> None:
-    """Raise InputError for the first of the ``cells``, (n,), whose ``is_valid`` is False; ``unit``: the word for a row."""
+    """Raise InputError for the first of the ``cells``, (n,), whose ``is_valid`` is False, naming its row (from 1).
+
+    ``name``: its column. ``said``: the words before its value; ``unit``: the word for a row.
+    """
     if is_valid.all():
         return
     first_index = int(np.argmin(is_valid))

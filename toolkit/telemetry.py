@@ -90,10 +90,10 @@ class BalanceEvent(Record):
 
 
 def runs_of(frame: pd.DataFrame) -> pd.Series[Any]:
-    """Return (n,) the number of each row's run, in the order in which they began.
+    """Return for each row the number of its run, (n,), in the order in which the runs began.
 
-    Where no row says its run (files of earlier versions), a rank's next one begins where its step number falls back; rows
-    of another number of processes than the last row's are then earlier ones.
+    Where no row says its run (files of earlier versions), a rank's next run begins where its step number falls back;
+    rows of another number of processes than the last row's are then earlier ones.
     """
     import pandas as pd
 
@@ -103,6 +103,7 @@ def runs_of(frame: pd.DataFrame) -> pd.Series[Any]:
     step, rank = (pd.to_numeric(frame[name], errors="coerce") for name in ("step", "rank"))
     begins = step.groupby(rank, dropna=False).diff() < 0
     after = begins.groupby(rank, dropna=False).cumsum()
+    # Counted back from each rank's last run, which is 0: ranks may have missed earlier ones.
     number: pd.Series[Any] = after - after.groupby(rank, dropna=False).transform("max")
     if "world_size" in frame.columns:
         size = pd.to_numeric(frame["world_size"], errors="coerce")
@@ -111,7 +112,10 @@ def runs_of(frame: pd.DataFrame) -> pd.Series[Any]:
 
 
 def last_run(frame: pd.DataFrame, where: str, tell: Tell) -> pd.DataFrame:
-    """Return the rows of a table's last run, at their places in the table; ``tell`` hears which of several it is."""
+    """Return the rows of a table's last run, with their index in the table.
+
+    ``where``: the file, and ``tell`` is given the remark which of several runs it is.
+    """
     runs = runs_of(frame)
     rows: pd.DataFrame = frame[runs == runs.max()]
     if len(rows) < len(frame):
@@ -212,23 +216,27 @@ _NEEDED = tuple(name for name, field in TelemetryRow.model_fields.items() if fie
 
 
 def check_rows(frame: pd.DataFrame, where: str, tell: Tell = log_remark) -> pd.DataFrame:
-    """Return the columns that a run is read from, numbers as floats, of a telemetry table's last run; the index: places.
+    """Return the columns that a run is read from, numbers as floats, of a telemetry table's last run, with its index kept.
 
-    The one check of rows that the hook's files get, whoever reads them; ``tell`` hears which of several runs it is. Raises
-    InputError, naming line and column, for missing columns, values that :class:`TelemetryRow` refuses, ranks or nodes beyond
-    the number of processes, steps that do not rise, batches that are not the total, samples that took no time; and for a last
-    run in which no step has samples.
+    Everybody who reads the hook's files has their rows checked here; ``tell`` is given the remark which of several runs
+    it is. Raises InputError, naming line and column, for missing columns, values that :class:`TelemetryRow` refuses,
+    ranks or nodes beyond the number of processes, steps that do not rise, batches that are not the total, samples that
+    took no time; and for a last run in which no step has samples.
     """
     return last_with_samples(rows_of_runs(frame, where), where, tell)
 
 
 def rows_of_runs(frame: pd.DataFrame, where: str, needed: Sequence[str] = _NEEDED) -> pd.DataFrame:
-    """Return the columns of all runs of a table; only ``needed`` must be there. Raises InputError as :func:`check_rows`."""
+    """Return the checked columns of all runs of a table; of the schema's only ``needed`` must be there.
+
+    Raises InputError as :func:`check_rows`.
+    """
     import pandas as pd  # most plans are made without a table
 
     rows = pd.DataFrame(checked_columns(frame, TelemetryRow, where, required=needed, unit="line"), index=frame.index)
     rows["passes"] = rows["passes"].fillna(1.0) if "passes" in rows else 1.0
     run = runs_of(frame)
+    # What all ranks of a step must agree on is checked where rows of all are there.
     of_step = rows.groupby([run, "step"], sort=False)["batch"]
     takes = "a step takes at least 1 ns; the run did not measure"
     conditions: list[tuple[tuple[str, ...], Callable[[], Any], str]] = [

@@ -41,6 +41,8 @@ def parse_bandwidth(text: str, where: str = "--bandwidth") -> float:
 def parse_bytes(text: str, where: str) -> float:
     """Return bytes for a size of memory such as ``40GiB``, ``512 MiB`` or ``24GB``.
 
+    Raises InputError, named ``where``, for anything else.
+
     >>> parse_bytes("40GiB", "--checkpointing")
     42949672960.0
     """
@@ -67,6 +69,8 @@ def parse_share(text: str) -> float:
 def parse_duration(text: str, where: str) -> float:
     """Return seconds for text such as ``50us``, ``1.5ms``, ``60s``, ``2h``; a bare number is seconds.
 
+    Raises InputError, named ``where``, for anything else.
+
     >>> parse_duration("50us", "--repair")
     5e-05
     """
@@ -81,6 +85,8 @@ def parse_duration(text: str, where: str) -> float:
 
 def parse_latency(text: str, where: str = "--latency") -> float:
     """Return seconds for a latency with its unit; ``10`` would be ten seconds, which nobody means.
+
+    Raises InputError, named ``where``, for a number without a unit, and for more than an hour.
 
     >>> parse_latency("10us")
     1e-05
@@ -126,7 +132,7 @@ def show_hours(hours: float) -> str:
 
 
 def show_money(amount: float) -> str:
-    """Return an amount of US dollars to the cent; less than a cent with two significant digits.
+    """Return an amount of US dollars to the cent; less than a cent in two significant digits.
 
     >>> show_money(0.8912), show_money(12345.6), show_money(0.00321)
     ('$0.89', '$12,345.60', '$0.0032')
@@ -135,12 +141,13 @@ def show_money(amount: float) -> str:
 
 
 def show_span(low_s: float, high_s: float) -> str:
-    """Return a range of durations in one unit.
+    """Return a range of durations, in one unit where the lower end is at least a tenth of it.
 
     >>> show_span(0.00583, 0.021), show_span(0.5, 75.0), show_span(0.00002, 0.002)
     ('5.83..21 ms', '0.5..75 s', '20 us..2 ms')
     """
     low, high = show_seconds(low_s), show_seconds(high_s)
+    # In the unit of the higher end, as long as the lower one keeps two digits in it.
     for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns")):
         if high.endswith(f" {unit}") and low_s >= 0.1 * scale:
             return f"{low_s / scale:.3g}..{high}"
@@ -164,15 +171,13 @@ def faster_than(gain: float) -> str:
     >>> faster_than(0.25), faster_than(-0.1), faster_than(2.0)
     ('25% faster than', '10% slower than', '3 times as fast as')
     """
-    return (
-        f"{gain + 1:.3g} times as fast as"
-        if gain >= 1
-        else f"{abs(gain):.0%} {'faster' if gain >= 0 else 'slower'} than"
-    )
+    if gain >= 1:
+        return f"{gain + 1:.3g} times as fast as"
+    return f"{abs(gain):.0%} {'faster' if gain >= 0 else 'slower'} than"
 
 
 def show_bytes(size_bytes: float | None) -> str:
-    """Return a size for people in binary units.
+    """Return a size for people in binary units, with one digit; ``-`` for None and NaN.
 
     >>> show_bytes(1536), show_bytes(102_230_128)
     ('1.5 KiB', '97.5 MiB')

@@ -26,8 +26,9 @@ from ddltool.goodput_model import Goodput
 from ddltool.job_state import JobState
 from ddltool.simulation_results import AdviceResult, JobNow, ResizeOption, ResizeSaving
 
-# Quantiles at which the distributions are summed: the grid has 199 x 39 x at most 16 points.
-_REMAINING, _GAIN, _RESTARTS = 199, 39, 16
+# Each distribution is summed at so many equally likely values: the grid has 199 x 39 x at most 16 points. Odd numbers
+# have the median among them.
+_REMAINING_VALUES, _GAIN_VALUES, _MOST_RESTART_VALUES = 199, 39, 16
 _LONGEST_S = 1e15
 # The most replicas, and the most options that are examined: each is an integral over three distributions.
 _MOST_REPLICAS, _MOST_EXAMINED = 4096, 64
@@ -44,19 +45,19 @@ def advise(
 ) -> ResizeSaving:
     """Return what changing to an allocation of ``gain`` times the present goodput saves.
 
-    ``remaining_s``: seconds left on the present allocation; ``restarts_s``: measured restarts, each as likely as the
-    others. About two thirds of such guesses of the time left and of the gain lie within their median over and times
-    ``remaining_factor`` and ``gain_factor``; 1: known. ``hold_s``: after that the job is back on its present allocation,
-    by another restart; None: it keeps the new one.
+    ``remaining_s``: seconds left on the present allocation. ``restarts_s``: measured restarts in seconds, each as
+    likely as the others. ``remaining_factor``, ``gain_factor``: how uncertain the two guesses are; about two thirds of
+    such guesses lie between the median divided and multiplied by the factor, and 1 says that the value is known.
+    ``hold_s``: seconds after which the job goes back to its present allocation, by another restart; None: it keeps the
+    new one.
     """
     restarts = np.array(restarts_s, dtype=np.float64)
     mean_restart_s = float(restarts.mean())
-    if len(restarts) > _RESTARTS:
-        restarts = np.quantile(restarts, (np.arange(_RESTARTS) + 0.5) / _RESTARTS)
-    remaining, gains = (
-        _quantiles_of_guess(remaining_s, remaining_factor, _REMAINING),
-        _quantiles_of_guess(gain, gain_factor, _GAIN),
-    )
+    if len(restarts) > _MOST_RESTART_VALUES:
+        restarts = np.quantile(restarts, (np.arange(_MOST_RESTART_VALUES) + 0.5) / _MOST_RESTART_VALUES)
+    remaining = _quantiles_of_guess(remaining_s, remaining_factor, _REMAINING_VALUES)
+    gains = _quantiles_of_guess(gain, gain_factor, _GAIN_VALUES)
+    # Every combination: (remaining, gains, restarts), each equally likely.
     saved = saved_seconds(remaining[:, None, None], gains[:, None], restarts, hold_s)
     low, high = np.quantile(saved, (0.1, 0.9), method="inverted_cdf").tolist()
     return ResizeSaving(
@@ -72,16 +73,22 @@ def advise(
 
 
 def _quantiles_of_guess(median: float, factor: float, count: int) -> Floats:
-    """Return ``count`` equally likely values of a log-normal guess, one where it is known."""
+    """Return ``count`` equally likely values, ascending, of a log-normal guess; the median alone where ``factor`` is 1 (known).
+
+    They are the quantiles at the middles of ``count`` equal parts, as ``factor`` is one standard deviation of the
+    logarithm.
+    """
     if factor == 1:
         return np.array([median])
     return np.asarray(median * np.exp(math.log(factor) * ndtri((np.arange(count) + 0.5) / count)))
 
 
 def saved_seconds(remaining: Floats, gain: Floats, delay: Floats, hold_s: float | None = None) -> Floats:
-    """Return ``T (1 - 1/r) - d``; where the hold ends first, what it has brought by then less the restart back.
+    """Return the seconds that a resize saves: ``T (1 - 1/r) - d``, or what it brings until the hold ends.
 
-    All broadcast; seconds. Within a hold of h the job does ``r max(h - d, 0)`` seconds' worth of its present work.
+    ``remaining`` T and ``delay`` d are seconds, ``gain`` r is a ratio of goodputs; arrays broadcast. ``hold_s`` h: the
+    job goes back after h seconds. By then it has done ``r max(h - d, 0)`` seconds' worth of its present work, and the
+    way back costs d again. None, or a job that ends within the hold: it never goes back.
     """
     saved_for_good: Floats = remaining - remaining / gain - delay
     if hold_s is None:
@@ -91,7 +98,7 @@ def saved_seconds(remaining: Floats, gain: Floats, delay: Floats, hold_s: float 
 
 
 def _break_even(gain: float, delay: float, hold_s: float | None) -> float | None:
-    """Return the least T from which every longer one saves time."""
+    """Return the least remaining time T, in seconds, from which every longer one saves time; None if no T does."""
     # With T beyond what the hold allows the saving no longer depends on T.
     if gain <= 1 or (hold_s is not None and gain * max(hold_s - delay, 0.0) <= hold_s + delay):
         return None
@@ -101,9 +108,9 @@ def _break_even(gain: float, delay: float, hold_s: float | None) -> float | None
 def placements(held: Sequence[int], free: Sequence[int], most: int) -> Iterator[tuple[int, ...]]:
     """Yield the other allocations of 1 to ``most`` GPUs that the job could have now, each packed on the fewest nodes.
 
-    All are GPUs per node, (N,). Nodes with the most GPUs go first, those that it has on a tie; the last
-    of the nodes taken is the tightest that holds what is left. With the GPUs that it has only a placement on fewer
-    nodes is another one.
+    ``held``, ``free`` and each allocation are GPUs per node, (N,). The nodes with the most GPUs (its own and free ones)
+    are filled first, on a tie those that it is on; what is left goes to the node that it fills best. For the number of
+    GPUs that the job has already, a placement is yielded only if it uses fewer nodes.
     """
     usable = [own + unused for own, unused in zip(held, free, strict=True)]
     order = sorted(range(len(usable)), key=lambda node: (-usable[node], -held[node], node))
@@ -120,10 +127,11 @@ def _count_nodes(gpus: Sequence[int]) -> int:
 
 
 def advise_job(path: Path) -> AdviceResult:
-    """Return what is best for the job in a JOBSTATE.yaml: every option, and the best.
+    """Return what is best for the job in a JOBSTATE.yaml: every option with its saving, and the best of them.
 
-    Raises InputError, with file and field, for what cannot be, and Infeasible where the job's batch limits allow
-    nothing on what it holds.
+    The fitted model that the file names (``goodput``) predicts the goodput of each allocation. Raises InputError, with
+    file and field, for values that cannot be, and Infeasible where the job's batch limits allow nothing on what it
+    holds.
     """
     state = load(path, JobState)
     model = load(path.parent / state.goodput, Goodput)
@@ -139,7 +147,8 @@ def advise_job(path: Path) -> AdviceResult:
     remaining_s = state.remaining_s or (state.remaining_samples or 0.0) / tuned_now.goodput_per_s
     if not 0 < remaining_s <= _LONGEST_S:
         raise InputError(f"{path}:remaining_samples", f"is {remaining_s:g} seconds of work", "what a job can have left")
-    # Both goodputs of a ratio carry the model's error.
+    # The gain is a ratio of two goodputs, and both carry the model's error: hence sqrt(2). Beyond a factor of 1,000 (a fit
+    # that says nothing) the quantiles would overflow.
     rmsle = model.devices[state.device].rmsle if model.devices else model.rmsle
     gain_factor = min(math.exp(math.sqrt(2) * rmsle), 1000.0)
     allocations = _examined(state)
@@ -182,7 +191,10 @@ def advise_job(path: Path) -> AdviceResult:
 
 
 def _examined(state: JobState) -> list[tuple[int, ...]]:
-    """Return the allocations to examine: of more than 64, those of 64 numbers of GPUs in equal ratios, the ends included."""
+    """Return the allocations to examine, each GPUs per node (N,): all, or 64 spread in equal ratios over their numbers of GPUs.
+
+    Small jobs have every number of GPUs examined; of large ones the neighbours hardly differ.
+    """
     allocations = list(placements(state.held, state.free, min(state.max_replicas or _MOST_REPLICAS, _MOST_REPLICAS)))
     if len(allocations) <= _MOST_EXAMINED:
         return allocations

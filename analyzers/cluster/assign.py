@@ -27,8 +27,11 @@ from ddltool.arrays import Floats, Ints
 # Above this many binaries the integer program gives way to its relaxation.
 _MOST_BINARIES = 20_000
 # Up to this many options the integer program runs over all that could be best, not over the hulls alone.
-_FEW = 500
-_RELATIVE_GAP = 1e-4
+_FEW_OPTIONS = 500
+# The integer program may stop this near to the optimum (a share of its cost), or after so many nodes of its search tree.
+_RELATIVE_GAP, _MOST_TREE_NODES = 1e-4, 2000
+# A share of the solution nearer to 1 or 0 than this is one or none: the solver's rounding.
+_INTEGRAL = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,9 +67,10 @@ def assign(costs: Sequence[Sequence[Floats]], capacity: Sequence[int], *, exact:
     """
     if not costs:
         return TypeAssignment(types=(), counts=(), cost=0.0, bound=0.0)
+    # More GPUs than there are of a type are no option.
     costs = [[table[: most + 1] for table, most in zip(tables, capacity, strict=True)] for tables in costs]
     options = _options(costs, _falling_counts) if exact else None
-    if options is None or len(options.job) > _FEW:
+    if options is None or len(options.job) > _FEW_OPTIONS:
         options = _options(costs, _hull_counts)
     gpus_by_type = np.asarray(capacity, dtype=np.float64)
     least_costs = np.minimum.reduceat(options.cost, options.first)
@@ -85,7 +89,10 @@ def assign(costs: Sequence[Sequence[Floats]], capacity: Sequence[int], *, exact:
 
 
 def _options(costs: Sequence[Sequence[Floats]], select_counts: Callable[[Floats], list[int]]) -> _Options:
-    """Return each job's options: no GPUs, then the counts that ``select_counts`` keeps of each type's costs."""
+    """Return each job's options in one table: no GPUs first, then the counts that ``select_counts`` keeps of each type's costs.
+
+    ``costs``: as of :func:`assign`. ``select_counts`` is given the costs (k,) of 0, 1, ... GPUs of one type.
+    """
     rows: list[tuple[int, int, int, float]] = []
     first_options: list[int] = []
     for job, tables in enumerate(costs):
@@ -98,7 +105,7 @@ def _options(costs: Sequence[Sequence[Floats]], select_counts: Callable[[Floats]
 
 
 def _falling_counts(cost: Floats) -> list[int]:
-    """Return the counts above 0 that cost less than every smaller one.
+    """Return the counts above 0 that cost less than every smaller one; no other count can be in a cheapest assignment.
 
     >>> _falling_counts(np.array([9.0, 5.0, 6.0, 4.5, np.inf, 1.0]))
     [1, 3, 5]
@@ -111,6 +118,9 @@ def _falling_counts(cost: Floats) -> list[int]:
 def _hull_counts(cost: Floats) -> list[int]:
     """Return the counts above 0 on the falling part of the lower convex hull of a cost over 0, 1, ...
 
+    On the hull every further GPU saves less than the one before, so the relaxation seldom splits a job; the options are
+    few.
+
     >>> _hull_counts(np.array([9.0, 5.0, 4.5, 1.0, 1.0]))
     [1, 3]
     """
@@ -120,6 +130,7 @@ def _hull_counts(cost: Floats) -> list[int]:
         cost_here = costs[count]
         if not cost_here < costs[corners[-1]]:
             continue
+        # A corner above the line from the one before it to here is not on the hull.
         while len(corners) > 1:
             last, previous = corners[-1], corners[-2]
             if (costs[previous] - costs[last]) * (count - last) >= (costs[last] - cost_here) * (last - previous):
@@ -130,34 +141,35 @@ def _hull_counts(cost: Floats) -> list[int]:
 
 
 def _solve(options: _Options, gpus_by_type: Floats, exact: bool) -> tuple[Ints, float]:
-    """Return the option of each job (n,) by HiGHS, and a lower bound on the total cost of any choice.
+    """Return the index of each job's chosen option, (n,), by HiGHS, and a lower bound on the total cost of any choice.
 
-    ``exact``: solve the integer program; else its relaxation, where a job that is split between two counts of a type
-    gets the lesser, and one that is split between types gets no GPUs.
+    ``exact``: solve the integer program; else its relaxation. There, a job that is split between two counts of a type
+    gets the lesser, and one that is split between types gets no GPUs, so that the choice fits. ``gpus_by_type``: how
+    many there are, (t,).
     """
     option_count, job_count = len(options.job), len(options.first)
     columns = np.arange(option_count)
     one_per_job = csr_array((np.ones(option_count), (options.job, columns)), shape=(job_count, option_count))
     counts, shape = options.count.astype(np.float64), (len(gpus_by_type), option_count)
     gpus_used = csr_array((counts, (options.kind, columns)), shape=shape)
-    cost_range = float(np.ptp(options.cost)) or 1.0
+    cost_range = float(np.ptp(options.cost)) or 1.0  # costs of the size of 1 suit the solver's tolerances
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+        warnings.simplefilter("ignore")  # a limit that was reached is no surprise: what was found by then is good
         solution: Any = milp(
             options.cost / cost_range,
             constraints=[LinearConstraint(one_per_job, 1, 1), LinearConstraint(gpus_used, -np.inf, gpus_by_type)],
             integrality=np.full(option_count, int(exact)),
             bounds=Bounds(0, 1),
-            options={"mip_rel_gap": _RELATIVE_GAP, "node_limit": 2000},
+            options={"mip_rel_gap": _RELATIVE_GAP, "node_limit": _MOST_TREE_NODES},
         )
     if solution.x is None:
         return options.first, -np.inf  # no GPUs for any job: always allowed
     # A job split between two counts uses at least the lesser of its type in the relaxation, so rounding down fits.
     chosen = options.first.copy()
-    integral = np.flatnonzero(solution.x > 1 - 1e-6)
+    integral = np.flatnonzero(solution.x > 1 - _INTEGRAL)
     chosen[options.job[integral]] = integral
     for job in np.setdiff1d(np.arange(job_count), options.job[integral]).tolist():
-        shares_of_job = np.flatnonzero((options.job == job) & (solution.x > 1e-6))
+        shares_of_job = np.flatnonzero((options.job == job) & (solution.x > _INTEGRAL))
         if len(set(options.kind[shares_of_job].tolist())) == 1:
             chosen[job] = shares_of_job[0]
     bound = solution.mip_dual_bound if exact and solution.mip_dual_bound is not None else solution.fun
@@ -196,7 +208,10 @@ class JobSpeedups:
 
 
 def job_speedups(job: SimulatedJob, cluster: ClusterSpec) -> JobSpeedups:
-    """Return a job's believed speedups on each type of the cluster; before anything was observed, k GPUs count k."""
+    """Return a job's believed speedups on each GPU type of the cluster on which it can run.
+
+    Before anything was observed k GPUs count as k times one GPU.
+    """
     most_replicas = min(job.most_replicas, MOST_REPLICAS)
     held = count_gpus(job.allocation)
     held_type = cluster.type_of(job.allocation) if held else None
@@ -207,9 +222,11 @@ def job_speedups(job: SimulatedJob, cluster: ClusterSpec) -> JobSpeedups:
         goodput = job.goodput_table(widest, name)
         if goodput is not None and single_gpu_goodput is None and goodput[0, 1] > 0:
             single_gpu_goodput = float(goodput[0, 1])
+        # k GPUs count as k times one GPU, until goodput was observed.
         speedup = np.tile(np.arange(widest + 1.0), (2, 1))
         if goodput is not None and single_gpu_goodput is not None:
             speedup = goodput / single_gpu_goodput
+        # More GPUs than the largest node has do not fit within a node, and one GPU cannot be across nodes.
         speedup[0, max(cluster.gpus[node] for node in cluster.nodes_of(name)) + 1 :] = 0.0
         speedup[1, :2] = 0.0
         held_here = held if name == held_type else 0
@@ -221,10 +238,12 @@ def job_speedups(job: SimulatedJob, cluster: ClusterSpec) -> JobSpeedups:
 def tables(by_type: Mapping[str, JobCosts], names: Sequence[str]) -> list[Floats]:
     """Return one job's cost of each count (from 0 on) on each of the types ``names``, as :func:`assign` takes it.
 
-    A type without costs allows no GPUs; the cost of no GPUs is the same on all types.
+    A type without costs allows no GPUs; the cost of no GPUs is the same on all types. ``by_type``: the job's costs of
+    each count, by GPU type.
     """
     by_count = [flat(by_type[name]) if name in by_type else np.zeros(1) for name in names]
     for table in by_count:
+        # No GPUs cost the same whatever the type.
         table[0] = next(iter(by_type.values())).within[0]
     return by_count
 
@@ -238,13 +257,16 @@ def place_on_type(
     effort: int = 0,
     seed: int = 0,
 ) -> PlacedJobs:
-    """Return allocations on the nodes of one type: of small total cost, or of about ``counts`` (n,), which must fit.
+    """Return where the jobs' GPUs go on the nodes of one type, for the jobs that get some.
 
-    ``effort`` and ``seed``: of the local search for small total cost, as in :func:`search`.
+    ``choices``: the jobs' costs of each count, their ``base`` in the cluster's nodes. ``counts`` (n,): about how many
+    GPUs each gets, which must fit in all; None: the counts and places of small total cost, by :func:`search` with
+    ``effort`` and ``seed``.
     """
     nodes = cluster.nodes_of(gpu_type)
     gpus = [cluster.gpus[node] for node in nodes]
     local_index = {node: index for index, node in enumerate(nodes)}
+    # The search numbers the nodes of this type from 0.
     local_choices = [
         replace(choice, base=tuple((local_index[node], count) for node, count in choice.base)) for choice in choices
     ]

@@ -35,6 +35,10 @@ class NodeSpeeds:
     """
 
     def __init__(self, application: Application, gpus: int, most: int) -> None:
+        """Refuse impossible nodes; cap ``most`` at the nodes that the application's replicas can fill.
+
+        ``gpus``: of one node.
+        """
         if gpus < 1 or not 1 <= most <= _MOST_NODES:
             raise InputError("nodes", f"are {most} of {gpus} GPUs", f"1 to {_MOST_NODES} of 1 GPU or more")
         where = f"application {application.name}"
@@ -49,11 +53,17 @@ class NodeSpeeds:
         """(total batch, seconds per optimizer step, passes) on so many nodes."""
 
     def goodput(self, nodes: int, epoch: int) -> tuple[float, int, float]:
-        """Return the best progress (iterations at M0) per second in an epoch, its total batch and seconds per step."""
+        """Return the best (progress per second, total batch, seconds per step) on so many nodes in an epoch.
+
+        Progress is counted in iterations at M0, the smallest batch.
+        """
         return max((self.application.gain(total, epoch) / step, total, step) for total, step, _ in self.batches(nodes))
 
     def throughput(self, nodes: int, epoch: int) -> tuple[float, int, float]:
-        """Return the most samples per second that the GPUs hold at once, the total batch and seconds per step."""
+        """Return the best (samples per second, total batch, seconds per step) on so many nodes, whatever ``epoch``.
+
+        Only batches that the GPUs hold at once count, without accumulation, where there are some.
+        """
         options = self.batches(nodes)
         unaccumulated = [option for option in options if option[2] == 1] or options
         return max((total / step, total, step) for total, step, _ in unaccumulated)
@@ -62,7 +72,9 @@ class NodeSpeeds:
 def scale(speeds: NodeSpeeds, rule: str, *, restart_delay_s: float = 30.0) -> ScaledTraining:
     """Return a whole training under ``rule``: "goodput", "throughput", or "fixed-N" nodes with batches by goodput.
 
-    Every change of the number of nodes and the first start cost ``restart_delay_s``, for which the new nodes are paid.
+    A scaler starts on one node and decides before each epoch, as the module says. The first start and every change of
+    the number of nodes cost ``restart_delay_s`` seconds, for which the new nodes are paid. ``speeds``: the
+    application's rates on 1, 2, ... nodes.
     """
     application, fixed = speeds.application, rule.startswith("fixed-")
     rate = speeds.throughput if rule == "throughput" else speeds.goodput
@@ -71,12 +83,14 @@ def scale(speeds: NodeSpeeds, rule: str, *, restart_delay_s: float = 30.0) -> Sc
     now_s = node_seconds = processed_samples = useful_samples = 0.0
     for epoch in range(application.max_epochs):
         one_node_rate = rate(1, epoch)[0]
+        # Above U of perfect scaling: the most nodes that are still at L or above.
         if not fixed and rate(nodes, epoch)[0] / (nodes * one_node_rate) > UPPER:
             candidates = range(nodes, speeds.most + 1)
             nodes = max(
                 (count for count in candidates if rate(count, epoch)[0] >= LOWER * count * one_node_rate), default=nodes
             )
         begin_s = now_s
+        # The first start, and every change, costs a restart for which the nodes are paid.
         if not epochs or nodes != epochs[-1].nodes:
             now_s += restart_delay_s
         _, batch, step_s = rate(nodes, epoch)
@@ -109,9 +123,10 @@ def autoscale(
     most: int = 16,
     restart_delay_s: float = 30.0,
 ) -> AutoscalingResult:
-    """Return the goodput scaler, the throughput scaler and fixed clusters, on at most ``most`` nodes of ``gpus`` GPUs.
+    """Return what one training costs under the goodput scaler, the throughput scaler and on fixed clusters.
 
-    Raises InputError as :class:`NodeSpeeds`.
+    ``gpus``: GPUs per node; ``most``: nodes that may be rented at most. Raises InputError as :class:`NodeSpeeds`.
+    ``restart_delay_s``: seconds of each restart.
     """
     speeds = NodeSpeeds(application, gpus, most)
     rules = ("throughput", "goodput", *(f"fixed-{count}" for count in FIXED if count <= most))

@@ -36,6 +36,7 @@ class ClusterSpec:
     """Whether nodes may be down: these have 0 GPUs and keep their number; a type that is down altogether is not there."""
 
     def __post_init__(self) -> None:
+        """Refuse a cluster without nodes, with a type missing, or with empty nodes that are not down."""
         if not self.gpus or len(self.gpus) != len(self.gpu_types) or min(self.gpus) < (0 if self.partial else 1):
             raise InputError("cluster", "has no nodes, or nodes without GPUs", "give one count and one type per node")
 
@@ -88,7 +89,10 @@ def count_gpus(allocation: Allocation) -> int:
 
 
 def free_gpus(cluster: ClusterSpec, allocations: Iterable[Allocation]) -> list[int]:
-    """Return the free GPUs per node, (N,). Raises CheckFailed when a node's GPUs are given out twice."""
+    """Return the free GPUs per node, (N,). Raises CheckFailed when a node's GPUs are given out twice.
+
+    ``allocations``: what was given out.
+    """
     free = list(cluster.gpus)
     for allocation in allocations:
         for node, count in allocation:
@@ -101,8 +105,9 @@ def free_gpus(cluster: ClusterSpec, allocations: Iterable[Allocation]) -> list[i
 def take_most_free(free: list[int], wanted: int, nodes: Sequence[int] | None = None) -> Allocation:
     """Take ``wanted`` GPUs from the nodes with the most free ones first (ties: lowest node), and return them.
 
-    This is how the published simulator places Tiresias' and Optimus' jobs. ``free`` (N,) is reduced; ``nodes``: take
-    from these only. The caller sees to it that enough are free.
+    This is how the published simulator places Tiresias' and Optimus' jobs. ``free`` (N,) is changed: it loses what is
+    taken. ``nodes``: take from these only; None: from all. Raises CheckFailed where the caller asks for more than is
+    free.
     """
     candidates = range(len(free)) if nodes is None else nodes
     taken: list[tuple[int, int]] = []
@@ -124,9 +129,9 @@ def fewest_nodes(free: Sequence[int], order: Sequence[int], count: int) -> Alloc
     fewest free GPUs that holds it, of equal ones to the first in ``order``.
     """
     pieces: list[tuple[int, int]] = []
-    for place, node in enumerate(order):
+    for position, node in enumerate(order):
         if free[node] >= count:
-            fitting = [candidate for candidate in order[place:] if free[candidate] >= count]
+            fitting = [candidate for candidate in order[position:] if free[candidate] >= count]
             return tuple(sorted([*pieces, (min(fitting, key=free.__getitem__), count)]))
         pieces.append((node, free[node]))
         count -= free[node]
@@ -141,6 +146,8 @@ def free_by_type(cluster: ClusterSpec, free: Sequence[int]) -> dict[str, int]:
 def packed(cluster: ClusterSpec, replicas: int) -> tuple[int, ...]:
     """Return the GPUs per node of ``replicas`` packed on as few of the cluster's nodes as possible.
 
+    Where the cluster has too few GPUs it goes on with nodes of the smallest size.
+
     >>> packed(ClusterSpec.homogeneous(4, 4), 6)
     (4, 2)
     """
@@ -152,7 +159,10 @@ def packed(cluster: ClusterSpec, replicas: int) -> tuple[int, ...]:
 
 
 def interfering(allocations: Mapping[int, Allocation]) -> set[int]:
-    """Return the jobs that span nodes and share one of them with another such job."""
+    """Return the jobs that span nodes and share one of them with another such job: their synchronisation competes.
+
+    ``allocations``: by job index.
+    """
     spanning = {job: allocation for job, allocation in allocations.items() if len(allocation) > 1}
     users = Counter(node for allocation in spanning.values() for node, _ in allocation)
     return {job for job, allocation in spanning.items() if any(users[node] > 1 for node, _ in allocation)}
@@ -189,6 +199,7 @@ class NodeFailures:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        """Refuse times out of range, in whatever unit they were meant, and events that no node can have."""
         if self.mtbf_s is not None and not _MTBF_S[0] <= self.mtbf_s <= _MTBF_S[1]:
             raise InputError("mtbf", f"is {self.mtbf_s:g} s", f"from {_MTBF_S[0]:g} to {_MTBF_S[1]:g} seconds per node")
         for name, value in (("repair", self.repair_s), ("checkpoint interval", self.checkpoint_interval_s)):
@@ -215,20 +226,22 @@ class NodeStates:
     """
 
     def __init__(self, failures: NodeFailures, cluster: ClusterSpec) -> None:
+        """Sort the given events, and draw the first failure of every node from that node's own stream."""
         failures.check(cluster)
         self.failures = failures
         self.down_until: dict[int, float] = {}
-        """Nodes under repair."""
+        """Nodes under repair, and the second at which each is up again."""
         self.away: set[int] = set()
         """Nodes that a given event took away."""
         self.failed = 0
         """How many nodes that were up have failed."""
-        self._given = sorted(failures.events, key=lambda event: event.time_s)[::-1]  # the next one is the last item
-        self._drawn: list[tuple[float, int]] = []
+        self._given_events = sorted(failures.events, key=lambda event: event.time_s)[::-1]
+        """Given events that are still to come, the next one last."""
+        self._drawn_events: list[tuple[float, int]] = []
         """Heap of (seconds, node): the next failure of each node, or the end of its repair where it is down."""
         if failures.mtbf_s is not None:
             self._generators = [np.random.default_rng([failures.seed, node]) for node in range(len(cluster.gpus))]
-            self._drawn = sorted((self._life_s(node), node) for node in range(len(cluster.gpus)))
+            self._drawn_events = sorted((self._life_s(node), node) for node in range(len(cluster.gpus)))
 
     @property
     def down(self) -> frozenset[int]:
@@ -243,38 +256,38 @@ class NodeStates:
     @property
     def gone(self) -> frozenset[int]:
         """Nodes that a given event took away and that no later one brings back."""
-        return frozenset(self.away) - {event.node for event in self._given if event.kind == "join"}
+        return frozenset(self.away) - {event.node for event in self._given_events if event.kind == "join"}
 
     def next_s(self) -> float:
         """Return when something happens next; inf if nothing will."""
-        given_s = self._given[-1].time_s if self._given else math.inf
-        return min(given_s, self._drawn[0][0] if self._drawn else math.inf)
+        given_s = self._given_events[-1].time_s if self._given_events else math.inf
+        return min(given_s, self._drawn_events[0][0] if self._drawn_events else math.inf)
 
     def pop(self) -> tuple[list[int], list[int]]:
-        """Apply the next event and return the nodes that failed and the nodes that left by it."""
+        """Apply the next event and return (nodes that failed, nodes that left) by it; both are empty where a node came back."""
         before, kind = self.down, self._advance()
         lost = sorted(self.down - before)
         self.failed += len(lost) * (kind == "fail")
         return (lost, []) if kind == "fail" else ([], lost)
 
     def _life_s(self, node: int) -> float:
-        """Return the seconds from a node's repair to its next failure."""
+        """Return how many seconds a node lives from its repair to its next failure, drawn from its own stream."""
         assert self.failures.mtbf_s is not None
         return float(self._generators[node].exponential(self.failures.mtbf_s))
 
     def _advance(self) -> Kind:
         """Apply the next event, a given one before a drawn one of the same time, and return its kind."""
-        if self._given and (not self._drawn or self._given[-1].time_s <= self._drawn[0][0]):
-            event = self._given.pop()
+        if self._given_events and (not self._drawn_events or self._given_events[-1].time_s <= self._drawn_events[0][0]):
+            event = self._given_events.pop()
             (self.away.discard if event.kind == "join" else self.away.add)(event.node)
             return event.kind
-        now_s, node = self._drawn[0]
-        if node in self.down_until:  # repaired
+        now_s, node = self._drawn_events[0]
+        if node in self.down_until:  # its repair ends
             del self.down_until[node]
-            heapq.heapreplace(self._drawn, (now_s + self._life_s(node), node))
+            heapq.heapreplace(self._drawn_events, (now_s + self._life_s(node), node))
             return "join"
         self.down_until[node] = now_s + self.failures.repair_s
-        heapq.heapreplace(self._drawn, (self.down_until[node], node))
+        heapq.heapreplace(self._drawn_events, (self.down_until[node], node))
         return "fail"
 
 

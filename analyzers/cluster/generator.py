@@ -29,7 +29,7 @@ PATTERNS = ("constant", "poisson", "diurnal")
 _DIURNAL = (1.0, 1.4, 2.2, 3.0, 2.4, 1.8, 1.4, 1.2)
 _MOST_JOBS, _MOST_HOURS = 10_000_000, 87_600.0
 # GPUs that a user who knows how the job scales asks for reach this share of linear speed-up (Pollux, section 5.1).
-_EFFICIENT = 0.5, 0.8
+_LEAST_EFFICIENCY, _MOST_EFFICIENCY = 0.5, 0.8
 _MOST_REQUESTED = 64
 
 
@@ -68,6 +68,7 @@ class Pattern:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        """Refuse numbers out of range and unknown patterns."""
         if not 1 <= self.jobs <= _MOST_JOBS:
             raise InputError("jobs", f"is {self.jobs}", f"from 1 to {_MOST_JOBS}")
         if not 0 < self.hours <= _MOST_HOURS:
@@ -88,12 +89,15 @@ def size_class(gpu_hours: float) -> str:
 
 
 def class_indices(gpu_hours: Floats) -> Places:
-    """Return for n total GPU times the index (n,) of their class in :data:`SIZE_CLASSES`."""
+    """Return for n total GPU times, in hours, the index (n,) of each one's class in :data:`SIZE_CLASSES`."""
     return np.searchsorted(np.array(list(SIZE_CLASSES.values())[:-1]), gpu_hours, side="right")
 
 
 def arrivals(pattern: Pattern) -> Floats:
-    """Return the submission times (jobs,), whole seconds, ascending."""
+    """Return the submission times (jobs,), whole seconds, ascending.
+
+    ``pattern``: how many, over how long, and how they arrive.
+    """
     generator = np.random.default_rng([pattern.seed, 0])
     span_s = 3600.0 * pattern.hours
     if pattern.pattern == "constant":
@@ -124,10 +128,11 @@ def generate(pattern: Pattern, templates: Sequence[Template] = POLLUX) -> list[J
 def make_specs(
     times_s: Floats, indices: Places, templates: Sequence[Template], generator: np.random.Generator, prefix: str
 ) -> list[JobSpec]:
-    """Return n jobs, job i of ``templates[indices[i]]``, submitted at ``times_s[i]``.
+    """Return n jobs named ``PREFIX-1``, ...: job i of ``templates[indices[i]]``, submitted at ``times_s[i]``.
 
-    What a job requests is drawn evenly from its template's requests.
+    What a job requests is drawn evenly from its template's requests. ``generator``: draws the requests.
     """
+    # A uniform number times the number of requests, rounded down, is the index of one of them.
     request_counts = np.array([len(template.requests) for template in templates])
     request_indices = np.floor(generator.random(len(indices)) * request_counts[indices]).astype(int).tolist()
     specs = []
@@ -147,6 +152,7 @@ def templates(applications: Mapping[str, Application], cluster: ClusterSpec) -> 
     published = {template.application: template.size for template in POLLUX}
     sized = []
     for name, application in applications.items():
+        # The first type of the cluster that it was measured on.
         gpu_type = next((gpu_type for gpu_type in cluster.type_names if application.runs_on(gpu_type)), None)
         if gpu_type is None:
             continue
@@ -178,10 +184,11 @@ def _requests(
 
     alone_s, alone_batch = best_training(1)
     most_gpus = min(type_nodes.total_gpus, application.max_replicas, _MOST_REQUESTED)
+    # People ask for few GPUs, or for whole nodes of four.
     counts = [count for count in range(2, most_gpus + 1) if count <= 4 or count % 4 == 0]
     efficient = [
         (count, batch)
         for count, (seconds, batch) in zip(counts, map(best_training, counts), strict=True)
-        if _EFFICIENT[0] <= alone_s / seconds / count <= _EFFICIENT[1]
+        if _LEAST_EFFICIENCY <= alone_s / seconds / count <= _MOST_EFFICIENCY
     ]
     return alone_s, tuple(efficient) or ((1, alone_batch),)

@@ -58,7 +58,7 @@ _EVENTS = ("time", "node", "event")
 _PLACEMENTS = ("placement", "local_bsz", "step_time", "sync_time")
 _SCALABILITY = ("num_nodes", "num_replicas", "local_bsz", "step_time", "sync_time")
 _VALIDATION = ("progress", "iteration", "metric", "grad_sqr", "grad_var")
-_MOST_GPUS = 100_000
+_MOST_GPUS = 100_000  # of a cluster or a job: more is a typing error
 # Later times and longer runs than ten years, and longer steps, are in another unit, or typing errors.
 _LONGEST_S, _LONGEST_STEP_S = 315_360_000.0, 3600.0
 
@@ -105,7 +105,7 @@ def read_workload(path: Path) -> list[JobSpec]:
 
 
 def _jobs(frame: pd.DataFrame, path: Path) -> list[JobSpec]:
-    """Return the jobs of a workload's table. Raises InputError as :func:`read_workload`."""
+    """Return the jobs of a workload's table, by row, with every cell checked. Raises InputError as :func:`read_workload`."""
     missing = [name for name in WORKLOAD if name not in frame.columns]
     if missing:
         remedy = f"a workload has {', '.join(WORKLOAD)}; {ACCEPTED}"
@@ -181,6 +181,7 @@ def read_templates(folders: Sequence[Path], cluster: ClusterSpec | None) -> tupl
     if cluster is None:
         return candidates
     most_gpus = max(cluster.gpus_of(name) for name in cluster.type_names)
+    # A job must not ask for more GPUs of one type than there are.
     fitting = [
         replace(template, requests=tuple(request for request in template.requests if request[0] <= most_gpus))
         for template in candidates
@@ -211,6 +212,7 @@ def read_truth(jobs: Sequence[JobSpec], folders: Sequence[Path], models: Sequenc
     """
     names = {job.application for job in jobs}
     applications: dict[str, Application] = {}
+    # A fitted model takes the place of measured traces.
     for fitted in models:
         if fitted.application not in names:
             problem = f"{fitted.application!r} is no application of the workload"
@@ -260,13 +262,14 @@ def read_applications(folders: Sequence[Path], names: Sequence[str]) -> dict[str
 
 
 def _step_times(folder: Path) -> dict[str, MeasuredTimes]:
-    """Return the step times of each GPU type in one application's folder."""
+    """Return the step times in one application's folder by GPU type; :data:`ANY_TYPE` for files that name no type."""
     times = {}
     for path in sorted(folder.glob("placements*.csv")):
         suffix = path.stem.removeprefix("placements")
         placements = read_columns(path, _PLACEMENTS, ended=True)
         rotations = split_placements(placements["placement"], str(path))
         scalability_path = folder / f"scalability{suffix}.csv"
+        # Without the second file, only measured placements count.
         configurations, scalability_times_s = np.empty((0, 3)), np.empty((0, 2))
         if scalability_path.is_file():
             scalability = read_columns(scalability_path, _SCALABILITY, ended=True)
@@ -285,7 +288,7 @@ def _step_times(folder: Path) -> dict[str, MeasuredTimes]:
 
 
 def _step_and_sync(frame: pd.DataFrame, path: Path) -> Floats:
-    """Return step and sync times (n, 2)."""
+    """Return the step and sync times (n, 2) of a table, in seconds. Raises InputError where the sync is no part of the step."""
     hour = f"seconds, at most {_LONGEST_STEP_S:.0f} (an hour)"
     step = numbers(frame, "step_time", path, maximum=_LONGEST_STEP_S, remedy=hour)
     sync = numbers(frame, "sync_time", path)
@@ -294,7 +297,7 @@ def _step_and_sync(frame: pd.DataFrame, path: Path) -> Floats:
 
 
 def _validation(folder: Path) -> list[Validation]:
-    """Return the validation runs in one application's folder, all of as many epochs."""
+    """Return the validation runs in one application's folder, one a file. Raises InputError unless all have as many epochs."""
     runs: list[Validation] = []
     path_by_epochs: dict[int, Path] = {}
     for path in sorted(folder.glob("validation-*.csv")):
@@ -328,7 +331,7 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
 _START, _END = "start_time", "end_time"
 _PERCENT, _MILLI = "plan_gpu", "gpu_milli"
 _ZONE = r"\s*(?:PST|PDT|UTC|GMT|[+-]\d\d:\d\d)$"
-_BUSY_STEP_S = 3600.0
+_BUSY_STEP_S = 3600.0  # the busiest span begins at a full hour
 _SPAN = "times within ten years"
 ACCEPTED = "a cluster's trace has {submit}; {gpus}; and {duration} (seconds), or {start} and {end}".format(
     **{key: " or ".join(names) for key, names in COLUMNS.items()}
@@ -352,16 +355,17 @@ class ClusterTrace:
 
 
 def is_json(path: Path) -> bool:
-    """Return whether a file holds JSON: by its name, or, as the name of Philly's log does not tell, by how it begins."""
+    """Return whether a file holds JSON: its name says so, or it begins with a bracket, as Philly's log has no telling name."""
     if ".json" in path.suffixes:
         return True
     with suppress(InputError), opened(path) as file:
+        # 64 bytes are enough to pass a byte order mark and a few blanks.
         return bool(file.peek(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["))
     return False
 
 
 def is_trace(frame: pd.DataFrame) -> bool:
-    """Return whether a table is a cluster's trace and not a workload."""
+    """Return whether a table is a cluster's trace and not a workload: it says when jobs came and how many GPUs they had."""
     chosen = _chosen(frame)
     return bool(chosen["gpus"] and chosen["submit"])
 
@@ -378,19 +382,20 @@ def read_table_trace(frame: pd.DataFrame, where: str) -> ClusterTrace:
     """Return the jobs of a table with the columns of :data:`COLUMNS`. Times are seconds or ``YYYY-MM-DD HH:MM:SS``.
 
     A job of Alibaba's 2020 trace has a row for each task, GPUs in percent, and came when its first task began; the 2023
-    trace has shares of a GPU in thousandths. Raises InputError naming row and column. O(n log n), vectorised.
+    trace has shares of a GPU in thousandths. A job that had not ended counts with its GPU time until the last time in
+    the log. Raises InputError naming row and column. O(n log n), vectorised.
     """
     chosen = _chosen(frame)
     for key in ("submit", "gpus", *(() if chosen["start"] and chosen["end"] else ("duration",))):
         if not chosen[key]:
             raise InputError(f"{where}:{COLUMNS[key][0]}", "column is missing", ACCEPTED)
     start = _seconds(frame[chosen["start"]]) if chosen["start"] else np.full(len(frame), np.nan)
-    tasks = "task_name" in frame.columns and chosen["name"] != ""
-    if chosen["name"] and not tasks:
+    has_tasks = "task_name" in frame.columns and chosen["name"] != ""
+    if chosen["name"] and not has_tasks:
         demand_distinct_jobs(frame[chosen["name"]], where)
     submit = _times(frame[chosen["submit"]], where, missing=chosen["submit"] == chosen["start"])
-    shared = chosen["gpus"] == _PERCENT or bool(chosen["instances"])
-    gpus = numbers(frame, chosen["gpus"], where, maximum=_MOST_GPUS, whole=not shared, missing=shared)
+    may_be_shared = chosen["gpus"] == _PERCENT or bool(chosen["instances"])
+    gpus = numbers(frame, chosen["gpus"], where, maximum=_MOST_GPUS, whole=not may_be_shared, missing=may_be_shared)
     if chosen["gpus"] == _PERCENT:
         gpus = np.nan_to_num(gpus) / 100.0
     if chosen["instances"]:
@@ -406,10 +411,12 @@ def read_table_trace(frame: pd.DataFrame, where: str) -> ClusterTrace:
         demand(~bad, run_s, chosen["end"], where, remedy, said=f"less {chosen['start']} is ")
     started = ~np.isnan(start)
     end = _seconds(frame[chosen["end"]]) if chosen["end"] else start + run_s
+    # The last time that the log says: what still ran then is censored.
     log_end_s = np.max(np.concatenate([submit[~np.isnan(submit)], start[started], end[~np.isnan(end)]]), initial=0.0)
     until_now = np.where(started & np.isnan(run_s), gpus * (log_end_s - start) / 3600.0, np.nan)
     hours = gpus * run_s / 3600.0
-    if tasks:
+    if has_tasks:
+        # One row for each job: its first submission, the GPUs and GPU time of all its tasks.
         tasks_frame = pd.DataFrame({"submit": submit, "gpus": gpus, "hours": hours, "until_now": until_now})
         by_job = tasks_frame.groupby(frame[chosen["name"]].to_numpy(), sort=False)
         totals = by_job.agg({"submit": "min", "gpus": "sum"}).join(by_job[["hours", "until_now"]].sum(min_count=1))
@@ -422,23 +429,22 @@ def read_table_trace(frame: pd.DataFrame, where: str) -> ClusterTrace:
 def read_philly(document: Any, where: str) -> ClusterTrace:
     """Return the jobs of Philly's ``cluster_job_log``. A job's GPUs are those of its last attempt, its GPU time that of all.
 
-    Attempts without a start or an end count nothing; a job none of
-    whose attempts ended counts from its first start until the last time in the log.
-
-    Raises InputError naming the job (from 1) and the field.
+    Attempts without a start or an end count nothing. A job none of whose attempts ended counts from its first start
+    until the last time in the log. Raises InputError naming the job (from 1) and the field.
     """
     if not isinstance(document, list):
         raise InputError(where, "is no list of jobs", "give Philly's cluster_job_log: a JSON list")
     jobs = pd.DataFrame({name: _fields(document, name, where) for name in ("submitted_time", "jobid")}, dtype=object)
-    gpus, running = np.zeros(len(document)), np.full(len(document), np.nan)
+    gpus, first_start_s = np.zeros(len(document)), np.full(len(document), np.nan)
     attempts: list[tuple[int, int, Any, Any]] = []
     for row, job_attempts in enumerate(_fields(document, "attempts", where)):
         try:
             for attempt in job_attempts:
+                # Overwritten by each attempt, so that the last one counts.
                 gpus[row] = sum(len(machine["gpus"]) for machine in attempt["detail"])
                 start, end = (None if attempt[name] in ("", "None") else attempt[name] for name in (_START, _END))
                 if start is not None and end is None:
-                    running[row] = np.fmin(running[row], _seconds(pd.Series([start], dtype=object))[0])
+                    first_start_s[row] = np.fmin(first_start_s[row], _seconds(pd.Series([start], dtype=object))[0])
                 if start is not None and end is not None:
                     attempts.append((row, int(gpus[row]), start, end))
         except (TypeError, KeyError) as error:
@@ -449,20 +455,21 @@ def read_philly(document: Any, where: str) -> ClusterTrace:
     attempt_rows = pd.DataFrame(attempts, columns=["row", "gpus", _START, _END])
     begin_s, end = _seconds(attempt_rows[_START].astype(object)), _seconds(attempt_rows[_END].astype(object))
     with np.errstate(invalid="ignore"):
-        orderly = np.where((end < begin_s) | (end - begin_s > _LONGEST_S), np.nan, end)
-    for name, seconds in ((_START, begin_s), (_END, end), (_END, orderly)):
+        valid_end = np.where((end < begin_s) | (end - begin_s > _LONGEST_S), np.nan, end)
+    for name, seconds in ((_START, begin_s), (_END, end), (_END, valid_end)):
         if np.isnan(seconds).any():
             bad = int(np.isnan(seconds).argmax())
             problem = f"of an attempt is {attempt_rows[name].iloc[bad]!r}"
             remedy = "YYYY-MM-DD HH:MM:SS, the end after the start by ten years at most"
             raise InputError(f"{where}:job {attempts[bad][0] + 1}:{name}", problem, remedy)
+    # From attempts to jobs: the GPU time of a job is the sum over its attempts.
     owner = attempt_rows["row"].to_numpy(dtype=int)
     gpu_seconds = attempt_rows["gpus"].to_numpy(dtype=float) * (end - begin_s)
     hours = np.bincount(owner, gpu_seconds, minlength=len(document)) / 3600.0
     log_end_s = max((float(times.max()) for times in (submit, end) if len(times)), default=0.0)
     never_ended = np.bincount(owner, minlength=len(document)) == 0
     hours[never_ended] = np.nan
-    until_now = np.where(never_ended, gpus * np.maximum(log_end_s - running, 0.0) / 3600.0, np.nan)
+    until_now = np.where(never_ended, gpus * np.maximum(log_end_s - first_start_s, 0.0) / 3600.0, np.nan)
     return _trace(submit, gpus, hours, until_now, where)
 
 
@@ -474,6 +481,7 @@ def busiest(trace: ClusterTrace, hours: float) -> ClusterTrace:
     if not 0 < hours <= _LONGEST_S / 3600:
         raise InputError("hours", f"is {hours:g}", "above 0 and at most ten years")
     starts = np.arange(0.0, trace.submit_s[-1] + _BUSY_STEP_S, _BUSY_STEP_S)
+    # How many jobs came within the span after each full hour.
     low = np.searchsorted(trace.submit_s, starts)
     high = np.searchsorted(trace.submit_s, starts + 3600.0 * hours)
     best = int(np.argmax(high - low))
@@ -488,7 +496,8 @@ def to_workload(
     """Return a workload: ``jobs`` of the trace (None: all), each an application of its size class; and jobs per class.
 
     Within a class applications are drawn by their shares, requests evenly (Pollux, section 5.1); a class without an
-    application gets those of the nearest class that has one. Same seed, same jobs.
+    application gets those of the nearest class that has one. Same seed, same jobs. ``templates``: applications with
+    their classes, shares and requests.
     """
     if not templates:
         raise InputError("templates", "are none", "give at least one application")
@@ -502,6 +511,7 @@ def to_workload(
         size: [index for index, template in enumerate(templates) if template.size == name]
         for size, name in enumerate(names)
     }
+    # For each job a template of its size class, or of the nearest class that has one.
     template_indices = np.zeros(len(chosen), dtype=np.intp)
     for size in indices_by_size:
         rows = np.flatnonzero(sizes == size)
@@ -514,11 +524,13 @@ def to_workload(
 
 
 def _trace(submit: Floats, gpus: Floats, hours: Floats, until_now: Floats, where: str) -> ClusterTrace:
-    """Return the jobs that ran on GPUs, by submission; all arrays are (n,), ``hours`` of GPU time NaN where unknown.
+    """Return the jobs that ran on GPUs, in order of submission from 0 s on; all arrays are (n,), one value a job.
 
-    ``until_now``: the GPU hours up to the log's end of jobs that were then still running, NaN for others.
+    ``submit``: seconds; ``hours``: GPU hours, NaN where unknown; ``until_now``: the GPU hours up to the log's end of
+    jobs that were then still running, NaN for others.
     """
     running = ~np.isnan(until_now)
+    # Still running at the end of the log: what it had until then.
     hours = np.where(running, until_now, hours)
     unknown = np.isnan(hours)
     usable = np.flatnonzero(~unknown & (gpus > 0))
@@ -536,7 +548,10 @@ def _trace(submit: Floats, gpus: Floats, hours: Floats, until_now: Floats, where
 
 
 def _fields(document: Sequence[Any], name: str, where: str) -> list[Any]:
-    """Return one field of every job of Philly's log. Raises InputError naming the job (from 1) that lacks it."""
+    """Return the field ``name`` of every job of Philly's log. Raises InputError naming the job (from 1) that lacks it.
+
+    ``where``: the file.
+    """
     values = []
     for number, job in enumerate(document, start=1):
         if not isinstance(job, dict):
@@ -553,6 +568,7 @@ def _seconds(values: pd.Series[Any]) -> Floats:
     unparsed = np.flatnonzero(np.isnan(seconds))
     if unparsed.size:
         date_texts = values.iloc[unparsed].astype(str).str.strip()
+        # Only where a text may end with a zone (PST, UTC, +01:00): the replacement is slow on a long column.
         if date_texts.str.endswith(("T", "C", ":00")).any():
             date_texts = date_texts.str.replace(_ZONE, "", regex=True)
         dates = pd.to_datetime(date_texts, format="%Y-%m-%d %H:%M:%S", errors="coerce").to_numpy()
@@ -563,12 +579,14 @@ def _seconds(values: pd.Series[Any]) -> Floats:
 
 
 def _times(values: pd.Series[Any], where: str, *, missing: bool = False) -> Floats:
-    """Return seconds; a missing value stays NaN where it may. Raises InputError for what is no time.
+    """Return a column's times in seconds, (n,); an empty value is NaN where ``missing`` ones are allowed.
 
-    Also for times far apart: of them one is mistyped, or dates and seconds stand in one column.
+    Raises InputError for what is no time, and for times more than ten years apart: one of them is mistyped, or dates
+    and seconds stand in one column.
     """
 
     def refuse(row: int, problem: str, remedy: str) -> InputError:
+        """Return the error about the value in ``row`` (from 0)."""
         return InputError(f"{where}:row {row + 1}:{values.name}", f"is {values.iloc[row]}{problem}", remedy)
 
     seconds = _seconds(values)
@@ -576,6 +594,7 @@ def _times(values: pd.Series[Any], where: str, *, missing: bool = False) -> Floa
     is_bad = (~np.isfinite(seconds) | (seconds < 0)) & ~empty
     if is_bad.any():
         raise refuse(int(is_bad.argmax()), "", "YYYY-MM-DD HH:MM:SS, or seconds >= 0")
+    # A column of dates has no bare numbers, and the other way round.
     present = ~np.isnan(seconds)
     if present.any():
         numeric, first = pd.to_numeric(values, errors="coerce").notna().to_numpy(), int(present.argmax())

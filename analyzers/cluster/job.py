@@ -28,7 +28,7 @@ from ddltool.errors import InputError
 from ddltool.goodput_model import ThroughputParams
 from ddltool.simulation_results import JobSpec
 
-_EPSILON = 1e-8
+_EPSILON = 1e-8  # what rounding may add to a quotient that is whole, before it is rounded up
 # A model is fitted anew when a new (nodes, replicas) was seen or the rows have grown by this share: more say little more.
 _GROWTH = 0.25
 Configuration = tuple[int, int, int]
@@ -40,7 +40,10 @@ Seen = tuple[tuple[Configuration, tuple[float, float]], ...]
 
 
 def observations(observed: Seen) -> Observations:
-    """Return what was seen as rows of a fit."""
+    """Return what was seen as rows of a fit, each (n,): the times of computing are those of the step less the sync.
+
+    ``observed``: configurations with their (step, sync) seconds.
+    """
     # Transposed: configurations (3, n) and times_s (2, n).
     configurations, times_s = (np.array(part, dtype=np.float64).T for part in zip(*observed, strict=True))
     return Observations(
@@ -54,7 +57,11 @@ def observations(observed: Seen) -> Observations:
 
 @lru_cache(maxsize=1024)  # jobs of one application begin alike
 def fit(observed: Seen, previous: ThroughputParams | None = None) -> ThroughputParams:
-    """Return the model fitted to ``observed`` from the last fit on; what was never seen is assumed as the module says."""
+    """Return the throughput model fitted to ``observed``, starting from the last fit (``previous``), if any.
+
+    What was never seen is assumed as the module says: half of a step's computing is constant while only one batch size
+    was seen, and synchronisation across nodes is 1.1 times that within a node.
+    """
     rows = observations(observed)
     params = refit(rows, previous).model_dump()
     if (rows.local_batch_size == rows.local_batch_size[0]).all():
@@ -68,14 +75,21 @@ def fit(observed: Seen, previous: ThroughputParams | None = None) -> ThroughputP
 
 @lru_cache(maxsize=4096)  # noise scales go to and fro, and jobs of one application believe the same at first
 def best_batches(model: ThroughputParams, limits: BatchLimits, noise_scale: float, widest: int) -> Tuned:
-    """Return the best batches on 1 to ``widest`` replicas, within a node and then across nodes."""
+    """Return the batches of highest goodput on 1 to ``widest`` replicas: rows 0 to widest - 1 on one node, then on two.
+
+    Two nodes stand for any number, as the model knows one or several. ``noise_scale``: samples.
+    """
     replicas = np.arange(1, widest + 1)
     nodes = np.concatenate([np.ones_like(replicas), np.minimum(replicas, 2)])
     return tune(model, nodes, np.concatenate([replicas, replicas]), limits, noise_scale=noise_scale)
 
 
 def split_batch(batch_size: int, replicas: int, limits: BatchLimits) -> tuple[int, int]:
-    """Return local batch and accumulation steps of a given total batch size, as the published simulator splits it."""
+    """Return (local batch size, accumulation steps beyond the first) of a total batch on ``replicas``.
+
+    The rule is the published simulator's: quotients are rounded up, and one replica with more than the initial batch
+    always accumulates.
+    """
     local = -int(-(batch_size / replicas - _EPSILON) // 1)
     steps = -int(-(local / limits.max_local_batch_size - _EPSILON) // 1) - 1
     if replicas == 1 and batch_size > limits.initial_batch_size:
@@ -90,14 +104,21 @@ class Beliefs:
     """
 
     def __init__(self, *, pooled: bool = False) -> None:
+        """Start with nothing seen.
+
+        ``pooled``: several jobs of an application share it.
+        """
         self.pooled = pooled
         self.grads: dict[int, tuple[float, float]] = {}
         """By epoch the last seen (squared norm, variance) of the gradient; empty unless pooled."""
         self._seen: dict[str, dict[Configuration, tuple[float, float]]] = {}
+        """By GPU type and configuration the (step, sync) seconds."""
         self._shapes: dict[str, set[tuple[int, int]]] = {}
+        """By GPU type the (nodes, replicas) seen."""
         self._fitted: dict[str, tuple[ThroughputParams, int, int]] = {}
         """By type the model, and of how many configurations and shapes it is."""
         self._errors: dict[str, tuple[tuple[Floats, Floats], ...]] = {}
+        """By GPU type the fit's errors, as :func:`_errors` returns them; empty unless pooled."""
 
     def observe(self, gpu_type: str, configuration: Configuration, times: tuple[float, float]) -> None:
         """Record the (step, sync) seconds of a configuration the first time that it is seen."""
@@ -119,11 +140,15 @@ class Beliefs:
         return tuple(sorted(self._shapes, key=lambda name: (-len(self._shapes[name]), name)))
 
     def has_run_across(self, gpu_type: str) -> bool:
-        """Return whether more than one replica was seen on this type."""
+        """Return whether several replicas at once were seen on this type, so that its synchronisation is known."""
         return any(replicas > 1 for _, replicas in self._shapes.get(gpu_type, ()))
 
     def model(self, gpu_type: str) -> ThroughputParams:
-        """Return the model fitted to what was seen on this type; something must have been."""
+        """Return the throughput model fitted to what was seen on this type; something must have been.
+
+        It is fitted anew only when a new (nodes, replicas) was seen, or a quarter more configurations than at the last
+        fit.
+        """
         observed, shape_count = self._seen[gpu_type], len(self._shapes[gpu_type])
         fitted, fitted_rows, fitted_shapes = self._fitted.get(gpu_type, (None, 0, 0))
         if fitted is None or shape_count != fitted_shapes or len(observed) > (1 + _GROWTH) * fitted_rows:
@@ -149,12 +174,16 @@ class Beliefs:
 
 
 def _errors(rows: Observations, model: ThroughputParams) -> tuple[tuple[Floats, Floats], ...]:
-    """Return, within and across nodes, log replicas and the mean log of predicted over measured step time."""
+    """Return the fit's errors within a node and across nodes: each a pair (log replicas, mean log error), (k,) each.
+
+    The error is the logarithm of predicted over measured step time, averaged over the rows of as many replicas.
+    """
     error = np.log(predict(model, rows) / rows.step_time_s)
     errors = []
     for across in (False, True):
         chosen = (rows.num_nodes > 1) == across
         replicas, inverse = np.unique(rows.num_replicas[chosen], return_inverse=True)
+        # At least 1, as it divides; without rows there is nothing to divide.
         counts = np.maximum(np.bincount(inverse, minlength=len(replicas)), 1)
         errors.append((np.log(replicas), np.bincount(inverse, error[chosen], minlength=len(replicas)) / counts))
     return tuple(errors)
@@ -218,6 +247,10 @@ class SimulatedJob:
         cluster: ClusterSpec,
         beliefs: Beliefs | None = None,
     ):
+        """Make a job that holds nothing and has not begun; ``index`` is its place in the workload.
+
+        ``beliefs``: those that it shares with others; None: its own. ``tuning``: what the policy may change of it.
+        """
         self.index = index
         self.spec = spec
         self.application = application
@@ -235,22 +268,30 @@ class SimulatedJob:
         }
         """By GPU type the batch sizes that the job may use: memory differs."""
         self.batch_size = application.fixed_batch_size if tuning is Tuning.ADAPTIVE else spec.batch_size
+        """Total batch that it keeps; None: it tunes its own."""
         self.allocation: Allocation = ()
         self.placement: tuple[int, ...] = ()
+        """GPUs on each node that it is on."""
         self.local_batch_size = 0
         self.accumulation_steps = 0
+        """Passes of a step before the one that synchronises."""
         self.progress = 0.0
+        """Iterations at M0, the smallest batch, that its training is worth so far."""
         self.epoch = 0
         self.tally = JobTally(name=spec.name, application=application.name, submit_s=spec.submit_s)
         self.starts = 0
         self.last_s = spec.submit_s
+        """Until when progress and GPU time are counted."""
         self.running_from_s = 0.0
+        """When the last restart is over."""
         self.slowdown = 0.0
+        """Share of its speed that is lost to other jobs on its nodes."""
         self.rate = 0.0
         """Progress per second while it runs: iterations at M0."""
         self.next_s = math.inf
         """When the current epoch ends under the current configuration, in whole seconds if asked."""
         self.exact_next_s = math.inf
+        """The same, never rounded."""
         self.measured_types = tuple(name for name in cluster.type_names if application.runs_on(name))
         """Types of the whole cluster that the application was measured on."""
         self.gpu_types = self.measured_types
@@ -262,6 +303,7 @@ class SimulatedJob:
         """Progress, epoch and time of the last checkpoint."""
         self.beliefs = beliefs if beliefs is not None else Beliefs()
         self._grad: tuple[float, float] | None = None
+        """Squared norm and variance of the gradient as it last saw them; None before it ran."""
 
     # What policies look at.
 
@@ -326,7 +368,7 @@ class SimulatedJob:
         return table
 
     def _goodputs(self, gpu_type: str, gradient: tuple[float, float], most: int) -> Floats:
-        """Return the model's goodput in the form of :meth:`goodput_table`, by the noise scale of ``gradient``."""
+        """Return the model's goodput, (2, most + 1), laid out as :meth:`goodput_table`, by the noise scale of ``gradient``."""
         tuned, widest = self._batches(gpu_type, gradient, most)
         table = np.zeros((2, most + 1))
         table[:, 1:] = tuned.goodput_per_s.reshape(2, widest)[:, :most]
@@ -334,7 +376,11 @@ class SimulatedJob:
         return table
 
     def _batches(self, gpu_type: str, gradient: tuple[float, float], most: int) -> tuple[Tuned, int]:
-        """Return the best batches on 1 to k >= ``most`` replicas, within a node and then across nodes, and k."""
+        """Return the best batches on 1 to k >= ``most`` replicas, within a node and then across nodes, and k.
+
+        k is a power of two, and the noise scale is rounded, so that many questions share one cached answer.
+        ``gradient``: its squared norm and variance, whose ratio is the noise scale.
+        """
         model = self.beliefs.model(gpu_type)
         squared_norm, variance = gradient
         noise_scale = math.inf if variance else 0.0
@@ -342,7 +388,7 @@ class SimulatedJob:
             noise_scale = self.limits.initial_batch_size * variance / squared_norm
         if 0 < noise_scale < math.inf:  # no noise scale is known better than that
             noise_scale = math.exp(round(math.log(noise_scale) / _NOISE_STEP) * _NOISE_STEP)
-        widest = 1 << (most - 1).bit_length()
+        widest = 1 << (most - 1).bit_length()  # the next power of two
         return best_batches(model, self.limits_on[gpu_type], noise_scale, widest), widest
 
     def remaining_samples(self) -> float:
@@ -367,7 +413,10 @@ class SimulatedJob:
                     self.beliefs.observe(name, (1, 1, batch), self.application.step_times((1,), batch, name))
 
     def true_step_s(self, replicas: int) -> float:
-        """Return the true time of one step at the requested batch size on ``replicas`` packed GPUs: for oracles."""
+        """Return the true seconds of one step at the requested batch size on ``replicas`` packed GPUs.
+
+        Only policies with an oracle may ask; others go by what the job believes.
+        """
         name, placement = self.measured_types[0], packed(self.cluster, replicas)
         local, steps = split_batch(self.spec.batch_size, replicas, self.limits_on[name])
         local = min(local, self.limits.max_batch_size // (replicas * (steps + 1)))
@@ -384,7 +433,10 @@ class SimulatedJob:
         return max(application.iterations(batch, last) - application.iterations(batch, min(self.epoch, last)), 1.0)
 
     def remaining_s(self, replicas: int) -> float:
-        """Return the true seconds of training left at the requested batch size on ``replicas`` packed GPUs."""
+        """Return the true seconds of training left at the requested batch size on ``replicas`` packed GPUs.
+
+        They are the rest of the current epoch and the later ones, in iterations, times the true step.
+        """
         application, batch = self.application, self.spec.batch_size
         done_iterations = application.iterations(batch, self.epoch - 1) if self.epoch else 0.0
         epoch_progress = application.progress[self.epoch + 1] - application.progress[self.epoch]
@@ -397,7 +449,10 @@ class SimulatedJob:
     # What the simulator does with it.
 
     def advance(self, now_s: float) -> None:
-        """Bring progress and GPU time up to ``now_s``, which is not after the end of the current epoch."""
+        """Bring progress and GPU time up to ``now_s``, which must not be after the end of the current epoch.
+
+        GPU time counts from the allocation on, progress only from the end of the restart.
+        """
         if self.allocation:
             count, held_s, tally = count_gpus(self.allocation), now_s - self.last_s, self.tally
             tally.gpu_seconds += count * held_s
@@ -406,6 +461,7 @@ class SimulatedJob:
                 tally.gpu_seconds_by_type[name] = tally.gpu_seconds_by_type.get(name, 0.0) + gpus * held_s
             ran_s = now_s - max(self.last_s, self.running_from_s)
             if ran_s > 0:
+                # Before progress moves on: the checkpoint is of a moment on the way.
                 if self.checkpoint_interval_s < math.inf:
                     self._save(now_s)
                 self.progress = min(self.progress + self.rate * ran_s, self.application.progress[self.epoch + 1])
@@ -413,7 +469,10 @@ class SimulatedJob:
         self.last_s = now_s
 
     def _save(self, now_s: float) -> None:
-        """Record the last checkpoint since ``last_s``, if there was one; progress grows at one rate until ``now_s``."""
+        """Record the last checkpoint between ``last_s`` and ``now_s``, if there was one.
+
+        Checkpoints come at multiples of the interval since the job began to run; progress grew at one rate in between.
+        """
         begin_s = max(self.last_s, self.running_from_s)
         checkpoints = math.floor((now_s - self.running_from_s) / self.checkpoint_interval_s)
         at_s = self.running_from_s + checkpoints * self.checkpoint_interval_s
@@ -422,7 +481,7 @@ class SimulatedJob:
             self._saved = min(self.progress + self.rate * (at_s - begin_s), epoch_end), self.epoch, at_s
 
     def fail(self, now_s: float) -> None:
-        """Lose the GPUs at ``now_s`` without warning: back to the last checkpoint, off all nodes."""
+        """Lose the GPUs at ``now_s`` without warning, and fall back to the last checkpoint; what was trained since is lost."""
         self.advance(now_s)
         progress, epoch, saved_s = self._saved
         self.tally.failures += 1
@@ -435,6 +494,7 @@ class SimulatedJob:
         """Finish the current epoch at ``now_s`` and return whether that was the last."""
         self.advance(now_s)
         self.epoch += 1
+        # Exactly, as the sum of small steps of progress may be a hair off.
         self.progress = self.application.progress[self.epoch]
         if self.epoch >= self.application.max_epochs:
             self.tally.finish_s = now_s
@@ -444,7 +504,10 @@ class SimulatedJob:
         return False
 
     def reallocate(self, allocation: Allocation, now_s: float, delay_s: float) -> None:
-        """Stop with a checkpoint, and start again on ``allocation`` after the restart delay; () only stops."""
+        """Stop with a checkpoint, and start again on ``allocation`` after the restart delay; () only stops.
+
+        ``delay_s``: seconds of the restart.
+        """
         self.allocation = allocation
         self.placement = tuple(count for _, count in allocation)
         self.next_s = math.inf
@@ -463,7 +526,11 @@ class SimulatedJob:
         return replicas * self.local_batch_size * (self.accumulation_steps + 1)
 
     def retune(self, now_s: float, whole_seconds: bool) -> None:
-        """Choose the batch by the beliefs, and set rate and end of the epoch (rounded if asked) by the true step time."""
+        """Choose the batch by what the job believes, then set rate and end of the epoch by the true step time.
+
+        ``whole_seconds``: round the end to whole seconds, as the published simulator steps by them. Does nothing
+        without GPUs.
+        """
         if not self.allocation:
             return
         self._choose_batch()
@@ -485,11 +552,13 @@ class SimulatedJob:
     def logical_step_s(self, held: Mapping[str, int], placement: tuple[int, ...]) -> float:
         """Return the true seconds per step of the requested replicas as logical workers on GPUs of several types.
 
-        The slowest GPU's logical workers one after the other (EasyScale, Equation 1), then one synchronisation: that of
-        the slowest type in the same placement, which is an assumption, as mixed placements were not measured.
+        ``held``: GPUs by type; ``placement``: GPUs per node. Each GPU runs its logical workers one after the other, and
+        the slowest GPU decides (EasyScale, Equation 1); then all synchronise once. Mixed placements were not measured,
+        so the sync is assumed to be that of the slowest type in the same placement.
         """
         local, _steps = self.logical_batch()
         sync = max(self.application.step_times(placement, local, name)[1] for name in held)
+        # All logical workers over mini-batches per second: the seconds until the slowest GPU is done.
         replicas = self.spec.num_replicas
         return replicas / best_throughput(self.capabilities(), held, replicas) + sync
 
@@ -515,7 +584,11 @@ class SimulatedJob:
         return self.application.step_times(self.placement, self.local_batch_size, self.gpu_type)
 
     def _choose_batch(self) -> None:
-        """Set local batch and accumulation steps: of highest believed goodput, or of a fixed (at first smallest) batch."""
+        """Set the local batch and the accumulation steps for the current allocation.
+
+        Logical workers have theirs fixed. Where the batch may be tuned and the job knows its speed, it is that of
+        highest believed goodput; else the fixed batch, or the smallest one that every replica can have a part of.
+        """
         if self.tuning is Tuning.LOGICAL:
             self.local_batch_size, self.accumulation_steps = self.logical_batch()
             return
@@ -530,11 +603,15 @@ class SimulatedJob:
             if batch is None:
                 batch = max(self.limits.initial_batch_size, self.limits.min_local_batch_size * replicas)
             self.local_batch_size, self.accumulation_steps = split_batch(batch, replicas, self.limits_on[gpu_type])
+        # Rounding up must not make the total larger than any that was measured.
         microbatches = replicas * (self.accumulation_steps + 1)
         self.local_batch_size = min(self.local_batch_size, self.limits.max_batch_size // microbatches)
 
     def _observe(self) -> None:
-        """Let the beliefs see the times and the gradient statistics of the configuration that has just run."""
+        """Let the beliefs see the times and gradient statistics of the configuration that has just run.
+
+        Only under policies that adapt batches; for others nothing depends on beliefs.
+        """
         if self.tuning is not Tuning.ADAPTIVE:
             return
         self._grad = self.application.grad_stats(self.total_batch_size, self.epoch)
@@ -556,6 +633,7 @@ def make_jobs(
     """Return the jobs of a workload; ``pooled``: jobs of one application share their beliefs.
 
     Raises InputError for what can never run: unknown application, no GPU type it was measured on, too many GPUs.
+    ``tuning``: what the policy may change of a job.
     """
     jobs = []
     shared: dict[str, Beliefs] = {}
@@ -565,6 +643,7 @@ def make_jobs(
         if application is None:
             known_names = ", ".join(sorted(applications))
             raise InputError(f"{where}:application", f"no traces of {spec.application!r}", f"known: {known_names}")
+        # GPUs of each type that the application was measured on.
         totals = {name: cluster.gpus_of(name) for name in cluster.type_names if application.runs_on(name)}
         if not totals:
             known_names = ", ".join(application.times)

@@ -31,9 +31,11 @@ class IsolatedTimes:
     """
 
     def __init__(self, applications: Mapping[str, Application], cluster: ClusterSpec) -> None:
+        """Remember what is asked about; times are computed when they are first asked for, and kept."""
         self.applications = applications
         self.cluster = cluster
         self._epochs: dict[tuple[str, str], list[Floats]] = {}
+        """By application and GPU type, for 1, 2, ... GPUs the least seconds of each epoch."""
 
     def __call__(self, name: str, gpus: int) -> float:
         """Return the seconds of application ``name`` on ``gpus`` GPUs."""
@@ -56,7 +58,11 @@ class IsolatedTimes:
         return [kind for kind in names if application.runs_on(kind)] or names[:1]
 
     def _on_part(self, application: Application, gpu_type: str, gpus: float) -> float:
-        """Return the seconds on a possibly fractional number of GPUs of one type."""
+        """Return the seconds of the training on a number of GPUs of one type that need not be whole.
+
+        Below one GPU it is that part of one GPU's time; between whole numbers the speed is interpolated. ``gpus``:
+        above 0.
+        """
         if gpus <= 1:
             return self._on(application, gpu_type, 1) / gpus
         low = int(gpus)
@@ -64,7 +70,11 @@ class IsolatedTimes:
         return 1 / (slow + (gpus - low) * (fast - slow))
 
     def _on(self, application: Application, gpu_type: str, gpus: int) -> float:
-        """Return the seconds on GPUs of one type."""
+        """Return the seconds of the whole training on ``gpus`` GPUs of one type, at each epoch's best batch.
+
+        More GPUs than the application can use, or than there are, bring nothing; nor do more ever make it slower, as
+        the job may leave some idle: hence the least over all smaller counts.
+        """
         gpus = min(gpus, application.max_replicas, self.cluster.gpus_of(gpu_type))
         best_times = self._epochs.setdefault((application.name, gpu_type), [])
         while len(best_times) < gpus:
@@ -84,7 +94,7 @@ class IsolatedTimes:
 def class_of(name: str, isolated: IsolatedTimes) -> str:
     """Return an application's size class: the published one, else by its GPU time alone on one GPU.
 
-    Source: Pollux, section 5.1 and Table 1.
+    Source: Pollux, section 5.1 and Table 1. ``isolated``: times of each application alone.
     """
     published = next((template.size for template in POLLUX if template.application == name), None)
     return published or size_class(isolated(name, 1) / 3600.0)
@@ -111,7 +121,8 @@ def summarize(
 ) -> PolicyRecord:
     """Return the figures of one simulation of n jobs; jobs say their failures and cost where there can be any.
 
-    ``prices``: per GPU hour, by type.
+    ``isolated``: each application's time alone, for fairness and size classes. ``restart_delay_s``: what a start costs.
+    ``prices``: per GPU hour, by type; None: no costs.
     """
     submit = np.array([job.submit_s for job in result.jobs])
     finish = np.array([job.finish_s for job in result.jobs])
@@ -122,7 +133,9 @@ def summarize(
     names = sorted({job.application for job in result.jobs})
     rows_by_name = {name: [row for row, job in enumerate(result.jobs) if job.application == name] for name in names}
     overall = _figures(result.jobs, np.arange(len(jct)), jct, queueing, fairness)
+    # Useful samples per second from the first start to the end.
     goodputs = np.array([job.useful_samples / (job.finish_s - job.start_s) for job in result.jobs])
+    # GPU time of all jobs: held in all, while starting, and undone by failures.
     held_gpu_s, restart_gpu_s, lost_gpu_s = (
         sum(getattr(job, name) for job in result.jobs)
         for name in ("gpu_seconds", "restart_gpu_seconds", "lost_gpu_seconds")
@@ -131,6 +144,7 @@ def summarize(
     costs = [_price(job.gpu_seconds_by_type, prices) for job in result.jobs] if prices is not None else []
     total_cost = _price(result.available_gpu_seconds, prices) if prices is not None else 0.0
     has_failures = result.node_failures > 0 or any(job.failures for job in result.jobs)
+    # What the record of a job says beside its tally.
     extra_fields: list[dict[str, float]] = [{"finish_time_fairness": ratio} for ratio in fairness.tolist()]
     for row, cost in enumerate(costs):
         extra_fields[row]["cost"] = cost
@@ -167,9 +181,10 @@ def _fairness(result: SimulationResult, isolated: IsolatedTimes, restart_delay_s
     """Return finish-time fairness (n,): a job's completion time over that in an isolated, equally partitioned cluster.
 
     Source: Mahajan et al., Themis, NSDI 2020; Pollux, section 5.3.1. There a job is alone on its 1/n of the GPUs, n the
-    time average of the jobs in the system during its life, with one start. With several types it is the share of the one
-    on which that is fastest. A share below one GPU is that much of one GPU's time; other fractions are interpolated in the
-    speed between whole GPUs. The isolated cluster never fails.
+    time average of the jobs in the system during its life, with one start. With several types it is the share of the
+    one on which that is fastest. A share below one GPU is that much of one GPU's time; other fractions are interpolated
+    in the speed between whole GPUs. The isolated cluster never fails. ``restart_delay_s``: of the one start that the
+    job would have there.
     """
     submit = np.array([job.submit_s for job in result.jobs])
     finish = np.array([job.finish_s for job in result.jobs])
@@ -181,7 +196,10 @@ def _fairness(result: SimulationResult, isolated: IsolatedTimes, restart_delay_s
     return np.asarray((finish - submit) / np.array(fair_s))
 
 
-def _usage(result: SimulationResult, most: int = 500) -> UsageRecord:
+_MOST_CHANGES = 500  # of the GPUs in use: a chart shows no more
+
+
+def _usage(result: SimulationResult, most: int = _MOST_CHANGES) -> UsageRecord:
     """Return the GPUs in use from each time on; of more than ``most`` changes, that many evenly spread ones."""
     changes = result.usage
     if len(changes) > most:
@@ -197,7 +215,10 @@ def _price(gpu_seconds: Mapping[str, float], prices: Mapping[str, float]) -> flo
 def _by_class(
     result: SimulationResult, isolated: IsolatedTimes, jct: Floats, queueing: Floats, fairness: Floats
 ) -> dict[str, ClassFigures]:
-    """Return the figures of each size class that has jobs; all arrays are (n,)."""
+    """Return the figures of each size class that has jobs, by its name; the arrays are (n,), one value a job.
+
+    ``isolated``: times of each application alone, by which its class is told.
+    """
     class_by_application = {job.application: class_of(job.application, isolated) for job in result.jobs}
     classes = np.array([class_by_application[job.application] for job in result.jobs])
     rows_by_class = {name: np.flatnonzero(classes == name) for name in SIZE_CLASSES}
@@ -209,7 +230,10 @@ def _by_class(
 
 
 def _figures(jobs: Sequence[JobTally], rows: Places, jct: Floats, queueing: Floats, fairness: Floats) -> ClassFigures:
-    """Return the figures of the jobs at ``rows``; the other arrays are (n,)."""
+    """Return the summary of the jobs at ``rows``.
+
+    ``jct``, ``queueing`` (seconds from submission to the end and to the start) and ``fairness`` hold all jobs, (n,).
+    """
     return ClassFigures(
         jobs=len(rows),
         avg_jct_s=float(jct[rows].mean()),
@@ -223,7 +247,10 @@ def _figures(jobs: Sequence[JobTally], rows: Places, jct: Floats, queueing: Floa
 
 
 def _average_present(submit: Floats, finish: Floats) -> Floats:
-    """Return the time average of the number of jobs in the system over each job's life, (n,); the job included."""
+    """Return the time average of the number of jobs in the system over each job's life, (n,); the job included.
+
+    ``submit`` and ``finish``: seconds, (n,). The average is the total overlap with all jobs' lives over the job's own.
+    """
     overlap_s = np.empty_like(submit)
     for begin in range(0, len(submit), _BLOCK):  # all pairs of ten thousand jobs at once would take gigabytes
         rows = slice(begin, begin + _BLOCK)

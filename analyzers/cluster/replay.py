@@ -53,7 +53,7 @@ class Setup:
     power: float = -1.0
 
     def resolved(self) -> Setup:
-        """Return the setup with whole paths, which mean the same wherever it is replayed."""
+        """Return the setup with absolute paths, as another process or machine may have another working folder."""
         models = tuple(replace(model, file=model.file.resolve()) for model in self.models)
         traces = tuple(folder.resolve() for folder in self.traces)
         return replace(self, cluster=self.cluster.resolve(), traces=traces, models=models)
@@ -72,7 +72,7 @@ def replays(
     """Yield each policy and its record, as soon as the jobs have been replayed under it.
 
     All policies are checked before the first is replayed: InputError for jobs that can never run on the cluster.
-    ``prices``: per GPU hour, by type.
+    ``prices``: per GPU hour, by type. ``makers``: what makes each policy anew, by name.
     """
     isolated = IsolatedTimes(applications, cluster)
     for make in makers.values():
@@ -86,7 +86,7 @@ def replays(
 
 @contextmanager
 def _watched(title: str, stage: Stage, jobs: int) -> Iterator[OnRound]:
-    """Show how far a replay of ``jobs`` jobs is."""
+    """Show how far a replay of ``jobs`` jobs is; yields what the simulator is to call each round."""
     with stage(title, jobs) as advance:
         yield lambda finished, now_s: advance(
             finished, f"{finished} of {jobs} jobs, {now_s / 3600:,.1f} simulated hours"
@@ -102,13 +102,17 @@ class AsProposed:
     """
 
     def __init__(self, policy: SchedulingPolicy, concurrent: int) -> None:
+        """Take over the policy's name, tuning and pooling, so that the simulator treats this one alike."""
         self.policy, self.concurrent = policy, concurrent
         self.name, self.tuning = policy.name, policy.tuning
         self.pools = getattr(policy, "pools", False)
         self._proposed: set[int] = set()
 
     def allocate(self, jobs: Sequence[SimulatedJob], cluster: ClusterSpec, now_s: float) -> Mapping[int, Allocation]:
-        """Return the policy's allocations of the trials that have been proposed."""
+        """Return the allocations that the policy makes for the trials that have been proposed, by job index.
+
+        The first time that a trial is shown, ``now_s`` becomes its submission.
+        """
         visible = list(jobs[: self.concurrent])  # in the workload's order, so proposed trials stay in front
         for job in visible:
             if job.index not in self._proposed:
@@ -140,6 +144,7 @@ def run_search(
         problem = f"makes a batch of {batch} on {search.gpus} GPUs"
         raise InputError("search:local_batch_size", problem, f"{search.application} has {low} to {high}")
     trial = {"submit_s": 0.0, "application": search.application, "num_replicas": search.gpus}
+    # Under a policy the batch is tuned from here on, so it need only be possible.
     trial["batch_size"] = max(low, min(batch, high))
     workload = [JobSpec.model_validate({"name": f"trial-{number}", **trial}) for number in range(search.trials)]
     proposing = AsProposed(policy if policy is not None else Fifo(), search.concurrent)
@@ -157,10 +162,12 @@ def search_trials(
     local_batch_sizes: Sequence[int] = (),
     stage: Stage = quietly,
 ) -> SearchResult:
-    """Return the baseline and each policy on the same search.
+    """Return the baseline and each policy on the same search: mean completion time, makespan, GPU time and restarts.
 
     ``local_batch_sizes``: further fixed batches per GPU at which the baseline runs, besides the search's own.
+    ``policies``: what makes each one anew, by name.
     """
+    # Each once, the search's own first.
     batch_sizes = dict.fromkeys([search.local_batch_size, *local_batch_sizes])
     baselines = [(f"fixed-{size}", search.model_copy(update={"local_batch_size": size}), None) for size in batch_sizes]
     figures: dict[str, SearchFigures] = {}
@@ -186,16 +193,23 @@ def study(
     tell: Tell = log_remark,
     stage: Stage = quietly,
 ) -> SimulationDocument:
-    """Return the record of a workload, or of all jobs of a cluster's trace, under policies."""
+    """Return the record of a workload, or of all jobs of a cluster's trace, under policies.
+
+    ``machines``: the cluster's nodes. ``makers``: by name, what makes each policy anew. ``setup``: the files and
+    options that all replays share. ``tell`` is given the remarks on what was converted or assumed. Raises InputError
+    for files that cannot be read and jobs that can never run.
+    """
     with stage(f"reading {workload.name}"):
         drawn_from = partial(read_templates, setup.traces, machines)
         specs, remark = read_jobs(workload, drawn_from, jobs=None, hours=None, seed=seed)
         truth = read_truth(specs, setup.traces, setup.models)
+    # What was converted or assumed is said, and kept in the record too.
     for text in filter(None, [remark, *truth.assumed]):
         tell(text)
     options, prices = setup.options, setup.prices
     records = dict(replays(specs, truth.applications, machines, makers, options, prices=prices, stage=stage))
     failures = options.failures
+    # Fields that a document has only where there is something to say.
     optional_fields: dict[str, Any] = {
         "failures": failures and ReplayFailures(**{**asdict(failures), "events": len(failures.events)}),
         "prices_per_gpu_hour": None if prices is None else dict(prices),

@@ -19,9 +19,14 @@ from ddltool.analyzers.cluster.cluster import Allocation, count_gpus, fewest_nod
 from ddltool.arrays import Floats, Places
 
 # A gain below this share of the cost is rounding.
-_GAIN = 1e-9
+_LEAST_GAIN = 1e-9
 # Jobs that fell short of their count that one pass of local search looks at, and its passes.
-_SHORT, _PASSES = 12, 20
+_MOST_SHORT_JOBS, _MOST_PASSES = 12, 20
+# A cost above its bound by less than this share has reached it.
+_AT_BOUND = 1e-6
+# Random choices of :meth:`_Packing.ruin_and_recreate`, found by trial: how many nodes it empties at most, how many jobs
+# without GPUs join in, how often large counts go first, and how often a job gets its former allocation back.
+_MOST_EMPTIED, _MOST_JOINING, _LARGEST_FIRST_SHARE, _KEEP_SHARE = 4, 2, 0.7, 0.9
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -65,6 +70,7 @@ def choose_counts(costs: Sequence[Floats], gpus: int) -> tuple[list[int], float]
         best_counts = totals.argmin(axis=1)
         best_costs = totals[all_gpus, best_counts]
         best_counts_by_job.append(best_counts)
+    # From the last job back: what it takes leaves the best of the jobs before it.
     counts: list[int] = []
     gpus_left = gpus
     for best_counts in reversed(best_counts_by_job):
@@ -76,7 +82,8 @@ def choose_counts(costs: Sequence[Floats], gpus: int) -> tuple[list[int], float]
 def flat(choice: JobCosts) -> Floats:
     """Return the least cost of each count of GPUs (m + 1,), within or across nodes, the current allocation included.
 
-    The array is longer where the job holds more GPUs than it may newly be given.
+    The array is longer where the job holds more GPUs than it may newly be given. ``choice``: the job's costs within a
+    node, across nodes, and of what it holds.
     """
     least_costs = np.minimum(choice.within, choice.across)
     least_costs[0] = choice.within[0]
@@ -124,21 +131,33 @@ class _Packing:
     """The allocations of all jobs while they are searched. Short lists that change all the time: Python's, not numpy's."""
 
     def __init__(self, choices: Sequence[JobCosts], gpus: Sequence[int], avoid_sharing: bool) -> None:
+        """Start with no GPUs for any job, on nodes with ``gpus`` (N,) GPUs.
+
+        ``avoid_sharing``: at most one job that spans nodes may be on any node.
+        """
         self.choices = choices
         self.gpus = list(gpus)
         self.avoid_sharing = avoid_sharing
         self.free = list(gpus)
+        """(N,) GPUs of each node that nobody has."""
         self.spanning = [0] * len(gpus)
+        """(N,) jobs on each node that are on other nodes too."""
         self.allocations: list[Allocation] = [()] * len(choices)
         self.within = [choice.within.tolist() for choice in choices]
+        """By job the cost of each count on one node; ``across``: over several."""
         self.across = [choice.across.tolist() for choice in choices]
         self.costs = [within[0] for within in self.within]
-        # best_within[j][x]: the count of least cost among those up to x; likewise across.
+        """By job the cost of what it has now."""
         self.best_within = [_prefix_argmin(within) for within in self.within]
+        """By job and x the count of least cost among those up to x on one node; ``best_across``: over several."""
         self.best_across = [_prefix_argmin(across) for across in self.across]
 
     def fill(self, counts: Sequence[int]) -> None:
-        """Give each job about its count: first those whose ``base`` has that many, then the largest counts first."""
+        """Give each job about its count of GPUs.
+
+        First come the jobs that already held that many, then the others, largest counts first. At last every job, the
+        most costly first, may move to where it costs less.
+        """
         moved = []
         for job, count in enumerate(counts):
             choice = self.choices[job]
@@ -150,7 +169,10 @@ class _Packing:
             self.reinsert(job)
 
     def keep(self, job: int) -> bool:
-        """Give the job its allocation of before the search (``base``) back where that is free; return whether it was."""
+        """Give the job back the allocation that it had before the search (``base``), if those GPUs are free.
+
+        Returns whether they were. The job must hold no GPUs.
+        """
         choice = self.choices[job]
         base = choice.base
         if not base or choice.keep == np.inf:
@@ -163,7 +185,7 @@ class _Packing:
         return True
 
     def give(self, job: int, allocation: Allocation, cost: float) -> None:
-        """Put an allocation into effect."""
+        """Put an allocation of the job into effect at ``cost``; the job must hold none."""
         spans = len(allocation) > 1
         for node, count in allocation:
             self.free[node] -= count
@@ -171,7 +193,7 @@ class _Packing:
         self.allocations[job], self.costs[job] = allocation, cost
 
     def take(self, job: int) -> None:
-        """Take everything from a job."""
+        """Take all GPUs from a job; it then costs what a job without GPUs costs."""
         spans = len(self.allocations[job]) > 1
         for node, count in self.allocations[job]:
             self.free[node] += count
@@ -179,19 +201,24 @@ class _Packing:
         self.allocations[job], self.costs[job] = (), self.within[job][0]
 
     def insert(self, job: int, most: int) -> None:
-        """Give a job that holds no GPUs the free ones that cost it least, at most ``most``.
+        """Give a job that holds no GPUs the free ones that cost it least, at most ``most``: within a node or across nodes.
 
-        Its allocation of before the search (``base``) may have more: it is given back where it is free and costs no more.
+        The allocation that it had before the search (``base``) may have more: it is given back where it is free and
+        costs no more. Within a node, the node with the fewest free GPUs that fit is taken, to leave large gaps to
+        others.
         """
         free, choice = self.free, self.choices[job]
         best_within, best_across = self.best_within[job], self.best_across[job]
+        # The best count that one node can give.
         within_count = best_within[min(max(free), most, len(best_within) - 1)]
         cost, across_count = self.within[job][within_count], 0
+        # The best count over several nodes, where that costs less.
         if most > 1 and len(best_across) > 2:
             usable = [free[node] for node in range(len(free)) if self.may_span(node)]
             count = best_across[min(sum(usable), most, len(best_across) - 1)] if len(usable) > 1 else 0
             if self.across[job][count] < cost:
                 across_count, cost = count, self.across[job][count]
+        # What it held before the search costs no restart.
         held = count_gpus(choice.base)
         if held and choice.keep <= cost and held <= max(most, across_count, within_count) and self.keep(job):
             return
@@ -215,24 +242,28 @@ class _Packing:
         return not (self.avoid_sharing and self.spanning[node])
 
     def reinsert(self, job: int) -> bool:
-        """Move one job to where it costs least beside all others, and return whether that lowered its cost."""
+        """Move one job to where it costs least while all others stay, and return whether that lowered its cost."""
         allocation, cost = self.allocations[job], self.costs[job]
         self.take(job)
         self.insert(job, len(self.within[job]) + len(self.across[job]))
-        if self.costs[job] < cost * (1 - _GAIN):
+        if self.costs[job] < cost * (1 - _LEAST_GAIN):
             return True
         self.take(job)
         self.give(job, allocation, cost)
         return False
 
     def improve(self, ideal: Sequence[float], bound: float) -> None:
-        """Lower the total cost by local search until a pass brings nothing or the bound is reached."""
-        for _ in range(_PASSES):
-            if sum(self.costs) <= bound * (1 + 1e-6) + 1e-12:
+        """Lower the total cost by local search (:meth:`relocate`), until a pass brings nothing or the bound is reached.
+
+        ``ideal`` (n,): each job's cost if all GPUs stood on nodes that fit; only jobs that cost more are looked at, the
+        worst first. ``bound``: the lower bound on the total cost.
+        """
+        for _ in range(_MOST_PASSES):
+            if _is_at_bound(sum(self.costs), bound):
                 return
-            short = [job for job in range(len(ideal)) if self.costs[job] > ideal[job] * (1 + 1e-6)]
+            short = [job for job in range(len(ideal)) if self.costs[job] > ideal[job] * (1 + _AT_BOUND)]
             short.sort(key=lambda job: ideal[job] - self.costs[job])
-            moved = sum(self.relocate(job) for job in short[:_SHORT])
+            moved = sum(self.relocate(job) for job in short[:_MOST_SHORT_JOBS])
             if not moved:
                 return
 
@@ -251,6 +282,7 @@ class _Packing:
         best_state: tuple[float, _Saved] | None = None
         tried: set[tuple[int, ...]] = set()
         for node in range(len(self.gpus)):
+            # Who else is on the node; nodes with the same jobs need one try.
             displaced = tuple(other for other in jobs_on_node.get(node, []) if other != job)
             if displaced in tried:
                 continue
@@ -259,7 +291,7 @@ class _Packing:
                 self.restore(saved)
                 self._put_before(job, {other: max(1, held_counts[other]) for other in displaced}, keeps_displaced)
                 total = sum(self.costs)
-                if total < cost_before * (1 - _GAIN) and (best_state is None or total < best_state[0]):
+                if total < cost_before * (1 - _LEAST_GAIN) and (best_state is None or total < best_state[0]):
                     best_state = total, self.save()
         self.restore(best_state[1] if best_state else saved)
         return best_state is not None
@@ -267,8 +299,8 @@ class _Packing:
     def _put_before(self, job: int, displaced: Mapping[int, int], keeps_displaced: bool) -> None:
         """Put ``job`` in first and then the ``displaced`` jobs, those of the most GPUs before the others.
 
-        ``displaced``: the most GPUs that each gets. ``keeps_displaced``: they first get their allocation of before the search
-        back, where it is free.
+        ``displaced``: by job the most GPUs that it gets. ``keeps_displaced``: before ``job`` is put in, they get back
+        the allocation that they had before the search, where it is free.
         """
         for other in (job, *displaced):
             self.take(other)
@@ -286,27 +318,29 @@ class _Packing:
         """Remove the jobs of 1 to 4 nodes, choose their counts anew and insert them in another order, ``effort`` times.
 
         A result of at most the same cost is kept, so that the search can walk along equal allocations. Stops early at
-        ``bound``. ``costs``: as of :func:`choose_counts`.
+        ``bound``. ``costs``: as of :func:`choose_counts`. ``generator``: of random choices, seeded.
         """
         total = sum(self.costs)
         jobs, nodes = len(self.costs), len(self.gpus)
         for _ in range(effort):
-            if total <= bound * (1 + 1e-6) + 1e-12:
+            if _is_at_bound(total, bound):
                 return
             saved = self.save()
-            opened_nodes = set(generator.sample(range(nodes), min(nodes, generator.randint(1, 4))))
+            # Ruin: the jobs on a few random nodes, and some that wait, lose what they have.
+            opened_nodes = set(generator.sample(range(nodes), min(nodes, generator.randint(1, _MOST_EMPTIED))))
             removed = [job for job in range(jobs) if any(node in opened_nodes for node, _ in self.allocations[job])]
             without_gpus = [job for job in range(jobs) if not self.allocations[job]]
-            removed += generator.sample(without_gpus, min(2, len(without_gpus)))
+            removed += generator.sample(without_gpus, min(_MOST_JOINING, len(without_gpus)))
             for job in removed:
                 self.take(job)
+            # Recreate: the best counts of what is free now, given out in random order or largest first.
             counts, _ = choose_counts([costs[job] for job in removed], sum(self.free))
             wanted_counts = dict(zip(removed, counts, strict=True))
             generator.shuffle(removed)
-            if generator.random() < 0.7:
+            if generator.random() < _LARGEST_FIRST_SHARE:
                 removed.sort(key=lambda job: -wanted_counts[job])
             unchanged = [job for job in removed if wanted_counts[job] == count_gpus(self.choices[job].base)]
-            kept_jobs = {job for job in unchanged if generator.random() < 0.9 and self.keep(job)}
+            kept_jobs = {job for job in unchanged if generator.random() < _KEEP_SHARE and self.keep(job)}
             for job in removed:
                 if job not in kept_jobs:
                     self.insert(job, wanted_counts[job])
@@ -319,17 +353,26 @@ class _Packing:
                 self.restore(saved)
 
     def save(self) -> _Saved:
-        """Return a copy of the state."""
+        """Return a copy of the state, for :meth:`restore`."""
         return self.free[:], self.spanning[:], self.allocations[:], self.costs[:]
 
     def restore(self, saved: _Saved) -> None:
-        """Go back to a saved state."""
+        """Go back to the state that :meth:`save` returned; ``saved`` stays unchanged, so it can be restored again."""
         free, spanning, allocations, costs = saved
         self.free, self.spanning, self.allocations, self.costs = free[:], spanning[:], allocations[:], costs[:]
 
 
+def _is_at_bound(cost: float, bound: float) -> bool:
+    """Return whether a total cost is as low as its lower bound, but for rounding: nothing better is to be found."""
+    return cost <= bound * (1 + _AT_BOUND) + 1e-12
+
+
 def _prefix_argmin(values: Sequence[float]) -> list[int]:
-    """Return for each x the first index of the least value up to x."""
+    """Return for each index x the first index of the least value among those up to x.
+
+    >>> _prefix_argmin([3.0, 5.0, 2.0, 2.0])
+    [0, 0, 2, 2]
+    """
     argmins, best_index = [], 0
     for index, value in enumerate(values):
         best_index = index if value < values[best_index] else best_index

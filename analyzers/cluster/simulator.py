@@ -41,9 +41,9 @@ _LONGEST_JOB_S = YEAR_S
 # NodeFailures that may be drawn until the last job comes: more take minutes and mean nothing.
 _MOST_FAILURES = 1e7
 # Rounds in which nothing runs and nothing is on its way, after which a policy is taken to starve its jobs for good.
-_PATIENCE = 1000
+_MOST_IDLE_ROUNDS = 1000
 # Rounds and seconds in which no job gets further than before, after which all training is taken to be undone.
-_FUTILE = 10_000, 604_800.0
+_MOST_FUTILE_ROUNDS, _MOST_FUTILE_S = 10_000, 604_800.0
 # From the first submission on. No workload that people replay lasts as long.
 _LONGEST_S = 100 * YEAR_S
 _NAMED_NODES, _NAMED_JOBS = 8, 3
@@ -107,6 +107,7 @@ class Options:
     failures: NodeFailures | None = None
 
     def __post_init__(self) -> None:
+        """Refuse an interval, a delay or a share that is out of range."""
         least, most = _INTERVAL_S
         if not least <= self.interval_s <= most:
             raise InputError("interval", f"is {self.interval_s}", f"from {least:.0f} to {most:.0f} seconds (a week)")
@@ -134,6 +135,7 @@ def simulate(
     """
     begin = time.perf_counter()
     options = options or Options()
+    # What can never work is refused before anything is replayed.
     _check_types(policy, cluster)
     jobs = make_jobs(workload, applications, policy.tuning, cluster, pooled=getattr(policy, "pools", False))
     if options.failures is not None:
@@ -159,9 +161,8 @@ def check_runs(
     """Raise InputError, before anything is replayed, for a workload or a cluster that this policy cannot run."""
     _check_types(policy, cluster)
     make_jobs(workload, applications, policy.tuning, cluster)
-    for application in {
-        id(each): each for each in map(applications.get, (job.application for job in workload))
-    }.values():
+    names = dict.fromkeys(job.application for job in workload)
+    for application in {id(each): each for each in map(applications.get, names)}.values():
         if application is not None and (least_s := application.least_s(cluster.type_names)) > _LONGEST_JOB_S:
             problem = f"takes {least_s / YEAR_S:,.1f} years or more on any GPUs"
             raise InputError(
@@ -197,10 +198,14 @@ class _Run:
         options: Options,
         on_round: Callable[[int, float], None] | None = None,
     ) -> None:
+        """Queue the jobs, the earliest last (so that the next one is popped), and start with all nodes up."""
         self.jobs, self.cluster, self.policy, self.options, self.on_round = jobs, cluster, policy, options, on_round
         self.waiting = sorted(jobs, key=lambda job: (job.spec.submit_s, job.index))[::-1]
+        """Jobs that are not submitted yet, the next one last."""
         self.active: dict[int, SimulatedJob] = {}
+        """By index the jobs that are submitted and not finished."""
         self.epoch_ends: list[tuple[float, int]] = []
+        """Heap of (second, job's index); ends that no longer hold are dropped when they come up."""
 
         self.usage: list[Usage] = []
         self.rounds = 0
@@ -238,6 +243,7 @@ class _Run:
             # An epoch that ends with the interval ends before the round looks at the job, unless it was rounded down.
             if end_s < now_s or (end_s == now_s and self.jobs[self.epoch_ends[0][1]].exact_next_s <= now_s):
                 finished = self._end_epoch(end_s)
+                # All epochs that end in this moment, before the policy looks.
                 while self._next_epoch_end() == end_s:
                     finished |= self._end_epoch(end_s)
                 if not (finished and self.options.react and self.active):
@@ -251,13 +257,17 @@ class _Run:
         self._count_available(max((job.tally.finish_s for job in self.jobs), default=0.0))
 
     def _change_nodes(self, now_s: float) -> None:
-        """Apply the node events of ``now_s``: jobs on nodes that failed or left lose all their GPUs."""
+        """Apply the node events of ``now_s``: jobs on nodes that failed or left lose all their GPUs until the next round.
+
+        A failure undoes what was trained since the last checkpoint; before a node leaves, its jobs save one.
+        """
         assert self.nodes is not None
         self._count_available(now_s)
         while self.nodes.next_s() == now_s:
             failed, departed = self.nodes.pop()
             for job in self.active.values():
                 held = {node for node, _ in job.allocation}
+                # A job that loses one GPU stops on all: its replicas train together.
                 if held.intersection(failed):
                     job.fail(now_s)
                 elif held.intersection(departed):
@@ -269,7 +279,7 @@ class _Run:
         self._note_usage(now_s)
 
     def _show_nodes(self) -> None:
-        """Let policy and jobs see the nodes that are up."""
+        """Let the policy and the jobs see only the nodes that are up, and their GPU types."""
         assert self.nodes is not None
         self.up = without(self.cluster, self.nodes.down)
         types = self.up.type_names
@@ -284,15 +294,22 @@ class _Run:
             self.counted_s = now_s
 
     def _next_round(self, last_s: float) -> float:
-        """Return the next multiple of the interval at which a job is there. The first is one interval after 0."""
-        interval = self.options.interval_s
+        """Return the second of the next round: the next multiple of the interval at which a job is there, never 0.
+
+        ``last_s``: the second of the last round.
+        """
+        interval, rounding = self.options.interval_s, 1e-9  # a multiple of the interval may come out a hair beside it
+        after_last = math.floor(last_s / interval + rounding) + 1
         if self.active:
-            return (math.floor(last_s / interval + 1e-9) + 1) * interval
-        submit_s = self.waiting[-1].spec.submit_s
-        return max(math.ceil(submit_s / interval - 1e-9), math.floor(last_s / interval + 1e-9) + 1) * interval
+            return after_last * interval
+        first_submit_s = self.waiting[-1].spec.submit_s
+        return max(math.ceil(first_submit_s / interval - rounding), after_last) * interval
 
     def _next_epoch_end(self) -> float:
-        """Return when the next epoch ends, inf if none will; drop queued ends that no longer hold."""
+        """Return the second at which the next epoch ends, inf if none will.
+
+        A job that was re-tuned or moved has left old ends in the queue; they are dropped here.
+        """
         while self.epoch_ends:
             end_s, index = self.epoch_ends[0]
             if self.jobs[index].next_s == end_s:
@@ -301,7 +318,7 @@ class _Run:
         return math.inf
 
     def _end_epoch(self, now_s: float) -> bool:
-        """Handle one job's end of epoch and return whether the job finished."""
+        """Handle the end of the epoch that is first in the queue, and return whether its job finished; else it re-tunes."""
         _, index = heapq.heappop(self.epoch_ends)
         job = self.jobs[index]
         if job.end_epoch(now_s):
@@ -340,12 +357,14 @@ class _Run:
         runnable = jobs if self.nodes is None else [job for job in jobs if job.gpu_types]
         allocations = self.policy.allocate(runnable, self.up, now_s) if runnable else {}
         self.policy_seconds += time.process_time() - begin_s
+        # Raises CheckFailed where the policy gave a GPU out twice.
         free_gpus(self.up, allocations.values())
         for job in jobs:
             allocation = allocations.get(job.index, ())
             if allocation != job.allocation:
                 job.reallocate(allocation, now_s, self.options.restart_delay_s)
                 if allocation and self.policy.tuning is not Tuning.LOGICAL:
+                    # Raises CheckFailed where the policy mixed types, which only logical workers may.
                     self.cluster.type_of(allocation)
                 self._retune(job, now_s)
         if self.options.interference:
@@ -357,7 +376,7 @@ class _Run:
             self.on_round(len(self.jobs) - len(self.waiting) - len(self.active), now_s)
 
     def _set_slowdowns(self, now_s: float) -> None:
-        """Slow down the jobs across nodes that share a node with another such job, and no others."""
+        """Slow down the jobs across nodes that share a node with another such job, and no others, from ``now_s`` on."""
         slowed = interfering({index: job.allocation for index, job in self.active.items()})
         for index, job in self.active.items():
             slowdown = self.options.interference if index in slowed else 0.0
@@ -379,34 +398,44 @@ class Watchdog:
     """Looks at every round of one replay under the policy called ``policy``; ``nodes``: None where none can fail."""
 
     def __init__(self, policy: str, nodes: NodeStates | None, first_submit_s: float) -> None:
+        """Start counting; ``first_submit_s``: the second of the first submission, from which the replay's length counts.
+
+        ``nodes``: which are up; None where none can fail.
+        """
         self.policy, self.nodes, self.first_submit_s = policy, nodes, first_submit_s
-        self.rounds = self.idle = 0
+        self.rounds = 0
+        self.idle_rounds = 0
+        """Rounds in a row in which nothing ran and nothing was on its way."""
         self.furthest: dict[int, float] = {}
-        self.gained = 0, 0.0
+        """By job's index the most progress that it has had."""
+        self.last_gain = 0, 0.0
         """Round and time at which a job last got further than ever."""
 
     def finished(self, now_s: float) -> None:
         """Count a finished job as progress: one that is shorter than a round has none in :meth:`look`."""
-        self.gained = self.rounds, now_s
+        self.last_gain = self.rounds, now_s
 
     def look(self, jobs: Sequence[SimulatedJob], up: ClusterSpec, now_s: float, *, awaiting_jobs: bool) -> None:
         """Look at the jobs of a round; ``awaiting_jobs``: some are yet to be submitted.
 
-        Raises Infeasible where no job will ever get further, or the replay has lasted too long.
+        Raises Infeasible where no job will ever get further, or the replay has lasted too long. ``up``: the nodes that
+        are up.
         """
         self.rounds += 1
+        # Something runs, or is on its way: a job yet to come, or a node that will be back.
         is_moving = (
             awaiting_jobs or any(job.allocation for job in jobs) or (self.nodes is not None and self.nodes.returns)
         )
-        self.idle = 0 if is_moving else self.idle + 1
+        self.idle_rounds = 0 if is_moving else self.idle_rounds + 1
         for job in jobs:
             if job.progress > self.furthest.get(job.index, 0.0):
                 self.furthest[job.index] = job.progress
-                self.gained = self.rounds, now_s
-        jobs_text, stalled_s, problem = f"{len(jobs)} jobs", now_s - self.gained[1], ""
-        if self.idle > _PATIENCE:
+                self.last_gain = self.rounds, now_s
+        gained_round, gained_s = self.last_gain
+        jobs_text, stalled_s, problem = f"{len(jobs)} jobs", now_s - gained_s, ""
+        if self.idle_rounds > _MOST_IDLE_ROUNDS:
             problem = f"policy {self.policy} gives no GPUs to {jobs_text} ({_first_names(jobs)}) any more"
-        elif self.rounds - self.gained[0] > _FUTILE[0] and stalled_s > _FUTILE[1]:
+        elif self.rounds - gained_round > _MOST_FUTILE_ROUNDS and stalled_s > _MOST_FUTILE_S:
             reason = "restarts leave no time to train; shorten the restart delay or lengthen the interval"
             if self.nodes is not None:
                 reason = "failures undo what is trained, or too few nodes are up; shorten the checkpoint interval or fail less"
@@ -420,11 +449,15 @@ class Watchdog:
             raise Infeasible(f"{self._cause(jobs, up)}{problem}")
 
     def _cause(self, jobs: Sequence[SimulatedJob], up: ClusterSpec) -> str:
-        """Return which nodes are gone and which job needs them; "" where all nodes come back."""
+        """Return the beginning of the message: which nodes are gone for good and which job needs them; "" for none.
+
+        ``up``: the nodes that are up.
+        """
         gone = sorted(self.nodes.gone) if self.nodes is not None else []
         if not gone:
             return ""
         stuck, wanted_gpus = min(jobs, key=lambda job: (job.spec.submit_s, job.index)), 0
+        # The first job that no type has GPUs enough for any more, else the first of all.
         for job in sorted(jobs, key=lambda job: (job.spec.submit_s, job.index)):
             largest_type = max((up.gpus_of(name) for name in job.gpu_types), default=0)
             if job.tuning is Tuning.RIGID and job.spec.num_replicas > largest_type:
@@ -437,5 +470,5 @@ class Watchdog:
 
 
 def _first_names(jobs: Sequence[SimulatedJob]) -> str:
-    """Return the names of the first jobs, and how many more there are."""
+    """Return the names of the first three jobs, and how many more there are, for a message."""
     return listed([job.spec.name for job in jobs], _NAMED_JOBS)

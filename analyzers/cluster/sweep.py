@@ -61,9 +61,10 @@ FIGURES = tuple(SweepFigures.model_fields)
 COLUMNS = ("workload", "policy", "seed", *FIGURES, "cpu_s", "error")
 """Of the CSV: one row per cell; the cost is there where prices are given, else empty."""
 _MOST_CELLS = 1_000_000
-# Settings that hold one value per file or application: a file of other ones may be taken up, not of changed ones.
+# Settings that hold one value per file or application. An earlier run's file may have been about other files, and is
+# then added to; the same file with another content is refused.
 _BY_NAME = ("workloads", "traces", "assumptions")
-_PATIENCE_S = 0.5
+_LOCK_PATIENCE_S = 0.5
 
 
 Key = tuple[str, str, int]
@@ -130,6 +131,7 @@ def sweep(
         if target is not None:
             check_writable(target)
     with sole_writer(output):
+        # What an earlier run has done is taken over; the rest is replayed.
         records = _earlier_cells(output, settings)
         tasks = [SweepTask(key, names[key[0]].resolve(), setup.resolved()) for key in keys if key not in records]
         present = len(keys) - len(tasks)
@@ -176,7 +178,7 @@ def _document(settings: dict[str, Any], records: Mapping[Key, SweepCell], keys: 
 
 
 def run_cell(task: SweepTask) -> SweepCell:
-    """Return the record of one cell; a problem is a record too."""
+    """Return the record of one cell: its figures and CPU seconds, or the problem that its replay ended with."""
     begin = time.process_time()
     try:
         figures = _replayed(*task)
@@ -186,7 +188,10 @@ def run_cell(task: SweepTask) -> SweepCell:
 
 
 def _replayed(key: Key, workload: Path, setup: Setup) -> SweepFigures:
-    """Return one replay's figures, a cost where there are prices. Each seed draws failures of its own for all policies."""
+    """Return the figures of one cell's replay, with a cost where there are prices.
+
+    The seed is added to that of the failures, so that each seed draws failures of its own, the same for all policies.
+    """
     _, policy, seed = key
     jobs, machines, applications = _inputs(workload, setup.cluster, tuple(setup.traces), tuple(setup.models))
     options = setup.options
@@ -217,7 +222,11 @@ def _inputs(
 
 
 def _run(tasks: Sequence[SweepTask], jobs: int, engine: str) -> Iterator[SweepCell]:
-    """Yield the record of each task as it ends; no process is left however the caller stops."""
+    """Yield the record of each task as it ends, on ``engine`` and in ``jobs`` processes; none is left however the caller stops.
+
+    Where a process dies (memory ran out), the tasks under way are replayed again one at a time: a task whose process
+    dies again is the culprit and gets an error, the others get their figures.
+    """
     if engine == "ray" and tasks:
         yield from _run_on_ray(tasks)
     elif min(jobs, len(tasks)) <= 1:
@@ -226,14 +235,17 @@ def _run(tasks: Sequence[SweepTask], jobs: int, engine: str) -> Iterator[SweepCe
         waiting = deque(tasks)
         while waiting:
             suspects = yield from _run_in_processes(waiting, min(jobs, len(waiting)))
-            for task in suspects:  # a process died: whose replay ends it is found by replaying them one at a time
+            for task in suspects:
                 if (yield from _run_in_processes(deque([task]), 1)):
                     yield task.record(error="its process was killed, twice; the machine may be short of memory")
 
 
 def _run_in_processes(waiting: deque[SweepTask], count: int) -> Generator[SweepCell, None, list[SweepTask]]:
-    """Yield records until nothing waits, and return the tasks that were under way when a process died, else none."""
-    context = get_context("spawn")
+    """Yield the records of ``waiting`` as they end, replayed in ``count`` processes; empties ``waiting``.
+
+    Returns the tasks that were under way when a process died, for the caller to replay, else none.
+    """
+    context = get_context("spawn")  # a fork would copy the threads' locks of this process, held or not
     worker_end, sweep_end = context.Pipe(duplex=False)
     pool = ProcessPoolExecutor(count, mp_context=context, initializer=_end_with, initargs=(worker_end,))
     running: dict[Future[SweepCell], SweepTask] = {}
@@ -249,6 +261,7 @@ def _run_in_processes(waiting: deque[SweepTask], count: int) -> Generator[SweepC
     except BrokenProcessPool:
         return list(running.values())
     finally:
+        # At this the workers end, even in the middle of a replay, so that nobody waits for them.
         sweep_end.close()
         pool.shutdown(cancel_futures=True)
         worker_end.close()
@@ -256,9 +269,13 @@ def _run_in_processes(waiting: deque[SweepTask], count: int) -> Generator[SweepC
 
 
 def _end_with(line: Connection) -> None:
-    """Let this process end at once, in the middle of a replay too, when the sweep has closed its end or is gone."""
+    """Make this worker process end at once, in the middle of a replay too, when the sweep is over or gone.
+
+    ``line``: a pipe whose other end the sweep holds; the system closes it when the sweep's process dies.
+    """
 
     def watch() -> None:
+        """Wait until the other end of the pipe is closed, then end the process."""
         with suppress(OSError):
             line.poll(None)
         os._exit(0)
@@ -270,7 +287,8 @@ def _end_with(line: Connection) -> None:
 def _run_on_ray(tasks: Sequence[SweepTask]) -> Iterator[SweepCell]:
     """Yield records from a Ray cluster: the one that ``RAY_ADDRESS`` names, or one on this machine.
 
-    All its nodes must see the input files under the same paths and have ddltool installed. One core per cell.
+    All its nodes must see the input files under the same paths and have ddltool installed. One core per cell. A cell
+    whose process is lost gets an error, and is not tried again.
     """
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "error")  # else it warns for minutes before it gives up
     try:
@@ -285,6 +303,7 @@ def _run_on_ray(tasks: Sequence[SweepTask]) -> Iterator[SweepCell]:
             problem = f"cannot be reached ({one_line(str(error))[:120]})"
             remedy = "check RAY_ADDRESS; unset it to start Ray on this machine"
             raise InputError("--engine ray", problem, remedy) from None
+    # Not tried again by Ray: what kills a process would kill the next one too.
     remote = ray.remote(num_cpus=1, max_retries=0)(run_cell)
     running: dict[Any, SweepTask] = {}
     try:
@@ -308,9 +327,9 @@ def _run_on_ray(tasks: Sequence[SweepTask]) -> Iterator[SweepCell]:
 
 
 def _settings(names: Mapping[str, Path], setup: Setup, tell: Callable[[str], None]) -> dict[str, Any]:
-    """Return what the figures depend on: file contents by their hash. Tells what fitted models assume.
+    """Return what the figures depend on, files by the hash of their content. Tells what fitted models assume.
 
-    Raises InputError for what cannot be read.
+    An earlier run's file is taken up only if its settings are these. Raises InputError for what cannot be read.
     """
     jobs = [job for path in names.values() for job in read_workload(path)]
     read_cluster(setup.cluster)
@@ -321,8 +340,10 @@ def _settings(names: Mapping[str, Path], setup: Setup, tell: Callable[[str], Non
     applications = sorted({job.application for job in jobs})
 
     def hashed(content: bytes) -> str:
+        """Return the SHA-256 of a file's content, in hexadecimal digits."""
         return hashlib.sha256(content).hexdigest()
 
+    # Traces or fitted models by application, so that a file can be about more of them.
     return {
         "workloads": {name: hashed(path.read_bytes()) for name, path in names.items()},
         "cluster": hashed(read_text(setup.cluster).encode()),
@@ -335,7 +356,7 @@ def _settings(names: Mapping[str, Path], setup: Setup, tell: Callable[[str], Non
 
 
 def _traces(folders: Sequence[Path], application: str) -> bytes:
-    """Return all that the folders hold of one application."""
+    """Return the content of all trace files of one application, each behind its name and size, for one hash of them all."""
     files = [path for folder in folders for path in sorted((folder / application).glob("*.csv"))]
     return b"".join(f"{path.name}:{path.stat().st_size}:".encode() + path.read_bytes() for path in files)
 
@@ -379,7 +400,7 @@ def sole_writer(output: Path | None) -> Iterator[None]:
     side = output.resolve().with_name(f".{output.resolve().name}.lock")
     lock = FileLock(side)
     try:
-        lock.acquire(timeout=_PATIENCE_S)  # its last holder may just remove it: then it is tried again
+        lock.acquire(timeout=_LOCK_PATIENCE_S)  # its last holder may just remove it: then it is tried again
     except Timeout:
         remedy = "wait until it ends, or give another file"
         raise InputError("-o", f"another sweep is writing {output}", remedy) from None
@@ -402,7 +423,7 @@ def compare(cells: Sequence[SweepCell], first: str, second: str, *, confidence: 
     """Return the first policy's figures over the second's, over what both have replayed.
 
     Replays that only one policy has (a failed cell) are left out in pairs. Raises InputError without any pair, for a
-    policy compared with itself and figures that are not above 0.
+    policy compared with itself and figures that are not above 0. ``confidence``: of the intervals, between 0 and 1.
     """
     if first == second:
         raise InputError("--compare", f"names {first!r} twice", "name two policies, such as ours,pollux")
@@ -412,6 +433,7 @@ def compare(cells: Sequence[SweepCell], first: str, second: str, *, confidence: 
         name: {(cell.workload, cell.seed): cell.figures for cell in cells if cell.policy == name and cell.figures}
         for name in (first, second)
     }
+    # The same workload and seed under both policies.
     pairs = [
         (key, first_figures, figures_by_policy[second][key])
         for key, first_figures in figures_by_policy[first].items()
@@ -425,6 +447,7 @@ def compare(cells: Sequence[SweepCell], first: str, second: str, *, confidence: 
     for measure in MEASURES if priced else MEASURES[:-1]:
         ratios_by_unit: dict[object, list[float]] = {}
         for (workload, seed), first_figures, second_figures in pairs:
+            # The seeds of a workload are one unit of evidence, unless there is only one workload.
             ratio = _log(first_figures, measure, workload, seed) - _log(second_figures, measure, workload, seed)
             ratios_by_unit.setdefault(workload if several else seed, []).append(ratio)
         comparisons.append(
@@ -443,7 +466,10 @@ def _log(figures: SweepFigures, measure: str, workload: str, seed: int) -> float
 
 
 def _interval(measure: str, log_ratios: Floats, confidence: float) -> ComparedMeasure:
-    """Return the comparison of one measure by its log ratios (n,): their mean and Student's t interval, as ratios."""
+    """Return the comparison of one measure by its log ratios, (n,), one a workload or seed: the mean ratio and its interval.
+
+    The interval is Student's t at ``confidence``; there is none for a single ratio, or where all are equal.
+    """
     count, mean_log = len(log_ratios), float(log_ratios.mean())
     low = high = None
     # Pairs that agree to the last digits are one replay repeated (seeds that nothing drew from), not evidence.

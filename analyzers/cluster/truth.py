@@ -31,8 +31,10 @@ ANY_TYPE = "*"
 """The GPU type of measurements that name none: they hold for every type."""
 # Larger node counts than these were not measured; the published simulator counts more nodes as this many.
 _MOST_NODES = 16
-# Beyond the measured batch sizes the two lines may cross; some of a step always computes.
-_MOST_SYNC = 0.999
+# Beyond the measured batch sizes the lines of step and sync may cross; some of a step always computes.
+_MOST_SYNC_SHARE = 0.999
+# Beyond them a falling line of step times may cross zero; no step is shorter than this share of the shortest measured.
+_LEAST_STEP_SHARE = 1e-3
 # Total batch sizes tried between the smallest and the largest, in equal ratios; the published simulator's number.
 _CANDIDATES = 50
 # Linear interpolation between so many batch sizes keeps the iterations of a fitted job within 0.1 % of the formula.
@@ -67,6 +69,7 @@ class MeasuredTimes:
     """(m, 2)"""
 
     def __post_init__(self) -> None:
+        """Refuse a table without rows, and group the rows by placement, rotated to its smallest form."""
         if not self.placements:
             raise InputError(self.where, "holds no placement", "give at least one measured row")
         rotated = [smallest_rotation(placement) for placement in self.placements]
@@ -78,19 +81,26 @@ class MeasuredTimes:
         return int(self.local_batch_size.min()), int(self.local_batch_size.max())
 
     def __call__(self, placement: Placement, local_batch_size: int) -> tuple[float, float]:
-        """Return (step time, sync time) in seconds of a placement without zeros."""
+        """Return (step time, sync time) in seconds of a placement (GPUs per node, without zeros) at a local batch size.
+
+        A measured placement interpolates in the batch size; any other in nodes, replicas and batch size.
+        """
         rotated = smallest_rotation(placement)
         curve = self._curves.get(rotated)
         return _times_at_batch(curve, local_batch_size) if curve else self._interpolated(rotated, local_batch_size)
 
     def _interpolated(self, placement: Placement, local_batch_size: int) -> tuple[float, float]:
-        """Return the times of a placement that was not measured, from those around it."""
+        """Return the (step, sync) seconds of a placement that was not measured, from the measured ones around it.
+
+        Outside of these the nearest measured (nodes, replicas), in ratios, stands for it. ``placement``: GPUs per node,
+        rotated to its smallest form.
+        """
+        # The published simulator counts more nodes than it measured as that many.
         surface, groups = self._neighbours
         nodes, replicas = min(len(placement), _MOST_NODES), sum(placement)
         step, sync = surface([nodes, replicas, local_batch_size])[0].tolist()
         if not math.isnan(step + sync):
             return step, sync
-        # Outside the measured hull: the nearest measured (nodes, replicas), in ratios, speaks for it.
         nearest = min(
             groups,
             key=lambda configuration: (
@@ -102,7 +112,7 @@ class MeasuredTimes:
 
     @cached_property
     def _neighbours(self) -> tuple[Callable[[Any], Floats], dict[Placement, Curve]]:
-        """The linear interpolation over (nodes, replicas, local batch size), and its rows by configuration."""
+        """The interpolation over (nodes, replicas, local batch size), and the curves of the times by (nodes, replicas)."""
         from scipy.interpolate import LinearNDInterpolator
         from scipy.spatial import QhullError
 
@@ -128,7 +138,7 @@ def _no_interpolation(point: Any) -> Floats:
 
 
 def _curves(keys: Sequence[Placement], batch: Floats, times: Floats) -> dict[Placement, Curve]:
-    """Return by key the batch sizes (ascending, each once) and their mean times (k, 2)."""
+    """Return by key (a placement, or nodes and replicas) the batch sizes, ascending, and their mean times (k, 2)."""
     rows: dict[Placement, list[int]] = {}
     for row, key in enumerate(keys):
         rows.setdefault(key, []).append(row)
@@ -136,23 +146,25 @@ def _curves(keys: Sequence[Placement], batch: Floats, times: Floats) -> dict[Pla
 
 
 def _means(keys: Floats, times: Floats) -> Curve:
-    """Return the distinct keys, ascending, and the mean times (k, 2) of each."""
+    """Return the distinct keys, ascending, and the mean (step, sync) times (k, 2) of each."""
     unique, inverse = np.unique(keys, axis=0, return_inverse=True)
     counts = np.bincount(inverse.ravel())
     return unique, np.stack([np.bincount(inverse.ravel(), times[:, column]) / counts for column in range(2)], axis=1)
 
 
 def _times_at_batch(curve: Curve, batch: float) -> tuple[float, float]:
-    """Return the times at a batch size: linear between measured ones, and on along the last two beyond them."""
+    """Return the (step, sync) seconds at a batch size: linear between measured sizes, and further along the last line beyond.
+
+    Bounds keep what lies beyond plausible: a step above 0, and a sync within it.
+    """
     sizes, times = curve
     if len(sizes) == 1:
         return float(times[0, 0]), float(times[0, 1])
     upper = min(max(int(np.searchsorted(sizes, batch)), 1), len(sizes) - 1)
     weight = (batch - sizes[upper - 1]) / (sizes[upper] - sizes[upper - 1])
     step, sync = (times[upper - 1] + weight * (times[upper] - times[upper - 1])).tolist()
-    least_step_s = float(times[:, 0].min()) * 1e-3  # beyond the measured sizes a falling line must not cross zero
-    step = max(step, least_step_s)
-    return step, min(max(sync, 0.0), _MOST_SYNC * step)
+    step = max(step, float(times[:, 0].min()) * _LEAST_STEP_SHARE)
+    return step, min(max(sync, 0.0), _MOST_SYNC_SHARE * step)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -204,6 +216,7 @@ class Application:
         validation: Sequence[Validation],
         limits: Limits | None = None,
     ) -> None:
+        """Take the limits that were not given from the measurements; ``limits`` None: those of the published simulator."""
         limits = limits if limits is not None else PUBLISHED_LIMITS.get(name, Limits())
         if not times or not validation:
             raise InputError(f"application {name}", "lacks step times or validation runs", "give both")
@@ -223,7 +236,7 @@ class Application:
         self.fixed_batch_size = limits.fixed_batch_size
         most = max(1, self.max_batch_size // self.min_local_batch_size)
         self.max_replicas = min(most, limits.max_replicas or most)
-        kept = slice(0, epochs)
+        kept = slice(0, epochs)  # runs may be longer than the shortest one
         self.iteration = np.stack([run.iteration[kept] for run in runs])
         self.grad_sqr = np.stack([run.grad_sqr[kept] for run in runs])
         self.grad_var = np.stack([run.grad_var[kept] for run in runs])
@@ -234,9 +247,11 @@ class Application:
             raise InputError(
                 f"application {name}:progress", "does not grow with the epochs", "check the validation runs"
             )
-        # The same few configurations are asked for again and again.
-        self._steps: dict[tuple[Placement, int, str], tuple[float, float]] = {}
-        self._grad: dict[int, tuple[Floats, Floats, Floats]] = {}
+        # The same few configurations are asked for again and again: answers are kept.
+        self._times_by_configuration: dict[tuple[Placement, int, str], tuple[float, float]] = {}
+        """(step, sync) seconds by placement, local batch size and GPU type."""
+        self._gradients_by_batch: dict[int, tuple[Floats, Floats, Floats]] = {}
+        """Squared norm, variance and gain in every epoch, by total batch size."""
 
     def step_times(self, placement: Placement, local_batch_size: int, gpu_type: str = ANY_TYPE) -> tuple[float, float]:
         """Return (step time, sync time) in seconds on ``placement`` (GPUs per node) of one GPU type.
@@ -244,12 +259,14 @@ class Application:
         Raises InputError for a type without measurements.
         """
         key = (placement, local_batch_size, gpu_type)
-        if key not in self._steps:
+        if key not in self._times_by_configuration:
             if not self.runs_on(gpu_type):
                 hint = did_you_mean(gpu_type, self.times)
                 raise InputError(f"application {self.name}", f"no step times on {gpu_type!r}", hint)
-            self._steps[key] = (self.times.get(gpu_type) or self.times[ANY_TYPE])(placement, local_batch_size)
-        return self._steps[key]
+            self._times_by_configuration[key] = (self.times.get(gpu_type) or self.times[ANY_TYPE])(
+                placement, local_batch_size
+            )
+        return self._times_by_configuration[key]
 
     def least_s(self, gpu_types: Sequence[str]) -> float:
         """Return the seconds that it takes at the very best: at the largest batch, in steps as short as the shortest.
@@ -272,7 +289,7 @@ class Application:
         return table.batch_range[1]
 
     def _weights(self, batch_size: float) -> tuple[int, int, float]:
-        """Return the measured runs around a total batch size and the weight of the upper one."""
+        """Return the indices of the measured runs below and above a total batch size, and the weight of the upper one."""
         sizes = self.batch_sizes
         if not sizes[0] <= batch_size <= sizes[-1]:
             where = f"application {self.name}:batch size"
@@ -288,14 +305,22 @@ class Application:
         return float(sqr[epoch]), float(var[epoch])
 
     def _gradients(self, batch_size: int) -> tuple[Floats, Floats, Floats]:
-        """Return squared norm, variance and gain at a total batch size in every epoch, (E,) each."""
-        gradients = self._grad.get(batch_size)
+        """Return squared norm, variance and gain at a total batch size in every epoch, (E,) each.
+
+        They do not depend on GPUs, and are kept for each batch size.
+        """
+        gradients = self._gradients_by_batch.get(batch_size)
         if gradients is None:
             low, high, share = self._weights(batch_size)
             sqr, var = (
                 statistic[low] * (1 - share) + statistic[high] * share for statistic in (self.grad_sqr, self.grad_var)
             )
-            gradients = self._grad[batch_size] = sqr, var, (var + sqr) / (var * self.init_batch_size / batch_size + sqr)
+            # AdaScale's gain: how many iterations at M0 one at this batch is worth.
+            gradients = self._gradients_by_batch[batch_size] = (
+                sqr,
+                var,
+                (var + sqr) / (var * self.init_batch_size / batch_size + sqr),
+            )
         return gradients
 
     def batches(
@@ -313,6 +338,7 @@ class Application:
             totals = [self.fixed_batch_size] if self.fixed_batch_size else spread
         time_by_total: dict[int, tuple[float, int]] = {}
         for total in totals:
+            # Quotients are rounded up, but for what is whole up to rounding; one sample less where that is too many.
             passes = max(math.ceil(total / replicas / largest - 1e-8), 1)
             local = math.ceil(total / replicas / passes - 1e-8)
             local -= replicas * local * passes > self.max_batch_size
@@ -354,6 +380,7 @@ class FittedJob:
     epochs: int = 20
 
     def __post_init__(self) -> None:
+        """Refuse numbers that no training can have."""
         if not 0 <= self.noise_scale <= _MOST:
             raise InputError("noise", f"is {self.noise_scale:g}", "samples, a finite number >= 0")
         if not (self.batch_size >= 1 and self.max_local_batch_size >= 1 and 1 <= self.epochs <= 10_000):
@@ -399,7 +426,9 @@ def fitted_application(name: str, params: Mapping[str, ThroughputParams], job: F
         if not (math.isfinite(seconds) and seconds > 0):
             raise InputError(f"{name}:{kind}", f"one gradient takes {seconds:g} s", "a fit with a time above 0")
     times = {kind: FittedTimes(values, job.max_local_batch_size) for kind, values in params.items()}
+    # Equal epochs, counted in iterations at the smallest batch M0.
     progress = np.linspace(0.0, job.total_samples / job.batch_size, job.epochs + 1)[1:]
+    # With a squared norm of 1, that ratio of variance and norm gives the noise scale.
     variance = job.noise_scale / job.batch_size
     sqr, var, runs = np.ones(job.epochs), np.full(job.epochs, variance), []
     for batch in np.unique(np.geomspace(job.batch_size, job.max_batch_size, _BATCHES).round().astype(int)).tolist():

@@ -31,7 +31,7 @@ _IN_SCRIPT = {
 
 
 def accelerate_config(plan: Plan, layout: ProcessLayout) -> tuple[dict[str, Any], list[str]]:
-    """Return what ``accelerate launch --config_file`` reads, and what of the plan it leaves to the script.
+    """Return what ``accelerate launch --config_file`` reads, and its gaps: what of the plan the script has to say.
 
     Raises InputError for unlike nodes, DDP beside tensor parallelism and unequal batches.
     """
@@ -47,10 +47,10 @@ def accelerate_config(plan: Plan, layout: ProcessLayout) -> tuple[dict[str, Any]
         raise InputError("--target accelerate", problem, "give --target torchrun or slurm")
     recomputed, left_out = recomputation(plan)
     is_fsdp = degrees.sharded or degrees.tensor > 1
-    single = degrees.processes == 1
+    without_fsdp = "NO" if degrees.processes == 1 else "MULTI_GPU"
     config: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": "FSDP" if is_fsdp else "NO" if single else "MULTI_GPU",
+        "distributed_type": "FSDP" if is_fsdp else without_fsdp,
         "mixed_precision": _MIXED[run.precision],
         "num_machines": layout.nodes,
         "num_processes": degrees.processes,
@@ -86,18 +86,22 @@ def accelerate_text(config: dict[str, Any], head: str) -> str:
     return f"{head.rstrip()}\n{yaml.safe_dump(config, sort_keys=False)}"
 
 
-def _parallelism(made: Shares) -> dict[str, int]:
-    """Return the degrees of a mesh that is more than one set of shards."""
-    degrees = {"dp_replicate": made.replicate, "dp_shard": made.shard, "tp": made.tensor, "cp": 1}
-    return {f"parallelism_config_{name}_size": size for name, size in degrees.items()}
+def _parallelism(degrees: Shares) -> dict[str, int]:
+    """Return the mesh's degrees as Accelerate names them, for a plan with tensor parallelism or several sets of shards."""
+    sizes = {"dp_replicate": degrees.replicate, "dp_shard": degrees.shard, "tp": degrees.tensor, "cp": 1}
+    return {f"parallelism_config_{name}_size": size for name, size in sizes.items()}
 
 
-def _script_parts(made: Shares, layout: ProcessLayout, checkpoints: bool, precision: str) -> list[str]:
-    """Return what the script says in place of the file."""
-    parts = [f"batch size: {made.micro_batch_size} a pass, in the script's DataLoader"]
-    if made.passes > 1:
-        parts.append(f"accumulation: Accelerator(gradient_accumulation_steps={made.passes}) in the script")
-    if made.tensor > 1:
+def _script_parts(degrees: Shares, layout: ProcessLayout, checkpoints: bool, precision: str) -> list[str]:
+    """Return gaps: what the training script has to say, as the file has no key for it, each ``WHAT: what to do``.
+
+    ``checkpoints``: whether the script must turn activation checkpointing on. ``degrees``: who shares what, and how
+    many passes.
+    """
+    parts = [f"batch size: {degrees.micro_batch_size} a pass, in the script's DataLoader"]
+    if degrees.passes > 1:
+        parts.append(f"accumulation: Accelerator(gradient_accumulation_steps={degrees.passes}) in the script")
+    if degrees.tensor > 1:
         parts.append(
             'tensor parallelism: from_pretrained(..., tp_plan="auto", device_mesh=accelerator.torch_device_mesh) in the script'
         )

@@ -29,7 +29,7 @@ _PRECISIONS: dict[str, dict[str, Any]] = {
 
 
 def deepspeed_config(plan: Plan) -> tuple[dict[str, Any], list[str]]:
-    """Return ``ds_config.json``, and what of the plan it leaves out.
+    """Return the content of ``ds_config.json``, and its gaps: what of the plan it leaves out, each with what to do about it.
 
     Raises InputError for a precision that DeepSpeed does not have and for unequal batches.
     """
@@ -40,7 +40,9 @@ def deepspeed_config(plan: Plan) -> tuple[dict[str, Any], list[str]]:
             "--target deepspeed", f"has no precision {run.precision}", "give --target torchtitan or accelerate"
         )
     recomputed, left_out = recomputation(plan)
-    stage = (3 if degrees.reshard else 2) if degrees.sharded else 0
+    stage = 0  # of ZeRO: 2 shards gradients and optimizer states, 3 the parameters too
+    if degrees.sharded:
+        stage = 3 if degrees.reshard else 2
     config: dict[str, Any] = {
         # DeepSpeed counts every GPU of a tensor group in it, which would be another number than the plan's.
         **({"train_batch_size": degrees.total_batch_size} if degrees.tensor == 1 else {}),
@@ -82,12 +84,19 @@ def deepspeed_config(plan: Plan) -> tuple[dict[str, Any], list[str]]:
 
 
 def deepspeed_text(plan: Plan, config: dict[str, Any], gaps: Sequence[str]) -> str:
-    """Return the config as JSON; JSON has no comments, and DeepSpeed passes over the entry that names the plan and the gaps."""
+    """Return the config as JSON, with the plan's hash and the gaps in an entry of its own.
+
+    JSON has no comments, and DeepSpeed passes over an entry that it does not know.
+    """
     marks = {"plan_sha256": plan_hash(plan), "not_expressed": list(gaps)}
     return json.dumps({**config, "ddltool": marks}, indent=2) + "\n"
 
 
-def _partition(made: Shares, stage: int) -> dict[str, Any]:
-    """Return ZeRO's options of a stage: the secondary partition of parameters that stands nearest to HSDP."""
-    hybrid = {"zero_hpz_partition_size": made.shard} if stage == 3 and made.replicate > 1 else {}
+def _partition(degrees: Shares, stage: int) -> dict[str, Any]:
+    """Return ZeRO's options for a stage, without the stage itself.
+
+    Stage 3 with several sets of shards gets hpZ: parameters kept whole in each set, which stands nearest to HSDP.
+    ``degrees``: who shares the model's state.
+    """
+    hybrid = {"zero_hpz_partition_size": degrees.shard} if stage == 3 and degrees.replicate > 1 else {}
     return {"overlap_comm": True, **hybrid} if stage else {}

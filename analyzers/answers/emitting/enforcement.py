@@ -92,7 +92,10 @@ _MOST_RANKS = 100_000
 
 
 def demand_words_for_groups(plan: Plan, target: Target, where: str) -> None:
-    """Raise InputError for a plan of groups of devices that the target does not run; it names those that do."""
+    """Raise InputError for a plan whose ranks are groups of devices, where the target cannot run those; it names those that do.
+
+    ``where``: the plan's file, for the message.
+    """
     if plan.group is None:
         return
     able = _PIPELINE if plan.group.pipeline > 1 else _TENSOR
@@ -102,9 +105,10 @@ def demand_words_for_groups(plan: Plan, target: Target, where: str) -> None:
 
 
 def to_enforcement(plan: Plan, *, telemetry: str | None = "telemetry.jsonl") -> Enforcement:
-    """Return the enforcement of a plan: one rank per used device, in the plan's order of assignments.
+    """Return what each training process does, as the hook reads it: one rank per used device, in the order of assignments.
 
-    A rank's local batch holds the samples of all its logical workers. Raises InputError for more processes than any job has.
+    A rank's local batch holds the samples of all its logical workers. ``telemetry``: the file that the hook writes;
+    None: no file. Raises InputError for more than 100,000 processes.
     """
     if plan.world_size > _MOST_RANKS:
         problem = f"are {plan.world_size:,} devices"
@@ -119,6 +123,7 @@ def to_enforcement(plan: Plan, *, telemetry: str | None = "telemetry.jsonl") -> 
             local_batch_size=row.local_batch_size,
             accumulation_steps=row.accumulation_steps,
         )
+        # Devices of an assignment have ranks one after another.
         for rank, row in enumerate(row for row in plan.assignments for _ in range(row.devices))
     ]
     return Enforcement(
@@ -138,12 +143,16 @@ def to_enforcement(plan: Plan, *, telemetry: str | None = "telemetry.jsonl") -> 
 
 
 def not_expressed(plan: Plan, target: Target, layout: ProcessLayout | None = None) -> list[str]:
-    """Return what the target leaves out of a plan or has to assume, each as ``WHAT: content to do about it``."""
+    """Return the gaps: what the target leaves out of a plan or has to assume, each as ``WHAT: what to do about it``.
+
+    ``layout``: where the processes run, if the target says so.
+    """
     gaps = [
         f"{content}: {remedy}"
         for content, has_content, targets, remedy in _CONTENTS
         if has_content(plan) and target not in targets
     ]
+    # Of groups a launcher only starts the script, which has to say all the rest itself.
     if plan.group is not None and target in _ENFORCED:
         able = "torchtitan" if plan.group.pipeline > 1 else "torchtitan, accelerate, deepspeed or fsdp2"
         gaps = [f"parts of the model, batches and passes: the script's, as --target {able} writes them"]

@@ -40,11 +40,11 @@ _RUNTIME = {"apiGroup": "trainer.kubeflow.org", "kind": "ClusterTrainingRuntime"
 def manifests(
     plan: Plan, enforcement: Enforcement, layout: ProcessLayout, settings: LaunchSettings
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the ConfigMap with enforce.json and the job that mounts it as ``/etc/ddltool/enforce.json``.
+    """Return the ConfigMap with enforce.json and the job that mounts it as ``/etc/ddltool/enforce.json``, as documents.
 
-    Of groups of devices, which the hook does not run, it holds the plan itself, plan.json.
-
-    Raises InputError for a TrainJob of unlike nodes, of which it has one kind, and for a config that no ConfigMap can hold.
+    The hook does not run groups of devices; for such a plan it is the plan itself, plan.json. Raises InputError for a
+    TrainJob of unlike nodes, as it has one kind of node, and for a config that no ConfigMap can hold. ``enforcement``:
+    what the hook in each process does.
     """
     file, config = ("enforce.json", to_json(enforcement)) if plan.group is None else ("plan.json", to_json(plan))
     if len(config.encode("utf-8")) > _CONFIG_BYTES:
@@ -57,14 +57,14 @@ def manifests(
 
 
 def manifest_text(plan: Plan, documents: Sequence[dict[str, Any]], layout: ProcessLayout, gaps: Sequence[str]) -> str:
-    """Return the documents as one YAML file, with comments at its top."""
+    """Return the documents as one YAML file, with the plan's hash, the nodes and the gaps as comments at its top."""
     plain = json.loads(json.dumps(documents))  # parts that stand twice would become aliases
     bodies = (yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=10**6) for document in plain)
     return remarks(plan, layout, gaps) + "---\n" + "---\n".join(bodies)
 
 
 def assumptions(settings: LaunchSettings, plan: Plan) -> list[str]:
-    """Return what the cluster must have for the manifest to work."""
+    """Return what the cluster must have for the manifest to work, as gaps: each ``WHAT: what to do about it``."""
     values = ", ".join(sorted({node_value(row.device_type, settings) for row in plan.assignments}))
     needs = [
         f"node labels: nodes must carry {settings.node_label} with the values {values} (--node-label, --label-value)"
@@ -100,7 +100,7 @@ def _train_job(plan: Plan, layout: ProcessLayout, settings: LaunchSettings) -> d
 
 
 def _size(group: EqualNodes, resource: str | None) -> dict[str, Any]:
-    """Return how large a TrainJob is, as its trainer says it."""
+    """Return how large a TrainJob is, in its trainer's fields; ``resource`` None: no devices are asked for."""
     size: dict[str, Any] = {"numNodes": group.nodes, "numProcPerNode": group.processes_per_node}
     return size if resource is None else {**size, "resourcesPerNode": _resources(group, resource)}
 
@@ -108,14 +108,19 @@ def _size(group: EqualNodes, resource: str | None) -> dict[str, Any]:
 def train_job_patch(group: EqualNodes, resource: str | None, notes: Mapping[str, str]) -> dict[str, Any]:
     """Return the merge patch that makes a suspended TrainJob as large as ``group``; ``notes``: its annotations.
 
-    As a recommender of Kubeflow's KEP-3328 hands it over: ``kubectl patch trainjob NAME --type merge --patch-file FILE``.
+    As a recommender of Kubeflow's KEP-3328 hands it over: ``kubectl patch trainjob NAME --type merge --patch-file
+    FILE``. ``resource``: of a device, None for no request.
     """
     marks = {f"ddltool/{name}": text for name, text in notes.items()}
     return {"metadata": {"annotations": marks}, "spec": {"trainer": _size(group, resource)}}
 
 
 def _job_set(plan: Plan, layout: ProcessLayout, settings: LaunchSettings) -> dict[str, Any]:
-    """Return a JobSet: one replicated job per group of equal nodes, an indexed Job whose index is the node's in the group."""
+    """Return a JobSet with one replicated job per group of equal nodes.
+
+    Each is an indexed Job, whose pods know their index in the group; with the group's first node that is the node's
+    rank.
+    """
     name = cluster_name(plan.job)
     jobs = []
     for index, group in enumerate(layout.groups):
@@ -128,6 +133,7 @@ def _job_set(plan: Plan, layout: ProcessLayout, settings: LaunchSettings) -> dic
             "template": template,
         }
         jobs.append({"name": f"g{index}", "replicas": 1, "template": {"spec": spec}})
+    # Pods find the first node by a name, which must be known before that pod is ready.
     network = {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": name}
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
@@ -138,7 +144,10 @@ def _job_set(plan: Plan, layout: ProcessLayout, settings: LaunchSettings) -> dic
 
 
 def _pod(plan: Plan, layout: ProcessLayout, group: EqualNodes, settings: LaunchSettings) -> dict[str, Any]:
-    """Return the pod of a node: a shell that fills in the node's rank and becomes torchrun."""
+    """Return the template of a node's pod: a shell works out the node's rank from the pod's index and becomes torchrun.
+
+    ``group``: the equal nodes that it is one of.
+    """
     name = cluster_name(plan.job)
     command = (
         f'exec torchrun --nnodes {layout.nodes} --node-rank "$(({group.first_node} + JOB_COMPLETION_INDEX))" '
@@ -168,14 +177,17 @@ def _literal(text: str) -> str:
 
 
 def _metadata(plan: Plan, settings: LaunchSettings) -> dict[str, Any]:
-    """Return the metadata of a job: its name, the plan's marks and Kueue's queue."""
+    """Return the metadata of a job: its name, the plan's labels and annotations, and the queue of Kueue where one is given."""
     marks = _marks(plan)
     queue = {"kueue.x-k8s.io/queue-name": settings.queue} if settings.queue else {}
     return {"name": cluster_name(plan.job), **marks, "labels": marks["labels"] | queue}
 
 
 def _marks(plan: Plan) -> dict[str, dict[str, str]]:
-    """Return labels and annotations. Labels take 63 characters, a SHA-256 has 64: the label has 16, the annotation all."""
+    """Return the labels and annotations by which a job tells its plan.
+
+    A label takes 63 characters and a SHA-256 has 64, so the label has the first 16 and the annotation all.
+    """
     sha = plan_hash(plan)
     return {
         "labels": {"app.kubernetes.io/managed-by": "ddltool", "ddltool/plan": sha[:16]},
@@ -184,7 +196,7 @@ def _marks(plan: Plan) -> dict[str, dict[str, str]]:
 
 
 def _variables(plan: Plan) -> list[dict[str, str]]:
-    """Return the environment by which a process finds its plan."""
+    """Return the environment variables by which a process finds its plan, as Kubernetes lists them."""
     values = {
         "DDLTOOL_PLAN_SHA256": plan_hash(plan),
         "DDLTOOL_JOB": cluster_name(plan.job),
@@ -194,13 +206,13 @@ def _variables(plan: Plan) -> list[dict[str, str]]:
 
 
 def _resources(group: EqualNodes, resource: str) -> dict[str, Any]:
-    """Return the request for a device per process of a node."""
+    """Return what a pod asks for: one ``resource`` (such as nvidia.com/gpu) for each of its processes."""
     counts = {resource: str(group.processes_per_node)}
     return {"limits": counts, "requests": counts}
 
 
 def _selector(group: EqualNodes, settings: LaunchSettings) -> dict[str, str]:
-    """Return the label of nodes with the group's devices."""
+    """Return the node selector: the label of nodes that have the group's device type."""
     return {settings.node_label: node_value(group.device_type, settings)}
 
 

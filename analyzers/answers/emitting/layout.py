@@ -44,7 +44,7 @@ class EqualNodes:
 
     @property
     def text(self) -> str:
-        """Return the group as a phrase for comments."""
+        """The group as a phrase for comments: "nodes 0 to 1: A100, 8 process(es) per node, ranks 0 to 15"."""
         ranks = _span(range(self.first_rank, self.first_rank + self.processes), "rank")
         nodes = _span(self.node_ranks, "node")
         return f"{nodes}: {one_word(self.device_type)}, {self.processes_per_node} process(es) per node, {ranks}"
@@ -111,11 +111,12 @@ def cluster_name(text: str) -> str:
     mapped = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
     if not mapped[:1].isalpha():
         mapped = f"job-{mapped}".rstrip("-")
+    # Room for a hyphen and the eight digits.
     return f"{mapped[: NAME_LENGTH - 9].rstrip('-')}-{digest}"
 
 
 def node_value(device_type: str, settings: LaunchSettings) -> str:
-    """Return the value of the node label on nodes with devices of a type."""
+    """Return the value of the node label on nodes with devices of a type: the user's, or the type's name made to fit."""
     return settings.label_values.get(device_type) or label_value(device_type)
 
 
@@ -126,25 +127,26 @@ def label_value(text: str) -> str:
 
 
 def one_word(text: str) -> str:
-    """Return ``text`` fit for a comment line: JSON's quotes and escapes where it holds more than plain characters."""
+    """Return ``text`` fit for a comment line: cut if long, and quoted as in JSON where it holds more than plain characters."""
     text = shortened(text, _LONGEST_COMMENT)
     return text if re.fullmatch(r"[\w.+/:-]+", text, re.ASCII) else json.dumps(text)
 
 
 def layout(plan: Plan, devices_per_node: Mapping[str, int] | int | None = None) -> ProcessLayout:
-    """Return the nodes that run a plan: per device type as many full nodes as there are, and one for the rest.
+    """Return which processes run on which nodes: per device type as many full nodes as there are, and one for the rest.
 
-    The parameter server of an elastic-bsp plan is one more process on the last node. Of groups every single device gets
-    its process, those of a tensor group one after another.
+    Each device has one process. The parameter server of an elastic-bsp plan is one more process on the last node. The
+    devices of a tensor group are neighbours.
 
-    ``devices_per_node`` counts single devices of a node, for all types or by type. Without it the plan's own are taken, and
-    a plan that says its number of nodes is spread evenly over them; otherwise each device type is taken to stand on one
-    node (``assumed``). Raises InputError for a type that the plan does not use, for counts below one, and for nodes that
-    hold no whole number of tensor groups.
+    ``devices_per_node`` counts the single devices of a node, for all types or by type. None: the plan's own number is
+    taken, or its processes are spread evenly over its number of nodes; if the plan says neither, each device type is
+    taken to stand on one node (``assumed``). Raises InputError for a type that the plan does not use, for counts below
+    one, and for nodes that hold no whole number of tensor groups.
     """
-    size = plan.processes // plan.world_size
+    devices_per_rank = plan.processes // plan.world_size
+    # (device type, single devices) of neighbouring assignments of one type, in the order of the ranks.
     device_runs = [
-        (name, size * sum(row.devices for row in rows))
+        (name, devices_per_rank * sum(row.devices for row in rows))
         for name, rows in groupby(plan.assignments, key=lambda row: row.device_type)
     ]
     devices_by_type = _per_node(plan, [name for name, _ in device_runs], devices_per_node)
@@ -153,19 +155,25 @@ def layout(plan: Plan, devices_per_node: Mapping[str, int] | int | None = None) 
             problem = f"a node of {count} {name} holds no whole number of tensor groups of {plan.group.tensor}"
             raise InputError("--devices-per-node", problem, f"give a multiple of {plan.group.tensor}")
     groups: list[EqualNodes] = []
-    node = rank = 0
+    next_node = next_rank = 0
     for name, devices in device_runs:
         per_node = min(devices_by_type.get(name, devices), devices)
+        # As many full nodes as there are, and one for the rest.
         for nodes, processes in ((devices // per_node, per_node), (1, devices % per_node)):
             if not processes:
                 continue
             groups.append(
                 EqualNodes(
-                    device_type=name, nodes=nodes, processes_per_node=processes, first_node=node, first_rank=rank
+                    device_type=name,
+                    nodes=nodes,
+                    processes_per_node=processes,
+                    first_node=next_node,
+                    first_rank=next_rank,
                 )
             )
-            node, rank = node + nodes, rank + nodes * processes
+            next_node, next_rank = next_node + nodes, next_rank + nodes * processes
     if plan.strategy == "elastic-bsp":
+        # The server is one more process on the last node, which is then a group of its own.
         last_group = groups.pop()
         if last_group.nodes > 1:
             groups.append(replace(last_group, nodes=last_group.nodes - 1))
@@ -178,14 +186,19 @@ def layout(plan: Plan, devices_per_node: Mapping[str, int] | int | None = None) 
 
 
 def _per_node(plan: Plan, types: list[str], devices_per_node: Mapping[str, int] | int | None) -> dict[str, int]:
-    """Return the devices per node by type, for the types where they are known."""
+    """Return how many single devices a node has, by device type, for the types of which that is known.
+
+    The user's word (``devices_per_node``) comes first, then what the plan says, then its processes spread over its
+    nodes.
+    """
     if devices_per_node is None:
         if plan.run is not None and plan.run.gpus_per_node is not None:
             return {name: count for name, count in plan.run.gpus_per_node.items() if name in types}
         if plan.devices_per_node is not None:
-            size = plan.processes // plan.world_size
-            return {name: count * size for name, count in plan.devices_per_node.items() if name in types}
-        node_count = plan.goodput.num_nodes if plan.goodput else plan.network.num_nodes if plan.network else None
+            devices_per_rank = plan.processes // plan.world_size
+            return {name: count * devices_per_rank for name, count in plan.devices_per_node.items() if name in types}
+        counted = plan.goodput or plan.network
+        node_count = counted.num_nodes if counted else None
         return {types[0]: math.ceil(plan.processes / node_count)} if node_count and len(set(types)) == 1 else {}
     counts = dict.fromkeys(types, devices_per_node) if isinstance(devices_per_node, int) else dict(devices_per_node)
     for name, count in counts.items():

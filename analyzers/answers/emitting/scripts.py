@@ -40,8 +40,9 @@ def torchrun_script(plan: Plan, layout: ProcessLayout, settings: LaunchSettings,
 def slurm_script(plan: Plan, layout: ProcessLayout, settings: LaunchSettings, *, gaps: Sequence[str]) -> str:
     """Return a batch script for sbatch: one task per node, which starts the node's processes with torchrun.
 
-    Unlike nodes are the components of a heterogeneous job (``#SBATCH hetjob``), in the order of ranks. The generic resource is
-    asked for as ``GRES:TYPE:COUNT`` with the device type in small letters.
+    Unlike nodes are the components of a heterogeneous job (``#SBATCH hetjob``), in the order of ranks. The generic
+    resource is asked for as ``GRES:TYPE:COUNT`` with the device type in small letters. Slurm calls a kind of device
+    that jobs ask for (GRES) a generic resource.
     """
     script = shlex.join(settings.script)
     return _filled(
@@ -55,7 +56,10 @@ def gres_type(device_type: str) -> str:
 
 
 def ddp_module(plan: Plan, *, gaps: Sequence[str]) -> str:
-    """Return a module with ``DDP_ARGUMENTS`` and ``wrap(model)``. Raises InputError for a plan without buckets."""
+    """Return the text of a module with ``DDP_ARGUMENTS`` and ``wrap(model)``. Raises InputError for a plan without buckets.
+
+    The buckets are listed where their sizes differ, else one size says it.
+    """
     if plan.ddp is None and (plan.sharding is None or plan.sharding.kind != "ddp"):
         raise InputError("plan:ddp", "is missing", "plan with --graph and a training graph, or emit --target fsdp2")
     buckets = plan.ddp
@@ -65,16 +69,19 @@ def ddp_module(plan: Plan, *, gaps: Sequence[str]) -> str:
 
 
 def fsdp2_module(plan: Plan, *, gaps: Sequence[str]) -> str:
-    """Return a module with the units, the prefetch lists and ``shard(model)``; of groups, with tensor parallelism first.
+    """Return the text of a module with the units, the prefetch lists and ``shard(model)``, tensor parallelism first if any.
 
     Raises InputError for a plan without a list of blocks.
     """
-    units = block_names(plan) if plan.group is not None or plan.fsdp2 is not None else []
+    has_units = plan.group is not None or plan.fsdp2 is not None
+    units = block_names(plan) if has_units else []
     if not units:
         problem = "is missing: the plan knew no list of blocks"
         raise InputError("plan:fsdp2", problem, "plan with --graph and a training graph of a model with blocks")
     shape = plan.sharding
     tensor = {"tensor": plan.group.tensor} if plan.group is not None and plan.group.tensor > 1 else {}
+    # Sets of ranks that hold everything make a mesh of two dimensions; DDP beside tensor parallelism is such sets
+    # of one rank each.
     if shape is not None and (shape.kind == "hsdp" or (tensor and shape.kind == "ddp")):
         replicas = shape.replicate if shape.kind == "hsdp" else plan.world_size
         mesh = {"replicate": replicas, "shard": plan.world_size // replicas}
@@ -85,16 +92,17 @@ def fsdp2_module(plan: Plan, *, gaps: Sequence[str]) -> str:
 
 
 def remarks(plan: Plan, layout: ProcessLayout | None, gaps: Sequence[str]) -> str:
-    """Return what people should know of an output, as comment lines."""
+    """Return the head of an output as comment lines: the job, the plan's hash, the nodes and the gaps."""
     return _filled("head.txt", plan, gaps, layout)
 
 
 def _filled(
     name: str, plan: Plan, gaps: Sequence[str], layout: ProcessLayout | None = None, **more_values: object
 ) -> str:
-    """Return the template ``name`` filled with what the plan says; ``layout`` None: a script that needs torch alone.
+    """Return the template ``name`` filled with what the plan says.
 
-    ``more_values`` are further variables of that template.
+    ``gaps``: what is left out, for the comments. ``layout``: the nodes; None: a module that starts nothing and needs
+    torch alone. ``more_values``: further variables of that template.
     """
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).with_name("templates")),
@@ -106,6 +114,10 @@ def _filled(
     title = f"Job {one_word(plan.job)}, strategy {plan.strategy}"
 
     def torchrun(group: EqualNodes, rank: str) -> str:
+        """Return the command that starts the processes of one node of ``group``.
+
+        ``rank``: the node's rank, or the shell's variable that holds it.
+        """
         assert layout is not None
         return (
             f"torchrun --nnodes {layout.nodes} --node-rank {rank} --nproc-per-node {group.processes_per_node} "
@@ -116,6 +128,9 @@ def _filled(
         title += "; needs torch alone"
     else:
         title += f": {layout.processes} process(es) on {layout.nodes} node(s)"
+    half = None  # the type in which autocast computes
+    if plan.run is not None and precision_of(plan.run.precision).is_autocast:
+        half = precision_of(plan.run.precision).computes
     recomputed_modules = [] if plan.sharding is None else plan.sharding.checkpointing
     return environment.get_template(name).render(
         sharding=plan.sharding,
@@ -129,7 +144,7 @@ def _filled(
         passes=planned_passes(plan),
         tensor=1 if plan.group is None else plan.group.tensor,
         run=plan.run,
-        half=None if plan.run is None or not (kept := precision_of(plan.run.precision)).is_autocast else kept.computes,
+        half=half,
         enforced=plan.group is None,
         layout=layout,
         groups=() if layout is None else layout.groups,

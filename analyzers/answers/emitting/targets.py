@@ -39,22 +39,26 @@ DEFAULT_FILES: dict[Target, str] = {
 def target_text(
     plan: Plan, target: Target, enforcement: Enforcement, devices_per_node: Mapping[str, int] | int | None
 ) -> tuple[str, list[str]]:
-    """Return what a target that starts no processes reads, and its gaps. Raises InputError where it cannot say the plan."""
+    """Return the text of a target that starts no processes, and its gaps: what of the plan it leaves out.
+
+    ``devices_per_node``: as of :func:`layout`. Raises InputError for a plan that the target cannot say.
+    ``enforcement``: what the hook reads.
+    """
     gaps = not_expressed(plan, target)
     if target == "hook":
         return to_json(enforcement), gaps
     if target == "torchtitan":
-        sections, more = job_config(plan)
-        gaps += more
+        sections, config_gaps = job_config(plan)
+        gaps += config_gaps
         return torchtitan_text(sections, remarks(plan, layout(plan, devices_per_node), gaps)), gaps
     if target == "accelerate":
         nodes = layout(plan, devices_per_node)
-        config, more = accelerate_config(plan, nodes)
-        gaps += more
+        config, config_gaps = accelerate_config(plan, nodes)
+        gaps += config_gaps
         return accelerate_text(config, remarks(plan, nodes, gaps)), gaps
     if target == "deepspeed":
-        settings, more = deepspeed_config(plan)
-        gaps += more
+        settings, config_gaps = deepspeed_config(plan)
+        gaps += config_gaps
         return deepspeed_text(plan, settings, gaps), gaps
     return (ddp_module if target == "ddp" else fsdp2_module)(plan, gaps=gaps), gaps
 
@@ -67,7 +71,11 @@ def launcher_text(
     settings: LaunchSettings,
     script_gaps: Sequence[str],
 ) -> tuple[str, list[str]]:
-    """Return the script or manifest that starts the plan, and its gaps: fields that it lacks, and its assumptions."""
+    """Return the script or manifest that starts the plan's processes, and its gaps: fields that it lacks, and its assumptions.
+
+    ``nodes``: which processes run on which nodes; ``script_gaps``: gaps of the training script, said along.
+    ``enforcement``: what the hook reads, which a manifest holds.
+    """
     gaps = [*not_expressed(plan, target, nodes), *script_gaps]
     if target == "torchrun":
         return torchrun_script(plan, nodes, settings, gaps=gaps), gaps

@@ -35,7 +35,11 @@ _FLAVORS = {"17B-16E": "17bx16e", "17B-128E": "17bx128e", "": "671B"}
 
 
 def job_config(plan: Plan) -> tuple[Settings, list[str]]:
-    """Return torchtitan's sections, and what they leave out. Raises InputError for a plan that they cannot say at all."""
+    """Return torchtitan's sections of settings, and its gaps: what of the plan they leave out, each with what to do about it.
+
+    Raises InputError for a plan that they cannot say at all: half precision by float16, DDP beside tensor or pipeline
+    parallelism, and unequal batches.
+    """
     degrees, gaps = shares(plan, "torchtitan")
     run, unknown = run_settings(plan)
     precision = PRECISIONS[run.precision]
@@ -55,10 +59,12 @@ def job_config(plan: Plan) -> tuple[Settings, list[str]]:
         "model": {**name, **({"converters": ["float8"]} if precision.linears else {})},
         "optimizer": _optimizer(run.optimizer),
         "training": {
+            # A pipeline is fed the whole batch of a rank, and cuts it into passes itself.
             "local_batch_size": degrees.batch_size if degrees.pipeline > 1 else degrees.micro_batch_size,
             "global_batch_size": degrees.total_batch_size,
             **({} if run.sequence_length is None else {"seq_len": run.sequence_length}),
             "dtype": precision.keeps,
+            # tf32 is a way to multiply float32, which the script turns on.
             "mixed_precision_param": precision.computes.replace("tf32", "float32"),
             "mixed_precision_reduce": "float32",
         },
@@ -99,32 +105,40 @@ def torchtitan_text(settings: Settings, head: str) -> str:
 
 
 def _optimizer(name: str) -> dict[str, object]:
-    """Return the section of a job's optimizer; empty where torchtitan has none of the name."""
+    """Return the section of a job's optimizer; empty where torchtitan has none of that name.
+
+    ``foreach-NAME`` is the implementation that works on lists of tensors; a bare name is the fused one.
+    """
     family = name.removeprefix("foreach-")
     if family not in _OPTIMIZERS:
         return {}
     return {"name": _OPTIMIZERS[family], "implementation": "fused" if family == name else "foreach"}
 
 
-def _parallelism(made: Shares) -> dict[str, object]:
-    """Return the degrees; a pipeline's micro-batches are the plan's passes, where it has several, or torchtitan's own."""
+def _parallelism(degrees: Shares) -> dict[str, object]:
+    """Return the section of the degrees of parallelism.
+
+    A pipeline's micro-batches are the plan's passes where it has several, else torchtitan's own choice.
+    """
     pipeline: dict[str, object] = {"pipeline_parallel_schedule": "1F1B"}
-    if made.passes > 1:
-        pipeline["pipeline_parallel_microbatch_size"] = made.micro_batch_size
+    if degrees.passes > 1:
+        pipeline["pipeline_parallel_microbatch_size"] = degrees.micro_batch_size
     return {
-        "data_parallel_replicate_degree": made.replicate,
-        "data_parallel_shard_degree": made.shard,
-        "fsdp_reshard_after_forward": "always" if made.reshard else "never",
-        "tensor_parallel_degree": made.tensor,
-        "pipeline_parallel_degree": made.pipeline,
-        **(pipeline if made.pipeline > 1 else {}),
+        "data_parallel_replicate_degree": degrees.replicate,
+        "data_parallel_shard_degree": degrees.shard,
+        "fsdp_reshard_after_forward": "always" if degrees.reshard else "never",
+        "tensor_parallel_degree": degrees.tensor,
+        "pipeline_parallel_degree": degrees.pipeline,
+        **(pipeline if degrees.pipeline > 1 else {}),
     }
 
 
 def _checkpointing(recomputed: Checkpointing, plan: Plan) -> dict[str, object]:
-    """Return the section. What it can only say roughly it says so that no more memory is taken than planned.
+    """Return the section on activation checkpointing.
 
-    "op" keeps every second product of all blocks; "n" computes every n-th block again.
+    torchtitan does not name modules. "op" keeps every second product of all blocks; a number n computes every n-th
+    block again. Where that is only roughly the plan, it is rounded so that no more memory is taken than planned.
+    ``recomputed``: "none", "selective" or "full", as of :func:`recomputation`.
     """
     entries = [] if plan.sharding is None else plan.sharding.checkpointing
     if recomputed != "selective":
@@ -136,7 +150,10 @@ def _checkpointing(recomputed: Checkpointing, plan: Plan) -> dict[str, object]:
 
 
 def _model(source: str | None) -> tuple[dict[str, object], list[str]]:
-    """Return torchtitan's name and flavor of a model, none where it has no such model."""
+    """Return torchtitan's name and flavor of the model that a plan read from ``source``, and no gap.
+
+    Where torchtitan has no such model the settings are empty, and the gap says so.
+    """
     for pattern, name in _MODELS:
         if match := re.search(rf"/{pattern}(?![\w.])", source or "", re.IGNORECASE):
             flavor = match.group(1)
@@ -145,7 +162,11 @@ def _model(source: str | None) -> tuple[dict[str, object], list[str]]:
 
 
 def _option(name: str, value: object) -> str:
-    """Return a setting as a word of torchtitan's command line, whose switches take no value."""
+    """Return a setting as a word of torchtitan's command line; a switch that is off is ``--section.no-name``.
+
+    >>> _option("compile.enable", False), _option("training.seq_len", 8)
+    ('--compile.no-enable', '--training.seq_len=8')
+    """
     if isinstance(value, bool):
         return f"--{name}" if value else f"--{name.replace('.', '.no-')}"
     return f"--{name}={value}"

@@ -19,7 +19,7 @@ _INVALID_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ff
 
 
 def figures_of(check: GateCheck) -> tuple[str, str, str, str]:
-    """Format a check's baseline, current value, relative change ("-" where None) and limit."""
+    """Return a check's (baseline, current value, relative change, limit) as texts; "-" where there is none."""
     change = "-"
     if check.change is not None:
         change = f"{100 * check.change:+.1f}%" if abs(check.change) < 1e4 else f"{100 * check.change:+.3g}%"
@@ -54,7 +54,10 @@ def remarks(verdict: GateResult) -> list[str]:
 
 
 def junit(verdict: GateResult, subject: str, *, seconds: float = 0.0) -> str:
-    """Return JUnit XML: one suite, a test case per check, a failure with the check's sentence."""
+    """Return JUnit XML: one suite, a test case per check, a failure with the check's sentence.
+
+    ``subject``: what was judged; ``seconds``: how long that took.
+    """
     counts = {"tests": str(len(verdict.checks)), "failures": str(len(verdict.failed)), "errors": "0"}
     totals = {**counts, "time": f"{seconds:.3f}"}
     root = ElementTree.Element("testsuites", {"name": "ddltool gate", **totals})
@@ -62,10 +65,8 @@ def junit(verdict: GateResult, subject: str, *, seconds: float = 0.0) -> str:
         root, "testsuite", {"name": _xml_text(f"ddltool gate {subject}"), **totals, "skipped": "0"}
     )
     for check in verdict.checks:
-        name, message = (
-            {"name": _xml_text(check.name), "classname": _xml_text(f"ddltool.gate.{subject}")},
-            _xml_text(sentence(check)),
-        )
+        name = {"name": _xml_text(check.name), "classname": _xml_text(f"ddltool.gate.{subject}")}
+        message = _xml_text(sentence(check))
         case = ElementTree.SubElement(suite, "testcase", {**name, "time": "0"})
         if not check.passed:
             ElementTree.SubElement(case, "failure", {"message": message, "type": "regression"}).text = message
@@ -76,11 +77,15 @@ def junit(verdict: GateResult, subject: str, *, seconds: float = 0.0) -> str:
 
 
 def _xml_text(text: str) -> str:
+    """Return text without the characters that XML 1.0 cannot hold, on one line."""
     return _INVALID_XML.sub("�", harmless(text))
 
 
 def sarif(verdict: GateResult, path: str, *, version: str) -> dict[str, Any]:
-    """Return a SARIF 2.1.0 log: a rule per metric, a result per failed check at the artifact's file."""
+    """Return a SARIF 2.1.0 log: a rule per metric, a result per failed check at the artifact's file.
+
+    ``path``: the judged artifact; ``version``: ddltool's.
+    """
     metrics = list(dict.fromkeys(check.metric for check in verdict.checks))
     rules = [
         {
@@ -99,6 +104,7 @@ def sarif(verdict: GateResult, path: str, *, version: str) -> dict[str, Any]:
             "level": "error",
             "message": {"text": sentence(check)},
             "locations": [location],
+            # By it GitHub knows a check again in the next run.
             "partialFingerprints": {"ddltoolCheck/v1": hashlib.sha256(check.name.encode()).hexdigest()[:32]},
         }
         for check in verdict.failed
@@ -108,7 +114,7 @@ def sarif(verdict: GateResult, path: str, *, version: str) -> dict[str, Any]:
 
 
 def _uri_reference(path: str) -> str:
-    """Return a path as a URI reference: relative ones stay relative, absolute ones become file:///."""
+    """Return a path as a URI reference: a relative path stays relative, an absolute one becomes ``file:///...``."""
     posix = PurePath(path).as_posix()
     quoted = quote(posix, errors="surrogateescape")  # names of files are bytes, not all of them UTF-8
     return f"file://{quoted}" if posix.startswith("/") else quoted
@@ -128,7 +134,10 @@ def workflow_commands(verdict: GateResult, path: str) -> list[str]:
 
 
 def _escape_command(text: str, special: str = "") -> str:
-    """Percent-encode a workflow command's message, or a property whose delimiters are ``special``; controls are escaped."""
+    """Return text that stays within a workflow command: percent-encoded as GitHub decodes it.
+
+    ``special``: further characters to encode, the delimiters of a command's properties.
+    """
     text = harmless(text)
     for character in "%\r\n" + special:
         text = text.replace(character, f"%{ord(character):02X}")
@@ -136,7 +145,10 @@ def _escape_command(text: str, special: str = "") -> str:
 
 
 def summary(verdict: GateResult, subject: str) -> str:
-    """Return the step summary: a Markdown table of all checks, then the notes."""
+    """Return the step summary: a Markdown table of all checks, then the notes.
+
+    ``subject``: what was judged.
+    """
     count, failed = len(verdict.checks), len(verdict.failed)
     lines = [
         f"### ddltool gate: {f'{failed} of {count} checks failed' if failed else f'passed ({count} checks)'}",
@@ -154,5 +166,6 @@ def summary(verdict: GateResult, subject: str) -> str:
 
 
 def _escape_markdown(text: str) -> str:
+    """Return text that Markdown shows as it is: no HTML, no emphasis, no table cell ends in it."""
     escaped = harmless(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return re.sub(r"([\\`*_\[\]|~])", r"\\\1", escaped)

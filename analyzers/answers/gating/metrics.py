@@ -127,7 +127,11 @@ def merge(sides: Iterable[Sequence[Metric]]) -> list[Metric]:
 
 
 def _merge_metric(parts: Sequence[Metric]) -> Metric:
-    """Merge the metrics of one name, one per artifact, into one metric."""
+    """Merge the metrics of one name, one per artifact, into one metric.
+
+    Equal counts stay as they are, texts are listed. Anything else has its cells pooled by key, and counts as measured.
+    ``parts``: of one name and kind, in the order of the artifacts.
+    """
     first = parts[0]
     if len(parts) == 1 or (not first.measured and len({metric.value for metric in parts}) == 1):
         return first
@@ -143,7 +147,10 @@ def _merge_metric(parts: Sequence[Metric]) -> Metric:
 
 
 def _all_figures(document: Mapping[str, Any], kind: str, where: str) -> Iterator[Metric]:
-    """Yield the figures that ``kinds.toml`` declares for the kind, then the figures computed from the parsed document."""
+    """Yield the figures that ``kinds.toml`` declares for the kind, then the figures computed from the parsed document.
+
+    Times of a trace by a clock are measured, even those that a declaration calls plain. ``where``: for messages.
+    """
     record: Any = document
     if kind == "ddltool.graph":
         record = from_document(dict(document), where)
@@ -157,11 +164,16 @@ def _all_figures(document: Mapping[str, Any], kind: str, where: str) -> Iterator
 
 
 def _declared_figures(record: Any, kind: str) -> Iterator[Metric]:
-    """Yield the figures that ``kinds.toml`` declares for the kind and the record has."""
+    """Yield the figures that ``kinds.toml`` declares for the kind, as far as the record has them.
+
+    A line is a path of fields (``*`` for any key), with a name, a unit and "measured" where they do not follow from the
+    field. In a name ``.`` stands for the field and each ``*`` for the key that matched.
+    """
     for line in KINDS[kind].get("figures", ()):
         entry = _FIGURE.fullmatch(line)
         assert entry is not None, line
         for value in _values_at(record, entry["path"].split(".")):
+            # Each * of the name is filled with the key that the path's * matched.
             wildcard_keys = iter(value.keys)
             pattern = entry["name"] or "/".join((".", *("*" for _ in value.keys)))
             name = re.sub(
@@ -184,7 +196,7 @@ class _Value(NamedTuple):
 def _values_at(node: Any, path: Sequence[str]) -> Iterator[_Value]:
     """Yield every value at a path in a record or a document; nothing where a field of the path is missing.
 
-    Each step of the path is a field's name, alternative names joined by ``|``, or ``*`` for every key.
+    Each step of ``path`` is a field's name, alternative names joined by ``|``, or ``*`` for every key.
     """
     step, *later_steps = path
     fields = _fields(node)
@@ -194,7 +206,8 @@ def _values_at(node: Any, path: Sequence[str]) -> Iterator[_Value]:
         key, field = ((str(name),), "*") if step == "*" else ((), name)
         if not later_steps:
             yield _Value(key, field, fields[name])
-        for value in _values_at(fields[name], later_steps) if later_steps else ():
+            continue
+        for value in _values_at(fields[name], later_steps):
             yield value._replace(keys=(*key, *value.keys))
 
 
@@ -206,14 +219,22 @@ def _fields(node: Any) -> Mapping[str, Any]:
 
 
 def _unit_of(name: str) -> Unit:
-    """Return the unit that a field's name ends with, "" for a plain number."""
+    """Return the unit that the end of a field's name tells, "" for a plain number.
+
+    >>> _unit_of("peak_bytes"), _unit_of("step_s"), _unit_of("samples_per_s")
+    ('bytes', 's', '')
+    """
     if name.endswith("_bytes"):
         return "bytes"
     return "s" if name.endswith(("_s", "seconds")) and not name.endswith("_per_s") else ""
 
 
 def figure(name: str, value: object, unit: str = "", *, measured: bool = False) -> Iterator[Metric]:
-    """Yield the metric of a value (the length of a list); nothing for None, NaN and infinities, which mean "no figure"."""
+    """Yield one metric of a value; a list counts as its length.
+
+    Yields nothing for None, NaN and infinities, which mean that there is no such figure. Unit "text": the value as a
+    text. ``measured``: timed by a clock, so that its value has noise.
+    """
     if isinstance(value, (list, tuple)):
         value = len(value)
     if unit == "text" and value is not None:
@@ -233,6 +254,7 @@ def _graph_figures(graph: Graph, where: str) -> Iterator[Metric]:
     for name, value in {**counts, "flops": float(graph.flops.sum()), "channels": channels}.items():
         yield from figure(name, value, _unit_of(name))
     if graph.recorded is not None:
+        # By place in the step, the bytes that live there.
         held = graph.recorded.held_bytes(len(graph.of_kind(COMPUTE)))
         yield from figure("peak_memory_bytes", float(held.max(initial=0.0)), "bytes")
         yield from figure("processes", graph.recorded.world_size)
@@ -251,6 +273,7 @@ def _trace_figures(result: TraceResult, where: str) -> Iterator[Metric]:
 def _plan_figures(plan: Plan, where: str) -> Iterator[Metric]:
     """Yield the device count by type and, from the picked strategy, exposed communication, goodput, staleness and price."""
     for assignment in plan.assignments:
+        # A type may stand in several assignments.
         device_count = sum(other.devices for other in plan.assignments if other.device_type == assignment.device_type)
         yield from figure(f"devices/{assignment.device_type}", device_count)
     yield from _parameter_figures(plan, where)
@@ -270,7 +293,10 @@ def _plan_figures(plan: Plan, where: str) -> Iterator[Metric]:
 
 
 def _command_figures(plan: CommandPlan, where: str) -> Iterator[Metric]:
-    """Yield the best step's figures, how many variants fit and failed, and each one's rate as ``samples_per_s/VALUES/NODE``."""
+    """Yield the best step's figures, how many variants fit and failed, and the rate of each variant of the command.
+
+    A rate is named ``samples_per_s/VALUES/NODE``: the options' values, and the devices of a node.
+    """
     if plan.best is not None and plan.best.row is not None:
         row = plan.best.row
         yield from figure("samples_per_s", row.samples_per_s, "1/s")
@@ -297,6 +323,7 @@ def _islands_figures(plan: IslandsPlan, where: str) -> Iterator[Metric]:
 
 
 def _enforcement_figures(enforcement: Enforcement, where: str) -> Iterator[Metric]:
+    """Yield the largest and smallest local batch over the ranks, and the figures of the parameters."""
     batches = [rank.local_batch_size for rank in enforcement.ranks]
     yield from figure("local_batch_most", max(batches))
     yield from figure("local_batch_least", min(batches))
@@ -304,6 +331,7 @@ def _enforcement_figures(enforcement: Enforcement, where: str) -> Iterator[Metri
 
 
 def _parameter_figures(plan: Plan | Enforcement, where: str) -> Iterator[Metric]:
+    """Yield how many parameters (tensors) the model has and their bytes; nothing where the plan lists none."""
     if plan.parameters:
         yield from figure("parameters", plan.parameters)
         yield from figure("parameter_bytes", sum(record.size_bytes for record in plan.parameters), "bytes")
@@ -327,6 +355,7 @@ def _sweep_figures(sweep: SweepDocument, where: str) -> Iterator[Metric]:
 
 
 def _demo_figures(document: Mapping[str, Any], where: str) -> Iterator[Metric]:
+    """Yield the figures of the plan that a demo's document holds."""
     yield from _all_figures({**document["plan"], "kind": "ddltool.plan"}, "ddltool.plan", f"{where}:plan")
 
 
@@ -338,6 +367,13 @@ def _user_figures(document: Mapping[str, Any], where: str) -> Iterator[Metric]:
 
 
 def _nested_figures(values: Mapping[str, Any], prefix: str, where: str) -> Iterator[Metric]:
+    """Yield a metric for each number, or list of repeats, of a mapping; nested names are joined by ``/``.
+
+    ``prefix``: what stands before the names; ``where``: the file, for errors.
+
+    >>> [metric.name for metric in _nested_figures({"loss": {"last": 0.5}}, "", "file")]
+    ['loss/last']
+    """
     for key, value in values.items():
         name = f"{prefix}{key}".replace(" ", "_")
         if isinstance(value, Mapping):
@@ -356,10 +392,11 @@ def _nested_figures(values: Mapping[str, Any], prefix: str, where: str) -> Itera
 def _profile_figures(document: Mapping[str, Any], where: str) -> Iterator[Metric]:
     """Yield ``step_time_s`` of each configuration and its geometric mean over all, synchronisation times and peak memory.
 
-    The rows of a configuration that occurs several times are repeats.
+    A configuration is ``DEVICE/NODESxREPLICAS/bBATCH``; its rows, where there are several, are repeats.
     """
     by_key: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for row in _nonempty_rows(document, where):
+        # A name without blanks and slashes, which separate the parts of a metric's name.
         device = "_".join(str(row["device"]).replace("/", "_").split())
         key = f"{device}/{int(row['num_nodes'])}x{int(row['num_replicas'])}/b{int(row['local_batch_size'])}"
         steps = _number_or_none(row.get("accumulation_steps"))
@@ -375,12 +412,18 @@ def _profile_figures(document: Mapping[str, Any], where: str) -> Iterator[Metric
 
 
 def _nonempty_rows(document: Mapping[str, Any], where: str) -> Sequence[Mapping[str, Any]]:
+    """Return the rows of a table's document. Raises InputError where there are none."""
     if not document["rows"]:
         raise InputError(where, "has no rows", "give at least one measured row")
     return document["rows"]  # type: ignore[no-any-return]
 
 
 def _row_cell(key: str, row: Mapping[str, Any]) -> Cell:
+    """Return a profile's row as a cell: median step time (s), its spread and how many repeats these are of.
+
+    Without a spread the row counts as one repeat, whatever it says, as its noise is not known. ``key``: its
+    configuration.
+    """
     repeats, spread = _number_or_none(row.get("repeats")), _number_or_none(row.get("step_time_spread_s"))
     has_spread = repeats is not None and spread is not None
     return Cell(
@@ -394,7 +437,7 @@ def _number_or_none(value: Any) -> float | None:
 
 
 def _telemetry_figures(document: Mapping[str, Any], where: str) -> Iterator[Metric]:
-    """Yield ``step_s``, ``compute_s``, ``wait_s`` and ``sync_s`` of each rank, and of all ranks together."""
+    """Yield ``step_s``, ``compute_s``, ``wait_s`` and ``sync_s`` of each rank (``NAME/rankR``), and of all ranks together."""
     by_rank: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
     for row in sorted(_nonempty_rows(document, where), key=lambda row: int(row["step"])):
         by_rank[int(row["rank"])].append(row)
@@ -408,9 +451,10 @@ def _telemetry_figures(document: Mapping[str, Any], where: str) -> Iterator[Metr
 
 
 def _block_cell(key: str, seconds: Sequence[float]) -> Cell:
-    """Return the cell whose repeats are the medians of up to ``BLOCKS`` consecutive blocks of steps (s).
+    """Return the cell of one rank's steps (s), whose repeats are the medians of consecutive blocks of steps.
 
-    With too few steps for ``FEWEST_REPEATS`` blocks, the cell has one repeat, and no noise test applies.
+    Neighbouring steps are alike, so that single steps would count noise too low. With too few steps for
+    ``FEWEST_REPEATS`` blocks the cell has one repeat, and no noise test applies. ``key``: the rank.
     """
     block_count = min(BLOCKS, len(seconds) // FEWEST_STEPS_PER_BLOCK)
     if block_count < FEWEST_REPEATS:
@@ -420,7 +464,10 @@ def _block_cell(key: str, seconds: Sequence[float]) -> Cell:
 
 
 def _family_figures(name: str, cells: Sequence[Cell]) -> Iterator[Metric]:
-    """Yield the geometric mean of all cells (s) as ``NAME``, then the median of each cell as ``NAME/KEY``."""
+    """Yield the geometric mean of all cells (s) as ``NAME``, then the median of each cell as ``NAME/KEY``.
+
+    A cell is the median and spread of one configuration's repeats.
+    """
     ordered = tuple(sorted(cells, key=lambda cell: cell.key))
     yield Metric(name=name, value=geometric_mean(ordered), unit="s", measured=True, cells=ordered)
     for cell in ordered:
@@ -447,6 +494,8 @@ _COMPUTED_FIGURES: dict[str, Callable[[Any, str], Iterator[Metric]]] = {
 def harmless(text: str) -> str:
     r"""Return text on one line, with control characters and GitHub workflow commands escaped.
 
+    Names come from files of others, and what a CI job prints may be run as a command there.
+
     >>> harmless("a\n::error::b"), harmless("x##[add-mask]y"), harmless("tests/t.py::test_b")
     ('a \\x3a:error::b', 'x#\\x23[add-mask]y', 'tests/t.py::test_b')
     """
@@ -454,7 +503,7 @@ def harmless(text: str) -> str:
 
 
 def show(value: float | str | None, unit: str) -> str:
-    """Return a figure for people.
+    """Return a figure for people, in its unit; "-" for None, and a text as it is.
 
     >>> show(0.00153, "s"), show(0.98, "share"), show(7.0, ""), show(None, "")
     ('1.53 ms', '98%', '7', '-')

@@ -59,6 +59,7 @@ def pool(key: str, cells: Sequence[Cell]) -> Cell:
 
     Three or more cells: their medians are the repeats, because runs differ by more than the repeats within a run do.
     Two cells: all their repeats, with the distance of the two medians as the spread where larger than both spreads.
+    ``key``: the pooled cell's.
     """
     if len(cells) == 1:
         return replace(cells[0], key=key)
@@ -86,8 +87,9 @@ def past_limit(
 ) -> NoiseFigures:
     """Test whether the ratio current / baseline of geometric means is past ``limit`` (with ``above``: greater, else less).
 
-    ``baseline``: the cells of the same keys in the same order, or empty to compare the current figure itself with ``limit``.
-    Needs cells with :func:`enough_repeats` and a positive limit.
+    ``baseline``: the cells of the same keys in the same order, or empty to compare the current figure itself with
+    ``limit``. Returns the p-value, the standard error and the interval at ``level``. Needs cells with
+    :func:`enough_repeats` and a positive limit.
     """
     # In logarithms, for a ratio of 1e308 to 1e-308 is no float.
     log_ratio = math.log(geometric_mean(current)) - (math.log(geometric_mean(baseline)) if baseline else 0.0)
@@ -100,27 +102,31 @@ def past_limit(
     else:
         p = max((1 + DRAWS - int(np.searchsorted(sample, log_excess / error))) / (DRAWS + 1) for sample in null_draws)
     critical = max(float(sample[min(int(DRAWS * (1 - level)), DRAWS - 1)]) for sample in null_draws)
-    low, high = np.exp(
+    low_ratio, high_ratio = np.exp(
         np.clip(log_ratio + np.array([-critical, critical]) * error, -_LARGEST_EXPONENT, _LARGEST_EXPONENT)
     ).tolist()
-    return NoiseFigures(p=p, level=level, standard_error=error, low=low, high=high)
+    return NoiseFigures(p=p, level=level, standard_error=error, low=low_ratio, high=high_ratio)
 
 
 def _repeat_counts(cells: Sequence[Cell]) -> tuple[int, ...]:
-    """Return the repeats of each cell, capped at the most that are simulated."""
+    """Return how many repeats each cell has, capped at the most that are simulated: beyond it the test hardly changes."""
     return tuple(min(cell.repeats, _MOST_SIMULATED) for cell in cells)
 
 
 @lru_cache(maxsize=64)
 def _simulate_null(current: tuple[int, ...], baseline: tuple[int, ...], seed: int) -> tuple[NDArray[np.float64], ...]:
-    """Simulate T under the null hypothesis: ascending draws (DRAWS,) for each ratio of the two sides' spreads.
+    """Return draws of T, ascending, (DRAWS,) each, for a centre that is on the limit: an array for each ratio of the spreads.
 
-    ``current`` and ``baseline`` hold the repeats per cell; an empty ``baseline`` gives the draws of the current side only.
+    ``current`` and ``baseline`` hold the repeats per cell. An empty ``baseline`` gives one array, else there are three:
+    equal spreads, none in the baseline, none in the current side.
     """
     random = np.random.default_rng(seed)
 
     def draw(sizes: tuple[int, ...]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return the sums over cells of medians and of squared interquartile ranges / repeats, each (DRAWS,)."""
+        """Draw normal repeats for one side: return its sum over cells of medians, and that of squared spreads over repeats.
+
+        ``sizes``: repeats per cell. Both sums are (DRAWS,).
+        """
         centre, variance = np.zeros(DRAWS), np.zeros(DRAWS)
         for size in sizes:
             low, median, high = np.quantile(random.standard_normal((DRAWS, size)), _QUARTILES, axis=1)
@@ -128,6 +134,7 @@ def _simulate_null(current: tuple[int, ...], baseline: tuple[int, ...], seed: in
             variance += (high - low) ** 2 / size
         return centre, variance
 
+    # T is the sum of the medians over the root of the summed squared errors, the scale of both sides being one.
     centre, variance = draw(current)
     current_only = np.sort(centre / np.sqrt(variance))
     if not baseline:

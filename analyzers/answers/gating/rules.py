@@ -69,7 +69,10 @@ class Rule:
 
 
 def parse_rule(text: str, where: str = "--rule", *, optional: bool = False) -> Rule:
-    """Return the rule that a text states. Raises InputError with the grammar in one line."""
+    """Return the rule that a text states, such as ``iteration_s <= +5%``. Raises InputError with the grammar in one line.
+
+    ``where``: who gave it, for messages. ``optional``: it may be about a figure that an artifact does not have.
+    """
     normalized = " ".join(text.split())
     if re.fullmatch(r"[^\s<>=!]+ unchanged", normalized):
         return Rule(text=normalized, metric=normalized.split()[0], direction="change", dimension="%", optional=optional)
@@ -78,6 +81,7 @@ def parse_rule(text: str, where: str = "--rule", *, optional: bool = False) -> R
         raise InputError(where, f"{text!r} is no rule" if normalized else "is empty", GRAMMAR)
     metric, direction, op, value_text = match.groups(default="")
     value, dimension, sign = _parse_value(value_text, op, f"{where} {text!r}")
+    # "increase <= 5%": the word says the direction, so the amount has no sign and is a most.
     if direction and (op != "<=" or isinstance(value, str) or value < 0 or sign):
         raise InputError(where, f"{text!r} is no rule", f"write {metric} {direction} <= 5%, the amount without sign")
     if not direction and sign and dimension == "%" and not isinstance(value, str):
@@ -92,7 +96,11 @@ def parse_rule(text: str, where: str = "--rule", *, optional: bool = False) -> R
 
 
 def _parse_value(value_text: str, op: str, where: str) -> tuple[float | str, str, str]:
-    """Parse a rule's value: the number in SI base units (or a text as written), its dimension, its sign ("", + or -)."""
+    """Return a rule's value as (value, dimension, sign).
+
+    The value is a number in SI base units, or a text as written; the dimension is "s", "bytes", "%" or ""; the sign is
+    "", "+" or "-". ``op``: only == and != take a text. ``where``: the rule, for errors.
+    """
     match = _NUMBER.fullmatch(value_text)
     if match is None:
         if op in ("==", "!="):
@@ -114,7 +122,8 @@ def select(rule: Rule, current: Mapping[str, Metric], baseline: Mapping[str, Met
     """Return the names of the metrics that a rule covers: the metric itself, else its family, else the pattern's matches.
 
     Metrics that only the baseline has are included. Raises InputError when neither side has the metric, naming the
-    nearest name; an ``optional`` rule then gives an empty list.
+    nearest name; an ``optional`` rule then gives an empty list. ``current`` and ``baseline``: metrics by name;
+    ``where``: the rules' source, for errors.
     """
     names = list(dict.fromkeys([*current, *baseline]))
     if rule.metric in names:
@@ -129,7 +138,7 @@ def select(rule: Rule, current: Mapping[str, Metric], baseline: Mapping[str, Met
 
 
 def check_unit(rule: Rule, metric: Metric, where: str) -> None:
-    """Raise InputError when a rule's value cannot be compared with the metric: 5 MB for seconds, 5 % of nothing."""
+    """Raise InputError when a rule's value cannot be compared with the metric: 5 MB with seconds, or 5 % of no baseline."""
     name = metric.name
     if metric.unit == "text":
         if not (rule.direction == "change" and rule.value == 0.0) and (rule.relative or rule.op not in ("==", "!=")):
@@ -151,5 +160,5 @@ def default_rules(kind: str) -> list[Rule]:
 
 
 def parse_rules(texts: Iterable[str], where: str) -> list[Rule]:
-    """Return the rules of several texts."""
+    """Return the rules of several texts; ``where``: who gave them, for messages."""
     return [parse_rule(text, where) for text in texts]

@@ -44,27 +44,30 @@ def judge(
 ) -> GateResult:
     """Check the metrics of two artifacts of one kind against the rules; the caller fills in the files' names.
 
-    A measured figure with repeats fails only when it is past its limit beyond noise, tested so that at most ``level`` of gates
-    whose figures truly keep their limits raise any alarm (Bonferroni). Raises InputError for rules that do not fit the
-    metrics and for a rule on changes without a baseline.
+    ``baseline`` None: only absolute limits. A measured figure with repeats fails only when it is past its limit beyond
+    noise. ``level``: at most this share of gates whose figures truly keep their limits raises any alarm; it is divided
+    by the number of tests (Bonferroni). Raises InputError for rules that do not fit the metrics and for a rule on
+    changes without a baseline. ``where``: where the rules are from.
     """
-    drafts: list[_Draft] = []
+    pairs: list[_RuleOnMetric] = []
     for rule in rules:
         if rule.relative and baseline is None:
             raise InputError(where, f"{rule.text!r} compares with a baseline", "give --baseline, or an absolute limit")
         names = select(rule, current, baseline or {}, where)
-        drafts += [_align_sides(rule, current.get(name), (baseline or {}).get(name), where) for name in names]
-    if not drafts:
+        pairs += [_align_sides(rule, current.get(name), (baseline or {}).get(name), where) for name in names]
+    if not pairs:
         raise InputError(where, "no rule is about a figure of these artifacts", f"figures: {', '.join(current)}")
-    testable = [draft for draft in drafts if draft.testable]
-    checks = {check.name: check for check in (_check(draft, level / max(len(testable), 1), seed) for draft in drafts)}
+    # Tests share the level: the more there are, the less each may raise a false alarm.
+    testable = [pair for pair in pairs if pair.testable]
+    # By name, so that a figure that two rules cover alike is listed once.
+    checks = {check.name: check for check in (_check(pair, level / max(len(testable), 1), seed) for pair in pairs)}
     noise_test = None
     if testable:
         noise_test = (
             f"noise test: studentised difference of log medians, null simulated for the numbers of repeats; one-sided, "
             f"false alarms at most {level:.3g} for the whole gate ({len(testable)} tests)"
         )
-        if any(cell.runs < FEWEST_REPEATS for draft in testable for cell in draft.cells):
+        if any(cell.runs < FEWEST_REPEATS for pair in testable for cell in pair.cells):
             noise_test += (
                 f"; noise within runs only: give {FEWEST_REPEATS} files or more a side to count that between runs"
             )
@@ -81,7 +84,7 @@ def judge(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Draft:
+class _RuleOnMetric:
     """A rule and a metric on both sides; None on the side that lacks the metric (at most one)."""
 
     rule: Rule
@@ -108,44 +111,53 @@ class _Draft:
         return isinstance(rule.value, float) and rule.value > 0
 
 
-def _align_sides(rule: Rule, current: Metric | None, baseline: Metric | None, where: str) -> _Draft:
-    """Restrict both sides of a relative check to their common configurations. Raises InputError when there are none."""
+def _align_sides(rule: Rule, current: Metric | None, baseline: Metric | None, where: str) -> _RuleOnMetric:
+    """Return the rule with both sides; for a relative rule, restricted to the configurations that both sides have.
+
+    Raises InputError when there are none in common, and for a rule whose unit is not the metric's. None: a side that
+    lacks the metric.
+    """
     metric = current or baseline
     assert metric is not None  # the names come from the two sides
     check_unit(rule, metric, where)
     if current is None or baseline is None or not rule.relative:
-        return _Draft(rule=rule, current=current, baseline=baseline)
+        return _RuleOnMetric(rule=rule, current=current, baseline=baseline)
     current_keys, baseline_keys = ({cell.key for cell in side.cells} for side in (current, baseline))
     common_keys, all_keys = current_keys & baseline_keys, current_keys | baseline_keys
     if common_keys == all_keys:
-        return _Draft(rule=rule, current=current, baseline=baseline)
+        return _RuleOnMetric(rule=rule, current=current, baseline=baseline)
     if not common_keys:
         problem = f"the two sides of {metric.name} have no configuration in common"
         raise InputError(where, problem, f"they have {', '.join(sorted(all_keys))}")
 
     def restricted(side: Metric) -> Metric:
+        """Return one side with its common configurations alone, and their geometric mean as its value."""
         cells = tuple(cell for cell in side.cells if cell.key in common_keys)
         return replace(side, cells=cells, value=geometric_mean(cells))
 
+    # Other configurations would compare different things.
     note = f"over the {len(common_keys)} of {len(all_keys)} configurations that both sides have"
-    return _Draft(rule=rule, current=restricted(current), baseline=restricted(baseline), note=note)
+    return _RuleOnMetric(rule=rule, current=restricted(current), baseline=restricted(baseline), note=note)
 
 
-def _check(draft: _Draft, level: float, seed: int) -> GateCheck:
-    """Check one metric against one rule; ``level`` is the false-alarm share of this check's noise test."""
-    rule, metric = draft.rule, draft.current or draft.baseline
+def _check(pair: _RuleOnMetric, level: float, seed: int) -> GateCheck:
+    """Return the outcome of one rule on one metric; ``level`` is the false-alarm share of this check's noise test.
+
+    A metric that only the baseline has fails; one that only the current artifact has passes as new.
+    """
+    rule, metric = pair.rule, pair.current or pair.baseline
     assert metric is not None
-    current_value = draft.current.value if draft.current is not None else None
-    baseline_value = draft.baseline.value if draft.baseline is not None else None
+    current_value = pair.current.value if pair.current is not None else None
+    baseline_value = pair.baseline.value if pair.baseline is not None else None
     limit, op = _resolve_limit(rule, baseline_value, current_value)
-    passed, notes = True, [draft.note]
+    passed, notes = True, [pair.note]
     if current_value is None:
         passed, notes = False, ["the baseline has it, the current artifact does not"]
     elif limit is None:
         notes = ["new: the baseline does not have it"]
     else:
         passed = _satisfies(current_value, op, limit)
-        if metric.measured and not draft.testable:
+        if metric.measured and not pair.testable:
             remedy = f"(give {FEWEST_REPEATS} or more repeats or files)"
             notes.append(f"measured without repeats, so its noise is unknown {remedy}")
     check = GateCheck(
@@ -163,8 +175,8 @@ def _check(draft: _Draft, level: float, seed: int) -> GateCheck:
         noise=None,
         note="; ".join(filter(None, notes)) or None,
     )
-    if draft.testable and isinstance(limit, float) and limit > 0:
-        return _apply_noise_test(check, draft, limit, level, seed)
+    if pair.testable and isinstance(limit, float) and limit > 0:
+        return _apply_noise_test(check, pair, limit, level, seed)
     return check
 
 
@@ -179,7 +191,11 @@ def _relative_change(current: float | str | None, baseline: float | str | None) 
 def _resolve_limit(
     rule: Rule, baseline: float | str | None, current: float | str | None
 ) -> tuple[float | str | None, str]:
-    """Return the limit and the comparison operator of a rule; the limit is None where the baseline lacks the metric."""
+    """Return a rule's limit and its comparison operator, such as (1.05, "<="); the limit is None where the baseline lacks it.
+
+    Absolute rules say both. For a change the limit lies the amount above or below the baseline. ``current``: tells on
+    which side of the baseline a change in either direction lies.
+    """
     if not rule.relative:
         return rule.value, rule.op
     if baseline is None:
@@ -196,7 +212,10 @@ def _resolve_limit(
 
 
 def _satisfies(current: float | str, op: str, limit: float | str) -> bool:
-    """Return whether a value satisfies its limit; values within rounding of the limit count as equal to it."""
+    """Return whether a value satisfies its limit; values within rounding of the limit count as equal to it.
+
+    ``op``: one of <=, <, >=, >, ==, !=.
+    """
     if isinstance(current, str) or isinstance(limit, str):
         return bool(_OPS[op](str(current), str(limit)))
     if math.isclose(current, limit, rel_tol=_ROUNDING, abs_tol=0.0):
@@ -204,15 +223,18 @@ def _satisfies(current: float | str, op: str, limit: float | str) -> bool:
     return bool(_OPS[op](current, limit))
 
 
-def _apply_noise_test(check: GateCheck, draft: _Draft, limit: float, level: float, seed: int) -> GateCheck:
-    """Return the check with its noise test; a failure within the noise (p above the level) becomes a pass."""
-    assert draft.current is not None  # testable drafts have it
-    baseline: tuple[Cell, ...] = draft.baseline.cells if draft.rule.relative and draft.baseline is not None else ()
+def _apply_noise_test(check: GateCheck, pair: _RuleOnMetric, limit: float, level: float, seed: int) -> GateCheck:
+    """Return the check with its noise test; a failure within the noise (p above the level) becomes a pass, and says so.
+
+    ``limit``: positive. For a change, the ratio of the limit to the baseline is tested, else the figure itself.
+    """
+    assert pair.current is not None  # testable pairs have it
+    baseline: tuple[Cell, ...] = pair.baseline.cells if pair.rule.relative and pair.baseline is not None else ()
     # No float is further from 1 than these, and a limit of 0 has no logarithm.
     ratio = min(max(limit / geometric_mean(baseline), sys.float_info.min), _LARGEST) if baseline else limit
     # A bound in both directions is two tests.
-    test_level = level / 2 if draft.rule.direction == "change" else level
-    test = past_limit(draft.current.cells, baseline, ratio, above=check.op in ("<=", "<"), level=test_level, seed=seed)
+    test_level = level / 2 if pair.rule.direction == "change" else level
+    test = past_limit(pair.current.cells, baseline, ratio, above=check.op in ("<=", "<"), level=test_level, seed=seed)
     if check.passed or test.p <= test_level:
         return check.model_copy(update={"noise": test})
     percent_range = f"{100 * (test.low - 1):+.1f}% .. {100 * (test.high - 1):+.1f}%" if baseline else ""
@@ -222,7 +244,7 @@ def _apply_noise_test(check: GateCheck, draft: _Draft, limit: float, level: floa
         else f"it is {show(test.low, check.unit)} .. {show(test.high, check.unit)}"
     )
     outcome = f"past the limit, but inside the noise (p = {test.p:.2g}, needs <= {test_level:.2g}): {range_text}"
-    note = "; ".join(filter(None, (draft.note, outcome)))
+    note = "; ".join(filter(None, (pair.note, outcome)))
     return check.model_copy(update={"noise": test, "passed": True, "in_noise": True, "note": note})
 
 
@@ -258,6 +280,7 @@ def read_config(path: Path, *, required: bool = True) -> GateConfig | None:
     for kind in config.rules:
         if kind not in known_kinds:
             raise InputError(f"{path}:gate.rules", f"unknown kind {kind!r}", did_you_mean(kind, known_kinds))
+    # A path in the file counts from the file's folder.
     baseline = str(path.parent / config.baseline) if config.baseline is not None else None
     resolved = config.model_copy(update={"baseline": baseline})
     resolved._where = str(path)
@@ -275,7 +298,7 @@ def rules_for(kind: str, given: Sequence[str], config: GateConfig | None) -> tup
 
 
 def several(given: Any) -> list[Any]:
-    """Return an artifact, or a list of artifacts, as a list; strings become paths."""
+    """Return an artifact, or a list of artifacts, as a list; texts become paths."""
     items = given if isinstance(given, (list, tuple)) else [given]
     return [Path(item) if isinstance(item, str) else item for item in items]
 
@@ -291,7 +314,10 @@ def figures_of(given: Iterable[Any]) -> Figures:
 
 
 def baselines_of(current: Sequence[Any], given: Sequence[Any], settings: GateConfig | None) -> list[Any]:
-    """Return the baselines; a folder is replaced by its files that have the current artifacts' names."""
+    """Return the baselines: those ``given``, else the configured one.
+
+    A folder is replaced by its files of the same names as the current artifacts.
+    """
     paths = given
     if not given and settings is not None and settings.baseline is not None:
         paths = [Path(settings.baseline)]
@@ -306,7 +332,8 @@ def baselines_of(current: Sequence[Any], given: Sequence[Any], settings: GateCon
 
 def level_of(given: float | None, settings: GateConfig | None) -> float:
     """Return the level of false alarms: given, else configured, else the default. Raises InputError outside (0, 1)."""
-    level = given if given is not None else settings.level if settings and settings.level else LEVEL
+    configured = settings.level if settings and settings.level else LEVEL
+    level = configured if given is None else given
     if not 0 < level < 1:
         raise InputError("--level", f"is {level:g}", "give a share between 0 and 1, such as 0.05")
     return level
@@ -315,9 +342,10 @@ def level_of(given: float | None, settings: GateConfig | None) -> float:
 def hold(
     current: Any, target: Path, texts: Sequence[str], level: float | None, *, update: bool, config: Path
 ) -> GateResult:
-    """Check an artifact against the baseline file ``target`` by the rules ``texts``, else by those of ``config``.
+    """Check an artifact against the baseline file ``target`` by the rules ``texts``, else by those of the file ``config``.
 
-    With ``update`` the current artifact is its own baseline, so that absolute limits still hold.
+    ``level`` None: the configured one. With ``update`` the current artifact is its own baseline, so that absolute
+    limits still hold; a baseline that is missing or broken is then no error.
     """
     figures = extract(document_of(current), "current")
     settings = read_config(config, required=False)
@@ -353,7 +381,10 @@ def document_of(current: Any) -> Mapping[str, Any]:
 
 
 def write_baseline(current: Any, target: Path) -> None:
-    """Write the baseline atomically. Raises InputError when a table is not named .csv or a document not .json."""
+    """Write the baseline atomically. Raises InputError when a table is not named .csv or a document not .json.
+
+    ``current``: a file, which is copied, or what a program holds.
+    """
     is_file = isinstance(current, (str, Path))
     tabular = is_table(Path(current)) if is_file else isinstance(current, pd.DataFrame)
     if tabular != is_table(target):

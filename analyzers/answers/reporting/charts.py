@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -52,12 +53,14 @@ KINDS: Mapping[str, str] = {
     **{"communication": BLUE, "sync": BLUE, "waiting": "var(--grey)", "wait": "var(--grey)", "other": "var(--pink)"},
 }
 _DASHES = ([1, 0], [7, 3], [2, 2], [8, 3, 2, 3], [12, 3], [1, 3])
-_WIDTH, _SCALE, _LANE = 640, 2, 24
+# Pixels: the width of a figure in a file, and the height of a lane or a bar; a PNG has so many pixels for one of these.
+_WIDTH, _LANE_HEIGHT, _PNG_SCALE = 640, 24, 2
 _NUMBER = ",.4~r"
 # What stands on a bar is seen where it has room, and thin bars have no edge.
 _PIXELS = "abs(scale('x', datum.end) - scale('x', datum.start))"
-_SEEN = alt.ExprRef(f"{_PIXELS} > 7 * length(datum.text) + 3 ? 1 : 0")
-_EDGE = alt.ExprRef(f"{_PIXELS} > 6 ? 0.6 : 0")
+_TEXT_OPACITY = alt.ExprRef(f"{_PIXELS} > 7 * length(datum.text) + 3 ? 1 : 0")
+_EDGE_WIDTH = alt.ExprRef(f"{_PIXELS} > 6 ? 0.6 : 0")
+# Where an axis of durations may be marked, in seconds: from a millisecond to a thousand days.
 _MARKED_TIMES = (
     *(1e-3, 0.01, 0.1, 1, 2, 5, 10, 20, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 18_000, 36_000),
     *(86_400, 172_800, 432_000, 864_000, 8.64e6, 8.64e7),
@@ -65,7 +68,10 @@ _MARKED_TIMES = (
 
 
 def _in_units(units: Mapping[str, float], smallest: str) -> str:
-    """Return the expression of an axis label in the largest unit that it reaches."""
+    """Return Vega's expression for an axis label, in the largest unit that the value reaches.
+
+    ``units``: sizes by name, the largest first; ``smallest``: the expression of a label below all of them.
+    """
     larger = (
         f"datum.value >= {size} ? format(datum.value / {size}, ',') + ' {unit}' : " for unit, size in units.items()
     )
@@ -91,15 +97,16 @@ CONFIG: Spec = {
 
 
 def time_unit(longest_s: float) -> tuple[float, str]:
-    """Return the factor and the name of a unit that keeps axis labels short."""
-    units = ((1.0, "s", 1.0), (1e3, "ms", 1e-3), (1e6, "us", 0.0))
-    return next((scale, unit) for scale, unit, least in units if longest_s >= least) if longest_s > 0 else (1.0, "s")
+    """Return the factor from seconds and the name of the unit (s, ms or us) that keeps axis labels short."""
+    if not 0 < longest_s < 1:
+        return 1.0, "s"
+    return (1e3, "ms") if longest_s >= 1e-3 else (1e6, "us")
 
 
 def spec(figure: Figure, slots: Slots | None = None) -> Spec:
     """Return the Vega-Lite specification of one figure, as wide as what holds it, in the page's colours.
 
-    ``slots`` collects which name has which colour, for the figures of one page.
+    ``slots`` remembers which name has which colour; figures of one page share it, so that a name keeps its colour.
     """
     specification = _specified(figure, {} if slots is None else slots)
     name_by_rows: dict[str, str] = {}
@@ -114,11 +121,11 @@ def spec(figure: Figure, slots: Slots | None = None) -> Spec:
 
 
 def drawn(figures: Sequence[Figure], file_format: str, width: int = _WIDTH) -> bytes:
-    """Return figures, one under the other and ``width`` pixels wide inside, as the bytes of an SVG or PNG file."""
+    """Return figures, one under the other, as the bytes of an SVG or PNG file; ``width``: pixels between the axes' ends."""
     text = json.dumps(_together(figures, width))
     if file_format == "svg":
         return vl_convert.vegalite_to_svg(text, allowed_base_urls=[]).encode()
-    return vl_convert.vegalite_to_png(text, scale=_SCALE, allowed_base_urls=[])
+    return vl_convert.vegalite_to_png(text, scale=_PNG_SCALE, allowed_base_urls=[])
 
 
 def altair_chart(figures: Sequence[Figure]) -> alt.VConcatChart:
@@ -127,7 +134,11 @@ def altair_chart(figures: Sequence[Figure]) -> alt.VConcatChart:
 
 
 def _together(figures: Sequence[Figure], width: int = _WIDTH) -> Spec:
-    """Return the specification of figures under each other, in the colours of light paper."""
+    """Return one specification of figures under each other, each ``width`` pixels wide, in the colours of light paper.
+
+    Expressions of a figure name its x scale; in a concatenation that scale has another name, and they are changed for
+    it.
+    """
     slots: Slots = {}
     views: list[Spec] = []
     legend_columns = 8
@@ -145,7 +156,10 @@ def _together(figures: Sequence[Figure], width: int = _WIDTH) -> Spec:
 
 
 def _specified(figure: Figure, slots: Slots) -> Spec:
-    """Return the specification of one figure, without width and configuration, in the page's colours."""
+    """Return the specification of one figure, without width and configuration, in the page's colours.
+
+    ``slots``: as of :func:`spec`.
+    """
     draw_by_type: dict[type, Callable[..., Chart]] = {Lines: _lines, Bars: _bars, Lanes: _lane_chart, Heat: _heat}
     chart = draw_by_type[type(figure)](figure, slots).properties(description=visible(figure.title))
     if figure.headed:
@@ -158,6 +172,7 @@ def _specified(figure: Figure, slots: Slots) -> Spec:
 @functools.cache
 def script() -> str:
     """Return the one script of a page: Vega, Vega-Lite and what draws the specifications in the block ``charts``."""
+    # A text in the script that looks like the end of a script would end it.
     bundle: str = vl_convert.javascript_bundle(_SNIPPET)
     return bundle.replace("</script", "<\\/script").replace("<!--", "<\\!--")
 
@@ -184,7 +199,7 @@ def name_of(text: str, longest: int = 34) -> str:
 
 
 def _names(texts: Iterable[str]) -> list[str]:
-    """Return names as a picture can hold them, no two alike."""
+    """Return names as a picture can hold them, no two alike: a second "a" is "a (2)"."""
     names: list[str] = []
     for text in map(name_of, texts):
         same_count = sum(name == text or name.startswith(f"{text} (") for name in names)
@@ -198,7 +213,7 @@ def _chart(rows: Sequence[Row]) -> alt.Chart:
 
 
 def _tips(titles: Mapping[str, str]) -> list[alt.Tooltip]:
-    """Return what hovering shows: fields (``x:Q``) with their titles, numbers in four digits."""
+    """Return what hovering shows: each field (``x:Q``) under its title, numbers in four digits."""
     return [
         alt.Tooltip(field, title=title, format=_NUMBER if field.endswith(":Q") else alt.Undefined)
         for field, title in titles.items()
@@ -206,12 +221,15 @@ def _tips(titles: Mapping[str, str]) -> list[alt.Tooltip]:
 
 
 def _titled(label: str, unit: str) -> str:
-    """Return an axis' title with its unit, where it has one."""
+    """Return an axis' title with its unit in brackets, where it has one."""
     return f"{label} ({unit})" if unit else label
 
 
 def _places(names: Sequence[str], family: str, slots: Slots) -> list[int]:
-    """Return the place of each name in the order of colours: its own on a page, where it is of a family."""
+    """Return the position of each name in the order of colours.
+
+    Names of a ``family`` (such as policies) keep the positions that they have had on the page; others count from 0.
+    """
     if not family:
         return list(range(len(names)))
     place_by_name = slots.setdefault(family, {})
@@ -224,13 +242,20 @@ def _legend(names: Sequence[str], **options: Any) -> alt.Legend | None:
 
 
 def _layered(layers: Sequence[alt.Chart], height: int, names: Sequence[str] = ()) -> Chart:
-    """Return layers as one chart, with the room in pixels that a name in its legend takes."""
-    key = 7 * max(map(len, names), default=0) + 48
-    return alt.layer(*layers).properties(height=height, usermeta={"key": key})
+    """Return layers as one chart, ``height`` pixels high.
+
+    It notes how many pixels a name in the legend takes (7 a letter, and 48 for the symbol), by which the page's script
+    chooses the legend's columns.
+    """
+    entry_width = 7 * max(map(len, names), default=0) + 48
+    return alt.layer(*layers).properties(height=height, usermeta={"key": entry_width})
 
 
 def _rule(axis: str, values: Sequence[tuple[str, float]], colour: alt.Color, dash: alt.StrokeDash) -> list[alt.Chart]:
-    """Return straight lines at named values of ``axis`` (x or y), as one layer; none without values."""
+    """Return straight lines at named values of ``axis`` (x or y), as a list of one layer; empty without values.
+
+    ``colour`` and ``dash``: by name.
+    """
     if not values:
         return []
     rows = [{"name": name, axis: value} for name, value in values]
@@ -239,7 +264,7 @@ def _rule(axis: str, values: Sequence[tuple[str, float]], colour: alt.Color, das
 
 
 def _beyond(known_until: float | None, last: float) -> list[alt.Chart]:
-    """Return layers that veil x above ``known_until`` (None: nothing) up to ``last``: data support nothing there."""
+    """Return layers that veil the picture from ``known_until`` to ``last``, where no data support it; none for None."""
     if known_until is None or known_until >= last:
         return []
     rows = [{"left": known_until + 0.5, "right": last + 0.5, "why": "not supported by data"}]
@@ -257,22 +282,21 @@ def _beyond(known_until: float | None, last: float) -> list[alt.Chart]:
 
 
 def _whole(is_whole: bool) -> dict[str, Any]:
-    """Return an axis' options: ticks at whole numbers alone where its values are whole."""
+    """Return an axis' options: where its values are counts, ticks at whole numbers alone."""
     return {"tickMinStep": 1, "format": ",d"} if is_whole else {}
 
 
 def _x_of(figure: Lines, values: np.ndarray[Any, Any]) -> tuple[alt.Scale, alt.Axis]:
-    """Return the scale and the axis of x; ``values`` (n,) are all that are drawn."""
+    """Return the scale and the axis of x, with its marks at values that people read; ``values`` (n,): all x that are drawn."""
     low, high = (float(values.min()), float(values.max())) if values.size else (1.0, 1.0)
     if figure.x_axis == "bytes":
         powers = range(int(np.floor(np.log2(max(low, 1)))), int(np.ceil(np.log2(max(high, 1)))) + 1)
-        marks = [float(2**power) for power in powers[:: max(1, -(-len(powers) // 5))]]
+        marks = [float(2**power) for power in powers[:: math.ceil(len(powers) / 5)]]  # at most five
         return alt.Scale(type="log", base=2, nice=False), alt.Axis(values=marks, labelExpr=_BYTES, grid=False)
     if figure.x_axis == "durations":
         times = [seconds for seconds in _MARKED_TIMES if low <= seconds <= high] or [low]
-        return alt.Scale(type="log", nice=False), alt.Axis(
-            values=times[:: -(-len(times) // 8)], labelExpr=_TIMES, grid=False
-        )
+        marks = times[:: math.ceil(len(times) / 8)]  # at most eight
+        return alt.Scale(type="log", nice=False), alt.Axis(values=marks, labelExpr=_TIMES, grid=False)
     if figure.x_axis == "log" and low > 0:
         return alt.Scale(type="log", nice=False), alt.Axis(format=_NUMBER, tickCount=6, grid=False)
     axis = alt.Axis(grid=False, tickCount=8, **_whole("x" in figure.whole))
@@ -280,7 +304,7 @@ def _x_of(figure: Lines, values: np.ndarray[Any, Any]) -> tuple[alt.Scale, alt.A
 
 
 def _lines(figure: Lines, slots: Slots) -> Chart:
-    """Return lines, steps, points or stacked areas with bands, dots and lines at fixed values."""
+    """Return the chart of lines, steps, points or stacked areas, with their bands, dots and lines at fixed values."""
     drawn_lines = figure.lines[:LINES_DRAWN]
     labels = _names([line.label for line in drawn_lines])
     named_lines = list(zip(labels, drawn_lines, strict=True))
@@ -296,6 +320,7 @@ def _lines(figure: Lines, slots: Slots) -> Chart:
         return _layered([area.encode(x=x, y=y, color=colour, tooltip=tips)], 260, labels)
 
     interpolate: Any = "step-after" if figure.draw == "steps" else "linear"
+    # Layers from the back to the front: bands, lines, points, texts, measured dots, fixed values.
     curves = _chart(rows).encode(x=x, y=y, color=colour)
     layers: list[alt.Chart] = []
     line_tips = tips
@@ -305,6 +330,7 @@ def _lines(figure: Lines, slots: Slots) -> Chart:
         layers.append(band.encode(x=x, y=low, y2="high:Q", color=colour))
         line_tips = [*tips, *_tips({"low:Q": "low", "high:Q": "high"})]
     layers.append(curves.mark_line(interpolate=interpolate, strokeWidth=2).encode(strokeDash=dash))
+    # Points of plain lines are there for hovering alone, and not seen.
     is_seen = figure.draw == "points" or any(line.x.size == 1 for line in drawn_lines)
     points = curves.mark_point(filled=True, size=45 if is_seen else 120, opacity=float(is_seen))
     layers.append(points.encode(tooltip=line_tips))
@@ -340,11 +366,17 @@ def _highest(figure: Lines, lines: Sequence[Line]) -> float:
 def _colour_and_dash(
     figure: Lines, labels: Sequence[str], fixed_names: Sequence[str], slots: Slots
 ) -> tuple[alt.Color, alt.StrokeDash]:
-    """Return what tells the lines apart, and those that stand for fixed values: these are of the text's colour."""
-    areas, names, places = figure.draw == "areas", [*labels, *fixed_names], _places(labels, figure.family, slots)
+    """Return the colour and the dash by which lines are told apart.
+
+    ``fixed_names``: lines at fixed values, which have the text's colour; ``slots``: as of :func:`spec`.
+    """
+    areas = figure.draw == "areas"
+    names = [*labels, *fixed_names]
+    positions = _places(labels, figure.family, slots)
     colours = AREAS if areas else SERIES
-    line_colours = [colours[position % len(colours)] for position in places] + [INK] * len(fixed_names)
-    dashes = [_DASHES[position % len(_DASHES)] for position in places] + [[4, 4], [2, 3], [8, 3]][: len(fixed_names)]
+    line_colours = [colours[position % len(colours)] for position in positions] + [INK] * len(fixed_names)
+    dashes = [_DASHES[position % len(_DASHES)] for position in positions]
+    dashes += [[4, 4], [2, 3], [8, 3]][: len(fixed_names)]
     legend = _legend(names, symbolType="square" if areas else "stroke", symbolSize=260)
     return (
         alt.Color("name:N", scale=alt.Scale(domain=names, range=line_colours), legend=legend),
@@ -353,7 +385,7 @@ def _colour_and_dash(
 
 
 def _line_axes(figure: Lines, lines: Sequence[Line], unit: str) -> tuple[alt.X, alt.Y]:
-    """Return x and y of lines; ``unit``: of y, "" for none."""
+    """Return the x and y of lines; ``unit``: that of y, "" for none."""
     all_x = np.concatenate([*(line.x for line in lines), *(line.dots[0] for line in lines if line.dots)])
     x_scale, x_axis = _x_of(figure, all_x)
     y_scale = alt.Scale(type="log", nice=False) if figure.log_y else alt.Scale(zero=True)
@@ -365,7 +397,7 @@ def _line_axes(figure: Lines, lines: Sequence[Line], unit: str) -> tuple[alt.X, 
 
 
 def _line_rows(line: Line, name: str, scale: float) -> list[Row]:
-    """Return a row for each point of a line, with the ends of its band; y times ``scale``."""
+    """Return a row of data for each point of a line, with the ends of its band; ``scale``: what y is multiplied by."""
     rows: list[Row] = [
         {"name": name, "x": _short(x_at), "y": _short(y_value * scale)}
         for x_at, y_value in zip(line.x, line.y, strict=True)
@@ -377,19 +409,19 @@ def _line_rows(line: Line, name: str, scale: float) -> list[Row]:
 
 
 def _short(value: float) -> float:
-    """Return a number with as many digits as a screen can show."""
+    """Return a number with six digits, as many as a screen can show: it keeps the page small."""
     return float(f"{value:.6g}")
 
 
 def _lanes_axis(names: Sequence[str]) -> alt.Y:
-    """Return the y of a lane or a bar for each name, in their order."""
+    """Return the y axis of lanes or bars, one for each name, in the order given."""
     scale = alt.Scale(domain=list(names), paddingInner=0.3, paddingOuter=0.2)
     axis = alt.Axis(ticks=False, domain=False, labelPadding=6)
     return alt.Y("name:N", title=None, sort=None, scale=scale, axis=axis)
 
 
 def _bars(figure: Bars, slots: Slots) -> Chart:
-    """Return a horizontal bar, or dot, for each named value, with its interval, the value in words and a level."""
+    """Return the chart of a horizontal bar, or dot, for each named value, with its interval, value in words, and a level."""
     names = _names([name for name, _ in figure.rows])
     values = [value for _, value in figure.rows]
     interval_ends = [end for pair in figure.intervals if pair is not None for end in pair]
@@ -399,6 +431,7 @@ def _bars(figure: Bars, slots: Slots) -> Chart:
     bar_start = (level or 1.0) * scale if figure.log else 0.0
     low, high = min(extremes) * scale, max(extremes) * scale
     if figure.log:
+        # Room beside the outermost bars, for their texts.
         ratio = max(high / low, 1.1) ** 0.25
         domain = [low / ratio, high * ratio]
         axis = alt.Axis(values=_log_marks(*domain), format=_NUMBER, gridOpacity=0.6)
@@ -426,6 +459,7 @@ def _bars(figure: Bars, slots: Slots) -> Chart:
         whisker = spread.mark_rule(strokeWidth=1.5).encode(x=alt.X("low:Q", scale=x_scale), x2="high:Q")
         cap = spread.mark_tick(thickness=1.5, size=9, color=INK)
         layers += [whisker, *(cap.encode(x=alt.X(f"{end}:Q")) for end in ("low", "high"))]
+    # A text stands behind the end of its bar, which may be on the left of the start.
     for side, sign in (("left", 1), ("right", -1)):
         side_rows = [row for row in rows if (row["value"] >= bar_start) == (side == "left")]
         if side_rows and not figure.dots:
@@ -433,19 +467,23 @@ def _bars(figure: Bars, slots: Slots) -> Chart:
             layers.append(text.encode(y=_lanes_axis(names), x=alt.X("text_at:Q"), text="shown:N"))
     if figure.level is not None:
         layers += _level(name_of(figure.level[0]), figure.level[1] * scale, right=figure.level[1] * scale > 0.6 * high)
-    return _layered(layers, _LANE * len(names), kinds)
+    return _layered(layers, _LANE_HEIGHT * len(names), kinds)
 
 
 def _log_marks(low: float, high: float) -> list[float]:
-    """Return where a logarithmic axis is marked: powers of ten, and between them where these are few."""
+    """Return where a logarithmic axis is marked: powers of ten, and 2 and 5 times these where they are few.
+
+    ``low`` and ``high``: the ends of the axis, above 0.
+    """
     powers = range(int(np.floor(np.log10(low))), int(np.ceil(np.log10(high))) + 1)
+    # Fewer than four powers would leave an axis nearly unmarked.
     parts = (1, 2, 5) if len(powers) <= 3 else (1,)
     marks = [part * 10.0**power for power in powers[:: max(1, len(powers) // 6)] for part in parts]
     return [mark for mark in marks if low <= mark <= high]
 
 
 def _bar_rows(figure: Bars, names: Sequence[str], scale: float) -> list[Row]:
-    """Return a row for each bar: its value times ``scale``, kind (for the colour), text and where the text stands."""
+    """Return a row of data for each bar: its value times ``scale``, its kind (for the colour), and its text with the place."""
     marked = figure.marked[1] if figure.marked is not None else ()
     rows: list[Row] = []
     for index, (name, (_, value)) in enumerate(zip(names, figure.rows, strict=True)):
@@ -467,12 +505,12 @@ def _bar_rows(figure: Bars, names: Sequence[str], scale: float) -> list[Row]:
 
 
 def _number(value: float) -> str:
-    """Return a value for the end of its bar: thousands in full, else four digits."""
+    """Return a value for the end of its bar: thousands in full, other numbers in four digits."""
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
 def _level(name: str, position: float, *, right: bool) -> list[alt.Chart]:
-    """Return a named vertical line, its name above it."""
+    """Return the layers of a vertical line at ``position`` with its name above; ``right``: the name ends at the line."""
     chart = _chart([{"name": name, "at": position}]).encode(x=alt.X("at:Q"))
     label = chart.mark_text(align="right" if right else "left", baseline="bottom", dy=-3)
     return [
@@ -482,7 +520,7 @@ def _level(name: str, position: float, *, right: bool) -> list[alt.Chart]:
 
 
 def _lane_chart(figure: Lanes, slots: Slots) -> Chart:
-    """Return a lane of bars over time for each name, coloured by kind, texts on the bars that have room."""
+    """Return the chart of lanes over time: bars coloured by kind, with their texts where there is room."""
     names = _names([name for name, _ in figure.lanes])
     spans = [span for _, lane in figure.lanes for span in lane]
     longest = max(
@@ -511,20 +549,24 @@ def _lane_chart(figure: Lanes, slots: Slots) -> Chart:
     tips = _tips(
         {"name:N": "lane", "kind:N": "what", "text:N": "which", "shown:N": "takes", "start:Q": "from", "end:Q": "to"}
     )
-    bars = chart.mark_bar(stroke=PAPER, strokeWidth=_EDGE).encode(x=x, x2="end:Q", color=colour, tooltip=tips)
+    bars = chart.mark_bar(stroke=PAPER, strokeWidth=_EDGE_WIDTH).encode(x=x, x2="end:Q", color=colour, tooltip=tips)
     layers: list[alt.Chart] = [bars]
     texts = [{**row, "middle": (row["start"] + row["end"]) / 2} for row in rows if row["text"]]
+    # Texts are dark or light, by the colour of the bar under them.
     for kind in dict.fromkeys(row["kind"] for row in texts):
         ink = "var(--on-blue)" if KINDS[kind] == BLUE else "#000000"
-        labels = _chart([row for row in texts if row["kind"] == kind]).mark_text(fontSize=11, color=ink, opacity=_SEEN)
+        labels = _chart([row for row in texts if row["kind"] == kind]).mark_text(
+            fontSize=11, color=ink, opacity=_TEXT_OPACITY
+        )
         layers.append(labels.encode(x=alt.X("middle:Q"), y=_lanes_axis(names), text="text:N", tooltip=tips))
     if figure.mark is not None:
         layers += _level(name_of(figure.mark[0]), figure.mark[1] * scale, right=figure.mark[1] > 0.5 * longest)
-    return _layered(layers, _LANE * len(names), kinds)
+    return _layered(layers, _LANE_HEIGHT * len(names), kinds)
 
 
 def _heat(figure: Heat, slots: Slots) -> Chart:
-    """Return a map of values over x and a logarithmic y, the best y of each x as a line on it."""
+    """Return the chart of values over x and a logarithmic y, with a line through the best y of each x."""
+    # Half a step between two y, as a factor: a cell reaches so far up and down.
     ratio = float(np.sqrt(figure.y[1] / figure.y[0]))
     rows: list[Row] = [
         # a little over its neighbours, or the paper would be seen between them

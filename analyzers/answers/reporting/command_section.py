@@ -13,7 +13,7 @@ from ddltool.units import counted, faster_than, show_bytes, show_rate, show_seco
 _ROWS = 10
 # Of a column's name and of a value.
 _LONGEST_NAME = 14
-_NAMED = 3
+_TIES_NAMED = 3
 # Closer than this share nobody can tell two variants apart before a run.
 _TIE = 0.02
 
@@ -37,6 +37,7 @@ def command_section(plan: CommandPlan, name: str = "") -> Section:
             show_bytes(variant.row.reserved_bytes) + ("" if variant.row.fits else " !") if variant.row else None
         ),
     }
+    # Something to compare with: the command as it is.
     if any(not variant.given for variant in recorded):
         columns["times"] = lambda variant: _gain(plan, variant)
     caption = f"{len(listed)} of {len(plan.tried)} tried" if len(plan.tried) > len(listed) else "All that was tried"
@@ -60,6 +61,7 @@ def command_section(plan: CommandPlan, name: str = "") -> Section:
 
 
 def _value(one: TriedCommand, *, knob: str) -> str:
+    """Return a variant's value of one knob (an option that the plan varied), "-" where it leaves the option out."""
     return shortened(one.values.get(knob, "-"), _LONGEST_NAME)
 
 
@@ -71,11 +73,12 @@ def _options(one: TriedCommand) -> str:
 
 
 def _where(one: TriedCommand) -> str:
+    """Return the devices of a variant in words: how many replicas on which type."""
     return f"{one.row.num_replicas} {one.device}" if one.row is not None else one.device
 
 
 def _gain(plan: CommandPlan, one: TriedCommand) -> str:
-    """Return what a variant does per second over what the command as it is does on the same devices."""
+    """Return a variant's rate over that of the unchanged command on the same devices: "1.25"; "-" where that is not known."""
     as_given = plan.as_given(one.device, one.devices_per_node)
     if one.given or as_given is None or not plan.rate(as_given):
         return "1.00" if one.given else "-"
@@ -95,6 +98,7 @@ def _answer(plan: CommandPlan) -> str:
     rate = f"{show_rate(row.samples_per_s)} samples/s"
     rate += f", {show_rate(row.tokens_per_s)} tokens/s" if row.tokens_per_s else ""
     figures = f"{show_seconds(row.step_time_s)} a step, {rate}, {show_bytes(row.reserved_bytes)} a process"
+    # The unchanged command on the same devices, to say what the change brings.
     as_given = plan.as_given(best.device, best.devices_per_node)
     if best.given or as_given is None:
         start = "Keep the command as it is" if len(plan.knobs) else "The command as it is"
@@ -109,7 +113,7 @@ def _answer(plan: CommandPlan) -> str:
 
 
 def _certainty(plan: CommandPlan, best: TriedCommand) -> str:
-    """Return how sure the best step is, and how many variants are as good as it."""
+    """Return how sure the best step is, and which variants are as good within two percent."""
     assert best.row is not None
     span = show_span(best.row.predicted_low_s, best.row.predicted_high_s)
     text = f"How sure: 80 % of measured steps are expected within {span}"
@@ -117,13 +121,16 @@ def _certainty(plan: CommandPlan, best: TriedCommand) -> str:
     ties = [variant for variant in near if plan.rate(variant) >= (1 - _TIE) * plan.rate(best)]
     if not ties:
         return f"{text}."
-    names = ", ".join(f"{_options(variant) or 'as it is'} on {_where(variant)}" for variant in ties[:_NAMED])
-    more = f" and {len(ties) - _NAMED} more" if len(ties) > _NAMED else ""
+    names = ", ".join(f"{_options(variant) or 'as it is'} on {_where(variant)}" for variant in ties[:_TIES_NAMED])
+    more = f" and {len(ties) - _TIES_NAMED} more" if len(ties) > _TIES_NAMED else ""
     return f"{text}; as good within {_TIE:.0%}: {names}{more}."
 
 
 def _left_out(plan: CommandPlan, below: list[TriedCommand]) -> list[str]:
-    """Return what does not fit, with its memory, and what failed, with its line."""
+    """Return lines on what does not fit, with its memory, on what failed, and why, and on how many are slower.
+
+    ``below``: the recorded variants that the table leaves out.
+    """
     lines = []
     full = [variant for variant in plan.tried if variant.row is not None and not variant.row.fits]
     if full:

@@ -14,7 +14,7 @@ import numpy as np
 from ddltool.arrays import Floats
 
 LINES_DRAWN = 8
-# Bars closer than this share of the axis cannot be told apart and become one.
+# Bars closer than this share of the axis cannot be told apart and become one: less than a pixel of a wide page.
 _RESOLUTION = 1 / 1200
 
 
@@ -40,7 +40,7 @@ class Line:
 
 
 def line(label: str, records: Iterable[Any], x: str, y: str) -> Line:
-    """Return the line through two fields (paths as of :func:`value_of`) of records."""
+    """Return the line through two fields of records, in their order; ``x`` and ``y``: paths as of :func:`value_of`."""
     points = np.array([(value_of(record, x), value_of(record, y)) for record in records], dtype=np.float64).reshape(
         -1, 2
     )
@@ -48,7 +48,10 @@ def line(label: str, records: Iterable[Any], x: str, y: str) -> Line:
 
 
 def value_of(record: Any, path: str) -> Any:
-    """Return a field of a record, mapping or tuple, ``a.b`` that of its part; None where there is no such part."""
+    """Return the value at a path in a record, mapping or tuple (by index): ``a.b`` is field b of field a.
+
+    None where a part on the way is None or, in a mapping, missing.
+    """
     for name in path.split("."):
         if record is None:
             return None
@@ -144,20 +147,18 @@ Figure = Lines | Bars | Lanes | Heat
 def merged(spans: Sequence[Span], whole_s: float) -> list[Span]:
     """Return spans by kind and start, without empty ones; neighbours too close to tell apart on a screen become one.
 
-    ``whole_s``: seconds that the axis covers. Spans with a text stay as they are.
+    ``whole_s``: seconds that the axis covers. Spans with a text stay as they are. A page of thousands of bars stays
+    small.
     """
     spans_by_kind: dict[str, list[Span]] = {}
     for span in sorted(spans, key=lambda each: (each.start, each.end)):
         if span.end <= span.start:
             continue
         kind_spans = spans_by_kind.setdefault(span.kind, [])
-        if (
-            not span.text
-            and kind_spans
-            and not kind_spans[-1].text
-            and span.start - kind_spans[-1].end < _RESOLUTION * whole_s
-        ):
-            kind_spans[-1] = Span(kind_spans[-1].start, max(kind_spans[-1].end, span.end), span.kind)
+        last = kind_spans[-1] if kind_spans else None
+        is_plain = last is not None and not (last.text or span.text)
+        if last is not None and is_plain and span.start - last.end < _RESOLUTION * whole_s:
+            kind_spans[-1] = Span(last.start, max(last.end, span.end), span.kind)
         else:
             kind_spans.append(span)
     return [span for kind_spans in spans_by_kind.values() for span in kind_spans]

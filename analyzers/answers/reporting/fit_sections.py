@@ -37,24 +37,24 @@ if TYPE_CHECKING:
 # Placements with a curve of their own in a figure; the measured points of the others would only clutter it.
 _CURVES_DRAWN = 5
 # Two-sided 90 % of a normal error.
-_QUANTILE = 1.645
-_HEAT_ROWS = 32
+_QUANTILE_90 = 1.645
+_HEAT_ROWS = 32  # total batches of a heat map
 _DEVICES_SHOWN = 6
 # A model this far off (a factor of 1.35 on average) is no model of these rows.
 _POOR_RMSLE = 0.3
-# Batches over more than this are drawn on a logarithmic axis.
-_WIDE_RANGE = 40
+# Batches over more than this ratio are drawn on a logarithmic axis; with curves, whose ends are crowded, from less on.
+_WIDE_RANGE, _WIDE_RANGE_OF_CURVES = 40, 8
 # What the heat map spans where no profile says which batches fit.
 _REPLICAS, _REPLICAS_PER_NODE = 16, 4
-_LOCAL_BATCH = 256
+_ASSUMED_LOCAL_BATCH, _ASSUMED_INITIAL_BATCH = 256, 32
 # A further GPU pays while it brings this share of what the first does.
 _PAYS_SHARE = 0.5
 
 
 def profile_section(frame: pd.DataFrame, name: str, models: Sequence[tuple[str, Goodput]]) -> Section:
-    """Return the section of a checked profile; the fitted curves of the first of ``models`` that knows its devices.
+    """Return the section of a checked profile: its measured points, with the curves of a fitted model where one knows them.
 
-    ``models`` are (file name, model). Without one the measured points stand alone.
+    ``models``: pairs (file name, model); the first that knows all of the profile's devices is drawn.
     """
     lead = [f"{counted(len(frame), 'measured configuration')} of {listed(sorted(set(frame['device'])), 4)}."]
     for model_name, model in models:
@@ -71,7 +71,10 @@ def profile_section(frame: pd.DataFrame, name: str, models: Sequence[tuple[str, 
 
 
 def memory_picture(device: str, timeline: MemoryTimeline) -> Picture:
-    """Return what a process holds over a pass on a device: areas of its parts, and the fullest moment of each part."""
+    """Return what one process holds on a device over a forward and backward pass: stacked areas of its parts (GiB over ms).
+
+    The table says what each part holds at the fullest moment of all, and at most.
+    """
     time_ms, total = 1e3 * np.array(timeline.time_s), np.sum(list(timeline.parts.values()), axis=0)
     peak_index = int(total.argmax())
     lines = [Line(label=part, x=time_ms, y=np.array(sizes) / 2**30) for part, sizes in timeline.parts.items()]
@@ -88,7 +91,7 @@ def memory_picture(device: str, timeline: MemoryTimeline) -> Picture:
 def _fitted_rows(
     frame: pd.DataFrame, model: Goodput
 ) -> tuple[dict[str, Observations], dict[str, ThroughputParams]] | None:
-    """Return rows and models by device; None where the model lacks a device, or cannot draw these rows."""
+    """Return the measured rows and the models by device; None where the model lacks a device, or cannot use these rows."""
     rows, params = {}, {}
     try:
         for device, device_rows in frame.groupby("device"):
@@ -100,8 +103,9 @@ def _fitted_rows(
 
 
 def _measured_points_picture(frame: pd.DataFrame) -> Picture:
-    """Return the measured points of each placement."""
+    """Return the measured step times over the local batch, a line for each placement (device, nodes, replicas)."""
     lines = []
+    # A line for each placement.
     for (device, nodes, replicas), part in frame.groupby(["device", "num_nodes", "num_replicas"]):
         label = f"{shortened(visible(str(device)), 18)}, {counted(int(str(replicas)), 'replica')}"
         label += "" if nodes == 1 else f" on {nodes} nodes"
@@ -121,12 +125,14 @@ def _measured_points_picture(frame: pd.DataFrame) -> Picture:
 
 
 def _profile_table(frame: pd.DataFrame, params: Mapping[str, ThroughputParams] | None) -> Table:
+    """Return the table of measured configurations; with models (by device) also the fitted step and its relative error."""
     columns: dict[str, Column[Mapping[Any, Any]]] = {"device": "device", "nodes": "num_nodes"}
     columns |= {"replicas": "num_replicas", "local batch": "local_batch_size", "step": "step_time_s"}
     columns |= {"spread": "step_time_spread_s", "sync": "sync_time_s", "peak memory": "peak_memory_bytes"}
     if params is not None:
 
         def fitted_step_s(row: Mapping[Any, Any]) -> float:
+            """Return the step time (s) that the model of a row's device gives for its configuration."""
             steps = row.get("accumulation_steps")
             passes = 0.0 if steps is None or math.isnan(steps) else steps
             setting = (row["num_nodes"], row["num_replicas"], row["local_batch_size"], passes)
@@ -145,10 +151,10 @@ def goodput_section(
     *,
     maps: bool = True,
 ) -> Section:
-    """Return the section of a fitted model: parameters with intervals, errors, and with ``maps`` goodput over GPUs and batch.
+    """Return the section of a fitted model: parameters with intervals, errors, and goodput over GPUs and batch.
 
-    ``profile`` (of any device) gives the largest batch that is known to fit; ``noise_scale`` None: every sample counts
-    the same.
+    ``profile`` (of any device) gives the largest batch that is known to fit; None: one is assumed. ``noise_scale``
+    (samples) None: every sample counts the same. ``maps``: whether goodput is drawn.
     """
     lead = [
         f"Fitted to {counted(model.samples, 'row')} of {listed(model.sources, 4)} in {model.fit_seconds:.2f} s: MAPE "
@@ -174,11 +180,15 @@ def goodput_section(
 
 
 def _error_sentences(device: str, record: Goodput | DeviceGoodput) -> list[str]:
-    """Return the error on the fitted rows of one device among several, on those kept out, and whether it says anything."""
+    """Return sentences on a model's error: on the fitted rows, on rows kept out, and whether it says anything.
+
+    ``device``: the type that the model is of, "" for the only one, whose error on the fitted rows is said elsewhere.
+    """
     prefix = f"{device}: " if device else ""
     sentences = (
         [f"{prefix}error on the fitted rows MAPE {record.mape:.1%}, RMSLE {record.rmsle:.4f}."] if device else []
     )
+    # Parameters that the data do not determine take up no rows.
     parameter_count = len(type(record.params).model_fields) - len(record.undetermined)
     if record.samples <= parameter_count:
         rows = counted(record.samples, "row")
@@ -193,7 +203,10 @@ def _error_sentences(device: str, record: Goodput | DeviceGoodput) -> list[str]:
 
 
 def _parameter_picture(device: str, record: Goodput | DeviceGoodput) -> Picture | Table:
-    """Return the parameters as a table, under a picture of their intervals where there are any."""
+    """Return the parameters as a table, under a picture of their intervals where any can be drawn.
+
+    Drawn is each interval over its fitted value; one without an upper end, or down to zero, has no place on the axis.
+    """
     rows, drawn_rows, intervals = [], [], []
     for key, value in record.params.model_dump().items():
         format_value = (lambda figure: f"{figure:.3g}") if key == "gamma" else _short_seconds
@@ -232,14 +245,15 @@ def _parameter_picture(device: str, record: Goodput | DeviceGoodput) -> Picture 
 
 
 def _short_seconds(seconds: float) -> str:
-    """Return a fitted time; below what any clock tells apart the digits would only take the eye."""
+    """Return a fitted time in a readable unit; below a nanosecond, which no clock tells apart, only that it is below."""
     return "< 1 ns" if 0 < seconds < 1e-9 else show_seconds(seconds)
 
 
 def _supported_replicas(device: str, record: Goodput | DeviceGoodput, profile: pd.DataFrame | None) -> tuple[int, str]:
     """Return up to how many replicas of the map there are data, and in words why not beyond.
 
-    A model says something of every number; where nobody measured any synchronisation, it takes that as free.
+    A model gives a figure for any number; where nobody measured a kind of synchronisation it takes that as free, and
+    its figures mean nothing.
     """
     limits = [(_REPLICAS, "")]
     if "alpha_sync_node_s" in record.undetermined:
@@ -250,13 +264,10 @@ def _supported_replicas(device: str, record: Goodput | DeviceGoodput, profile: p
             limits.append((1, "nothing measured has two replicas, so the model takes synchronisation as free"))
     if profile is not None:
         device_rows = profile[profile["device"] == device] if device in set(profile["device"]) else profile
-        multi_node_replicas, most_replicas = (
-            device_rows.loc[device_rows["num_nodes"] > 1, "num_replicas"],
-            int(device_rows["num_replicas"].max()),
-        )
-        supported = max(
-            1, int(multi_node_replicas.max()) if len(multi_node_replicas) else 0, min(most_replicas, _REPLICAS_PER_NODE)
-        )
+        multi_node_replicas = device_rows.loc[device_rows["num_nodes"] > 1, "num_replicas"]
+        most_replicas = int(device_rows["num_replicas"].max())
+        most_across_nodes = int(multi_node_replicas.max()) if len(multi_node_replicas) else 0
+        supported = max(1, most_across_nodes, min(most_replicas, _REPLICAS_PER_NODE))
         nodes = counted(int(device_rows["num_nodes"].max()), "node")
         limits.append((supported, f"the largest measured configuration has {most_replicas} on {nodes}"))
     return min(limits, key=lambda limit: limit[0])
@@ -265,16 +276,17 @@ def _supported_replicas(device: str, record: Goodput | DeviceGoodput, profile: p
 def _goodput_heat_map(
     device: str, record: Goodput | DeviceGoodput, profile: pd.DataFrame | None, noise_scale: float | None
 ) -> Picture | str:
-    """Return the heat map of predicted goodput over replicas and total batch, or in words why there is none.
+    """Return the heat map of predicted goodput over replicas and total batch, or a sentence on why there is none.
 
-    Batches are up to the largest measured, or an assumed one without a ``profile``. ``noise_scale`` None: every sample counts
-    the same, so that goodput is throughput.
+    Batches go up to the largest measured one, or to an assumed one without a ``profile``. ``noise_scale`` (samples)
+    None: every sample counts the same, so that goodput is throughput.
     """
     params = record.params
-    if "alpha_sync_node_s" in record.undetermined:  # else free, and the map would jump up at a second node
+    if "alpha_sync_node_s" in record.undetermined:
+        # Never measured, it would count as free, and the map would jump up at a second node.
         local_costs = {"alpha_sync_node_s": params.alpha_sync_local_s, "beta_sync_node_s": params.beta_sync_local_s}
         params = params.model_copy(update=local_costs)
-    largest_batch, initial_batch, name = _LOCAL_BATCH, 32, device
+    largest_batch, initial_batch, name = _ASSUMED_LOCAL_BATCH, _ASSUMED_INITIAL_BATCH, device
     if profile is not None:
         largest_batch, initial_batch = int(profile["local_batch_size"].max()), int(profile["local_batch_size"].min())
         name = device or str(profile["device"].iloc[0])
@@ -288,6 +300,7 @@ def _goodput_heat_map(
     known_replicas, reason = _supported_replicas(device, record, profile)
     noun = noun_of(name)
     try:
+        # The map covers all replicas; until where scaling pays is only said within the data.
         full_frontier, known_frontier = (
             frontier(
                 params, replicas, limits, noise_scale=noise, replicas_per_node=_REPLICAS_PER_NODE, threshold=_PAYS_SHARE
@@ -312,7 +325,10 @@ def _goodput_heat_map(
 
 
 def _pays_words(pays: int, known_replicas: int, reason: str, noun: str) -> str:
-    """Return until where scaling pays, as far as there are data, and where these end."""
+    """Return the sentences on until how many GPUs scaling pays, as far as there are data, and where the data end.
+
+    ``pays``: the count until which scaling pays; ``reason``: why data end there; ``noun``: GPU or replica.
+    """
     if known_replicas >= _REPLICAS:
         return f"Scaling pays until {counted(pays, noun)}."
     pays_text = (
@@ -324,6 +340,7 @@ def _pays_words(pays: int, known_replicas: int, reason: str, noun: str) -> str:
 
 
 def _heat_table(curve: Frontier, known_replicas: int, noun: str) -> Table:
+    """Return the table of the best batch on each number of replicas; ``known_replicas``: up to there data support it."""
     tuned, feasible_indexes = curve.tuned, np.flatnonzero(curve.tuned.feasible)
     columns: dict[str, Column[int]] = {
         f"{noun}s": lambda index: int(curve.num_replicas[index]),
@@ -341,22 +358,24 @@ def _heat_table(curve: Frontier, known_replicas: int, noun: str) -> Table:
 def fit_figures(devices: Mapping[str, Observations], params: Mapping[str, ThroughputParams]) -> list[Figure]:
     """Return the fitted step time over the local batch, with the measured points, a figure per device type.
 
-    ``devices``: the rows that were fitted; ``params``: the model of each. The lines are placements (nodes x replicas), at
-    most five, from the one with fewest replicas to the one with most; the bands are where nine of ten measured steps
-    should lie: the uncertainty of the model and the scatter of the rows about it. Of more than six types those with most
-    rows are drawn.
+    ``devices``: the rows that were fitted, by device; ``params``: the model of each. A line is a placement (nodes and
+    replicas), at most five from the fewest replicas to the most. A band is where nine of ten measured steps should lie,
+    by the uncertainty of the model and the scatter of the rows. Of more than six types those with most rows are drawn.
     """
     names = sorted(devices, key=lambda name: -len(devices[name]))[:_DEVICES_SHOWN]
     return [_fit_figure(name, devices[name], params[name], headed=len(devices) > 1) for name in names]
 
 
 def noun_of(device: str) -> str:
-    """Return what one replica on a device is called: GPU, and replica on a CPU or where nothing names the device."""
+    """Return what one replica on a device is called: "GPU", or "replica" on a CPU and where nothing names the device."""
     return "GPU" if device and not device.casefold().startswith("cpu") else "replica"
 
 
 def _fit_figure(name: str, rows: Observations, params: ThroughputParams, *, headed: bool) -> Lines:
-    """Return the fitted step times of each placement over the measured ones, in bands of 90 % of the rows' scatter."""
+    """Return the fitted step times of each placement over the measured ones, with bands of 90 % of the rows' scatter.
+
+    ``headed``: whether the device's name stands above, as there are several figures.
+    """
     # the points of one number of accumulation steps: others lie on other curves
     steps, counts = np.unique(rows.accumulation_steps, return_counts=True)
     passes = float(steps[counts.argmax()])
@@ -367,7 +386,8 @@ def _fit_figure(name: str, rows: Observations, params: ThroughputParams, *, head
     for nodes, replicas in _placements(rows):
         placement_rows = rows.take((rows.num_nodes == nodes) & (rows.num_replicas == replicas))
         fitted_s = np.asarray(iteration_time_s(params, nodes, replicas, curve_batches, passes))
-        band_factor = np.exp(_QUANTILE * _deviation(rows, params, nodes, replicas, curve_batches, passes))
+        # A factor, as errors of step times are relative.
+        band_factor = np.exp(_QUANTILE_90 * _deviation(rows, params, nodes, replicas, curve_batches, passes))
         noun = f"{noun_of(name)}{'s' if replicas > 1 else ''}"
         label = f"{replicas:.0f} {noun}" + (f" on {nodes:.0f} nodes" if nodes > 1 else "")
         dots = (placement_rows.local_batch_size, placement_rows.step_time_s)
@@ -389,13 +409,13 @@ def _fit_figure(name: str, rows: Observations, params: ThroughputParams, *, head
         xlabel="local batch size (samples per replica and pass)",
         ylabel=f"step time{extra}",
         seconds=True,
-        x_axis="log" if batches[-1] > 8 * batches[0] else "linear",
-        log_y=bool(rows.step_time_s.max() > 8 * rows.step_time_s.min()),
+        x_axis="log" if batches[-1] > _WIDE_RANGE_OF_CURVES * batches[0] else "linear",
+        log_y=bool(rows.step_time_s.max() > _WIDE_RANGE_OF_CURVES * rows.step_time_s.min()),
     )
 
 
 def _placements(rows: Observations) -> list[tuple[float, float]]:
-    """Return up to five placements, spread evenly from the fewest replicas to the most."""
+    """Return up to five placements as (nodes, replicas), spread evenly from the fewest replicas to the most."""
     pairs, counts = np.unique(np.stack([rows.num_replicas, rows.num_nodes]), axis=1, return_counts=True)
     # curves of a single point say little, unless there is nothing else
     curve_pairs = pairs[:, counts > 1] if (counts > 1).any() else pairs
@@ -406,11 +426,16 @@ def _placements(rows: Observations) -> list[tuple[float, float]]:
 def _deviation(
     rows: Observations, params: ThroughputParams, nodes: float, replicas: float, batch: Floats, passes: float
 ) -> Floats:
-    """Return the standard deviation of a measured log step time about the curve, shape of ``batch``, to first order."""
+    """Return the standard deviation of a measured log step time about the curve, for each of ``batch`` (b,).
+
+    To first order: the scatter of the rows, and the fitted parameters' covariance along the slopes of the log time.
+    ``nodes``, ``replicas`` and ``passes`` are those of the curve.
+    """
     problem = FitProblem(rows)
     point = problem.start_from(params)
     _, jacobian = problem.residuals(point)
-    variance = max((problem.scatter(point) or ASSUMED_ERROR) ** 2, 1e-12)
+    variance = max((problem.scatter(point) or ASSUMED_ERROR) ** 2, 1e-12)  # above zero: it divides
+    # Gauss-Newton: the information that the rows have on the parameters, whose inverse is their covariance.
     free_parameters = np.flatnonzero(problem.free)
     information = jacobian[:, free_parameters].T @ jacobian[:, free_parameters] * len(rows) / variance
     # a parameter that the rows do not determine is taken as known to a factor of e: the line is drawn all the same
@@ -433,7 +458,9 @@ def goodput_map(
 ) -> Heat:
     """Return goodput over (GPUs, total batch) as a heat map, with the best batch of each count.
 
-    Beyond ``known`` GPUs, of which no measurement speaks, it is faded, and nothing is said about what pays.
+    ``found``: the best batches on 1, 2, ... GPUs. ``pays``: the count until which scaling pays, which is marked.
+    ``known``: beyond this count no measurement supports the map; it is faded there. ``noise_scale``: samples; ``noun``:
+    what a replica is called.
     """
     # one batch far above the best would only make the map small
     best = int(found.tuned.total_batch_size[found.tuned.feasible].max())
@@ -455,6 +482,7 @@ def goodput_map(
 
 
 def _goodput_verdict(model: Goodput) -> Verdict:
+    """Return the verdict on a fitted model: how far it is off, and on rows that it has not seen."""
     holdout_text = (
         f"{model.holdout.mape:.1%} on rows kept out" if model.holdout is not None else "no rows were kept out"
     )
@@ -463,6 +491,7 @@ def _goodput_verdict(model: Goodput) -> Verdict:
 
 
 def _profile_verdict(frame: pd.DataFrame) -> Verdict:
+    """Return the verdict on a profile: its configuration of most samples per second, with the interval of its step."""
     samples_per_s = frame["local_batch_size"] * frame["num_replicas"] / frame["step_time_s"]
     best = frame.iloc[int(samples_per_s.to_numpy().argmax())]
     replicas = counted(int(best["num_replicas"]), "replica")

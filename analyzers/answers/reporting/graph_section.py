@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -49,9 +50,10 @@ _LABELLED = 60
 
 
 def graph_section(graph: Graph, name: str, *, remark: str = "") -> Section:
-    """Return the section of a timed graph; ``remark`` says where its times come from.
+    """Return the section of a timed graph: its timeline in two orders of transfers, and the step time of each order.
 
-    Every order is simulated on 20 seeds (3 from 20,000 ops on). Raises InputError for ops without a duration.
+    ``remark`` says where its times come from. Every order is simulated with 20 seeds (3 from 20,000 ops on). Raises
+    InputError for ops without a duration.
     """
     runs = RUNS if len(graph) < _LARGE else RUNS_OF_A_LARGE_GRAPH
     limits = bounds(graph)
@@ -76,13 +78,17 @@ def graph_section(graph: Graph, name: str, *, remark: str = "") -> Section:
 
 
 def _verdict(graph: Graph, orders: Mapping[str, ScheduleFigures], runs: int) -> Verdict | None:
-    """Return what the order of transfers is worth, in one sentence."""
+    """Return the verdict: what TAC's order of transfers saves of a step over a random one; None where nothing takes time.
+
+    ``runs``: how often each order was simulated. TAC is TicTac's order of transfers by the ops' times.
+    """
     random_order, tac_order = orders["random"], orders["TAC"]
     if random_order.makespan_s <= 0:
         return None
     saved = 1.0 - tac_order.makespan_s / random_order.makespan_s
     low_text, high_text = (show_seconds(end or 0.0) for end in (tac_order.makespan_min_s, tac_order.makespan_max_s))
     is_worthwhile = saved >= SMALL_GAIN
+    # How far off predictions of compute times were on such a device, where the graph says it.
     error_range = graph.meta.get("error_low"), graph.meta.get("error_high")
     error_text = ""
     if all(isinstance(end, float) for end in error_range):
@@ -99,6 +105,10 @@ def _verdict(graph: Graph, orders: Mapping[str, ScheduleFigures], runs: int) -> 
 
 
 def _bounds_words(limits: MakespanBounds, random_s: float, tac_s: float) -> str:
+    """Return the sentences on what TAC's order saves, and the bounds L and U that efficiency E is measured by.
+
+    ``random_s`` and ``tac_s``: mean seconds of a step in a random order, and in TAC's.
+    """
     if limits.speedup is None or random_s <= 0:
         return "Nothing in this graph takes any time."
     saved = 1.0 - tac_s / random_s
@@ -111,7 +121,11 @@ def _bounds_words(limits: MakespanBounds, random_s: float, tac_s: float) -> str:
 
 
 def _timeline_picture(graph: Graph, timelines: Mapping[str, Timeline], priority: Mapping[str, int]) -> Picture:
-    """Return the timelines of the random order and TAC's; under them the parameters in TAC's order."""
+    """Return the timelines of a random order and TAC's, over the table of the parameters in TAC's order.
+
+    ``priority``: TAC's, by the name of the op that receives a parameter; it is written on the bars if these are few.
+    TAC is TicTac's order of transfers by the ops' times.
+    """
     recv_ops = graph.of_kind(RECV).tolist()
     drawn_timelines = {name: timelines[name] for name in ("random", "TAC")}
     drawn_priorities = {"TAC": priority} if len(recv_ops) <= _LABELLED else {}
@@ -130,7 +144,8 @@ def _timeline_picture(graph: Graph, timelines: Mapping[str, Timeline], priority:
     if len(recv_ops) > _LABELLED:
         remark = "bars too close to be told apart are drawn as one."
     caption = f"One step: what each resource does when; {remark}{some(_LANES_DRAWN, graph.resource_names, 'resources')}"
-    recv_ops.sort(key=lambda op: (priority.get(graph.names[op], 2**31), op))
+    # In TAC's order; transfers without a priority come last.
+    recv_ops.sort(key=lambda op: (priority.get(graph.names[op], math.inf), op))
     columns: dict[str, Column[int]] = {
         "parameter": lambda op: shortened(graph.parameter[op] or graph.names[op], 60),
         "priority": lambda op: priority.get(graph.names[op]),
@@ -144,7 +159,10 @@ def _timeline_picture(graph: Graph, timelines: Mapping[str, Timeline], priority:
 
 
 def _resource_lanes(graph: Graph, run: Timeline, priority: Mapping[str, int]) -> list[tuple[str, list[Span]]]:
-    """Return what each resource does when, compute first, with priorities on the transfers."""
+    """Return what each resource does when, as (name, spans in seconds), compute first; transfers bear their priorities.
+
+    ``run``: when each op starts and ends; ``priority``: by op's name.
+    """
     names = sorted(graph.resource_names, key=lambda name: not name.startswith("compute"))
     lanes: dict[str, list[Span]] = {name: [] for name in names}
     for op, resource in enumerate(graph.resource.tolist()):
@@ -155,7 +173,10 @@ def _resource_lanes(graph: Graph, run: Timeline, priority: Mapping[str, int]) ->
 
 
 def trace_section(result: TraceResult, setting: str = "ddp") -> Section:
-    """Return the section of a trace: what to do under ``setting`` (one of :data:`SETTINGS`) first, then the others."""
+    """Return the section of a trace: the verdict and table of one ``setting`` first, then those of the others.
+
+    ``setting``: how replicas exchange gradients, one of :data:`SETTINGS`.
+    """
     graph, collectives = result.graph, result.collectives
     elements = f" ({graph.parameter_elements:,} elements)" if graph.parameter_elements is not None else ""
     size = show_bytes(graph.parameter_bytes)
@@ -182,6 +203,7 @@ def trace_section(result: TraceResult, setting: str = "ddp") -> Section:
         sharded = "FSDP2: the parameters' names show no list of blocks to shard by."
         if collectives.fsdp2 is not None:
             sharded = collectives.fsdp2.verdict
+        # A table of sharding settings would be noise for a model this small.
         if setting != "fsdp2" and graph.parameter_bytes < _SHARDED_BYTES:
             sharded = f"FSDP2 has little to save: parameters, gradients and Adam take {show_bytes(4 * graph.parameter_bytes)}."
             collectives = collectives.model_copy(update={"fsdp2": None})
@@ -191,6 +213,7 @@ def trace_section(result: TraceResult, setting: str = "ddp") -> Section:
             collectives, f"Data parallel on {collectives.replicas} replicas, {collectives.network}"
         )
         blocks.insert(len(blocks) if setting == "servers" else 0, table)
+    # The asked setting's sentences open, the others' follow.
     first, *rest = sorted(sentences, key=lambda name: name != setting)
     lead = [f"Verdict: {sentences[first][0]}", *sentences[first][1:]]
     lead.append(f"{graph.ops} ops: {graph.recvs} recvs, {graph.sends} sends; parameters {size}{elements}")
@@ -201,7 +224,7 @@ def trace_section(result: TraceResult, setting: str = "ddp") -> Section:
 
 
 def _time_source(graph: TracedGraph) -> str:
-    """Return in words where the times come from."""
+    """Return in words where a graph's times come from: a datasheet, a measurement or the file."""
     if graph.oracle == "roofline":
         low, high = graph.error_low, graph.error_high
         range_ = f", 80 % of measured steps within x {low:.2f} to {high:.2f}" if low and high else ""
@@ -217,13 +240,18 @@ def _time_source(graph: TracedGraph) -> str:
 def _order_table(
     caption: str, schedules: Mapping[str, ScheduleFigures], limits: MakespanBounds, best_s: float | None = None
 ) -> Table:
-    """Return the table of orders: those simulated, the exact one, and the bounds; ``best_s``: no order is faster."""
+    """Return the table of orders of transfers: each one's step time and efficiency, and at the end the bounds.
+
+    ``best_s``: seconds, proven that no order is faster; None: nothing is proven. ``schedules``: figures by order.
+    """
 
     def spread(figures: ScheduleFigures) -> str:
+        """Return the range of an order's simulated steps, or of the exact order how far from the optimum it may be."""
         if figures.status is not None:
             return "optimal" if figures.status == "optimal" else f"gap {figures.gap:.2%}"
         return f"{show_seconds(figures.makespan_min_s)} .. {show_seconds(figures.makespan_max_s)}"
 
+    # These order the computation too, not only the transfers.
     compute_orders = {name for name, figures in schedules.items() if name == "exact" or figures.orders_compute}
     names = [f"{name} (and compute)" if name in compute_orders else name for name in schedules]
     columns: dict[str, Column[ScheduleFigures]] = {"step time": "makespan_s", "min .. max": spread}
@@ -239,8 +267,14 @@ def _order_table(
     return replace(table, rows=[*table.rows, *bound_rows])
 
 
+_SMALLEST_SHOWN = 5e-4  # a share below it reads 0.000
+
+
 def _best_words(result: TraceResult) -> str:
-    """Return in words what part of 1 - E an order could still win over TAC, and which is the graph's."""
+    """Return in words how TAC's distance from the ideal, 1 - E, divides: the graph's own part, and what an order could win.
+
+    TAC is TicTac's order of transfers by the ops' times, E its efficiency: 1 at the bound L, 0 at U.
+    """
     tac_order, improved_order = result.schedules["tac"], result.schedules["improved"]
     shares = tac_order.attribution
     if shares is None or tac_order.efficiency is None:
@@ -248,9 +282,9 @@ def _best_words(result: TraceResult) -> str:
     tac_loss = 1.0 - tac_order.efficiency
     text = f"Of TAC's 1 - E = {tac_loss:.3f}, {shares.graph:.3f} is the graph's own: ops wait for each other in every order."
     text += f" An order can win back {shares.winnable:.3f}"
-    text += f", and {shares.open:.3f} is open (see --exact)." if shares.open > 5e-4 else "; that is proven."
+    text += f", and {shares.open:.3f} is open (see --exact)." if shares.open > _SMALLEST_SHOWN else "; that is proven."
     gain = 1.0 - improved_order.makespan_s / tac_order.makespan_s
-    if gain >= 5e-4:
+    if gain >= _SMALLEST_SHOWN:
         order_name = "Ordering compute as well" if improved_order.orders_compute else "The improved order"
         text += f" {order_name} saves {gain:.2%} of TAC's step."
     return text
@@ -260,7 +294,7 @@ Setting = BucketFigures | PrefetchFigures | CompressionFigures
 
 
 def _collectives_table(collectives: CollectiveFigures, caption: str) -> Table:
-    """Return the table of DDP's and FSDP2's settings: step, exposed communication, memory."""
+    """Return the table of DDP's and FSDP2's settings: step, exposed communication, and bytes gathered at once."""
     ddp, fsdp2 = collectives.ddp, collectives.fsdp2
     settings: dict[str, Setting] = {"DDP default": ddp.default, "DDP best cap": ddp.best_cap}
     settings["DDP best buckets"] = ddp.best
@@ -271,6 +305,7 @@ def _collectives_table(collectives: CollectiveFigures, caption: str) -> Table:
         settings["FSDP2 no reshard"] = fsdp2.without_reshard
 
     def setting_text(entry: Setting) -> str:
+        """Return a setting in words: FSDP2's prefetch depths, DDP's bucket size and count, or what a compression sends."""
         if isinstance(entry, CompressionFigures):
             return f"default, {show_bytes(entry.sent_bytes)} sent"
         if isinstance(entry, PrefetchFigures):
@@ -288,7 +323,7 @@ def _collectives_table(collectives: CollectiveFigures, caption: str) -> Table:
 
 
 def _coverage_words(coverage: CoverageFigures) -> list[str]:
-    """Return how much of the compute time was measured, estimated by a rule, or guessed."""
+    """Return sentences on how much of the compute time was measured, estimated by a rule, or guessed by a default."""
     if not coverage.rule_ops + coverage.measured_ops + coverage.default_ops + coverage.free_ops:
         return ["Times of the ops: the file's own."]
     measured = f"measurements {coverage.measured_time:.1%}, " if coverage.measured_ops else ""
@@ -313,7 +348,7 @@ _MODULES_SHOWN = 3
 
 
 def determinism_section(result: DeterminismResult) -> Section:
-    """Return the section of a scan: the level of a model's ops, what stands in the way, and what to set."""
+    """Return the section of a scan: up to which level results are reproducible, what stands in the way, and what to set."""
     scan, graph = result.determinism, result.graph
     lead = [f"  {reason}" for reason in scan.reasons]
     ops_by_class: dict[str, list[DeterminismOp]] = {}
@@ -334,7 +369,7 @@ def determinism_section(result: DeterminismResult) -> Section:
 
 
 def _module_names(paths: Sequence[str]) -> str:
-    """Return the last two parts of the modules' paths, without repeats, cut to a few."""
+    """Return the last two parts of the modules' paths, without repeats, the first three of them and how many more there are."""
     names = list(dict.fromkeys(".".join(path.split(".")[-2:]) for path in paths))
     hidden_count = f", +{len(names) - _MODULES_SHOWN}" if len(names) > _MODULES_SHOWN else ""
     return ", ".join(names[:_MODULES_SHOWN]) + hidden_count

@@ -24,7 +24,7 @@ _RANKS_SHOWN = 16
 
 
 def lengths_section(result: LengthsResult, name: str) -> Section:
-    """Return the section of lengths: speed-ups by remedy, and the first batch as it is shared out."""
+    """Return the section of sharing out samples by length: speed-ups by remedy, and the first batch as it is shared out."""
     lengths, cost = result.lengths, result.cost
     passes = (
         f"at most {result.max_tokens:,} tokens in a pass" if result.max_tokens else counted(result.accumulation, "pass")
@@ -45,6 +45,7 @@ def lengths_section(result: LengthsResult, name: str) -> Section:
     labelled = {WORDS[way]: remedy for way, remedy in result.remedies.items()}
 
     def step(remedy: RemedyFigures) -> str:
+        """Return a remedy's mean step: as a time, or in tokens where the cost of a sample is counted in these."""
         return show_seconds(remedy.step) if cost.unit == "s" else f"{remedy.step:,.0f}"
 
     columns: dict[str, Column[RemedyFigures]] = {
@@ -73,6 +74,7 @@ def lengths_section(result: LengthsResult, name: str) -> Section:
         "cost": "cost:,.4g",
         "longest": _longest,
     }
+    # The first batch shows what sharing out does; of many ranks some are enough.
     ranks = result.assignments[:_RANKS_SHOWN]
     first_batch = tabled(
         "The first global batch, by rank",
@@ -86,10 +88,12 @@ def lengths_section(result: LengthsResult, name: str) -> Section:
 
 
 def _longest(rank: RankLengths) -> int:
+    """Return the tokens of the longest sample of a rank."""
     return max((length for each in rank.passes for length in each), default=0)
 
 
 def _order(result: LengthsResult) -> str:
+    """Return the sentence on what becomes of the random order of the samples."""
     sentence = "Batches keep their random order: only who computes a sample changes."
     if result.window == 1:
         return sentence
@@ -97,7 +101,7 @@ def _order(result: LengthsResult) -> str:
 
 
 def _verdict(result: LengthsResult) -> Verdict:
-    """Return what sharing out by length gains, with padding and without."""
+    """Return the verdict: what the better of two remedies gains, sorting within padded batches or sharing out unpadded ones."""
     best = max(("sorted", "cp_sat"), key=lambda way: result.remedies[way].speedup)
     remedy, today = result.remedies[best], result.remedies[result.today]
     is_faster = remedy.speedup > 1

@@ -28,7 +28,7 @@ from ddltool.results import JointPlan, ProfileResult
 
 
 def section(result: BaseModel) -> Section:
-    """Return the section of a result; of what has none its fields as a table."""
+    """Return the section of a result; a result that has none of its own gets its plain fields as a table."""
     section_makers: dict[type, Callable[[Any], Section]] = {
         TraceResult: trace_section,
         PredictResult: predict_section,
@@ -77,6 +77,7 @@ def _devices_section(result: DeviceTable) -> Section:
 
 
 def _half_rate(device: Device) -> float:
+    """Return a device's peak rate in a 16-bit type (operations per second), in float32 where the datasheet has none."""
     peaks = device.peak_flops
     return peaks.get("float16", peaks.get("bfloat16", peaks["float32"]))
 

@@ -24,7 +24,7 @@ from ddltool.errors import shortened, visible
 TEMPLATE = Path(__file__).with_name("page.html")
 # Names come from files that others wrote: one of ten thousand characters must not hide everything else.
 _LONGEST_CELL, _LONGEST_WORD, _LONGEST_HEAD, _LONGEST_TITLE, _WRAPPED_FROM = 160, 64, 32, 90, 20
-_MOST_ROWS = 300
+_MOST_ROWS, _NOT_FOLDED = 300, 3
 _FIGURE = re.compile(r"[<>=x+\-−$]*\s*(\d|inf\b)")
 _UNITS = re.compile(r"(?<=\d) (?=(?:s|ms|us|ns|B|KiB|MiB|GiB|TiB)\b)")
 _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]{1,30}")
@@ -33,7 +33,11 @@ _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]{1,30}")
 def render(
     title: str, sections: Sequence[Section], *, summary: Sequence[str], generated_by: str, first: Section | None = None
 ) -> str:
-    """Return the page as HTML text; it opens with the verdict of ``first``. All text is escaped."""
+    """Return the page as HTML text, with all text escaped.
+
+    ``summary``: sentences under the title. ``first``: the section whose verdict the page opens with; None: no verdict.
+    ``generated_by``: who made the page, at its end.
+    """
     environment = _environment()
     slots: Slots = {}
     charts: list[Spec] = []
@@ -44,6 +48,7 @@ def render(
         first_index = len(charts) - len(picture.figures)
         return [(f"chart-{first_index + index}", figure.title) for index, figure in enumerate(picture.figures)]
 
+    # The policy in the page's head allows these two scripts and no other.
     hashes = [_hash_of(script()), _hash_of(_PAGE)]
     environment.globals |= {"hosts_of": hosts, "script_hashes": hashes}
     page = environment.get_template(TEMPLATE.name)
@@ -68,7 +73,7 @@ def fragment(section: Section) -> str:
 
 
 def _environment() -> Environment:
-    """Return the templates' environment, which escapes all text."""
+    """Return the environment of the templates: it escapes all text, and refuses variables that are not given."""
     environment = Environment(
         loader=FileSystemLoader(TEMPLATE.parent), autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True
     )
@@ -95,12 +100,12 @@ def _drawing(charts: Sequence[Spec]) -> str:
 
 
 def _hash_of(text: str) -> str:
-    """Return a script's SHA-256 in base64, by which the page's policy allows it."""
+    """Return a script's SHA-256 in base64, by which the page's security policy allows this script and no other."""
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 def _sentence(text: str) -> Markup:
-    """Return running text for the page: no line ends between a number and its unit, or within an option's name."""
+    """Return running text as HTML in which no line ends between a number and its unit, or within an option's name."""
     escaped = str(escape(_UNITS.sub("\N{NO-BREAK SPACE}", visible(text))))
     return Markup(_OPTION.sub(r'<span class="option">\g<0></span>', escaped))
 
@@ -121,8 +126,12 @@ class _Grid:
 
 
 def _grid(table: Table) -> _Grid:
-    """Return a table's cells for the page: text cut to what is readable, with a class for words and for long text."""
-    is_whole = len(table.rows) <= table.head + 3
+    """Return a table's cells for the page: the first rows, and the rest, which folds away, up to 300 rows in all.
+
+    Text is cut to what is readable; cells with words and long cells have a class of their own. Three rows more than the
+    head are not worth a fold.
+    """
+    is_whole = len(table.rows) <= table.head + _NOT_FOLDED
     rows_shown = table.rows if is_whole else table.rows[:_MOST_ROWS]
     is_words = [
         column < table.text_columns or _holds_words([row[column] for row in rows_shown if column < len(row)])
@@ -140,14 +149,17 @@ def _grid(table: Table) -> _Grid:
 
 
 def _holds_words(cells: Sequence[str]) -> bool:
-    """Return whether a column holds words: something is there, and nothing of it begins as a figure does."""
+    """Return whether a column holds words: some cell is filled, and none begins as a figure does."""
     filled = [cell for cell in cells if cell not in ("", "-")]
     return bool(filled) and not any(_FIGURE.match(cell) for cell in filled)
 
 
 def _cell(text: str, words: bool, longest: int | None = None) -> Cell:
-    """Return a cell cut to ``longest`` characters, None: by whether it has blanks; ``words``: its column holds words."""
-    # a sentence wraps, a name of one long word breaks anywhere and would fill a phone's screen
+    """Return a cell, cut to ``longest`` characters, with its class.
+
+    ``longest`` None: text with blanks may be longer than one word, which does not wrap and would fill a phone's screen.
+    ``words``: its column holds words.
+    """
     cell_text = shortened(text, longest or (_LONGEST_CELL if " " in text else _LONGEST_WORD))
     names = [name for name, holds in (("words", words), ("long", len(cell_text) > _WRAPPED_FROM)) if holds]
     class_attribute = Markup(' class="{}"').format(escape(" ".join(names))) if names else Markup()

@@ -10,7 +10,7 @@ from ddltool.precision import precision_of
 from ddltool.units import show_bytes, show_rate, show_seconds, show_span
 
 # Names of more devices than these are counted.
-_NAMED = 6
+_DEVICES_NAMED = 6
 _BARS_DRAWN = 24
 
 
@@ -45,12 +45,12 @@ def predict_section(result: PredictResult) -> Section:
 
 
 def _names(devices: list[str]) -> str:
-    """Return the names of the devices, or how many they are."""
-    return ", ".join(devices) if len(devices) <= _NAMED else f"{len(devices)} devices"
+    """Return the names of the devices, or how many they are where they are more than six."""
+    return ", ".join(devices) if len(devices) <= _DEVICES_NAMED else f"{len(devices)} devices"
 
 
 def _answer(result: PredictResult) -> str:
-    """Return the first line: the fastest row that fits, or what would."""
+    """Return the first line: the fastest row that fits in memory; where none fits, the largest batches that would."""
     best = max((row for row in result.rows if row.fits), key=lambda row: row.samples_per_s, default=None)
     if best is None:
         largest_batches = {name: device.memory_limit_batch for name, device in result.devices.items()}
@@ -100,6 +100,7 @@ def _remarks(result: PredictResult) -> list[str]:
     ]
     if lacking := [name for name, device in result.devices.items() if not device.has_precision]:
         lines.append(f"{', '.join(lacking)}: no rate for {assumed.precision} in the datasheet; float32's is taken.")
+    # The batches by device at which the GPU waits for the host.
     waiting = {
         row.device: sorted(
             {other.local_batch_size for other in rows if other.host_bound and other.device == row.device}
@@ -111,6 +112,7 @@ def _remarks(result: PredictResult) -> list[str]:
         where = "; ".join(f"{name} at batch {', '.join(map(str, sizes))}" for name, sizes in waiting.items())
         helps = "a larger batch helps" if assumed.compile else "--compile or a larger batch helps"
         lines.append(f"Host-bound, the GPU waits for Python: {where}; {helps}.")
+    # Devices with the same error share a sentence.
     for error in dict.fromkeys(device.error for device in result.devices.values()):
         where = _names([name for name, device in result.devices.items() if device.error == error])
         basis = f"{error.rows} measured steps, predicted without {error.what}" if error.rows else error.what

@@ -46,7 +46,7 @@ def found_in(artifact: Any) -> ReadArtifact:
 
 
 def noise_of(artifacts: Sequence[ReadArtifact]) -> float | None:
-    """Return the last gradient noise scale in any telemetry, None where there is none."""
+    """Return the last gradient noise scale (samples) in any run's telemetry; None where none says it."""
     for artifact in artifacts:
         if artifact.kind == "telemetry" and artifact.content["noise_scale"].notna().any():
             return float(artifact.content["noise_scale"].dropna().iloc[-1])
@@ -54,9 +54,13 @@ def noise_of(artifacts: Sequence[ReadArtifact]) -> float | None:
 
 
 def section_of(artifact: ReadArtifact, artifacts: Sequence[ReadArtifact] = (), noise: float | None = None) -> Section:
-    """Return the section of an artifact, compared with those of ``artifacts`` that belong to it, such as a run's plans."""
+    """Return the section of an artifact; ``artifacts``: others of the page, from which it takes those that belong to it.
+
+    A run is compared with its plans, for one. ``noise``: the gradient noise scale, for a throughput model.
+    """
 
     def others(kind: str) -> list[tuple[str, Any]]:
+        """Return the (name, content) of the page's artifacts of one kind."""
         return [(other.name, other.content) for other in artifacts if other.kind == kind]
 
     match artifact.kind:
@@ -65,6 +69,7 @@ def section_of(artifact: ReadArtifact, artifacts: Sequence[ReadArtifact] = (), n
             return graph_section(graph, artifact.name, remark=times)
         case "profile":
             section = fit_sections.profile_section(artifact.content, artifact.name, others("goodput"))
+            # A predicted profile also has the memory over a pass, by device.
             memory_tables = artifact.content.attrs.get("memory", {}).items()
             return replace(
                 section, blocks=[*section.blocks, *(fit_sections.memory_picture(*each) for each in memory_tables)]
@@ -134,10 +139,12 @@ def headline(sections: Sequence[Section]) -> Section | None:
     """Return the section whose verdict a page opens with; None where none has one."""
 
     def rank(section: Section) -> tuple[bool, bool, int]:
+        """Return what sorts verdicts: a failed gate or refuted plan first, then main before minor ones, then by the kind."""
         kind = section.anchor.rsplit("-", 1)[0]
         verdict = section.verdict
         assert verdict is not None
-        return not (kind in ("gate", "verification") and verdict.good is False), verdict.minor, _IMPORTANCE.index(kind)
+        has_failed = kind in ("gate", "verification") and verdict.good is False
+        return not has_failed, verdict.minor, _IMPORTANCE.index(kind)
 
     judged = [section for section in sections if section.verdict is not None]
     return min(judged, key=rank, default=None)

@@ -65,7 +65,7 @@ class Verdict:
     """There for contrast: a page does not open with it."""
 
     def says(self, line: str) -> bool:
-        """Return whether a line of the lead says what the verdict does, so that a page need not say it twice."""
+        """Return whether a line of a section's lead repeats the verdict, so that a page leaves it out."""
         return line in (self.answer, f"How sure: {self.sure}") or bool(self.then and line.startswith("Next: "))
 
 
@@ -95,7 +95,10 @@ def tabled(
     names: tuple[str, Iterable[str]] | None = None,
     **layout: Any,
 ) -> Table:
-    """Return a table with a row for each record; ``names`` are the header and the cells of a column before the others."""
+    """Return a table with a row for each record and a column for each entry of ``columns``.
+
+    ``names``: the header and the cells of a column before the others. ``layout``: further fields of :class:`Table`.
+    """
     rows = [[_shown(record, column) for column in columns.values()] for record in records]
     header = list(columns)
     if names is not None:
@@ -105,7 +108,7 @@ def tabled(
 
 
 def _shown(record: Record, column: Column[Record]) -> str:
-    """Return a record's cell in a column."""
+    """Return a record's cell in a column: what its function returns, or its field in the column's format."""
     if not isinstance(column, str):
         return cell(column(record))
     path, _, form = column.partition(":")
@@ -132,12 +135,16 @@ def cell(value: Any, unit: str = "", form: str = "") -> str:
 
 
 def pictured(caption: str, table: Table, *figures: Figure) -> Picture:
-    """Return figures over the table of their numbers."""
+    """Return figures as one picture, over the table of their numbers, whose label it takes."""
     return Picture(figures=figures, caption=caption, label=table.label, table=table)
 
 
 def some(drawn: int, of: Sequence[object], noun: str) -> str:
-    """Return a remark that only some things are drawn, empty where all are."""
+    """Return a remark that only ``drawn`` things of a list are drawn; "" where all are.
+
+    >>> some(2, "abc", "lines"), some(3, "abc", "lines")
+    (' 2 of 3 lines are drawn.', '')
+    """
     return f" {drawn} of {len(of)} {noun} are drawn." if len(of) > drawn else ""
 
 

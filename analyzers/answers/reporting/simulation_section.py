@@ -45,7 +45,7 @@ _HOURS_FROM_S = 36_000.0
 
 
 def simulation_section(document: SimulationDocument, name: str, *, details: bool = True) -> Section:
-    """Return the section of a simulated workload: completion times, waits and losses, and what it cost.
+    """Return the section of a simulated workload: completion times, waits and losses, and what it cost, by policy.
 
     ``details``: also the size classes, unfinished jobs and GPUs over time, GPU hours by application and every job.
     """
@@ -55,6 +55,7 @@ def simulation_section(document: SimulationDocument, name: str, *, details: bool
     source = shortened(PurePath(document.workload).name or document.workload, 60)
     lead = f"{counted(jobs, 'job')} of {source} on {counted(document.gpus, 'GPU')}, under {policies}."
     drawn_remark = f" The first {LINES_DRAWN} policies are drawn." if len(records) > LINES_DRAWN else ""
+    # Losses and costs that nobody asked about are details.
     has_losses = document.failures is not None or any(record.cost is not None for record in records.values())
     figure = completion_figure({key: [job.jct_s for job in record.jobs] for key, record in records.items()})
     caption = f"Share of the jobs that were complete within a time: the higher, the better.{drawn_remark}"
@@ -79,7 +80,10 @@ Records = Mapping[str, PolicyRecord]
 
 
 def _summary_table(records: Records) -> Table:
-    """Return each policy's completion times, use of the GPUs, fairness and restarts."""
+    """Return each policy's completion times (JCT), use of the GPUs, fairness and restarts.
+
+    Times are in seconds, or in hours where the longest makespan is long.
+    """
     longest = max(record.makespan_s for record in records.values())
     caption = (
         f"Times in {_time_scale(longest)[1]}; used: share of GPU time; worst: largest finish-time fairness; "
@@ -98,7 +102,7 @@ def _summary_table(records: Records) -> Table:
 
 
 def _losses_tables(records: Records) -> Blocks:
-    """Return the waits, and what failures took and GPUs cost; nothing for files of older versions."""
+    """Return the table of waits, of what failures took and GPUs cost; none for files of older versions, which lack these."""
     with_losses = {key: record for key, record in records.items() if record.useful_share is not None}
     caption = (
         "Waits (s), use and losses; wait: from submission to first start; useful: share of the GPU time that was up in "
@@ -125,7 +129,7 @@ def _size_class_tables(records: Records) -> Blocks:
 
 
 def _unfinished_jobs_picture(records: Records, remark: str) -> Picture:
-    """Return how many jobs are there over time: submitted and not finished."""
+    """Return how many jobs are submitted and not finished over time, by policy; ``remark``: said after the caption."""
     last_finish_s = max(job.finish_s for record in records.values() for job in record.jobs)
     times_s = np.linspace(0.0, max(last_finish_s, 1e-9), _TIME_POINTS)
     unfinished = {}
@@ -141,18 +145,21 @@ def _unfinished_jobs_picture(records: Records, remark: str) -> Picture:
 
 
 def _time_scale(longest_s: float) -> tuple[float, str]:
-    """Return the factor and the name of a unit for the time of a workload."""
+    """Return the factor from seconds and the name of the unit for a workload's time: hours from ten hours on, else seconds."""
     return (1.0, "s") if longest_s < _HOURS_FROM_S else (1 / 3600, "h")
 
 
 def _time_cell(seconds: float, longest_s: float) -> str:
-    """Return a time in the unit of :func:`_clock`, for a cell."""
+    """Return a time in the unit that :func:`_time_scale` gives for the workload's longest time."""
     scale, unit = _time_scale(longest_s)
     return f"{seconds * scale:,.0f}" if unit == "s" else f"{seconds * scale:,.2f}"
 
 
 def _counts_over_time(times_s: Floats, series: Mapping[str, Floats], quantity: str, caption: str) -> Picture:
-    """Return counts over the time of a workload, by policy, over a table of nine times; all arrays are (t,)."""
+    """Return counts over a workload's time, a line for each policy, over a table of nine times.
+
+    ``times_s`` and each of ``series`` (by policy): (t,). ``quantity``: what is counted.
+    """
     last_s, title = float(times_s[-1]), quantity[:1].upper() + quantity[1:]
     scale, unit = _time_scale(last_s)
     lines = [Line(label=key, x=times_s * scale, y=values) for key, values in series.items()]
@@ -166,6 +173,7 @@ def _counts_over_time(times_s: Floats, series: Mapping[str, Floats], quantity: s
         whole="y",
         family="policy",
     )
+    # Nine of the drawn points, the first and the last included.
     shown_points = np.linspace(0, _TIME_POINTS - 1, 9).round().astype(int)
     rows = [
         (_time_cell(times_s[point], last_s), *(f"{values[point]:.0f}" for values in series.values()))
@@ -176,7 +184,10 @@ def _counts_over_time(times_s: Floats, series: Mapping[str, Floats], quantity: s
 
 
 def _gpus_held_pictures(document: SimulationDocument, remark: str) -> Blocks:
-    """Return the GPUs that are held over time, as far as the document has them."""
+    """Return the GPUs that jobs hold over time, by policy; none for a document without the changes of use.
+
+    ``remark``: said after the caption.
+    """
     usages = {key: record.usage for key, record in document.policies.items() if record.usage is not None}
     last_s = max((usage.time_s[-1] for usage in usages.values() if usage.time_s), default=0.0)
     if not last_s:
@@ -184,13 +195,14 @@ def _gpus_held_pictures(document: SimulationDocument, remark: str) -> Blocks:
     times_s = np.linspace(0.0, last_s, _TIME_POINTS)
     series: dict[str, Floats] = {}
     for key, usage in usages.items():
+        # The last change at or before each time; index -1, before the first, is the 0 at the end.
         usage_index = np.searchsorted(np.array(usage.time_s), times_s, side="right") - 1
-        series[key] = np.where(usage_index >= 0, np.array([*usage.gpus, 0.0])[usage_index], 0.0)
+        series[key] = np.array([*usage.gpus, 0.0])[usage_index]
     return [_counts_over_time(times_s, series, "GPUs held", f"GPUs that jobs hold, of {document.gpus}.{remark}")]
 
 
 def _gpu_hours_picture(records: Records) -> Picture:
-    """Return the GPU hours that each application got under each policy."""
+    """Return the GPU hours that each application got under each policy as a table, and those of all jobs as bars."""
     hours = {
         key: dict.fromkeys(sorted({job.application for job in record.jobs}), 0.0) for key, record in records.items()
     }
@@ -215,6 +227,7 @@ def _gpu_hours_picture(records: Records) -> Picture:
 
 
 def _job_table(records: Records) -> Table:
+    """Return the completion time of each job under each policy, "-" where a policy's record lacks the job."""
     by_name = {key: {job.name: job for job in record.jobs} for key, record in records.items()}
     longest = max(record.makespan_s for record in records.values())
     rows = []
@@ -232,18 +245,17 @@ def _job_table(records: Records) -> Table:
 
 
 def completion_figure(jct_s: Mapping[str, Sequence[float]]) -> Lines:
-    """Return the distribution of completion times (share of jobs done within t), one line per policy.
+    """Return the share of jobs that were complete within a time, one line per policy.
 
-    All lines end where the longest does: one that stops would seem to have fewer jobs.
+    ``jct_s``: completion times in seconds, by policy. All lines end where the longest does: one that stops before would
+    seem to be of fewer jobs.
     """
     # A job that ends as it arrives has no place on a log axis; a millisecond is as good.
     sorted_times_s = {
         name: np.maximum(np.sort(np.asarray(values, dtype=float)), 1e-3) for name, values in jct_s.items()
     }
-    shortest_s, longest_s = (
-        min(durations_s[0] for durations_s in sorted_times_s.values()),
-        max(durations_s[-1] for durations_s in sorted_times_s.values()),
-    )
+    shortest_s = min(durations_s[0] for durations_s in sorted_times_s.values())
+    longest_s = max(durations_s[-1] for durations_s in sorted_times_s.values())
     lines = []
     for name, durations_s in sorted_times_s.items():
         shares = np.concatenate([[0.0], np.arange(1, len(durations_s) + 1) / len(durations_s), [1.0]])
@@ -300,9 +312,14 @@ Means = tuple[str, str, int, SweepFigures]
 
 
 def _means_picture(groups: Sequence[Means], *, several: bool) -> Picture:
-    """Return the mean completion times as bars over the table of all means."""
+    """Return the mean completion times as bars, over the table of all means.
+
+    ``groups``: (workload, policy, number of seeds, means over these). ``several``: whether there are several workloads,
+    which the bars must then name.
+    """
 
     def figure_of(field: str, form: str, below: float = 1e12) -> Callable[[Means], str]:
+        """Return the column of a mean in the format ``form``; from ``below`` on, too long for the table, in three digits."""
         return lambda row: format(value := getattr(row[3], field), form if value < below else ".3g")
 
     columns: dict[str, Column[Means]] = {
@@ -325,13 +342,19 @@ def _means_picture(groups: Sequence[Means], *, several: bool) -> Picture:
 
 
 def _comparison_picture(comparison: PolicyComparison) -> Picture | Table:
-    """Return two policies compared: the first's figures over the second's, with their intervals."""
+    """Return two policies compared: the ratios of the first's figures to the second's as bars with intervals, over a table.
+
+    Only the table where no ratio can be drawn.
+    """
     first, second = shortened(comparison.first, 60), shortened(comparison.second, 60)
 
     def verdict(measure: ComparedMeasure) -> str:
+        """Return whether the first policy's figure is "lower" or "higher", "not decided", or "unknown" without an interval."""
         if measure.low is None or measure.high is None:
             return "unknown"
-        return "not decided" if not measure.decided else "lower" if measure.ratio < 1 else "higher"
+        if not measure.decided:
+            return "not decided"
+        return "lower" if measure.ratio < 1 else "higher"
 
     columns: dict[str, Column[ComparedMeasure]] = {
         "": lambda measure: _MEASURES.get(measure.measure, measure.measure),
@@ -345,6 +368,7 @@ def _comparison_picture(comparison: PolicyComparison) -> Picture | Table:
         f"Change from {second} to {first}, with the {comparison.confidence:.0%} interval of Student's t on log ratios"
     )
     table = tabled(caption, "simulated", comparison.comparisons, columns)
+    # A ratio out of all bounds would leave nothing of the other bars.
     drawn_measures = [measure for measure in comparison.comparisons if 1 / _MOST_DRAWN < measure.ratio < _MOST_DRAWN]
     if not drawn_measures:
         return table
@@ -365,19 +389,22 @@ def _comparison_picture(comparison: PolicyComparison) -> Picture | Table:
 
 
 def _ratio_text(ratio: float | None) -> str:
-    """Return a ratio as a change in percent, a large one as a factor."""
+    """Return a ratio as a change in percent, from 100 on as a factor; "-" for None."""
     if ratio is None:
         return "-"
     return f"{ratio - 1:+.1%}" if ratio < 100 else f"x{ratio:.3g}"
 
 
 def _change_from(value: float, baseline: float) -> str:
-    """Return by how much a figure differs from the baseline's, nothing for the baseline itself."""
+    """Return by how much a figure differs from the baseline's, in percent; "" for the baseline's own."""
     return f"{value / baseline - 1:+.0%}" if value != baseline else ""
 
 
 def autoscaling_section(result: AutoscalingResult) -> Section:
-    """Return the section of a rented cluster: one row per rule, and the published changes."""
+    """Return the section of a rented cluster: one row per rule, with changes against the throughput scaler.
+
+    The published changes come last, where there are some for the application.
+    """
     base, goodput = result.rules["throughput"], result.rules["goodput"]
     rows = []
     for name, run in result.rules.items():
@@ -399,7 +426,7 @@ def autoscaling_section(result: AutoscalingResult) -> Section:
 
 
 def search_section(result: SearchResult) -> Section:
-    """Return the section of a search's trials: one row per policy, and what was published."""
+    """Return the section of a search's trials: one row per policy, changes against the first, and what was published."""
     settings, base = result.search, next(iter(result.policies.values()))
     rows = []
     for name, run in result.policies.items():
@@ -409,10 +436,8 @@ def search_section(result: SearchResult) -> Section:
     if settings.application == "cifar10":
         published_base = PUBLISHED_SEARCH["baseline"]
         for name, (jct_s, makespan_s) in PUBLISHED_SEARCH.items():
-            jct_cells, makespan_cells = (
-                (f"{jct_s / 60:.0f}", _change_from(jct_s, published_base[0])),
-                (f"{makespan_s / 3600:.0f}", _change_from(makespan_s, published_base[1])),
-            )
+            jct_cells = (f"{jct_s / 60:.0f}", _change_from(jct_s, published_base[0]))
+            makespan_cells = (f"{makespan_s / 3600:.0f}", _change_from(makespan_s, published_base[1]))
             rows.append((f"published {name}", *jct_cells, *makespan_cells, "", ""))
     caption = (
         f"Changes against a fixed {settings.local_batch_size} samples on each GPU; span: from the first trial to the "
@@ -456,13 +481,14 @@ def advice_section(advice: AdviceResult) -> Section:
         "gain: goodput over that of now; pays from: with so much left; saves: the mean, and what 10 and 90 % of cases stay "
         "below; sure: probability of saving time; GPU h: held more than without the resize"
     )
+    # The options that save most, whether or not one is worth it.
     rows = sorted(advice.options, key=lambda option: -option.expected_saved_s)[:_MOST_OPTIONS_SHOWN]
     blocks = [tabled(caption, "predicted", rows, columns)] if rows else []
     return Section(title=f"Advice: {advice.job}", lead=lead, blocks=blocks)
 
 
 def _duration_text(seconds: float) -> str:
-    """Return a time as people say it."""
+    """Return a time as people say it: "3.5 h", "90 s"; in a unit from two of it on."""
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if abs(seconds) >= 2 * size:
             return f"{seconds / size:.1f} {unit}"
@@ -470,11 +496,12 @@ def _duration_text(seconds: float) -> str:
 
 
 def _short_duration(seconds: float) -> str:
-    """Return a time as short as a column needs it."""
+    """Return a time in few letters, for a column: "3.5h", "5.0m"."""
     return _duration_text(seconds).replace(" min", "m").replace(" ", "")
 
 
 def _simulation_verdict(document: SimulationDocument) -> Verdict:
+    """Return the verdict on a workload: the policy of least mean completion time, and how much sooner than the worst."""
     ranked = sorted(document.policies.items(), key=lambda item: item[1].avg_jct_s)
     (best, best_record), (worst, worst_record) = ranked[0], ranked[-1]
     answer = f"{shortened(best, 60)}: jobs complete after {show_seconds(best_record.avg_jct_s)} on average"
@@ -487,6 +514,7 @@ def _simulation_verdict(document: SimulationDocument) -> Verdict:
 
 
 def _sweep_verdict(sweep: SweepDocument) -> Verdict | None:
+    """Return the verdict on a sweep: the policy of least mean completion time, with the 95 % interval of the mean."""
     jct_by_policy: dict[str, list[float]] = {}
     for cell in sweep.cells:
         if cell.figures is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -40,13 +41,15 @@ _PHASES = ("compute_s", "wait_s", "sync_s")
 def binned(
     label: str, steps: NDArray[np.int64], values: Floats, points: int = POINTS, *, band: bool = False
 ) -> tuple[Line, int]:
-    """Return the median of ``values`` (n,) over ``steps`` (n,), any order, in at most ``points`` equal bins, and their width.
+    """Return a line through the medians of ``values`` over bins of equally many steps, and how many steps a bin has.
 
-    ``band``: from the 5 % to the 95 % quantile.
+    ``steps``, ``values``: (n,), in any order. At most ``points`` bins, as a screen shows no more. ``band``: the line
+    has a band from the 5 % to the 95 % quantile.
     """
     first = int(steps.min())
-    width = max(1, -(-(int(steps.max()) - first + 1) // points))
+    width = max(1, math.ceil((int(steps.max()) - first + 1) / points))
     bins = (steps - first) // width
+    # Rows by bin, and where each bin's rows begin.
     order = np.argsort(bins, kind="stable")
     bin_indices, starts = np.unique(bins[order], return_index=True)
     low, middle, high = np.array(
@@ -57,10 +60,12 @@ def binned(
 
 
 def telemetry_section(frame: pd.DataFrame, name: str, plans: Sequence[tuple[str, Plan]]) -> Section:
-    """Return the section of a run's telemetry rows; ``plans`` (file name, plan) are held against it.
+    """Return the section of a run's telemetry: step times, where they go, and how the plans' predictions compare.
 
-    ``frame`` has the columns of :class:`~ddltool.telemetry.TelemetryRow`, one row per rank and step, in any order.
+    ``frame``: the columns of :class:`~ddltool.telemetry.TelemetryRow`, one row per rank and step, in any order.
+    ``plans``: pairs (file name, plan).
     """
+    # Without the first steps, which allocate and compile; all of them, where there are no others.
     steady = frame[frame["step"] >= frame["step"].min() + WARMUP_STEPS]
     steady = steady if len(steady) else frame
     ranks = int(frame["rank"].nunique())
@@ -76,16 +81,17 @@ def telemetry_section(frame: pd.DataFrame, name: str, plans: Sequence[tuple[str,
 
 
 def _over(label: str, frame: pd.DataFrame, column: str, *, band: bool = False) -> tuple[Line, int]:
-    """Return a column's values over the steps, and how many steps a point stands for."""
+    """Return a column's medians over the steps as a line, and how many steps a point stands for."""
     return binned(label, frame["step"].to_numpy(dtype=np.int64), frame[column].to_numpy(dtype=float), band=band)
 
 
 def _step_times(frame: pd.DataFrame, levels: list[tuple[str, float]]) -> Picture:
-    """Return the median step and waiting time of all ranks over the steps, with ``levels``, the predicted step times."""
-    (step_line, width), (waiting_line, _) = (
-        _over("step, median", frame, "step_s", band=True),
-        _over("of it waiting", frame, "wait_s"),
-    )
+    """Return the median step and waiting time of all ranks over the steps.
+
+    ``levels``: predicted step times (seconds) by name, drawn as lines across.
+    """
+    step_line, width = _over("step, median", frame, "step_s", band=True)
+    waiting_line, _ = _over("of it waiting", frame, "wait_s")
     figure = Lines(
         lines=[step_line, waiting_line],
         xlabel="step",
@@ -110,7 +116,7 @@ def _step_times(frame: pd.DataFrame, levels: list[tuple[str, float]]) -> Picture
 
 
 def _phases(frame: pd.DataFrame) -> Picture:
-    """Return the phases of each rank's median step, as lanes and a table; of many ranks the longest-computing are drawn."""
+    """Return the phases of each rank's median step, as lanes and a table; of many ranks the 24 longest-computing are drawn."""
     medians = frame.groupby("rank")[[*_PHASES, "step_s", "batch", "memory_bytes"]].median()
     medians["device"] = frame.groupby("rank")["device"].last()
     drawn = medians if len(medians) <= _RANKS_DRAWN else medians.nlargest(_RANKS_DRAWN, "compute_s").sort_index()
@@ -132,13 +138,17 @@ def _phases(frame: pd.DataFrame) -> Picture:
 
 
 def _batches(frame: pd.DataFrame) -> Blocks:
-    """Return the batch sizes over the steps, where they change or differ: by rank, or their spread over many ranks."""
+    """Return the batch sizes over the steps, by rank or, of many ranks, their median and spread.
+
+    Nothing where all ranks and steps have the same.
+    """
     if frame["batch"].min() == frame["batch"].max():
         return []
     parts = {str(rank): part for rank, part in frame.groupby("rank")}
     if len(parts) <= _BATCH_LINES:
         lines = [_over(f"rank {rank}", part, "batch")[0] for rank, part in parts.items()]
     else:
+        # Lines of many ranks could not be told apart.
         parts, lines = {"all": frame}, [_over("median of the ranks", frame, "batch", band=True)[0]]
     title = "Batch size of each rank over time"
     figure = Lines(lines=lines, xlabel="step", ylabel="samples", title=title, draw="steps", whole="xy")
@@ -152,7 +162,10 @@ def _batches(frame: pd.DataFrame) -> Blocks:
 
 
 def _agent(frame: pd.DataFrame) -> Blocks:
-    """Return a goodput agent's noise scale, learning rate factor and total batch over the steps; [] without an agent."""
+    """Return what a goodput agent knew and set over the steps: noise scale, total batch and learning rate factor.
+
+    A list of one picture; empty for a run without an agent.
+    """
     agent_rows = frame[frame["noise_scale"].notna()]
     if agent_rows.empty:
         return []
@@ -170,13 +183,17 @@ def _agent(frame: pd.DataFrame) -> Blocks:
 def _compared(
     frame: pd.DataFrame, plans: Sequence[tuple[str, Plan]]
 ) -> tuple[Blocks, list[tuple[str, float]], list[str]]:
-    """Return tables of predicted against measured, the predicted step times, and why a plan is not compared."""
+    """Return what comparing a run with its plans gives: tables, predicted step times, and sentences.
+
+    The step times are (name, seconds), at most three. Among the sentences is why a plan could not be compared.
+    """
     blocks: Blocks = []
     levels: list[tuple[str, float]] = []
     remarks: list[str] = []
     left_out: list[str] = []
     for name, plan in plans:
         try:
+            # Raises InputError for a plan of other devices or processes.
             verification = verify(plan, read_run(frame, "telemetry"))
         except InputError as error:
             left_out.append(f"{shortened(name, 60)} ({error.where} {error.problem})")
@@ -192,7 +209,7 @@ def _compared(
 
 
 def sync_section(rows: Sequence[Mapping[str, Any]], name: str) -> Section:
-    """Return the section of a synchronisation server's checked rows (kind ``ddltool.sync``): waiting and staleness."""
+    """Return the section of a synchronisation server's checked rows (kind ``ddltool.sync``): waiting, staleness, supersteps."""
     steps, barriers, summaries = (
         [row for row in rows if row["event"] == event] for event in ("step", "barrier", "summary")
     )
@@ -214,7 +231,7 @@ def sync_section(rows: Sequence[Mapping[str, Any]], name: str) -> Section:
 
 
 def _sync_waiting(steps: Sequence[Mapping[str, Any]]) -> Picture:
-    """Return each worker's waiting and staleness as a table, and the time that it waited for others as bars."""
+    """Return each worker's waiting and staleness as a table, and as bars the time (s) that it waited for others."""
     import pandas as pd
 
     figures = {"steps": ("step", "size"), "waited_s": ("wait_s", "sum"), "median_s": ("wait_s", "median")}
@@ -234,7 +251,7 @@ def _sync_waiting(steps: Sequence[Mapping[str, Any]]) -> Picture:
 
 
 def _sync_staleness(steps: Sequence[Mapping[str, Any]]) -> Picture:
-    """Return how many steps used gradients of each staleness, counted in updates."""
+    """Return how many steps used gradients of each staleness: the updates by others that a gradient has not seen."""
     counts = sorted(Counter(row["staleness"] for row in steps).items())
     step_count = sum(count for _, count in counts)
     columns: dict[str, Column[tuple[int, int]]] = {"staleness": "0:d", "steps": "1"}
@@ -249,9 +266,10 @@ def _sync_staleness(steps: Sequence[Mapping[str, Any]]) -> Picture:
 
 
 def _sync_barriers(barriers: Sequence[Mapping[str, Any]]) -> Table:
-    """Return a table of the supersteps: when each was over, its length and how well its ends were predicted."""
+    """Return a table of the supersteps: when each was over, its length, and how well the workers' ends were predicted."""
 
     def error(row: Mapping[str, Any]) -> str:
+        """Return the mean relative error of a superstep's predicted ends, "-" where there is none."""
         ends = zip(row["predicted_end_s"], row["end_s"], strict=False)
         errors = [ahead / real - 1 for ahead, real in ends if real]
         return f"{np.mean(errors):+.1%}" if errors else "-"
@@ -270,7 +288,7 @@ _LANES_DRAWN = 16
 
 
 def stragglers_section(result: StragglersResult, name: str) -> Section:
-    """Return the section: the verdict, each finding, where the ranks' steps go, and their timeline."""
+    """Return the section on who holds the others up: the verdict, each finding, where the ranks' steps go, their timeline."""
     lead = [result.verdict, *(finding.sentence for finding in result.findings[1:])]
     share = "" if result.m_w is None else f"; the slowest 3 % of the ranks explain {result.m_w:.0%} of that (M_W)"
     lead.append(
@@ -292,7 +310,7 @@ def stragglers_section(result: StragglersResult, name: str) -> Section:
 
 
 def _splits(result: StragglersResult) -> Picture:
-    """Return where each rank's step goes: a table over its timeline, or without one over its waiting as bars."""
+    """Return where each rank's step goes: a table, over the ranks' timeline or, where there is none, bars of their waiting."""
     columns: dict[str, Column[RankSplit]] = {"step": "step_s", "waiting": "wait_s", "if median": "step_if_median_s"}
     columns |= {part: _seconds_of(part) for part in result.splits[0].parts_s}
     columns["exposed"] = "exposed_s"
@@ -311,11 +329,12 @@ def _splits(result: StragglersResult) -> Picture:
 
 
 def _seconds_of(part: str) -> Column[RankSplit]:
-    """Return the column of a part of the ranks' steps."""
+    """Return the column that shows one part of the ranks' steps, in a readable unit."""
     return lambda row: show_seconds(row.parts_s[part])
 
 
 def _stragglers_verdict(result: StragglersResult) -> Verdict:
+    """Return the verdict: the main finding, on how many steps and ranks it rests, and the command that helps."""
     finding = result.findings[0] if result.findings else None
     sure = f"slowdown {result.slowdown:.3f} over {counted(result.steps, 'step')} of {counted(result.ranks, 'rank')}"
     then = (finding.command or "") if finding is not None else "nothing: the ranks are alike"
@@ -323,6 +342,10 @@ def _stragglers_verdict(result: StragglersResult) -> Verdict:
 
 
 def _telemetry_verdict(steady: pd.DataFrame) -> Verdict:
+    """Return the verdict on a run: the median step and the share of time that ranks waited.
+
+    ``steady``: the rows after the warm-up.
+    """
     low, middle, high = steady["step_s"].quantile([0.25, 0.5, 0.75])
     waiting = float(steady["wait_s"].sum() / max(steady["step_s"].sum(), 1e-300))
     return Verdict(
@@ -333,6 +356,7 @@ def _telemetry_verdict(steady: pd.DataFrame) -> Verdict:
 
 
 def _sync_verdict(steps: Sequence[Mapping[str, Any]]) -> Verdict | None:
+    """Return the verdict on a server: how long a worker's pull waited; None before the first step."""
     waits = [row["wait_s"] for row in steps]
     if not waits:
         return None

@@ -19,7 +19,10 @@ from ddltool.errors import InputError, did_you_mean
 
 
 def _found() -> dict[str, Callable[..., Any]]:
-    """Return the classes of this folder's modules that have a name and an ``allocate``, in alphabetical order."""
+    """Return the policies by name, in alphabetical order: the classes of this folder's modules with a name and an ``allocate``.
+
+    A class that a module only imports is left out.
+    """
     modules = [import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
     classes: list[Any] = [
         each
@@ -41,7 +44,8 @@ def policies(
     """Return constructors, without parameters, of the policies of a comma-separated list, by name and in its order.
 
     ``all`` leaves those out that know one GPU type only where the cluster is ``mixed``. Raises InputError for unknown
-    names, and for a power that cannot be.
+    names, and for a power that cannot be. ``power`` (of Pollux's fitness), ``delay_s`` (seconds of a restart) and
+    ``seed`` go to those that take them.
     """
     usable_names = [name for name, policy in POLICIES.items() if not mixed or getattr(policy, "mixed", True)]
     chosen_names = usable_names if names == "all" else [name.strip() for name in names.split(",") if name.strip()]

@@ -24,7 +24,8 @@ from ddltool.analyzers.cluster.cluster import (
 from ddltool.analyzers.cluster.job import SimulatedJob, Tuning
 from ddltool.analyzers.job.placement.proposals import Proposal, accept, best_throughput, proposals
 
-_TOP_K = 3
+_MOST_PROPOSALS = 3
+"""Best scale-outs that a job proposes in a round."""
 
 
 class EasyScale:
@@ -35,6 +36,7 @@ class EasyScale:
     heterogeneous = True
 
     def __init__(self) -> None:
+        """Remember nothing yet."""
         self._before: dict[int, tuple[Allocation, float]] = {}
         """By job index the allocation before its last scale-out, and the steps per second there."""
         self._content: set[int] = set()
@@ -48,13 +50,12 @@ class EasyScale:
         """
         allocations = {job.index: job.allocation for job in jobs if job.allocation}
         for job in jobs:
-            if (
-                job.index not in allocations
-            ):  # its nodes went away: there is nothing to fall back to or to be content with
+            if job.index not in allocations:  # its nodes went away, so what it held before means nothing now
                 self._before.pop(job.index, None)
                 self._content.discard(job.index)
             if job.index in allocations and (earlier := self._fall_back(job, now_s)):
                 allocations[job.index] = earlier
+        # What is free is offered round by round, until nobody accepts anything more.
         free = free_gpus(cluster, allocations.values())
         self._reclaim(jobs, allocations, free, cluster)
         job_by_name = {str(job.index): job for job in jobs}
@@ -73,28 +74,34 @@ class EasyScale:
                 job = job_by_name[name]
                 added = take_most_free(free, offer.count, cluster.nodes_of(offer.device_type))
                 allocations[job.index] = _join(allocations.get(job.index, ()), added)
-        for job in jobs:
+        for job in jobs:  # what held before a growth is remembered, to fall back to it
             allocation = allocations.get(job.index, ())
             if job.allocation and count_gpus(allocation) > count_gpus(job.allocation):
                 self._before[job.index] = job.allocation, job.steps_per_s
         return allocations
 
     def _proposals(self, job: SimulatedJob, held: Counter[str], free_counts: Mapping[str, int]) -> list[Proposal]:
-        """Return the job's best scale-outs from the GPUs that it holds, by type, to at most one for each logical worker."""
+        """Return the scale-outs that the job proposes from the GPUs that it holds, the best ones first; each adds one GPU type.
+
+        ``held`` and ``free_counts``: GPUs by type. In all it asks for at most one GPU for each logical worker.
+        """
         capability_per_s = job.capabilities()
         usable = {name: count for name, count in free_counts.items() if name in capability_per_s}
         missing_replicas = job.spec.num_replicas - held.total()
         if missing_replicas <= 0:
             return []
-        offers = proposals(capability_per_s, held, usable, job.spec.num_replicas, _TOP_K, not self.heterogeneous)
+        offers = proposals(
+            capability_per_s, held, usable, job.spec.num_replicas, _MOST_PROPOSALS, not self.heterogeneous
+        )
         return [offer for offer in offers if offer.count <= missing_replicas]
 
     def _reclaim(
         self, jobs: Sequence[SimulatedJob], allocations: dict[int, Allocation], free: list[int], cluster: ClusterSpec
     ) -> None:
-        """Free one GPU for every job that holds none and finds none free, while some job holds several.
+        """Free one GPU for every job that holds none and finds none free, as long as some job holds several.
 
-        Changes ``allocations``, by job index, and ``free`` (N,), GPUs per node.
+        Changes ``allocations``, by job index, and ``free`` (N,), GPUs per node. The freed GPU is not given out here; it
+        goes to the proposals that follow.
         """
         free_counts = free_by_type(cluster, free)
         for job in jobs:
@@ -107,8 +114,10 @@ class EasyScale:
                     continue
                 index, gpu_type = cheapest
                 counts = Counter(dict(allocations[index]))
+                # Of its nodes with that type the one where it has fewest: it may then leave that node.
                 node = min((count, node) for node, count in counts.items() if cluster.gpu_types[node] == gpu_type)[1]
                 allocations[index] = tuple((counts - Counter([node])).items())
+                # It has become smaller, and may ask again.
                 self._content.discard(index)
                 self._before.pop(index, None)
                 free[node] += 1
@@ -122,9 +131,10 @@ class EasyScale:
         gpu_types: Collection[str],
         cluster: ClusterSpec,
     ) -> tuple[int, str] | None:
-        """Return the index of a job that holds several GPUs and the type of the one whose loss slows its job down least.
+        """Return (job index, GPU type) of the one GPU whose loss slows its job down least; None where no job could give one.
 
-        The slowdown is a share of the job's throughput; None where no job holds several with one of ``gpu_types``.
+        Only jobs that hold several GPUs give one, of one of ``gpu_types``. The slowdown is a share of the job's
+        throughput. ``allocations``: by job index.
         """
         cheapest: tuple[float, int, str] | None = None
         for job in jobs:
@@ -135,12 +145,16 @@ class EasyScale:
             throughput = best_throughput(capability, held, workers)
             for name in sorted(set(held) & set(gpu_types)):
                 throughput_left = best_throughput(capability, held - Counter({name: 1}), workers)
-                if cheapest is None or 1 - throughput_left / throughput < cheapest[0] - 1e-12:
-                    cheapest = 1 - throughput_left / throughput, job.index, name
+                slowdown = 1 - throughput_left / throughput
+                if cheapest is None or slowdown < cheapest[0] - 1e-12:  # rounding decides nothing: the first stays
+                    cheapest = slowdown, job.index, name
         return cheapest[1:] if cheapest else None
 
     def _fall_back(self, job: SimulatedJob, now_s: float) -> Allocation:
-        """Return the job's allocation before a scale-out that made it slower; () if none has."""
+        """Return the allocation to which the job goes back as its last scale-out made it slower; () if it did not.
+
+        The job has to have run on the new allocation, restart over. It then asks for no more GPUs.
+        """
         if job.index not in self._before or job.running_from_s >= now_s:
             return ()
         before, steps_per_s = self._before.pop(job.index)

@@ -15,7 +15,7 @@ def choose_type(job: SimulatedJob, free_counts: Mapping[str, int]) -> str | None
     """Return the GPU type for all GPUs of a job: that with the most free (ties: first in the cluster); None if none fits.
 
     YARN's capacity scheduler gives a job the one type that it asks for; a workload does not name one, so the emptiest
-    type that it was measured on stands in.
+    type that it was measured on stands in. ``free_counts``: free GPUs by type.
     """
     fitting = [name for name in job.gpu_types if free_counts[name] >= job.spec.num_replicas]
     return max(fitting, key=free_counts.__getitem__, default=None)
@@ -31,6 +31,7 @@ def start_gangs(
     """
     free_counts = {gpu_type: cluster.gpus_of(gpu_type) for gpu_type in cluster.type_names}
     chosen_types: dict[int, str] = {}
+    # First who runs, and on which type, by counts alone; then those that run on keep their GPUs, and the others get theirs.
     for job in order:
         if job.allocation:
             held_type = cluster.type_of(job.allocation)
@@ -79,22 +80,30 @@ class Tiresias:
     tuning = Tuning.RIGID
 
     def __init__(self, threshold_gpu_s: float = THRESHOLD_GPU_S) -> None:
+        """Start with empty queues; ``threshold_gpu_s``: GPU-seconds after which a job goes to the second queue."""
         self.threshold_gpu_s = threshold_gpu_s
         self.queues: tuple[list[int], list[int]] = ([], [])
         """Indices of the jobs below the threshold, and of those beyond, in order."""
         self.service: dict[int, float] = {}
         """GPU-seconds by job index."""
         self.running: set[int] = set()
+        """Indices of the jobs that got GPUs in the last round."""
         self.last_s = 0.0
+        """When the last round was."""
 
     def allocate(self, jobs: Sequence[SimulatedJob], cluster: ClusterSpec, now_s: float) -> Mapping[int, Allocation]:
-        """Return the allocations of the jobs that run in the next interval."""
+        """Return the allocations of the jobs that run in the next interval, those with little service first.
+
+        Adds the service of the interval that has passed, and moves the jobs that have reached the threshold down.
+        """
         by_index = {job.index: job for job in jobs}
+        # Finished jobs leave the queues, new ones come to the end of the first.
         first_queue, second_queue = ([index for index in queue if index in by_index] for queue in self.queues)
         first_queue += [index for index in by_index if index not in self.service]
         for index in by_index:
             ran_s = now_s - self.last_s if index in self.running else 0.0
             self.service[index] = self.service.get(index, 0.0) + ran_s * by_index[index].spec.num_replicas
+        # Their service has reached the threshold: they go to the end of the second.
         served = {index for index in first_queue if self.service[index] >= self.threshold_gpu_s}
         demoted = [index for index in by_index if index in served]
         self.queues = [index for index in first_queue if index not in served], [*second_queue, *demoted]
@@ -115,5 +124,5 @@ class Srtf:
     tuning = Tuning.RIGID
 
     def allocate(self, jobs: Sequence[SimulatedJob], cluster: ClusterSpec, now_s: float) -> Mapping[int, Allocation]:
-        """Return the allocations for the next interval."""
+        """Return the allocations for the next interval, given out in the order of the true remaining time."""
         return start_gangs(sorted(jobs, key=lambda job: (job.remaining_s(job.spec.num_replicas), job.index)), cluster)

@@ -21,10 +21,15 @@ class Optimus:
     mixed = False
 
     def __init__(self) -> None:
-        self._steps: dict[tuple[str, int, int], float] = {}
+        """Start without known step times; they are kept by (application, batch size, replicas)."""
+        self._step_seconds: dict[tuple[str, int, int], float] = {}
 
     def allocate(self, jobs: Sequence[SimulatedJob], cluster: ClusterSpec, now_s: float) -> Mapping[int, Allocation]:
-        """Return the allocations for the next interval."""
+        """Return the allocations for the next interval: each job on as many GPUs as :meth:`count` says.
+
+        A job whose number has not changed stays where it is, as every move costs a restart. The others are placed
+        smallest first.
+        """
         replicas = self.count(jobs, cluster.total_gpus)
         allocations = {
             job.index: job.allocation
@@ -38,10 +43,11 @@ class Optimus:
         return allocations
 
     def count(self, jobs: Sequence[SimulatedJob], gpus: int) -> dict[int, int]:
-        """Return the number of GPUs of each job, by job index."""
+        """Return the number of GPUs of each job, by job index, out of ``gpus``: one each, then greedily to the largest gain."""
         replicas = {job.index: int(position < gpus) for position, job in enumerate(jobs)}
         free_count = gpus - sum(replicas.values())
-        # Ties go to the job that comes first in the workload.
+        # A heap of (negative seconds saved by one more replica, position in the workload, replicas now): the largest gain
+        # comes first, on a tie the job that is first in the workload.
         gains = [(-self._gain(job, 1), position, 1) for position, job in enumerate(jobs) if replicas[job.index]]
         heapq.heapify(gains)
         while free_count > 0 and gains:
@@ -61,8 +67,8 @@ class Optimus:
         return (self._step_s(job, replicas) - self._step_s(job, replicas + 1)) * job.remaining_iterations()
 
     def _step_s(self, job: SimulatedJob, replicas: int) -> float:
-        """Return the true seconds of one step of the job on ``replicas`` packed GPUs, kept for jobs alike."""
+        """Return the true seconds of one step of the job on ``replicas`` packed GPUs; computed once for jobs that are alike."""
         key = (job.spec.application, job.spec.batch_size, replicas)
-        if key not in self._steps:
-            self._steps[key] = job.true_step_s(replicas)
-        return self._steps[key]
+        if key not in self._step_seconds:
+            self._step_seconds[key] = job.true_step_s(replicas)
+        return self._step_seconds[key]

@@ -35,7 +35,10 @@ from ddltool.analyzers.cluster.search import JobCosts
 _LEAST_S = 60.0
 # Above this many (job, node) pairs the packing is not improved by local search: it would take longer than the round.
 _MOST_IMPROVED_PAIRS = 20_000
+# The module's p; the least seconds h that an allocation is taken to last; the local search's rounds.
 _POWER, _HOLD_S, _EFFORT = 0.25, 120.0, 100
+# Speedups below these are none: they would divide by zero.
+_LEAST_SPEEDUP, _LEAST_BELIEVED_SPEEDUP = 1e-9, 1e-3
 
 
 class Ours:
@@ -53,16 +56,27 @@ class Ours:
         pools: bool = True,
         seed: int = 0,
     ) -> None:
+        """Set q (``rank_power``), the power of the expected completion time (``lateness``) and a restart's cost in seconds.
+
+        ``pools``: jobs of an application share what they have seen.
+        """
         self.rank_power, self.lateness, self.delay_s = rank_power, lateness, delay_s
         self.pools, self.seed = pools, seed
         self._present: frozenset[int] = frozenset()
+        """Indices of the jobs of the last round."""
         self._changed_s = 0.0
+        """When a job last came or ended."""
 
     def allocate(self, jobs: Sequence[SimulatedJob], cluster: ClusterSpec, now_s: float) -> Mapping[int, Allocation]:
-        """Return the allocations for the next interval. One type: exact counts; several: :func:`assign`, then each type."""
+        """Return the allocations for the next interval.
+
+        Each job's costs of every count of GPUs go into one optimum: over the counts of the one type
+        (:func:`place_on_type`), or first over types and counts (:func:`assign`) and then over the places on each type.
+        """
         if not jobs:
             return {}
         present = frozenset(job.index for job in jobs)
+        # A job came or ended: allocations have held only since now.
         if present != self._present:
             self._present, self._changed_s = present, now_s
         hold_s = max(_HOLD_S, now_s - self._changed_s)
@@ -82,7 +96,11 @@ class Ours:
         return allocations
 
     def _weights(self, offers: Sequence[JobSpeedups], fair_count: int, now_s: float) -> list[float]:
-        """Return ``r^q`` of each job; a job never observed counts as the shortest. ``fair_count``: GPUs in an equal share."""
+        """Return ``r^q`` of each job, (n,): the weight of its speed in the total value.
+
+        The rank r grows from the longest to the shortest job. A job never observed counts as the shortest, so that it
+        runs and shows its speed. ``fair_count``: GPUs in an equal share. ``offers``: the jobs' believed speeds.
+        """
         remaining_s = [offer.remaining_s or 0.0 for offer in offers]
         order = sorted(range(len(offers)), key=lambda index: (-remaining_s[index], -offers[index].job.index))
         latenesses = [self._lateness(offers[index], fair_count, now_s) for index in order]
@@ -95,16 +113,24 @@ class Ours:
         return weights
 
     def _lateness(self, offer: JobSpeedups, fair_count: int, now_s: float) -> float:
-        """Return the cost of a second's delay of this job: its expected completion time to the power of ``lateness``."""
+        """Return the cost of a second's delay of this job: its expected completion time to the power of ``lateness``.
+
+        Expected is its age plus what is left at its best speed on ``fair_count`` GPUs; its age alone before it was
+        observed.
+        """
         if offer.remaining_s is None:
             return float(max(offer.job.age_s(now_s), _LEAST_S) ** self.lateness)
         replicas = max(min(fair_count, offer.most_replicas), 1)
         best_speedup = max(float(on_type.speedup[:, replicas].max()) for on_type in offer.by_type)
-        completion_s = offer.job.age_s(now_s) + offer.remaining_s / max(best_speedup, 1e-3)
+        completion_s = offer.job.age_s(now_s) + offer.remaining_s / max(best_speedup, _LEAST_BELIEVED_SPEEDUP)
         return float(max(completion_s, _LEAST_S) ** self.lateness)
 
     def _choices(self, offer: JobSpeedups, weight: float, hold_s: float, now_s: float) -> dict[str, JobCosts]:
-        """Return one job's cost of each count of GPUs, by type: the value of its best configuration less that of the count."""
+        """Return one job's cost of each count of GPUs, by GPU type.
+
+        A count's cost is the value of the job's best configuration less the value of the count, times the job's
+        ``weight``. ``hold_s``: seconds that an allocation is likely to stay.
+        """
         starting_s = max(offer.job.running_from_s - now_s, 0.0)
         best_value = max(float(on_type.speedup.max()) for on_type in offer.by_type) ** _POWER
         return {one.gpu_type: self._choice(one, offer, weight, best_value, hold_s, starting_s) for one in offer.by_type}
@@ -118,17 +144,25 @@ class Ours:
         hold_s: float,
         starting_s: float,
     ) -> JobCosts:
-        """Return one job's costs on one type; ``starting_s``: seconds until its last restart is over, lost if it stays."""
+        """Return one job's costs on one GPU type: of each count within a node and across nodes, and of what it holds now.
+
+        A new allocation loses the restart; the present one loses the ``starting_s`` seconds until its last restart is
+        over. ``best_value``: the value of the job's best configuration on any type. ``weight``: of the job; ``hold_s``:
+        seconds that an allocation is likely to stay.
+        """
         remaining = math.inf if offer.remaining_s is None else offer.remaining_s
-        stay_s = np.minimum(remaining / np.maximum(on_type.speedup, 1e-9), hold_s)
+        # How long each count would be held: until the job ends, or until something changes.
+        stay_s = np.minimum(remaining / np.maximum(on_type.speedup, _LEAST_SPEEDUP), hold_s)
         restarted = on_type.speedup * (stay_s / (stay_s + self.delay_s))
         cost = weight * (best_value - restarted[:, : offer.most_replicas + 1] ** _POWER)
+        # Counts on which the job cannot run, except none at all.
         cost[0, 1:][on_type.speedup[0, 1 : offer.most_replicas + 1] <= 0] = np.inf
         cost[1][on_type.speedup[1, : offer.most_replicas + 1] <= 0] = np.inf
         keep_cost = np.inf
         if on_type.held:
             held_stay_s = float(stay_s[on_type.held_row, on_type.held])
             held_speedup = float(on_type.speedup[on_type.held_row, on_type.held])
+            # Staying loses only what is left of its last restart.
             kept_speedup = held_speedup * held_stay_s / (held_stay_s + starting_s) if held_stay_s else 0.0
             keep_cost = weight * (best_value - kept_speedup**_POWER)
         base = offer.job.allocation if on_type.held else ()
@@ -141,7 +175,10 @@ class Ours:
         type_names: Sequence[str],
         cluster: ClusterSpec,
     ) -> list[str]:
-        """Return the GPU type of each job; for one that is to get no GPUs, its first."""
+        """Return the GPU type of each job, (n,), by one optimum over all jobs and types.
+
+        For a job that is to get no GPUs it is the first type that it can run on.
+        """
         if len(type_names) == 1:
             return [type_names[0]] * len(offers)
         capacity = [cluster.gpus_of(name) for name in type_names]

@@ -35,24 +35,29 @@ class Pollux:
     mixed = False
 
     def __init__(self, *, power: float = -1.0, delay_s: float = 30.0, seed: int = 0) -> None:
+        """Refuse a power whose summands would overflow; one next to 0 becomes 0, the geometric mean."""
         if not abs(power) <= _MOST_POWER:
             raise InputError("power", f"is {power}", f"from -{_MOST_POWER:.0f} to {_MOST_POWER:.0f}; -1 is Pollux's")
         self.power = power if abs(power) >= _LEAST_POWER else 0.0
         self.delay_s, self.seed = delay_s, seed
 
     def allocate(self, jobs: Sequence[SimulatedJob], cluster: ClusterSpec, now_s: float) -> Mapping[int, Allocation]:
-        """Return the allocations for the next interval."""
+        """Return the allocations for the next interval: those of greatest fitness that :func:`search` finds."""
         choices = [self.choice(job, len(jobs), cluster, now_s) for job in jobs]
         allocations = search(choices, cluster.gpus, seed=self.seed).allocations
         return {job.index: allocation for job, allocation in zip(jobs, allocations, strict=True) if allocation}
 
     def choice(self, job: SimulatedJob, jobs: int, cluster: ClusterSpec, now_s: float) -> JobCosts:
-        """Return the cost of each number of GPUs for one job; ``jobs``: how many jobs share the cluster."""
+        """Return the cost of each number of GPUs for one job; ``jobs``: how many jobs share the cluster.
+
+        A new allocation counts with the restart factor, the current one (``keep``) without.
+        """
         most_replicas = min(job.most_replicas, _MOST_REPLICAS)
         within, across, held = self.speedups(job, most_replicas, math.ceil(cluster.total_gpus / jobs), cluster)
         restart_factor = job.restart_factor(now_s, self.delay_s)
         within_cost, across_cost = self.cost(within * restart_factor), self.cost(across * restart_factor)
         within_cost[max(cluster.gpus) + 1 :] = np.inf
+        # Fewer than two GPUs do not span nodes.
         across_cost[:2] = np.inf
         return JobCosts(
             within=within_cost,
@@ -64,10 +69,11 @@ class Pollux:
     def speedups(
         self, job: SimulatedJob, most: int, fair_count: int, cluster: ClusterSpec
     ) -> tuple[Floats, Floats, float]:
-        """Return speedups (most + 1,) within and across nodes, and the current allocation's.
+        """Return speedups (most + 1,) within a node and across nodes, column k on k GPUs, and that of the current allocation.
 
         The base is the goodput on ``fair_count`` GPUs; as published, on one node, however many GPUs these are. Speedups
-        are scaled so that a share of one GPU per job and node counts as in the published fitness.
+        are scaled so that a share of one GPU per job and node counts as in the published fitness. Before anything was
+        observed k GPUs count as k times one.
         """
         scale = len(cluster.gpus) / cluster.total_gpus
         held = count_gpus(job.allocation)
@@ -77,11 +83,15 @@ class Pollux:
             linear = np.arange(widest + 1) / fair_count * scale
             return linear[: most + 1], linear[: most + 1].copy(), float(linear[held])
         goodput = goodput * (scale / goodput[0, fair_count])
+        # Row 0: on one node, row 1: across nodes.
         row = min(len(job.allocation), 2) - 1
         return goodput[0, : most + 1], goodput[1, : most + 1], float(goodput[row, held]) if held else 0.0
 
     def cost(self, speedups: Floats) -> Floats:
-        """Return the summands of the power mean of speedups, negated where a larger one is better: costs to be minimised."""
+        """Return the summands of the power mean of speedups, with the sign that makes a smaller sum better.
+
+        At power 0 they are logarithms, the limit; the offset keeps the power of a job without GPUs finite.
+        """
         if self.power == 0:
             return np.asarray(-np.log(np.maximum(speedups, _OFFSET)))
         return np.asarray(-np.sign(self.power) * (speedups + _OFFSET) ** self.power)

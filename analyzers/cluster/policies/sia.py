@@ -21,8 +21,8 @@ from ddltool.analyzers.cluster.search import JobCosts
 from ddltool.arrays import Flags
 from ddltool.errors import InputError
 
-# The cost of no GPUs over that of the least that a job may have; more than 1, so that no job waits beside idle GPUs.
-_IDLE = 1.1
+# The cost of no GPUs over that of the job's most costly configuration; more than 1, so that no job waits beside idle GPUs.
+_IDLE_COST_RATIO = 1.1
 
 
 class Sia:
@@ -32,12 +32,16 @@ class Sia:
     tuning = Tuning.ADAPTIVE
 
     def __init__(self, *, exponent: float = -0.5, delay_s: float = 30.0) -> None:
+        """Refuse an exponent that does not make faster configurations cheaper."""
         if not (math.isfinite(exponent) and exponent < 0):
             raise InputError("policy sia", f"exponent {exponent}", "a finite number below 0; -0.5 is Sia's")
         self.exponent, self.delay_s = exponent, delay_s
 
     def allocate(self, jobs: Sequence[SimulatedJob], cluster: ClusterSpec, now_s: float) -> Mapping[int, Allocation]:
-        """Return the allocations for the next interval."""
+        """Return the allocations for the next interval.
+
+        :func:`assign` chooses every job's type and count; then each type's jobs are placed on its nodes.
+        """
         type_names = cluster.type_names
         node_sizes = {name: max(cluster.gpus[node] for node in cluster.nodes_of(name)) for name in type_names}
         choices = [self._choices(job_speedups(job, cluster), node_sizes, now_s) for job in jobs]
@@ -55,24 +59,28 @@ class Sia:
         return allocations
 
     def _choices(self, offer: JobSpeedups, node_sizes: Mapping[str, int], now_s: float) -> dict[str, JobCosts]:
-        """Return one job's cost of each configuration, by type; ``node_sizes``: GPUs of the largest node, by type."""
+        """Return one job's cost of each configuration, by GPU type; ``node_sizes``: GPUs of the largest node, by type.
+
+        Having no GPUs costs more than any configuration, so that jobs wait only where nothing is free.
+        """
         job = offer.job
-        factor = job.restart_factor(now_s, self.delay_s)
         allowed = {
             name: np.array([_is_configuration(count, size) for count in range(offer.most_replicas + 1)])
             for name, size in node_sizes.items()
         }
+        # Goodputs are taken relative to one GPU of the type that is slowest for this job.
         single_gpu_speedup = min(float(on_type.speedup[0, 1]) for on_type in offer.by_type)
         costs_by_type = {}
         largest_cost = 0.0
         for on_type in offer.by_type:
             name = on_type.gpu_type
-            costs = self._choice(on_type, allowed[name], single_gpu_speedup, max(factor, 1e-3), node_sizes[name], job)
+            factor = max(job.restart_factor(now_s, self.delay_s), 1e-3)  # a power of 0 would be infinite
+            costs = self._choice(on_type, allowed[name], single_gpu_speedup, factor, node_sizes[name], job)
             costs_by_type[name] = costs
             values = np.concatenate([costs.within[1:], costs.across[1:], [costs.keep]])
             largest_cost = max(largest_cost, float(values[np.isfinite(values)].max(initial=0.0)))
         for costs in costs_by_type.values():
-            costs.within[0] = costs.across[0] = _IDLE * max(largest_cost, 1.0)
+            costs.within[0] = costs.across[0] = _IDLE_COST_RATIO * max(largest_cost, 1.0)
         return costs_by_type
 
     def _choice(
@@ -84,13 +92,19 @@ class Sia:
         node_size: int,
         job: SimulatedJob,
     ) -> JobCosts:
-        """Return one job's costs on one type: of the ``allowed`` counts (m + 1,) within a node and beyond it."""
+        """Return one job's costs on one type: of each allowed count within a node and across nodes, and of what it holds.
+
+        ``allowed`` (m + 1,): whether k GPUs are a configuration; up to ``node_size`` they stand on one node, beyond on
+        several. The cost is the goodput relative to one GPU of the slowest type, times ``restart_factor`` for a change,
+        to the power of the (negative) exponent. ``single_gpu_speedup``: of one GPU of that type.
+        """
         relative_goodput = on_type.speedup[:, : len(allowed)] / single_gpu_speedup
         with np.errstate(divide="ignore"):
             cost = (relative_goodput * restart_factor) ** self.exponent
             cost = np.where(allowed & (relative_goodput > 0), cost, np.inf)
             held_goodput = on_type.speedup[on_type.held_row, on_type.held] / single_gpu_speedup
             keep_cost = float(held_goodput**self.exponent) if on_type.held else np.inf
+        # What does not fit within a node; and across nodes, what would.
         cost[0, node_size + 1 :] = np.inf
         cost[1, : node_size + 1] = np.inf
         return JobCosts(within=cost[0], across=cost[1], base=job.allocation if on_type.held else (), keep=keep_cost)
