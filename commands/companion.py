@@ -63,6 +63,7 @@ def companion(
             raise InputError("--output", "is missing", "say where the database goes: -o plans.db")
         document["built"] = _build_database(source, output, devices_file, allow_code, remarks)
         source = output
+    # A database is there already.
     elif output is not None or devices_file is not None:
         option = "--devices-file" if output is None else "--output"
         raise InputError(option, "is for making a database from a job", "leave it out")

@@ -101,14 +101,14 @@ def runs_of(frame: pd.DataFrame) -> pd.Series[Any]:
     if named.any() or not {"rank", "step"} <= set(frame.columns):
         return pd.Series(pd.factorize(named)[0], frame.index)
     step, rank = (pd.to_numeric(frame[name], errors="coerce") for name in ("step", "rank"))
-    begins = step.groupby(rank, dropna=False).diff() < 0
-    after = begins.groupby(rank, dropna=False).cumsum()
+    is_first_of_run = step.groupby(rank, dropna=False).diff() < 0
+    runs_begun = is_first_of_run.groupby(rank, dropna=False).cumsum()
     # Counted back from each rank's last run, which is 0: ranks may have missed earlier ones.
-    number: pd.Series[Any] = after - after.groupby(rank, dropna=False).transform("max")
+    run_number: pd.Series[Any] = runs_begun - runs_begun.groupby(rank, dropna=False).transform("max")
     if "world_size" in frame.columns:
-        size = pd.to_numeric(frame["world_size"], errors="coerce")
-        number -= size != size.iloc[-1]
-    return number.sub(number.min())
+        world_sizes = pd.to_numeric(frame["world_size"], errors="coerce")
+        run_number -= world_sizes != world_sizes.iloc[-1]
+    return run_number.sub(run_number.min())
 
 
 def last_run(frame: pd.DataFrame, where: str, tell: Tell) -> pd.DataFrame:

@@ -349,7 +349,8 @@ class SimulatedJob:
         """Return believed goodput (2, most + 1): row 0 on one node, row 1 across nodes; column k on k replicas.
 
         In samples per second; column 0 is 0, and so is one replica across nodes. None before anything was seen on this
-        type (by default the cluster's first). What was seen on one GPU only scales as on the type that it knows best.
+        type (None: the cluster's first). A type on which only single GPUs were seen is taken to scale as the type that
+        is known best.
         """
         name = gpu_type or self.cluster.gpu_types[0]
         gradient, types_seen = self.gradient, self.beliefs.types

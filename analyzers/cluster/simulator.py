@@ -231,6 +231,7 @@ class _Run:
             if self.options.react and self.waiting:
                 now_s = min(now_s, max(self.waiting[-1].spec.submit_s, last_s))
             end_s = self._next_epoch_end()
+            # A change of nodes comes first: before the next round and the next end of an epoch.
             if self.nodes is not None and self.nodes.next_s() <= now_s and self.nodes.next_s() < end_s:
                 now_s = self.nodes.next_s()
                 self._change_nodes(now_s)
@@ -246,6 +247,7 @@ class _Run:
                 # All epochs that end in this moment, before the policy looks.
                 while self._next_epoch_end() == end_s:
                     finished |= self._end_epoch(end_s)
+                # Only a job that ended brings a round between the intervals.
                 if not (finished and self.options.react and self.active):
                     continue
                 now_s = end_s
