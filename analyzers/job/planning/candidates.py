@@ -159,8 +159,9 @@ class Candidates:
     def _in_groups(self, problem: Problem, base: Candidate | None = None) -> list[Candidate]:
         """Return the best plan of each size of groups of devices that hold a replica between them.
 
-        Groups by tensors lie within a node. Stages of a pipeline are tried where ``base``, the best plan of single devices,
-        waits for the network or leaves devices of its types out, and where nothing else fits: of the fewest stages then.
+        Groups by tensors lie within a node. Stages of a pipeline are tried between nodes where ``base``, the best plan of
+        single devices, waits for the network or leaves devices of its types out, and where there is none (None); where nothing
+        fits even then, within a node as well, of the fewest stages.
         """
         layouts = self.model.layouts
         if layouts is None:
@@ -171,7 +172,7 @@ class Candidates:
         nodes = -(-devices // per_node)
         tried = [(tensor, 1) for tensor in tensors]
         offered = {device.name: device.count for device in problem.devices}
-        if base is not None and (
+        if base is None or (
             _waits(base.option) or any(count < offered[name] for name, count in base.option.devices.items())
         ):
             tried += [(t, 2**power) for power in range(1, nodes.bit_length()) for t in {1, *tensors[-1:]}]

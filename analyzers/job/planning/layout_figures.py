@@ -222,7 +222,8 @@ class LayoutFigures:
 
     def _busy_s(self, timed: _Timed, sharding: Sharding, passes: int) -> float:
         """Return the seconds for which a device of each stage computes in a step, its update included, on average."""
-        sums_s = (passes - 1) * own_sum_s(timed.graph, sharding)
+        # The backward passes of a group's step hold its sums already.
+        sums_s = (passes - 1) * own_sum_s(timed.graph, sharding) if self.degrees.gpus == 1 else 0.0
         return (passes * timed.program.compute_s + sums_s + timed.own_update_s(sharding)) / self.degrees.pipeline
 
     def _work(self, sharding: Sharding) -> WorkCurve:
@@ -550,15 +551,18 @@ class LayoutFigures:
 
     def _too_large(self, used: Mapping[str, int], sharding: Sharding, recompute: str) -> LayoutCandidate:
         """Return a layout too large for one sample per device, with the bytes that the smallest device lacks."""
+        usable_bytes = min(self.kinds[name].usable_bytes for name in used)
         needed_bytes = self._peak(sharding, recompute, 1)
+        if needed_bytes <= usable_bytes:  # one sample fits, but not beside the sum of the passes before it
+            needed_bytes = self._peak(replace(sharding, sums=True), recompute, 1)
         layout = Layout(
             devices=dict(used),
             **self._shape(sharding, sum(used.values())),
-            checkpointing=cast(Checkpointing, recompute),
+            checkpointing=recompute if recompute in WAYS else "chosen",
             local_batch_sizes=dict.fromkeys(used, 1),
             passes=1,
             memory_bytes=dict.fromkeys(used, needed_bytes),
-            missing_bytes=needed_bytes - min(self.kinds[name].usable_bytes for name in used),
+            missing_bytes=needed_bytes - usable_bytes,
         )
         return LayoutCandidate(layout=layout, sharding=sharding, recompute=recompute)
 

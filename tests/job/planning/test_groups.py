@@ -161,7 +161,8 @@ def test_behind_a_slow_network_stages_are_best_and_say_so() -> None:
     assert picked.group is not None
     assert picked.group.pipeline > 1
     assert plan.group == picked.group
-    assert picked.iteration_s < min(option.iteration_s for option in plan.decision.options if option.group is None)
+    single_s = (option.iteration_s for option in plan.decision.options if option.group is None)
+    assert picked.iteration_s < min(single_s, default=math.inf)  # where the sum of several passes' gradients fits
     assert sum(row.devices for row in plan.assignments) * plan.group.size == sum(picked.devices.values())
     assert "stages of a pipeline" in plan.decision.words[1]
 
