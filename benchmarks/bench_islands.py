@@ -35,7 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddltool import runtime
 from ddltool.analyzers.answers.reporting.charts import drawn
 from ddltool.analyzers.answers.reporting.figures import Line, Lines
-from ddltool.analyzers.job.barriers.islands import Exchange, Rounds
+from ddltool.analyzers.job.barriers.islands import FragmentExchange, Rounds
 from ddltool.links import Link
 
 EVERY = (1, 8, 64)
@@ -127,7 +127,7 @@ def predicted_s(case: dict[str, int], mbit: float, step_s: float) -> float:
     """Return the seconds of an inner step with outer steps over a link of ``mbit``."""
     fragments, bits = case.get("fragments", 1), case.get("bits", 32)
     between = Link(kind="plain", bytes_per_s=mbit * 1e6 / 8 * PAYLOAD, latency_s=0.0)
-    exchange = Exchange(elements=PARAMETERS, islands=2, link=between, bits=bits, fragments=fragments)
+    exchange = FragmentExchange(elements=PARAMETERS, islands=2, link=between, bits=bits, fragments=fragments)
     every = case["every"]
     rounds = Rounds(
         step_s=[step_s] * 2,

@@ -6,7 +6,7 @@ import numpy as np
 
 from ddltool.analyzers.answers.reporting.figures import Line, Lines
 from ddltool.analyzers.answers.reporting.section import Column, Section, Verdict, pictured, tabled
-from ddltool.analyzers.job.barriers.islands import Exchange, Rounds
+from ddltool.analyzers.job.barriers.islands import FragmentExchange, Rounds
 from ddltool.island_results import IslandsPlan, OuterRow, PublishedLoss, Way
 from ddltool.links import Link
 from ddltool.units import counted, faster_than, show_bytes, show_rate, show_seconds
@@ -143,7 +143,7 @@ def _figure(plan: IslandsPlan) -> Lines:
         made = sum(taken * one.samples for taken, one in zip(row.inner_steps, plan.islands, strict=True))
         seconds = []
         for rate in rates:
-            exchange = Exchange(
+            exchange = FragmentExchange(
                 elements=plan.parameters,
                 islands=len(plan.islands),
                 link=Link(kind="plain", bytes_per_s=float(rate), latency_s=plan.link_latency_s),

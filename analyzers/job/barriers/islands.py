@@ -23,7 +23,7 @@ _FIRST, _LAST = 16, 48
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Exchange:
+class FragmentExchange:
     """What islands send each other: so many numbers of so many bits, in fragments of one size, over one link.
 
     ``link``: of one island to the others, one way. Numbers of few bits are summed where they are received and sent on

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ddltool.analyzers.job.balancing.minmax import DeviceCurves, spread
-from ddltool.analyzers.job.barriers.islands import Exchange, Rounds
+from ddltool.analyzers.job.barriers.islands import FragmentExchange, Rounds
 from ddltool.analyzers.job.barriers.outer_losses import published
 from ddltool.analyzers.job.planning.job_inputs import job_of, read_with_specs, trained_numbers
 from ddltool.analyzers.job.planning.options import PlanOptions
@@ -114,7 +114,7 @@ def plan_islands(
     with stage("planning islands", 2 * len(texts) + 1) as advance:
         planner = _Planner(source, texts, model, options, advance)
         elements, reads_tokens = trained_numbers(planner.job(texts[0], shares[0]))
-        exchange = Exchange(
+        exchange = FragmentExchange(
             elements=elements, islands=len(texts), link=between, bits=outer.bits, fragments=outer.fragments
         )
         # what cannot be is said before anything is planned
@@ -247,7 +247,7 @@ def _total(plan: Plan) -> int:
 class _Compared:
     """Islands with their samples and the seconds of an inner step; ``step_by_speed_s`` with samples by speed, None: alike."""
 
-    exchange: Exchange
+    exchange: FragmentExchange
     shares: Sequence[int]
     step_s: Sequence[float]
     step_by_speed_s: Sequence[float] | None

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddltool.analyzers.job.barriers.islands import Exchange, Rounds
+from ddltool.analyzers.job.barriers.islands import FragmentExchange, Rounds
 from ddltool.analyzers.job.barriers.outer_losses import MEASURED, published
 from ddltool.errors import InputError
 from ddltool.links import Link
@@ -107,21 +107,24 @@ def test_rounds_by_hand() -> None:
 
 def test_bytes_by_hand() -> None:
     """A hundred numbers of 32 bits: two islands send each other all of them, four a ring's 2 x 3/4."""
-    assert Exchange(elements=100, islands=2, link=link(100)).sent_bytes == 400
-    assert Exchange(elements=100, islands=4, link=link(100)).sent_bytes == 600
-    assert Exchange(elements=100, islands=2, link=link(100), bits=4).sent_bytes == 50
-    two = Exchange(elements=100, islands=2, link=link(100, 0.25), fragments=2)
+    assert FragmentExchange(elements=100, islands=2, link=link(100)).sent_bytes == 400
+    assert FragmentExchange(elements=100, islands=4, link=link(100)).sent_bytes == 600
+    assert FragmentExchange(elements=100, islands=2, link=link(100), bits=4).sent_bytes == 50
+    two = FragmentExchange(elements=100, islands=2, link=link(100, 0.25), fragments=2)
     assert two.fragment_s == pytest.approx(2 + 2 * 0.25)
-    assert Exchange(elements=100, islands=4, link=link(100)).fragment_s == pytest.approx(6)
+    assert FragmentExchange(elements=100, islands=4, link=link(100)).fragment_s == pytest.approx(6)
 
 
 def test_published_savings_of_communication() -> None:
     """DiLoCo's 500 times fewer exchanges of the same bytes; Streaming DiLoCo's 400 times fewer bits than bfloat16 gradients."""
-    inner = {"step_s": [0.1] * 8, "fragment_s": Exchange(elements=150_000_000, islands=8, link=link(1e9)).fragment_s}
+    inner = {
+        "step_s": [0.1] * 8,
+        "fragment_s": FragmentExchange(elements=150_000_000, islands=8, link=link(1e9)).fragment_s,
+    }
     each, diloco = (Rounds(**inner, every=[every] * 8).starts_s(rounds) for every, rounds in ((1, 1000), (500, 2)))
     assert len(each) / len(diloco) == 500  # exchanges of as many bytes in 1,000 steps
-    every_step = Exchange(elements=10**9, islands=2, link=link(1e9), bits=16)
-    streamed = Exchange(elements=10**9, islands=2, link=link(1e9), bits=4, fragments=8)
+    every_step = FragmentExchange(elements=10**9, islands=2, link=link(1e9), bits=16)
+    streamed = FragmentExchange(elements=10**9, islands=2, link=link(1e9), bits=4, fragments=8)
     assert 100 * every_step.sent_bytes / streamed.sent_bytes == 400
     # Table 1 of arXiv 2501.18512, 25 billion tokens: 441 TB in all and 1.10 TB
     assert every_step.sent_bytes / (streamed.sent_bytes / 100) == pytest.approx(441 / 1.10, rel=0.01)
@@ -147,7 +150,7 @@ def test_published_bandwidths_for_a_share_of_computation() -> None:
     for (elements, step_s), rows in TABLE_6.items():
         for every, printed in rows.items():
             for share, gbit in zip((0.5, 0.8, 0.9, 0.95), printed, strict=True):
-                exchange = Exchange(elements=int(elements), islands=2, link=link(gbit * 1e9 / 8), bits=16)
+                exchange = FragmentExchange(elements=int(elements), islands=2, link=link(gbit * 1e9 / 8), bits=16)
                 exposed_s = every * step_s * (1 - share) / share
                 ratio = exchange.fragment_s / (exposed_s + step_s * 2 / 3)  # of the rate that we would need
                 faster = replace(exchange, link=link(ratio * gbit * 1e9 / 8))
@@ -190,9 +193,12 @@ def test_published_losses_are_those_of_like_settings() -> None:
             lambda: Rounds(step_s=[1.0], every=[3], fragment_s=1.0, overlap=3),
             "overlap: is 3 inner steps, of 3 between outer steps; give 0 to 2",
         ),
-        (lambda: Exchange(elements=5, islands=2, link=link(1), bits=5), "outer_bits: is 5; give 4, 8, 16 or 32"),
         (
-            lambda: Exchange(elements=5, islands=2, link=link(1), fragments=6),
+            lambda: FragmentExchange(elements=5, islands=2, link=link(1), bits=5),
+            "outer_bits: is 5; give 4, 8, 16 or 32",
+        ),
+        (
+            lambda: FragmentExchange(elements=5, islands=2, link=link(1), fragments=6),
             "fragments: are 6, of 5 parameters; give at least 1, and no more than there are parameters",
         ),
     ],

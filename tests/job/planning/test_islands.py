@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import ddltool as dt
-from ddltool.analyzers.job.barriers.islands import Exchange, Rounds
+from ddltool.analyzers.job.barriers.islands import FragmentExchange, Rounds
 from ddltool.analyzers.job.planning.islands import _shared, island_texts, link_of
 from ddltool.errors import InputError
 from ddltool.island_results import IslandsPlan
@@ -27,7 +27,7 @@ def by_hand(
 ) -> float:
     """Seconds of a total batch: a round's, by the samples that all islands make in it."""
     between = Link(kind="plain", bytes_per_s=plan.link_bytes_per_s, latency_s=plan.link_latency_s)
-    exchange = Exchange(elements=plan.parameters, islands=2, link=between, bits=bits, fragments=fragments)
+    exchange = FragmentExchange(elements=plan.parameters, islands=2, link=between, bits=bits, fragments=fragments)
     rounds = Rounds(step_s=step_s, every=every, fragment_s=exchange.fragment_s, fragments=fragments, overlap=overlap)
     made = sum(steps * one.samples for steps, one in zip(every, plan.islands, strict=True))
     return rounds.round_s * plan.total_batch / made
