@@ -386,9 +386,8 @@ def plan(
         return complete(solve(strategy, one, job_file, options), one, job_file, options)
 
     if len(jobs) > 1:
-        candidates = [known_of(one) for one in jobs]
-        result = best_of(candidates, planned, replace(goal, step_samples=known_job.max_workers * known_job.batch_size))
-        known_job = next(one for one in candidates if result.run is None or _numerics(one) == _numerics(result.run))
+        step_samples = known_job.max_workers * known_job.batch_size
+        known_job, result = best_of([known_of(one) for one in jobs], planned, replace(goal, step_samples=step_samples))
     else:
         result = planned(known_job)
     if save_job is not None:
@@ -469,10 +468,6 @@ def _demand_length(goal: Goal) -> None:
         if limit < math.inf and goal.samples is None:
             problem = "limits a whole run, and how long that is nobody says"
             raise InputError(option, problem, "give --samples or --tokens")
-
-
-def _numerics(job: Any) -> tuple[Any, ...]:
-    return precision_name(job.precision), job.optimizer, job.lora
 
 
 def _named(job: Job, folder: Path) -> list[Path]:

@@ -336,6 +336,7 @@ def _choices(plan: Plan, decision: Decision) -> list[_Choice]:
     samples = float(plan.max_workers * plan.batch_size)
 
     def of_option(option: Option, remark: str) -> _Choice:
+        """Return the row of a compared option; ``remark``: what the last column says of it."""
         layout = next((candidate for candidate in decision.layouts if _is_of(candidate, option)), None)
         how, checkpointing = _HOW[option.strategy], ""
         how = how.partition(" (")[0] if decision.layouts else how

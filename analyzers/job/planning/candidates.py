@@ -280,6 +280,10 @@ class Candidates:
         bounds = Bounds(self.model, self.goal, problem, name)
 
         def evaluate_counts(counts: Counts, best_value: float) -> tuple[float, Candidate] | None:
+            """Return the value and plan of so many devices of each type.
+
+            None where it is infeasible, leaves some of them out, or can be no better than ``best_value``.
+            """
             if bounds(counts, counts) >= best_value:
                 return None
             try:

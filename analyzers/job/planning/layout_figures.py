@@ -373,20 +373,17 @@ class LayoutFigures:
         One pass holds more samples than one of several, which keep the sum of their gradients. ``equal``: every device takes
         as many samples. None where not even one sample fits.
         """
+        sharding = replace(sharding, sums=sharding.sums or least > 1)
         devices = sum(used.values())
-        for sums in (False, True) if least == 1 else (True,):
-            summing = replace(sharding, sums=sums)
-            limits = {
-                name: self._most_samples(summing, recompute, name, 2 * -(-self.total // devices)) for name in used
-            }
-            if min(limits.values()) < 1:
-                return None
-            passes = max(least, -(-self.total // sum(count * limits[name] for name, count in used.items())))
-            if equal:
-                passes = max(passes, math.ceil(math.ceil(self.total / devices) / min(limits.values())))
-            if sums or passes == 1:
-                return passes, limits
-        return None
+        limits = {name: self._most_samples(sharding, recompute, name, 2 * -(-self.total // devices)) for name in used}
+        if min(limits.values()) < 1:
+            return None
+        passes = max(least, -(-self.total // sum(count * limits[name] for name, count in used.items())))
+        if equal:
+            passes = max(passes, math.ceil(math.ceil(self.total / devices) / min(limits.values())))
+        if passes > 1 and not sharding.sums:
+            return self._fewest_passes(used, replace(sharding, sums=True), recompute, equal, least)
+        return passes, limits
 
     def _passes(self, fewest: int, devices: int, unequal: bool) -> list[int]:
         """Return the numbers of passes to try; stages of a pipeline wait the less for each other the more there are."""
@@ -469,6 +466,7 @@ class LayoutFigures:
         hourly_price = sum(count * (price or 0.0) for count, price in zip(used.values(), prices, strict=True))
 
         def make_layout(step_s: float, **fields: Any) -> Layout:
+            """Return the layout with a step of ``step_s`` seconds and further ``fields``."""
             return Layout(
                 devices=dict(used),
                 **self._shape(sharding, sum(used.values())),

@@ -100,6 +100,7 @@ class Layouts(LayoutFigures):
         start_counts += [tuple(row) for row in np.diag(node_sizes).tolist()]
 
         def best_on(counts: Counts, best_value: float) -> tuple[float, list[LayoutCandidate]] | None:
+            """Return the best value on so many devices of each type, and its layouts; None: none is below ``best_value``."""
             # Of all devices every layout is shown; of fewer what could be better, or simpler and as good as that.
             value_limit = best_value if counts != all_counts else math.inf
             if self._lower_bound(problem, counts, counts, goal) >= value_limit:

@@ -36,52 +36,48 @@ def combinations(
     return found
 
 
-def best_of(jobs: Sequence[Job], planned: Callable[[Job], Plan], goal: Goal) -> Plan:
-    """Return the best plan of jobs that differ in their numerics, with what each of them would bring in its decision.
+def best_of(jobs: Sequence[Job], planned: Callable[[Job], Plan], goal: Goal) -> tuple[Job, Plan]:
+    """Return of jobs that differ in their numerics the best and its plan, with what each would bring in its decision.
 
     Better is what the goal says; one that is less than ``LEAST_GAIN`` better than one named before it is not. Raises
     Infeasible, the first job's, where none has a plan.
     """
-    plans: list[Plan | None] = []
-    refusals: list[Infeasible | None] = []
+    outcomes: list[Plan | Infeasible] = []
     for job in jobs:
         try:
-            plans.append(planned(job))
-            refusals.append(None)
+            outcomes.append(planned(job))
         except Infeasible as error:
-            plans.append(None)
-            refusals.append(error)
-    costs = [math.inf if plan is None else _cost(plan, goal) for plan in plans]
+            outcomes.append(error)
+    costs = [_cost(outcome, goal) if isinstance(outcome, Plan) else math.inf for outcome in outcomes]
     best = 0
     for place, cost in enumerate(costs):
-        if plans[best] is None or cost < costs[best] * (1 - LEAST_GAIN):
+        if isinstance(outcomes[best], Infeasible) or cost < costs[best] * (1 - LEAST_GAIN):
             best = place
-    plan = plans[best]
-    if plan is None:
-        first = refusals[0]
-        assert first is not None
+    plan = outcomes[best]
+    if isinstance(plan, Infeasible):
+        first = outcomes[0]
+        assert isinstance(first, Infeasible)
         raise first
-    names = list(_names(jobs))
-    rows = []
-    for place in sorted(range(len(jobs)), key=lambda each: (each != best, costs[each])):
-        option = _option(plans[place])
-        rows.append(
-            Named(
-                name=names[place],
-                option=option,
-                saves=0.0 if math.isinf(costs[place]) else 1 - costs[best] / costs[place],
-                why_not="" if refusals[place] is None else str(refusals[place]).split("; ")[0],
-            )
-        )
     if plan.decision is None:
-        return plan
+        return jobs[best], plan
+    names = list(_names(jobs))
+    rows = [
+        Named(
+            name=names[place],
+            option=_option(outcome) if isinstance(outcome, Plan) else None,
+            saves=0.0 if math.isinf(costs[place]) else 1 - costs[best] / costs[place],
+            why_not=str(outcome).split("; ")[0] if isinstance(outcome, Infeasible) else "",
+        )
+        for place, outcome in sorted(enumerate(outcomes), key=lambda each: (each[0] != best, costs[each[0]]))
+    ]
     words = [*plan.decision.words, _sentence(rows, goal)]
-    return plan.model_copy(update={"decision": plan.decision.model_copy(update={"words": words, "named": rows})})
+    decision = plan.decision.model_copy(update={"words": words, "named": rows})
+    return jobs[best], plan.model_copy(update={"decision": decision})
 
 
-def _option(plan: Plan | None) -> Option | None:
-    """Return the picked option of a plan."""
-    if plan is None or plan.decision is None:
+def _option(plan: Plan) -> Option | None:
+    """Return the picked option of a plan; None: it was made without a comparison."""
+    if plan.decision is None:
         return None
     picked = [option for option in plan.decision.options if not option.why_not]
     return (picked or plan.decision.options)[0]

@@ -56,7 +56,7 @@ def plan_of(step_s: float, price: float | None = None) -> Plan:
 def test_the_fastest_of_the_named_is_picked_and_each_has_its_figures() -> None:
     steps_s = {"bf16": 1.0, "fp8": 0.72}
     jobs = [job(precision=name) for name in steps_s]
-    plan = best_of(jobs, lambda one: plan_of(steps_s[one.precision]), Goal())
+    _, plan = best_of(jobs, lambda one: plan_of(steps_s[one.precision]), Goal())
     assert plan.iteration_s == 0.72
     assert plan.decision is not None
     assert [(row.name, row.saves) for row in plan.decision.named] == [("fp8", 0.0), ("bf16", pytest.approx(0.28))]
@@ -66,14 +66,14 @@ def test_the_fastest_of_the_named_is_picked_and_each_has_its_figures() -> None:
 def test_a_gain_too_small_to_change_anything_keeps_the_first() -> None:
     steps_s = {"adamw": 1.0, "adamw-8bit": 0.99}
     jobs = [job(optimizer=name) for name in steps_s]
-    plan = best_of(jobs, lambda one: plan_of(steps_s[one.optimizer]), Goal())
+    _, plan = best_of(jobs, lambda one: plan_of(steps_s[one.optimizer]), Goal())
     assert plan.iteration_s == 1.0
 
 
 def test_the_cheapest_is_picked_by_price() -> None:
     figures = {"bf16": (1.0, 1e-6), "fp8": (0.7, 2e-6)}
     jobs = [job(precision=name) for name in figures]
-    plan = best_of(jobs, lambda one: plan_of(*figures[one.precision]), Goal(objective="cheapest", step_samples=8))
+    _, plan = best_of(jobs, lambda one: plan_of(*figures[one.precision]), Goal(objective="cheapest", step_samples=8))
     assert plan.iteration_s == 1.0
 
 
@@ -83,7 +83,7 @@ def test_what_does_not_fit_is_listed_and_why() -> None:
             raise Infeasible("memory: 3.0 GiB missing; it would fit on 2 H100")
         return plan_of(1.0)
 
-    plan = best_of([job(), job(lora=16)], planned, Goal())
+    _, plan = best_of([job(), job(lora=16)], planned, Goal())
     assert plan.decision is not None
     assert [(row.name, row.why_not) for row in plan.decision.named] == [
         ("LoRA 16", ""),
