@@ -1,21 +1,26 @@
-"""Measure training steps on this machine's GPU, as rows for the truth table: what `calibrate.py` reads and judges.
+"""Measure training steps on this machine's GPU, and what `ddltool predict` says of them.
 
-    python benchmarks/measure_gpu.py rows.csv [--models 20] [--steps 20] [--device cuda]
+    python benchmarks/measure_gpu.py measure rows.csv [--kernels kernels.json] [--device cuda] [--only gpt2]
+    python benchmarks/measure_gpu.py compare rows.csv
 
-Twenty models of timm, transformers and torch, at two batch sizes each, in float32, TF32, under autocast, and all in
-bfloat16; images channels first and last. Each step is timed by CUDA events after a warm-up; the median of ``--steps``
-steps counts. Rows are appended as they are made, so that an interrupted run is a shorter one. Start at :func:`main`.
+Each case is a step that `predict` can be asked for: the same source, batch, precision, optimizer and layout. Steps are
+timed by CUDA events after a warm-up, on random inputs; the median counts. Rows are appended as they are made, so that an
+interrupted run is a shorter one. ``--kernels``: the kernels of one more step of each case, by op and shapes. ``compare``
+needs no GPU. Start at :func:`main`.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import gc
+import json
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,146 +29,143 @@ import torch
 from torch import Tensor, nn
 
 from ddltool.analyzers.step.tracing.sources import resolve_step
-from ddltool.analyzers.step.tracing.step import TrainingStep, default_loss, with_batch_size
+from ddltool.analyzers.step.tracing.step import called
 from ddltool.errors import DdlToolError, one_line
+from ddltool.runtime.measuring.training import prepared, updates
 
-# The truth table's.
-# fmt: off
-COLUMNS = [
-    "source", "file", "commit", "model", "params_m", "gpu", "gpus", "nodes", "batch_per_gpu",
-    "global_batch", "grad_accum", "seq_len_or_img", "precision", "strategy", "act_ckpt", "compiled", "step_time_ms",
-    "throughput", "unit", "scope", "memory_gib", "flag", "note",
-]
-# fmt: on
-WARM_UP = 5
-# A spread of the middle half above this share of the median is told in the row's flag.
+WARM_UP = 4
+# A spread of the middle half above this share of the median is told in the row.
 STEADY = 0.1
-LENGTH = 128
+GPU_MODELS = Path(__file__).with_name("gpu_models.py")
 
 
-class Perceptron(nn.Module):
-    """Eight layers of 2048: nothing but matrix products."""
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A step, by the options of ``ddltool predict``."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(part for _ in range(8) for part in (nn.Linear(2048, 2048), nn.ReLU())))
+    source: str
+    batch_size: int
+    sequence_length: int | None = None
+    precision: str = "bf16"
+    optimizer: str = "adamw"
+    attention: str | None = None
+    checkpointing: str = "none"
+    channels_last: bool = False
+    compile: bool = False
 
-    def forward(self, rows: Tensor) -> Tensor:
-        """Return (batch, 2048)."""
-        made: Tensor = self.layers(rows)
-        return made
-
-
-class Recurrent(nn.Module):
-    """Two LSTM layers of 512 over 35 words, with a vocabulary of 10,000."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.classes = nn.Embedding(10_000, 512), nn.Linear(512, 10_000)
-        self.layers = nn.LSTM(512, 512, 2, batch_first=True)
-
-    def forward(self, words: Tensor) -> Tensor:
-        """Return (batch, 35, 10000)."""
-        made: Tensor = self.classes(self.layers(self.embedding(words))[0])
-        return made
+    def options(self) -> list[str]:
+        """Return the arguments of ``ddltool predict`` for this step, without its device."""
+        source = f"{GPU_MODELS}:{self.source}" if ":" not in self.source else self.source
+        made = [source, "--batch-sizes", str(self.batch_size), "--precision", self.precision]
+        made += ["--optimizer", self.optimizer, "--checkpointing", self.checkpointing]
+        for name in ("sequence_length", "attention"):
+            if getattr(self, name) is not None:
+                made += [f"--{name.replace('_', '-')}", str(getattr(self, name))]
+        return made + [f"--{name.replace('_', '-')}" for name in ("channels_last", "compile") if getattr(self, name)]
 
 
-class Encoder(nn.Module):
-    """Six of torch's own transformer layers of 512."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(512, 8, 2048, batch_first=True)
-        self.layers = nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
-
-    def forward(self, rows: Tensor) -> Tensor:
-        """Return (batch, 128, 512)."""
-        made: Tensor = self.layers(rows)
-        return made
+def text(source: str, batch_size: int, sequence_length: int, *changes: dict[str, Any]) -> Iterator[Case]:
+    """Yield a language model's step under bfloat16's autocast, and that step with each of some changes."""
+    for change in ({}, *changes):
+        given = {"batch_size": batch_size, "sequence_length": sequence_length, **change}
+        yield Case(source=f"transformers:{source}", **given)
 
 
-def _own(module: Callable[[], nn.Module], example: Callable[[], Tensor]) -> Callable[[], TrainingStep]:
-    return lambda: TrainingStep(name=module.__name__.lower(), module=module(), inputs=(example(),), loss=default_loss)
+def images(source: str, batch_size: int, *changes: dict[str, Any]) -> Iterator[Case]:
+    """Yield an image model's step under autocast in channels_last with momentum, and that step with each of some changes."""
+    for change in ({}, *changes):
+        given = {"batch_size": batch_size, "optimizer": "momentum", "channels_last": True, **change}
+        yield Case(source=f"timm:{source}", **given)
 
 
-def _source(name: str) -> Callable[[], TrainingStep]:
-    return lambda: resolve_step(name, sequence_length=LENGTH if name.startswith("transformers:") else None)
+PURE, COMPILED, FULL = {"precision": "bf16-pure"}, {"compile": True}, {"checkpointing": "full"}
+FLOAT, FIRST = {"precision": "fp32", "channels_last": False}, {"channels_last": False}
+CASES: tuple[Case, ...] = (
+    *text("gpt2", 16, 1024, PURE, {"attention": "eager", "batch_size": 8}, {"optimizer": "foreach-adamw"},
+          {"precision": "tf32"}, {"precision": "fp32", "batch_size": 4}, {"batch_size": 2}, COMPILED),
+    *text("meta-llama/Llama-3.2-1B", 4, 2048, PURE, FULL, PURE | FULL, {"batch_size": 1, **PURE}, PURE | COMPILED),
+    *text("Qwen/Qwen2.5-0.5B", 8, 1024, PURE, COMPILED),
+    *text("HuggingFaceTB/SmolLM2-135M", 16, 1024),
+    *text("TinyLlama/TinyLlama-1.1B-Chat-v1.0", 4, 2048, PURE),
+    *text("meta-llama/Llama-3.2-3B", 2, 4096, PURE), *text("Qwen/Qwen3-0.6B", 8, 1024, PURE),
+    *text("bert", 32, 512, {"precision": "fp16"}, {"precision": "fp32", "batch_size": 8},
+          {"batch_size": 128, "sequence_length": 128}),
+    *text("t5", 32, 512, COMPILED), *text("distilbert", 64, 256), *text("albert", 32, 256), *text("opt", 8, 1024),
+    *text("bart", 8, 512), *text("deberta-v2", 8, 256), *text("whisper", 8, 128),
+    *images("resnet50", 256, FIRST, FLOAT | {"batch_size": 128}, {"batch_size": 32}, {"precision": "fp16"}, COMPILED),
+    *images("vit_base_patch16_224", 128, FLOAT | {"batch_size": 32}, {"optimizer": "adamw", "precision": "bf16-pure"},
+            FIRST | COMPILED),
+    *images("convnext_tiny", 128, FIRST), *images("swin_tiny_patch4_window7_224", 128),
+    *images("efficientnet_b0", 256), *images("mobilenetv3_large_100", 512), *images("regnety_016", 256),
+    *images("densenet121", 128), *images("resnext50_32x4d", 128), *images("vgg16", 128), *images("maxvit_tiny_tf_224", 64),
+    *images("coatnet_0_rw_224", 64), *images("mixer_b16_224", 128), *images("resnet18", 512, FLOAT),
+    Case(source="perceptron", batch_size=8192), Case(source="perceptron", batch_size=8192, precision="tf32"),
+    Case(source="recurrent", batch_size=128, precision="fp32"), Case(source="encoder", batch_size=256),
+    Case(source="unet", batch_size=16), Case(source="unet", batch_size=16, channels_last=True),
+)  # fmt: skip
 
 
-# Name, what makes it, image size or length, and the two batch sizes; the smallest first, for a short run.
-MODELS: tuple[tuple[str, Callable[[], TrainingStep], int, tuple[int, int]], ...] = (
-    ("perceptron", _own(Perceptron, lambda: torch.zeros(1, 2048)), 2048, (256, 4096)),
-    ("recurrent", _own(Recurrent, lambda: torch.zeros(1, 35, dtype=torch.long)), 35, (16, 128)),
-    ("encoder", _own(Encoder, lambda: torch.zeros(1, LENGTH, 512)), LENGTH, (8, 64)),
-    *(
-        (name, _source(f"timm:{name}"), size, batches)
-        for name, size, batches in (
-            ("resnet50", 224, (16, 64)),
-            ("resnet18", 224, (32, 128)),
-            ("resnext50_32x4d", 224, (16, 64)),
-            ("regnety_016", 224, (16, 64)),
-            ("densenet121", 224, (16, 64)),
-            ("vgg16", 224, (16, 64)),
-            ("mobilenetv3_large_100", 224, (32, 128)),
-            ("efficientnet_b0", 224, (16, 64)),
-            ("convnext_tiny", 224, (16, 64)),
-            ("vit_base_patch16_224", 224, (8, 32)),
-            ("swin_tiny_patch4_window7_224", 224, (8, 32)),
-        )
-    ),
-    *(
-        (name, _source(f"transformers:{name}"), LENGTH, (4, 32))
-        for name in ("bert", "gpt2", "t5", "distilbert", "albert", "opt")
-    ),
-)
-PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "bf16-pure")
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What a step took."""
+
+    step_ms: float
+    spread: float
+    """The middle half of the steps over their median."""
+    allocated_gib: float
+    reserved_gib: float
 
 
-@contextmanager
-def _numerics(precision: str, device: str) -> Iterator[None]:
-    """Run what is inside in a precision: TF32 in matrix products only where asked for, float16 or bfloat16 under autocast."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
-    try:
-        half = torch.float16 if precision == "fp16" else torch.bfloat16
-        with torch.autocast(device, dtype=half, enabled=precision in ("fp16", "bf16")):
-            yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
+class Running:
+    """A case's step on a device, ready to run. Raises whatever its model raises."""
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        source = f"{GPU_MODELS}:{case.source}" if ":" not in case.source else case.source
+        with device:
+            step = resolve_step(source, case.sequence_length, case.attention)
+        step = step.at_batch(case.batch_size)
+        inputs = tuple(_random(value, step.module) for value in step.inputs)
+        module, inputs, self._computing = prepared(step.module, inputs, case.precision, device)
+        if case.channels_last:
+            module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            inputs = tuple(_last(value) for value in inputs)
+        if case.checkpointing == "full":
+            module.gradient_checkpointing_enable()  # type: ignore[operator]
+        self._backward, self._update = updates(module, case.optimizer, case.precision, device)
+        run: Callable[..., Any] = torch.compile(module) if case.compile else module
+        self._loss = lambda: step.loss(called(run, inputs, step.keywords))
+
+    def __call__(self) -> None:
+        """Run one step: forward, loss, backward, update."""
+        with self._computing():
+            loss = self._loss()
+        self._backward(loss)
+        self._update()
 
 
-def _cast(value: Any, precision: str, channels_last: bool, device: str) -> Any:
+def _random(value: Any, module: nn.Module) -> Any:
+    """Return random numbers in place of an example's, which may be all alike: zeros need less power, and so less time."""
     if not isinstance(value, Tensor):
         return value
-    value = value.to(device, dtype=torch.bfloat16 if precision == "bf16-pure" and value.is_floating_point() else None)
-    return value.contiguous(memory_format=torch.channels_last) if channels_last and value.dim() == 4 else value
+    if value.is_floating_point():
+        return torch.randn_like(value)
+    tables = [part.num_embeddings for part in module.modules() if isinstance(part, nn.Embedding)]
+    is_tokens = value.dim() == 2 and value.dtype == torch.long and tables and bool((value > 1).any() or not value.any())
+    return torch.randint_like(value, 2, max(tables)) if is_tokens and max(tables) > 2 else value
 
 
-def measure(
-    step: TrainingStep, batch: int, precision: str, channels_last: bool, device: str, steps: int
-) -> tuple[list[float], float]:
-    """Return the seconds of each step (forward, loss, backward, SGD with momentum) and the peak memory in bytes."""
-    module = step.module.to(device).train()
-    if precision == "bf16-pure":
-        module = module.to(torch.bfloat16)
-    if channels_last:
-        module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    inputs = tuple(_cast(value, precision, channels_last, device) for value in with_batch_size(step.inputs, batch))
-    optimizer = torch.optim.SGD(module.parameters(), lr=1e-6, momentum=0.9)
-    scaler = torch.amp.GradScaler(device, enabled=precision == "fp16" and device == "cuda")
+def _last(value: Any) -> Any:
+    is_image = isinstance(value, Tensor) and value.dim() == 4
+    return value.contiguous(memory_format=torch.channels_last) if is_image else value
 
-    def once() -> None:
-        optimizer.zero_grad(set_to_none=True)
-        with _numerics(precision, device):
-            loss = step.loss(module(*inputs))
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
 
-    for _ in range(min(WARM_UP, steps)):
+def measure(once: Callable[[], None], device: torch.device, steps: int) -> Measured:
+    """Return what a step takes: the time of each of ``steps``, after a warm-up, and the peaks of memory."""
+    for _ in range(WARM_UP):
         once()
-    if device != "cuda":
-        return [_timed(once) for _ in range(steps)], 0.0
+    if device.type != "cuda":
+        times = [_timed(once) for _ in range(steps)]
+        return Measured(step_ms=1e3 * statistics.median(times), spread=0.0, allocated_gib=0.0, reserved_gib=0.0)
     torch.cuda.reset_peak_memory_stats()
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
     torch.cuda.synchronize()
@@ -172,8 +174,15 @@ def measure(
         once()
         mark.record()
     torch.cuda.synchronize()
-    times = [first.elapsed_time(second) / 1e3 for first, second in pairwise(marks)]
-    return times, float(torch.cuda.max_memory_allocated())
+    times = [first.elapsed_time(second) for first, second in pairwise(marks)]
+    median, quarters = statistics.median(times), statistics.quantiles(times, n=4)
+    allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    return Measured(
+        step_ms=median,
+        spread=(quarters[2] - quarters[0]) / median,
+        allocated_gib=allocated / 2**30,
+        reserved_gib=reserved / 2**30,
+    )
 
 
 def _timed(run: Callable[[], None]) -> float:
@@ -182,19 +191,24 @@ def _timed(run: Callable[[], None]) -> float:
     return time.perf_counter() - before
 
 
-def row_of(
-    name: str, size: int, batch: int, precision: str, layout: str, device: str, params: int
-) -> dict[str, object]:
-    """Return a row with everything but its times."""
-    gpu = torch.cuda.get_device_name() if device == "cuda" else "cpu"
-    note = f"{layout}; torch {torch.__version__}; sgd momentum"
-    return {
-        **dict.fromkeys(COLUMNS, ""),
-        **{"source": "ddltool", "file": "benchmarks/measure_gpu.py", "model": name, "params_m": f"{params / 1e6:.2f}"},
-        **{"gpu": gpu, "gpus": 1, "nodes": 1, "batch_per_gpu": batch, "global_batch": batch, "grad_accum": 1},
-        **{"seq_len_or_img": size, "precision": precision, "strategy": "single", "act_ckpt": 0, "compiled": 0},
-        **{"unit": "samples/s", "scope": "total", "note": note},
-    }
+def kernels(once: Callable[[], None]) -> list[list[Any]]:
+    """Return the kernels of one step: [op, shapes of its inputs, its kernels' names, calls, microseconds], longest first."""
+    kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=kinds, record_shapes=True) as profile:
+        once()
+        torch.cuda.synchronize()
+    calls: Counter[tuple[str, str, str]] = Counter()
+    spent_us: Counter[tuple[str, str, str]] = Counter()
+    for event in profile.events() or ():
+        if event.kernels:
+            names = " + ".join(kernel.name[:100] for kernel in event.kernels)
+            key = (event.name, str(event.input_shapes), names[:300])
+            calls[key] += 1
+            spent_us[key] += sum(kernel.duration for kernel in event.kernels)
+    return [[*key, calls[key], round(us, 1)] for key, us in spent_us.most_common()]
+
+
+COLUMNS = [*(field.name for field in fields(Case)), *(field.name for field in fields(Measured)), "gpu", "torch"]
 
 
 def append(path: Path, row: dict[str, object]) -> None:
@@ -215,49 +229,116 @@ def demand_rows(path: Path) -> None:
                 sys.exit(f"error: {path}: holds something else; give a new file, or one that this script made")
 
 
-def cases(models: int, device: str) -> Iterator[tuple[str, Callable[[], TrainingStep], int, int, str, bool]]:
-    """Yield what to measure: on a CPU each model's smaller batch in float32 alone."""
-    for name, make, size, batches in MODELS[:models]:
-        image = size >= 160 and name != "perceptron"
-        for precision in PRECISIONS if device == "cuda" else PRECISIONS[:1]:
-            for channels_last in (False, True) if image and device == "cuda" else (False,):
-                for batch in batches if device == "cuda" else batches[:1]:
-                    yield name, make, size, batch, precision, channels_last
-
-
-def main() -> None:
-    """Measure and append."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", type=Path, help="CSV file that rows are appended to")
-    parser.add_argument("--models", type=int, default=len(MODELS), help="only the first so many")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    given = parser.parse_args()
-    if given.device == "cuda" and not torch.cuda.is_available():
+def measure_all(given: argparse.Namespace) -> None:
+    """Measure the cases that the options name, and append their rows."""
+    device = torch.device(given.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
         sys.exit("error: torch sees no GPU here: run this on a machine with one, or try the script with --device cpu")
     demand_rows(given.rows)
-    for name, make, size, batch, precision, channels_last in cases(given.models, given.device):
-        layout = "channels_last" if channels_last else "channels_first"
-        label = f"{name}, batch {batch}, {precision}, {layout}"
+    gpu = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    began = time.monotonic()
+    for case in sorted(CASES, key=lambda case: case.compile):  # what compiles takes longest to begin
+        label = " ".join(case.options()).replace(f"{GPU_MODELS}:", "")
+        if (given.only and given.only not in label) or time.monotonic() - began > given.limit:
+            continue
+        once = None
         try:
-            step = make()
-            params = sum(value.numel() for value in step.module.parameters())
-            times, peak = measure(step, batch, precision, channels_last, given.device, given.steps)
-        except (DdlToolError, RuntimeError, NotImplementedError) as error:  # out of memory is a RuntimeError too
+            once = Running(case, device)
+            found = measure(once, device, given.steps)
+            append(given.rows, {**asdict(case), **asdict(found), "gpu": gpu, "torch": torch.__version__})
+            if given.kernels:
+                with given.kernels.open("a", encoding="utf-8") as lines:
+                    lines.write(json.dumps({"case": asdict(case), "kernels": kernels(once)}) + "\n")
+        except Exception as error:  # a model may fail in any way; the others are measured all the same
             print(f"{label}: not measured ({one_line(str(error))[:120]})", flush=True)
             continue
         finally:
-            step = None  # type: ignore[assignment]
-            if given.device == "cuda":
+            once = None
+            gc.collect()
+            if device.type == "cuda":
                 torch.cuda.empty_cache()
-        median = statistics.median(times)
-        quarters = statistics.quantiles(times, n=4) if len(times) > 1 else [median] * 3
-        unsteady = (quarters[2] - quarters[0]) / median > STEADY
-        row = row_of(name, size, batch, precision, layout, given.device, params)
-        row |= {"step_time_ms": f"{1e3 * median:.4g}", "throughput": f"{batch / median:.6g}"}
-        row |= {"memory_gib": f"{peak / 2**30:.3f}" if peak else "", "flag": "unsteady" if unsteady else ""}
-        append(given.rows, row)
-        print(f"{label}: {1e3 * median:.2f} ms{' (unsteady)' if unsteady else ''}", flush=True)
+        unsteady = " (unsteady)" if found.spread > STEADY else ""
+        print(f"{label}: {found.step_ms:.2f} ms{unsteady}, {found.allocated_gib:.2f} GiB", flush=True)
+
+
+def case_of(row: dict[str, str]) -> Case:
+    """Return the case of a row of a file."""
+    return Case(
+        source=row["source"],
+        batch_size=int(row["batch_size"]),
+        sequence_length=int(row["sequence_length"]) if row["sequence_length"] else None,
+        precision=row["precision"],
+        optimizer=row["optimizer"],
+        attention=row["attention"] or None,
+        checkpointing=row["checkpointing"],
+        channels_last=row["channels_last"] == "True",
+        compile=row["compile"] == "True",
+    )
+
+
+def compare(given: argparse.Namespace) -> None:
+    """Print each measured step beside its prediction: time, whether the range holds it, and the memory of its tensors."""
+    import ddltool
+
+    with given.rows.open(encoding="utf-8") as lines:
+        rows = [row for row in csv.DictReader(lines) if not given.only or given.only in str(row)]
+    ratios, memory, held = [], [], 0
+    print("predicted / measured: time, allocated GiB, reserved GiB")
+    for row in rows:
+        case = case_of(row)
+        setting = asdict(case)
+        source = setting.pop("source")
+        size = setting.pop("batch_size")
+        device = given.device_name or row["gpu"]
+        try:
+            result = ddltool.predict(
+                f"{GPU_MODELS}:{source}" if ":" not in source else source,
+                device=device, batch_sizes=[size], **setting,
+            )  # fmt: skip
+        except DdlToolError as error:
+            print(f"{' '.join(case.options())}: not predicted ({error})")
+            continue
+        made = result.rows[0]
+        ratio = 1e3 * made.step_time_s / float(row["step_ms"])
+        inside = 1e3 * made.predicted_low_s <= float(row["step_ms"]) <= 1e3 * made.predicted_high_s
+        allocated = made.peak_memory_bytes / 2**30 / max(1e-9, float(row["allocated_gib"]))
+        reserved = made.reserved_bytes / 2**30 / max(1e-9, float(row["reserved_gib"]))
+        ratios.append(ratio)
+        memory.append(allocated)
+        held += inside
+        label = " ".join(case.options()).replace(f"{GPU_MODELS}:", "")
+        print(
+            f"{ratio:5.2f}{' ' if inside else '!'} {allocated:5.2f} {reserved:5.2f} {float(row['step_ms']):8.2f} ms  {label}",
+            flush=True,
+        )
+    print(
+        f"{len(ratios)} steps: {_spread(ratios)}, in range {held / max(1, len(ratios)):.0%}; memory {_spread(memory)}"
+    )
+
+
+def _spread(ratios: list[float]) -> str:
+    errors = sorted(abs(ratio - 1) for ratio in ratios)
+    if not errors:
+        return "nothing"
+    return f"{errors[len(errors) // 2]:.1%} off in the median ({errors[int(0.9 * (len(errors) - 1))]:.0%} in the worst tenth)"
+
+
+def main() -> None:
+    """Measure, or compare what was measured."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    verbs = parser.add_subparsers(required=True)
+    measuring, comparing = verbs.add_parser("measure"), verbs.add_parser("compare")
+    for each, run in ((measuring, measure_all), (comparing, compare)):
+        each.add_argument("rows", type=Path, help="CSV file that rows are appended to, or read from")
+        each.add_argument("--only", help="only cases whose options hold this text")
+        each.set_defaults(run=run)
+    measuring.add_argument("--steps", type=int, default=20)
+    measuring.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    measuring.add_argument("--kernels", type=Path, help="file for the kernels of a step, one JSON object a case")
+    measuring.add_argument("--limit", type=float, default=float("inf"), help="seconds after which no case begins")
+    comparing.add_argument("--device-name", help="what `predict` calls the GPU; the driver's name by default")
+    given = parser.parse_args()
+    given.run(given)
 
 
 if __name__ == "__main__":

@@ -70,7 +70,6 @@ class MeasuredProducts:
                 count=np.ones(1),
                 ops=0,
                 views=0,
-                update_traffic_s=0.0,
                 tensors=0,
                 generation=self.device.branch,
                 measured_s=float(measured_s),

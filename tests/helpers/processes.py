@@ -98,7 +98,8 @@ def torchrun(size: int, *arguments: object, folder: Path, restarts: int = 0) -> 
         "--rdzv-endpoint=localhost:0",
         *map(str, arguments),
     ]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    paths = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     return subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600, check=False
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -112,4 +113,5 @@ def declare_cells(library: torch.library.Library) -> None:
         ("_thnn_fused_gru_cell", _gru_cell),
         ("_thnn_fused_gru_cell_backward", _gru_cell_backward),
     ):
-        library.impl(name, sizes, "Meta")
+        with contextlib.suppress(RuntimeError):  # torch has told them itself, depending on what was imported before
+            library.impl(name, sizes, "Meta")
