@@ -9,7 +9,7 @@ NEEDS := $(shell cat pyproject.toml constraints.txt | cksum | tr -d ' ')
 FILES := $(shell find toolkit commands analyzers runtime fixtures -name '*.py' -o -name '*.json' -o -name '*.gz' -o -name '*.yaml' | sort | cksum | tr -d ' ')
 INSTALL := -q --disable-pip-version-check -c constraints.txt --config-settings editable_mode=strict
 
-.PHONY: setup demo test slow check bench docs fixtures dist lock audit mutants soak clean
+.PHONY: setup demo test test-torch slow check bench docs fixtures dist lock audit mutants soak clean
 
 setup: $(VENV)/.files-$(NEEDS)-$(FILES)
 
@@ -31,6 +31,16 @@ demo: setup
 
 test: setup
 	$(BIN)/pytest
+
+# Recording, costs, the hook and plans with another torch (make test-torch TORCH=2.15.0), which lies before the one in .venv.
+TORCH ?= 2.10.0
+OTHER := build/torch-$(TORCH)
+test-torch: setup
+	$(BIN)/python -m venv $(OTHER)
+	$(OTHER)/bin/pip install -q --disable-pip-version-check torch==$(TORCH)
+	echo "import site; site.addsitedir('$$(echo $(abspath $(VENV))/lib/python*/site-packages)')" \
+	    > $$(echo $(OTHER)/lib/python*/site-packages)/zz_venv.pth
+	$(OTHER)/bin/python -m pytest tests/step tests/runtime/hook tests/runtime/elastic tests/job/planning
 
 slow: setup
 	$(BIN)/pytest -m slow

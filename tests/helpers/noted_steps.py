@@ -117,7 +117,8 @@ class Notes(TorchDispatchMode):
         name = func._schema.name.partition("::")[2]
         tensors = [leaf for leaf in tree_leaves((args, kwargs, output)) if isinstance(leaf, Tensor)]
         is_count = any(tensor.untyped_storage()._cdata in self.counters for tensor in tensors)
-        if tensors and not is_count and name not in _ON_HOST and not _is_in_batch():
+        is_work = any(tensor.numel() for tensor in tensors)  # checkpoints make an empty tensor on the host
+        if is_work and not is_count and name not in _ON_HOST and not _is_in_batch():
             self.calls.append([name, _seen((args, kwargs)), _seen(output)])
         return output
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from importlib.abc import Loader, MetaPathFinder
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ import torch
 from ddltool.analyzers.step.recording.cuda_graphs import stand_in_graphs
 from ddltool.analyzers.step.recording.downloads import stand_in_downloads
 from ddltool.analyzers.step.recording.flexible import stand_in_flexible_attention
-from ddltool.analyzers.step.recording.kernels import CompiledKernel
+from ddltool.analyzers.step.recording.kernels import CompiledKernel, TritonKernel
 from ddltool.analyzers.step.recording.legacy import stand_in_types
 from ddltool.analyzers.step.recording.pipelines import stand_in_neighbours
 from ddltool.analyzers.step.recording.recorder import Recorder
@@ -69,6 +70,7 @@ def change_libraries(recorder: Recorder, torchvision_ops: torch.library.Library 
         "accelerate.utils.dataclasses": _renamed_in_accelerate,
         "lightning.fabric.utilities.device_parser": _accept_any_device,
         "lightning_fabric.utilities.device_parser": _accept_any_device,
+        "triton.runtime.autotuner": _launch_nothing,
     }
     for name in [name for name in changes if name in sys.modules]:  # a launcher's parser has imported some
         changes.pop(name)(sys.modules[name])
@@ -93,6 +95,36 @@ def _accept_any_device(module: Any) -> None:
     A script that plain python starts asks for the devices of all its ranks, and the recorded process sees one.
     """
     module._sanitize_gpu_ids = lambda gpus, **_: gpus
+
+
+def _launch_nothing(module: Any) -> None:
+    """Let kernels of an installed Triton be recorded as those of its stand-in are: none is compiled, and none is timed.
+
+    ``module`` is ``triton.runtime.autotuner``, which knows Triton's other parts. Of several configurations the first is
+    taken. Scripts that ask Triton's driver for the device get an answer without one.
+    """
+    from triton.backends.compiler import GPUTarget
+
+    def run(kernel: Any, *args: Any, grid: Any = None, warmup: bool = False, **kwargs: Any) -> None:
+        """Record one launch; a warm-up, which only compiles, is none."""
+        if not warmup:
+            TritonKernel(kernel.fn).run(*args, **kwargs)
+
+    def target() -> Any:
+        """Return what Triton would compile for: the compute capability of the GPU that the script sees."""
+        major, minor = torch.cuda.get_device_capability()
+        return GPUTarget("cuda", 10 * major + minor, 32)
+
+    module.JITFunction.run = run
+    module.Autotuner._bench = lambda _self, *_, **__: 0.0
+    module.driver.set_active(
+        SimpleNamespace(
+            get_current_target=target,
+            get_current_device=lambda: 0,
+            get_active_torch_device=lambda: torch.device("cuda", 0),
+            get_benchmarker=lambda: lambda *_, **__: 0.0,
+        )
+    )
 
 
 class _OtherRank(subprocess.Popen[Any]):

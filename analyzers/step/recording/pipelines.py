@@ -19,10 +19,32 @@ def stand_in_neighbours(module: Any, recorder: Recorder) -> None:
 
     ``module`` is that module. Its stages tell each other the shapes of what they send before the first step.
     """
-    from torch.distributed.pipelining._utils import InferenceMode, _StageBackwardMeta, _StageForwardMeta
-
     sent: list[Any] = []  # descriptions of what this rank's stages sent forward, the latest last
     stage_type = module.PipelineStage
+
+    def note_waits() -> None:
+        """Note what a recording of one rank leaves out."""
+        recorder.step.assumed[f"{NOTE}the time in which a pipeline's stages wait for each other is not counted"] = 1
+
+    def last_sent() -> Any:
+        """Return what was last sent forward. Raises RuntimeError where nothing was."""
+        if not sent:
+            raise RuntimeError("stages before this one say nothing of their shapes; give the stage its input_args")
+        return sent[-1]
+
+    def send_objects(objects: list[Any], *_: Any, **__: Any) -> None:
+        """Keep the shapes of a stage's outputs, as a list of objects."""
+        note_waits()
+        sent.append(list(objects))
+
+    def receive_objects(objects: list[Any], *_: Any, **__: Any) -> None:
+        """Fill the list with what was last sent forward."""
+        objects[:] = last_sent()
+
+    if not hasattr(stage_type, "_send_meta"):  # an older torch, whose stages send lists of objects
+        module.dist.send_object_list, module.dist.recv_object_list = send_objects, receive_objects
+        return
+    from torch.distributed.pipelining._utils import InferenceMode, _StageBackwardMeta, _StageForwardMeta
 
     def send(stage: Any, meta: Any, _to: int) -> None:
         """Keep what a stage says of its outputs' shapes."""
@@ -35,12 +57,10 @@ def stand_in_neighbours(module: Any, recorder: Recorder) -> None:
         A later stage sends back gradients of the stage's own outputs. An earlier one sends what was last sent
         forward.
         """
-        recorder.step.assumed[f"{NOTE}the time in which a pipeline's stages wait for each other is not counted"] = 1
+        note_waits()
         if source > stage.stage_index:
             return _StageBackwardMeta(backward_metas=stage._stage_meta.outputs)
-        if not sent:
-            raise RuntimeError("stages before this one say nothing of their shapes; give the stage its input_args")
-        return sent[-1]
+        return last_sent()
 
     def vote(stage: Any, has_backward: bool, received_acc: Any = None) -> Any:
         """Return 1 as a tensor where the shapes are static, as this stage alone decides; all others are taken to agree."""

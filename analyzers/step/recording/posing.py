@@ -149,6 +149,7 @@ class Stream:
     def __init__(self, device: Any = None, priority: int = 0, stream_id: int | None = None, **_: Any) -> None:
         """Make a stream with the next number, or stand for the one with ``stream_id``; 0 is the default stream."""
         self.device, self.priority = CUDA, priority
+        self.device_type, self.device_index = torch._C._autograd.DeviceType.CUDA.value, 0  # as torch.Stream says them
         self.stream_id = next(Stream._numbers) if stream_id is None else stream_id
         self.cuda_stream = self.stream_id
         self._outer_streams: list[int] = []
@@ -581,6 +582,14 @@ def _stand_in_tensors(stand_ins: _StandIns, pose: Pose) -> None:
         return real_resize(storage, size)
 
     stand_ins.set(torch.UntypedStorage, resize_=resize)
+    real_wrapper: Any = Tensor._make_wrapper_subclass
+
+    def wrapper(kind: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
+        """Make a tensor of a class of Python's around others, on the registered device where they say that they are on CUDA."""
+        tensor: Tensor = real_wrapper(kind, *args, device=pose.here(device), **kwargs)
+        return tensor
+
+    stand_ins.set(Tensor, _make_wrapper_subclass=staticmethod(wrapper))
 
 
 def _stand_in_modules(stand_ins: _StandIns, pose: Pose) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
 import pytest
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ddltool.analyzers.step.communication.collectives import plan_collectives, settings
 from ddltool.analyzers.step.communication.nccl import Fabric
@@ -18,12 +20,17 @@ from ddltool.device import Network
 from ddltool.errors import InputError
 from ddltool.plans import BucketSetting, PrefetchSetting, ShardingSetting
 from ddltool.runtime import shard
+from ddltool.runtime.hook import data_parallel
 from ddltool.runtime.hook.data_parallel import ddp_arguments, prefetch_units
 from ddltool.shipped import devices
 from tests.helpers.data_parallel_workers import Blocks, ddp_buckets, fsdp_order, prefetch_refusal
 from tests.helpers.processes import as_job
 from tests.helpers.runtime_workers import crew, enforcement
 
+needs_lists = pytest.mark.skipif(
+    "bucket_cap_mb_list" not in inspect.signature(DistributedDataParallel.__init__).parameters,
+    reason="torch 2.10 has one cap for all buckets",
+)
 BLOCKS = [f"layers.{k}" for k in range(4)]
 
 
@@ -49,6 +56,7 @@ def config(tmp_path: Path, **changes: Any) -> str:
     return str(tmp_path / "enforce.json")
 
 
+@needs_lists
 def test_ddp_forms_the_planned_buckets(tmp_path: Path) -> None:
     buckets, _ = planned()
     assert buckets.bucket_cap_mb_list is not None  # the network above makes a list the better choice
@@ -59,6 +67,7 @@ def test_ddp_forms_the_planned_buckets(tmp_path: Path) -> None:
         assert actual == [sorted(bucket) for bucket in buckets.buckets]
 
 
+@needs_lists
 def test_another_order_of_gradients_is_told(tmp_path: Path) -> None:
     buckets, _ = planned()
     wrong = buckets.model_copy(update={"buckets": buckets.buckets[::-1]})
@@ -111,6 +120,14 @@ def test_a_config_without_plans_is_refused(tmp_path: Path) -> None:
         prefetch_units(path)
 
 
+def test_caps_that_this_torch_does_not_take_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_parallel, "DistributedDataParallel", nn.Module)
+    made = BucketSetting(bucket_cap_mb_list=[0.5], buckets=[["a"]], step_s=1.0, default_step_s=1.0)
+    with pytest.raises(InputError, match="is unknown to this torch; torch 2.11 knows it; or plan a single cap"):
+        ddp_arguments(config(tmp_path, ddp=made))
+
+
+@needs_lists
 def test_arguments_for_ddp(tmp_path: Path) -> None:
     base = {"buckets": [["a"]], "step_s": 1.0, "default_step_s": 1.0}
     for made, wanted in (

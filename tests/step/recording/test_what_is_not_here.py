@@ -51,6 +51,7 @@ from liger_kernel.transformers import LigerRMSNorm
 import bitsandbytes as bnb
 import triton, triton.language as tl
 
+@triton.autotune(configs=[triton.Config({"BLOCK": size}) for size in (64, 128)], key=["n"])
 @triton.jit
 def scale(x, n, BLOCK: tl.constexpr):
     tl.store(x, 0)
@@ -78,7 +79,7 @@ for step in range(2):
     x = torch.randn(4, 128, 256, device="cuda", dtype=torch.bfloat16)
     with tracker.span("step"):
         net(x).float().square().mean().backward()
-    scale[(4,)](x, 3, BLOCK=64)
+    scale[lambda meta: (4,)](x, 3)
     optimizer.step()
     optimizer.zero_grad()
     tracker.log({"step": step})
@@ -101,8 +102,8 @@ for step in range(2):
     said = str(assumed(graph))
     assert said.startswith("Stood in for, not installed here: ")
     assert {key.removeprefix(ABSENT) for key in facts(graph).assumed if key.startswith(ABSENT)} == {
-        "tracker_of_nobody", "wandb", "flash_attn", "xformers", "liger_kernel", "bitsandbytes", "triton",
-    }  # fmt: skip
+        "tracker_of_nobody", "wandb", "flash_attn", "xformers", "liger_kernel", "bitsandbytes",
+    } | ({"triton"} if find_spec("triton") is None else set())  # fmt: skip
 
 
 def test_a_package_whose_work_is_needed_is_named(recorded: Recording) -> None:

@@ -107,8 +107,9 @@ def test_flops_equal_torchs_own_counter_on_a_real_run(source: str, mode: str) ->
         else:
             with torch.no_grad():
                 module(*inputs)
-    counted = counter.get_total_flops()
     matrix = {"mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward"}
+    counts = counter.get_flop_counts()["Global"]  # of attention on a CPU too, by some torches alone
+    counted = sum(count for op, count in counts.items() if str(op).removeprefix("aten.") in matrix)
     ours = sum(op.flops for op in graph.ops() if op.op_type.removeprefix("aten.") in matrix)
     assert counted > 0
     assert ours == pytest.approx(counted, rel=1e-12)
