@@ -2,9 +2,8 @@
 
     python benchmarks/truth_measured.py --cache DIR
 
-The rows of `benchmarks/measured` were made by `measure_gpu.py`; DIR keeps the traced steps. `calibrate.py` fits them, and writes
-the section of docs/truth.md.
-Start at :func:`read_measured`.
+The rows of `benchmarks/measured` were made by `measure_gpu.py`; DIR keeps the traced steps. `calibrate.py` fits them, and
+writes the section of docs/truth.md. Start at :func:`read_measured`.
 """
 
 from __future__ import annotations
