@@ -384,7 +384,8 @@ def _index_constants(
         arithmetic[is_chosen & on_tensor] = _ARITHMETIC[f"{name}/tensor"]
         arithmetic[is_chosen & ~on_tensor] = _ARITHMETIC[f"{name}/vector"]
     is_uneven = (gemm[:, 1:] % _ALIGNED != 0).any(axis=1) & (gemm[:, 1] > 0)
-    is_misread = (gemm[:, 1:] % (_READ_BYTES / kernels.width)[:, None] != 0).any(axis=1) & (gemm[:, 1] > 0)
+    read_together = 2.0 ** np.floor(np.log2(_READ_BYTES / kernels.width))  # elements; a width may hold a part of a scale
+    is_misread = (gemm[:, 1:] % read_together[:, None] != 0).any(axis=1) & (gemm[:, 1] > 0)
     is_on_tensor_product = (kinds == CLASS["matrix_product"]) & on_tensor
     is_tf32 = np.array([name == "float32" for name in kernels.dtype], dtype=bool)
     arithmetic[is_on_tensor_product & is_tf32] = _ARITHMETIC["matrix_product/tensor/tf32"]
