@@ -202,7 +202,10 @@ class _Fuser:
         self.is_read_twice = np.array([name.startswith(read_twice) for name in names], dtype=bool)
         """(n,) ops that read their inputs in two kernels, one after another."""
         self.is_norm = np.array(
-            [CLASSES[class_of(op_type)] in ("normalisation", "row_normalisation", "softmax") for op_type in graph.op_type]
+            [
+                CLASSES[class_of(op_type)] in ("normalisation", "row_normalisation", "softmax")
+                for op_type in graph.op_type
+            ]
         )
         self.order = [op for op in graph.topological_order().tolist() if self.is_op[op]]
         # The op of which a view is a view (any other op: itself), and whether a transfer sends its output.

@@ -223,7 +223,8 @@ class _Stack:
         """Yield constants with all of one kind raised by ``_STEP``, and (kernels,) the columns of those that kernels use.
 
         Columns are indices into :func:`names`; -1: the kernel uses no constant of the kind. It never uses more than one. The
-        kinds are the shares of arithmetic, of traffic, what feeds the units, what is carried, each scalar of kernels, and each unit's factors.
+        kinds are the shares of arithmetic, of traffic, what feeds the units, what is carried, each scalar of kernels, and each
+        unit's factors.
         """
         factor = 1.0 + _STEP
         arithmetic_of = self.demand.arithmetic_of

@@ -5,9 +5,9 @@ Arithmetic is a matrix product cut into tiles that fill the multiprocessors in w
 utilisation by tile, bounded by the roofline). Convolutions, attention and recurrent layers are also limited by what their
 instructions can feed the units per cycle, which has grown less than the units' rate (products have new ones in every
 generation), and clocks by the board's power (:func:`sustained`). Traffic is bytes over bandwidth, less what the last cache
-keeps, and what a multiprocessor can carry per cycle: norms and reductions wait for their own loads, so that a memory of
-twice the bandwidth does not make them twice as fast. Which share of each a class of kernels reaches is a constant (:class:`Constants`), few of them, fitted to published
-measurements by :mod:`.fitting`. Start at :func:`demand_of`.
+keeps, and over what a multiprocessor can carry per cycle: norms and reductions wait for their own loads, so that a memory of
+twice the bandwidth does not make them twice as fast. Which share of each a class of kernels reaches is a constant
+(:class:`Constants`), few of them, fitted to published measurements by :mod:`.fitting`. Start at :func:`demand_of`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,14 @@ _HALVED, _BEYOND_BOOST = 512, 1.12
 _ISSUED = 256
 _PRODUCTS = ("convolution", "matrix_product", "attention", "recurrent")
 _BY_LAYOUT = (
-    *("convolution", "grouped_convolution", "depthwise_convolution", "normalisation", "native_normalisation", "pooling"),
+    *(
+        "convolution",
+        "grouped_convolution",
+        "depthwise_convolution",
+        "normalisation",
+        "native_normalisation",
+        "pooling",
+    ),
 )
 # A row of a layer norm takes a multiprocessor so many cycles however short it is (measured on an H200, rows of 96 to 4096).
 _ROW_CYCLES = 250.0
@@ -104,7 +111,11 @@ def _names() -> tuple[tuple[str, ...], tuple[str, ...]]:
     ]
     arithmetic += [f"{name}/weights" for name in _OWN_WEIGHTS]
     traffic = [name for name in CLASSES if name not in _BY_LAYOUT]
-    traffic += [f"{name}/{layout}" for name in ("convolution", "normalisation", "native_normalisation", "pooling") for layout in _LAYOUTS]
+    traffic += [
+        f"{name}/{layout}"
+        for name in ("convolution", "normalisation", "native_normalisation", "pooling")
+        for layout in _LAYOUTS
+    ]
     return (*arithmetic, *grouped), (*traffic, "convolution/misaligned", *grouped)
 
 
@@ -112,7 +123,8 @@ ARITHMETIC, TRAFFIC = _names()
 FEED = tuple(
     name
     for name in ARITHMETIC
-    if name in _MISALIGNED or (("/tensor" in name or name.endswith("/vector")) and not name.startswith("matrix_product"))
+    if name in _MISALIGNED
+    or (("/tensor" in name or name.endswith("/vector")) and not name.startswith("matrix_product"))
 )
 _ARITHMETIC = {name: place for place, name in enumerate(ARITHMETIC)}
 _TRAFFIC = {name: place for place, name in enumerate(TRAFFIC)}
@@ -200,7 +212,9 @@ def demand_of(
     for milliseconds, so that matrix units keep the boost clock.
     """
     peak, on_tensor = _peaks(kernels, device, precision)
-    matrix_clock = 1.0 if brief else sustained(device, matrix=True, share=_share_of_products(kernels, device, peak, on_tensor))
+    matrix_clock = (
+        1.0 if brief else sustained(device, matrix=True, share=_share_of_products(kernels, device, peak, on_tensor))
+    )
     clock_share = np.where(on_tensor, matrix_clock, sustained(device, matrix=False))
     peak *= clock_share
     layout = _LAYOUTS[channels_last]
@@ -246,7 +260,8 @@ def demand_of(
         carried_s=kernels.moved_bytes / every_cycle,
         cached=np.minimum(1.0, _KEPT * device.l2_bytes / least_bytes),
         turns=np.where(kernels.kind == CLASS["recurrent"], kernels.gemm[:, 0], 0.0),
-        rows_s=np.where(kernels.kind == CLASS["row_normalisation"], kernels.gemm[:, 0] * _ROW_CYCLES, 0.0) / every_cycle,
+        rows_s=np.where(kernels.kind == CLASS["row_normalisation"], kernels.gemm[:, 0] * _ROW_CYCLES, 0.0)
+        / every_cycle,
         serial=is_grouped,
     )
 
@@ -384,7 +399,9 @@ def _index_constants(
         arithmetic[is_chosen & on_tensor] = _ARITHMETIC[f"{name}/tensor"]
         arithmetic[is_chosen & ~on_tensor] = _ARITHMETIC[f"{name}/vector"]
     is_uneven = (gemm[:, 1:] % _ALIGNED != 0).any(axis=1) & (gemm[:, 1] > 0)
-    read_together = 2.0 ** np.floor(np.log2(_READ_BYTES / kernels.width))  # elements; a width may hold a part of a scale
+    read_together = 2.0 ** np.floor(
+        np.log2(_READ_BYTES / kernels.width)
+    )  # elements; a width may hold a part of a scale
     is_misread = (gemm[:, 1:] % read_together[:, None] != 0).any(axis=1) & (gemm[:, 1] > 0)
     is_on_tensor_product = (kinds == CLASS["matrix_product"]) & on_tensor
     is_tf32 = np.array([name == "float32" for name in kernels.dtype], dtype=bool)

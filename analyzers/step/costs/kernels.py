@@ -104,7 +104,7 @@ def memory_kernels(moved_bytes: Sequence[float]) -> Kernels:
     )
 
 
-# A row of softmax that does not fit the memory of a multiprocessor is read once for the maximum, once for the sum, and once more.
+# A row of softmax that does not fit the memory of a multiprocessor is read for the maximum, for the sum, and for the result.
 _ROW_BYTES = 48 * 1024
 
 

@@ -128,8 +128,8 @@ class PredictedStep:
     op_s: Array
     """(n,) device seconds of every op of the graph; 0 for transfers and views."""
     issue_s: Array
-    """(n,) seconds in which the host issues each op; 0 for transfers. The first op of a recorded update has those of its tensors
-    too."""
+    """(n,) seconds in which the host issues each op; 0 for transfers. The first op of a recorded update has those of its
+    tensors too."""
     host_s: float
     """What the host takes to issue all ops, the update's among them."""
     device_s: float

@@ -74,9 +74,7 @@ def peak_of(kernel: Mapping[str, object], device: Device, precision: str) -> tup
     """The datasheet's rate for a kernel, and whether it is that of matrix units."""
     kind, vector, dtype = str(kernel["kind"]), device.peak_flops["float32"], str(kernel["dtype"])
     peak = device.peak_flops.get(dtype, vector)
-    if dtype == "float32" and (
-        (precision == "tf32" and kind != "attention") or kind in ("convolution", "recurrent")
-    ):
+    if dtype == "float32" and ((precision == "tf32" and kind != "attention") or kind in ("convolution", "recurrent")):
         peak = device.peak_flops.get("tf32", vector)
     if device.architecture == "Pascal":
         return min(peak, vector), False
