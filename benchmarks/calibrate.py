@@ -35,7 +35,7 @@ from truth_page import write_page
 from truth_parallel import write_section as write_parallel_section
 
 from ddltool.analyzers.step.costs.fitting import Belief, Case, fit, host_bound, library_bound, steps_s
-from ddltool.analyzers.step.costs.kernel_times import ARITHMETIC, FEED, TRAFFIC, UNITS, Constants, demand_of
+from ddltool.analyzers.step.costs.kernel_times import ARITHMETIC, CARRIED, FEED, TRAFFIC, UNITS, Constants, demand_of
 from ddltool.analyzers.step.costs.kernels import memory_kernels
 from ddltool.analyzers.step.costs.model import BRANCHES, OPTIMIZERS, cost_model
 from ddltool.analyzers.step.recording.op_rules import CLASS
@@ -71,7 +71,7 @@ PRIOR = Belief(
         arithmetic={name: 0.3 if _slow(name) else 0.8 for name in ARITHMETIC},
         traffic={name: 0.3 if _slow(name) else 0.75 for name in TRAFFIC},
         feed=dict.fromkeys(FEED, 4000.0) | {"matrix_product/misaligned": 1600.0, "matrix_product/odd": 620.0},
-        carried=dict.fromkeys(TRAFFIC, 20.0),
+        carried=dict.fromkeys(CARRIED, 20.0),
         start_s=5e-6,
         cache=0.4,
         issue_s=20e-6,

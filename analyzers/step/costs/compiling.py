@@ -21,7 +21,7 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, connected_components, maximum_flow
 
 from ddltool.analyzers.step.costs.memory import ACTIVATION, TensorLifetimes
-from ddltool.analyzers.step.recording.op_rules import CLASSES, class_of, names_in, normal_type
+from ddltool.analyzers.step.recording.op_rules import CLASS, CLASSES, class_of, names_in, normal_type
 from ddltool.graph import COMPUTE, SEND, Graph, Recorded
 
 # Classes of ops, and ops, that inductor fuses with their neighbours.
@@ -46,6 +46,8 @@ _MOST_FLOW, _INFINITE_FLOW = 2**30, 2**31 - 1
 # channels_first when only the forward pass runs; nodes for each convolution from which on it keeps the layout; channels of a
 # small convolution, and the taps of usual filters (3 x 3).
 _GROUPED_COST, _OTHER_COST, _NODES_EACH, _SMALL, _TAPS = 1.358, 0.823, 300, 64, 9
+# Elements to a multiple of which a product's sides are padded.
+_PADDED = 8
 FUSED = "inductor.fused"
 """The op type of a fused kernel."""
 
@@ -72,8 +74,9 @@ def fuse(graph: Graph) -> Fusion:
 def compiled(graph: Graph) -> Graph:
     """Return the graph under ``torch.compile``: the last op of each fused kernel stands for it, its other ops cost nothing.
 
-    ``meta`` says so (``compiled``), and whether inductor turns images to channels_last. In a graph without written bytes
-    (from a file of an older version) only the launches of the fused ops are saved, not their traffic.
+    Matrix products whose sides matrix units do not read in one go are padded, as inductor's ``shape_padding`` does. ``meta``
+    says so (``compiled``), and whether inductor turns images to channels_last. In a graph without written bytes (from a file
+    of an older version) only the launches of the fused ops are saved, not their traffic.
     """
     fusion = fuse(graph)
     size, op_type, estimate = graph.size_bytes.copy(), list(graph.op_type), list(graph.estimate)
@@ -84,12 +87,15 @@ def compiled(graph: Graph) -> Graph:
             op_type[op] = FUSED
         else:
             estimate[op] = "free"
+    is_product = np.array([class_of(name) == CLASS["matrix_product"] for name in graph.op_type], dtype=bool)
+    gemm = graph.gemm.copy()
+    gemm[is_product, 1:] = np.ceil(gemm[is_product, 1:] / _PADDED) * _PADDED
     meta = {
         **graph.meta,
         "compiled": True,
         "channels_last": bool(graph.meta.get("channels_last")) or _uses_channels_last(graph),
     }
-    return replace(graph, size_bytes=size, op_type=tuple(op_type), estimate=tuple(estimate), meta=meta)
+    return replace(graph, size_bytes=size, op_type=tuple(op_type), estimate=tuple(estimate), gemm=gemm, meta=meta)
 
 
 def compiled_lifetimes(lifetimes: TensorLifetimes, *, blocks_only: bool = False) -> TensorLifetimes:

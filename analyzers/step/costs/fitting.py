@@ -25,6 +25,7 @@ from scipy.optimize import least_squares
 
 from ddltool.analyzers.step.costs.kernel_times import (
     ARITHMETIC,
+    CARRIED,
     FEED,
     TRAFFIC,
     UNITS,
@@ -108,7 +109,7 @@ def names(generations: Sequence[str], settings: Sequence[str] = ()) -> list[str]
         *(f"arithmetic:{n}" for n in ARITHMETIC),
         *(f"traffic:{n}" for n in TRAFFIC),
         *(f"feed:{n}" for n in FEED),
-        *(f"carried:{n}" for n in TRAFFIC),
+        *(f"carried:{n}" for n in CARRIED),
     ]
     factors = [f"{unit}:{generation}" for generation in generations for unit in UNITS]
     return [*shares, *_SCALARS, *factors, *(f"setting:{setting}" for setting in settings)]
@@ -118,7 +119,7 @@ def _to_vector(belief: Belief, generations: Sequence[str], settings: Sequence[st
     """Return (constants,) the logarithms of a belief's constants, in the order of :func:`names`."""
     constants = belief.constants
     values = [constants.arithmetic[n] for n in ARITHMETIC] + [constants.traffic[n] for n in TRAFFIC]
-    values += [constants.feed[n] for n in FEED] + [constants.carried[n] for n in TRAFFIC]
+    values += [constants.feed[n] for n in FEED] + [constants.carried[n] for n in CARRIED]
     values += [getattr(constants, n) for n in _SCALARS]
     values += [belief.generations.get(g, {}).get(unit, 1.0) for g in generations for unit in UNITS]
     values += [belief.settings.get(setting, _ADDED_S) for setting in settings]
@@ -136,7 +137,7 @@ def _from_vector(logs: Array, generations: Sequence[str], settings: Sequence[str
         arithmetic={n: next(values) for n in ARITHMETIC},
         traffic={n: next(values) for n in TRAFFIC},
         feed={n: next(values) for n in FEED},
-        carried={n: next(values) for n in TRAFFIC},
+        carried={n: next(values) for n in CARRIED},
         **{n: next(values) for n in _SCALARS},
     )
     factors = {generation: {unit: next(values) for unit in UNITS} for generation in generations}
@@ -241,8 +242,14 @@ class _Stack:
         )
         first_column += len(FEED)
         raised_shares = {name: share * factor for name, share in constants.carried.items()}
-        yield replace(constants, carried=raised_shares), first_column + self.demand.traffic_of
-        first_column += len(TRAFFIC)
+        carried_index = np.array([CARRIED.index(name) if name in CARRIED else -1 for name in TRAFFIC])[
+            self.demand.traffic_of
+        ]
+        yield (
+            replace(constants, carried=raised_shares),
+            np.where(carried_index >= 0, first_column + carried_index, -1),
+        )
+        first_column += len(CARRIED)
         for name in ("start_s", "cache", "turn_s"):
             raised_constants = replace(constants, **{name: getattr(constants, name) * factor})
             yield raised_constants, np.full(len(self.case), first_column + _SCALARS.index(name))

@@ -55,7 +55,7 @@ _DRAWN_W = {
 _CLOCK_BY_POWER = 0.7
 # From Hopper on matrix units read their factors from shared memory by themselves (wgmma), and cuDNN's convolutions are fed so
 # much better by its multiprocessors.
-_FED_BY_ITSELF, _WITH_WGMMA = 2.0, ("Hopper", "Blackwell HBM")
+_FED_BY_ITSELF, _WITH_WGMMA = 3.0, ("Hopper", "Blackwell HBM")
 # What kernels draw that wait for memory, beside products at full rate.
 _WAITING = 0.65
 # Operations per cycle and multiprocessor of GeForce's matrix units, halved for float32 accumulation: they draw no more than the
@@ -126,6 +126,10 @@ FEED = tuple(
     if name in _MISALIGNED
     or (("/tensor" in name or name.endswith("/vector")) and not name.startswith("matrix_product"))
 )
+# What is no product: how a multiprocessor feeds those is a constant of their arithmetic.
+CARRIED = tuple(
+    name for name in TRAFFIC if not name.startswith((*_PRODUCTS, "grouped_convolution", "depthwise_convolution"))
+)
 _ARITHMETIC = {name: place for place, name in enumerate(ARITHMETIC)}
 _TRAFFIC = {name: place for place, name in enumerate(TRAFFIC)}
 
@@ -141,7 +145,7 @@ class Constants:
     feed: Mapping[str, float]
     """Operations per cycle for which a multiprocessor can feed its units, by FEED name."""
     carried: Mapping[str, float]
-    """Bytes that a multiprocessor moves per cycle however fast the memory is, by TRAFFIC name."""
+    """Bytes that a multiprocessor moves per cycle however fast the memory is, by CARRIED name."""
     start_s: float
     """Seconds between two kernels on the device."""
     cache: float

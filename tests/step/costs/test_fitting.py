@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from ddltool.analyzers.step.costs import fitting
 from ddltool.analyzers.step.costs.fitting import Belief, Case, _Stack, fit, host_bound, names, steps_s
-from ddltool.analyzers.step.costs.kernel_times import ARITHMETIC, FEED, TRAFFIC, UNITS, Constants, Demand
+from ddltool.analyzers.step.costs.kernel_times import ARITHMETIC, CARRIED, FEED, TRAFFIC, UNITS, Constants, Demand
 from ddltool.shipped import calibration, devices
 
 REPO = Path(__file__).resolve().parents[3]
@@ -28,7 +28,7 @@ CONSTANTS = Constants(
     arithmetic=dict.fromkeys(ARITHMETIC, 0.6),
     traffic=dict.fromkeys(TRAFFIC, 0.7),
     feed=dict.fromkeys(FEED, 4000.0),
-    carried=dict.fromkeys(TRAFFIC, 20.0),
+    carried=dict.fromkeys(CARRIED, 20.0),
     start_s=4e-6,
     cache=0.4,
     issue_s=10e-6,

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from ddltool.analyzers.step.costs.kernel_times import (
     ARITHMETIC,
+    CARRIED,
     DATASHEET,
     FEED,
     TRAFFIC,
@@ -52,7 +53,7 @@ CONSTANTS = Constants(
     arithmetic={name: 0.3 + 0.031 * place for place, name in enumerate(ARITHMETIC)},
     traffic={name: 0.4 + 0.027 * place for place, name in enumerate(TRAFFIC)},
     feed={name: 700.0 + 60.0 * place for place, name in enumerate(FEED)},
-    carried={name: 5.0 + 1.3 * place for place, name in enumerate(TRAFFIC)},
+    carried={name: 5.0 + 1.3 * place for place, name in enumerate(CARRIED)},
     start_s=2e-6,
     cache=0.3,
     issue_s=0.0,
@@ -167,7 +168,7 @@ def by_hand(
         at_peak = flops / (held(device, False, products) * (256 * cycles or vector) if grouped else clock * peak)
         arithmetic = at_peak / constants.arithmetic[share] / constants.units["tensor" if tensor else "vector"]
         if cycles and not grouped:
-            itself = 2.0 if kind == "convolution" and device.architecture == "Hopper" else 1.0
+            itself = 3.0 if kind == "convolution" and device.architecture == "Hopper" else 1.0
             arithmetic += flops / (clock * cycles) / itself / constants.feed.get(share, math.inf)
         elif tensor:
             arithmetic = max(arithmetic, at_peak)

@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ddltool.analyzers.step.communication.nccl import Fabric
 from ddltool.analyzers.step.communication.program import program_of
 from ddltool.analyzers.step.costs.compiling import compiled
-from ddltool.analyzers.step.costs.kernel_times import ARITHMETIC, FEED, TRAFFIC, Constants
+from ddltool.analyzers.step.costs.kernel_times import ARITHMETIC, CARRIED, FEED, TRAFFIC, Constants
 from ddltool.analyzers.step.costs.kernels import INPUT_GRADIENT, WEIGHT_GRADIENT, kernels_of
 from ddltool.analyzers.step.costs.memory import Kind, Sharding
 from ddltool.analyzers.step.costs.model import CostModel, PredictedStep, cost_model, estimate, time_step
@@ -70,7 +70,7 @@ PLAIN = Constants(
     arithmetic=dict.fromkeys(ARITHMETIC, 1.0),
     traffic=dict.fromkeys(TRAFFIC, 1.0),
     feed=dict.fromkeys(FEED, 1e9),
-    carried=dict.fromkeys(TRAFFIC, 1e9),
+    carried=dict.fromkeys(CARRIED, 1e9),
     start_s=0.0,
     cache=0.0,
     issue_s=0.0,
