@@ -20,6 +20,7 @@ from memory_truth import write_memory
 from truth_cases import SOURCES, Row, Truth, read
 from truth_compiled import compiled_residuals, write_compiled
 from truth_compiled import judged as compiled_pairs
+from truth_measured import MeasuredOp, read_measured, write_measured
 from truth_models import Trace, Work, traced
 from truth_networks import write_section
 from truth_ops import (
@@ -55,7 +56,7 @@ SAME_PARAMETERS = 0.02
 
 def _slow(name: str) -> bool:
     """Return whether kernels of this name are known to reach little of a datasheet's rate, and nobody says how little."""
-    return name.startswith(("grouped", "depthwise")) or name.endswith("misaligned")
+    return name.startswith(("grouped", "depthwise")) or name == "convolution/misaligned"
 
 
 # What was believed before any row was read: kernels reach three quarters to four fifths of a datasheet's rates, give or take
@@ -67,9 +68,10 @@ _HOSTS = 0.5
 """How far one host's time per op is from another's: the standard deviation of its logarithm."""
 PRIOR = Belief(
     constants=Constants(
-        arithmetic={name: 0.3 if _slow(name) else 0.8 for name in ARITHMETIC} | {"matrix_product/misaligned": 0.5},
+        arithmetic={name: 0.3 if _slow(name) else 0.8 for name in ARITHMETIC},
         traffic={name: 0.3 if _slow(name) else 0.75 for name in TRAFFIC},
-        feed=dict.fromkeys(FEED, 4000.0),
+        feed=dict.fromkeys(FEED, 4000.0) | {"matrix_product/misaligned": 1600.0, "matrix_product/odd": 620.0},
+        carried=dict.fromkeys(TRAFFIC, 20.0),
         start_s=5e-6,
         cache=0.4,
         issue_s=20e-6,
@@ -80,9 +82,11 @@ PRIOR = Belief(
     spread={
         "*": 0.25,
         **{f"arithmetic:{name}": 1.2 for name in ARITHMETIC if _slow(name)},
-        "arithmetic:matrix_product/misaligned": 0.2,
+        "feed:matrix_product/misaligned": 0.3,
+        "feed:matrix_product/odd": 0.3,
         **{f"traffic:{name}": 1.2 for name in TRAFFIC if _slow(name)},
-        **{"feed": 0.8, "start_s": 0.15, "cache": 0.5, "issue_s": 0.2, "update_s": 0.15, "turn_s": 0.8, "setting": 1.5},
+        **{"feed": 0.8, "carried": 0.8, "start_s": 0.15, "cache": 0.5, "issue_s": 0.2, "update_s": 0.15, "turn_s": 0.8},
+        "setting": 1.5,
         # Chips are alike in what they reach of their units: what they are fed and their power say most of the rest.
         **dict.fromkeys(UNITS, 0.1),
         # A K80's clock follows its power, far below the boost of the datasheet.
@@ -193,6 +197,7 @@ def table_of(belief: Belief, **more: object) -> CalibrationTable:
             "arithmetic": _rounded(constants.arithmetic),
             "traffic": _rounded(constants.traffic),
             "feed": _rounded(constants.feed),
+            "carried": _rounded(constants.carried),
             **_rounded(
                 {name: getattr(constants, name) for name in ("start_s", "cache", "turn_s", "issue_s", "update_s")}
             ),
@@ -216,16 +221,18 @@ def without(
     cells: Sequence[Cell],
     left_out: Callable[[Row], bool],
     whole: Belief,
-    groups: Sequence[MeasuredProducts],
-    operations: Sequence[Case],
+    operations: Operations,
+    keep: Callable[[str], bool] = lambda _: True,
 ) -> Judged:
-    """Return the predictions for the rows to leave out by a fit to the others, and to single operations.
+    """Return the predictions for the rows to leave out by a fit to the others, and to single operations on devices to keep.
 
     A generation that the fit did not see takes the factors that the product gives it, from its neighbours.
     """
     seen = [cell for cell in cells if not left_out(cell.row)]
     judged = [cell for cell in cells if left_out(cell.row)]
-    belief = fit([*(cell.case for cell in seen), *operations], believed(groups), first=whole, rounds=12)
+    belief = fit(
+        [*(cell.case for cell in seen), *operations.cases(keep)], believed(operations.groups), first=whole, rounds=12
+    )
     table = table_of(belief)
     factors = {
         generation: dict(cost_model(devices().device(cell.row.device), table).constants.units)
@@ -256,20 +263,30 @@ def believed(groups: Sequence[MeasuredProducts]) -> Belief:
     return replace(PRIOR, settings=call_settings(groups))
 
 
-def cases_of(groups: Sequence[MeasuredProducts], keep: Callable[[str], bool] = lambda _: True) -> list[Case]:
-    """Return the cases of single operations on devices to keep; of those that the fit reads."""
-    return [case for group in groups if group.is_fitted and keep(group.device.name) for case in group.cases()]
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Operations:
+    """What was measured of single operations."""
+
+    groups: Sequence[MeasuredProducts]
+    """Products that others measured."""
+    measured: Sequence[MeasuredOp]
+    """Ops of steps on an H200."""
+
+    def cases(self, keep: Callable[[str], bool] = lambda _: True) -> list[Case]:
+        """Return the cases on devices to keep, of those that the fit reads."""
+        products = [
+            case for group in self.groups if group.is_fitted and keep(group.device.name) for case in group.cases()
+        ]
+        return [*products, *(each.case for each in self.measured if keep("H200"))]
 
 
-def sources_left_out(cells: Sequence[Cell], whole: Belief, groups: Sequence[MeasuredProducts]) -> Judged:
+def sources_left_out(cells: Sequence[Cell], whole: Belief, operations: Operations) -> Judged:
     """Return every row predicted without its source: another project's software and machines, as a user's job is."""
-    operations, names = cases_of(groups), sorted({cell.row.source for cell in cells})
-    return joined(
-        [without(cells, lambda row, name=name: row.source == name, whole, groups, operations) for name in names]
-    )
+    names = sorted({cell.row.source for cell in cells})
+    return joined([without(cells, lambda row, name=name: row.source == name, whole, operations) for name in names])
 
 
-def families_left_out(cells: Sequence[Cell], whole: Belief, groups: Sequence[MeasuredProducts]) -> Judged:
+def families_left_out(cells: Sequence[Cell], whole: Belief, operations: Operations) -> Judged:
     """Return every row predicted without its model's family: timm's families in folds, the others one by one."""
     size: dict[str, int] = defaultdict(int)
     for cell in cells:
@@ -278,13 +295,10 @@ def families_left_out(cells: Sequence[Cell], whole: Belief, groups: Sequence[Mea
     folds = [set(timm[place::FOLDS]) for place in range(FOLDS)]
     folds += [{name} for name in sorted(size) if not size[name]]
     print(f"{len(timm)} families of timm in {FOLDS} folds, and {len(folds) - FOLDS} others", flush=True)
-    operations = cases_of(groups)
-    return joined(
-        [without(cells, lambda row, fold=fold: row.family in fold, whole, groups, operations) for fold in folds]
-    )
+    return joined([without(cells, lambda row, fold=fold: row.family in fold, whole, operations) for fold in folds])
 
 
-def devices_left_out(cells: Sequence[Cell], whole: Belief, groups: Sequence[MeasuredProducts]) -> tuple[Judged, Judged]:
+def devices_left_out(cells: Sequence[Cell], whole: Belief, operations: Operations) -> tuple[Judged, Judged]:
     """Return rows predicted without their chip, where its generation has others; and without their generation."""
     generation = {cell.row.device: devices().device(cell.row.device).architecture for cell in cells}
     chips = sorted({chip(device) for device in generation})
@@ -295,8 +309,8 @@ def devices_left_out(cells: Sequence[Cell], whole: Belief, groups: Sequence[Meas
             cells,
             lambda row, name=name: chip(row.device) == name,
             whole,
-            groups,
-            cases_of(groups, lambda device, name=name: chip(device) != name),
+            operations,
+            lambda device, name=name: chip(device) != name,
         )
         for name in others
     ]
@@ -305,8 +319,8 @@ def devices_left_out(cells: Sequence[Cell], whole: Belief, groups: Sequence[Meas
             cells,
             lambda row, name=name: generation[row.device] == name,
             whole,
-            groups,
-            cases_of(groups, lambda device, name=name: devices().device(device).architecture != name),
+            operations,
+            lambda device, name=name: devices().device(device).architecture != name,
         )
         for name in sorted(set(of.values()))
     ]
@@ -382,10 +396,12 @@ def main() -> None:
         wanted[row.trace].add(row.batch)
     cells = cells_of(truth, traced(wanted, given.cache, processes=given.processes))
     groups = read_products(given.data)
-    whole = fit([*(cell.case for cell in cells), *cases_of(groups)], believed(groups))
-    families = families_left_out(cells, whole, groups)
-    sources = sources_left_out(cells, whole, groups)
-    known, unknown = devices_left_out(cells, whole, groups)
+    measured = read_measured(given.cache)
+    operations = Operations(groups=groups, measured=measured)
+    whole = fit([*(cell.case for cell in cells), *operations.cases()], believed(groups))
+    families = families_left_out(cells, whole, operations)
+    sources = sources_left_out(cells, whole, operations)
+    known, unknown = devices_left_out(cells, whole, operations)
     # Sources whose software adds to the step do not tell how far off it is.
     own = lambda row: not SOURCES[row.source].adds  # noqa: E731
     # timm's rows are of two GPUs: without the one nothing tells of most layers, and the other would stand for all GPUs.
@@ -413,6 +429,7 @@ def main() -> None:
         f"{name}: {source.title}, {sum(row.source == name for cell in cells for row in cell.rows)} rows; {source.remark}"
         for name, source in SOURCES.items()
     ]
+    provenance.append(f"measured: {len(measured)} ops of steps on an H200, benchmarks/measured; torch 2.11, 2026-11-27")
     trained = Counter(row.device for cell in cells for row in cell.rows if own(row) and row.trace.mode == "training")
     judged = {name for name, rows in trained.items() if rows >= ENOUGH}
     table = table_of(
@@ -424,6 +441,8 @@ def main() -> None:
     )
     save(table, ROOT / "fixtures" / "calibration.json")
     write_page(ROOT / "docs", truth, table, whole, families, sources, known, unknown)
+    elsewhere = [*(cell.case for cell in cells), *operations.cases(lambda device: device != "H200")]
+    write_measured(measured, fit(elsewhere, believed(groups), first=whole, rounds=12), whole)
     write_operations(given.data, table)
     write_section(given.data)
     write_compiled(compiled, given.cache, table)

@@ -47,7 +47,8 @@ class _UNet(nn.Module):
         widths = [width, 2 * width, 4 * width, 4 * width]
         self.first = nn.Conv2d(4, width, 3, padding=1)
         self.down = nn.ModuleList(_pair(a, b) for a, b in zip([width, *widths], widths, strict=False))
-        self.up = nn.ModuleList(_pair(a + b, b) for a, b in zip(reversed([*widths[1:], widths[-1]]), reversed(widths)))
+        above = zip(reversed([*widths[1:], widths[-1]]), reversed(widths), strict=True)
+        self.up = nn.ModuleList(_pair(a + b, b) for a, b in above)
         self.last = nn.Conv2d(width, 4, 3, padding=1)
 
     def forward(self, images: Tensor) -> Tensor:

@@ -1,12 +1,12 @@
 """Measure training steps on this machine's GPU, and what `ddltool predict` says of them.
 
-    python benchmarks/measure_gpu.py measure rows.csv [--kernels kernels.json] [--device cuda] [--only gpt2]
+    python benchmarks/measure_gpu.py measure rows.csv [--ops ops.csv.gz] [--device cuda] [--only gpt2]
     python benchmarks/measure_gpu.py compare rows.csv
 
 Each case is a step that `predict` can be asked for: the same source, batch, precision, optimizer and layout. Steps are
 timed by CUDA events after a warm-up, on random inputs; the median counts. Rows are appended as they are made, so that an
-interrupted run is a shorter one. ``--kernels``: the kernels of one more step of each case, by op and shapes. ``compare``
-needs no GPU. Start at :func:`main`.
+interrupted run is a shorter one. ``--ops``: the device time of one more step of each case by op, as torch's profiler has it.
+``compare`` needs no GPU. `benchmarks/measured` holds what one H200 took on 2026-11-27. Start at :func:`main`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from __future__ import annotations
 import argparse
 import csv
 import gc
-import json
+import gzip
 import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
@@ -84,7 +84,7 @@ CASES: tuple[Case, ...] = (
     *text("gpt2", 16, 1024, PURE, {"attention": "eager", "batch_size": 8}, {"optimizer": "foreach-adamw"},
           {"precision": "tf32"}, {"precision": "fp32", "batch_size": 4}, {"batch_size": 2}, COMPILED),
     *text("meta-llama/Llama-3.2-1B", 4, 2048, PURE, FULL, PURE | FULL, {"batch_size": 1, **PURE}, PURE | COMPILED),
-    *text("Qwen/Qwen2.5-0.5B", 8, 1024, PURE, COMPILED),
+    *text("Qwen/Qwen2.5-0.5B", 8, 1024, PURE),
     *text("HuggingFaceTB/SmolLM2-135M", 16, 1024),
     *text("TinyLlama/TinyLlama-1.1B-Chat-v1.0", 4, 2048, PURE),
     *text("meta-llama/Llama-3.2-3B", 2, 4096, PURE), *text("Qwen/Qwen3-0.6B", 8, 1024, PURE),
@@ -191,34 +191,35 @@ def _timed(run: Callable[[], None]) -> float:
     return time.perf_counter() - before
 
 
-def kernels(once: Callable[[], None]) -> list[list[Any]]:
-    """Return the kernels of one step: [op, shapes of its inputs, its kernels' names, calls, microseconds], longest first."""
+def device_time(once: Callable[[], None]) -> list[tuple[str, int, float]]:
+    """Return (op, calls, microseconds of their kernels) of one step, the longest first. Kernels count to their innermost op."""
     kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=kinds, record_shapes=True) as profile:
+    with torch.profiler.profile(activities=kinds) as profile:
         once()
         torch.cuda.synchronize()
-    calls: Counter[tuple[str, str, str]] = Counter()
-    spent_us: Counter[tuple[str, str, str]] = Counter()
+    calls: Counter[str] = Counter()
+    spent_us: Counter[str] = Counter()
     for event in profile.events() or ():
         if event.kernels:
-            names = " + ".join(kernel.name[:100] for kernel in event.kernels)
-            key = (event.name, str(event.input_shapes), names[:300])
-            calls[key] += 1
-            spent_us[key] += sum(kernel.duration for kernel in event.kernels)
-    return [[*key, calls[key], round(us, 1)] for key, us in spent_us.most_common()]
+            calls[event.name] += 1
+            spent_us[event.name] += sum(kernel.duration for kernel in event.kernels)
+    return [(name, calls[name], round(us, 1)) for name, us in spent_us.most_common()]
 
 
 COLUMNS = [*(field.name for field in fields(Case)), *(field.name for field in fields(Measured)), "gpu", "torch"]
 
 
-def append(path: Path, row: dict[str, object]) -> None:
-    """Append a row to a file, which gets its header line first."""
+OPS = [*(field.name for field in fields(Case)), "op", "calls", "device_us"]
+
+
+def append(path: Path, columns: Sequence[str], rows: Sequence[dict[str, object]]) -> None:
+    """Append rows to a file, compressed where its name ends in .gz, which gets its header line first."""
     new = not path.exists() or path.stat().st_size == 0
-    with path.open("a", newline="", encoding="utf-8") as lines:
-        writer = csv.DictWriter(lines, COLUMNS)
+    with (gzip.open if path.suffix == ".gz" else open)(path, "at", newline="", encoding="utf-8") as lines:  # type: ignore[operator]
+        writer = csv.DictWriter(lines, columns)
         if new:
             writer.writeheader()
-        writer.writerow(row)
+        writer.writerows(rows)
 
 
 def demand_rows(path: Path) -> None:
@@ -239,16 +240,16 @@ def measure_all(given: argparse.Namespace) -> None:
     began = time.monotonic()
     for case in sorted(CASES, key=lambda case: case.compile):  # what compiles takes longest to begin
         label = " ".join(case.options()).replace(f"{GPU_MODELS}:", "")
-        if (given.only and given.only not in label) or time.monotonic() - began > given.limit:
+        if not _is_meant(label, given.only) or time.monotonic() - began > given.limit:
             continue
         once = None
         try:
             once = Running(case, device)
             found = measure(once, device, given.steps)
-            append(given.rows, {**asdict(case), **asdict(found), "gpu": gpu, "torch": torch.__version__})
-            if given.kernels:
-                with given.kernels.open("a", encoding="utf-8") as lines:
-                    lines.write(json.dumps({"case": asdict(case), "kernels": kernels(once)}) + "\n")
+            append(given.rows, COLUMNS, [{**asdict(case), **asdict(found), "gpu": gpu, "torch": torch.__version__}])
+            if given.ops:
+                parts = [dict(zip(OPS[-3:], part, strict=True)) for part in device_time(once)]
+                append(given.ops, OPS, [{**asdict(case), **part} for part in parts])
         except Exception as error:  # a model may fail in any way; the others are measured all the same
             print(f"{label}: not measured ({one_line(str(error))[:120]})", flush=True)
             continue
@@ -259,6 +260,10 @@ def measure_all(given: argparse.Namespace) -> None:
                 torch.cuda.empty_cache()
         unsteady = " (unsteady)" if found.spread > STEADY else ""
         print(f"{label}: {found.step_ms:.2f} ms{unsteady}, {found.allocated_gib:.2f} GiB", flush=True)
+
+
+def _is_meant(label: str, only: str | None) -> bool:
+    return only is None or any(each in label for each in only.split(","))
 
 
 def case_of(row: dict[str, str]) -> Case:
@@ -281,11 +286,13 @@ def compare(given: argparse.Namespace) -> None:
     import ddltool
 
     with given.rows.open(encoding="utf-8") as lines:
-        rows = [row for row in csv.DictReader(lines) if not given.only or given.only in str(row)]
+        rows = list(csv.DictReader(lines))
     ratios, memory, held = [], [], 0
     print("predicted / measured: time, allocated GiB, reserved GiB")
     for row in rows:
         case = case_of(row)
+        if not _is_meant(" ".join(case.options()), given.only):
+            continue
         setting = asdict(case)
         source = setting.pop("source")
         size = setting.pop("batch_size")
@@ -330,11 +337,11 @@ def main() -> None:
     measuring, comparing = verbs.add_parser("measure"), verbs.add_parser("compare")
     for each, run in ((measuring, measure_all), (comparing, compare)):
         each.add_argument("rows", type=Path, help="CSV file that rows are appended to, or read from")
-        each.add_argument("--only", help="only cases whose options hold this text")
+        each.add_argument("--only", help="only cases whose options hold one of these texts, divided by commas")
         each.set_defaults(run=run)
     measuring.add_argument("--steps", type=int, default=20)
     measuring.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    measuring.add_argument("--kernels", type=Path, help="file for the kernels of a step, one JSON object a case")
+    measuring.add_argument("--ops", type=Path, help="CSV file for the device time of a step by op")
     measuring.add_argument("--limit", type=float, default=float("inf"), help="seconds after which no case begins")
     comparing.add_argument("--device-name", help="what `predict` calls the GPU; the driver's name by default")
     given = parser.parse_args()

@@ -367,8 +367,7 @@ def section(pairs: Sequence[Pair], cache: Path, table: CalibrationTable) -> str:
         "<!-- run: parse (the measured rows) -->\n```sh\n" + COMMAND + "\n```",
         "Gains are of time; in brackets the middle 80 % of models.",
         "\n".join(_gain_lines(pairs, cache, table)),
-        "- Gains of FSDP are of compute alone, without the collectives; torchtitan's step checkpoints every second layer.\n"
-        "- What float8 gains has a [section](#float8) of its own. A fused optimizer (build-nanogpt: 1.03) is in no row.",
+        "Gains of FSDP are of compute alone; torchtitan's step checkpoints every second layer.",
     ]
     return "\n\n".join(parts)
 

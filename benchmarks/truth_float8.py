@@ -190,15 +190,13 @@ def section() -> str:
     parts = [
         TITLE,
         f"<!-- run: parse (four minutes) -->\n```sh\n{COMMAND}\n```",
-        "That command writes this section: steps of `--precision fp8` over `bf16`, of compute alone, with the recomputation of "
-        "their checkpointing. No constant was fitted to a step in float8.",
+        "Steps of `--precision fp8` over `bf16`, of compute alone, with the recomputation of their checkpointing. No constant "
+        "was fitted to a step in float8.",
         "\n".join(lines),
         "- torchtitan and torchao gather weights in float8 as well, and LLM Foundry's Transformer Engine scales by the steps "
         "before; both are predicted as `fp8` is: current scaling, weights gathered in bfloat16.\n"
-        "- MXFP8 has a scale for every 32 values in place of one for a tensor. Its products have the rate of FP8, and it is "
-        "predicted as `fp8`: NeMo's rows in both, alike otherwise, are 0 to 11 % slower in MXFP8.\n"
-        "- What of a step is attention gains nothing: with 32,768 tokens most of it is.\n"
-        "- [Memory](#memory) has torchtitan's steps in both.",
+        "- MXFP8 is predicted as `fp8`: NeMo's rows in both, alike otherwise, are 0 to 11 % slower in MXFP8.\n"
+        "- Attention gains nothing: with 32,768 tokens it is most of the step.",
     ]
     return "\n\n".join(parts) + "\n\n"
 

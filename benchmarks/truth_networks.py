@@ -272,8 +272,8 @@ def section(data: Path) -> str:
     parts = [
         TITLE,
         f"<!-- run: parse (the measured rows) -->\n```sh\n{COMMAND}\n```",
-        "That command writes this section. [Links](network.md#the-model) are those of datasheets with NCCL's constants; four "
-        "constants were read off these sweeps, none off a step.",
+        "[Links](network.md#the-model) are those of datasheets with NCCL's constants; four constants were read off these "
+        "sweeps, none off a step.",
         _table(
             "what",
             {
@@ -283,15 +283,14 @@ def section(data: Path) -> str:
                 "Gavel's jobs": list(gavel(data)),
             },
         ),
-        "- All-reduces: nccl-tests, 8 B to 16 GiB, 16 to 1,440 GPUs. The largest error is a sweep's first message, with the "
-        "start of all connections.\n"
+        "- All-reduces: nccl-tests, 8 B to 16 GiB, 16 to 1,440 GPUs. The largest error is a sweep's first message.\n"
         "- MPT: LLM Foundry's steps on 8 to 512 GPUs. On 8 GPUs, which the constants of compute saw, the error is "
         f"{_median(one):.1f} %, on more {_median(more):.1f} %. Where an A100 with 40 GB is nearly full (MPT-70b), steps take "
         "far longer than compute and network explain.\n"
-        "- BERT-large: NVIDIA's examples on 1 to 256 GPUs, TF32 and AMP. With 512 tokens an unknown amount of padding is left "
-        "out: these steps are predicted from the measured ones on 8 GPUs.\n"
-        "- Gavel's jobs: 2 to 8 K80 or V100, torch 1.4, from the measured step on one GPU. The model does not know what GPUs "
-        "of a node do to each other's data loading, nor K80's slow path over PCIe.",
+        "- BERT-large: NVIDIA's examples on 1 to 256 GPUs, TF32 and AMP; with 512 tokens predicted from the measured steps on "
+        "8 GPUs, for they leave out an unknown amount of padding.\n"
+        "- Gavel's jobs: 2 to 8 K80 or V100, torch 1.4, from the measured step on one GPU; what GPUs of a node do to each "
+        "other's data loading is not predicted.",
     ]
     return "\n\n".join(parts) + "\n\n"
 

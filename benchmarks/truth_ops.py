@@ -30,11 +30,10 @@ from ddltool.shipped import calibration, devices
 ROOT = Path(__file__).resolve().parents[1]
 TITLE = "## Single operations"
 _WORDS = (
-    "Predicted over measured time of a product or collective by itself, as `ddltool devices H100 --product 4096x4096x4096` or "
-    "`--collective all-reduce:64MiB:8` say it; collectives from 1 MiB on. XLA's tables were measured without NVLS, which NCCL "
-    "takes by itself for all-reduces on three to eight GPUs of a node from Hopper on: the last column has what it predicts for "
-    "the same rows. On an H100, a fifth of XLA's rows in eight bits lie above the dense peak; on an MI300X XLA has no fast "
-    "kernels for them. NeuSight's times are of single calls, whose 30 us on the host are added."
+    "Predicted over measured time of a product or collective by itself ([how](devices.md#one-operation)); collectives from "
+    "1 MiB on. XLA's tables were measured without NVLS, which NCCL takes by itself from Hopper on: the last column has its "
+    "prediction. In eight bits a fifth of XLA's rows on an H100 lie above the dense peak, and on an MI300X XLA has no fast "
+    "kernels. NeuSight's times are of single calls, whose 30 us on the host are added."
 )
 _LEAST_BYTES = 2.0**20
 # So many steps do the rows of one device and type count as; a row's own error is that of its measurement and of the kernel

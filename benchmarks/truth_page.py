@@ -185,10 +185,9 @@ def _page(
         f"{_percent(other.median)} ({_percent(other.ninth)}).",
         "![Predicted against measured step times, cross-validated](truth.png)",
         "<!-- run: parse (the measured rows) -->\n```sh\n" + COMMAND + "\n```",
-        "That command writes this page, its picture and the constants of every prediction, `fixtures/calibration.json`. "
-        "The fit behind a figure did not see the rows that the figure is of. Times are of one step on one GPU. Errors are "
-        "medians, in brackets 90th percentiles; `ratio` is the median of predicted / measured; `in range` the share of rows "
-        "within the 80 % range.",
+        "That command writes this page and the constants of every prediction. The fit behind a figure did not see its rows. "
+        "Times are of one step on one GPU. Errors are medians, in brackets 90th percentiles; `ratio` is the median of "
+        "predicted / measured; `in range` the share of rows within the 80 % range.",
         "## By source\n\nAll rows of the source were left out.\n\n" + _table("source", by_source, range_of),
         "\n".join(f"- {source.title}: {source.remark}." for source in SOURCES.values()),
         "Gavel's and Sia's are the only rows on Kepler and Turing. Their software adds "
@@ -285,9 +284,8 @@ def _limits(every: Pairs, truth: Truth) -> str:
     return "\n".join(
         (
             f"- Predicted worst, by timm's files, with their median error: {listed}.",
-            "- A step that waits for the host is as slow as the host, its Python and its data loader: "
-            "[`ddltool calibrate`](calibrate.md) fits the constants to yours. A source's software is in its rows: one GPU "
-            "gives numbers 10 to 20 % apart.",
+            "- A step that waits for the host is as slow as its Python and data loader: [`ddltool calibrate`](calibrate.md) "
+            "fits the constants to yours. By the source's software one GPU gives numbers 10 to 20 % apart.",
             "- AMD's GPUs, CPUs, float8 and sparse kernels were not measured: their constants are NVIDIA's.",
             f"- Rows left out, most of all: {'; '.join(f'{count:,} ({reason})' for reason, count in left)}.",
         )

@@ -319,19 +319,17 @@ def section(data: Path) -> str:
     parts = [
         TITLE,
         f"<!-- run: parse (the measured rows) -->\n```sh\n{COMMAND}\n```",
-        "That command writes this section. Steps of `predict --tensor-parallel`, `--pipeline-parallel` and `--replicas`; "
-        "kernels and links are as everywhere else.",
+        "Steps of `predict --tensor-parallel`, `--pipeline-parallel` and `--replicas`.",
         _table([*megatron, *llama, *narrow]),
         "- Megatron-LM: vTrain's GPTs of 0.2 to 18 x 10^9 parameters on 2 to 256 A100. Half of the steps on one node wait for "
-        f"the host, which takes {MEGATRON_HOST:g} times as long for an op as the shipped constants say: one number, read off "
-        f"these rows. Without it the mean error there is {100 * np.abs(shipped).mean():.0f} % (ratio "
+        f"the host, which takes {MEGATRON_HOST:g} times as long for an op as the shipped constants say (read off these rows). "
+        f"Without it the mean error there is {100 * np.abs(shipped).mean():.0f} % (ratio "
         f"{np.median(1 + shipped):.2f}); `ddltool calibrate` finds a host's own. vTrain's error, with every kernel measured on "
         "that machine, is 8.4 % on one node and 14.7 % on several.\n"
         "- Llama: SimuMax's rows without context parallelism; transformers' Llama, eager, for Transformer Engine's. SimuMax's "
         "error, with operators measured there, is 5.6 % in time and 1.4 % in memory.\n"
         "- NeMo: tuned recipes, compiled transformers' Llama for their fused kernels, in eight and four bits, which no "
-        "constant was fitted to; MXFP8 as FP8, NVFP4 as FP8 with products at the datasheet's rate of four bits. "
-        "Attention is timed as torch's flash attention is, half of the square under its causal mask; theirs is cuDNN's.",
+        "constant was fitted to; MXFP8 as FP8, NVFP4 as FP8 with products at the datasheet's rate of four bits.",
     ]
     return "\n\n".join(parts) + "\n\n"
 

@@ -195,7 +195,7 @@ def show_predict(call: VerbCall[PredictResult], output: Path | None = None, as_j
 def _counts(where: str, given: Sequence[int] | int) -> tuple[int, ...]:
     numbers = (given,) if isinstance(given, int) else tuple(given)
     for count in numbers:
-        if not 1 <= count <= _LARGEST:
+        if not isinstance(count, int) or not 1 <= count <= _LARGEST:
             raise InputError(where, f"{count} is out of range", f"write whole numbers from 1 to {_LARGEST}")
     return numbers
 

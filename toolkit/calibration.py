@@ -57,6 +57,7 @@ class CalibrationTable(Artifact):
     arithmetic: Shares = Field(description="share of peak FLOP/s by class of kernel")
     traffic: Shares = Field(description="share of the memory's bandwidth by class of kernel")
     feed: Shares = Field(description="operations per cycle for which a multiprocessor can feed its matrix units")
+    carried: Shares = Field(description="bytes that a multiprocessor moves per cycle, by class of kernel")
     start_s: Duration = Field(description="between two kernels on the device")
     cache: Positive = Field(description="share of a kernel's traffic that the last cache saves where all of it fits")
     issue_s: Duration = Field(description="in which the host issues one op")

@@ -6,7 +6,6 @@ One GPU is enough: processes of an elastic job share it, and sum over gloo.
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pandas as pd
@@ -72,7 +71,9 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("kind", ["cnn", "transformer"])
-def test_any_number_of_processes_gives_the_same_bits(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_number_of_processes_gives_the_same_bits(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """1, 2, 3 and 4 processes, and one run that goes from 4 over 1 to 2: dropout draws from the device's generator."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     script = tmp_path / "train.py"

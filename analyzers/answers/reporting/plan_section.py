@@ -470,13 +470,14 @@ def _choices_picture(plan: Plan, decision: Decision) -> Picture:
         amount = row.price_per_sample * (1e6 if run is None else restarts * run.samples)
         return f"${amount / 1000:,.1f}k" if amount >= _THOUSANDS else show_money(amount)
 
+    rate_name = "tokens/s" if tokens else "samples/s"
     columns: dict[str, Column[_Choice]] = {
         "redo": lambda row: _REDONE.get(row.checkpointing, row.checkpointing) or None,
         "on": lambda row: " + ".join(f"{count} {name}" for name, count in row.devices.items()),
         "each": "each",
         "GiB": lambda row: None if row.memory_bytes is None else f"{row.memory_bytes / 2**30:.1f}",
         "step": lambda row: "no room" if row.missing_bytes else show_seconds(row.step_s),
-        "tokens/s" if tokens else "samples/s": lambda row: None if (found := rate(row)) is None else show_rate(found),
+        rate_name: lambda row: None if (found := rate(row)) is None else show_rate(found),
         "hours": hours,
         "cost" if run is not None else "per 1M": price,
         "remark": lambda row: row.remark or None,
@@ -495,7 +496,7 @@ def _choices_picture(plan: Plan, decision: Decision) -> Picture:
             columns,
             names=("how", [row.how for row in choices]),
             text_columns=3 if any(row.checkpointing for row in choices) else 2,
-            spare=("remark", "hours"),
+            spare=("remark", "hours", rate_name),  # the step says the rate as well
         )
     )
     drawn = [row for row in choices if row.step_s]

@@ -25,7 +25,7 @@ from ddltool.analyzers.step.recording.op_rules import CLASSES, class_of, names_i
 from ddltool.graph import COMPUTE, SEND, Graph, Recorded
 
 # Classes of ops, and ops, that inductor fuses with their neighbours.
-_FUSED = frozenset(("pointwise", "copy", "normalisation", "softmax", "reduction"))
+_FUSED = frozenset(("pointwise", "copy", "normalisation", "row_normalisation", "softmax", "reduction"))
 _LOOKUPS = names_in("embedding index index_select gather unsafe_index take take_along_dim")
 # What the names of random ops begin with.
 _RANDOM = ("bernoulli", "rand", "normal", "uniform", "native_dropout")
@@ -202,7 +202,10 @@ class _Fuser:
         self.is_read_twice = np.array([name.startswith(read_twice) for name in names], dtype=bool)
         """(n,) ops that read their inputs in two kernels, one after another."""
         self.is_norm = np.array(
-            [CLASSES[class_of(op_type)] in ("normalisation", "softmax") for op_type in graph.op_type]
+            [
+                CLASSES[class_of(op_type)] in ("normalisation", "row_normalisation", "softmax")
+                for op_type in graph.op_type
+            ]
         )
         self.order = [op for op in graph.topological_order().tolist() if self.is_op[op]]
         # The op of which a view is a view (any other op: itself), and whether a transfer sends its output.

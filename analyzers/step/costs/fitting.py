@@ -108,6 +108,7 @@ def names(generations: Sequence[str], settings: Sequence[str] = ()) -> list[str]
         *(f"arithmetic:{n}" for n in ARITHMETIC),
         *(f"traffic:{n}" for n in TRAFFIC),
         *(f"feed:{n}" for n in FEED),
+        *(f"carried:{n}" for n in TRAFFIC),
     ]
     factors = [f"{unit}:{generation}" for generation in generations for unit in UNITS]
     return [*shares, *_SCALARS, *factors, *(f"setting:{setting}" for setting in settings)]
@@ -117,7 +118,8 @@ def _to_vector(belief: Belief, generations: Sequence[str], settings: Sequence[st
     """Return (constants,) the logarithms of a belief's constants, in the order of :func:`names`."""
     constants = belief.constants
     values = [constants.arithmetic[n] for n in ARITHMETIC] + [constants.traffic[n] for n in TRAFFIC]
-    values += [constants.feed[n] for n in FEED] + [getattr(constants, n) for n in _SCALARS]
+    values += [constants.feed[n] for n in FEED] + [constants.carried[n] for n in TRAFFIC]
+    values += [getattr(constants, n) for n in _SCALARS]
     values += [belief.generations.get(g, {}).get(unit, 1.0) for g in generations for unit in UNITS]
     values += [belief.settings.get(setting, _ADDED_S) for setting in settings]
     logarithms: Array = np.log(np.array(values))
@@ -134,6 +136,7 @@ def _from_vector(logs: Array, generations: Sequence[str], settings: Sequence[str
         arithmetic={n: next(values) for n in ARITHMETIC},
         traffic={n: next(values) for n in TRAFFIC},
         feed={n: next(values) for n in FEED},
+        carried={n: next(values) for n in TRAFFIC},
         **{n: next(values) for n in _SCALARS},
     )
     factors = {generation: {unit: next(values) for unit in UNITS} for generation in generations}
@@ -220,7 +223,8 @@ class _Stack:
         """Yield constants with all of one kind raised by ``_STEP``, and (kernels,) the columns of those that kernels use.
 
         Columns are indices into :func:`names`; -1: the kernel uses no constant of the kind. It never uses more than one. The
-        kinds are the shares of arithmetic, of traffic, what feeds the units, each scalar of kernels, and each unit's factors.
+        kinds are the shares of arithmetic, of traffic, what feeds the units, what is carried, each scalar of kernels, and each
+        unit's factors.
         """
         factor = 1.0 + _STEP
         arithmetic_of = self.demand.arithmetic_of
@@ -236,6 +240,9 @@ class _Stack:
             np.where((arithmetic_of >= 0) & (feed_index >= 0), first_column + feed_index, -1),
         )
         first_column += len(FEED)
+        raised_shares = {name: share * factor for name, share in constants.carried.items()}
+        yield replace(constants, carried=raised_shares), first_column + self.demand.traffic_of
+        first_column += len(TRAFFIC)
         for name in ("start_s", "cache", "turn_s"):
             raised_constants = replace(constants, **{name: getattr(constants, name) * factor})
             yield raised_constants, np.full(len(self.case), first_column + _SCALARS.index(name))
@@ -464,14 +471,16 @@ def _case_of(graph: Graph, model: CostModel, step: MeasuredStep, model_steps: in
     kernels, updating = kernels_of(graph), update_kernels(graph, step.optimizer)
     precision, channels_last = str(graph.meta.get("precision", "fp32")), bool(graph.meta.get("channels_last", False))
     launching = len(np.unique(kernels.op))
+    # The host goes through the tensors of an update, as it issues ops.
+    tensors = len(graph.of_kind(SEND)) * model.constants.update_s / model.constants.issue_s if len(updating) else 0
     return Case(
         demand=demand_of(kernels, model.device, precision=precision, channels_last=channels_last).then(
             demand_of(updating, model.device)
         ),
         count=np.ones(len(kernels) + len(updating)),
-        ops=launching + len(updating),
+        ops=launching + len(updating) + round(tensors),
         views=int((graph.kind == COMPUTE).sum()) - launching,
-        tensors=len(graph.of_kind(SEND)) if len(updating) else 0,
+        tensors=0,
         generation=OWN,
         measured_s=step.seconds,
         weight=min(1.0, math.sqrt(_FEW / model_steps)),

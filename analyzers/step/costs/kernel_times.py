@@ -5,8 +5,9 @@ Arithmetic is a matrix product cut into tiles that fill the multiprocessors in w
 utilisation by tile, bounded by the roofline). Convolutions, attention and recurrent layers are also limited by what their
 instructions can feed the units per cycle, which has grown less than the units' rate (products have new ones in every
 generation), and clocks by the board's power (:func:`sustained`). Traffic is bytes over bandwidth, less what the last cache
-keeps. Which share of each a class of kernels reaches is a constant (:class:`Constants`), few of them, fitted to published
-measurements by :mod:`.fitting`. Start at :func:`demand_of`.
+keeps, and over what a multiprocessor can carry per cycle: norms and reductions wait for their own loads, so that a memory of
+twice the bandwidth does not make them twice as fast. Which share of each a class of kernels reaches is a constant
+(:class:`Constants`), few of them, fitted to published measurements by :mod:`.fitting`. Start at :func:`demand_of`.
 """
 
 from __future__ import annotations
@@ -52,6 +53,11 @@ _DRAWN_W = {
     "Blackwell HBM": (1.5, 4.3),
 }
 _CLOCK_BY_POWER = 0.7
+# From Hopper on matrix units read their factors from shared memory by themselves (wgmma), and cuDNN's convolutions are fed so
+# much better by its multiprocessors.
+_FED_BY_ITSELF, _WITH_WGMMA = 2.0, ("Hopper", "Blackwell HBM")
+# What kernels draw that wait for memory, beside products at full rate.
+_WAITING = 0.65
 # Operations per cycle and multiprocessor of GeForce's matrix units, halved for float32 accumulation: they draw no more than the
 # float32 units, and these boards run beyond their datasheet's boost clock while power allows: an RTX 3090 at 1.9 GHz, not 1.7.
 _HALVED, _BEYOND_BOOST = 512, 1.12
@@ -59,8 +65,21 @@ _HALVED, _BEYOND_BOOST = 512, 1.12
 # lanes as with 128, whose rate this is.
 _ISSUED = 256
 _PRODUCTS = ("convolution", "matrix_product", "attention", "recurrent")
-_BY_LAYOUT = ("convolution", "grouped_convolution", "depthwise_convolution", "normalisation", "pooling")
+_BY_LAYOUT = (
+    *(
+        "convolution",
+        "grouped_convolution",
+        "depthwise_convolution",
+        "normalisation",
+        "native_normalisation",
+        "pooling",
+    ),
+)
+# A row of a layer norm takes a multiprocessor so many cycles however short it is (measured on an H200, rows of 96 to 4096).
+_ROW_CYCLES = 250.0
 _LAYOUTS = ("channels_first", "channels_last")
+# Products whose rows do not begin where matrix units read: of an even length they are read by twos or fours, else one by one.
+_MISALIGNED = ("matrix_product/misaligned", "matrix_product/odd")
 # The gradient of the weights of these is a kernel of its own kind, far slower than the others.
 _OWN_WEIGHTS = (
     "grouped_convolution/channels_last",
@@ -82,7 +101,7 @@ def _names() -> tuple[tuple[str, ...], tuple[str, ...]]:
     """
     arithmetic = [f"{name}/{unit}" for name in _PRODUCTS[1:] for unit in ("tensor", "vector")]
     arithmetic += [f"convolution/{unit}" for unit in ("tensor/channels_first", "tensor/channels_last", "vector")]
-    arithmetic += ["matrix_product/tensor/tf32", "matrix_product/misaligned", "convolution/misaligned"]
+    arithmetic += ["matrix_product/tensor/tf32", *_MISALIGNED, "convolution/misaligned"]
     grouped = [
         "grouped_convolution/channels_first",
         "grouped_convolution/channels_last",
@@ -92,7 +111,11 @@ def _names() -> tuple[tuple[str, ...], tuple[str, ...]]:
     ]
     arithmetic += [f"{name}/weights" for name in _OWN_WEIGHTS]
     traffic = [name for name in CLASSES if name not in _BY_LAYOUT]
-    traffic += [f"{name}/{layout}" for name in ("convolution", "normalisation", "pooling") for layout in _LAYOUTS]
+    traffic += [
+        f"{name}/{layout}"
+        for name in ("convolution", "normalisation", "native_normalisation", "pooling")
+        for layout in _LAYOUTS
+    ]
     return (*arithmetic, *grouped), (*traffic, "convolution/misaligned", *grouped)
 
 
@@ -100,7 +123,8 @@ ARITHMETIC, TRAFFIC = _names()
 FEED = tuple(
     name
     for name in ARITHMETIC
-    if ("/tensor" in name or name.endswith("/vector")) and not name.startswith("matrix_product")
+    if name in _MISALIGNED
+    or (("/tensor" in name or name.endswith("/vector")) and not name.startswith("matrix_product"))
 )
 _ARITHMETIC = {name: place for place, name in enumerate(ARITHMETIC)}
 _TRAFFIC = {name: place for place, name in enumerate(TRAFFIC)}
@@ -116,6 +140,8 @@ class Constants:
     """Shares of the memory's bandwidth by TRAFFIC name."""
     feed: Mapping[str, float]
     """Operations per cycle for which a multiprocessor can feed its units, by FEED name."""
+    carried: Mapping[str, float]
+    """Bytes that a multiprocessor moves per cycle however fast the memory is, by TRAFFIC name."""
     start_s: float
     """Seconds between two kernels on the device."""
     cache: float
@@ -135,6 +161,7 @@ DATASHEET = Constants(
     arithmetic=dict.fromkeys(ARITHMETIC, 1.0),
     traffic=dict.fromkeys(TRAFFIC, 1.0),
     feed={},
+    carried={},
     start_s=0.0,
     cache=0.0,
     issue_s=0.0,
@@ -159,10 +186,14 @@ class Demand:
     """(k,) seconds at full bandwidth."""
     traffic_of: NDArray[np.intp]
     """(k,) index into TRAFFIC."""
+    carried_s: Array
+    """(k,) seconds at one byte per cycle and multiprocessor; 0 where clocks are unknown."""
     cached: Array
     """(k,) part of the traffic that the last cache could hold, 0 to 1."""
     turns: Array
     """(k,) steps that wait for each other, of recurrent layers; 0 for any other kernel."""
+    rows_s: Array
+    """(k,) seconds that rows take beside their bytes, of layer norms."""
     serial: NDArray[np.bool_]
     """(k,) whether arithmetic and traffic add up instead of overlapping: grouped convolutions."""
 
@@ -181,7 +212,9 @@ def demand_of(
     for milliseconds, so that matrix units keep the boost clock.
     """
     peak, on_tensor = _peaks(kernels, device, precision)
-    matrix_clock = 1.0 if brief else sustained(device, matrix=True)
+    matrix_clock = (
+        1.0 if brief else sustained(device, matrix=True, share=_share_of_products(kernels, device, peak, on_tensor))
+    )
     clock_share = np.where(on_tensor, matrix_clock, sustained(device, matrix=False))
     peak *= clock_share
     layout = _LAYOUTS[channels_last]
@@ -214,24 +247,42 @@ def demand_of(
     flops[is_torch_weights] *= np.maximum(1.0, _FILLING * device.multiprocessors / np.maximum(blocks, 1.0))
     is_product = arithmetic_of >= 0
     least_bytes = np.maximum(kernels.moved_bytes, 1.0)
-    cycles_per_s = clock_share * (device.multiprocessors * device.clock_hz or np.inf)
+    is_fed_by_itself = (kernels.kind == CLASS["convolution"]) & (device.branch in _WITH_WGMMA)
+    every_cycle = device.multiprocessors * device.clock_hz or np.inf
+    cycles_per_s = clock_share * every_cycle
     return Demand(
         arithmetic_s=np.where(is_product, flops / np.where(is_grouped, grouped_peak, peak), 0.0),
         arithmetic_of=arithmetic_of,
         on_tensor=on_tensor & ~is_grouped,
-        fed_s=flops / cycles_per_s * (~is_grouped & is_product),
+        fed_s=flops / cycles_per_s * (~is_grouped & is_product) / np.where(is_fed_by_itself, _FED_BY_ITSELF, 1.0),
         traffic_s=kernels.moved_bytes / (device.free_of_codes * device.memory_bytes_per_s),
         traffic_of=traffic_of,
+        carried_s=kernels.moved_bytes / every_cycle,
         cached=np.minimum(1.0, _KEPT * device.l2_bytes / least_bytes),
         turns=np.where(kernels.kind == CLASS["recurrent"], kernels.gemm[:, 0], 0.0),
+        rows_s=np.where(kernels.kind == CLASS["row_normalisation"], kernels.gemm[:, 0] * _ROW_CYCLES, 0.0)
+        / every_cycle,
         serial=is_grouped,
     )
 
 
-def sustained(device: Device, *, matrix: bool) -> float:
+def _share_of_products(kernels: Kernels, device: Device, peak: Array, on_tensor: NDArray[np.bool_]) -> float:
+    """Return the part of a step's time in which its products draw the power of matrix units, 0 to 1.
+
+    What waits for memory draws less, and the power limit is of the mean over far longer than a kernel. ``peak`` (k,): FLOP/s of
+    each kernel's type; ``on_tensor`` (k,): whether that is the matrix units' rate. Of a product alone it is 1.
+    """
+    arithmetic_s = np.where(on_tensor & (kernels.gemm[:, 1] > 0), kernels.flops / peak, 0.0)
+    traffic_s = kernels.moved_bytes / (device.free_of_codes * device.memory_bytes_per_s)
+    longer_s = float(np.maximum(arithmetic_s, traffic_s).sum())
+    return float(arithmetic_s.sum()) / longer_s if longer_s > 0 else 1.0
+
+
+def sustained(device: Device, *, matrix: bool, share: float = 1.0) -> float:
     """Return the clock that products hold under the device's power limit, as a share of its boost clock.
 
-    ``matrix``: whether the products run on matrix units. 1.0 for devices whose datasheet lacks clock, power or generation.
+    ``matrix``: whether the products run on matrix units, which they do for this ``share`` of the time; the rest of it draws
+    :data:`_WAITING` as much. 1.0 for devices whose datasheet lacks clock, power or generation.
     """
     cycles_per_s = device.clock_hz * device.multiprocessors
     drawn = _DRAWN_W.get(device.branch) or _DRAWN_W.get(device.architecture)
@@ -243,10 +294,12 @@ def sustained(device: Device, *, matrix: bool) -> float:
         and _MATRIX_UNIT * device.peak_flops["float32"] < float16_peak <= 1.2 * _HALVED * cycles_per_s
     )
     drawn_w = 1e-9 * cycles_per_s * drawn[matrix and not is_halved]
+    if matrix:
+        drawn_w *= share + (1.0 - share) * _WAITING
     if device.architecture in _WITHOUT_MATRIX_UNITS:
         drawn_w *= device.peak_flops["float32"] / cycles_per_s / 128.0
-    share: float = (device.power_w / drawn_w) ** _CLOCK_BY_POWER
-    return min(_BEYOND_BOOST if is_halved else 1.0, share)
+    clock: float = (device.power_w / drawn_w) ** _CLOCK_BY_POWER
+    return min(_BEYOND_BOOST if is_halved else 1.0, clock)
 
 
 def seconds(demand: Demand, constants: Constants) -> Array:
@@ -265,7 +318,9 @@ def seconds(demand: Demand, constants: Constants) -> Array:
     is_unfed = demand.on_tensor & (demand.fed_s == 0.0)
     arithmetic_s = np.where(is_unfed, np.maximum(arithmetic_s, demand.arithmetic_s), arithmetic_s)
     traffic_shares = np.array([constants.traffic[name] for name in TRAFFIC])[demand.traffic_of] * units["memory"]
+    carried_per_cycle = np.array([constants.carried.get(name, np.inf) for name in TRAFFIC])[demand.traffic_of]
     traffic_s = demand.traffic_s * (1.0 - constants.cache * demand.cached) / traffic_shares
+    traffic_s = traffic_s + demand.carried_s / carried_per_cycle + demand.rows_s
     longer_s, shorter_s = np.maximum(arithmetic_s, traffic_s), np.minimum(arithmetic_s, traffic_s)
     ratio = np.divide(shorter_s, longer_s, out=np.zeros_like(longer_s), where=longer_s > 0)
     busy_s: Array = np.where(
@@ -320,7 +375,8 @@ def _peaks(kernels: Kernels, device: Device, precision: str) -> tuple[Array, NDA
     peak_of = dict(zip(dtypes, (device.peak_for(name) for name in dtypes), strict=True))
     peak = np.array([peak_of[name] for name in kernels.dtype], dtype=np.float64)
     is_float32 = np.array([name == "float32" for name in kernels.dtype], dtype=bool)
-    peak[is_float32 & (may_use_tf32 | (precision == "tf32"))] = tf32_peak
+    is_fused = kernels.kind == CLASS["attention"]  # its kernels for float32 do not use matrix units
+    peak[is_float32 & ~is_fused & (may_use_tf32 | (precision == "tf32"))] = tf32_peak
     if device.architecture in _WITHOUT_MATRIX_UNITS:  # whatever float16 could do: libraries accumulate in float32
         return np.minimum(peak, vector_peak), np.zeros(len(kernels), dtype=bool)
     return peak, peak > _MATRIX_UNIT * vector_peak
@@ -343,11 +399,16 @@ def _index_constants(
         arithmetic[is_chosen & on_tensor] = _ARITHMETIC[f"{name}/tensor"]
         arithmetic[is_chosen & ~on_tensor] = _ARITHMETIC[f"{name}/vector"]
     is_uneven = (gemm[:, 1:] % _ALIGNED != 0).any(axis=1) & (gemm[:, 1] > 0)
-    is_misread = (gemm[:, 1:] % (_READ_BYTES / kernels.width)[:, None] != 0).any(axis=1) & (gemm[:, 1] > 0)
+    read_together = 2.0 ** np.floor(
+        np.log2(_READ_BYTES / kernels.width)
+    )  # elements; a width may hold a part of a scale
+    is_misread = (gemm[:, 1:] % read_together[:, None] != 0).any(axis=1) & (gemm[:, 1] > 0)
     is_on_tensor_product = (kinds == CLASS["matrix_product"]) & on_tensor
     is_tf32 = np.array([name == "float32" for name in kernels.dtype], dtype=bool)
     arithmetic[is_on_tensor_product & is_tf32] = _ARITHMETIC["matrix_product/tensor/tf32"]
     arithmetic[is_on_tensor_product & is_misread] = _ARITHMETIC["matrix_product/misaligned"]
+    is_odd = (gemm[:, 1:] % 2 != 0).any(axis=1)
+    arithmetic[is_on_tensor_product & is_misread & is_odd] = _ARITHMETIC["matrix_product/odd"]
     is_convolution = kinds == CLASS["convolution"]
     arithmetic[is_convolution & on_tensor] = _ARITHMETIC[f"convolution/tensor/{layout}"]
     arithmetic[is_convolution & ~on_tensor] = _ARITHMETIC["convolution/vector"]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ddltool.analyzers.step.recording.op_rules import CLASS, class_of
+from ddltool.analyzers.step.recording.op_rules import CLASS, class_of, normal_type
 from ddltool.graph import COMPUTE, Graph
 
 Array = NDArray[np.float64]
@@ -35,7 +35,8 @@ class Kernels:
     moved_bytes: Array
     """(k,) bytes read and written."""
     gemm: Array
-    """(k, 4) count, m, n, k of the kernel's own matrix product; zeros where there is none or it is not known."""
+    """(k, 4) count, m, n, k of the kernel's own matrix product; of what works row by row the rows, 0, 0, and a row's elements;
+    zeros where neither is known."""
     width: Array
     """(k,) bytes of one element of the type that it works in."""
     dtype: tuple[str, ...]
@@ -103,6 +104,31 @@ def memory_kernels(moved_bytes: Sequence[float]) -> Kernels:
     )
 
 
+# A row of softmax that does not fit the memory of a multiprocessor is read for the maximum, for the sum, and for the result.
+_ROW_BYTES = 48 * 1024
+
+
+def _read_again(op_types: Sequence[str], read_bytes: Array, gemm: Array, training: bool) -> Array:
+    """Return (n,) how often ops read again what they read, beside the first time.
+
+    A batch or group norm in training reads its input for the statistics, and again to apply them; the backward pass of any
+    norm reads once for the gradients of its weights. Softmax reads a long row three times, and its backward pass the gradient
+    twice (aten/src/ATen/native/cuda: Normalization.cuh, layer_norm_kernel.cu, SoftMax.cu). ``read_bytes`` (n,), ``gemm``
+    (n, 4): as of a graph's ops.
+    """
+    times = np.zeros(len(op_types))
+    row_bytes = read_bytes / np.maximum(gemm[:, 0], 1.0)
+    for op, op_type in enumerate(op_types):
+        name = normal_type(op_type)
+        if "softmax" in name and gemm[op, 0]:
+            tensors = 2.0 if "backward" in name else 1.0  # what it reads of a row
+            if row_bytes[op] / tensors > _ROW_BYTES:
+                times[op] = 2.0 if tensors == 1.0 else 0.5 if "log" in name else 1.0
+        elif name.endswith("_norm_backward") or (training and name in ("native_batch_norm", "native_group_norm")):
+            times[op] = 1.0
+    return times
+
+
 def kernels_of(graph: Graph) -> Kernels:
     """Return the kernels of a graph's compute ops, in their order; ops that cost nothing have none. O(n).
 
@@ -118,6 +144,19 @@ def kernels_of(graph: Graph) -> Kernels:
     flops, moved_bytes = graph.flops[ops].copy(), graph.size_bytes[ops].copy()
     dtype = [graph.dtype[op] or graph_dtype for op in ops]
     width = np.array([_WIDTH.get(name, 4) for name in dtype], dtype=np.float64)
+    written = graph.written_bytes[ops]
+    is_batch_norm = np.array([normal_type(op_type).startswith("native_batch_norm") for op_type in op_types], dtype=bool)
+    is_bfloat16 = np.array([name == "bfloat16" for name in dtype], dtype=bool)
+    is_native = is_batch_norm & is_bfloat16
+    kind[is_native] = CLASS["native_normalisation"]
+    times = _read_again(op_types, moved_bytes - written, gemm, graph.mode == "training")
+    # Forward its statistics (Welford's) take as long as another reading; backward they are summed at twice the rate.
+    is_backward_norm = np.array([op_type.endswith("_backward") for op_type in op_types], dtype=bool)
+    times[is_native] = np.where(is_backward_norm, 0.0, 2.0)[is_native]
+    moved_bytes += times * (moved_bytes - written)
+    is_cast = np.array([normal_type(op_type) in ("to_copy", "copy") for op_type in op_types], dtype=bool)
+    read = moved_bytes - written
+    kind[is_cast & (written > 1.5 * read) & (written < 4.5 * read)] = CLASS["widening"]
     is_convolution = kind == CLASS["convolution"]
     kind[is_convolution & (gemm[:, 0] > 1)] = CLASS["grouped_convolution"]
     kind[is_convolution & (gemm[:, 0] > 1) & (gemm[:, 2] <= 1)] = CLASS["depthwise_convolution"]

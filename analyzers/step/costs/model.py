@@ -126,10 +126,10 @@ class PredictedStep:
     """The predicted time of one pass and its update, in seconds."""
 
     op_s: Array
-    """(n,) device seconds of every op of the graph; 0 for transfers and views. The first op of a recorded update has those of
-    :attr:`update_host_s` too."""
+    """(n,) device seconds of every op of the graph; 0 for transfers and views."""
     issue_s: Array
-    """(n,) seconds in which the host issues each op; 0 for transfers."""
+    """(n,) seconds in which the host issues each op; 0 for transfers. The first op of a recorded update has those of its
+    tensors too."""
     host_s: float
     """What the host takes to issue all ops, the update's among them."""
     device_s: float
@@ -139,7 +139,8 @@ class PredictedStep:
     update_s: float
     """From the end of the graph's ops to that of the update that follows them."""
     update_host_s: float
-    """The update's time per tensor, which sharding the tensors does not shorten."""
+    """The part of it in which the device waits for the host, which goes through the tensors one by one; sharding them does not
+    shorten that."""
     sum_s: float = 0.0
     """In which the gradients of one pass are added to those of the passes before, one kernel for each."""
     sum_launch_s: float = 0.0
@@ -213,20 +214,21 @@ def time_step(
     issue_s = np.where(is_compute, np.where(op_s > 0, launch_s, view_s), 0.0)
     issue_s = issue_s if exchanges is None else issue_s + constants.issue_s * (exchanges.seconds > 0)
     update_op_s = seconds(demand_of(update_kernels(graph, optimizer), device), constants)
-    # The time per tensor counts in the first op of the update, a recorded one or the one that follows.
+    # The host goes through the tensors before it launches the first op of the update, a recorded one or the one that follows.
     recorded_update = next((op for op, name in enumerate(graph.names) if name.startswith(UPDATE)), None)
     has_update = recorded_update is not None or len(update_op_s) > 0
     tensors_s = constants.update_s * len(graph.of_kind(SEND)) * has_update
+    update_issue_s = np.full(len(update_op_s), constants.issue_s)
     if recorded_update is not None:
-        op_s[recorded_update] += tensors_s
+        issue_s[recorded_update] += tensors_s
     else:
-        update_op_s[:1] += tensors_s
+        update_issue_s[:1] += tensors_s
     # Each sum reads two gradients and writes one.
     summed = memory_kernels((3.0 * graph.size_bytes[graph.of_kind(SEND)]).tolist())
     sum_kernels_s = seconds(demand_of(summed, device), constants)
     is_host_bound = float(issue_s.sum()) > float(op_s.sum())
     sum_launch_s = constants.issue_s if is_host_bound else constants.start_s
-    all_issue_s = np.concatenate([issue_s, np.full(len(update_op_s), constants.issue_s)])
+    all_issue_s = np.concatenate([issue_s, update_issue_s])
     all_op_s = np.concatenate([op_s, update_op_s])
     # Between two restarts the host issues ops ahead of the device; at a restart both begin together.
     bounds = [0, *(exchanges.restarts if exchanges is not None else ()), len(all_op_s)]
@@ -235,14 +237,15 @@ def time_step(
         before_s = float(end_s[begin - 1]) if begin else 0.0
         end_s[begin:end] = before_s + _ends_s(all_issue_s[begin:end], all_op_s[begin:end])
     pass_end_s = end_s[len(op_s) - 1] if len(op_s) else 0.0
+    update_s = float(end_s[-1] - pass_end_s) if len(update_op_s) else 0.0
     return PredictedStep(
         op_s=op_s,
         issue_s=issue_s,
         host_s=float(all_issue_s.sum()),
         device_s=float(all_op_s.sum()),
         end_s=end_s[: len(op_s)],
-        update_s=float(end_s[-1] - pass_end_s) if len(update_op_s) else 0.0,
-        update_host_s=tensors_s,
+        update_s=update_s,
+        update_host_s=max(0.0, update_s - float(update_op_s.sum())),
         sum_s=float(np.maximum(sum_kernels_s, sum_launch_s).sum()),
         sum_launch_s=sum_launch_s * len(summed),
         library_s=float(kernels_s[by_library(demand)].sum()),

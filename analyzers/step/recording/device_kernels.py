@@ -173,17 +173,19 @@ def _attention(
     kernel. The arguments and the result are those of ``functional.scaled_dot_product_attention``.
     """
     ops = torch.ops.aten
-    if query.dim() != 4 or query.dtype == torch.float64:
+    # The efficient kernel reads a mask along its rows; T5 permutes the table of its biases, so that a row is a column there.
+    is_across = attn_mask is not None and attn_mask.stride(-1) != 1
+    if query.dim() != 4 or query.dtype == torch.float64 or is_across:
         return ops._scaled_dot_product_attention_math(  # type: ignore[no-any-return]
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )[0]
-    if enable_gqa:
-        groups = query.shape[1] // key.shape[1]
-        key, value = (part.repeat_interleave(groups, 1) if groups > 1 else part for part in (key, value))
     is_half = query.dtype in (torch.float16, torch.bfloat16)
     width = query.shape[-1]
     if is_half and attn_mask is None and width <= _WIDEST_FLASH_HEAD and width == value.shape[-1]:
         return ops._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+    if enable_gqa:
+        groups = query.shape[1] // key.shape[1]
+        key, value = (part.repeat_interleave(groups, 1) if groups > 1 else part for part in (key, value))
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), float("-inf"))
     if attn_mask is not None:

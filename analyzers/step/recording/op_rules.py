@@ -64,7 +64,8 @@ class Cost:
     written_bytes: float = 0.0
     """The part of ``size_bytes`` that is written."""
     gemm: Gemm = NO_GEMM
-    """(count, m, n, k) of the products behind it, of the forward pass for a backward op; zeros where there are none."""
+    """(count, m, n, k) of the products behind it, of the forward pass for a backward op; (rows, 0, 0, elements of a row) of an
+    op that works row by row, such as a softmax; zeros of any other."""
     dtype: str = ""
     """torch's name of the type that it computes in."""
 
@@ -125,6 +126,12 @@ _PER_ELEMENT = {name: factor for factor, text in _FACTORS.items() for name in te
 }
 
 
+_SOFTMAXES = names_in("_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data")
+_ROW_NORMS = ("native_layer_norm", "_fused_rms_norm")
+# What one access to the memory of a GPU reads at least.
+_SECTOR_BYTES = 32.0
+
+
 def cost_of(call: Call) -> Cost:
     """Return the cost of a call, by the first rule that knows its name: free, matrix product, copy, or work per element.
 
@@ -144,10 +151,35 @@ def cost_of(call: Call) -> Cost:
     if call.name in _LOOKUPS or call.name in _COPIES:
         size = 2.0 * written if call.name in _LOOKUPS else moved  # a lookup reads as many bytes as it writes
         return Cost(flops=0.0, size_bytes=size, estimate="rule", written_bytes=written, dtype=dtype)
+    rows = _rows(call)
+    if call.name.startswith("nll_loss") and rows[0]:
+        # Of every row the target and one element are read, a sector of memory each; its gradient is 0 but for one element.
+        looked_up = rows[0] * (_SECTOR_BYTES + 8.0)
+        moved = looked_up + (written if call.name.endswith("_backward") else 0.0)
     factor = _PER_ELEMENT.get(call.name.removesuffix("_")) or _PER_ELEMENT.get(call.name)
     estimate: Estimate = "rule" if factor is not None or call.pointwise else "default"
     flops = (factor or 1.0) * call.elements
-    return Cost(flops=flops, size_bytes=moved, estimate=estimate, written_bytes=written, dtype=dtype)
+    return Cost(flops=flops, size_bytes=moved, estimate=estimate, written_bytes=written, gemm=rows, dtype=dtype)
+
+
+def _rows(call: Call) -> Gemm:
+    """Return (rows, 0, 0, elements of a row) of an op that works row by row; zeros of any other.
+
+    Those are softmax along the last dimension, layer norms, and the loss of a row's target.
+    """
+    named, name = call.named, call.name
+    shape = named.get("self", named.get("input", named.get("grad_output")))
+    if not isinstance(shape, tuple) or not shape:
+        return NO_GEMM
+    if name.startswith("nll_loss"):
+        return (float(math.prod(shape) // max(1, shape[-1 if len(shape) < 3 else 1])), 0.0, 0.0, 1.0)
+    if name in _SOFTMAXES and named.get("dim") in (-1, len(shape) - 1):
+        width = shape[-1]
+    elif name.startswith(_ROW_NORMS) and isinstance(named.get("normalized_shape"), (list, tuple)):
+        width = math.prod(named["normalized_shape"])
+    else:
+        return NO_GEMM
+    return (float(math.prod(shape) // max(1, width)), 0.0, 0.0, float(width))
 
 
 def multiplies(name: str) -> bool:
@@ -284,13 +316,18 @@ def _onnx_convolution(call: Call) -> Product | None:
     return convolution(visited, weight, int(call.named.get("group", 1)))
 
 
+# Drawing the random numbers of dropout takes fused attention as long as so many more columns of a head in each of its products,
+# forward and backward (measured on an H200 with heads of 64 and 128: 1.05 and 0.6 ps a score).
+_DROPOUT_COLUMNS = (80.0, 24.0)
+
+
 def _attention(call: Call) -> Product | None:
     """Return FLOPs and (count, m, n, k) of fused attention: heads of all samples, queries, keys, and width of a head.
 
     There are two products in the forward pass, five in the backward pass, since the scores are computed again. FLOPs
     count the whole square of queries and keys, as MFU is usually reported. The keys of ``gemm`` are halved under a
     causal mask, of which kernels skip the upper half; its width is the mean over the products, so that each of these
-    takes ``2 gemm.prod()`` operations.
+    takes ``2 gemm.prod()`` operations, and is wider under dropout, which draws a number for every score.
     """
     arguments = call.named
     if not all(isinstance(arguments.get(part), tuple) for part in ("query", "key", "value")):
@@ -303,6 +340,8 @@ def _attention(call: Call) -> Product | None:
     products = score_products + value_products
     width = (score_products * score_width + value_products * value_width) / products
     flops = 2.0 * products * heads * queries * keys * width
+    if arguments.get("dropout_p"):
+        width += _DROPOUT_COLUMNS["backward" in call.name]
     is_causal = bool(arguments.get("is_causal", False)) and queries > 1
     return flops, (float(heads), float(queries), keys / 2 if is_causal else float(keys), width)
 
@@ -434,6 +473,8 @@ def normal_type(op_type: str) -> str:
 CLASSES = (
     *("convolution", "grouped_convolution", "depthwise_convolution", "matrix_product", "attention", "normalisation"),
     *("softmax", "pointwise", "reduction", "pooling", "copy", "indexing", "recurrent"),
+    # torch's own batch norm, which bfloat16 takes in place of cuDNN's; norms of rows; and casts to a wider type.
+    *("native_normalisation", "row_normalisation", "widening"),
 )
 CLASS = {name: number for number, name in enumerate(CLASSES)}
 _CLASS_OF = {
@@ -463,6 +504,7 @@ _CLASS_BY_PART = (
     ("convolution", re.compile("convolution|convtranspose")),
     ("attention", re.compile(".*attention")),
     ("recurrent", re.compile("recurrent|mkldnn_rnn|cudnn_rnn|lstm|gru|rnn")),
+    ("row_normalisation", re.compile(".*(layer|rms|group)_norm|(layer|rms|group)normalization$")),
     ("normalisation", re.compile(".*_norm|.*normalization$")),
     ("softmax", re.compile(".*softmax")),
     ("pooling", re.compile(".*(pool|upsample)|resize$")),

@@ -28,6 +28,7 @@ CONSTANTS = Constants(
     arithmetic=dict.fromkeys(ARITHMETIC, 0.6),
     traffic=dict.fromkeys(TRAFFIC, 0.7),
     feed=dict.fromkeys(FEED, 4000.0),
+    carried=dict.fromkeys(TRAFFIC, 20.0),
     start_s=4e-6,
     cache=0.4,
     issue_s=10e-6,
@@ -53,8 +54,10 @@ def make_case(random: np.random.Generator, kernels: int = 12, generation: str = 
         fed_s=np.where(on_tensor, size * lean * 100.0, 0.0),
         traffic_s=size,
         traffic_of=random.choice([TRAFFIC.index("pointwise"), TRAFFIC.index("copy")], kernels),
+        carried_s=size * random.choice([0.0, 5.0], kernels),
         cached=random.uniform(0.0, 1.0, kernels),
         turns=random.choice([0.0, 50.0], kernels),
+        rows_s=random.choice([0.0, 1e-4], kernels),
         serial=arithmetic_of == ARITHMETIC.index("depthwise_convolution/channels_last"),
     )
     case = Case(
@@ -88,6 +91,7 @@ def moved(belief: Belief, random: np.random.Generator, by: float = 0.3) -> Belie
             arithmetic={name: min(share, 0.95) for name, share in around(dict(constants.arithmetic)).items()},
             traffic=around(dict(constants.traffic)),
             feed=around(dict(constants.feed)),
+            carried=around(dict(constants.carried)),
         ),
     )
 

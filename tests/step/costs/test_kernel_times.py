@@ -42,6 +42,7 @@ DEVICES = (
     AMPERE.model_copy(update={"clock_hz": 0.0}),
     AMPERE.model_copy(update={"multiprocessors": 0, "l2_bytes": 0.0}),
     AMPERE.model_copy(update={"architecture": "Pascal", "peak_flops": {"float32": 1e12, "float16": 2e12}}),
+    AMPERE.model_copy(update={"architecture": "Hopper", "peak_flops": {"float32": 1e12, "float16": 1e14}}),
     AMPERE.model_copy(
         update={"architecture": "Ada", "peak_flops": {"float32": 1e12, "float16": 1e14}, "power_w": 100.0, "ecc": True}
     ),
@@ -51,6 +52,7 @@ CONSTANTS = Constants(
     arithmetic={name: 0.3 + 0.031 * place for place, name in enumerate(ARITHMETIC)},
     traffic={name: 0.4 + 0.027 * place for place, name in enumerate(TRAFFIC)},
     feed={name: 700.0 + 60.0 * place for place, name in enumerate(FEED)},
+    carried={name: 5.0 + 1.3 * place for place, name in enumerate(TRAFFIC)},
     start_s=2e-6,
     cache=0.3,
     issue_s=0.0,
@@ -61,9 +63,34 @@ CONSTANTS = Constants(
 TILES = {(256, 128): 1.0, (128, 128): 1.0, (128, 64): 0.9, (64, 64): 0.75, (64, 32): 0.5, (32, 32): 0.35}
 
 
-def held(device: Device, tensor: bool) -> float:
-    """The share of its clock that the last of the devices holds: 80 x 1.5 GHz draw 1.15 or 1.74 W each."""
-    return (100.0 / (120.0 * (1.74 if tensor else 1.15))) ** 0.7 if device.power_w else 1.0
+def held(device: Device, tensor: bool, share: float) -> float:
+    """The share of its clock that the last of the devices holds: 80 x 1.5 GHz draw 1.15 or 1.74 W each, products for this
+    share of the time, and the rest of it 65 % of that."""
+    watts = 120.0 * (1.74 * (share + 0.65 * (1.0 - share)) if tensor else 1.15)
+    return min(1.0, (100.0 / watts) ** 0.7) if device.power_w else 1.0
+
+
+def peak_of(kernel: Mapping[str, object], device: Device, precision: str) -> tuple[float, bool]:
+    """The datasheet's rate for a kernel, and whether it is that of matrix units."""
+    kind, vector, dtype = str(kernel["kind"]), device.peak_flops["float32"], str(kernel["dtype"])
+    peak = device.peak_flops.get(dtype, vector)
+    if dtype == "float32" and ((precision == "tf32" and kind != "attention") or kind in ("convolution", "recurrent")):
+        peak = device.peak_flops.get("tf32", vector)
+    if device.architecture == "Pascal":
+        return min(peak, vector), False
+    return peak, peak > 1.5 * vector
+
+
+def share_of_products(made: list[dict[str, object]], device: Device, precision: str) -> float:
+    """The part of the time of all kernels, at the datasheet, in which matrix units work on products."""
+    products_s, all_s = 0.0, 0.0
+    for kernel in made:
+        peak, tensor = peak_of(kernel, device, precision)
+        is_product = tensor and float(kernel["gemm"][1]) > 0  # type: ignore[index]
+        product_s = float(kernel["flops"]) / peak if is_product else 0.0  # type: ignore[arg-type]
+        traffic_s = float(kernel["bytes"]) / device.memory_bytes_per_s * (16 / 15 if device.ecc else 1)  # type: ignore[arg-type]
+        products_s, all_s = products_s + product_s, all_s + max(product_s, traffic_s)
+    return products_s / all_s if all_s else 1.0
 
 
 def occupied(gemm: tuple[float, ...], processors: int, edge: float) -> float:
@@ -94,18 +121,16 @@ def asks_cudnn(kernel: Mapping[str, object]) -> bool:
     return kernel["dtype"] == "float16" and channels >= 32 and taps in (1, 9, 25) and (one_to_one or channels >= 512)
 
 
-def by_hand(kernel: Mapping[str, object], device: Device, precision: str, layout: str, constants: Constants) -> float:
-    """Return the seconds of one kernel, in words of the class's own rules."""
+def by_hand(
+    kernel: Mapping[str, object], device: Device, precision: str, layout: str, constants: Constants, products: float
+) -> float:
+    """Return the seconds of one kernel, in words of the class's own rules; ``products``: their share of the step."""
     kind, gemm = str(kernel["kind"]), tuple(float(side) for side in kernel["gemm"])  # type: ignore[attr-defined]
     flops, moved = float(kernel["flops"]), float(kernel["bytes"])  # type: ignore[arg-type]
     vector, dtype = device.peak_flops["float32"], str(kernel["dtype"])
-    peak = device.peak_flops.get(dtype, vector)
-    if dtype == "float32" and (precision == "tf32" or kind in ("convolution", "recurrent")):
-        peak = device.peak_flops.get("tf32", vector)
-    tensor = peak > 1.5 * vector and device.architecture != "Pascal"
-    peak = min(peak, vector) if device.architecture == "Pascal" else peak
+    peak, tensor = peak_of(kernel, device, precision)
     cycles = device.multiprocessors * device.clock_hz
-    clock = held(device, tensor)
+    clock = held(device, tensor, products)
     edge = 2000 * clock * peak / (2 * 256 * 128) / cycles if cycles else 0.0
     grouped, shaped = kind in ("grouped_convolution", "depthwise_convolution"), gemm[1] > 0
     if device.multiprocessors and shaped and kind in ("convolution", "matrix_product"):
@@ -118,7 +143,8 @@ def by_hand(kernel: Mapping[str, object], device: Device, precision: str, layout
         share = f"{kind}/{unit}"
         if kind == "matrix_product" and tensor:  # elements of 4 bytes: four are read at a time
             share += "/tf32" if dtype == "float32" else ""
-            share = "matrix_product/misaligned" if shaped and any(side % 4 for side in gemm[1:]) else share
+            if shaped and any(side % 4 for side in gemm[1:]):
+                share = f"matrix_product/{'odd' if any(side % 2 for side in gemm[1:]) else 'misaligned'}"
     elif kind == "convolution":
         share = f"convolution/tensor/{layout}" if tensor else "convolution/vector"
         uneven = shaped and any(side % 8 for side in gemm[1:])
@@ -138,15 +164,19 @@ def by_hand(kernel: Mapping[str, object], device: Device, precision: str, layout
     arithmetic = 0.0
     if share is not None:
         tensor = tensor and not grouped
-        at_peak = flops / (held(device, False) * (256 * cycles or vector) if grouped else clock * peak)
+        at_peak = flops / (held(device, False, products) * (256 * cycles or vector) if grouped else clock * peak)
         arithmetic = at_peak / constants.arithmetic[share] / constants.units["tensor" if tensor else "vector"]
         if cycles and not grouped:
-            arithmetic += flops / (clock * cycles) / constants.feed.get(share, math.inf)
+            itself = 2.0 if kind == "convolution" and device.architecture == "Hopper" else 1.0
+            arithmetic += flops / (clock * cycles) / itself / constants.feed.get(share, math.inf)
         elif tensor:
             arithmetic = max(arithmetic, at_peak)
     cached = min(1.0, 0.5 * device.l2_bytes / max(moved, 1.0))
     traffic = moved / device.memory_bytes_per_s * (16 / 15 if device.ecc else 1) * (1 - constants.cache * cached)
     traffic /= constants.traffic[rate] * constants.units["memory"]
+    if cycles:
+        traffic += moved / cycles / constants.carried.get(rate, math.inf)
+        traffic += 250.0 * gemm[0] / cycles if kind == "row_normalisation" else 0.0
     together = arithmetic + traffic if grouped else (arithmetic**3 + traffic**3) ** (1 / 3)
     return constants.start_s + (constants.turn_s * gemm[0] if kind == "recurrent" else 0.0) + together
 
@@ -170,7 +200,7 @@ kernel = st.fixed_dictionaries(
     st.sampled_from(DEVICES),
     st.sampled_from(["fp32", "tf32", "fp16"]),
     st.booleans(),
-    st.sampled_from([CONSTANTS, replace(CONSTANTS, feed={}), DATASHEET]),
+    st.sampled_from([CONSTANTS, replace(CONSTANTS, feed={}, carried={}), DATASHEET]),
 )
 def test_arrays_are_as_kernels_one_by_one(
     made: list[dict[str, object]], device: Device, precision: str, channels_last: bool, constants: Constants
@@ -188,7 +218,8 @@ def test_arrays_are_as_kernels_one_by_one(
     )
     found = seconds(demand_of(kernels, device, precision=precision, channels_last=channels_last), constants)
     layout = "channels_last" if channels_last else "channels_first"
-    expected = [by_hand(each, device, precision, layout, constants) for each in made]
+    products = share_of_products(made, device, precision)
+    expected = [by_hand(each, device, precision, layout, constants, products) for each in made]
     assert found == pytest.approx(expected, rel=1e-9, abs=1e-18)
 
 
@@ -225,4 +256,7 @@ def test_clocks_follow_the_boards_power() -> None:
     half = devices().device("L40S").model_copy(update={"power_w": 175.0})
     assert sustained(half, matrix=True) == pytest.approx(share["L40S"] / 2**0.7)
     assert sustained(AMPERE, matrix=True) == 1.0  # whose power nobody knows
+    h100 = devices().device("H100")
+    assert sustained(h100, matrix=True) < sustained(h100, matrix=True, share=0.8) < 1.0
+    assert sustained(h100, matrix=True, share=0.3) == 1.0  # what waits for memory leaves power to products
     assert sustained(devices().device("RTX3090"), matrix=False) > 1.0  # GeForce's clocks go beyond the datasheet's

@@ -70,6 +70,7 @@ PLAIN = Constants(
     arithmetic=dict.fromkeys(ARITHMETIC, 1.0),
     traffic=dict.fromkeys(TRAFFIC, 1.0),
     feed=dict.fromkeys(FEED, 1e9),
+    carried=dict.fromkeys(TRAFFIC, 1e9),
     start_s=0.0,
     cache=0.0,
     issue_s=0.0,
