@@ -32,15 +32,16 @@ demo: setup
 test: setup
 	$(BIN)/pytest
 
-# Recording, costs, the hook and plans with another torch (make test-torch TORCH=2.15.0), which lies before the one in .venv.
+# Another torch before the one in .venv: make test-torch TORCH=2.15.0 [TESTS=tests/step/costs].
 TORCH ?= 2.10.0
-OTHER := build/torch-$(TORCH)
+OTHER = build/torch-$(TORCH)
+TESTS ?= tests/step tests/runtime/hook tests/runtime/elastic tests/job/planning
 test-torch: setup
 	$(BIN)/python -m venv $(OTHER)
 	$(OTHER)/bin/pip install -q --disable-pip-version-check torch==$(TORCH)
 	echo "import site; site.addsitedir('$$(echo $(abspath $(VENV))/lib/python*/site-packages)')" \
 	    > $$(echo $(OTHER)/lib/python*/site-packages)/zz_venv.pth
-	$(OTHER)/bin/python -m pytest tests/step tests/runtime/hook tests/runtime/elastic tests/job/planning
+	$(OTHER)/bin/python -m pytest $(TESTS)
 
 slow: setup
 	$(BIN)/pytest -m slow

@@ -4,7 +4,7 @@
 belongs to one sample does not depend on the outputs for another one: the derivative of one half's output gradients by the
 other half's outputs is zero. One more backward pass tells, through the loss alone and not through the model. It cannot see
 samples that meet by a selection (``median``, ``topk``, ``cumsum`` of absolute values) or before the outputs (BatchNorm), and
-losses without a second derivative (``cdist`` before torch 2.15, compiled ones): ``ddltool doctor --check`` compares those
+losses without a second derivative (``cdist`` before torch 2.14, compiled ones): ``ddltool doctor --check`` compares those
 with one process.
 
 The graph is walked along its edges, never read by the names of its nodes.

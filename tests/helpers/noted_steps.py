@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import runpy
 import socket
@@ -81,7 +82,8 @@ class Notary:
 
 def compared(calls: list[Noted]) -> list[Noted]:
     """Return calls with attention by one name, of what it gets the queries, keys and values, of what it gives the first three
-    (backward) or the first."""
+    (backward) or the first; without calls on empty tensors alone, which some torches make on the host, for checkpoints."""
+    calls = [call for call in calls if any(math.prod(shape) for shape, _ in call[1] + call[2])]
     return [[_ATTENTION + "_backward", gets[:4], gives[:3]] if _ATTENTION in name and "backward" in name
             else [_ATTENTION, gets[:3], gives[:1]] if _ATTENTION in name
             else [name, gets, gives] for name, gets, gives in calls]  # fmt: skip
@@ -117,8 +119,7 @@ class Notes(TorchDispatchMode):
         name = func._schema.name.partition("::")[2]
         tensors = [leaf for leaf in tree_leaves((args, kwargs, output)) if isinstance(leaf, Tensor)]
         is_count = any(tensor.untyped_storage()._cdata in self.counters for tensor in tensors)
-        is_work = any(tensor.numel() for tensor in tensors)  # checkpoints make an empty tensor on the host
-        if is_work and not is_count and name not in _ON_HOST and not _is_in_batch():
+        if tensors and not is_count and name not in _ON_HOST and not _is_in_batch():
             self.calls.append([name, _seen((args, kwargs)), _seen(output)])
         return output
 

@@ -103,4 +103,8 @@ def outlive(rank: int) -> None:
 
 
 def test_a_model_may_outlive_its_process_group(tmp_path: Path) -> None:
-    assert as_job(2, tmp_path, outlive) == [(0, "", "")] * 2
+    for code, out, err in as_job(2, tmp_path, outlive):
+        said = [
+            line for line in out.splitlines() if not line.startswith("[Gloo]")
+        ]  # torch 2.10 tells of each connection
+        assert (code, said, err) == (0, [], "")

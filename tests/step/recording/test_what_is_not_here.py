@@ -56,6 +56,9 @@ import triton, triton.language as tl
 def scale(x, n, BLOCK: tl.constexpr):
     tl.store(x, 0)
 
+arch = triton.runtime.driver.active.get_current_target().arch
+assert arch == 90 or not isinstance(arch, int), arch
+
 @tracker.timed
 def attend(q, k, v):
     starts = torch.arange(5, device="cuda", dtype=torch.int32) * 128
