@@ -34,16 +34,24 @@ def words_of(line: str) -> list[str]:
 
 
 def found(shown: list[str], printed: list[str]) -> list[str] | None:
-    """Return the printed lines that hold the words of the shown ones, wherever lines are broken; None: there are none."""
+    """Return the printed lines that hold the words of the shown ones, wherever lines are broken; None: there are none.
+
+    Of several, such as the rows of a table, those that have most numbers in common.
+    """
     wanted = [word for line in shown for word in words_of(line)]
+    raw = [word for line in shown for word in line.split()]
     words = [(word, number) for number, line in enumerate(printed) for word in words_of(line)]
     texts = [word for word, _ in words]
+    printed_raw = [word for line in printed for word in line.split()]
+    best, most = None, -1
     for start in range(len(texts) - len(wanted) + 1):
-        if texts[start : start + len(wanted)] == wanted:
-            first, last = words[start][1], words[start + len(wanted) - 1][1]
-            begins = start == 0 or words[start - 1][1] < first
-            return printed[first : last + 1] if begins else None
-    return None
+        if texts[start : start + len(wanted)] != wanted:
+            continue
+        first, last = words[start][1], words[start + len(wanted) - 1][1]
+        alike = sum(a == b for a, b in zip(raw, printed_raw[start:], strict=False))
+        if (start == 0 or words[start - 1][1] < first) and alike > most:
+            best, most = printed[first : last + 1], alike
+    return best
 
 
 def refreshed(shown: list[str], printed: list[str]) -> tuple[list[str], list[int]]:
