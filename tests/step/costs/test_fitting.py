@@ -105,7 +105,7 @@ def test_finds_the_constants_that_cases_were_made_from(seed: int) -> None:
     # What an architecture's factors and the shares have in common cannot be told apart: hold the factors.
     prior = replace(PRIOR, spread={**PRIOR.spread, **dict.fromkeys(UNITS, 0.0), "cache": 0.0, "*": 10.0})
     found = fit(measured(cases, truth), prior, rounds=60)
-    np.testing.assert_allclose(steps_s(cases, found), steps_s(cases, truth), rtol=1e-3)
+    np.testing.assert_allclose(steps_s(cases, found), steps_s(cases, truth), rtol=3e-3)
     for name in ("pointwise", "copy"):
         assert found.constants.traffic[name] == pytest.approx(truth.constants.traffic[name], rel=0.03)
     for name in USED[1:]:
