@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ddltool.analyzers.answers.reporting.figures import Bars
-from ddltool.analyzers.answers.reporting.section import Column, Section, pictured, tabled
+from ddltool.analyzers.answers.reporting.section import Column, Section, Verdict, pictured, tabled
 from ddltool.analyzers.step.costs.model import memory_words
 from ddltool.graph_results import PredictedRow, PredictResult
 from ddltool.precision import precision_of
@@ -41,7 +41,10 @@ def predict_section(result: PredictResult) -> Section:
         intervals=[(row.predicted_low_s, row.predicted_high_s) for row in drawn],
     )
     picture = pictured("Step times, with the range in which 80 % of measurements fall.", table, figure)
-    return Section(title="Predicted training steps", lead=[_answer(result), *_remarks(result)], blocks=[picture])
+    answer = _answer(result)
+    verdict = Verdict(answer=answer, good=None if any(row.fits for row in rows) else False)
+    lead = [answer, *_remarks(result)]
+    return Section(title="Predicted training steps", lead=lead, blocks=[picture], verdict=verdict)
 
 
 def _names(devices: list[str]) -> str:
