@@ -18,7 +18,7 @@ import altair as alt
 import numpy as np
 import vl_convert
 
-from ddltool.analyzers.answers.reporting.figures import LINES_DRAWN, Bars, Figure, Heat, Lanes, Line, Lines
+from ddltool.analyzers.answers.reporting.figures import LINES_DRAWN, Bars, Explorer, Figure, Heat, Lanes, Line, Lines
 from ddltool.errors import shortened, visible
 from ddltool.units import show_seconds
 
@@ -140,15 +140,16 @@ def _together(figures: Sequence[Figure], width: int = _WIDTH) -> Spec:
     it.
     """
     slots: Slots = {}
-    views: list[Spec] = []
+    views, parameters = list[Spec](), list[Spec]()
     legend_columns = 8
     for figure in figures:
         view = {**_specified(figure, slots), "width": width}
         schema = view.pop("$schema")
+        parameters += view.pop("params", [])
         entry_width = view.pop("usermeta")["key"]  # a page's script asks how wide it is
         legend_columns = max(1, min(legend_columns, width // entry_width))
         views.append(json.loads(json.dumps(view).replace("scale('x'", f"scale('concat_{len(views)}_x'")))
-    together = {"$schema": schema, "vconcat": views, "config": {**CONFIG, "background": PAPER}}
+    together = {"$schema": schema, "vconcat": views, "params": parameters, "config": {**CONFIG, "background": PAPER}}
     together["config"]["legend"] = {**CONFIG["legend"], "columns": legend_columns}
     together["resolve"] = {"scale": {"color": "independent", "strokeDash": "independent"}}
     coloured: Spec = json.loads(re.sub(r"var\(--([a-z-]+)\)", lambda match: COLOURS[match[1]], json.dumps(together)))
@@ -161,6 +162,7 @@ def _specified(figure: Figure, slots: Slots) -> Spec:
     ``slots``: as of :func:`spec`.
     """
     draw_by_type: dict[type, Callable[..., Chart]] = {Lines: _lines, Bars: _bars, Lanes: _lane_chart, Heat: _heat}
+    draw_by_type[Explorer] = _explorer
     chart = draw_by_type[type(figure)](figure, slots).properties(description=visible(figure.title))
     if figure.headed:
         chart = chart.properties(title=name_of(figure.title, 80))
@@ -180,7 +182,7 @@ def script() -> str:
 # Legends get as many columns as have room, and long names of lanes less room on a phone.
 _SNIPPET = """
 const {config, charts} = JSON.parse(document.getElementById("charts").textContent);
-Promise.all(charts.map((chart, place) => {
+globalThis.drawn = Promise.all(charts.map((chart, place) => {
   const host = document.getElementById("chart-" + place), room = host.clientWidth;
   const own = structuredClone(config);
   own.legend.columns = Math.max(1, Math.floor(room / chart.usermeta.key));
@@ -189,7 +191,8 @@ Promise.all(charts.map((chart, place) => {
   own.axis.labelLimit = room < 500 ? 110 : 240;
   return vegaEmbed(host, chart, {config: own, actions: false, renderer: "svg", ast: true, defaultStyle: false,
     tooltip: {disableDefaultStyle: true}});
-})).finally(() => { document.documentElement.dataset.drawn = "yes"; });
+}));
+globalThis.drawn.finally(() => { document.documentElement.dataset.drawn = "yes"; });
 """
 
 
@@ -562,6 +565,87 @@ def _lane_chart(figure: Lanes, slots: Slots) -> Chart:
     if figure.mark is not None:
         layers += _level(name_of(figure.mark[0]), figure.mark[1] * scale, right=figure.mark[1] > 0.5 * longest)
     return _layered(layers, _LANE_HEIGHT * len(names), kinds)
+
+
+_SHAPES = ("circle", "square", "diamond", "triangle-up", "cross", "triangle-down", "triangle-right", "triangle-left")
+# What an explorer's expressions call the parameter that a page's script sets to the row of the point that was picked.
+PICKED = "picked"
+
+
+def _explorer(figure: Explorer, slots: Slots) -> Chart:
+    """Return the chart of points with a control for each trait that differs, whose frontier follows what is shown.
+
+    A filled point fits, a hollow one does not. The legend filters as well; scales stay as they are for all points.
+    """
+    traits = list(figure.points[0].traits)
+    rows: list[Row] = [
+        {"row": index, "x": _short(point.x), "y": _short(point.y), "fits": "fits" if point.fits else "does not fit"}
+        | {"what": name_of(point.name, 80), "name": name_of(str(point.traits[traits[0]]))}
+        | {f"tip{place}": text for place, text in enumerate(point.tips.values())}
+        | {f"trait{place}": _choice(point.traits[trait]) for place, trait in enumerate(traits)}
+        for index, point in enumerate(figure.points)
+    ]
+    shown = {**{trait: f"trait{place}" for place, trait in enumerate(traits)}, "memory": "fits"}
+    parameters = [alt.param(name=PICKED, value=-1)]
+    conditions = ["true"]
+    for title, field in shown.items():
+        values = sorted({row[field] for row in rows}, key=lambda value: (isinstance(value, str), value))
+        if len(values) > 1:
+            control = alt.binding_select(options=[None, *values], labels=["all", *map(str, values)], name=f"{title} ")
+            parameters.append(alt.param(name=f"only_{field}", value=None, bind=control))
+            conditions.append(f"(only_{field} === null || datum.{field} === only_{field})")
+    names = list(dict.fromkeys(row["name"] for row in rows))
+    by_name = alt.selection_point(name="legend", fields=["name"], bind="legend")
+    legend = _legend(names, symbolType=alt.Undefined, symbolSize=90)
+    colours = [SERIES[place % len(SERIES)] for place in range(len(names))]
+    shapes = [_SHAPES[place % len(_SHAPES)] for place in range(len(names))]
+    x, y = alt.X("x:Q", **_explored(rows, "x", figure.xlabel)), alt.Y("y:Q", **_explored(rows, "y", figure.ylabel))
+    tips = {"what:N": "what", "fits:N": "memory"} | {
+        f"tip{place}:N": title for place, title in enumerate(figure.points[0].tips)
+    }
+    best_first: list[Any] = [alt.SortField("x"), alt.SortField("y", order="descending")]
+    frontier = (
+        alt.Chart()
+        .transform_filter("datum.fits === 'fits'")
+        .transform_window(best="max(y)", sort=best_first, frame=[None, -1])
+        .transform_filter("!isValid(datum.best) || datum.y > datum.best")
+        .encode(x=x, y=y)
+    )
+    points = alt.Chart().encode(
+        x=x,
+        y=y,
+        color=alt.Color("name:N", scale=alt.Scale(domain=names, range=colours), legend=legend),
+        shape=alt.Shape("name:N", scale=alt.Scale(domain=names, range=shapes), legend=legend),
+        size=alt.condition(f"datum.row === {PICKED}", alt.value(260), alt.value(80)),
+        tooltip=_tips(tips),
+    )
+    layers = [
+        frontier.mark_line(interpolate="step-after", color=FAINT, strokeWidth=1.5),
+        frontier.mark_point(size=230, color=INK, strokeWidth=1.2, aria=True, description="frontier"),
+        points.transform_filter("datum.fits === 'fits'").mark_point(filled=True, cursor="pointer").add_params(by_name),
+        points.transform_filter("datum.fits !== 'fits'").mark_point(strokeWidth=2, fill=PAPER, cursor="pointer"),
+    ]
+    layers[2] = layers[2].properties(name="points")
+    chart = alt.layer(*layers, data=alt.Data(values=rows))  # type: ignore[no-untyped-call]
+    chart = chart.transform_filter(" && ".join(conditions)).transform_filter(by_name).add_params(*parameters)
+    return chart.properties(height=320, usermeta={"key": 7 * max(map(len, names)) + 48})
+
+
+def _choice(value: str | int) -> str | int:
+    """Return what a control offers: a number as it is, a text as a picture can hold it."""
+    return name_of(value) if isinstance(value, str) else value
+
+
+def _explored(rows: Sequence[Row], field: str, title: str) -> dict[str, Any]:
+    """Return scale, axis and title of an explorer's x or y over all its points: logarithmic where they are far apart."""
+    low, high = (extreme(row[field] for row in rows) for extreme in (min, max))
+    if low > 0 and high > 5 * low:
+        kind: Any = "log"
+        domain = [low / 1.2, high * 1.2]
+    else:
+        kind, domain = "linear", [0, 1.1 * high or 1.0]
+    axis = alt.Axis(tickCount=6, format=_NUMBER, gridOpacity=0.6)
+    return {"scale": alt.Scale(type=kind, domain=domain, nice=False), "axis": axis, "title": title}
 
 
 def _heat(figure: Heat, slots: Slots) -> Chart:

@@ -141,7 +141,31 @@ class Heat(_Figure):
     """Beyond this x no data support what is drawn."""
 
 
-Figure = Lines | Bars | Lanes | Heat
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Point:
+    """What may be chosen: its place, what a reader filters by, what hovering shows, and the command that gives it again."""
+
+    name: str
+    x: float
+    y: float
+    traits: Mapping[str, str | int]
+    """The same of every point; the first gives colour and shape."""
+    tips: Mapping[str, str]
+    fits: bool = True
+    command: str = ""
+    """Empty: none says it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Explorer(_Figure):
+    """Points of which little x and much y is wanted: filtered by their traits, with the frontier of those that fit."""
+
+    points: Sequence[Point]
+    xlabel: str
+    ylabel: str
+
+
+Figure = Lines | Bars | Lanes | Heat | Explorer
 
 
 def merged(spans: Sequence[Span], whole_s: float) -> list[Span]:

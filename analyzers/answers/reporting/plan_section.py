@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -10,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from ddltool.analyzers.answers.reporting.figures import Bars, Lanes, Line, Lines, Span, line, stacked
+from ddltool.analyzers.answers.reporting.figures import Bars, Explorer, Lanes, Line, Lines, Point, Span, line, stacked
 from ddltool.analyzers.answers.reporting.section import (
     Blocks,
     Column,
@@ -42,7 +44,7 @@ from ddltool.plans import (
 )
 from ddltool.precision import precision_name
 from ddltool.results import JointJob, JointPlan
-from ddltool.units import counted, show_bytes, show_hours, show_money, show_rate, show_seconds
+from ddltool.units import counted, show_bytes, show_hours, show_money, show_rate, show_seconds, show_span
 
 _LANES_DRAWN = 16
 # Times so many apart are drawn on a logarithmic axis.
@@ -324,6 +326,8 @@ class _Choice:
     """Of a step."""
     price_per_sample: float | None
     remark: str = ""
+    range_s: tuple[float | None, float | None] = (None, None)
+    layout: Layout | None = None
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -352,6 +356,8 @@ def _choices(plan: Plan, decision: Decision) -> list[_Choice]:
             samples=float(option.step_samples or samples),
             price_per_sample=option.price_per_sample,
             remark=remark,
+            range_s=(option.low_s, option.high_s),
+            layout=layout,
         )
 
     picked = next(option for option in decision.options if not option.why_not)
@@ -390,6 +396,8 @@ def _of_layout(layout: Layout, samples: float) -> _Choice:
         samples=samples,
         price_per_sample=layout.price_per_sample,
         remark="does not fit" if layout.missing_bytes else "",
+        range_s=(layout.low_s, layout.high_s),
+        layout=layout,
     )
 
 
@@ -510,7 +518,88 @@ def _choices_picture(plan: Plan, decision: Decision) -> Picture:
         title="Throughput by choice",
         level=None if usual is None else ("usual", rate(usual) or 0.0),
     )
-    return pictured("What was compared; the first is this plan.", table, figure)
+    caption = "What was compared; the first is this plan."
+    return pictured(caption, table, *_explorer(plan, decision, choices), figure)
+
+
+def _explorer(plan: Plan, decision: Decision, choices: Sequence[_Choice]) -> list[Explorer]:
+    """Return the choices of the table and all other layouts with a step as one figure; none where there is but one."""
+    samples, tokens = plan.max_workers * plan.batch_size, decision.step_tokens
+    rows = dict[tuple[object, ...], _Choice]()
+    for row in (*choices, *(_of_layout(layout, float(samples)) for layout in decision.layouts)):
+        if row.step_s and row.memory_bytes is not None:
+            rows.setdefault((*row.key, row.each), row)
+    if len(rows) < 2:
+        return []
+    unit, scale = ("tokens", tokens / samples) if tokens else ("samples", 1.0)
+    priced = all(row.price_per_sample is not None for row in rows.values())
+    points = []
+    for row in rows.values():
+        step_s, memory_bytes, (low_s, high_s) = row.step_s or math.inf, row.memory_bytes or 0.0, row.range_s
+        devices = " + ".join(f"{count} {name}" for name, count in row.devices.items())
+        price, rate = 1e6 * (row.price_per_sample or 0.0), row.samples / step_s * scale
+        tips = {
+            "step": show_seconds(step_s),
+            "80 % range": "-" if low_s is None or high_s is None else show_span(low_s, high_s),
+            f"{unit}/s": show_rate(rate),
+            "needs": show_bytes(memory_bytes),
+            **({"per 1M": show_money(price)} if priced else {}),
+        }
+        traits: dict[str, str | int] = {"on": devices, "how": row.how, "each": row.each or "-"}
+        traits["computed again"] = row.checkpointing or "none"
+        points.append(
+            Point(
+                name=", ".join(filter(None, (row.how, row.checkpointing, row.each))) + f" on {devices}",
+                x=price if priced else memory_bytes / 2**30,
+                y=rate,
+                traits=traits,
+                tips=tips,
+                command=_command(plan, row),
+            )
+        )
+    against, xlabel = (
+        ("money", "price of a million samples ($)") if priced else ("memory", "tensors of a process (GiB)")
+    )
+    title = f"{unit.capitalize()} per second against {against}; the line is the best there is"
+    return [Explorer(title=title, headed=True, points=points, xlabel=xlabel, ylabel=f"{unit} per second")]
+
+
+# Options that mean the same to plan and to predict.
+_OF_BOTH = ("--bandwidth", "--latency", "--nic", "--link", "--nccl-tests", "--devices-file")
+
+
+def _command(plan: Plan, row: _Choice) -> str:
+    """Return the command that predicts a choice alone, where one layout on one device type is all; else that of the plan.
+
+    "" where the plan's words are not known.
+    """
+    layout, run, words = row.layout, plan.run, plan.command
+    [(device, size), *others] = (layout.local_batch_sizes if layout is not None else {"": 0}).items()
+    lone = layout is not None and not others and size % layout.passes == 0 and layout.checkpointing != "chosen"
+    if layout is None or run is None or run.model is None or not lone or "--devices" not in words:
+        return shlex.join(words)
+    sharding = {"fsdp": "fsdp" if layout.reshard_after_forward else "zero2", "hsdp": f"hsdp:{layout.shard}"}
+    per_node = run.gpus_per_node or plan.devices_per_node or {}
+    options = {
+        "--device": device,
+        "--replicas": layout.devices[device] // layout.gpus,
+        "--batch-sizes": size // layout.passes,
+        "--precision": run.precision,
+        "--optimizer": run.optimizer,
+        "--gpus-per-node": per_node.get(device),
+        "--sharding": sharding.get(layout.sharding),
+        "--checkpointing": layout.checkpointing if layout.checkpointing != "none" else None,
+        "--accumulation": layout.passes if layout.passes > 1 else None,
+        "--tensor-parallel": layout.tensor_parallel if layout.tensor_parallel > 1 else None,
+        "--pipeline-parallel": layout.pipeline_parallel if layout.pipeline_parallel > 1 else None,
+        "--lora": run.lora,
+        "--sequence-length": run.sequence_length,
+    }
+    said = [word for option, value in options.items() if value is not None for word in (option, str(value))]
+    said += ["--sequence-parallel"] if layout.tensor_parallel > 1 else []
+    said += ["--compile"] if run.compile else []
+    said += [word for option, value in itertools.pairwise(words) if option in _OF_BOTH for word in (option, value)]
+    return shlex.join(["ddltool", "predict", *said, run.model])
 
 
 def _named_table(plan: Plan, decision: Decision) -> Table:

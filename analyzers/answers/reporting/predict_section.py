@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from ddltool.analyzers.answers.reporting.figures import Bars
+from collections.abc import Mapping, Sequence
+
+from ddltool.analyzers.answers.reporting.figures import Bars, Explorer, Point
 from ddltool.analyzers.answers.reporting.section import Column, Section, Verdict, pictured, tabled
 from ddltool.analyzers.step.costs.model import memory_words
 from ddltool.graph_results import PredictedRow, PredictResult
 from ddltool.precision import precision_of
-from ddltool.units import show_bytes, show_rate, show_seconds, show_span
+from ddltool.units import show_bytes, show_money, show_rate, show_seconds, show_span
 
 # Names of more devices than these are counted.
 _DEVICES_NAMED = 6
@@ -40,11 +42,60 @@ def predict_section(result: PredictResult) -> Section:
         seconds=True,
         intervals=[(row.predicted_low_s, row.predicted_high_s) for row in drawn],
     )
-    picture = pictured("Step times, with the range in which 80 % of measurements fall.", table, figure)
+    explorers = explored(
+        [
+            (row, {"device": row.device, "GPUs": row.num_gpus, "batch": row.local_batch_size}, result.command_of(row))
+            for row in rows
+        ]
+    )
+    caption = "Step times, with the range in which 80 % of measurements fall."
+    picture = pictured(caption, table, *explorers, figure)
     answer = _answer(result)
     verdict = Verdict(answer=answer, good=None if any(row.fits for row in rows) else False)
     lead = [answer, *_remarks(result)]
     return Section(title="Predicted training steps", lead=lead, blocks=[picture], verdict=verdict)
+
+
+def explored(choices: Sequence[tuple[PredictedRow, Mapping[str, str | int], str]]) -> list[Explorer]:
+    """Return predicted rows, each with its traits and its command, as one figure; none where there is nothing to compare.
+
+    Samples, or tokens where all have them, per second over what a million samples cost, else over memory.
+    """
+    rows = [row for row, _, _ in choices]
+    if len(rows) < 2:
+        return []
+    unit = "tokens" if all(row.tokens_per_s for row in rows) else "samples"
+    priced = all(row.price_per_million_samples is not None for row in rows)
+    points = [
+        Point(
+            name=", ".join(
+                f"{name} {value}" if place else str(value) for place, (name, value) in enumerate(traits.items())
+            ),
+            x=(row.price_per_million_samples or 0.0) if priced else row.reserved_bytes / 2**30,
+            y=(row.tokens_per_s or 0.0) if unit == "tokens" else row.samples_per_s,
+            traits=traits,
+            tips={
+                "step": show_seconds(row.step_time_s),
+                "80 % range": show_span(row.predicted_low_s, row.predicted_high_s),
+                f"{unit}/s": show_rate((row.tokens_per_s or 0.0) if unit == "tokens" else row.samples_per_s),
+                "needs": show_bytes(row.reserved_bytes),
+                **({"per 1M": show_money(row.price_per_million_samples or 0.0)} if priced else {}),
+            },
+            fits=row.fits,
+            command=command,
+        )
+        for row, traits, command in choices
+    ]
+    xlabel = "price of a million samples ($)" if priced else "memory of a GPU (GiB)"
+    return [
+        Explorer(
+            title=f"{unit.capitalize()} per second against {'money' if priced else 'memory'}; the line is the best there is",
+            headed=True,
+            points=points,
+            xlabel=xlabel,
+            ylabel=f"{unit} per second",
+        )
+    ]
 
 
 def _names(devices: list[str]) -> str:

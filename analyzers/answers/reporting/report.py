@@ -43,7 +43,7 @@ def found_in(artifact: Any) -> ReadArtifact:
     if not isinstance(artifact, BaseModel) or kind not in ORDER:
         remedy = "give a file, a result, a Graph or a profile's DataFrame"
         raise InputError("artifact", f"a {type(artifact).__name__} has no section", remedy)
-    content = pd.DataFrame([dict(row) for row in artifact.rows]) if kind == "profile" else artifact  # type: ignore[attr-defined]
+    content: Any = pd.DataFrame([dict(row) for row in artifact.rows]) if kind == "profile" else artifact  # type: ignore[attr-defined]
     if isinstance(artifact, PredictResult):
         content.attrs["prediction"] = artifact
     return ReadArtifact(kind=kind, path=Path(kind), content=content)
