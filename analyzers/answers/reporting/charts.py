@@ -479,8 +479,8 @@ def _log_marks(low: float, high: float) -> list[float]:
     ``low`` and ``high``: the ends of the axis, above 0.
     """
     powers = range(int(np.floor(np.log10(low))), int(np.ceil(np.log10(high))) + 1)
-    # Fewer than four powers would leave an axis nearly unmarked.
-    parts = (1, 2, 5) if len(powers) <= 3 else (1,)
+    # One or two powers alone would leave an axis nearly unmarked.
+    parts = (1, 2, 5) if sum(low <= 10.0**power <= high for power in powers) <= 2 else (1,)
     marks = [part * 10.0**power for power in powers[:: max(1, len(powers) // 6)] for part in parts]
     return [mark for mark in marks if low <= mark <= high]
 
@@ -607,8 +607,9 @@ def _explorer(figure: Explorer, slots: Slots) -> Chart:
     frontier = (
         alt.Chart()
         .transform_filter("datum.fits === 'fits'")
-        .transform_window(best="max(y)", sort=best_first, frame=[None, -1])
-        .transform_filter("!isValid(datum.best) || datum.y > datum.best")
+        .transform_window(best="max(y)", sort=best_first, frame=[None, 0])
+        .transform_window(before="lag(best)", sort=best_first)
+        .transform_filter("!isValid(datum.before) || datum.y > datum.before")
         .encode(x=x, y=y)
     )
     points = alt.Chart().encode(
@@ -621,7 +622,7 @@ def _explorer(figure: Explorer, slots: Slots) -> Chart:
     )
     layers = [
         frontier.mark_line(interpolate="step-after", color=FAINT, strokeWidth=1.5),
-        frontier.mark_point(size=230, color=INK, strokeWidth=1.2, aria=True, description="frontier"),
+        frontier.mark_point(size=230, color=INK, strokeWidth=1.2),
         points.transform_filter("datum.fits === 'fits'").mark_point(filled=True, cursor="pointer").add_params(by_name),
         points.transform_filter("datum.fits !== 'fits'").mark_point(strokeWidth=2, fill=PAPER, cursor="pointer"),
     ]
@@ -644,7 +645,8 @@ def _explored(rows: Sequence[Row], field: str, title: str) -> dict[str, Any]:
         domain = [low / 1.2, high * 1.2]
     else:
         kind, domain = "linear", [0, 1.1 * high or 1.0]
-    axis = alt.Axis(tickCount=6, format=_NUMBER, gridOpacity=0.6)
+    marks = _log_marks(*domain) if kind == "log" else alt.Undefined
+    axis = alt.Axis(values=marks, tickCount=6, format=_NUMBER, gridOpacity=0.6)
     return {"scale": alt.Scale(type=kind, domain=domain, nice=False), "axis": axis, "title": title}
 
 

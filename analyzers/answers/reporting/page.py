@@ -18,7 +18,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from ddltool.analyzers.answers.reporting.charts import CONFIG, Slots, Spec, drawn, script, spec
-from ddltool.analyzers.answers.reporting.figures import Explorer, Figure, Point
+from ddltool.analyzers.answers.reporting.figures import Explorer, Point
 from ddltool.analyzers.answers.reporting.section import Picture, Section, Table
 from ddltool.errors import shortened, visible
 
@@ -44,10 +44,11 @@ def render(
     charts: list[Spec] = []
 
     def hosts(picture: Picture) -> list[tuple[str, Sequence[Point]]]:
-        """Return (id, points with a command) of the places into which the script draws a picture's figures."""
+        """Return (id, what a reader may explore) of the places into which the script draws a picture's figures."""
         charts.extend(spec(figure, slots) for figure in picture.figures)
         first_index = len(charts) - len(picture.figures)
-        return [(f"chart-{first_index + index}", _commanded(figure)) for index, figure in enumerate(picture.figures)]
+        points = [figure.points if isinstance(figure, Explorer) else () for figure in picture.figures]
+        return [(f"chart-{first_index + index}", each) for index, each in enumerate(points)]
 
     # The policy in the page's head allows these two scripts and no other.
     hashes = [_hash_of(script()), _hash_of(_PAGE)]
@@ -56,12 +57,6 @@ def render(
     text = page.render(title=title, sections=sections, summary=summary, generated_by=generated_by, first=first)
     parts = [_drawing(charts)] if charts else []
     return text.replace(_DRAWING, "\n".join([*parts, f"<script>{_PAGE}</script>"]), 1)
-
-
-def _commanded(figure: Figure) -> Sequence[Point]:
-    """Return the points of a figure whose commands a page shows: all, or none where no command is known."""
-    points = figure.points if isinstance(figure, Explorer) else ()
-    return points if any(point.command for point in points) else ()
 
 
 def fragment(section: Section) -> str:

@@ -560,7 +560,7 @@ def _explorer(plan: Plan, decision: Decision, choices: Sequence[_Choice]) -> lis
     against, xlabel = (
         ("money", "price of a million samples ($)") if priced else ("memory", "tensors of a process (GiB)")
     )
-    title = f"{unit.capitalize()} per second against {against}; the line is the best there is"
+    title = f"{unit.capitalize()} per second against {against}"
     return [Explorer(title=title, headed=True, points=points, xlabel=xlabel, ylabel=f"{unit} per second")]
 
 

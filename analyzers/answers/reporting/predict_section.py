@@ -89,7 +89,7 @@ def explored(choices: Sequence[tuple[PredictedRow, Mapping[str, str | int], str]
     xlabel = "price of a million samples ($)" if priced else "memory of a GPU (GiB)"
     return [
         Explorer(
-            title=f"{unit.capitalize()} per second against {'money' if priced else 'memory'}; the line is the best there is",
+            title=f"{unit.capitalize()} per second against {'money' if priced else 'memory'}",
             headed=True,
             points=points,
             xlabel=xlabel,
