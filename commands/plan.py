@@ -314,7 +314,8 @@ def plan(
             save(tried, output)
         return tried
     assert not isinstance(job, list)
-    jobs, words = list[Job](), [] if isinstance(job, Job) else [str(job)]
+    # What no command line says: a Job, a Cluster.
+    jobs, words = list[Job](), [] if isinstance(job, Job) or cluster is not None else [str(job)]
     refuse("the plan of a job", _COMMAND, instead="give the command that trains after --")
     strategy = known("strategy", strategy, ("auto", *STRATEGIES))
     read_by_all = _ALL | _MORE.get(strategy, set())
@@ -391,8 +392,9 @@ def plan(
     else:
         result = planned(known_job)
     if words:
-        command = ["ddltool", "plan", *given_options({"job", "output", "save_job"}), *words]
-        result = result.model_copy(update={"command": command})
+        words += ["--devices", devices] if devices is not None else []
+        words += given_options({"job", "devices", "output", "save_job", "time_limit_s", *_RUN})
+        result = result.model_copy(update={"command": ["ddltool", "plan", *words]})
     if save_job is not None:
         write_text(save_job, to_yaml(known_job))
     if output is not None:

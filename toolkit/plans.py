@@ -365,7 +365,9 @@ class Plan(Artifact):
     )
     group: WorkerGroup | None = Field(default=None, description="what a device of this plan stands for; null: itself")
     run: StepSettings | None = Field(default=None, description="how a step is run; null: a plan of an earlier version")
-    command: list[str] = Field(default_factory=list, description="the words that make this plan; empty: not known")
+    command: list[str] = Field(
+        default_factory=list, description="that compares the same, whatever run is planned; empty: no command says it"
+    )
     predicted: Literal[True] = True
 
     def emit(self, target: str | None = None, output: str | Path | None = None, **options: Any) -> EmitResult:
