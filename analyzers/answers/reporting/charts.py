@@ -20,7 +20,7 @@ import vl_convert
 
 from ddltool.analyzers.answers.reporting.figures import LINES_DRAWN, Bars, Explorer, Figure, Heat, Lanes, Line, Lines
 from ddltool.errors import shortened, visible
-from ddltool.units import show_seconds
+from ddltool.units import show_bytes, show_seconds, show_span
 
 Row = dict[str, Any]
 Spec = dict[str, Any]
@@ -568,86 +568,81 @@ def _lane_chart(figure: Lanes, slots: Slots) -> Chart:
 
 
 _SHAPES = ("circle", "square", "diamond", "triangle-up", "cross", "triangle-down", "triangle-right", "triangle-left")
-# What an explorer's expressions call the parameter that a page's script sets to the row of the point that was picked.
-PICKED = "picked"
 
 
 def _explorer(figure: Explorer, slots: Slots) -> Chart:
     """Return the chart of points with a control for each trait that differs, whose frontier follows what is shown.
 
     A filled point fits, a hollow one does not. The legend filters as well; scales stay as they are for all points.
+    ``picked``: the row of the point that a page's script enlarges.
     """
-    traits = list(figure.points[0].traits)
-    rows: list[Row] = [
-        {"row": index, "x": _short(point.x), "y": _short(point.y), "fits": "fits" if point.fits else "does not fit"}
-        | {"what": name_of(point.name, 80), "name": name_of(str(point.traits[traits[0]]))}
-        | {f"tip{place}": text for place, text in enumerate(point.tips.values())}
-        | {f"trait{place}": _choice(point.traits[trait]) for place, trait in enumerate(traits)}
-        for index, point in enumerate(figure.points)
-    ]
-    shown = {**{trait: f"trait{place}" for place, trait in enumerate(traits)}, "memory": "fits"}
-    parameters = [alt.param(name=PICKED, value=-1)]
-    conditions = ["true"]
-    for title, field in shown.items():
-        values = sorted({row[field] for row in rows}, key=lambda value: (isinstance(value, str), value))
-        if len(values) > 1:
-            control = alt.binding_select(options=[None, *values], labels=["all", *map(str, values)], name=f"{title} ")
-            parameters.append(alt.param(name=f"only_{field}", value=None, bind=control))
-            conditions.append(f"(only_{field} === null || datum.{field} === only_{field})")
+    traits = [*figure.points[0].traits, "memory"]
+    rows: list[Row] = []
+    for point in figure.points:
+        values = [name_of(value) if isinstance(value, str) else value for value in point.traits.values()]
+        values.append("fits" if point.fits else "does not fit")
+        x = (point.price or 0.0) if figure.priced else point.memory_bytes / 2**30
+        low, high = point.range_s
+        row = {
+            "row": len(rows),
+            "what": name_of(point.name, 80),
+            "name": str(values[0]),
+            "x": _short(x),
+            "y": _short(point.rate),
+        }
+        row |= {"step": show_seconds(point.step_s), "needs": show_bytes(point.memory_bytes)}
+        row |= {"range": "-" if low is None or high is None else show_span(low, high)}
+        rows.append(row | {f"trait{place}": value for place, value in enumerate(values)})
+    shown, parameters = "true", [alt.param(name="picked", value=-1)]
+    for place, trait in enumerate(traits):
+        field = f"trait{place}"
+        options = sorted({row[field] for row in rows}, key=lambda value: (isinstance(value, str), value))
+        if len(options) > 1:
+            control = alt.binding_select(options=[None, *options], labels=["all", *map(str, options)], name=f"{trait} ")
+            parameters.append(alt.param(name=f"only{place}", value=None, bind=control))
+            shown += f" && (only{place} === null || datum.{field} === only{place})"
+    fits = f"datum.trait{len(traits) - 1} === 'fits'"
     names = list(dict.fromkeys(row["name"] for row in rows))
     by_name = alt.selection_point(name="legend", fields=["name"], bind="legend")
-    legend = _legend(names, symbolType=alt.Undefined, symbolSize=90)
-    colours = [SERIES[place % len(SERIES)] for place in range(len(names))]
-    shapes = [_SHAPES[place % len(_SHAPES)] for place in range(len(names))]
-    x, y = alt.X("x:Q", **_explored(rows, "x", figure.xlabel)), alt.Y("y:Q", **_explored(rows, "y", figure.ylabel))
-    tips = {"what:N": "what", "fits:N": "memory"} | {
-        f"tip{place}:N": title for place, title in enumerate(figure.points[0].tips)
-    }
+    colours, shapes = ([kinds[place % len(kinds)] for place in range(len(names))] for kinds in (SERIES, _SHAPES))
+    xlabel = "price of a million samples ($)" if figure.priced else "memory of a process (GiB)"
+    x, y = alt.X("x:Q", **_wide(rows, "x", xlabel)), alt.Y("y:Q", **_wide(rows, "y", f"{figure.unit} per second"))
     best_first: list[Any] = [alt.SortField("x"), alt.SortField("y", order="descending")]
-    frontier = (
-        alt.Chart()
-        .transform_filter("datum.fits === 'fits'")
-        .transform_window(best="max(y)", sort=best_first, frame=[None, 0])
-        .transform_window(before="lag(best)", sort=best_first)
-        .transform_filter("!isValid(datum.before) || datum.y > datum.before")
-        .encode(x=x, y=y)
-    )
+    frontier = alt.Chart().transform_filter(fits).transform_window(best="max(y)", sort=best_first, frame=[None, 0])
+    frontier = frontier.transform_window(before="lag(best)", sort=best_first)
+    frontier = frontier.transform_filter("!isValid(datum.before) || datum.y > datum.before").encode(x=x, y=y)
+    titles = {"what:N": "what", "step:N": "step", "range:N": "80 % range", "needs:N": "needs"}
     points = alt.Chart().encode(
         x=x,
         y=y,
-        color=alt.Color("name:N", scale=alt.Scale(domain=names, range=colours), legend=legend),
-        shape=alt.Shape("name:N", scale=alt.Scale(domain=names, range=shapes), legend=legend),
-        size=alt.condition(f"datum.row === {PICKED}", alt.value(260), alt.value(80)),
-        tooltip=_tips(tips),
+        color=alt.Color("name:N", scale=alt.Scale(domain=names, range=colours), legend=_legend(names, symbolSize=90)),
+        shape=alt.Shape("name:N", scale=alt.Scale(domain=names, range=shapes), legend=_legend(names, symbolSize=90)),
+        size=alt.condition("datum.row === picked", alt.value(260), alt.value(80)),
+        tooltip=_tips({**titles, "x:Q": xlabel, "y:Q": f"{figure.unit}/s", f"trait{len(traits) - 1}:N": "memory"}),
     )
     layers = [
         frontier.mark_line(interpolate="step-after", color=FAINT, strokeWidth=1.5),
         frontier.mark_point(size=230, color=INK, strokeWidth=1.2),
-        points.transform_filter("datum.fits === 'fits'").mark_point(filled=True, cursor="pointer").add_params(by_name),
-        points.transform_filter("datum.fits !== 'fits'").mark_point(strokeWidth=2, fill=PAPER, cursor="pointer"),
+        points.transform_filter(fits).mark_point(filled=True).add_params(by_name).properties(name="points"),
+        points.transform_filter(f"!({fits})").mark_point(strokeWidth=2, fill=PAPER),
     ]
-    layers[2] = layers[2].properties(name="points")
     chart = alt.layer(*layers, data=alt.Data(values=rows))  # type: ignore[no-untyped-call]
-    chart = chart.transform_filter(" && ".join(conditions)).transform_filter(by_name).add_params(*parameters)
+    chart = chart.transform_filter(shown).transform_filter(by_name).add_params(*parameters)
     return chart.properties(height=320, usermeta={"key": 7 * max(map(len, names)) + 48})
 
 
-def _choice(value: str | int) -> str | int:
-    """Return what a control offers: a number as it is, a text as a picture can hold it."""
-    return name_of(value) if isinstance(value, str) else value
-
-
-def _explored(rows: Sequence[Row], field: str, title: str) -> dict[str, Any]:
-    """Return scale, axis and title of an explorer's x or y over all its points: logarithmic where they are far apart."""
-    low, high = (extreme(row[field] for row in rows) for extreme in (min, max))
-    if low > 0 and high > 5 * low:
-        kind: Any = "log"
-        domain = [low / 1.2, high * 1.2]
-    else:
-        kind, domain = "linear", [0, 1.1 * high or 1.0]
-    marks = _log_marks(*domain) if kind == "log" else alt.Undefined
-    axis = alt.Axis(values=marks, tickCount=6, format=_NUMBER, gridOpacity=0.6)
-    return {"scale": alt.Scale(type=kind, domain=domain, nice=False), "axis": axis, "title": title}
+def _wide(rows: Sequence[Row], field: str, title: str) -> dict[str, Any]:
+    """Return scale, axis and title of a field over all rows, logarithmic where they are far apart."""
+    low, high = min(row[field] for row in rows), max(row[field] for row in rows)
+    is_log = low > 0 and high > 5 * low
+    domain = [low / 1.2, high * 1.2] if is_log else [0, 1.1 * high or 1.0]
+    marks = _log_marks(*domain) if is_log else alt.Undefined
+    scale = alt.Scale(type="log" if is_log else alt.Undefined, domain=domain, nice=False)
+    return {
+        "scale": scale,
+        "axis": alt.Axis(values=marks, tickCount=6, format=_NUMBER, gridOpacity=0.6),
+        "title": title,
+    }
 
 
 def _heat(figure: Heat, slots: Slots) -> Chart:

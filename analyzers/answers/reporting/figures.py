@@ -143,26 +143,42 @@ class Heat(_Figure):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
-    """What may be chosen: its place, what a reader filters by, what hovering shows, and the command that gives it again."""
+    """One thing to choose, with its figures and the command that gives it again (empty: none does)."""
 
-    name: str
-    x: float
-    y: float
     traits: Mapping[str, str | int]
-    """The same of every point; the first gives colour and shape."""
-    tips: Mapping[str, str]
+    """What a reader filters by, the same of every point; the first gives colour and shape."""
+    step_s: float
+    range_s: tuple[float | None, float | None]
+    """80 % of measured steps are expected in it."""
+    rate: float
+    memory_bytes: float
+    price: float | None = None
+    """Of a million samples."""
     fits: bool = True
     command: str = ""
-    """Empty: none says it."""
+
+    @property
+    def name(self) -> str:
+        """The point's traits in words, all but the first with their names."""
+        first, *others = self.traits.items()
+        return ", ".join([str(first[1]), *(f"{name} {value}" for name, value in others)])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Explorer(_Figure):
-    """Points of which little x and much y is wanted: filtered by their traits, with the frontier of those that fit."""
+    """Rates of points over money where all have a price, else over memory; filtered, with the frontier of what fits."""
 
     points: Sequence[Point]
-    xlabel: str
-    ylabel: str
+    unit: str
+    """Of the rates: ``samples`` or ``tokens`` per second."""
+    priced: bool
+
+
+def explorer(points: Sequence[Point], unit: str) -> list[Explorer]:
+    """Return the points as one figure; none where there is nothing to compare."""
+    priced = all(point.price is not None for point in points)
+    title = f"{unit.capitalize()} per second against {'money' if priced else 'memory'}"
+    return [Explorer(title=title, headed=True, points=points, unit=unit, priced=priced)] if len(points) > 1 else []
 
 
 Figure = Lines | Bars | Lanes | Heat | Explorer

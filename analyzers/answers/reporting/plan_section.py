@@ -12,7 +12,18 @@ from typing import Literal
 
 import numpy as np
 
-from ddltool.analyzers.answers.reporting.figures import Bars, Explorer, Lanes, Line, Lines, Point, Span, line, stacked
+from ddltool.analyzers.answers.reporting.figures import (
+    Bars,
+    Explorer,
+    Lanes,
+    Line,
+    Lines,
+    Point,
+    Span,
+    explorer,
+    line,
+    stacked,
+)
 from ddltool.analyzers.answers.reporting.section import (
     Blocks,
     Column,
@@ -44,7 +55,7 @@ from ddltool.plans import (
 )
 from ddltool.precision import precision_name
 from ddltool.results import JointJob, JointPlan
-from ddltool.units import counted, show_bytes, show_hours, show_money, show_rate, show_seconds, show_span
+from ddltool.units import counted, show_bytes, show_hours, show_money, show_rate, show_seconds
 
 _LANES_DRAWN = 16
 # Times so many apart are drawn on a logarithmic axis.
@@ -527,41 +538,26 @@ def _explorer(plan: Plan, decision: Decision, choices: Sequence[_Choice]) -> lis
     samples, tokens = plan.max_workers * plan.batch_size, decision.step_tokens
     rows = dict[tuple[object, ...], _Choice]()
     for row in (*choices, *(_of_layout(layout, float(samples)) for layout in decision.layouts)):
-        if row.step_s and row.memory_bytes is not None:
-            rows.setdefault((*row.key, row.each), row)
-    if len(rows) < 2:
-        return []
-    unit, scale = ("tokens", tokens / samples) if tokens else ("samples", 1.0)
-    priced = all(row.price_per_sample is not None for row in rows.values())
-    points = []
-    for row in rows.values():
-        step_s, memory_bytes, (low_s, high_s) = row.step_s or math.inf, row.memory_bytes or 0.0, row.range_s
-        devices = " + ".join(f"{count} {name}" for name, count in row.devices.items())
-        price, rate = 1e6 * (row.price_per_sample or 0.0), row.samples / step_s * scale
-        tips = {
-            "step": show_seconds(step_s),
-            "80 % range": "-" if low_s is None or high_s is None else show_span(low_s, high_s),
-            f"{unit}/s": show_rate(rate),
-            "needs": show_bytes(memory_bytes),
-            **({"per 1M": show_money(price)} if priced else {}),
-        }
-        traits: dict[str, str | int] = {"on": devices, "how": row.how, "each": row.each or "-"}
-        traits["computed again"] = row.checkpointing or "none"
-        points.append(
-            Point(
-                name=", ".join(filter(None, (row.how, row.checkpointing, row.each))) + f" on {devices}",
-                x=price if priced else memory_bytes / 2**30,
-                y=rate,
-                traits=traits,
-                tips=tips,
-                command=_command(plan, row),
-            )
+        rows.setdefault((*row.key, row.each), row)
+    points = [
+        Point(
+            traits={
+                "on": " + ".join(f"{count} {name}" for name, count in row.devices.items()),
+                "how": row.how,
+                "each": row.each or "-",
+                "computed again": row.checkpointing or "none",
+            },
+            step_s=row.step_s,
+            range_s=row.range_s,
+            rate=row.samples / row.step_s * (tokens / samples if tokens else 1.0),
+            memory_bytes=row.memory_bytes,
+            price=None if row.price_per_sample is None else 1e6 * row.price_per_sample,
+            command=_command(plan, row),
         )
-    against, xlabel = (
-        ("money", "price of a million samples ($)") if priced else ("memory", "tensors of a process (GiB)")
-    )
-    title = f"{unit.capitalize()} per second against {against}"
-    return [Explorer(title=title, headed=True, points=points, xlabel=xlabel, ylabel=f"{unit} per second")]
+        for row in rows.values()
+        if row.step_s and row.memory_bytes is not None
+    ]
+    return explorer(points, "tokens" if tokens else "samples")
 
 
 # Options that mean the same to plan and to predict.

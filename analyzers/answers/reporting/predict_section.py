@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ddltool.analyzers.answers.reporting.figures import Bars, Explorer, Point
+from ddltool.analyzers.answers.reporting.figures import Bars, Explorer, Point, explorer
 from ddltool.analyzers.answers.reporting.section import Column, Section, Verdict, pictured, tabled
 from ddltool.analyzers.step.costs.model import memory_words
 from ddltool.graph_results import PredictedRow, PredictResult
 from ddltool.precision import precision_of
-from ddltool.units import show_bytes, show_money, show_rate, show_seconds, show_span
+from ddltool.units import show_bytes, show_rate, show_seconds, show_span
 
 # Names of more devices than these are counted.
 _DEVICES_NAMED = 6
@@ -42,12 +42,7 @@ def predict_section(result: PredictResult) -> Section:
         seconds=True,
         intervals=[(row.predicted_low_s, row.predicted_high_s) for row in drawn],
     )
-    explorers = explored(
-        [
-            (row, {"device": row.device, "GPUs": row.num_gpus, "batch": row.local_batch_size}, result.command_of(row))
-            for row in rows
-        ]
-    )
+    explorers = explored([(row, _traits(row), result.command_of(row)) for row in rows])
     caption = "Step times, with the range in which 80 % of measurements fall."
     picture = pictured(caption, table, *explorers, figure)
     answer = _answer(result)
@@ -56,46 +51,28 @@ def predict_section(result: PredictResult) -> Section:
     return Section(title="Predicted training steps", lead=lead, blocks=[picture], verdict=verdict)
 
 
-def explored(choices: Sequence[tuple[PredictedRow, Mapping[str, str | int], str]]) -> list[Explorer]:
-    """Return predicted rows, each with its traits and its command, as one figure; none where there is nothing to compare.
+def _traits(row: PredictedRow) -> dict[str, str | int]:
+    """Return what tells a row from the others."""
+    return {"device": row.device, "GPUs": row.num_gpus, "batch": row.local_batch_size}
 
-    Samples, or tokens where all have them, per second over what a million samples cost, else over memory.
-    """
-    rows = [row for row, _, _ in choices]
-    if len(rows) < 2:
-        return []
-    unit = "tokens" if all(row.tokens_per_s for row in rows) else "samples"
-    priced = all(row.price_per_million_samples is not None for row in rows)
+
+def explored(choices: Sequence[tuple[PredictedRow, Mapping[str, str | int], str]]) -> list[Explorer]:
+    """Return predicted rows, each with its traits and its command, as a figure to explore; none where there is but one."""
+    unit = "tokens" if all(row.tokens_per_s for row, _, _ in choices) else "samples"
     points = [
         Point(
-            name=", ".join(
-                f"{name} {value}" if place else str(value) for place, (name, value) in enumerate(traits.items())
-            ),
-            x=(row.price_per_million_samples or 0.0) if priced else row.reserved_bytes / 2**30,
-            y=(row.tokens_per_s or 0.0) if unit == "tokens" else row.samples_per_s,
             traits=traits,
-            tips={
-                "step": show_seconds(row.step_time_s),
-                "80 % range": show_span(row.predicted_low_s, row.predicted_high_s),
-                f"{unit}/s": show_rate((row.tokens_per_s or 0.0) if unit == "tokens" else row.samples_per_s),
-                "needs": show_bytes(row.reserved_bytes),
-                **({"per 1M": show_money(row.price_per_million_samples or 0.0)} if priced else {}),
-            },
+            step_s=row.step_time_s,
+            range_s=(row.predicted_low_s, row.predicted_high_s),
+            rate=getattr(row, f"{unit}_per_s"),
+            memory_bytes=row.reserved_bytes,
+            price=row.price_per_million_samples,
             fits=row.fits,
             command=command,
         )
         for row, traits, command in choices
     ]
-    xlabel = "price of a million samples ($)" if priced else "memory of a GPU (GiB)"
-    return [
-        Explorer(
-            title=f"{unit.capitalize()} per second against {'money' if priced else 'memory'}",
-            headed=True,
-            points=points,
-            xlabel=xlabel,
-            ylabel=f"{unit} per second",
-        )
-    ]
+    return explorer(points, unit)
 
 
 def _names(devices: list[str]) -> str:
