@@ -394,7 +394,7 @@ def plan(
     if words:
         words += ["--devices", devices] if devices is not None else []
         words += given_options({"job", "devices", "output", "save_job", "time_limit_s", *_RUN})
-        result = result.model_copy(update={"command": ["ddltool", "plan", *words]})
+        result = result.model_copy(update={"command": words})
     if save_job is not None:
         write_text(save_job, to_yaml(known_job))
     if output is not None:

@@ -167,7 +167,7 @@ def _reproducible(result: PredictResult, source: Source | list[str] | Graph) -> 
     else:
         return result
     options = given_options({"source", "device", "batch_sizes", "replicas"})
-    return result.model_copy(update={"command": ["ddltool", "predict", *options, *named]})
+    return result.model_copy(update={"command": [*options, *named]})
 
 
 def _recorded_step(

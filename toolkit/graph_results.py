@@ -102,7 +102,8 @@ class PredictResult(Result):
     devices: dict[str, PredictedDevice]
     assumptions: PredictionAssumptions
     command: list[str] = Field(
-        default_factory=list, description="its words but for devices, batches and replicas; empty: no command says it"
+        default_factory=list,
+        description="words behind ddltool predict, but for devices, batches, replicas; empty: none says it",
     )
 
     def command_of(self, row: PredictedRow) -> str:
@@ -110,7 +111,7 @@ class PredictResult(Result):
         own = ["--device", row.device]
         if self.assumptions.optimizer != "recorded":  # else the step has its batch and replicas
             own += ["--batch-sizes", str(row.local_batch_size), "--replicas", str(row.num_replicas)]
-        return shlex.join([*self.command[:2], *own, *self.command[2:]]) if self.command else ""
+        return shlex.join(["ddltool", "predict", *own, *self.command]) if self.command else ""
 
 
 class TriedCommand(Part):

@@ -581,13 +581,13 @@ def _explorer(figure: Explorer, slots: Slots) -> Chart:
     for point in figure.points:
         values = [name_of(value) if isinstance(value, str) else value for value in point.traits.values()]
         values.append("fits" if point.fits else "does not fit")
-        x = (point.price or 0.0) if figure.priced else point.memory_bytes / 2**30
+        spent = (point.price or 0.0) if figure.priced else point.memory_bytes / 2**30
         low, high = point.range_s
         row = {
             "row": len(rows),
             "what": name_of(point.name, 80),
             "name": str(values[0]),
-            "x": _short(x),
+            "x": _short(spent),
             "y": _short(point.rate),
         }
         row |= {"step": show_seconds(point.step_s), "needs": show_bytes(point.memory_bytes)}
@@ -598,7 +598,9 @@ def _explorer(figure: Explorer, slots: Slots) -> Chart:
         field = f"trait{place}"
         options = sorted({row[field] for row in rows}, key=lambda value: (isinstance(value, str), value))
         if len(options) > 1:
-            control = alt.binding_select(options=[None, *options], labels=["all", *map(str, options)], name=f"{trait} ")
+            control = alt.binding_select(
+                options=[None, *options], labels=["all", *map(str, options)], name=f"{name_of(trait)} "
+            )
             parameters.append(alt.param(name=f"only{place}", value=None, bind=control))
             shown += f" && (only{place} === null || datum.{field} === only{place})"
     fits = f"datum.trait{len(traits) - 1} === 'fits'"

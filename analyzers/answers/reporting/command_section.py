@@ -72,9 +72,12 @@ def _traits(plan: CommandPlan, one: TriedCommand) -> dict[str, str | int]:
 
 
 def _predicted_by(one: TriedCommand) -> str:
-    """Return the command that records and predicts one variant alone."""
+    """Return the command that records and predicts one variant alone; "" where its quotes do not match."""
     where = ["--device", one.device, "--gpus-per-node", str(one.devices_per_node)]
-    return f"{shlex.join(['ddltool', 'predict', *where])} -- {one.command}"
+    try:
+        return shlex.join(["ddltool", "predict", *where, "--", *shlex.split(one.command)])
+    except ValueError:
+        return ""
 
 
 def _value(one: TriedCommand, *, knob: str) -> str:

@@ -573,7 +573,7 @@ def _command(plan: Plan, row: _Choice) -> str:
     [(device, size), *others] = (layout.local_batch_sizes if layout is not None else {"": 0}).items()
     lone = layout is not None and not others and size % layout.passes == 0 and layout.checkpointing != "chosen"
     if layout is None or run is None or run.model is None or not lone or "--devices" not in words:
-        return shlex.join(words)
+        return shlex.join(["ddltool", "plan", *words]) if words else ""
     sharding = {"fsdp": "fsdp" if layout.reshard_after_forward else "zero2", "hsdp": f"hsdp:{layout.shard}"}
     per_node = run.gpus_per_node or plan.devices_per_node or {}
     options = {
