@@ -53,7 +53,7 @@ from ddltool.commands.options import (
     within,
 )
 from ddltool.commands.output import answer, note, progress, show
-from ddltool.commands.verbs import VerbCall, demand_part, is_given, refuse, verb
+from ddltool.commands.verbs import VerbCall, demand_part, given_options, is_given, refuse, verb
 from ddltool.decision import NothingFits, Objective
 from ddltool.device import DeviceTable
 from ddltool.errors import Infeasible, InputError, known
@@ -261,7 +261,7 @@ def plan(
         if batch is not None and batch_size is None:
             given["batch_size"] = total_batch(batch, devices_text(devices))
         with named(job, batch) as text:
-            return plan(text, **given, tell=tell, stage=stage)
+            return plan(text, **given, tell=tell, stage=stage).model_copy(update={"command": []})
     assert isinstance(job, (str, Path, Job, list))
     cluster = devices if isinstance(devices, Cluster) else None
     devices = None if devices is None else devices_text(devices)
@@ -314,7 +314,8 @@ def plan(
             save(tried, output)
         return tried
     assert not isinstance(job, list)
-    jobs: list[Job] = []
+    # What no command line says: a Job, a Cluster.
+    jobs, words = list[Job](), [] if isinstance(job, Job) or cluster is not None else [str(job)]
     refuse("the plan of a job", _COMMAND, instead="give the command that trains after --")
     strategy = known("strategy", strategy, ("auto", *STRATEGIES))
     read_by_all = _ALL | _MORE.get(strategy, set())
@@ -390,6 +391,10 @@ def plan(
         known_job, result = best_of([known_of(one) for one in jobs], planned, replace(goal, step_samples=step_samples))
     else:
         result = planned(known_job)
+    if words:
+        words += ["--devices", devices] if devices is not None else []
+        words += given_options({"job", "devices", "output", "save_job", "time_limit_s", *_RUN})
+        result = result.model_copy(update={"command": words})
     if save_job is not None:
         write_text(save_job, to_yaml(known_job))
     if output is not None:

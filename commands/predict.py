@@ -29,7 +29,7 @@ from ddltool.commands.options import (
     within,
 )
 from ddltool.commands.output import answer
-from ddltool.commands.verbs import VerbCall, refuse, verb
+from ddltool.commands.verbs import VerbCall, given_options, is_given, refuse, verb
 from ddltool.device import DEVICES_PER_NODE, Device, DeviceTable
 from ddltool.errors import InputError
 from ddltool.graph import Graph, read_graph
@@ -121,7 +121,7 @@ def predict(
     if isinstance(source, Graph) or is_command(source) or is_graph_file(source):
         refuse("a recorded step", ("batch", *_MODELLED))
         graph = _recorded_step(source, devices[0], gpus_per_node, limit, keep_files, tell, stage)
-        return predict_recorded(graph, list(zip(models, fabrics, strict=True)), graph.name)
+        return _reproducible(predict_recorded(graph, list(zip(models, fabrics, strict=True)), graph.name), source)
     refuse("a step that is traced", _RECORDED)
     if batch is not None:
         sizes = (samples_in(batch),) if sizes is None else sizes
@@ -154,7 +154,20 @@ def predict(
     if remark := curve.traced.graph.meta.get("note"):
         tell(f"note: {remark}")
     curve = parallel_curve(curve, settings[0])
-    return predict_on(curve, list(zip(models, settings, strict=True)), sizes, counts, name_of(source))
+    predicted = predict_on(curve, list(zip(models, settings, strict=True)), sizes, counts, name_of(source))
+    return _reproducible(predicted, source)
+
+
+def _reproducible(result: PredictResult, source: Source | list[str] | Graph) -> PredictResult:
+    """Return the result with its command, where a command line can name the ``source`` and what it is fed."""
+    if is_command(source):
+        named = ["--", *words_of(source)]
+    elif isinstance(source, (str, Path)) and not is_given("batch"):
+        named = [str(source)]
+    else:
+        return result
+    options = given_options({"source", "device", "batch_sizes", "replicas"})
+    return result.model_copy(update={"command": [*options, *named]})
 
 
 def _recorded_step(

@@ -39,24 +39,24 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """Which parameters the caller gave, in the signature's order, and how the command line spells them."""
+    """What the caller gave, by parameter in the signature's order, and how the command line spells these."""
 
-    names: tuple[str, ...]
+    given: Mapping[str, Any]
     spelling: Mapping[str, str]
 
 
-_NOTHING = _Asked((), {})
+_NOTHING = _Asked({}, {})
 # A context variable, not a global: verbs may run in several threads at once.
 _asked: ContextVar[_Asked] = ContextVar("asked", default=_NOTHING)
 
 
 @contextmanager
-def _asking(names: Sequence[str], spelling: Mapping[str, str]) -> Iterator[None]:
-    """Let :func:`is_given` and :func:`refuse` know, in the body, that the caller gave the parameters ``names``.
+def _asking(given: Mapping[str, Any], spelling: Mapping[str, str]) -> Iterator[None]:
+    """Let :func:`is_given` and :func:`refuse` know, in the body, what the caller gave, by parameter.
 
     ``spelling``: how errors call each parameter, by its name.
     """
-    token = _asked.set(_Asked(tuple(names), spelling))
+    token = _asked.set(_Asked(given, spelling))
     try:
         yield
     finally:
@@ -70,7 +70,7 @@ def verb(function: Callable[Taken, Result]) -> Callable[Taken, Result]:
     @wraps(function)
     def called(*args: Taken.args, **kwargs: Taken.kwargs) -> Result:
         """Run the verb, with the names of its given arguments noted."""
-        with _asking([*signature.bind(*args, **kwargs).arguments], _asked.get().spelling):
+        with _asking(signature.bind(*args, **kwargs).arguments, _asked.get().spelling):
             return function(*args, **kwargs)
 
     return called
@@ -104,7 +104,20 @@ def also_takes(
 
 def is_given(name: str) -> bool:
     """Return whether the caller of the running verb or command gave this parameter, even if with its default value."""
-    return name in _asked.get().names
+    return name in _asked.get().given
+
+
+def given_options(without: Collection[str]) -> list[str]:
+    """Return the options of the running verb's caller, but for those in ``without``, as words of a command line."""
+    words: list[str] = []
+    for name, value in _asked.get().given.items():
+        if name in _LISTENERS or name in without or value is None or value is False:
+            continue
+        flag, values = _asked.get().spelling.get(name, "--" + name.replace("_", "-")), [value]
+        if isinstance(value, (list, tuple)):  # of files each stands behind the option again
+            values = list(value) if any(isinstance(part, Path) for part in value) else [",".join(map(str, value))]
+        words += [flag] if value is True else [word for each in values for word in (flag, str(each))]
+    return words
 
 
 def demand_part(mode: str, allowed: Collection[str], *, instead: str = "leave it out") -> None:
@@ -113,7 +126,7 @@ def demand_part(mode: str, allowed: Collection[str], *, instead: str = "leave it
     A default value that is given counts too: who gives it expects something of it. ``instead``: what would be right.
     """
     refuse(
-        mode, [name for name in _asked.get().names if name not in allowed and name not in _LISTENERS], instead=instead
+        mode, [name for name in _asked.get().given if name not in allowed and name not in _LISTENERS], instead=instead
     )
 
 
@@ -123,7 +136,7 @@ def refuse(mode: str, names: Collection[str], *, instead: str = "leave it out") 
     ``instead``: what would be right.
     """
     question = _asked.get()
-    for name in question.names:
+    for name in question.given:
         if name in names:
             raise InputError(question.spelling.get(name, name), f"has no part in {mode}", instead)
 
@@ -181,7 +194,7 @@ def declared(function: Callable[..., Any], name: str, panels: Mapping[str, str])
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal tells rank 0 as well, and it ends all
         _check_files(values, remarks)
         given = [key for key in values if _from_user(context, key)]
-        with as_options(fields), _asking(given, spelling):
+        with as_options(fields), _asking({key: values[key] for key in given}, spelling):
             if show is None:
                 return function(**values)
             call = VerbCall(function, {key: values[key] for key in given if key in taken})

@@ -12,7 +12,7 @@ from ddltool.artifacts import Artifact, ending, kind_of, parse, parse_record, re
 from ddltool.errors import InputError, did_you_mean
 from ddltool.goodput_model import Goodput
 from ddltool.graph import from_document
-from ddltool.graph_results import CommandPlan, MemoryTimeline, TraceResult
+from ddltool.graph_results import CommandPlan, PredictResult, TraceResult
 from ddltool.island_results import IslandsPlan
 from ddltool.plans import Enforcement, Plan
 from ddltool.profiles import check_profile, read_profile
@@ -130,7 +130,8 @@ def _from_document(path: Path) -> ReadArtifact:
         import pandas as pd
 
         content: Any = pd.DataFrame(checked_document(document, where)["rows"])
-        content.attrs["memory"] = _memory_timelines(document, where)
+        if document.get("predicted") is True:
+            content.attrs["prediction"] = parse(document, PredictResult, where)
     elif kind == "graph":
         content = from_document(document, where)
     elif isinstance(kind_field, str) and kind in _MODELS:
@@ -139,19 +140,6 @@ def _from_document(path: Path) -> ReadArtifact:
         problem = "is missing" if kind_field is None else f"is {kind_field!r}, which has no section"
         raise InputError(f"{where}:kind", problem, did_you_mean(kind[:60], ["graph", "profile", *_MODELS]))
     return ReadArtifact(kind=kind, path=path, content=content)
-
-
-def _memory_timelines(document: dict[str, Any], where: str) -> dict[str, MemoryTimeline]:
-    """Return the memory over a pass, by device, that a predicted profile's document has; empty for any other profile."""
-    devices = document.get("devices") if document.get("predicted") is True else None
-    memory_by_device = (
-        {name: device.get("memory") for name, device in devices.items()} if isinstance(devices, dict) else {}
-    )
-    return {
-        name: parse_record(memory, MemoryTimeline, where, f"devices.{name}.memory")
-        for name, memory in memory_by_device.items()
-        if memory
-    }
 
 
 def _from_rows(path: Path, rows: list[tuple[int, Row]]) -> ReadArtifact:

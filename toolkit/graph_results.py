@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Literal
 
 from pydantic import Field
@@ -100,6 +101,17 @@ class PredictResult(Result):
     rows: list[PredictedRow]
     devices: dict[str, PredictedDevice]
     assumptions: PredictionAssumptions
+    command: list[str] = Field(
+        default_factory=list,
+        description="words behind ddltool predict, but for devices, batches, replicas; empty: none says it",
+    )
+
+    def command_of(self, row: PredictedRow) -> str:
+        """Return the command that predicts one row alone; "" where no command says it."""
+        own = ["--device", row.device]
+        if self.assumptions.optimizer != "recorded":  # else the step has its batch and replicas
+            own += ["--batch-sizes", str(row.local_batch_size), "--replicas", str(row.num_replicas)]
+        return shlex.join(["ddltool", "predict", *own, *self.command]) if self.command else ""
 
 
 class TriedCommand(Part):

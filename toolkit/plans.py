@@ -365,6 +365,10 @@ class Plan(Artifact):
     )
     group: WorkerGroup | None = Field(default=None, description="what a device of this plan stands for; null: itself")
     run: StepSettings | None = Field(default=None, description="how a step is run; null: a plan of an earlier version")
+    command: list[str] = Field(
+        default_factory=list,
+        description="words behind ddltool plan, but for those on the whole run; empty: none says it",
+    )
     predicted: Literal[True] = True
 
     def emit(self, target: str | None = None, output: str | Path | None = None, **options: Any) -> EmitResult:

@@ -138,7 +138,7 @@ def test_devices_may_be_a_text_a_dict_or_a_cluster() -> None:
     cluster = dt.Cluster.from_dict(
         {"nodes": [{"name": "a", "count": 2, "devices": {"type": "H100", "count": 4}, "nic": "4x200Gbit"}]}
     )
-    plans = [dt.plan("zoo:cifarnet", devices=devices, nodes=2) for devices in ("8xH100", {"H100": 8})]
+    plans = [dt.plan("zoo:cifarnet", devices=devices, nodes=2) for devices in ("H100=8", {"H100": 8})]
     own, other = (plan.model_copy(update={"solve_seconds": 0.0}) for plan in plans)
     assert own == other
     on_cluster = dt.plan("zoo:cifarnet", devices=cluster)

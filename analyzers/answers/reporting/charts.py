@@ -18,9 +18,9 @@ import altair as alt
 import numpy as np
 import vl_convert
 
-from ddltool.analyzers.answers.reporting.figures import LINES_DRAWN, Bars, Figure, Heat, Lanes, Line, Lines
+from ddltool.analyzers.answers.reporting.figures import LINES_DRAWN, Bars, Explorer, Figure, Heat, Lanes, Line, Lines
 from ddltool.errors import shortened, visible
-from ddltool.units import show_seconds
+from ddltool.units import show_bytes, show_seconds, show_span
 
 Row = dict[str, Any]
 Spec = dict[str, Any]
@@ -140,15 +140,16 @@ def _together(figures: Sequence[Figure], width: int = _WIDTH) -> Spec:
     it.
     """
     slots: Slots = {}
-    views: list[Spec] = []
+    views, parameters = list[Spec](), list[Spec]()
     legend_columns = 8
     for figure in figures:
         view = {**_specified(figure, slots), "width": width}
         schema = view.pop("$schema")
+        parameters += view.pop("params", [])
         entry_width = view.pop("usermeta")["key"]  # a page's script asks how wide it is
         legend_columns = max(1, min(legend_columns, width // entry_width))
         views.append(json.loads(json.dumps(view).replace("scale('x'", f"scale('concat_{len(views)}_x'")))
-    together = {"$schema": schema, "vconcat": views, "config": {**CONFIG, "background": PAPER}}
+    together = {"$schema": schema, "vconcat": views, "params": parameters, "config": {**CONFIG, "background": PAPER}}
     together["config"]["legend"] = {**CONFIG["legend"], "columns": legend_columns}
     together["resolve"] = {"scale": {"color": "independent", "strokeDash": "independent"}}
     coloured: Spec = json.loads(re.sub(r"var\(--([a-z-]+)\)", lambda match: COLOURS[match[1]], json.dumps(together)))
@@ -161,6 +162,7 @@ def _specified(figure: Figure, slots: Slots) -> Spec:
     ``slots``: as of :func:`spec`.
     """
     draw_by_type: dict[type, Callable[..., Chart]] = {Lines: _lines, Bars: _bars, Lanes: _lane_chart, Heat: _heat}
+    draw_by_type[Explorer] = _explorer
     chart = draw_by_type[type(figure)](figure, slots).properties(description=visible(figure.title))
     if figure.headed:
         chart = chart.properties(title=name_of(figure.title, 80))
@@ -180,7 +182,7 @@ def script() -> str:
 # Legends get as many columns as have room, and long names of lanes less room on a phone.
 _SNIPPET = """
 const {config, charts} = JSON.parse(document.getElementById("charts").textContent);
-Promise.all(charts.map((chart, place) => {
+globalThis.drawn = Promise.all(charts.map((chart, place) => {
   const host = document.getElementById("chart-" + place), room = host.clientWidth;
   const own = structuredClone(config);
   own.legend.columns = Math.max(1, Math.floor(room / chart.usermeta.key));
@@ -189,7 +191,8 @@ Promise.all(charts.map((chart, place) => {
   own.axis.labelLimit = room < 500 ? 110 : 240;
   return vegaEmbed(host, chart, {config: own, actions: false, renderer: "svg", ast: true, defaultStyle: false,
     tooltip: {disableDefaultStyle: true}});
-})).finally(() => { document.documentElement.dataset.drawn = "yes"; });
+}));
+globalThis.drawn.finally(() => { document.documentElement.dataset.drawn = "yes"; });
 """
 
 
@@ -476,8 +479,8 @@ def _log_marks(low: float, high: float) -> list[float]:
     ``low`` and ``high``: the ends of the axis, above 0.
     """
     powers = range(int(np.floor(np.log10(low))), int(np.ceil(np.log10(high))) + 1)
-    # Fewer than four powers would leave an axis nearly unmarked.
-    parts = (1, 2, 5) if len(powers) <= 3 else (1,)
+    # One or two powers alone would leave an axis nearly unmarked.
+    parts = (1, 2, 5) if sum(low <= 10.0**power <= high for power in powers) <= 2 else (1,)
     marks = [part * 10.0**power for power in powers[:: max(1, len(powers) // 6)] for part in parts]
     return [mark for mark in marks if low <= mark <= high]
 
@@ -562,6 +565,86 @@ def _lane_chart(figure: Lanes, slots: Slots) -> Chart:
     if figure.mark is not None:
         layers += _level(name_of(figure.mark[0]), figure.mark[1] * scale, right=figure.mark[1] > 0.5 * longest)
     return _layered(layers, _LANE_HEIGHT * len(names), kinds)
+
+
+_SHAPES = ("circle", "square", "diamond", "triangle-up", "cross", "triangle-down", "triangle-right", "triangle-left")
+
+
+def _explorer(figure: Explorer, slots: Slots) -> Chart:
+    """Return the chart of points with a control for each trait that differs, whose frontier follows what is shown.
+
+    A filled point fits, a hollow one does not. The legend filters as well; scales stay as they are for all points.
+    ``picked``: the row of the point that a page's script enlarges.
+    """
+    traits = [*figure.points[0].traits, "memory"]
+    rows: list[Row] = []
+    for point in figure.points:
+        values = [name_of(value) if isinstance(value, str) else value for value in point.traits.values()]
+        values.append("fits" if point.fits else "does not fit")
+        spent = (point.price or 0.0) if figure.priced else point.memory_bytes / 2**30
+        low, high = point.range_s
+        row = {
+            "row": len(rows),
+            "what": name_of(point.name, 80),
+            "name": str(values[0]),
+            "x": _short(spent),
+            "y": _short(point.rate),
+        }
+        row |= {"step": show_seconds(point.step_s), "needs": show_bytes(point.memory_bytes)}
+        row |= {"range": "-" if low is None or high is None else show_span(low, high)}
+        rows.append(row | {f"trait{place}": value for place, value in enumerate(values)})
+    shown, parameters = "true", [alt.param(name="picked", value=-1)]
+    for place, trait in enumerate(traits):
+        field = f"trait{place}"
+        options = sorted({row[field] for row in rows}, key=lambda value: (isinstance(value, str), value))
+        if len(options) > 1:
+            control = alt.binding_select(
+                options=[None, *options], labels=["all", *map(str, options)], name=f"{name_of(trait)} "
+            )
+            parameters.append(alt.param(name=f"only{place}", value=None, bind=control))
+            shown += f" && (only{place} === null || datum.{field} === only{place})"
+    fits = f"datum.trait{len(traits) - 1} === 'fits'"
+    names = list(dict.fromkeys(row["name"] for row in rows))
+    by_name = alt.selection_point(name="legend", fields=["name"], bind="legend")
+    colours, shapes = ([kinds[place % len(kinds)] for place in range(len(names))] for kinds in (SERIES, _SHAPES))
+    xlabel = "price of a million samples ($)" if figure.priced else "memory of a process (GiB)"
+    x, y = alt.X("x:Q", **_wide(rows, "x", xlabel)), alt.Y("y:Q", **_wide(rows, "y", f"{figure.unit} per second"))
+    best_first: list[Any] = [alt.SortField("x"), alt.SortField("y", order="descending")]
+    frontier = alt.Chart().transform_filter(fits).transform_window(best="max(y)", sort=best_first, frame=[None, 0])
+    frontier = frontier.transform_window(before="lag(best)", sort=best_first)
+    frontier = frontier.transform_filter("!isValid(datum.before) || datum.y > datum.before").encode(x=x, y=y)
+    titles = {"what:N": "what", "step:N": "step", "range:N": "80 % range", "needs:N": "needs"}
+    points = alt.Chart().encode(
+        x=x,
+        y=y,
+        color=alt.Color("name:N", scale=alt.Scale(domain=names, range=colours), legend=_legend(names, symbolSize=90)),
+        shape=alt.Shape("name:N", scale=alt.Scale(domain=names, range=shapes), legend=_legend(names, symbolSize=90)),
+        size=alt.condition("datum.row === picked", alt.value(260), alt.value(80)),
+        tooltip=_tips({**titles, "x:Q": xlabel, "y:Q": f"{figure.unit}/s", f"trait{len(traits) - 1}:N": "memory"}),
+    )
+    layers = [
+        frontier.mark_line(interpolate="step-after", color=FAINT, strokeWidth=1.5),
+        frontier.mark_point(size=230, color=INK, strokeWidth=1.2),
+        points.transform_filter(fits).mark_point(filled=True).add_params(by_name).properties(name="points"),
+        points.transform_filter(f"!({fits})").mark_point(strokeWidth=2, fill=PAPER),
+    ]
+    chart = alt.layer(*layers, data=alt.Data(values=rows))  # type: ignore[no-untyped-call]
+    chart = chart.transform_filter(shown).transform_filter(by_name).add_params(*parameters)
+    return chart.properties(height=320, usermeta={"key": 7 * max(map(len, names)) + 48})
+
+
+def _wide(rows: Sequence[Row], field: str, title: str) -> dict[str, Any]:
+    """Return scale, axis and title of a field over all rows, logarithmic where they are far apart."""
+    low, high = min(row[field] for row in rows), max(row[field] for row in rows)
+    is_log = low > 0 and high > 5 * low
+    domain = [low / 1.2, high * 1.2] if is_log else [0, 1.1 * high or 1.0]
+    marks = _log_marks(*domain) if is_log else alt.Undefined
+    scale = alt.Scale(type="log" if is_log else alt.Undefined, domain=domain, nice=False)
+    return {
+        "scale": scale,
+        "axis": alt.Axis(values=marks, tickCount=6, format=_NUMBER, gridOpacity=0.6),
+        "title": title,
+    }
 
 
 def _heat(figure: Heat, slots: Slots) -> Chart:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 from functools import partial
 
 from ddltool.analyzers.answers.reporting.figures import Bars
+from ddltool.analyzers.answers.reporting.predict_section import explored
 from ddltool.analyzers.answers.reporting.section import Column, Section, Verdict, pictured, tabled
 from ddltool.errors import few, shortened
 from ddltool.graph_results import CommandPlan, TriedCommand
@@ -50,14 +52,32 @@ def command_section(plan: CommandPlan, name: str = "") -> Section:
         marked=("does not fit", [variant.row is not None and not variant.row.fits for variant in listed]),
         unmarked="fits",
     )
+    explorers = explored(
+        [(variant.row, _traits(plan, variant), _predicted_by(variant)) for variant in recorded if variant.row]
+    )
     answer, sure = _answer(plan), [_certainty(plan, best)] if best is not None else []
     lead = [answer, *sure, *_left_out(plan, recorded[_ROWS:])]
     return Section(
         title=f"Plan: {plan.command}" + (f" ({name})" if name else ""),
         lead=lead,
-        blocks=[pictured(f"{unit.capitalize()} per second of all processes.", table, figure)],
+        blocks=[pictured(f"{unit.capitalize()} per second of all processes.", table, *explorers, figure)],
         verdict=Verdict(answer=answer, sure=sure[0] if sure else "", then=best.command if best is not None else ""),
     )
+
+
+def _traits(plan: CommandPlan, one: TriedCommand) -> dict[str, str | int]:
+    """Return the devices of a variant and its value of each knob, as a number where it is one."""
+    values = {knob.lstrip("-"): one.values.get(knob, "-") for knob in plan.knobs}
+    return {"on": _where(one), **{knob: int(value) if value.isdecimal() else value for knob, value in values.items()}}
+
+
+def _predicted_by(one: TriedCommand) -> str:
+    """Return the command that records and predicts one variant alone; "" where its quotes do not match."""
+    where = ["--device", one.device, "--gpus-per-node", str(one.devices_per_node)]
+    try:
+        return shlex.join(["ddltool", "predict", *where, "--", *shlex.split(one.command)])
+    except ValueError:
+        return ""
 
 
 def _value(one: TriedCommand, *, knob: str) -> str:

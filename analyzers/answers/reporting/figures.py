@@ -141,7 +141,47 @@ class Heat(_Figure):
     """Beyond this x no data support what is drawn."""
 
 
-Figure = Lines | Bars | Lanes | Heat
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Point:
+    """One thing to choose, with its figures and the command that gives it again (empty: none does)."""
+
+    traits: Mapping[str, str | int]
+    """What a reader filters by, the same of every point; the first gives colour and shape."""
+    step_s: float
+    range_s: tuple[float | None, float | None]
+    """80 % of measured steps are expected in it."""
+    rate: float
+    memory_bytes: float
+    price: float | None = None
+    """Of a million samples."""
+    fits: bool = True
+    command: str = ""
+
+    @property
+    def name(self) -> str:
+        """The point's traits in words, all but the first with their names."""
+        first, *others = self.traits.items()
+        return ", ".join([str(first[1]), *(f"{name} {value}" for name, value in others)])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Explorer(_Figure):
+    """Rates of points over money where all have a price, else over memory; filtered, with the frontier of what fits."""
+
+    points: Sequence[Point]
+    unit: str
+    """Of the rates: ``samples`` or ``tokens`` per second."""
+    priced: bool
+
+
+def explorer(points: Sequence[Point], unit: str) -> list[Explorer]:
+    """Return the points as one figure; none where there is nothing to compare."""
+    priced = all(point.price is not None for point in points)
+    title = f"{unit.capitalize()} per second against {'money' if priced else 'memory'}"
+    return [Explorer(title=title, headed=True, points=points, unit=unit, priced=priced)] if len(points) > 1 else []
+
+
+Figure = Lines | Bars | Lanes | Heat | Explorer
 
 
 def merged(spans: Sequence[Span], whole_s: float) -> list[Span]:

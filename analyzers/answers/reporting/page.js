@@ -35,3 +35,28 @@ const seen = new IntersectionObserver((entries) => {
   }
 }, {rootMargin: "-10% 0px -80% 0px"});
 for (const section of document.querySelectorAll("main section")) seen.observe(section);
+// A click on a point, or its name in the list, shows its command; where nothing may be copied it is marked to be copied by hand.
+for (const box of document.querySelectorAll(".command")) {
+  const [list, code, button] = ["select", "code", "button"].map((name) => box.querySelector(name));
+  const at = Number(box.dataset.of.slice("chart-".length));
+  globalThis.drawn?.then((charts) => {
+    const {view} = charts[at];
+    const show = (row) => {
+      list.selectedIndex = row;
+      code.textContent = list.value || "no command says this";
+      button.textContent = "copy";
+      view.signal("picked", row).runAsync();
+    };
+    list.addEventListener("change", () => show(list.selectedIndex));
+    view.addEventListener("click", (event, item) => { if (item?.datum?.row !== undefined) show(item.datum.row); });
+  });
+  button.addEventListener("click", async () => {
+    try {
+      await navigator.clipboard.writeText(code.textContent);
+      button.textContent = "copied";
+    } catch {
+      getSelection().selectAllChildren(code);
+      button.textContent = document.execCommand("copy") ? "copied" : "press Ctrl+C";
+    }
+  });
+}

@@ -18,6 +18,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from ddltool.analyzers.answers.reporting.charts import CONFIG, Slots, Spec, drawn, script, spec
+from ddltool.analyzers.answers.reporting.figures import Explorer, Point
 from ddltool.analyzers.answers.reporting.section import Picture, Section, Table
 from ddltool.errors import shortened, visible
 
@@ -42,11 +43,12 @@ def render(
     slots: Slots = {}
     charts: list[Spec] = []
 
-    def hosts(picture: Picture) -> list[tuple[str, str]]:
-        """Return (id, what it shows) of the places into which the script draws a picture's figures."""
+    def hosts(picture: Picture) -> list[tuple[str, Sequence[Point]]]:
+        """Return (id, what a reader may explore) of the places into which the script draws a picture's figures."""
         charts.extend(spec(figure, slots) for figure in picture.figures)
         first_index = len(charts) - len(picture.figures)
-        return [(f"chart-{first_index + index}", figure.title) for index, figure in enumerate(picture.figures)]
+        points = [figure.points if isinstance(figure, Explorer) else () for figure in picture.figures]
+        return [(f"chart-{first_index + index}", each) for index, each in enumerate(points)]
 
     # The policy in the page's head allows these two scripts and no other.
     hashes = [_hash_of(script()), _hash_of(_PAGE)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -10,7 +12,18 @@ from typing import Literal
 
 import numpy as np
 
-from ddltool.analyzers.answers.reporting.figures import Bars, Lanes, Line, Lines, Span, line, stacked
+from ddltool.analyzers.answers.reporting.figures import (
+    Bars,
+    Explorer,
+    Lanes,
+    Line,
+    Lines,
+    Point,
+    Span,
+    explorer,
+    line,
+    stacked,
+)
 from ddltool.analyzers.answers.reporting.section import (
     Blocks,
     Column,
@@ -324,6 +337,8 @@ class _Choice:
     """Of a step."""
     price_per_sample: float | None
     remark: str = ""
+    range_s: tuple[float | None, float | None] = (None, None)
+    layout: Layout | None = None
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -352,6 +367,8 @@ def _choices(plan: Plan, decision: Decision) -> list[_Choice]:
             samples=float(option.step_samples or samples),
             price_per_sample=option.price_per_sample,
             remark=remark,
+            range_s=(option.low_s, option.high_s),
+            layout=layout,
         )
 
     picked = next(option for option in decision.options if not option.why_not)
@@ -390,6 +407,8 @@ def _of_layout(layout: Layout, samples: float) -> _Choice:
         samples=samples,
         price_per_sample=layout.price_per_sample,
         remark="does not fit" if layout.missing_bytes else "",
+        range_s=(layout.low_s, layout.high_s),
+        layout=layout,
     )
 
 
@@ -510,7 +529,73 @@ def _choices_picture(plan: Plan, decision: Decision) -> Picture:
         title="Throughput by choice",
         level=None if usual is None else ("usual", rate(usual) or 0.0),
     )
-    return pictured("What was compared; the first is this plan.", table, figure)
+    caption = "What was compared; the first is this plan."
+    return pictured(caption, table, *_explorer(plan, decision, choices), figure)
+
+
+def _explorer(plan: Plan, decision: Decision, choices: Sequence[_Choice]) -> list[Explorer]:
+    """Return the choices of the table and all other layouts with a step as one figure; none where there is but one."""
+    samples, tokens = plan.max_workers * plan.batch_size, decision.step_tokens
+    rows = dict[tuple[object, ...], _Choice]()
+    for row in (*choices, *(_of_layout(layout, float(samples)) for layout in decision.layouts)):
+        rows.setdefault((*row.key, row.each), row)
+    points = [
+        Point(
+            traits={
+                "on": " + ".join(f"{count} {name}" for name, count in row.devices.items()),
+                "how": row.how,
+                "each": row.each or "-",
+                "computed again": row.checkpointing or "none",
+            },
+            step_s=row.step_s,
+            range_s=row.range_s,
+            rate=row.samples / row.step_s * (tokens / samples if tokens else 1.0),
+            memory_bytes=row.memory_bytes,
+            price=None if row.price_per_sample is None else 1e6 * row.price_per_sample,
+            command=_command(plan, row),
+        )
+        for row in rows.values()
+        if row.step_s and row.memory_bytes is not None
+    ]
+    return explorer(points, "tokens" if tokens else "samples")
+
+
+# Options that mean the same to plan and to predict.
+_OF_BOTH = ("--bandwidth", "--latency", "--nic", "--link", "--nccl-tests", "--devices-file")
+
+
+def _command(plan: Plan, row: _Choice) -> str:
+    """Return the command that predicts a choice alone, where one layout on one device type is all; else that of the plan.
+
+    "" where the plan's words are not known.
+    """
+    layout, run, words = row.layout, plan.run, plan.command
+    [(device, size), *others] = (layout.local_batch_sizes if layout is not None else {"": 0}).items()
+    lone = layout is not None and not others and size % layout.passes == 0 and layout.checkpointing != "chosen"
+    if layout is None or run is None or run.model is None or not lone or "--devices" not in words:
+        return shlex.join(["ddltool", "plan", *words]) if words else ""
+    sharding = {"fsdp": "fsdp" if layout.reshard_after_forward else "zero2", "hsdp": f"hsdp:{layout.shard}"}
+    per_node = run.gpus_per_node or plan.devices_per_node or {}
+    options = {
+        "--device": device,
+        "--replicas": layout.devices[device] // layout.gpus,
+        "--batch-sizes": size // layout.passes,
+        "--precision": run.precision,
+        "--optimizer": run.optimizer,
+        "--gpus-per-node": per_node.get(device),
+        "--sharding": sharding.get(layout.sharding),
+        "--checkpointing": layout.checkpointing if layout.checkpointing != "none" else None,
+        "--accumulation": layout.passes if layout.passes > 1 else None,
+        "--tensor-parallel": layout.tensor_parallel if layout.tensor_parallel > 1 else None,
+        "--pipeline-parallel": layout.pipeline_parallel if layout.pipeline_parallel > 1 else None,
+        "--lora": run.lora,
+        "--sequence-length": run.sequence_length,
+    }
+    said = [word for option, value in options.items() if value is not None for word in (option, str(value))]
+    said += ["--sequence-parallel"] if layout.tensor_parallel > 1 else []
+    said += ["--compile"] if run.compile else []
+    said += [word for option, value in itertools.pairwise(words) if option in _OF_BOTH for word in (option, value)]
+    return shlex.join(["ddltool", "predict", *said, run.model])
 
 
 def _named_table(plan: Plan, decision: Decision) -> Table:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from ddltool.analyzers.answers.reporting.figures import Bars
-from ddltool.analyzers.answers.reporting.section import Column, Section, pictured, tabled
+from collections.abc import Mapping, Sequence
+
+from ddltool.analyzers.answers.reporting.figures import Bars, Explorer, Point, explorer
+from ddltool.analyzers.answers.reporting.section import Column, Section, Verdict, pictured, tabled
 from ddltool.analyzers.step.costs.model import memory_words
 from ddltool.graph_results import PredictedRow, PredictResult
 from ddltool.precision import precision_of
@@ -40,8 +42,37 @@ def predict_section(result: PredictResult) -> Section:
         seconds=True,
         intervals=[(row.predicted_low_s, row.predicted_high_s) for row in drawn],
     )
-    picture = pictured("Step times, with the range in which 80 % of measurements fall.", table, figure)
-    return Section(title="Predicted training steps", lead=[_answer(result), *_remarks(result)], blocks=[picture])
+    explorers = explored([(row, _traits(row), result.command_of(row)) for row in rows])
+    caption = "Step times, with the range in which 80 % of measurements fall."
+    picture = pictured(caption, table, *explorers, figure)
+    answer = _answer(result)
+    verdict = Verdict(answer=answer, good=None if any(row.fits for row in rows) else False)
+    lead = [answer, *_remarks(result)]
+    return Section(title="Predicted training steps", lead=lead, blocks=[picture], verdict=verdict)
+
+
+def _traits(row: PredictedRow) -> dict[str, str | int]:
+    """Return what tells a row from the others."""
+    return {"device": row.device, "GPUs": row.num_gpus, "batch": row.local_batch_size}
+
+
+def explored(choices: Sequence[tuple[PredictedRow, Mapping[str, str | int], str]]) -> list[Explorer]:
+    """Return predicted rows, each with its traits and its command, as a figure to explore; none where there is but one."""
+    unit = "tokens" if all(row.tokens_per_s for row, _, _ in choices) else "samples"
+    points = [
+        Point(
+            traits=traits,
+            step_s=row.step_time_s,
+            range_s=(row.predicted_low_s, row.predicted_high_s),
+            rate=getattr(row, f"{unit}_per_s"),
+            memory_bytes=row.reserved_bytes,
+            price=row.price_per_million_samples,
+            fits=row.fits,
+            command=command,
+        )
+        for row, traits, command in choices
+    ]
+    return explorer(points, unit)
 
 
 def _names(devices: list[str]) -> str:

@@ -21,12 +21,14 @@ from ddltool.analyzers.answers.reporting.command_section import command_section
 from ddltool.analyzers.answers.reporting.graph_section import graph_section
 from ddltool.analyzers.answers.reporting.islands_section import islands_section
 from ddltool.analyzers.answers.reporting.lengths_section import lengths_section
+from ddltool.analyzers.answers.reporting.predict_section import predict_section
 from ddltool.analyzers.answers.reporting.section import Section
 from ddltool.analyzers.answers.reporting.telemetry_section import stragglers_section
 from ddltool.analyzers.step.costs.timed_graph import timed_somehow
 from ddltool.artifact_files import ORDER, ReadArtifact, read_any
 from ddltool.errors import InputError
 from ddltool.graph import Graph
+from ddltool.graph_results import PredictResult
 
 
 def found_in(artifact: Any) -> ReadArtifact:
@@ -41,7 +43,9 @@ def found_in(artifact: Any) -> ReadArtifact:
     if not isinstance(artifact, BaseModel) or kind not in ORDER:
         remedy = "give a file, a result, a Graph or a profile's DataFrame"
         raise InputError("artifact", f"a {type(artifact).__name__} has no section", remedy)
-    content = pd.DataFrame([dict(row) for row in artifact.rows]) if kind == "profile" else artifact  # type: ignore[attr-defined]
+    content: Any = pd.DataFrame([dict(row) for row in artifact.rows]) if kind == "profile" else artifact  # type: ignore[attr-defined]
+    if isinstance(artifact, PredictResult):
+        content.attrs["prediction"] = artifact
     return ReadArtifact(kind=kind, path=Path(kind), content=content)
 
 
@@ -68,12 +72,13 @@ def section_of(artifact: ReadArtifact, artifacts: Sequence[ReadArtifact] = (), n
             graph, times = timed_somehow(artifact.content)
             return graph_section(graph, artifact.name, remark=times)
         case "profile":
-            section = fit_sections.profile_section(artifact.content, artifact.name, others("goodput"))
-            # A predicted profile also has the memory over a pass, by device.
-            memory_tables = artifact.content.attrs.get("memory", {}).items()
-            return replace(
-                section, blocks=[*section.blocks, *(fit_sections.memory_picture(*each) for each in memory_tables)]
-            )
+            prediction = artifact.content.attrs.get("prediction")
+            if prediction is None:
+                return fit_sections.profile_section(artifact.content, artifact.name, others("goodput"))
+            section = predict_section(prediction)
+            memories = [(name, device.memory) for name, device in prediction.devices.items() if device.memory]
+            blocks = [*section.blocks, *(fit_sections.memory_picture(*each) for each in memories)]
+            return replace(section, title=f"Prediction: {artifact.name}", blocks=blocks)
         case "goodput":
             profile = next((content for _, content in others("profile")), None)
             return fit_sections.goodput_section(artifact.content, artifact.name, profile, noise)
