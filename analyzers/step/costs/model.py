@@ -412,9 +412,9 @@ def estimate(
 
 
 def _whole_matrices(graph: Graph, optimizer: str) -> dict[str, float]:
-    """Return how many matrices an update needs whole, and their bytes in bfloat16; nothing where it needs none."""
+    """Return how many matrices an update needs whole, and their bytes in bfloat16; nothing, or zeros, where it needs none."""
     if optimizer != "muon" or graph.mode != "training":
-        return {}
+        return dict.fromkeys(graph.meta.keys() & {"update_matrices", "update_matrix_bytes"}, 0.0)
     matrices = [2.0 * each.rows * each.columns for each in parameters_of(graph) if each.hidden]
     return {"update_matrices": len(matrices), "update_matrix_bytes": sum(matrices)}
 

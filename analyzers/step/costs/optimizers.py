@@ -214,13 +214,16 @@ def update_of(graph: Graph, optimizer: str) -> Update:
     """Return the update of a traced training step; one without kernels for inference and a recorded update.
 
     ``optimizer``: a name of ``OPTIMIZERS``. A kernel over the step counters of all tensors comes first where it keeps them.
-    Raises InputError as :func:`parameters_of` does.
+    Raises InputError as :func:`parameters_of` does, and where the optimizer takes none of the parameters.
     """
     update = OPTIMIZERS[optimizer]
     if graph.mode != "training" or not graph.trained_bytes:
         return _issued([])
     if update.each is not None:
-        return _one_by_one(parameters_of(graph), optimizer)
+        parameters = parameters_of(graph)
+        if not any(map(update.takes, parameters)):
+            raise InputError("--optimizer", f"{optimizer} finds no matrix in the blocks of {graph.name}", "give adamw")
+        return _one_by_one(parameters, optimizer)
     width = precision_of(graph.meta.get("precision")).width
     return _issued(list(_together(update, width, graph.trained_bytes, len(graph.of_kind(SEND)))))
 

@@ -124,7 +124,7 @@ def test_an_optimizer_has_the_kernels_that_torch_runs(optimizer: str) -> None:
     recorded = [size for name, size in zip(graph.names, graph.size_bytes, strict=True) if name.startswith("update/")]
     assert update_of(graph, optimizer).kernels.moved_bytes.tolist() == recorded
     assert (
-        set(UPDATES) | {"none", "adamw-8bit"}
+        set(UPDATES) | {"none", "adamw-8bit", "lion", "muon", "adafactor"}
         == set(OPTIMIZERS)
         == set(get_args(OptimizerName))
         == set(OPTIMIZER["choices"])
