@@ -56,6 +56,9 @@ _CLOCK_BY_POWER = 0.7
 # From Hopper on matrix units read their factors from shared memory by themselves (wgmma), and cuDNN's convolutions are fed so
 # much better by its multiprocessors.
 _FED_BY_ITSELF, _WITH_WGMMA = 3.0, ("Hopper", "Blackwell HBM")
+# What feeds attention is its softmax, of every score once, however wide a head is: it counts as heads of so many columns do
+# (an H200 takes as long for a score with heads of 64 and of 128, forward and backward).
+_SCORE_COLUMNS = 64.0
 # What kernels draw that wait for memory, beside products at full rate.
 _WAITING = 0.65
 # Operations per cycle and multiprocessor of GeForce's matrix units, halved for float32 accumulation: they draw no more than the
@@ -252,13 +255,18 @@ def demand_of(
     is_product = arithmetic_of >= 0
     least_bytes = np.maximum(kernels.moved_bytes, 1.0)
     is_fed_by_itself = (kernels.kind == CLASS["convolution"]) & (device.branch in _WITH_WGMMA)
+    fed_flops = np.where(
+        has_shape & (kernels.kind == CLASS["attention"]),
+        flops * _SCORE_COLUMNS / np.maximum(kernels.gemm[:, 3], 1.0),
+        flops,
+    )
     every_cycle = device.multiprocessors * device.clock_hz or np.inf
     cycles_per_s = clock_share * every_cycle
     return Demand(
         arithmetic_s=np.where(is_product, flops / np.where(is_grouped, grouped_peak, peak), 0.0),
         arithmetic_of=arithmetic_of,
         on_tensor=on_tensor & ~is_grouped,
-        fed_s=flops / cycles_per_s * (~is_grouped & is_product) / np.where(is_fed_by_itself, _FED_BY_ITSELF, 1.0),
+        fed_s=fed_flops / cycles_per_s * (~is_grouped & is_product) / np.where(is_fed_by_itself, _FED_BY_ITSELF, 1.0),
         traffic_s=kernels.moved_bytes / (device.free_of_codes * device.memory_bytes_per_s),
         traffic_of=traffic_of,
         carried_s=kernels.moved_bytes / every_cycle,

@@ -169,7 +169,8 @@ def by_hand(
         arithmetic = at_peak / constants.arithmetic[share] / constants.units["tensor" if tensor else "vector"]
         if cycles and not grouped:
             itself = 3.0 if kind == "convolution" and device.architecture == "Hopper" else 1.0
-            arithmetic += flops / (clock * cycles) / itself / constants.feed.get(share, math.inf)
+            scores = flops * 64.0 / max(gemm[3], 1.0) if kind == "attention" and shaped else flops
+            arithmetic += scores / (clock * cycles) / itself / constants.feed.get(share, math.inf)
         elif tensor:
             arithmetic = max(arithmetic, at_peak)
     cached = min(1.0, 0.5 * device.l2_bytes / max(moved, 1.0))
