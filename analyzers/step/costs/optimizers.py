@@ -81,11 +81,6 @@ class Optimizer:
             return self.kernels
         return (*self.kernels[:-1], self.kernels[-1] + 2 * self.state_share(width))
 
-    @property
-    def passes(self) -> int:
-        """Return how often it reads or writes the parameters' size in all."""
-        return sum(self.kernels)
-
 
 def _muon(parameter: Parameter) -> Iterator[Row]:
     """Yield the kernels of Muon's update of one matrix: momentum, five Newton-Schulz iterations in bfloat16, the step."""

@@ -26,6 +26,7 @@ from ddltool.errors import InputError
 from ddltool.links import Link
 from ddltool.runtime.measuring.training import updates
 from ddltool.shipped import calibration, devices
+from tests.conftest import Cli
 from tests.helpers.training_scripts import GPT, SCRIPTS
 
 ALONE = Sharding(kind="none")
@@ -151,6 +152,16 @@ def test_what_muon_and_adafactor_cannot_do_is_one_line() -> None:
     with pytest.raises(InputError, match="muon finds no matrix in the blocks of step; give adamw"):
         update_of(of_images, "muon")
     assert len(update_of(of_images, "adafactor").waits) == 8  # two of each parameter
+
+
+def test_the_answer_says_what_is_assumed_of_shards(cli: Cli) -> None:
+    texts = {
+        sharding: " ".join(cli("predict", "zoo:bert_small", *options, "--sharding", sharding).out.split())
+        for options in [("--device", "A100", "--batch-sizes", "8", "--replicas", "4", "--optimizer", "muon")]
+        for sharding in ("ddp", "fsdp")
+    }
+    assert "Muon: each process updates some of the matrices whole" in texts["fsdp"]
+    assert "each process updates" not in texts["ddp"]
 
 
 def test_words_say_what_a_parameter_takes() -> None:
