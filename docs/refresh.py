@@ -3,8 +3,8 @@
     python docs/refresh.py README.md docs/predict.md [--fast]
 
 Runs a page's commands as the tests of pages do (slow ones too, unless ``--fast``). A block of text below commands is compared
-with what these printed: where the words are the same and only numbers differ, it is replaced; where they are not, the page
-stays as it is, and the block's line is told, to be mended by hand. Start at :func:`main`.
+with what these printed: lines whose words are the same are replaced, whatever their numbers; the others stay as they are and
+are told, to be mended by hand. Start at :func:`main`.
 """
 
 from __future__ import annotations
@@ -34,37 +34,49 @@ def words_of(line: str) -> list[str]:
 
 
 def found(shown: list[str], printed: list[str]) -> list[str] | None:
-    """Return the printed lines that hold the words of the shown ones, wherever lines are broken; None: there are none."""
+    """Return the printed lines that hold the words of the shown ones, wherever lines are broken; None: there are none.
+
+    Of several, such as the rows of a table, those that have most numbers in common.
+    """
     wanted = [word for line in shown for word in words_of(line)]
+    raw = [word for line in shown for word in line.split()]
     words = [(word, number) for number, line in enumerate(printed) for word in words_of(line)]
     texts = [word for word, _ in words]
+    printed_raw = [word for line in printed for word in line.split()]
+    best, most = None, -1
     for start in range(len(texts) - len(wanted) + 1):
-        if texts[start : start + len(wanted)] == wanted:
-            first, last = words[start][1], words[start + len(wanted) - 1][1]
-            begins = start == 0 or words[start - 1][1] < first
-            return printed[first : last + 1] if begins else None
-    return None
-
-
-def refreshed(shown: list[str], printed: list[str]) -> list[str] | None:
-    """Return a block with its runs of lines between ``...`` replaced by what was printed; None: some run was not found."""
-    made: list[str] = []
-    run: list[str] = []
-    for line in [*shown, None]:
-        if line is not None and line.strip() not in ("...", "…") and not line.startswith("$ "):
-            run.append(line)
+        if texts[start : start + len(wanted)] != wanted:
             continue
-        if any(each.strip() for each in run):
-            lines = found(run, printed)
-            if lines is None:
-                return None
-            made += lines
+        first, last = words[start][1], words[start + len(wanted) - 1][1]
+        alike = sum(a == b for a, b in zip(raw, printed_raw[start:], strict=False))
+        if (start == 0 or words[start - 1][1] < first) and alike > most:
+            best, most = printed[first : last + 1], alike
+    return best
+
+
+def refreshed(shown: list[str], printed: list[str]) -> tuple[list[str], list[int]]:
+    """Return a block with its lines as they were printed, and the places of those that were not.
+
+    The lines between two ``...`` are looked for together, else one by one.
+    """
+    made: list[str] = []
+    missed: list[int] = []
+    start = 0
+    for end, line in enumerate([*shown, "..."]):
+        if line.strip() not in ("...", "…") and not line.startswith("$ "):
+            continue
+        run = shown[start:end]
+        together = found(run, printed) if any(each.strip() for each in run) else run
+        if together is None:
+            for place, each in enumerate(run, start):
+                alone = found([each], printed) if len(each.split()) > 1 else [each]
+                made += alone or [each]
+                missed += [] if alone else [place]
         else:
-            made += run
-        run = []
-        if line is not None:
-            made.append(line)
-    return [line.rstrip() for line in made]
+            made += together
+        made += shown[end : end + 1]
+        start = end + 1
+    return [line.rstrip() for line in made], missed
 
 
 def printed_by(command: str) -> list[str]:
@@ -107,11 +119,11 @@ def refresh(page: Path, fast: bool) -> None:
             made.append(line)
         elif block is not None and line == "```":
             if language in ("", "text", "console") and printed and block:
-                new = refreshed(block, printed)
-                if new is None:
-                    print(f"{page.name}:{number - len(block)}: not found in what was printed")
-                elif new != block:
-                    block, changed = new, changed + 1
+                new, missed = refreshed(block, printed)
+                for place in missed:
+                    print(f"{page.name}:{number - len(block) + place}: not printed: {block[place]}")
+                changed += new != block
+                block = new
             made += [*block, line]
             block, last_end = None, number
         elif block is not None:
