@@ -37,7 +37,8 @@ from truth_parallel import write_section as write_parallel_section
 from ddltool.analyzers.step.costs.fitting import Belief, Case, fit, host_bound, library_bound, steps_s
 from ddltool.analyzers.step.costs.kernel_times import ARITHMETIC, CARRIED, FEED, TRAFFIC, UNITS, Constants, demand_of
 from ddltool.analyzers.step.costs.kernels import memory_kernels
-from ddltool.analyzers.step.costs.model import BRANCHES, OPTIMIZERS, cost_model
+from ddltool.analyzers.step.costs.model import BRANCHES, cost_model
+from ddltool.analyzers.step.costs.optimizers import OPTIMIZERS
 from ddltool.analyzers.step.recording.op_rules import CLASS
 from ddltool.artifacts import save
 from ddltool.calibration import CalibrationTable, Residuals

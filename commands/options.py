@@ -271,7 +271,7 @@ Seed = Annotated[int, within(0)]
 DEVICES = after_comma(_device_names)
 Precision = Annotated[str, {**one_of(*NAMES), "reader": precision_name}]
 _FOREACH = ("foreach-sgd", "foreach-momentum", "foreach-adam", "foreach-adamw")
-OPTIMIZER = one_of("none", "sgd", "momentum", "adam", "adamw", "adamw-8bit", *_FOREACH)
+OPTIMIZER = one_of("none", "sgd", "momentum", "adam", "adamw", "adamw-8bit", "lion", "muon", "adafactor", *_FOREACH)
 LocalLink = Annotated[str | None, completed(DATASHEET)]
 
 

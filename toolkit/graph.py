@@ -66,7 +66,8 @@ class Op:
     gemm: Annotated[
         tuple[NonNegative, NonNegative, NonNegative, NonNegative],
         Field(
-            description="count, m, n, k of the matrix products behind it (of the forward pass for a backward op); zeros: none"
+            description="count, m, n, k of the matrix products behind it (of the forward pass for a backward op); zeros: none. "
+            "Of a send: count, 0, rows, columns of its parameter's matrices; of a vector 0, 0, 0, elements"
         ),
     ] = NO_GEMM
 

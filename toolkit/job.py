@@ -18,7 +18,7 @@ from ddltool.quantities import AtLeastOne, Devices, Name, NonNegative, Positive,
 LARGEST = 1e9
 Determinism = Literal["D0", "D1", "D2"]
 OptimizerName = Literal[
-    "none", "sgd", "momentum", "adam", "adamw", "adamw-8bit",
+    "none", "sgd", "momentum", "adam", "adamw", "adamw-8bit", "lion", "muon", "adafactor",
     "foreach-sgd", "foreach-momentum", "foreach-adam", "foreach-adamw",
 ]  # fmt: skip
 

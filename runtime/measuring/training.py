@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ddltool.analyzers.step.communication.fsdp import block_container, block_of
 from ddltool.errors import InputError
 from ddltool.precision import PRECISIONS, precision_name
 
@@ -22,6 +23,8 @@ OPTIMIZERS = (
     "momentum",
     "adam",
     "adamw",
+    "muon",
+    "adafactor",
     "foreach-sgd",
     "foreach-momentum",
     "foreach-adam",
@@ -83,7 +86,8 @@ def updates(
     """Return two functions, by an optimizer's name: the backward pass of a loss, and the update of the module's parameters.
 
     fp16 scales its losses as AMP does. A name alone is ``fused=True`` on a GPU and torch's own default on a CPU; with
-    "foreach-" before it, ``foreach=True``. "none" makes no updates.
+    "foreach-" before it, ``foreach=True``. "muon" is for the matrices of the module's blocks, AdamW for the rest. "none" makes
+    no updates.
     """
     import torch
 
@@ -93,11 +97,22 @@ def updates(
         {"foreach": True} if optimizer != name else {"fused": True} if device.type == "cuda" else {}
     )
     parameters = list(module.parameters())
-    built: torch.optim.Optimizer | None = None
+    built: list[torch.optim.Optimizer] = []
     if name in ("sgd", "momentum"):
-        built = torch.optim.SGD(parameters, lr=1e-3, momentum=0.9 if name == "momentum" else 0.0, **implementation)
+        momentum = 0.9 if name == "momentum" else 0.0
+        built = [torch.optim.SGD(parameters, lr=1e-3, momentum=momentum, **implementation)]
+    elif name == "adafactor":
+        built = [torch.optim.Adafactor(parameters)]
     elif name != "none":
-        built = (torch.optim.Adam if name == "adam" else torch.optim.AdamW)(parameters, lr=1e-4, **implementation)
+        if name == "muon":
+            matrices = _matrices_of_blocks(module)
+            built = [torch.optim.Muon(matrices)] if matrices else []
+            taken = set(map(id, matrices))
+            parameters = [parameter for parameter in parameters if id(parameter) not in taken]
+        if parameters:
+            built.append(
+                (torch.optim.Adam if name == "adam" else torch.optim.AdamW)(parameters, lr=1e-4, **implementation)
+            )
 
     def backward(loss: Any) -> None:
         """Run the backward pass of a loss, scaled where the precision needs it."""
@@ -105,9 +120,18 @@ def updates(
 
     def update() -> None:
         """Update the parameters, and drop their gradients."""
-        if built is not None:
-            scaler.step(built)
+        for each in built:
+            scaler.step(each)
+        if built:
             scaler.update()
         module.zero_grad()
 
     return backward, update
+
+
+def _matrices_of_blocks(module: nn.Module) -> list[nn.Parameter]:
+    """Return what Muon updates: trained matrices in the module's list of blocks, or all where there is no such list."""
+    named = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    container = block_container(list(named), [float(parameter.nbytes) for parameter in named.values()])
+    is_inside = (container is None or block_of(name, container) for name in named)
+    return [each for each, inside in zip(named.values(), is_inside, strict=True) if inside and each.dim() == 2]

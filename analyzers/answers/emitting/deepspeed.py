@@ -15,7 +15,7 @@ from ddltool.errors import InputError
 from ddltool.plans import Plan
 
 # What DeepSpeed builds by a name; others the script hands to deepspeed.initialize.
-_OPTIMIZERS = {"adam": "Adam", "adamw": "AdamW"}
+_OPTIMIZERS = {"adam": "Adam", "adamw": "AdamW", "lion": "Lion"}
 _ALL_HALF = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 # autocast over float32 parameters, which "bf16" and "fp16" of DeepSpeed's own are not
 _PRECISIONS: dict[str, dict[str, Any]] = {

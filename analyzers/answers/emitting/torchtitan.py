@@ -81,7 +81,7 @@ def job_config(plan: Plan) -> tuple[Settings, list[str]]:
     if run.precision == "tf32":
         gaps.append('tf32: torch.set_float32_matmul_precision("high") in the script')
     if not settings["optimizer"]:
-        gaps.append(f"optimizer: torchtitan has no {run.optimizer}; its AdamW takes more memory and time than planned")
+        gaps.append(f"optimizer: torchtitan has no {run.optimizer}; its AdamW takes other memory and time than planned")
     return {section: values for section, values in settings.items() if values}, gaps
 
 

@@ -124,6 +124,15 @@ def _remarks(result: PredictResult) -> list[str]:
         if assumed.lora:
             trained = f"LoRA of rank {assumed.lora}, all else frozen; {assumed.precision}, {assumed.optimizer}"
         lines = [f"Assumed: {trained}; {', '.join(settings)}."]
+    if (
+        assumed.optimizer == "muon"
+        and assumed.sharding.startswith(("zero2", "fsdp", "hsdp"))
+        and any(row.num_replicas > 1 for row in rows)
+    ):
+        lines.append(
+            "Muon: each process updates some of the matrices whole; torch.optim.Muon itself, on FSDP2's shards, exchanges in "
+            "every iteration and takes longer: predict the script (-- torchrun train.py)."
+        )
     if any(not row.fits for row in rows):
         lines.append("! needs more memory than the device has, by estimate.")
     lines += [_repeated(row) for row in rows if row.recompute is not None and row.recompute.budget_bytes is not None][

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddltool.analyzers.job.goodput.observations import import_steps, import_table, kind_of
 from ddltool.analyzers.step.costs.fitting import MeasuredStep
-from ddltool.analyzers.step.costs.model import OPTIMIZERS
+from ddltool.analyzers.step.costs.optimizers import OPTIMIZERS
 from ddltool.analyzers.step.measured.kineto import read_steps
 from ddltool.artifacts import demand_once, ending
 from ddltool.device import Device, DeviceTable, name_key

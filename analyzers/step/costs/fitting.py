@@ -36,7 +36,8 @@ from ddltool.analyzers.step.costs.kernel_times import (
     seconds,
 )
 from ddltool.analyzers.step.costs.kernels import kernels_of
-from ddltool.analyzers.step.costs.model import HOST_BOUND, LIBRARY_BOUND, VIEW, CostModel, cost_model, update_kernels
+from ddltool.analyzers.step.costs.model import HOST_BOUND, LIBRARY_BOUND, VIEW, CostModel, cost_model
+from ddltool.analyzers.step.costs.optimizers import update_of
 from ddltool.calibration import CalibrationTable, DeviceFit, Residuals
 from ddltool.device import Device
 from ddltool.errors import InputError
@@ -475,7 +476,7 @@ def _case_of(graph: Graph, model: CostModel, step: MeasuredStep, model_steps: in
 
     ``graph``: the step's, traced at its batch size. ``model_steps``: measured steps of the same model, which share a weight.
     """
-    kernels, updating = kernels_of(graph), update_kernels(graph, step.optimizer)
+    kernels, updating = kernels_of(graph), update_of(graph, step.optimizer).kernels
     precision, channels_last = str(graph.meta.get("precision", "fp32")), bool(graph.meta.get("channels_last", False))
     launching = len(np.unique(kernels.op))
     # The host goes through the tensors of an update, as it issues ops.

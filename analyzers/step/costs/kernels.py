@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddltool.analyzers.step.recording.op_rules import CLASS, class_of, normal_type
-from ddltool.graph import COMPUTE, Graph
+from ddltool.graph import COMPUTE, NO_GEMM, Gemm, Graph
 
 Array = NDArray[np.float64]
 FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = range(3)
@@ -90,17 +90,22 @@ def product_kernels(gemm: Array, dtype: str, width: float, result_width: int) ->
 
 def memory_kernels(moved_bytes: Sequence[float]) -> Kernels:
     """Return one element-wise float32 kernel for each number of bytes read and written in all, each as an op of its own."""
-    rows = len(moved_bytes)
+    return kernels_of_rows([("pointwise", "float32", float(moved), NO_GEMM) for moved in moved_bytes])
+
+
+def kernels_of_rows(rows: Sequence[tuple[str, str, float, Gemm]]) -> Kernels:
+    """Return one kernel for each row: op type, type that it works in, bytes moved, and product; each as an op of its own."""
+    gemm = np.array([row[3] for row in rows], dtype=np.float64).reshape(len(rows), 4)
     return Kernels(
-        op=np.arange(rows),
-        kind=np.full(rows, CLASS["pointwise"], dtype=np.int8),
-        direction=np.full(rows, FORWARD, dtype=np.int8),
-        flops=np.zeros(rows),
-        moved_bytes=np.array(moved_bytes, dtype=np.float64),
-        gemm=np.zeros((rows, 4)),
-        width=np.full(rows, 4.0),
-        dtype=("float32",) * rows,
-        ops=rows,
+        op=np.arange(len(rows)),
+        kind=np.array([class_of(row[0]) for row in rows], dtype=np.int8),
+        direction=np.full(len(rows), FORWARD, dtype=np.int8),
+        flops=2.0 * gemm.prod(axis=1),
+        moved_bytes=np.array([row[2] for row in rows], dtype=np.float64),
+        gemm=gemm,
+        width=np.array([_WIDTH.get(row[1], 4) for row in rows], dtype=np.float64),
+        dtype=tuple(row[1] for row in rows),
+        ops=len(rows),
     )
 
 

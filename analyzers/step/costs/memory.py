@@ -29,7 +29,7 @@ from torch.fx import Node
 
 from ddltool.analyzers.step.communication.fsdp import block_container, block_of
 from ddltool.analyzers.step.costs.allocator import reserved_bytes
-from ddltool.analyzers.step.costs.model import OPTIMIZERS, Optimizer
+from ddltool.analyzers.step.costs.optimizers import OPTIMIZERS, Parameter, parameters_of, state_shares, temporaries
 from ddltool.analyzers.step.recording.torch_costs import AS_TRACED, Scale, tensors_of, value_of
 from ddltool.analyzers.step.tracing.torch_adapter import TracedStep
 from ddltool.errors import InputError, did_you_mean
@@ -157,6 +157,8 @@ class TensorLifetimes:
     """Bytes of the parameters as they are kept (float32 under FSDP's mixed precision) over those that the ops read."""
     blocks: tuple[ModelBlock, ...]
     """In the order of their forward passes; empty if they do not run one after another."""
+    gradient_of: tuple[str, ...] = ()
+    """(s,) the parameter whose gradient it is; empty: of none."""
     numbers: Mapping[int, int] = field(default_factory=dict)
     """The index of each storage, by the address of torch's."""
     _sizes: dict[int | None, Array] = field(default_factory=dict)
@@ -231,12 +233,16 @@ class TensorLifetimes:
         """
         held = Held(self.nodes + recomputation.extra)
         self.hold_activations(held, recomputation, size)
-        update = OPTIMIZERS[optimizer]
         if sharding.gathers:
-            self._hold_shards(held, recomputation, size, sharding, update)
+            self._hold_shards(held, recomputation, size, sharding, optimizer)
         else:
-            self._hold_whole(held, recomputation, size, sharding, update)
+            self._hold_whole(held, recomputation, size, sharding, optimizer)
         return held
+
+    @cached_property
+    def trained(self) -> tuple[Parameter, ...]:
+        """The trained parameters with their shapes. Raises InputError for a graph that does not say them."""
+        return parameters_of(self.traced.graph)
 
     def every_block(self, checkpointing: Checkpointing) -> dict[str, tuple[int, ...]]:
         """Return the saved products of every block under one kind of checkpointing; {}: nothing is checkpointed.
@@ -395,7 +401,7 @@ class TensorLifetimes:
         held.add("activations", (start + offsets)[is_recomputed], freed_again[is_recomputed], recomputed_bytes)
 
     def _hold_whole(
-        self, held: Held, recomputation: Recomputation, size: Array, sharding: Sharding, update: Optimizer
+        self, held: Held, recomputation: Recomputation, size: Array, sharding: Sharding, optimizer: str
     ) -> None:
         """Add what a process holds that keeps all parameters and gradients: under none, ddp and zero1.
 
@@ -410,23 +416,33 @@ class TensorLifetimes:
         held.add("gradients", made, made + 1 if sharding.sums else held.places, size[is_gradient])
         if sharding.sums:
             held.add("gradients", 0, held.places, size[is_gradient])
-        held.add("updating", held.places - 1, held.places, np.tile(size[is_gradient], update.temporaries))
+        update = OPTIMIZERS[optimizer]
+        if update.each is None:
+            held.add("updating", held.places - 1, held.places, np.tile(size[is_gradient], update.temporaries))
+        else:
+            held.add("updating", held.places - 1, held.places, np.array(temporaries(self.trained, optimizer)))
         counters = np.full(int(is_gradient.sum()), float(update.counters))
-        states = np.concatenate([self._states(size[is_gradient], update), counters])
+        states = np.concatenate([self._states(size, optimizer), counters])
         held.add("optimizer", 0, held.places, states / sharding.shard)
         if sharding.kind != "none":
             held.add("buckets", 0, held.places, bucket_bytes)
 
-    def _states(self, kept_bytes: Array, update: Optimizer) -> Array:
-        """Return (states * parameters,) the bytes of each state tensor that the optimizer keeps for each parameter.
+    def _states(self, size: Array, optimizer: str) -> Array:
+        """Return the bytes of each state tensor that the optimizer keeps for each parameter.
 
-        ``kept_bytes`` (parameters,): the parameters as they are kept.
+        ``size`` (s,): the bytes of the storages, gradients as wide as their parameters are kept.
         """
+        update, gradients = OPTIMIZERS[optimizer], np.flatnonzero(self.role == GRADIENT)
+        if update.each is not None:
+            shares = {parameter.name: state_shares(parameter, optimizer) for parameter in self.trained}
+            states = ([size[g] * share for share in shares.get(self.gradient_of[g], ())] for g in gradients.tolist())
+            return np.array([state for each in states for state in each], dtype=np.float64)
+        kept_bytes = size[gradients]
         share_of_all = update.state_share(precision_of(self.traced.graph.meta.get("precision")).width)
         return np.tile(kept_bytes * share_of_all / max(update.states, 1), update.states)
 
     def _hold_shards(
-        self, held: Held, recomputation: Recomputation, size: Array, sharding: Sharding, update: Optimizer
+        self, held: Held, recomputation: Recomputation, size: Array, sharding: Sharding, optimizer: str
     ) -> None:
         """Add parameters, gradients and optimizer state of a process that gathers blocks as ``fully_shard`` does.
 
@@ -437,7 +453,7 @@ class TensorLifetimes:
         alloc, end, shard = recomputation.moved(self.alloc), held.places, sharding.shard
         reduced_bytes = self.trained_bytes  # (blocks + 1,)
         held.add("parameters", 0, end, size[is_parameter] * self.kept_share / shard)
-        states = self._states(size[is_gradient] * self.kept_share, update)
+        states = self._states(size * self.kept_share, optimizer)
         held.add("optimizer", 0, end, states / shard)
         held.add("gathered", 0, end, size[is_parameter & (self.owner < 0)])
         is_root_gradient = is_gradient & (self.owner < 0)
@@ -484,7 +500,11 @@ class TensorLifetimes:
             held.add("gradients", backward_ends[block_index] + 1, summed_at, float(reduced_bytes[block_index]) / shard)
         if sharding.sums:
             held.add("gradients", 0, end, float(reduced_bytes.sum()) / shard)
+        update = OPTIMIZERS[optimizer]
         held.add("updating", end - 1, end, update.temporaries * float(reduced_bytes.sum()) / shard)
+        if update.each is not None:  # a matrix that Muon updates is gathered whole
+            parts = np.array(temporaries(self.trained, optimizer))
+            held.add("updating", end - 1, end, parts if optimizer == "muon" else parts / shard)
 
 
 class Recomputation:
@@ -632,6 +652,7 @@ class _Storage:
     owner: int
     forward: int = 0
     free: int = 0
+    gradient_of: str = ""
 
 
 class _Reader:
@@ -704,6 +725,7 @@ class _Reader:
             trained_bytes=self._sum_trained_bytes(blocks),
             kept_share=self._kept_share(),
             blocks=blocks,
+            gradient_of=tuple(storage.gradient_of for storage in self.storages),
             numbers=self.storage_numbers,
         )
 
@@ -752,6 +774,7 @@ class _Reader:
         for name, gradient in self.traced.gradients.items():
             storage = self.storages[self.storage_numbers[gradient.untyped_storage()._cdata]]
             storage.free, storage.role, storage.owner = len(self.nodes) - 1, GRADIENT, self._owner(name)
+            storage.gradient_of = name
 
     def _assign_activations(self) -> None:
         """Give each activation that its block alone uses in the forward pass that block as its owner.

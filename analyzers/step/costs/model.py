@@ -18,7 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddltool.analyzers.step.costs.kernel_times import DATASHEET, UNITS, Constants, by_library, demand_of, seconds
-from ddltool.analyzers.step.costs.kernels import Kernels, kernels_of, memory_kernels
+from ddltool.analyzers.step.costs.kernels import kernels_of, memory_kernels
+from ddltool.analyzers.step.costs.optimizers import OPTIMIZERS, parameters_of, update_of
 from ddltool.calibration import CalibrationTable, Residuals
 from ddltool.device import GIVEN, Device, Generation, Network, name_key
 from ddltool.graph import COMPUTE, SEND, Estimate, Graph, assign_channels
@@ -49,59 +50,6 @@ BRANCHES = (
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Optimizer:
-    """What an update costs, as torch.optim runs it on a GPU."""
-
-    states: int
-    """Copies of the parameters that it keeps."""
-    kernels: tuple[int, ...]
-    """Its kernels, each over all tensors: how often each reads or writes the parameters' size."""
-    temporaries: int = 0
-    """Copies of the gradients' size that it makes while it updates."""
-    counters: int = 0
-    """Bytes per tensor that it counts its steps in on the device, in a kernel of their own before the others."""
-    state_width: float | None = None
-    """Bytes of an element of a state, which the last kernel reads and writes; None: as wide as the parameter, and counted."""
-
-    def state_share(self, width: float) -> float:
-        """Return the bytes of all its states as a share of the parameters', whose elements have ``width`` bytes."""
-        return self.states * (1.0 if self.state_width is None else self.state_width / width)
-
-    def kernels_at(self, width: float) -> tuple[float, ...]:
-        """Return by kernel how often it reads or writes the parameters' size, for elements of ``width`` bytes.
-
-        States of a width of their own are read and written once each by the last kernel.
-        """
-        if self.state_width is None:
-            return self.kernels
-        return (*self.kernels[:-1], self.kernels[-1] + 2 * self.state_share(width))
-
-    @property
-    def passes(self) -> int:
-        """Return how often it reads or writes the parameters' size in all."""
-        return sum(self.kernels)
-
-
-# lerp_, mul_, addcmul_, sqrt, div_, add_ and addcdiv_ of lists of tensors.
-_FOREACH_ADAM = (3, 2, 3, 2, 2, 2, 4)
-OPTIMIZERS = {
-    "none": Optimizer(states=0, kernels=()),
-    "sgd": Optimizer(states=0, kernels=(3,)),
-    "momentum": Optimizer(states=1, kernels=(5,)),
-    "adam": Optimizer(states=2, kernels=(7,), counters=4),
-    "adamw": Optimizer(states=2, kernels=(7,), counters=4),
-    # A byte of each moment, and a float32 scale for each block of 256 of them (bitsandbytes 0.43 on).
-    "adamw-8bit": Optimizer(states=2, kernels=(3,), state_width=1 + 4 / 256),
-    "foreach-sgd": Optimizer(states=0, kernels=(3,)),
-    "foreach-momentum": Optimizer(states=1, kernels=(2, 3, 3)),
-    "foreach-adam": Optimizer(states=2, kernels=_FOREACH_ADAM, temporaries=1),
-    "foreach-adamw": Optimizer(states=2, kernels=(2, *_FOREACH_ADAM), temporaries=1),
-}
-"""By the names of ``--optimizer``: ``fused=True``, one kernel over all tensors, as trainers run them; ``foreach-``: one kernel
-for each step of the formula, torch's own default."""
-
-
 def memory_words(precision: str, optimizer: str, copied: bool = False) -> str:
     """Return in words what a precision stands for, and the bytes of each parameter with its gradient and optimizer states.
 
@@ -113,11 +61,17 @@ def memory_words(precision: str, optimizer: str, copied: bool = False) -> str:
     'bf16-pure: everything in bfloat16, 4 bytes a parameter with its gradient'
     """
     update, kept = OPTIMIZERS[optimizer], precision_of(precision)
+    if update.each is not None and not copied:
+        pair = 2 * kept.width
+        words = f"{pair:g} bytes a parameter with adafactor, and a number for each row and column of a matrix"
+        if optimizer == "muon":
+            words = f"{1.5 * pair:g} bytes a parameter of the blocks' matrices with muon, {2 * pair:g} of the rest with adamw"
+        return f"{precision_name(precision)}: {', '.join(filter(None, (kept.words, words)))}"
     if copied and kept.is_autocast:
         return f"{precision_name(precision)}: parameters in {kept.computes}, updated in float32 with {optimizer}"
     parameter_bytes = kept.width * (2 + update.state_share(kept.width))  # the parameter, its gradient, and its states
     size_words = f"{round(parameter_bytes, 1):g} bytes a parameter"
-    size_words += f" with {optimizer}" if update.passes else " with its gradient"
+    size_words += f" with {optimizer}" if optimizer != "none" else " with its gradient"
     return f"{precision_name(precision)}: {', '.join(filter(None, (kept.words, size_words)))}"
 
 
@@ -213,12 +167,13 @@ def time_step(
     launch_s = (WRAPPED if is_compiled else 1.0) * constants.issue_s
     issue_s = np.where(is_compute, np.where(op_s > 0, launch_s, view_s), 0.0)
     issue_s = issue_s if exchanges is None else issue_s + constants.issue_s * (exchanges.seconds > 0)
-    update_op_s = seconds(demand_of(update_kernels(graph, optimizer), device), constants)
+    update = update_of(graph, optimizer)
+    update_op_s = seconds(demand_of(update.kernels, device), constants)
     # The host goes through the tensors before it launches the first op of the update, a recorded one or the one that follows.
     recorded_update = next((op for op, name in enumerate(graph.names) if name.startswith(UPDATE)), None)
     has_update = recorded_update is not None or len(update_op_s) > 0
     tensors_s = constants.update_s * len(graph.of_kind(SEND)) * has_update
-    update_issue_s = np.full(len(update_op_s), constants.issue_s)
+    update_issue_s = constants.issue_s * (1.0 + VIEW * update.views)
     if recorded_update is not None:
         issue_s[recorded_update] += tensors_s
     else:
@@ -231,7 +186,8 @@ def time_step(
     all_issue_s = np.concatenate([issue_s, update_issue_s])
     all_op_s = np.concatenate([op_s, update_op_s])
     # Between two restarts the host issues ops ahead of the device; at a restart both begin together.
-    bounds = [0, *(exchanges.restarts if exchanges is not None else ()), len(all_op_s)]
+    waits = [len(op_s) + place for place in update.waits if place < len(update_op_s)]
+    bounds = [0, *(exchanges.restarts if exchanges is not None else ()), *waits, len(all_op_s)]
     end_s = np.zeros(len(all_op_s))
     for begin, end in pairwise(bounds):
         before_s = float(end_s[begin - 1]) if begin else 0.0
@@ -275,20 +231,6 @@ def _ends_s(issue_s: Array, op_s: Array) -> Array:
 
 UPDATE = "update/"
 """Before the name of an op of a recorded update."""
-
-
-def update_kernels(graph: Graph, optimizer: str) -> Kernels:
-    """Return the kernels of an optimizer's update after a traced training step; none for inference and a recorded update.
-
-    ``optimizer``: a name of ``OPTIMIZERS``. A kernel over the step counters of all tensors comes first where it keeps them.
-    """
-    update, trained_bytes = OPTIMIZERS[optimizer], graph.trained_bytes
-    if graph.mode != "training" or not trained_bytes:
-        return memory_kernels(())
-    counter_bytes = float(update.counters * len(graph.of_kind(SEND)))  # one send for each parameter tensor
-    counting = [2.0 * counter_bytes] if counter_bytes else []  # read and written
-    passes_of_kernels = update.kernels_at(precision_of(graph.meta.get("precision")).width)
-    return memory_kernels([*counting, *(passes * trained_bytes + counter_bytes for passes in passes_of_kernels)])
 
 
 @dataclass(frozen=True, eq=False)
@@ -458,6 +400,7 @@ def estimate(
         "optimizer": optimizer,
         "update_s": step.update_s,
         "update_host_s": step.update_host_s,
+        **_whole_matrices(graph, optimizer),
         "sum_s": step.sum_s,
         "sum_launch_s": step.sum_launch_s,
         "host_share": step.host_share,
@@ -466,6 +409,14 @@ def estimate(
         "error_high": error_high,
     }
     return replace(graph, meta=meta).with_durations(np.maximum(durations, 0.0), sources)
+
+
+def _whole_matrices(graph: Graph, optimizer: str) -> dict[str, float]:
+    """Return how many matrices an update needs whole, and their bytes in bfloat16; nothing, or zeros, where it needs none."""
+    if optimizer != "muon" or graph.mode != "training":
+        return dict.fromkeys(graph.meta.keys() & {"update_matrices", "update_matrix_bytes"}, 0.0)
+    matrices = [2.0 * each.rows * each.columns for each in parameters_of(graph) if each.hidden]
+    return {"update_matrices": len(matrices), "update_matrix_bytes": sum(matrices)}
 
 
 def _estimate_source(source: Estimate | None) -> Estimate:

@@ -34,13 +34,15 @@ from ddltool.analyzers.step.costs.memory import (
     Sharding,
     TensorLifetimes,
 )
-from ddltool.analyzers.step.costs.model import OPTIMIZERS, CostModel, Exchanges, estimate
+from ddltool.analyzers.step.costs.model import CostModel, Exchanges, estimate
+from ddltool.analyzers.step.costs.optimizers import state_share
 from ddltool.analyzers.step.costs.predict import (
     ParallelDegrees,
     Placement,
     Setting,
     StepSeconds,
     WorkCurve,
+    gathered_matrices_s,
     own_update_s,
 )
 from ddltool.analyzers.step.costs.tensor_parallel import Rank, rank_of
@@ -205,6 +207,7 @@ class ParallelCurve(WorkCurve):
         group = replica_group(setting.fabric, layout, placement.num_replicas, sharding)
         after_s = np.zeros(layout.pipeline)
         if sharding.gathers:
+            after_s += gathered_matrices_s(graph, group, sharding) * stages.trained_share(size)
             near = setting.fabric.over(sharding.forward_shard) if sharding.forward_shard else None
             factor = np.ones(len(forward_s))  # by piece
             for stage in range(layout.pipeline):
@@ -464,9 +467,8 @@ class Stages:
         life = self.lifetimes
         is_gradient = life.role == GRADIENT
         made = recomputation.moved(life.alloc)[is_gradient]
-        width = precision_of(self.rank.traced.graph.meta.get("precision")).width
         # States, and the float32 copy of a parameter, in copies of the trained parameters.
-        copies = OPTIMIZERS[optimizer].state_share(width) + (self.has_copies and optimizer != "none")
+        copies = state_share(self.rank.traced.graph, optimizer) + (self.has_copies and optimizer != "none")
         held.add("parameters", 0, held.places, size[life.role == PARAMETER])
         held.add("gradients", made, made + 2, size[is_gradient])
         held.add("gradients", 0, held.places, self.summed_share * trained_bytes)

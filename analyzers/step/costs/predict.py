@@ -21,7 +21,7 @@ import pandas as pd
 
 from ddltool.analyzers.step.communication.collectives import default_cuts, finish_s
 from ddltool.analyzers.step.communication.fsdp import simulate_fsdp, units_of
-from ddltool.analyzers.step.communication.nccl import Fabric
+from ddltool.analyzers.step.communication.nccl import Communicator, Fabric
 from ddltool.analyzers.step.communication.program import Program, program_of
 from ddltool.analyzers.step.costs.compiling import compiled, compiled_lifetimes
 from ddltool.analyzers.step.costs.memory import (
@@ -35,7 +35,8 @@ from ddltool.analyzers.step.costs.memory import (
     TensorLifetimes,
     lifetimes_of,
 )
-from ddltool.analyzers.step.costs.model import HOST_BOUND, OPTIMIZER, OPTIMIZERS, CostModel, estimate
+from ddltool.analyzers.step.costs.model import HOST_BOUND, OPTIMIZER, CostModel, estimate
+from ddltool.analyzers.step.costs.optimizers import OPTIMIZERS
 from ddltool.analyzers.step.tracing.adapters import with_lora
 from ddltool.analyzers.step.tracing.numerics import Numerics
 from ddltool.analyzers.step.tracing.sources import Source, demand_whole, is_graph_file, is_onnx_file, resolve_step
@@ -208,6 +209,9 @@ class WorkCurve:
         update_s = own_update_s(graph, sharding)
         sums_s = (setting.accumulation - 1) * own_sum_s(graph, sharding)
         step_s = step_of(program, setting, placement, sharding, update_s) + sums_s
+        if sharding.gathers and placement.num_replicas > 1:
+            group = setting.fabric.sharded(placement.num_replicas, sharding.shard, placement.num_nodes)
+            step_s += gathered_matrices_s(graph, group, sharding)
         passes_s = setting.accumulation * program.compute_s + sums_s
         return StepSeconds(step_s=step_s, passes_s=passes_s, update_s=update_s)
 
@@ -632,10 +636,23 @@ def own_update_s(graph: Graph, sharding: Sharding) -> float:
     """Return the seconds in which a process updates its shard, from the ``meta`` of a graph.
 
     The host's time per tensor stays whole if every process has a part of every tensor (fsdp), and is divided if each has some
-    of the tensors (zero1).
+    of the tensors (zero1). So it is where the update needs whole matrices, of which a process has some: the most are as many
+    as there are for each process, rounded up.
     """
     whole_s, host_s = (float(graph.meta.get(name) or 0.0) for name in ("update_s", "update_host_s"))
+    if matrices := int(graph.meta.get("update_matrices") or 0):
+        return whole_s * math.ceil(matrices / sharding.shard) / matrices
     return host_s + (whole_s - host_s) / sharding.shard if sharding.gathers else whole_s / sharding.shard
+
+
+def gathered_matrices_s(graph: Graph, group: Communicator, sharding: Sharding) -> float:
+    """Return the seconds in which sharded processes give each other the parts of matrices that an update needs whole.
+
+    The parts of a matrix go to the process that updates it, and come back in bfloat16: as many bytes as a reduce-scatter of
+    one process's parts sends. 0 for an update that needs none.
+    """
+    size_bytes = float(graph.meta.get("update_matrix_bytes") or 0.0)
+    return 2.0 * float(group.reduce_scatter_s(size_bytes / sharding.shard)) if size_bytes else 0.0
 
 
 def own_sum_s(graph: Graph, sharding: Sharding) -> float:

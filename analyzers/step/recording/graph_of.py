@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from math import prod
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from ddltool.analyzers.step.recording.op_rules import Cost
 from ddltool.analyzers.step.recording.recorder import RecordedCall, Recording, Shadow, shadows_of
 from ddltool.analyzers.step.recording.torch_costs import Issued, base_name, cost_of, issued
-from ddltool.graph import Graph, Op, Recorded
+from ddltool.graph import Gemm, Graph, Op, Recorded
 
 _TOKEN_DIMENSIONS = 2
 """A batch of token sequences has two dimensions: (samples, tokens)."""
@@ -128,7 +128,7 @@ def graph_of(step: Recording, name: str) -> Graph:
     ops = [_scheduled(op, call, names) for op, call in zip(recorded_ops.ops, step.calls, strict=True)]
     recvs = [transfer("recv", parameter, _size_bytes(shadow)) for parameter, shadow in step.parameters.items()]
     sends = [
-        transfer("send", parameter, _size_bytes(shadow), recorded_ops.last_writer[shadow.storage])
+        send_of(parameter, shadow, _size_bytes(shadow), recorded_ops.last_writer[shadow.storage])
         for parameter, shadow in step.gradients.items()
         if shadow.storage in recorded_ops.last_writer
     ]
@@ -283,6 +283,17 @@ def transfer(kind: Literal["recv", "send"], parameter: str, size_bytes: float, a
         name=f"{kind}/{parameter}", kind=kind, resource="channel:0", size_bytes=size_bytes, parameter=parameter,
         inputs=(after,) if after is not None else (),
     )  # fmt: skip
+
+
+def send_of(parameter: str, gradient: Shadow, size_bytes: float, after: str, dtype: str = "") -> Op:
+    """Return the send op of a parameter's gradient, with what an optimizer goes by: the parameter's shape and type.
+
+    ``size_bytes``, ``dtype``: of the parameter as it is kept; dtype empty: the gradient's. The rest is :func:`transfer`'s.
+    """
+    shape = [float(side) for side in gradient.tensor.shape]
+    gemm = (prod(shape[:-2]), 0.0, *shape[-2:]) if len(shape) > 1 else (0.0, 0.0, 0.0, prod(shape))
+    dtype = dtype or str(gradient.tensor.dtype).removeprefix("torch.")
+    return replace(transfer("send", parameter, size_bytes, after), gemm=cast(Gemm, gemm), dtype=dtype)
 
 
 def _scheduled(op: Op, call: RecordedCall, names: list[str]) -> Op:

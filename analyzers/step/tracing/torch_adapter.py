@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves
 
 from ddltool.analyzers.step.recording.command import assumption_line
 from ddltool.analyzers.step.recording.float8 import float8_layers, linear_layers
-from ddltool.analyzers.step.recording.graph_of import ops_of, transfer
+from ddltool.analyzers.step.recording.graph_of import ops_of, send_of, transfer
 from ddltool.analyzers.step.recording.posing import posed, recording_modules, register_device
 from ddltool.analyzers.step.recording.recorder import Recorder, Recording, Shadow
 from ddltool.analyzers.step.recording.repeating import EqualBlocks, NotAlike, equal_blocks, repeated
@@ -559,7 +559,11 @@ def _to_graph(
     recorded_ops.program.output(())
     recvs = [transfer("recv", name, kept_bytes[name]) for name in recorded.parameters]
     producers = {name: recorded_ops.last_writer.get(shadow.storage) for name, shadow in recorded.gradients.items()}
-    sends = [transfer("send", name, kept_bytes[name], after) for name, after in producers.items() if after is not None]
+    sends = [
+        send_of(name, recorded.gradients[name], kept_bytes[name], after, recorded.kept_types[name])
+        for name, after in producers.items()
+        if after is not None
+    ]
     # A parameter that is read and gets no gradient is mostly a mistake in the user's loss, so it is noted.
     sent = {send.parameter for send in sends}
     without_gradient = [name for name in recorded.trained if recorded_ops.given[name].users and name not in sent]

@@ -13,11 +13,13 @@ from ddltool.runtime.measuring.training import MEASURED, OPTIMIZERS, checked, pr
 
 CPU = torch.device("cpu")
 OWN = {
-    "none": lambda ps: None,
-    "sgd": lambda ps: torch.optim.SGD(ps, lr=1e-3),
-    "momentum": lambda ps: torch.optim.SGD(ps, lr=1e-3, momentum=0.9),
-    "adam": lambda ps: torch.optim.Adam(ps, lr=1e-4),
-    "adamw": lambda ps: torch.optim.AdamW(ps, lr=1e-4),
+    "none": lambda ps: [],
+    "sgd": lambda ps: [torch.optim.SGD(ps, lr=1e-3)],
+    "momentum": lambda ps: [torch.optim.SGD(ps, lr=1e-3, momentum=0.9)],
+    "adam": lambda ps: [torch.optim.Adam(ps, lr=1e-4)],
+    "adamw": lambda ps: [torch.optim.AdamW(ps, lr=1e-4)],
+    "muon": lambda ps: [torch.optim.Muon(ps[::2]), torch.optim.AdamW(ps[1::2], lr=1e-4)],  # weights, biases
+    "adafactor": lambda ps: [torch.optim.Adafactor(ps)],
 }
 
 
@@ -42,8 +44,8 @@ def test_three_steps_are_those_of_a_plain_loop(optimizer: str, precision: str) -
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
             expected = plain(*inputs).square().mean()
         expected.backward()
-        if own is not None:
-            own.step()
+        for each in own:
+            each.step()
         plain.zero_grad()
     for a, b in zip(module.parameters(), plain.parameters(), strict=True):
         assert torch.allclose(a, b, rtol=1e-5, atol=1e-7)

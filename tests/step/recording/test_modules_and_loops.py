@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 import ddltool as dt
-from ddltool.analyzers.step.costs.model import OPTIMIZERS, update_kernels
+from ddltool.analyzers.step.costs.optimizers import OPTIMIZERS, update_of
 from ddltool.analyzers.step.costs.predict import work_of
 from ddltool.analyzers.step.recording.window import RecordedBlock, record
 from ddltool.analyzers.step.tracing.numerics import Numerics
@@ -122,9 +122,9 @@ def test_gradients_of_several_passes_are_summed_as_in_a_loop(passes: int, half: 
 def test_an_optimizer_has_the_kernels_that_torch_runs(optimizer: str) -> None:
     graph = looped(rows, optimizer, half=False).graph
     recorded = [size for name, size in zip(graph.names, graph.size_bytes, strict=True) if name.startswith("update/")]
-    assert update_kernels(graph, optimizer).moved_bytes.tolist() == recorded
+    assert update_of(graph, optimizer).kernels.moved_bytes.tolist() == recorded
     assert (
-        set(UPDATES) | {"none", "adamw-8bit"}
+        set(UPDATES) | {"none", "adamw-8bit", "lion", "muon", "adafactor"}
         == set(OPTIMIZERS)
         == set(get_args(OptimizerName))
         == set(OPTIMIZER["choices"])

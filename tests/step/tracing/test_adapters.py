@@ -8,7 +8,7 @@ from torch import nn
 
 import ddltool as dt
 from ddltool.analyzers.step.costs.memory import Sharding
-from ddltool.analyzers.step.costs.model import update_kernels
+from ddltool.analyzers.step.costs.optimizers import update_of
 from ddltool.analyzers.step.costs.predict import work_of
 from ddltool.analyzers.step.tracing.adapters import LoraLinear, with_lora
 from ddltool.analyzers.step.tracing.numerics import Numerics
@@ -106,5 +106,5 @@ def test_eight_bit_states_are_a_byte_each_and_a_scale_for_every_block(precision:
         peak = curve.peak(4, Sharding(kind=kind, shard=shards), "adamw-8bit")  # type: ignore[arg-type]
         assert peak is not None
         assert peak.parts["optimizer"] == pytest.approx(parameters * 2 * (1 + 4 / 256) / shards)
-    kernels = update_kernels(curve.traced.at(4), "adamw-8bit")
+    kernels = update_of(curve.traced.at(4), "adamw-8bit").kernels
     assert kernels.moved_bytes.sum() == pytest.approx(parameters * (3 * width + 2 * 2 * (1 + 4 / 256)))

@@ -1,0 +1,303 @@
+"""What an optimizer's update costs, as torch.optim runs it on a GPU: its kernels, its states, and what it holds meanwhile.
+
+Most optimizers do the same to every number of every parameter. Muon and Adafactor do not: their products, their states and
+their temporaries follow from each parameter's shape, and they go through the parameters one by one. Start at
+:data:`OPTIMIZERS` and :func:`update_of`. Sources: torch/optim/_muon.py and _adafactor.py (``foreach`` is no choice of Muon's,
+and not Adafactor's default).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddltool.analyzers.step.communication.fsdp import block_container, block_of
+from ddltool.analyzers.step.costs.kernels import Kernels, kernels_of_rows
+from ddltool.errors import InputError
+from ddltool.graph import NO_GEMM, SEND, Gemm, Graph
+from ddltool.precision import precision_of
+
+Row = tuple[str, str, float, Gemm]
+"""A kernel: the type of its op, the type that it works in, the bytes that it moves, and its product."""
+VIEW_OP, WAIT = "view", "wait"
+"""Op types of rows that are no kernel: a view, which the host makes all the same, and a number that the host waits for."""
+# Muon's iterations, and bytes of the type that they compute in.
+_STEPS, _HALF = 5, 2.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parameter:
+    """A trained parameter as an optimizer sees it."""
+
+    name: str
+    size_bytes: float
+    width: float
+    """Bytes of an element."""
+    dtype: str
+    count: float
+    rows: float
+    columns: float
+    """It is ``count`` matrices of so many rows and columns; a vector has no rows."""
+    hidden: bool
+    """Whether it is one matrix in one of the model's blocks, or in a model that has none: one that Muon takes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Optimizer:
+    """What an update costs, as torch.optim runs it on a GPU."""
+
+    states: int
+    """Copies of the parameters that it keeps."""
+    kernels: tuple[int, ...]
+    """Its kernels, each over all tensors: how often each reads or writes the parameters' size."""
+    temporaries: int = 0
+    """Copies of the gradients' size that it makes while it updates."""
+    counters: int = 0
+    """Bytes per tensor that it counts its steps in on the device, in a kernel of their own before the others."""
+    each: Callable[[Parameter], Iterator[Row]] | None = None
+    """The kernels of a parameter that it updates by itself; None: its kernels are those over all tensors."""
+    shares: Callable[[Parameter], tuple[float, ...]] | None = None
+    """The bytes of each state of such a parameter, as shares of its own."""
+    takes: Callable[[Parameter], bool] = lambda _: True
+    """Which parameters those are; AdamW with ``fused=True`` takes the others."""
+    state_width: float | None = None
+    """Bytes of an element of a state, which the last kernel reads and writes; None: as wide as the parameter, and counted."""
+
+    def state_share(self, width: float) -> float:
+        """Return the bytes of all its states as a share of the parameters', whose elements have ``width`` bytes."""
+        return self.states * (1.0 if self.state_width is None else self.state_width / width)
+
+    def kernels_at(self, width: float) -> tuple[float, ...]:
+        """Return by kernel how often it reads or writes the parameters' size, for elements of ``width`` bytes.
+
+        States of a width of their own are read and written once each by the last kernel.
+        """
+        if self.state_width is None:
+            return self.kernels
+        return (*self.kernels[:-1], self.kernels[-1] + 2 * self.state_share(width))
+
+
+def _muon(parameter: Parameter) -> Iterator[Row]:
+    """Yield the kernels of Muon's update of one matrix: momentum, five Newton-Schulz iterations in bfloat16, the step."""
+    size, kept, half_type = parameter.size_bytes, parameter.dtype, "bfloat16"
+    m, n = sorted((parameter.rows, parameter.columns))
+    whole, gram = _HALF * m * n, _HALF * m * m
+    transposed = [_view] if parameter.rows > parameter.columns else []
+    yield "lerp_", kept, 3 * size, NO_GEMM
+    yield "lerp", kept, 3 * size, NO_GEMM
+    if kept != half_type:
+        yield "_to_copy", half_type, size + whole, NO_GEMM
+    yield from transposed
+    yield "linalg_vector_norm", half_type, whole + _HALF, NO_GEMM
+    yield "clamp", half_type, 2 * _HALF, NO_GEMM
+    yield "div_", half_type, 2 * whole + _HALF, NO_GEMM
+    for _ in range(_STEPS):
+        yield _view
+        yield "mm", half_type, 2 * whole + gram, (1.0, m, m, n)
+        yield "addmm", half_type, 2 * gram, (1.0, m, m, m)
+        yield "addmm", half_type, 2 * whole + gram, (1.0, m, n, m)
+    yield from transposed
+    yield "mul_", kept, 2 * size, NO_GEMM
+    yield "add_", kept, 2 * size + whole, NO_GEMM
+
+
+def _adafactor(parameter: Parameter) -> Iterator[Row]:
+    """Yield the kernels of Adafactor's update of one parameter; its two norms are read by the host."""
+    size, width, one = parameter.size_bytes, parameter.width, parameter.width * max(parameter.count, 1.0)
+
+    def kernel(op_type: str, moved_bytes: float, gemm: Gemm = NO_GEMM) -> Row:
+        """Return a kernel in the parameter's type."""
+        return op_type, parameter.dtype, moved_bytes, gemm
+
+    def norm() -> Iterator[Row]:
+        """Yield the norm of a tensor of the parameter's size, for which the host waits."""
+        yield kernel("linalg_vector_norm", size + width)
+        yield _wait
+
+    yield from norm()
+    if parameter.rows:
+        row, column = (size * share for share in _factored(parameter))
+        for part in (row, column):
+            yield kernel("linalg_vector_norm", size + part)
+            yield from (kernel(*each) for each in (("pow_", 2 * part), ("div_", 2 * part), ("lerp_", 3 * part)))
+        product_type = "mm" if parameter.count == 1 else "bmm"
+        yield kernel(product_type, row + column + size, (parameter.count, parameter.rows, parameter.columns, 1.0))
+        yield from (kernel(*each) for each in (("mean", row + one), ("clamp_", 2 * one), ("div_", 2 * size + one)))
+    else:
+        yield from (kernel(*each) for each in (("mul", 2 * size), ("lerp_", 3 * size), ("clone", 2 * size)))
+    yield from (kernel(*each) for each in (("clamp_", 2 * size), ("rsqrt_", 2 * size), ("mul_", 3 * size)))
+    yield from norm()
+    yield kernel("add_", 3 * size)
+
+
+_view: Row = (VIEW_OP, "", 0.0, NO_GEMM)
+_wait: Row = (WAIT, "", 0.0, NO_GEMM)
+
+
+def _factored(parameter: Parameter) -> tuple[float, ...]:
+    """Return the bytes of Adafactor's states as shares of a parameter's: a number for each row and column, or a copy."""
+    return (1.0 / parameter.columns, 1.0 / parameter.rows) if parameter.rows else (1.0,)
+
+
+# lerp_, mul_, addcmul_, sqrt, div_, add_ and addcdiv_ of lists of tensors.
+_FOREACH_ADAM = (3, 2, 3, 2, 2, 2, 4)
+OPTIMIZERS = {
+    "none": Optimizer(states=0, kernels=()),
+    "sgd": Optimizer(states=0, kernels=(3,)),
+    "momentum": Optimizer(states=1, kernels=(5,)),
+    "adam": Optimizer(states=2, kernels=(7,), counters=4),
+    "adamw": Optimizer(states=2, kernels=(7,), counters=4),
+    # A byte of each moment, and a float32 scale for each block of 256 of them (bitsandbytes 0.43 on).
+    "adamw-8bit": Optimizer(states=2, kernels=(3,), state_width=1 + 4 / 256),
+    # A sign and a momentum in one kernel, as bitsandbytes has it.
+    "lion": Optimizer(states=1, kernels=(5,)),
+    "muon": Optimizer(states=1, kernels=(), each=_muon, shares=lambda _: (1.0,), takes=lambda each: each.hidden),
+    "adafactor": Optimizer(states=0, kernels=(), each=_adafactor, shares=_factored),
+    "foreach-sgd": Optimizer(states=0, kernels=(3,)),
+    "foreach-momentum": Optimizer(states=1, kernels=(2, 3, 3)),
+    "foreach-adam": Optimizer(states=2, kernels=_FOREACH_ADAM, temporaries=1),
+    "foreach-adamw": Optimizer(states=2, kernels=(2, *_FOREACH_ADAM), temporaries=1),
+}
+"""By the names of ``--optimizer``: ``fused=True``, one kernel over all tensors, as trainers run them; ``foreach-``: one kernel
+for each step of the formula, torch's own default. ``muon``: of the matrices in blocks; AdamW has the rest."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Update:
+    """The kernels of an update, as the host issues them."""
+
+    kernels: Kernels
+    views: NDArray[np.int64]
+    """(k,) views that the host makes before each kernel."""
+    waits: tuple[int, ...]
+    """Kernels that the host issues only once the device has done all before."""
+
+
+def parameters_of(graph: Graph) -> tuple[Parameter, ...]:
+    """Return the trained parameters of a graph, in their order, as an optimizer that goes by shapes sees them.
+
+    Raises InputError for a graph that does not say the shapes.
+    """
+    sends = [op for op in graph.of_kind(SEND).tolist() if graph.size_bytes[op] > 0]
+    names = [graph.parameter[op] or "" for op in sends]
+    container = block_container(names, graph.size_bytes[sends].tolist())
+    found = []
+    for op, name in zip(sends, names, strict=True):
+        count, _, rows, columns = graph.gemm[op].tolist()
+        if not columns:
+            raise InputError("--optimizer", f"{graph.name} does not say the shapes of its parameters", "trace it again")
+        is_hidden = count == 1 and (container is None or bool(block_of(name, container)))
+        width = _WIDTHS.get(graph.dtype[op], 4.0)
+        found.append(
+            Parameter(
+                name=name, size_bytes=float(graph.size_bytes[op]), width=width, dtype=graph.dtype[op],
+                count=count, rows=rows, columns=columns, hidden=is_hidden,
+            )
+        )  # fmt: skip
+    return tuple(found)
+
+
+_WIDTHS = {"float64": 8.0, "bfloat16": 2.0, "float16": 2.0}
+
+
+def update_of(graph: Graph, optimizer: str) -> Update:
+    """Return the update of a traced training step; one without kernels for inference and a recorded update.
+
+    ``optimizer``: a name of ``OPTIMIZERS``. A kernel over the step counters of all tensors comes first where it keeps them.
+    Raises InputError as :func:`parameters_of` does, and where the optimizer takes none of the parameters.
+    """
+    update = OPTIMIZERS[optimizer]
+    if graph.mode != "training" or not graph.trained_bytes:
+        return _issued([])
+    if update.each is not None:
+        parameters = parameters_of(graph)
+        if not any(map(update.takes, parameters)):
+            raise InputError("--optimizer", f"{optimizer} finds no matrix in the blocks of {graph.name}", "give adamw")
+        return _one_by_one(parameters, optimizer)
+    width = precision_of(graph.meta.get("precision")).width
+    return _issued(list(_together(update, width, graph.trained_bytes, len(graph.of_kind(SEND)))))
+
+
+def _together(update: Optimizer, width: float, size_bytes: float, tensors: int) -> Iterator[Row]:
+    """Yield the kernels over all tensors, of so many bytes and such a width in all."""
+    counter_bytes = float(update.counters * tensors)
+    if counter_bytes:
+        yield "pointwise", "float32", 2.0 * counter_bytes, NO_GEMM  # read and written
+    for passes in update.kernels_at(width):
+        yield "pointwise", "float32", passes * size_bytes + counter_bytes, NO_GEMM
+
+
+@lru_cache(maxsize=32)
+def _one_by_one(parameters: tuple[Parameter, ...], optimizer: str) -> Update:
+    """Return the update of an optimizer that goes through its parameters, and of AdamW for those that it does not take."""
+    update = OPTIMIZERS[optimizer]
+    assert update.each is not None
+    rows = [row for parameter in parameters if update.takes(parameter) for row in update.each(parameter)]
+    rest = [parameter for parameter in parameters if not update.takes(parameter)]
+    if rest:
+        size_bytes = sum(parameter.size_bytes for parameter in rest)
+        rows += _together(OPTIMIZERS["adamw"], rest[0].width, size_bytes, len(rest))
+    return _issued(rows)
+
+
+def _issued(rows: list[Row]) -> Update:
+    """Return the update of so many rows."""
+    kernels: list[Row] = []
+    views: list[int] = []
+    waits: list[int] = []
+    made = 0
+    for row in rows:
+        if row[0] == WAIT:
+            waits.append(len(kernels))
+        elif row[0] == VIEW_OP:
+            made += 1
+        else:
+            kernels.append(row)
+            views.append(made)
+            made = 0
+    return Update(kernels=kernels_of_rows(kernels), views=np.array(views, dtype=np.int64), waits=tuple(waits))
+
+
+def state_shares(parameter: Parameter, optimizer: str) -> tuple[float, ...]:
+    """Return the bytes of each state of a parameter as shares of its own, for an optimizer that goes by shapes."""
+    update, rest = OPTIMIZERS[optimizer], OPTIMIZERS["adamw"]
+    if update.shares is not None and update.takes(parameter):
+        return update.shares(parameter)
+    return (*(1.0,) * rest.states, rest.counters / parameter.size_bytes)
+
+
+def state_share(graph: Graph, optimizer: str) -> float:
+    """Return the bytes of all states of an optimizer as a share of the trained parameters'."""
+    update = OPTIMIZERS[optimizer]
+    if update.each is None:
+        return update.state_share(precision_of(graph.meta.get("precision")).width)
+    parameters = parameters_of(graph)
+    held = sum(parameter.size_bytes * sum(state_shares(parameter, optimizer)) for parameter in parameters)
+    return held / max(sum(parameter.size_bytes for parameter in parameters), 1.0)
+
+
+def temporaries(parameters: tuple[Parameter, ...], optimizer: str) -> tuple[float, ...]:
+    """Return the bytes of the tensors that an optimizer which goes by shapes holds where it holds most.
+
+    Muon: the momentum's copy, the matrix before and after an iteration, and the two squares of its shorter side. Adafactor:
+    two estimates of a variance, the other of the parameter before, and of a vector its square.
+    """
+    update = OPTIMIZERS[optimizer]
+    taken = [parameter for parameter in parameters if update.takes(parameter)]
+    if optimizer == "muon":
+        sizes = (
+            (
+                each.size_bytes,
+                *(_HALF * each.rows * each.columns,) * 2,
+                *(_HALF * min(each.rows, each.columns) ** 2,) * 2,
+            )
+            for each in taken
+        )
+        return max(sizes, key=sum, default=())
+    own = [(each.size_bytes,) * (1 if each.rows else 2) for each in taken]
+    return max(((before[0], *now) for before, now in pairwise([(0.0,), *own])), key=sum, default=())
