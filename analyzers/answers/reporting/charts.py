@@ -613,14 +613,21 @@ def _explorer(figure: Explorer, slots: Slots) -> Chart:
     frontier = alt.Chart().transform_filter(fits).transform_window(best="max(y)", sort=best_first, frame=[None, 0])
     frontier = frontier.transform_window(before="lag(best)", sort=best_first)
     frontier = frontier.transform_filter("!isValid(datum.before) || datum.y > datum.before").encode(x=x, y=y)
-    titles = {"what:N": "what", "step:N": "step", "range:N": "80 % range", "needs:N": "needs"}
+    titles = {
+        "what:N": "what",
+        "step:N": "step",
+        "range:N": "80 % range",
+        "y:Q": f"{figure.unit}/s",
+        "needs:N": "needs",
+    }
+    titles |= {"x:Q": "$ per 1M"} if figure.priced else {}
     points = alt.Chart().encode(
         x=x,
         y=y,
         color=alt.Color("name:N", scale=alt.Scale(domain=names, range=colours), legend=_legend(names, symbolSize=90)),
         shape=alt.Shape("name:N", scale=alt.Scale(domain=names, range=shapes), legend=_legend(names, symbolSize=90)),
         size=alt.condition("datum.row === picked", alt.value(260), alt.value(80)),
-        tooltip=_tips({**titles, "x:Q": xlabel, "y:Q": f"{figure.unit}/s", f"trait{len(traits) - 1}:N": "memory"}),
+        tooltip=_tips({**titles, f"trait{len(traits) - 1}:N": "memory"}),
     )
     layers = [
         frontier.mark_line(interpolate="step-after", color=FAINT, strokeWidth=1.5),
