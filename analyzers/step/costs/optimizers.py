@@ -168,7 +168,7 @@ for each step of the formula, torch's own default. ``muon``: of the matrices in 
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Update:
+class IssuedUpdate:
     """The kernels of an update, as the host issues them."""
 
     kernels: Kernels
@@ -205,7 +205,7 @@ def parameters_of(graph: Graph) -> tuple[Parameter, ...]:
 _WIDTHS = {"float64": 8.0, "bfloat16": 2.0, "float16": 2.0}
 
 
-def update_of(graph: Graph, optimizer: str) -> Update:
+def update_of(graph: Graph, optimizer: str) -> IssuedUpdate:
     """Return the update of a traced training step; one without kernels for inference and a recorded update.
 
     ``optimizer``: a name of ``OPTIMIZERS``. A kernel over the step counters of all tensors comes first where it keeps them.
@@ -233,7 +233,7 @@ def _together(update: Optimizer, width: float, size_bytes: float, tensors: int) 
 
 
 @lru_cache(maxsize=32)
-def _one_by_one(parameters: tuple[Parameter, ...], optimizer: str) -> Update:
+def _one_by_one(parameters: tuple[Parameter, ...], optimizer: str) -> IssuedUpdate:
     """Return the update of an optimizer that goes through its parameters, and of AdamW for those that it does not take."""
     update = OPTIMIZERS[optimizer]
     assert update.each is not None
@@ -245,7 +245,7 @@ def _one_by_one(parameters: tuple[Parameter, ...], optimizer: str) -> Update:
     return _issued(rows)
 
 
-def _issued(rows: list[Row]) -> Update:
+def _issued(rows: list[Row]) -> IssuedUpdate:
     """Return the update of so many rows."""
     kernels: list[Row] = []
     views: list[int] = []
@@ -260,7 +260,7 @@ def _issued(rows: list[Row]) -> Update:
             kernels.append(row)
             views.append(made)
             made = 0
-    return Update(kernels=kernels_of_rows(kernels), views=np.array(views, dtype=np.int64), waits=tuple(waits))
+    return IssuedUpdate(kernels=kernels_of_rows(kernels), views=np.array(views, dtype=np.int64), waits=tuple(waits))
 
 
 def state_shares(parameter: Parameter, optimizer: str) -> tuple[float, ...]:
