@@ -33,7 +33,8 @@ def predict_section(result: PredictResult) -> Section:
         columns["sync"] = lambda row: show_seconds(row.sync_time_s) if row.num_replicas > 1 else None
     columns["memory"] = lambda row: show_bytes(row.reserved_bytes) + ("" if row.fits else " !")
     columns |= {"per 1M": "price_per_million_samples:.3g"} if priced else {}
-    table = tabled(f"Training steps on {_names(list(result.devices))}", "predicted", rows, columns)
+    title = f"Training steps on {_names(list(result.devices))}"
+    table = tabled(title, "predicted", rows, columns, spare=("MFU", "sync"))
     drawn = rows[:_BARS_DRAWN]
     figure = Bars(
         rows=[(f"{row.num_gpus} x {row.device}, batch {row.local_batch_size}", row.step_time_s) for row in drawn],

@@ -956,3 +956,14 @@ def test_one_thing_has_one_time(cli: Cli, job: tuple[str, int, str, str, str], t
         *("--optimizer", "none", "--json"),
     ).document["rows"][0]["step_time_s"]
     assert passes == pytest.approx(without, rel=1e-6)
+
+
+def test_a_table_of_several_devices_and_replicas_keeps_its_columns_whole(cli: Cli) -> None:
+    """Where 80 columns do not hold all, the MFU goes first; no word and no figure is folded."""
+    lines = cli(
+        "predict", "zoo:cifarnet", "--device", "H100,A100-80GB", "--replicas", "96", "--batch-sizes", "2048"
+    ).out
+    header = next(line for line in lines.splitlines() if "replicas" in line)
+    assert "80 % range" in header
+    assert "MFU" not in header
+    assert max(map(len, lines.splitlines())) <= 80
