@@ -35,7 +35,7 @@ def written(folder: Path, text: str, name: str = "job.yaml") -> Path:
 
 
 def figures(made: Any) -> Any:
-    return made.model_copy(update={"group": None, "solve_seconds": 0.0}).model_dump(exclude={"decision"})
+    return made.model_copy(update={"group": None, "solve_seconds": 0.0}).model_dump(exclude={"decision", "command"})
 
 
 @pytest.mark.parametrize("strategy", ["bsp", "lb-bsp", "est"])
