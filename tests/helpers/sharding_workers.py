@@ -165,9 +165,9 @@ def peak_bytes(rank: int, config: str, make: Callable[[], tuple[nn.Module, Tenso
 
 
 def allocated_bytes(rank: int, kind: str, keeps: Mapping[str, Sequence[int]], layers: int, samples: int) -> float:
-    """Return the most bytes that torch's profiler sees a rank hold in a step under ``ddp`` or ``zero1``, of two the fewer.
+    """Return the most bytes that torch's profiler sees a rank hold in a step under ``ddp`` or ``zero1``, of four the fewest.
 
-    It sees what C++ allocates as well; DDP makes its buckets again in the second step of four. Now and then gloo's threads
+    It sees what C++ allocates as well; DDP makes its buckets again in the second step of six. Now and then gloo's threads
     hold something from one step until into the next.
     """
     with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
@@ -182,7 +182,7 @@ def allocated_bytes(rank: int, kind: str, keeps: Mapping[str, Sequence[int]], la
                 if kind == "zero1"
                 else torch.optim.SGD(replica.parameters(), **settings)
             )
-            for turn in range(4):
+            for turn in range(6):
                 with record_function(f"turn {turn}"):
                     loss = model.loss(replica(tokens), tokens)
                     loss.backward()
@@ -192,7 +192,7 @@ def allocated_bytes(rank: int, kind: str, keeps: Mapping[str, Sequence[int]], la
                 time.sleep(0.05)
         profiler.export_chrome_trace(f"{folder}/trace.json")
         events = json.loads(Path(f"{folder}/trace.json").read_text())["traceEvents"]
-    steady = [event for event in events if event.get("name") in ("turn 2", "turn 3")]
+    steady = [event for event in events if event.get("name") in {f"turn {turn}" for turn in range(2, 6)}]
     changes = sorted((event["ts"], event["args"]["Bytes"]) for event in events if event.get("name") == "[memory]")
     held = list(zip((at for at, _ in changes), accumulate(size for _, size in changes), strict=True))
     return float(min(max(size for at, size in held if step["ts"] <= at <= step["ts"] + step["dur"]) for step in steady))
