@@ -52,6 +52,7 @@ class _UNet(nn.Module):
         self.last = nn.Conv2d(width, 4, 3, padding=1)
 
     def forward(self, images: Tensor) -> Tensor:
+        """Return (batch, 4, height, width)."""
         made, kept = self.first(images), []
         for part in self.down:
             made = part(made)

@@ -53,10 +53,19 @@ class Case:
     channels_last: bool = False
     compile: bool = False
 
+    @property
+    def full_source(self) -> str:
+        """The source as ``predict`` takes it: a bare name is a factory of `gpu_models.py`."""
+        return self.source if ":" in self.source else f"{GPU_MODELS}:{self.source}"
+
+    @property
+    def label(self) -> str:
+        """The options in one line, without the folder of factories."""
+        return " ".join(self.options()).replace(f"{GPU_MODELS}:", "")
+
     def options(self) -> list[str]:
         """Return the arguments of ``ddltool predict`` for this step, without its device."""
-        source = f"{GPU_MODELS}:{self.source}" if ":" not in self.source else self.source
-        made = [source, "--batch-sizes", str(self.batch_size), "--precision", self.precision]
+        made = [self.full_source, "--batch-sizes", str(self.batch_size), "--precision", self.precision]
         made += ["--optimizer", self.optimizer, "--checkpointing", self.checkpointing]
         for name in ("sequence_length", "attention"):
             if getattr(self, name) is not None:
@@ -120,9 +129,8 @@ class Running:
     """A case's step on a device, ready to run. Raises whatever its model raises."""
 
     def __init__(self, case: Case, device: torch.device) -> None:
-        source = f"{GPU_MODELS}:{case.source}" if ":" not in case.source else case.source
         with device:
-            step = resolve_step(source, case.sequence_length, case.attention)
+            step = resolve_step(case.full_source, case.sequence_length, case.attention)
         step = step.at_batch(case.batch_size)
         inputs = tuple(_random(value, step.module) for value in step.inputs)
         module, inputs, self._computing = prepared(step.module, inputs, case.precision, device)
@@ -239,7 +247,7 @@ def measure_all(given: argparse.Namespace) -> None:
     gpu = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     began = time.monotonic()
     for case in sorted(CASES, key=lambda case: case.compile):  # what compiles takes longest to begin
-        label = " ".join(case.options()).replace(f"{GPU_MODELS}:", "")
+        label = case.label
         if not _is_meant(label, given.only) or time.monotonic() - began > given.limit:
             continue
         once = None
@@ -291,15 +299,15 @@ def compare(given: argparse.Namespace) -> None:
     print("predicted / measured: time, allocated GiB, reserved GiB")
     for row in rows:
         case = case_of(row)
-        if not _is_meant(" ".join(case.options()), given.only):
+        if not _is_meant(case.label, given.only):
             continue
         setting = asdict(case)
-        source = setting.pop("source")
+        del setting["source"]
         size = setting.pop("batch_size")
         device = given.device_name or row["gpu"]
         try:
             result = ddltool.predict(
-                f"{GPU_MODELS}:{source}" if ":" not in source else source,
+                case.full_source,
                 device=device, batch_sizes=[size], **setting,
             )  # fmt: skip
         except DdlToolError as error:
@@ -313,11 +321,10 @@ def compare(given: argparse.Namespace) -> None:
         ratios.append(ratio)
         memory.append(allocated)
         held += inside
-        label = " ".join(case.options()).replace(f"{GPU_MODELS}:", "")
-        print(
-            f"{ratio:5.2f}{' ' if inside else '!'} {allocated:5.2f} {reserved:5.2f} {float(row['step_ms']):8.2f} ms  {label}",
-            flush=True,
+        figures = (
+            f"{ratio:5.2f}{' ' if inside else '!'} {allocated:5.2f} {reserved:5.2f} {float(row['step_ms']):8.2f} ms"
         )
+        print(f"{figures}  {case.label}", flush=True)
     print(
         f"{len(ratios)} steps: {_spread(ratios)}, in range {held / max(1, len(ratios)):.0%}; memory {_spread(memory)}"
     )

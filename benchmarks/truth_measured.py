@@ -19,8 +19,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
-from measure_gpu import GPU_MODELS, case_of
 from measure_gpu import Case as Measured
+from measure_gpu import case_of
 
 from ddltool.analyzers.step.costs.fitting import Belief, Case, steps_s
 from ddltool.analyzers.step.costs.kernel_times import Demand, demand_of
@@ -75,10 +75,10 @@ def _graph(step: Measured, cache: Path) -> Graph:
     """Return the traced step, from the cache where it is there."""
     path = cache / f"measured-{hashlib.sha256(str(step).encode()).hexdigest()[:16]}.graph.json.gz"
     if not path.exists():
-        source = step.source if ":" in step.source else f"{GPU_MODELS}:{step.source}"
         numerics = Numerics(step.precision, step.channels_last)  # type: ignore[arg-type]
         write_graph(
-            work_of(source, numerics, step.sequence_length, None, step.attention).traced.at(step.batch_size), path
+            work_of(step.full_source, numerics, step.sequence_length, None, step.attention).traced.at(step.batch_size),
+            path,
         )
     return read_graph(path)
 

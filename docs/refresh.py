@@ -94,17 +94,15 @@ def printed_by(command: str) -> list[str]:
 def refresh(page: Path, fast: bool) -> None:
     """Run a page's commands in a folder of their own, and rewrite its blocks of text."""
     lines = page.read_text(encoding="utf-8").splitlines()
-    steps = {step.line: step for step in pages.steps_of("\n".join(lines)) if step.command or step.stock or step.shown}
+    steps = pages.steps_of("\n".join(lines))
     printed: list[str] = []
     made: list[str] = []
     block: list[str] | None = None
     language, last_end, changed = "", 0, 0
-    for step in reversed([step for step in steps.values() if step.shown]):
-        for name, text in step.shown:
-            Path(name).write_text(text, encoding="utf-8")
-    ordered = list(pages.steps_of("\n".join(lines)))
+    for name, text in reversed([shown for step in steps for shown in step.shown]):
+        Path(name).write_text(text, encoding="utf-8")  # a page may show a file below the command that reads it
     for number, line in enumerate(lines, 1):
-        for step in [step for step in ordered if step.line == number]:
+        for step in [step for step in steps if step.line == number]:
             for name in step.stock:
                 pages.put(name)
             for name, text in step.shown:

@@ -69,16 +69,11 @@ _HALVED, _BEYOND_BOOST = 512, 1.12
 _ISSUED = 256
 _PRODUCTS = ("convolution", "matrix_product", "attention", "recurrent")
 _BY_LAYOUT = (
-    *(
-        "convolution",
-        "grouped_convolution",
-        "depthwise_convolution",
-        "normalisation",
-        "native_normalisation",
-        "pooling",
-    ),
+    *("convolution", "grouped_convolution", "depthwise_convolution"),
+    *("normalisation", "native_normalisation", "pooling"),
 )
-# A row of a layer norm takes a multiprocessor so many cycles however short it is (measured on an H200, rows of 96 to 4096).
+# A row of a layer norm takes a multiprocessor so many cycles however short it is (an H200; `benchmarks/measured` has steps with
+# rows of 96 to 4096).
 _ROW_CYCLES = 250.0
 _LAYOUTS = ("channels_first", "channels_last")
 # Products whose rows do not begin where matrix units read: of an even length they are read by twos or fours, else one by one.
@@ -411,9 +406,8 @@ def _index_constants(
         arithmetic[is_chosen & on_tensor] = _ARITHMETIC[f"{name}/tensor"]
         arithmetic[is_chosen & ~on_tensor] = _ARITHMETIC[f"{name}/vector"]
     is_uneven = (gemm[:, 1:] % _ALIGNED != 0).any(axis=1) & (gemm[:, 1] > 0)
-    read_together = 2.0 ** np.floor(
-        np.log2(_READ_BYTES / kernels.width)
-    )  # elements; a width may hold a part of a scale
+    # Elements read at a time; a width may hold a part of a scale, and is no power of two then.
+    read_together = 2.0 ** np.floor(np.log2(_READ_BYTES / kernels.width))
     is_misread = (gemm[:, 1:] % read_together[:, None] != 0).any(axis=1) & (gemm[:, 1] > 0)
     is_on_tensor_product = (kinds == CLASS["matrix_product"]) & on_tensor
     is_tf32 = np.array([name == "float32" for name in kernels.dtype], dtype=bool)
