@@ -106,7 +106,7 @@ def read_measured(cache: Path) -> list[MeasuredOp]:
 
 def _ops_of(step: Measured, measured: dict[str, tuple[int, float]], graph: Graph, device: Device) -> list[MeasuredOp]:
     kernels = kernels_of(graph)
-    demand = demand_of(kernels, device, precision=step.precision, channels_last=step.channels_last)
+    demand = demand_of(kernels, device, precision=step.precision)
     names = np.array([_name(graph.op_type[op]) for op in kernels.op], dtype=object)
     made = []
     for name, (calls, seconds) in measured.items():

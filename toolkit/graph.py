@@ -31,10 +31,11 @@ OpKind = Literal["recv", "compute", "send"]
 Mode = Literal["training", "inference"]
 KINDS: tuple[OpKind, ...] = ("recv", "compute", "send")
 Gemm = tuple[float, float, float, float]
+Layout = Literal["", "channels_first", "channels_last"]
 NO_GEMM: Gemm = (0.0, 0.0, 0.0, 0.0)
 RECV, COMPUTE, SEND = range(3)
 # Columns of a graph that are columns of its ops.
-_TEXTS = ("parameter", "op_type", "estimate", "dtype")
+_TEXTS = ("parameter", "op_type", "estimate", "dtype", "layout")
 _NUMBERS = ("duration_s", "flops", "size_bytes", "written_bytes")
 # Where a duration comes from: a formula for that op type, the memory-traffic default, an op that costs nothing, the
 # file that was read, or a measurement. Coverage is counted over these.
@@ -63,6 +64,10 @@ class Op:
         NonNegative, Field(description="the part of a compute op's size_bytes that it writes; 0 where nobody said")
     ] = 0.0
     dtype: Annotated[Text, Field(description="torch's name of the type that it works in; empty: meta.dtype")] = ""
+    layout: Annotated[
+        Layout,
+        Field(description="where the channels of its images or volumes lie in memory; empty: meta.channels_last"),
+    ] = ""
     gemm: Annotated[
         tuple[NonNegative, NonNegative, NonNegative, NonNegative],
         Field(
@@ -151,6 +156,7 @@ class Graph:
     """(e,) op indices."""
     written_bytes: NDArray[np.float64]
     dtype: tuple[str, ...]
+    layout: tuple[Layout, ...]
     gemm: NDArray[np.float64]
     """(n, 4) count, m, n and k of the matrix products behind each op; zeros where there are none or nobody said."""
     batch_size: int | None = None

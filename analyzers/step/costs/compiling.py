@@ -75,8 +75,8 @@ def compiled(graph: Graph) -> Graph:
     """Return the graph under ``torch.compile``: the last op of each fused kernel stands for it, its other ops cost nothing.
 
     Matrix products whose sides matrix units do not read in one go are padded, as inductor's ``shape_padding`` does. ``meta``
-    says so (``compiled``), and whether inductor turns images to channels_last. In a graph without written bytes (from a file
-    of an older version) only the launches of the fused ops are saved, not their traffic.
+    says so (``compiled``), and whether inductor turns all images to channels_last. In a graph without written bytes (from a
+    file of an older version) only the launches of the fused ops are saved, not their traffic.
     """
     fusion = fuse(graph)
     size, op_type, estimate = graph.size_bytes.copy(), list(graph.op_type), list(graph.estimate)
@@ -95,7 +95,15 @@ def compiled(graph: Graph) -> Graph:
         "compiled": True,
         "channels_last": bool(graph.meta.get("channels_last")) or _uses_channels_last(graph),
     }
-    return replace(graph, size_bytes=size, op_type=tuple(op_type), estimate=tuple(estimate), gemm=gemm, meta=meta)
+    return replace(
+        graph,
+        size_bytes=size,
+        op_type=tuple(op_type),
+        estimate=tuple(estimate),
+        gemm=gemm,
+        meta=meta,
+        layout=("",) * len(graph),
+    )
 
 
 def compiled_lifetimes(lifetimes: TensorLifetimes, *, blocks_only: bool = False) -> TensorLifetimes:

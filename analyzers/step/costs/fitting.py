@@ -477,14 +477,12 @@ def _case_of(graph: Graph, model: CostModel, step: MeasuredStep, model_steps: in
     ``graph``: the step's, traced at its batch size. ``model_steps``: measured steps of the same model, which share a weight.
     """
     kernels, updating = kernels_of(graph), update_of(graph, step.optimizer).kernels
-    precision, channels_last = str(graph.meta.get("precision", "fp32")), bool(graph.meta.get("channels_last", False))
+    precision = str(graph.meta.get("precision", "fp32"))
     launching = len(np.unique(kernels.op))
     # The host goes through the tensors of an update, as it issues ops.
     tensors = len(graph.of_kind(SEND)) * model.constants.update_s / model.constants.issue_s if len(updating) else 0
     return Case(
-        demand=demand_of(kernels, model.device, precision=precision, channels_last=channels_last).then(
-            demand_of(updating, model.device)
-        ),
+        demand=demand_of(kernels, model.device, precision=precision).then(demand_of(updating, model.device)),
         count=np.ones(len(kernels) + len(updating)),
         ops=launching + len(updating) + round(tensors),
         views=int((graph.kind == COMPUTE).sum()) - launching,

@@ -204,14 +204,12 @@ class Demand:
         return Demand(**{f.name: np.concatenate([getattr(self, f.name), getattr(other, f.name)]) for f in fields(self)})
 
 
-def demand_of(
-    kernels: Kernels, device: Device, *, precision: str = "fp32", channels_last: bool = False, brief: bool = False
-) -> Demand:
+def demand_of(kernels: Kernels, device: Device, *, precision: str = "fp32", brief: bool = False) -> Demand:
     """Return the demand of the kernels on a device: their work in seconds at its datasheet rates. O(k).
 
     Products are padded to tiles and filled up to waves of them, and clocks are those that the power limit allows.
-    ``precision``: as in :class:`Numerics`. ``channels_last``: the layout of images. ``brief``: the kernels run by themselves
-    for milliseconds, so that matrix units keep the boost clock.
+    ``precision``: as in :class:`Numerics`. ``brief``: the kernels run by themselves for milliseconds, so that matrix units keep
+    the boost clock.
     """
     peak, on_tensor = _peaks(kernels, device, precision)
     matrix_clock = (
@@ -219,7 +217,6 @@ def demand_of(
     )
     clock_share = np.where(on_tensor, matrix_clock, sustained(device, matrix=False))
     peak *= clock_share
-    layout = _LAYOUTS[channels_last]
     grouped_peak = sustained(device, matrix=False) * (
         _ISSUED * device.multiprocessors * device.clock_hz or device.peak_flops["float32"]
     )
@@ -243,7 +240,7 @@ def demand_of(
         flops[is_recurrent] *= tiled_flops(one_turn, device.multiprocessors, edge_steps[is_recurrent]) / (
             2.0 * one_turn.prod(axis=1)
         )
-    arithmetic_of, traffic_of = _index_constants(kernels, on_tensor, layout)
+    arithmetic_of, traffic_of = _index_constants(kernels, on_tensor)
     is_torch_weights = arithmetic_of == _ARITHMETIC["depthwise_convolution/channels_first/torch/weights"]
     blocks = kernels.gemm[is_torch_weights, 0] * kernels.gemm[is_torch_weights, 2]
     flops[is_torch_weights] *= np.maximum(1.0, _FILLING * device.multiprocessors / np.maximum(blocks, 1.0))
@@ -389,18 +386,18 @@ def _peaks(kernels: Kernels, device: Device, precision: str) -> tuple[Array, NDA
     return peak, peak > _MATRIX_UNIT * vector_peak
 
 
-def _index_constants(
-    kernels: Kernels, on_tensor: NDArray[np.bool_], layout: str
-) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+def _index_constants(kernels: Kernels, on_tensor: NDArray[np.bool_]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
     """Return (k,) the index into ARITHMETIC, -1: no matrix product, and the index into TRAFFIC of each kernel.
 
     ``on_tensor`` (k,): whether a kernel runs on matrix units. Later assignments override earlier ones.
     """
-    kinds, gemm = kernels.kind, kernels.gemm
+    kinds, gemm, is_last = kernels.kind, kernels.gemm, kernels.is_channels_last
     arithmetic = np.full(len(kernels), -1, dtype=np.intp)
     traffic = np.zeros(len(kernels), dtype=np.intp)
     for name, class_index in CLASS.items():
-        traffic[kinds == class_index] = _TRAFFIC.get(name, _TRAFFIC.get(f"{name}/{layout}", 0))
+        first, last = (_TRAFFIC.get(name, _TRAFFIC.get(f"{name}/{layout}", 0)) for layout in _LAYOUTS)
+        traffic[kinds == class_index] = first
+        traffic[(kinds == class_index) & is_last] = last
     for name in _PRODUCTS[1:]:
         is_chosen = kinds == CLASS[name]
         arithmetic[is_chosen & on_tensor] = _ARITHMETIC[f"{name}/tensor"]
@@ -416,20 +413,23 @@ def _index_constants(
     is_odd = (gemm[:, 1:] % 2 != 0).any(axis=1)
     arithmetic[is_on_tensor_product & is_misread & is_odd] = _ARITHMETIC["matrix_product/odd"]
     is_convolution = kinds == CLASS["convolution"]
-    arithmetic[is_convolution & on_tensor] = _ARITHMETIC[f"convolution/tensor/{layout}"]
     arithmetic[is_convolution & ~on_tensor] = _ARITHMETIC["convolution/vector"]
-    if layout == "channels_last":
-        is_misaligned = is_convolution & on_tensor & is_uneven
-        arithmetic[is_misaligned] = _ARITHMETIC["convolution/misaligned"]
-        traffic[is_misaligned] = _TRAFFIC["convolution/misaligned"]
+    is_misaligned = is_convolution & on_tensor & is_uneven & is_last
     is_grouped = kinds == CLASS["grouped_convolution"]
+    is_depthwise = kinds == CLASS["depthwise_convolution"]
     channels = np.where(kernels.direction == WEIGHT_GRADIENT, gemm[:, 1], np.minimum(gemm[:, 2], gemm[:, 3]))
     is_narrow = (gemm[:, 0] % _WARP == 0) & (channels <= _NARROW)
+    for layout, is_of_layout in zip(_LAYOUTS, (~is_last, is_last), strict=True):
+        arithmetic[is_convolution & on_tensor & is_of_layout] = _ARITHMETIC[f"convolution/tensor/{layout}"]
+    arithmetic[is_misaligned] = _ARITHMETIC["convolution/misaligned"]
+    traffic[is_misaligned] = _TRAFFIC["convolution/misaligned"]
     for name, is_chosen in (
-        (f"grouped_convolution/{layout}", is_grouped),
-        ("grouped_convolution/channels_last/narrow", is_grouped & is_narrow & (layout == "channels_last")),
-        (f"depthwise_convolution/{layout}", kinds == CLASS["depthwise_convolution"]),
-        ("depthwise_convolution/channels_first/torch", _is_torch_depthwise(kernels) & (layout == "channels_first")),
+        ("grouped_convolution/channels_first", is_grouped & ~is_last),
+        ("grouped_convolution/channels_last", is_grouped & is_last),
+        ("grouped_convolution/channels_last/narrow", is_grouped & is_last & is_narrow),
+        ("depthwise_convolution/channels_first", is_depthwise & ~is_last),
+        ("depthwise_convolution/channels_first/torch", is_depthwise & ~is_last & _is_torch_depthwise(kernels)),
+        ("depthwise_convolution/channels_last", is_depthwise & is_last),
     ):
         arithmetic[is_chosen], traffic[is_chosen] = _ARITHMETIC[name], _TRAFFIC[name]
         if name in _OWN_WEIGHTS:

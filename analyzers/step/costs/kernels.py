@@ -39,6 +39,8 @@ class Kernels:
     zeros where neither is known."""
     width: Array
     """(k,) bytes of one element of the type that it works in."""
+    is_channels_last: NDArray[np.bool_]
+    """(k,) whether its images or volumes have their channels last in memory; False for what works on neither."""
     dtype: tuple[str, ...]
     """(k,) torch's name of that type."""
     ops: int
@@ -60,7 +62,7 @@ class Kernels:
         return Kernels(**arrays, dtype=dtype, ops=self.ops)
 
 
-_ARRAYS = ("op", "kind", "direction", "flops", "moved_bytes", "gemm", "width")
+_ARRAYS = ("op", "kind", "direction", "flops", "moved_bytes", "gemm", "width", "is_channels_last")
 # Bytes of an element, where they are not 4.
 _WIDTH = {"complex128": 16, "complex64": 8, "float64": 8, "int64": 8}
 _WIDTH |= {"float16": 2, "bfloat16": 2, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
@@ -83,6 +85,7 @@ def product_kernels(gemm: Array, dtype: str, width: float, result_width: int) ->
         moved_bytes=count * ((m * k + k * n) * width + m * n * result_width),
         gemm=gemm,
         width=np.full(rows, float(width)),
+        is_channels_last=np.zeros(rows, dtype=bool),
         dtype=(dtype,) * rows,
         ops=rows,
     )
@@ -104,6 +107,7 @@ def kernels_of_rows(rows: Sequence[tuple[str, str, float, Gemm]]) -> Kernels:
         moved_bytes=np.array([row[2] for row in rows], dtype=np.float64),
         gemm=gemm,
         width=np.array([_WIDTH.get(row[1], 4) for row in rows], dtype=np.float64),
+        is_channels_last=np.zeros(len(rows), dtype=bool),
         dtype=tuple(row[1] for row in rows),
         ops=len(rows),
     )
@@ -149,6 +153,8 @@ def kernels_of(graph: Graph) -> Kernels:
     flops, moved_bytes = graph.flops[ops].copy(), graph.size_bytes[ops].copy()
     dtype = [graph.dtype[op] or graph_dtype for op in ops]
     width = np.array([_WIDTH.get(name, 4) for name in dtype], dtype=np.float64)
+    layouts = np.array([graph.layout[op] for op in ops], dtype=object)
+    is_channels_last = (layouts == "channels_last") | ((layouts == "") & bool(graph.meta.get("channels_last")))
     written = graph.written_bytes[ops]
     is_batch_norm = np.array([normal_type(op_type).startswith("native_batch_norm") for op_type in op_types], dtype=bool)
     is_bfloat16 = np.array([name == "bfloat16" for name in dtype], dtype=bool)
@@ -195,6 +201,7 @@ def kernels_of(graph: Graph) -> Kernels:
         moved_bytes=interleave(moved_bytes, half_bytes),  # type: ignore[arg-type]
         gemm=interleave(gemm, np.stack([count, m, k, n], axis=1)),  # type: ignore[arg-type]
         width=interleave(width, width[is_double]),  # type: ignore[arg-type]
+        is_channels_last=interleave(is_channels_last, is_channels_last[is_double]),  # type: ignore[arg-type]
         dtype=tuple(interleave(names, names[is_double])),
         ops=len(graph),
     )

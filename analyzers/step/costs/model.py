@@ -154,8 +154,7 @@ def time_step(
     """
     demand_float8(device, graph.meta.get("precision"))
     kernels = kernels_of(graph)
-    precision, channels_last = str(graph.meta.get("precision", "fp32")), bool(graph.meta.get("channels_last", False))
-    demand = demand_of(kernels, device, precision=precision, channels_last=channels_last)
+    demand = demand_of(kernels, device, precision=str(graph.meta.get("precision", "fp32")))
     kernels_s = seconds(demand, constants)
     op_s = kernels.per_op(kernels_s)
     op_s = op_s if exchanges is None else op_s + exchanges.seconds

@@ -17,15 +17,17 @@ from torch.fx import Graph as FxGraph
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
-from ddltool.analyzers.step.recording.op_rules import Cost
+from ddltool.analyzers.step.recording.op_rules import CLASS, Cost, class_of, normal_type
 from ddltool.analyzers.step.recording.recorder import RecordedCall, Recording, Shadow, shadows_of
 from ddltool.analyzers.step.recording.torch_costs import Issued, base_name, cost_of, issued
-from ddltool.graph import Gemm, Graph, Op, Recorded
+from ddltool.graph import Gemm, Graph, Layout, Op, Recorded
 
 _TOKEN_DIMENSIONS = 2
 """A batch of token sequences has two dimensions: (samples, tokens)."""
-_IMAGE_DIMENSIONS = 4
-"""A batch of images has four: (samples, channels, height, width)."""
+_LAYOUTS = {4: torch.channels_last, 5: torch.channels_last_3d}
+"""The layout with channels last of images, of dimensions (samples, channels, height, width), and of volumes."""
+_OF_IMAGES = tuple(CLASS[name] for name in ("convolution", "normalisation", "pooling"))
+"""Classes of kernels whose time depends on that layout."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -102,6 +104,7 @@ def ops_of(step: Recording, *, given: Mapping[str, Shadow] = MappingProxyType({}
                 estimate=cost.estimate,
                 written_bytes=cost.written_bytes,
                 dtype=cost.dtype,
+                layout=_layout_of(call),
                 gemm=cost.gemm,
             )
         )
@@ -141,7 +144,7 @@ def graph_of(step: Recording, name: str) -> Graph:
         "dtype": main_dtype.removeprefix("torch.") or "float32",
         "parameter_elements": sum(shadow.tensor.numel() for shadow in step.parameters.values()),
         "precision": _precision(ops, main_dtype, "tf32" if step.tf32 else "fp32"),
-        "channels_last": _is_channels_last(step),
+        "channels_last": _is_channels_last(ops),
     }
     if step.inputs and len(step.inputs[0]) == _TOKEN_DIMENSIONS and step.tokens:
         meta["tokens_per_sample"] = step.inputs[0][1]
@@ -404,9 +407,29 @@ def _precision(ops: list[Op], parameter_dtype: str, of_float32: str) -> str:
     return short_name if parameter_dtype == "torch.float32" else f"{short_name}-pure"
 
 
-def _is_channels_last(step: Recording) -> bool:
-    """Return whether most convolutions of images get their input with its channels last in memory."""
-    inputs = [call.args[0].tensor for call in step.calls if base_name(call.target) == "convolution"]
-    images = [tensor for tensor in inputs if isinstance(tensor, Tensor) and tensor.dim() == _IMAGE_DIMENSIONS]
-    last = [tensor for tensor in images if tensor.is_contiguous(memory_format=torch.channels_last)]
-    return 2 * len(last) > len(images)
+def _is_channels_last(ops: list[Op]) -> bool:
+    """Return whether most convolutions find the channels of their images last in memory."""
+    layouts = Counter(op.layout for op in ops if normal_type(op.op_type) == "convolution" and op.layout)
+    return layouts["channels_last"] > layouts["channels_first"]
+
+
+def _layout_of(call: RecordedCall) -> Layout:
+    """Return where the channels of a call's images or volumes lie, as its kernel finds them; "" for any other call.
+
+    A model that permutes its images between layers, as ConvNeXt does around its norms, changes their layout on the way. The
+    first tensor whose strides tell decides, of a convolution one of image and weight with its channels last: cuDNN lays the
+    others out like it. A tensor of one channel or one pixel tells nothing.
+    """
+    name = base_name(call.target)
+    if class_of(name) not in _OF_IMAGES:
+        return ""
+    told: list[Layout] = []
+    for argument in call.args[1:3] if name == "convolution_backward" else call.args:
+        if not isinstance(argument, Shadow) or (layout := _LAYOUTS.get(argument.tensor.dim())) is None:
+            continue
+        is_last, is_first = argument.tensor.is_contiguous(memory_format=layout), argument.tensor.is_contiguous()
+        if is_last != is_first:
+            told.append("channels_last" if is_last else "channels_first")
+    if class_of(name) == CLASS["convolution"] and "channels_last" in told:
+        return "channels_last"
+    return told[0] if told else ""

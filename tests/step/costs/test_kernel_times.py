@@ -123,9 +123,10 @@ def asks_cudnn(kernel: Mapping[str, object]) -> bool:
 
 
 def by_hand(
-    kernel: Mapping[str, object], device: Device, precision: str, layout: str, constants: Constants, products: float
+    kernel: Mapping[str, object], device: Device, precision: str, constants: Constants, products: float
 ) -> float:
     """Return the seconds of one kernel, in words of the class's own rules; ``products``: their share of the step."""
+    layout = "channels_last" if kernel["last"] else "channels_first"
     kind, gemm = str(kernel["kind"]), tuple(float(side) for side in kernel["gemm"])  # type: ignore[attr-defined]
     flops, moved = float(kernel["flops"]), float(kernel["bytes"])  # type: ignore[arg-type]
     vector, dtype = device.peak_flops["float32"], str(kernel["dtype"])
@@ -189,6 +190,7 @@ kernel = st.fixed_dictionaries(
         "kind": st.sampled_from(CLASSES),
         "direction": st.sampled_from([FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT]),
         "dtype": st.sampled_from(["float32", "float16", "int64"]),
+        "last": st.booleans(),
         "flops": st.sampled_from([0.0, 1e6, 3e9]),
         "bytes": st.sampled_from([0.0, 1e4, 1e6, 5e7]),
         "gemm": st.one_of(st.tuples(side, side, side, side), st.just((0.0, 0.0, 0.0, 0.0))),
@@ -201,11 +203,10 @@ kernel = st.fixed_dictionaries(
     st.lists(kernel, min_size=1, max_size=20),
     st.sampled_from(DEVICES),
     st.sampled_from(["fp32", "tf32", "fp16"]),
-    st.booleans(),
     st.sampled_from([CONSTANTS, replace(CONSTANTS, feed={}, carried={}), DATASHEET]),
 )
 def test_arrays_are_as_kernels_one_by_one(
-    made: list[dict[str, object]], device: Device, precision: str, channels_last: bool, constants: Constants
+    made: list[dict[str, object]], device: Device, precision: str, constants: Constants
 ) -> None:
     kernels = Kernels(
         op=np.arange(len(made)),
@@ -215,13 +216,13 @@ def test_arrays_are_as_kernels_one_by_one(
         moved_bytes=np.array([each["bytes"] for each in made], dtype=float),
         gemm=np.array([each["gemm"] for each in made], dtype=float),
         width=np.full(len(made), 4.0),
+        is_channels_last=np.array([each["last"] for each in made], dtype=bool),
         dtype=tuple(str(each["dtype"]) for each in made),
         ops=len(made),
     )
-    found = seconds(demand_of(kernels, device, precision=precision, channels_last=channels_last), constants)
-    layout = "channels_last" if channels_last else "channels_first"
+    found = seconds(demand_of(kernels, device, precision=precision), constants)
     products = share_of_products(made, device, precision)
-    expected = [by_hand(each, device, precision, layout, constants, products) for each in made]
+    expected = [by_hand(each, device, precision, constants, products) for each in made]
     assert found == pytest.approx(expected, rel=1e-9, abs=1e-18)
 
 
