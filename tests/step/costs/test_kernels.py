@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -103,6 +104,42 @@ def test_batch_norm_reads_its_input_for_the_statistics_too(
         False: (kind, pytest.approx(forward, rel=0.02)),
         True: (kind, pytest.approx(backward, rel=0.02)),
     }
+
+
+class Permuted(nn.Module):
+    """A filter per channel before and after a norm over channels, which wants them last: ConvNeXt's order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.LayerNorm(8)
+        self.mixing, self.second = nn.Linear(8, 8), nn.Conv2d(8, 8, 3, padding=1, groups=8)
+
+    def forward(self, images: Tensor) -> Tensor:
+        mixed = self.mixing(self.norm(self.first(images).permute(0, 2, 3, 1)))
+        return self.second(mixed.permute(0, 3, 1, 2))
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_a_permuted_image_keeps_its_channels_last_for_the_next_convolution(channels_last: bool) -> None:
+    """As torch itself says of both convolutions' results on the CPU; a step of one layout has one flag for all."""
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    images, seen = torch.zeros(2, 8, 6, 6).to(memory_format=layout), []
+    module = Permuted()
+    for layer in (module.first, module.second):
+        layer.register_forward_pre_hook(
+            lambda _, inputs: seen.append(inputs[0].is_contiguous(memory_format=torch.channels_last))
+        )
+    module(images)
+    assert seen == [channels_last, True]
+    step = step_from((Permuted(), torch.zeros(2, 8, 6, 6)), "train.py:make", "make")
+    graph = trace_torch(lambda: step, mode="training", numerics=Numerics("fp32", channels_last))
+    kernels = kernels_of(graph)
+    is_convolution = kernels.kind == CLASSES.index("depthwise_convolution")
+    names = [graph.op_type[op] for op in kernels.op[is_convolution]]
+    assert [name.removeprefix("aten.") for name in names] == ["convolution"] * 2 + ["convolution_backward"] * 3
+    assert kernels.is_channels_last[is_convolution].tolist() == [seen[place] for place in (0, 1, 1, 1, 0)]
+    of_one_layout = kernels_of(replace(graph, layout=("",) * len(graph)))  # as in a file of an older version
+    assert set(of_one_layout.is_channels_last) == {channels_last}
 
 
 def test_a_cast_to_a_wider_type_is_a_kind_of_its_own() -> None:
