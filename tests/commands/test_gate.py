@@ -11,6 +11,7 @@ import math
 import os
 import shlex
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -275,20 +276,34 @@ def test_bad_input_is_one_line(cli: Cli, project: Path, arguments: list[str], pa
 # ---- examples
 
 
-def test_the_workflow_runs_here(cli: Cli, project: Path) -> None:
-    workflow = yaml.safe_load((EXAMPLES / "github-gate.yml").read_text(encoding="utf-8"))
-    assert set(workflow) == {"name", True, "permissions", "jobs"}  # YAML 1.1 reads the key `on` as true
-    steps = workflow["jobs"]["gate"]["steps"]
+def _of_github(template: dict[Any, Any]) -> tuple[list[str], list[str]]:
+    """The commands of GitHub's workflow, and the files that it uploads."""
+    assert set(template) == {"name", True, "permissions", "jobs"}  # YAML 1.1 reads the key `on` as true
+    steps = template["jobs"]["gate"]["steps"]
     assert all(("uses" in step) != ("run" in step) for step in steps)
-    commands = [shlex.split(step["run"]) for step in steps if step.get("run", "").startswith("ddltool ")]
+    uploads = [step["with"] for step in steps if "upload" in step.get("uses", "")]
+    return [step["run"] for step in steps if "run" in step], [uploads[0]["sarif_file"], *uploads[1]["path"].split()]
+
+
+def _of_gitlab(template: dict[Any, Any]) -> tuple[list[str], list[str]]:
+    """The commands of GitLab's job, and the files that it keeps."""
+    (job,) = template.values()
+    assert set(job) == {"image", "rules", "before_script", "script", "artifacts"}
+    return job["script"], [*job["artifacts"]["paths"], job["artifacts"]["reports"]["junit"]]
+
+
+@pytest.mark.parametrize(("file", "read"), [("github-gate.yml", _of_github), ("gitlab-gate.yml", _of_gitlab)])
+def test_the_pipelines_run_here(
+    cli: Cli, project: Path, file: str, read: Callable[[dict[Any, Any]], tuple[list[str], list[str]]]
+) -> None:
+    lines, kept = read(yaml.safe_load((EXAMPLES / file).read_text(encoding="utf-8")))
+    commands = [shlex.split(line) for line in lines if line.startswith("ddltool ")]
     assert [command[1] for command in commands] == ["plan", "gate"]
     Path("ddltool-baselines").mkdir()
     Path("ddltool-baselines/plan.json").write_bytes(Path("est.json").read_bytes())
     for command in commands:
         assert cli(*command[1:]).code == 0
-    uploads = [step["with"] for step in steps if "upload" in step.get("uses", "")]
-    for path in [uploads[0]["sarif_file"], *uploads[1]["path"].split()]:
-        assert Path(path).is_file()
+    assert all(Path(path).is_file() for path in kept)
 
 
 def test_the_pre_commit_hook_and_the_rules_run_here(cli: Cli, project: Path) -> None:
