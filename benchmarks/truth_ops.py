@@ -228,15 +228,17 @@ def section(data: Path, table: CalibrationTable) -> str:
         )
     lines += [
         "",
-        _row("collective", "GPU", "of", "rows", "median", "10 to 90 %", "with NVLS"),
-        "|---|---|---:|---:|---:|---:|---:|",
+        _row("collective", "GPU", "GPUs", "rows", "median", "10 to 90 %", "with NVLS"),
+        "|---|---|---|---:|---:|---:|---:|",
     ]
+    exchanges: dict[tuple[str, str], list[MeasuredCollectives]] = {}
     for exchange in read_collectives(data):
-        plain, chosen = exchange.ratios(nvls=False), exchange.ratios(nvls=True)
+        exchanges.setdefault((exchange.name, exchange.device.name), []).append(exchange)
+    for (name, gpu), sizes in sorted(exchanges.items()):
+        plain, chosen = (np.concatenate([size.ratios(nvls=nvls) for size in sizes]) for nvls in (False, True))
+        counts = ", ".join(str(size.replicas) for size in sizes)
         with_nvls = "" if np.allclose(plain, chosen) else _quantiles(chosen)[0]
-        lines.append(
-            _row(exchange.name, exchange.device.name, exchange.replicas, len(plain), *_quantiles(plain), with_nvls)
-        )
+        lines.append(_row(name, gpu, counts, len(plain), *_quantiles(plain), with_nvls))
     return "\n".join([TITLE, "", _WORDS, "", *lines, ""]) + "\n"
 
 
