@@ -50,7 +50,7 @@ _DRAWN_W = {
     "Ada": (1.15, 1.74),
     "Hopper": (1.5, 3.4),
     "Blackwell": (1.15, 1.74),
-    "Blackwell HBM": (1.5, 4.3),
+    "Blackwell HBM": (1.5, 5.2),
 }
 _CLOCK_BY_POWER = 0.7
 # From Hopper on matrix units read their factors from shared memory by themselves (wgmma), and cuDNN's convolutions are fed so
