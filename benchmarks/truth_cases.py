@@ -82,8 +82,8 @@ SOURCES = {
     "mpt": Source(
         title="LLM Foundry's MPT", error=0.12, weight=0.7, attention=1.6,
         remark="8 GPUs, bfloat16, torch 1.13, FlashAttention's kernel in Triton, 1.6 times as long as today's "
-        "(read off the source's own long sequences; FlashAttention-2, arXiv 2307.08691, section 4.1, says 2); exposed collectives "
-        "count as error",
+        "(read off the source's own long sequences; FlashAttention-2, arXiv 2307.08691, section 4.1, says 2); "
+        "exposed collectives count as error",
     ),
     "lucid": Source(title="Lucid's profiles", error=0.15, weight=0.7, remark="one server with RTX 3090"),
     "gavel": Source(
