@@ -633,8 +633,9 @@ def _explorer(figure: Explorer, slots: Slots) -> Chart:
         frontier.mark_line(interpolate="step-after", color=FAINT, strokeWidth=1.5),
         frontier.mark_point(size=230, color=INK, strokeWidth=1.2),
         points.transform_filter(fits).mark_point(filled=True).add_params(by_name).properties(name="points"),
-        points.transform_filter(f"!({fits})").mark_point(strokeWidth=2, fill=PAPER),
     ]
+    if not all(point.fits for point in figure.points):  # an empty layer would be read out as a symbol without a name
+        layers.append(points.transform_filter(f"!({fits})").mark_point(strokeWidth=2, fill=PAPER))
     chart = alt.layer(*layers, data=alt.Data(values=rows))  # type: ignore[no-untyped-call]
     chart = chart.transform_filter(shown).transform_filter(by_name).add_params(*parameters)
     return chart.properties(height=320, usermeta={"key": 7 * max(map(len, names)) + 48})

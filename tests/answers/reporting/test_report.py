@@ -119,7 +119,7 @@ def test_json_lists_the_sections(artifacts: list[Path], tmp_path: Path, capsys: 
 
 def test_a_page_opens_with_what_failed_else_with_the_plan(artifacts: list[Path], page: Path, tmp_path: Path) -> None:
     def card(html: str) -> str:
-        found = re.search(r'<header class="card (.*?)</header>', html, re.DOTALL)
+        found = re.search(r'<div class="card (.*?)</header>', html, re.DOTALL)
         assert found is not None
         return unescape(re.sub(r"<[^>]*>", " ", found[1]))
 
@@ -505,6 +505,22 @@ def demand_scrolling(browser: Browser) -> None:
     for element, least, most in (("#barrier-1", 0, 80), ("nav", -1, 20)):
         top = f"document.querySelector('{element}').getBoundingClientRect().top"
         browser.demand(top, lambda found, least=least, most=most: least <= found < most)
+
+
+@pytest.mark.slow
+@needs_chromium
+@pytest.mark.parametrize("dark", [False, True])
+def test_axe_finds_nothing(page: Path, tmp_path: Path, dark: bool) -> None:
+    """Deque's rules of accessibility, with `pip install axe-core-python`."""
+    axe = Path(pytest.importorskip("axe_core_python").__file__).with_name("axe.min.js").read_text(encoding="utf-8")
+    with chromium(tmp_path) as browser:
+        browser.open(page, width=1280, dark=dark)
+        browser.value(f"{axe};1")
+        found = (
+            "axe.run({resultTypes: ['violations']}).then(r => r.violations.map(v => [v.id, v.nodes.map(n => n.html)]))"
+        )
+        assert browser.value(found) == []
+        assert len(browser.value("axe.getRules()")) > 50
 
 
 @needs_chromium
