@@ -18,17 +18,20 @@ from ddltool.analyzers.answers.reporting.section import (
     some,
     tabled,
 )
-from ddltool.analyzers.step.communication.program import SMALL_GAIN
+from ddltool.analyzers.step.communication.collectives import plan_collectives
+from ddltool.analyzers.step.communication.program import SMALL_GAIN, own_fabric
 from ddltool.analyzers.step.costs.model import OPTIMIZER, memory_words
 from ddltool.analyzers.step.transfers.efficiency import MakespanBounds, bounds, simulated
 from ddltool.analyzers.step.transfers.order import tac, tic
 from ddltool.analyzers.step.transfers.timeline import Timeline
+from ddltool.device import DEVICES_PER_NODE
 from ddltool.errors import shortened
 from ddltool.graph import COMPUTE, KINDS, RECV, Graph
 from ddltool.graph_results import (
     BucketFigures,
     CollectiveFigures,
     CoverageFigures,
+    DdpFigures,
     DeterminismOp,
     DeterminismResult,
     PrefetchFigures,
@@ -50,10 +53,11 @@ _LABELLED = 60
 
 
 def graph_section(graph: Graph, name: str, *, remark: str = "") -> Section:
-    """Return the section of a timed graph: its timeline in two orders of transfers, and the step time of each order.
+    """Return the section of a timed graph: what DDP's buckets gain, as ``ddltool trace`` has it, then the order of transfers.
 
-    ``remark`` says where its times come from. Every order is simulated with 20 seeds (3 from 20,000 ops on). Raises
-    InputError for ops without a duration.
+    Buckets are those of 8 replicas, of a training step that says for which network it was timed; of any other the order of
+    a parameter server's transfers is all there is. ``remark`` says where its times come from. Every order is simulated with
+    20 seeds (3 from 20,000 ops on). Raises InputError for ops without a duration.
     """
     runs = RUNS if len(graph) < _LARGE else RUNS_OF_A_LARGE_GRAPH
     limits = bounds(graph)
@@ -74,7 +78,26 @@ def graph_section(graph: Graph, name: str, *, remark: str = "") -> Section:
     if limits.upper_s > 0:  # else there is nothing to draw
         blocks.insert(0, _timeline_picture(graph, timelines, orders["TAC"].priority or {}))
     lead = [facts.strip(), _bounds_words(limits, orders["random"].makespan_s, orders["TAC"].makespan_s)]
-    return Section(title=f"Graph: {name}", lead=lead, blocks=blocks, verdict=_verdict(graph, orders, runs))
+    verdict = _verdict(graph, orders, runs)
+    fabric = own_fabric(graph)
+    collectives = plan_collectives(graph, fabric.over(DEVICES_PER_NODE)) if fabric is not None and verdict else None
+    if collectives is not None:
+        blocks.insert(0, _collectives_table(collectives))
+        lead[1] = f"Parameter servers: {lead[1][0].lower()}{lead[1][1:]}"
+        verdict = _buckets_verdict(collectives.ddp)
+    return Section(title=f"Graph: {name}", lead=lead, blocks=blocks, verdict=verdict)
+
+
+def _buckets_verdict(ddp: DdpFigures) -> Verdict:
+    """Return the verdict on DDP's buckets: what the best ones save of a step, in the words of ``ddltool trace``."""
+    is_worthwhile = ddp.default.step_s - ddp.best.step_s >= SMALL_GAIN * ddp.default.step_s
+    return Verdict(
+        answer=ddp.verdict,
+        sure="predicted by the graph's times and its network",
+        then="give a plan with --graph, and ddltool emit sets the buckets" if is_worthwhile else "leave DDP as it is",
+        good=True if is_worthwhile else None,
+        minor=not is_worthwhile,
+    )
 
 
 def _verdict(graph: Graph, orders: Mapping[str, ScheduleFigures], runs: int) -> Verdict | None:
@@ -209,10 +232,7 @@ def trace_section(result: TraceResult, setting: str = "ddp") -> Section:
             collectives = collectives.model_copy(update={"fsdp2": None})
         sentences = {"ddp": [collectives.ddp.verdict], "fsdp2": [sharded], **sentences}
         sentences["ddp"] += [collectives.compressed.verdict] if collectives.compressed is not None else []
-        table = _collectives_table(
-            collectives, f"Data parallel on {collectives.replicas} replicas, {collectives.network}"
-        )
-        blocks.insert(len(blocks) if setting == "servers" else 0, table)
+        blocks.insert(len(blocks) if setting == "servers" else 0, _collectives_table(collectives))
     # The asked setting's sentences open, the others' follow.
     first, *rest = sorted(sentences, key=lambda name: name != setting)
     lead = [f"Verdict: {sentences[first][0]}", *sentences[first][1:]]
@@ -293,7 +313,7 @@ def _best_words(result: TraceResult) -> str:
 Setting = BucketFigures | PrefetchFigures | CompressionFigures
 
 
-def _collectives_table(collectives: CollectiveFigures, caption: str) -> Table:
+def _collectives_table(collectives: CollectiveFigures) -> Table:
     """Return the table of DDP's and FSDP2's settings: step, exposed communication, and bytes gathered at once."""
     ddp, fsdp2 = collectives.ddp, collectives.fsdp2
     settings: dict[str, Setting] = {"DDP default": ddp.default, "DDP best cap": ddp.best_cap}
@@ -319,6 +339,7 @@ def _collectives_table(collectives: CollectiveFigures, caption: str) -> Table:
         **{"step": "step_s", "exposed": "exposed_s"},
         "gathered": lambda entry: show_bytes(entry.gathered_bytes) if isinstance(entry, PrefetchFigures) else None,
     }
+    caption = f"Data parallel on {collectives.replicas} replicas, {collectives.network}"
     return tabled(caption, "predicted", settings.values(), columns, names=("framework", settings), text_columns=2)
 
 

@@ -8,7 +8,9 @@ import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,11 +18,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import ddltool as dt
 from ddltool.analyzers.answers.reporting.charts import COLOURS, INK, KINDS, SERIES, Slots, drawn, spec
 from ddltool.analyzers.answers.reporting.figures import Bars, Figure, Heat, Lanes, Line, Lines, Span, merged, stacked
+from ddltool.analyzers.answers.reporting.graph_section import graph_section
 from ddltool.analyzers.answers.reporting.page import TEMPLATE, render
 from ddltool.analyzers.answers.reporting.section import Picture, Section, Table, filled
 from ddltool.errors import few
+from ddltool.graph import read_graph
 from ddltool.units import counted
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
@@ -304,3 +309,17 @@ def test_empty_columns_go_and_numbers_of_things_are_words() -> None:
 def test_no_line_ends_between_a_number_and_its_unit() -> None:
     html = render("t", [Section(title="b", lead=["12 ms of 3 steps, 4 s"])], summary=[], generated_by="d")
     assert "12\N{NO-BREAK SPACE}ms of 3 steps, 4\N{NO-BREAK SPACE}s" in html
+
+
+def test_a_graph_s_verdict_is_what_trace_says_of_ddp(tmp_path: Path) -> None:
+    """The order of transfers is for parameter servers: a page speaks first of what a job of today uses."""
+    traced = dt.trace("zoo:cifarnet", device="A100", bandwidth="1Gbit", samples=2, output=tmp_path / "graph.json")
+    graph = read_graph(tmp_path / "graph.json")
+    section = graph_section(graph, "graph.json")
+    assert traced.collectives is not None and section.verdict is not None
+    assert section.verdict.answer == traced.collectives.ddp.verdict
+    assert section.lead[1].startswith("Parameter servers: from random orders")
+    # Of an inference step, or of one that names no network, nothing is known but the order.
+    meta = {key: value for key, value in graph.meta.items() if key != "bandwidth_bytes_per_s"}
+    ordered = graph_section(replace(graph, meta=meta), "graph.json")
+    assert ordered.verdict is not None and ordered.verdict.answer.startswith("TAC's order of transfers")
