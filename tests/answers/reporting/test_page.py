@@ -316,10 +316,12 @@ def test_a_graph_s_verdict_is_what_trace_says_of_ddp(tmp_path: Path) -> None:
     traced = dt.trace("zoo:cifarnet", device="A100", bandwidth="1Gbit", samples=2, output=tmp_path / "graph.json")
     graph = read_graph(tmp_path / "graph.json")
     section = graph_section(graph, "graph.json")
-    assert traced.collectives is not None and section.verdict is not None
+    assert traced.collectives is not None
+    assert section.verdict is not None
     assert section.verdict.answer == traced.collectives.ddp.verdict
     assert section.lead[1].startswith("Parameter servers: from random orders")
     # Of an inference step, or of one that names no network, nothing is known but the order.
     meta = {key: value for key, value in graph.meta.items() if key != "bandwidth_bytes_per_s"}
     ordered = graph_section(replace(graph, meta=meta), "graph.json")
-    assert ordered.verdict is not None and ordered.verdict.answer.startswith("TAC's order of transfers")
+    assert ordered.verdict is not None
+    assert ordered.verdict.answer.startswith("TAC's order of transfers")
