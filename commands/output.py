@@ -101,13 +101,14 @@ _ROWS_SHOWN = 32  # all of a table of up to so many
 
 
 def show(section: Section, *written: Path | None) -> None:
-    """Print a result: its title, sentences and tables, and which files it was written to.
+    """Print a result: its sentences and tables, and which files it was written to.
 
-    Pictures are for the report; details follow with ``-v`` alone. A table too wide for the terminal loses its spare
+    The answer comes first; a title is for results that have none. Pictures are for the report; details follow with ``-v`` alone. A table too wide for the terminal loses its spare
     columns.
     """
     console = out()
-    console.print(section.title)
+    if not (section.verdict and section.lead and section.verdict.says(section.lead[0])):
+        console.print(section.title)
     lead, blocks = [*section.lead], [*section.blocks]
     if VOICE.verbose:
         lead, blocks = [*lead, *section.details], [*blocks, *section.more]
