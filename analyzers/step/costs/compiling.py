@@ -22,7 +22,7 @@ from scipy.sparse.csgraph import breadth_first_order, connected_components, maxi
 
 from ddltool.analyzers.step.costs.memory import ACTIVATION, TensorLifetimes
 from ddltool.analyzers.step.recording.op_rules import CLASS, CLASSES, class_of, names_in, normal_type
-from ddltool.graph import COMPUTE, SEND, Graph, Recorded
+from ddltool.graph import COMPUTE, SEND, Graph, Layout, Recorded
 
 # Classes of ops, and ops, that inductor fuses with their neighbours.
 _FUSED = frozenset(("pointwise", "copy", "normalisation", "row_normalisation", "softmax", "reduction"))
@@ -90,20 +90,14 @@ def compiled(graph: Graph) -> Graph:
     is_product = np.array([class_of(name) == CLASS["matrix_product"] for name in graph.op_type], dtype=bool)
     gemm = graph.gemm.copy()
     gemm[is_product, 1:] = np.ceil(gemm[is_product, 1:] / _PADDED) * _PADDED
+    layout: tuple[Layout, ...] = ("",) * len(graph)
     meta = {
         **graph.meta,
         "compiled": True,
         "channels_last": bool(graph.meta.get("channels_last")) or _uses_channels_last(graph),
     }
-    return replace(
-        graph,
-        size_bytes=size,
-        op_type=tuple(op_type),
-        estimate=tuple(estimate),
-        gemm=gemm,
-        meta=meta,
-        layout=("",) * len(graph),
-    )
+    op_types, sources = tuple(op_type), tuple(estimate)
+    return replace(graph, size_bytes=size, op_type=op_types, estimate=sources, gemm=gemm, meta=meta, layout=layout)
 
 
 def compiled_lifetimes(lifetimes: TensorLifetimes, *, blocks_only: bool = False) -> TensorLifetimes:
