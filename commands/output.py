@@ -103,8 +103,8 @@ _ROWS_SHOWN = 32  # all of a table of up to so many
 def show(section: Section, *written: Path | None) -> None:
     """Print a result: its sentences and tables, and which files it was written to.
 
-    The answer comes first; a title is for results that have none. Pictures are for the report; details follow with ``-v`` alone. A table too wide for the terminal loses its spare
-    columns.
+    The answer comes first; a title is for results that have none. Pictures are for the report; details follow with ``-v``
+    alone. A table too wide for the terminal loses its spare columns.
     """
     console = out()
     if not (section.verdict and section.lead and section.verdict.says(section.lead[0])):

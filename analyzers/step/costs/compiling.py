@@ -90,7 +90,7 @@ def compiled(graph: Graph) -> Graph:
     is_product = np.array([class_of(name) == CLASS["matrix_product"] for name in graph.op_type], dtype=bool)
     gemm = graph.gemm.copy()
     gemm[is_product, 1:] = np.ceil(gemm[is_product, 1:] / _PADDED) * _PADDED
-    layout: tuple[Layout, ...] = ("",) * len(graph)
+    layout: tuple[Layout, ...] = tuple("" for _ in range(len(graph)))
     meta = {
         **graph.meta,
         "compiled": True,
