@@ -31,8 +31,8 @@ def dataset_length(dataset: Dataset[Any], remedy: str = MAP_STYLE) -> int:
 def demand_same_samples(job: DistributedJob, dataset: Dataset[Any] | None) -> None:
     """Raise InputError on every rank unless all have equally many samples, and an equal first, middle and last one.
 
-    They are read from a copy of the dataset, as a file that it opens must not be shared with data workers. Random
-    seeds are the same on all ranks meanwhile, for random transforms. A stream, or None, must be one on every rank.
+    The samples are read from a copy of the dataset, as a file that it opens must not be shared with data workers, and
+    with the same random seeds on all ranks, for random transforms. A stream, or None, must be one on every rank.
     """
     size = None if dataset is None or isinstance(dataset, IterableDataset) else dataset_length(dataset)
     described = "none" if dataset is None else "a stream" if size is None else f"{size} samples"
