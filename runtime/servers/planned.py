@@ -46,10 +46,19 @@ def follow(
         for inputs, answers in follow("enforce.json", model, optimizer, dataset, epochs=3):
             nn.functional.cross_entropy(model(inputs), answers).backward()
 
-    Give the bare model (no DDP), and make one forward and one backward pass a batch; the server's ``optimizer`` makes the
-    updates. The loop ends when all workers together have processed ``epochs`` times the dataset, in whatever shares; then
-    every process has the trained parameters. ``options`` go to ``DataLoader``; ``checkpoint`` as for :class:`Worker`, one for
-    each rank.
+    The loop makes one forward and one backward pass a batch; the server's ``optimizer`` makes the updates. It ends when
+    all workers together have processed ``epochs`` times the dataset, in whatever shares; then every process has the
+    trained parameters.
+
+    Args:
+        config: the enforcement config, of strategy elastic-bsp.
+        model: the bare model (no DDP).
+        optimizer: over its parameters.
+        dataset: map-style, the same on every worker.
+        epochs: of all workers together.
+        seed: of the order of samples.
+        checkpoint: as for :class:`Worker`, one for each rank.
+        options: go to ``DataLoader``.
 
     Raises InputError where config and job do not fit, TransferError when the server is lost.
     """
@@ -105,7 +114,7 @@ def follow(
 
 
 def _open_telemetry(planned: Enforcement, rank: int) -> TelemetryFile:
-    """Return the file for this worker's telemetry, a row per iteration; without one in the plan, a file that drops its rows."""
+    """Return the file for this worker's telemetry, a row per iteration; without one in the plan, one that drops its rows."""
     size, device = planned.world_size, planned.ranks[rank].device_type
     # The server is a process of the job too, beside the planned workers.
     identity = Identity(rank=rank, world_size=size, num_nodes=count_nodes(size + 1), device=device)
