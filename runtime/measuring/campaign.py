@@ -1,8 +1,8 @@
 """Measures training steps in real processes: batch sizes x replicas x accumulation steps. Start at :func:`campaign`.
 
-Every replica is a process of its own with a gloo (CPU) or NCCL (CUDA) group: started here (:class:`LocalReplicas`),
-or torchrun's (:mod:`.torchrun_job`). This module says what is asked for (:class:`MeasureRequest`), decides what runs
-next, turns times into rows, and keeps the file that the rows fill (:class:`ProfileFile`).
+Every replica is a process of its own with a gloo (CPU) or NCCL (CUDA) group: started here (:class:`LocalReplicas`), or
+torchrun's (:mod:`.torchrun_job`). This module holds the request (:class:`MeasureRequest`), decides what runs next,
+turns times into rows, and keeps the file of the rows (:class:`ProfileFile`).
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ Key = tuple[int, int, int]
 class MeasureRequest:
     """What to measure. ``resolver`` is ``package.module:function``, called as ``function(source, batch_size)``.
 
-    With ``repeats`` every configuration gets that many timed steps. Without, each gets as many as its median needs to be
-    known to ``precision``, until ``budget_s`` seconds are spent, and batch sizes whose step time follows from the others'
-    are left out; no ``batch_sizes`` then means to search where throughput saturates.
+    With ``repeats`` every configuration gets that many timed steps. Without, each gets as many as its median needs to
+    be known to ``precision``, until ``budget_s`` seconds are spent, and batch sizes whose step time follows from the
+    others' are left out. Without ``batch_sizes`` too, the batch size at which throughput saturates is searched for.
     """
 
     source: str
@@ -122,11 +122,17 @@ def campaign(
 ) -> CampaignResult:
     """Measure what the request asks for and ``known`` does not have; return all rows, the known ones as they are.
 
-    ``on_rows`` gets all rows after every visit to a configuration, ``progress`` how many there are and what ran. Batches above
-    ``largest_batch`` are left out, and all larger ones once one runs out of memory. Columns: ``step_time_s`` is the median
-    over the repeats of the slowest replica's full step, with its 95 % interval; ``sync_time_s`` what that is longer than the
-    same step without synchronisation (AdaptDL's convention), 0 for one replica; ``grad_time_s`` one pass without
-    synchronisation, the update a part of it where nothing is accumulated.
+    A row's ``step_time_s`` is the median over the repeats of the slowest replica's full step, with its 95 % interval.
+    ``sync_time_s`` is what that is longer than the same step without synchronisation (AdaptDL's convention), 0 for one
+    replica. ``grad_time_s`` is one pass without synchronisation, the update a part of it where nothing is accumulated.
+
+    Args:
+        request: what to measure.
+        executor: runs the tasks; None: processes are started on this machine.
+        known: rows of an earlier run.
+        on_rows: gets all rows after every visit to a configuration.
+        progress: gets the number of rows, and what has run.
+        largest_batch: larger ones are left out, as are all from the first on that runs out of memory.
 
     Raises DdlToolError when a process fails, with its reason; InputError when nothing fits in memory.
     """
@@ -174,8 +180,8 @@ class _Campaign:
         on_rows: Callable[[pd.DataFrame], None] | None,
         progress: Callable[[int, str], None],
     ) -> CampaignResult:
-        """Run tasks on ``executor`` until :meth:`next_task` returns None, and return the result; None: return the
-        known rows alone.
+        """Run tasks on ``executor`` until :meth:`next_task` returns None, and return the result; None: return the known
+        rows alone.
 
         ``on_rows`` and ``progress`` are called after every task. Raises InputError when no batch fits in memory.
         """
@@ -234,7 +240,8 @@ class _Campaign:
     def _next_searched(self) -> Key | None:
         """Return the next configuration in the search for the batch at which throughput saturates; None when it has ended.
 
-        None too where batch sizes were given, so that nothing is searched. The batches visited are those wanted in all series.
+        None too where batch sizes were given, so that nothing is searched. The batches visited are then wanted in all
+        series.
         """
         if self.request.batch_sizes:
             return None
@@ -248,7 +255,8 @@ class _Campaign:
         return replicas, steps, batch
 
     def _points(self, replicas: int, steps: int) -> dict[int, Interval]:
-        """Return the measured medians of a series (``replicas``, accumulation ``steps``) by batch, with their intervals.
+        """Return the measured medians of a series (``replicas``, accumulation ``steps``) by batch, with their intervals
+        in seconds.
 
         A row without an interval (NaN) counts as exact.
         """
@@ -414,7 +422,7 @@ def _serve(subject: Subject, rank: int, replicas: Sequence[int], pipe: Connectio
 
 
 def reliability(frame: pd.DataFrame) -> list[str]:
-    """Return a sentence for every reason not to trust the rows (spread, too short steps, too few repeats), with what to try."""
+    """Return a sentence for every reason not to trust the rows, with what to try: spread, too short steps, too few repeats."""
     sentences: list[str] = []
     wide = frame[frame["step_time_spread_s"] > RELIABLE_SPREAD * frame["step_time_s"]]
     if len(wide):
@@ -432,8 +440,8 @@ def reliability(frame: pd.DataFrame) -> list[str]:
 class ProfileFile:
     """A profile.csv that is rewritten (atomically) whenever a row comes; a killed process loses no row that was written.
 
-    ``known``: with ``resume`` the rows that are there already, None without. Raises InputError for rows that were measured
-    otherwise than the request wants.
+    ``known``: with ``resume`` the rows that are there already, None without. Raises InputError for rows that were
+    measured otherwise than the request wants.
     """
 
     def __init__(self, path: Path | None, request: MeasureRequest, *, resume: bool) -> None:

@@ -126,10 +126,15 @@ class Children:
         take_note: Callable[[int, Any], bool] = lambda rank, message: message is None,
         limit_s: float = SILENCE_LIMIT_S,
     ) -> list[Any]:
-        """Wait for one answer of each rank, and return them in the order of ``ranks``.
+        """Wait for one answer of each rank, and return the answers in the order of ``ranks``.
 
-        ``take_note(rank, message)`` returns whether a message is only a note on the way and no answer; by default
-        None is one: a sign of life. ``where`` begins error messages, and a process may be silent for ``limit_s``.
+        Args:
+            ranks: whose answers are wanted.
+            where: begins error messages.
+            take_note: ``take_note(rank, message)`` returns whether a message is only a note on the way and no answer;
+                by default None is one, a sign of life.
+            limit_s: seconds that all of them may be silent.
+
         Raises what :meth:`receive` raises.
         """
         answers: dict[int, Any] = {}

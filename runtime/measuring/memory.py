@@ -1,9 +1,9 @@
 """The largest batch that fits in memory, found by trying. Start at :func:`search_limit`, :func:`measure_limit`.
 
-Every try is a real training step in a child process. On CPU it fits when the process's resident set, by the kernel's own
-high-water mark, stayed within the budget; the parent stops a child that goes beyond it, before it takes the machine's
-memory. The limit on address space that systems offer (``RLIMIT_AS``) is of no use here: torch reserves gigabytes that it never
-touches. On CUDA it fits when no ``OutOfMemoryError`` comes.
+Every try is a real training step in a child process. On CPU it fits when the process's resident set, by the kernel's
+own high-water mark, stayed within the budget; the parent stops a child that goes beyond it, before it takes the
+machine's memory. The limit on address space that systems offer (``RLIMIT_AS``) is of no use here: torch reserves
+gigabytes that it never touches. On CUDA it fits when no ``OutOfMemoryError`` comes.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class MemoryLimit:
 def search_limit(attempt: Callable[[int], float | None], budget_bytes: float, largest: int = LARGEST) -> MemoryLimit:
     """Return the limit by growing batches, then bisection; ``attempt(batch)`` returns peak bytes, None if it did not fit.
 
-    A line through the peaks guesses the limit, which saves tries where memory grows evenly. Every other try halves
-    the bracket anyway, so that bad guesses cannot make the search long.
+    A line through the peaks guesses the limit, which saves tries where memory grows evenly. Every other try halves the
+    bracket anyway, so that bad guesses cannot make the search long.
     """
     tried: dict[int, float | None] = {}
     # Invariant: batch `low` has run and fits (0: none yet), `high` does not fit (largest + 1: none was tried).
@@ -140,9 +140,10 @@ class _Trial:
 
 
 def _serve(subject: Subject, budget_bytes: float, pipe: Connection) -> None:
-    """Run a step of each batch from ``pipe``, in a child process, and send (peak bytes, whether it may try another batch) back.
+    """Run a step of each batch from ``pipe``, in a child process; send back (peak bytes, whether it may try another batch).
 
-    Peak bytes are 0 when memory ran out. Where the system does not let a process reset its peak, a new one must try the next.
+    Peak bytes are 0 when memory ran out. Where the system does not let a process reset its peak, a new one must try the
+    next.
     """
     import torch
 

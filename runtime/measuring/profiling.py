@@ -34,9 +34,16 @@ def measured(
 ) -> ProfileResult:
     """Measure ``request`` and return the result; ``file`` gets the rows as they come.
 
-    With ``memory_bytes`` the memory limit is searched first, and no larger batch is measured. ``job``: the processes
-    of a torchrun job; None: local ones are started. ``tell`` gets warnings and ``stage`` the progress, for who shows
-    them. Raises InputError when not even batch 1 fits in memory.
+    Args:
+        request: what to measure.
+        file: of the rows.
+        memory_bytes: memory limit; the largest batch within it is searched first, and no larger one is measured. None:
+            none.
+        job: the processes of a torchrun job; None: local ones are started.
+        tell: gets warnings.
+        stage: gets the progress.
+
+    Raises InputError when not even batch 1 fits in memory.
     """
     search = None
     largest: int | None = LARGEST_BATCH
@@ -91,7 +98,7 @@ def keeping_rows(file: ProfileFile) -> Iterator[None]:
 
 
 def device_memory(device: str) -> float:
-    """Return the bytes that the device has: all of the GPU's, or what is free in main memory."""
+    """Return the bytes of memory that the device has: all of the GPU's, or what is free in main memory."""
     if device == "cpu":
         return float(psutil.virtual_memory().available)
     import torch

@@ -57,7 +57,7 @@ def job_from_environment(environment: Mapping[str, str] = os.environ) -> Place |
 
 
 def job_store(place: Place, use: str, timeout_s: float) -> Any:
-    """Return a connection to the job's store, whose keys are prefixed by ``use`` and the restart count.
+    """Return a connection to the job's store, whose keys are prefixed by ``use`` and the number of restarts.
 
     So a restarted job reads no key of the attempt before. Rank 0 hosts the store, unless torchrun's own agent does.
     Raises RuntimeError when the store cannot be reached within ``timeout_s``.

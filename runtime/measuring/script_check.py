@@ -1,4 +1,4 @@
-"""Does a training script compute with ddltool what one process would? Start at :func:`check_script`."""
+"""Whether a training script computes with ddltool what one process would. Start at :func:`check_script`."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from ddltool.runtime.processes.checking import CHECK, RESULT
 
 
 def check_script(command: Sequence[str], replicas: int = 2, timeout_s: float = 900.0) -> ScriptCheck:
-    """Run a script (and its arguments) until its first steps are compared with those of one process, and return the outcome.
+    """Compare the first steps of a script, run as ``replicas`` processes, with those of one process, and return the outcome.
 
-    The comparison is :mod:`~ddltool.runtime.processes.checking`'s. Raises InputError when the script fails before,
-    takes longer than ``timeout_s``, or attaches neither hook nor balancer.
+    ``command``: the script and its arguments. The comparison is :mod:`~ddltool.runtime.processes.checking`'s. Raises
+    InputError when the script fails before it, takes longer than ``timeout_s``, or attaches neither hook nor balancer.
     """
     demand_script(command)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,7 +1,7 @@
 """Measuring with the processes of a torchrun job. Start at :class:`TorchrunJob`.
 
-Rank 0 leads: it decides what runs next and writes it into the job's store; the others read, run their part and wait. The
-first rank on which something fails says why, and ends; that ends the others' collectives, and torchrun the others.
+Rank 0 leads: it decides what runs next and writes it into the job's store; the others read, run their part and wait.
+The first rank on which something fails says why, and ends; that ends the others' collectives, and torchrun the others.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _GRACE_S = 1.0
 class TorchrunJob:
     """All processes of a torchrun job; rank 0's is the executor of a campaign. Every rank makes one, with equal arguments.
 
-    The first rank on which an exception occurs raises it and notes its failure in the job's store. The other ranks, whose
-    collectives fail as a consequence, raise SystemExit: exit code 1, no output.
+    The first rank on which an exception occurs raises it and notes its failure in the job's store. The other ranks,
+    whose collectives fail as a consequence, raise SystemExit: exit code 1, no output.
     """
 
     def __init__(self, place: Place, subject: Subject, replicas: Sequence[int]) -> None:
@@ -44,8 +44,9 @@ class TorchrunJob:
             )
 
     def __enter__(self) -> TorchrunJob:
-        """Connect to the job's store, and say there on which node this rank runs. Raises DdlToolError when it cannot
-        be reached.
+        """Connect to the job's store, and note there on which node this rank runs.
+
+        Raises DdlToolError when the store cannot be reached.
         """
         try:
             self._store = job_store(self.place, "profile", START_LIMIT_S)
@@ -55,7 +56,7 @@ class TorchrunJob:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End the other ranks by a null task: rank 0 does so, whether all tasks are done or it has failed between two tasks."""
+        """On rank 0, end the other ranks by a null task, whether all tasks are done or rank 0 has failed between two tasks."""
         if self.place.rank == 0:
             with contextlib.suppress(RuntimeError):
                 self._store.set(f"task/{self._tasks}", "null")
@@ -65,8 +66,8 @@ class TorchrunJob:
         return len({self._store.get(f"node/{rank}") for rank in range(replicas)})
 
     def run(self, task: MeasureTask) -> StepTimings:
-        """Hand a task to all ranks through the job's store, and return rank 0's times. Raises the reason when any
-        rank fails.
+        """Hand a task to all ranks through the job's store, and return rank 0's times. Raises the reason when any rank
+        fails.
         """
         self._store.set(f"task/{self._tasks}", json.dumps(asdict(task)))
         self._tasks += 1

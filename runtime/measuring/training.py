@@ -83,11 +83,17 @@ def prepared(
 def updates(
     module: nn.Module, optimizer: str, precision: str, device: torch.device
 ) -> tuple[Callable[[Any], None], Callable[[], None]]:
-    """Return two functions, by an optimizer's name: the backward pass of a loss, and the update of the module's parameters.
+    """Return two functions: the backward pass of a loss, and the update of the module's parameters.
 
-    fp16 scales its losses as AMP does. A name alone is ``fused=True`` on a GPU and torch's own default on a CPU; with
-    "foreach-" before it, ``foreach=True``. "muon" is for the matrices of the module's blocks, AdamW for the rest. "none" makes
-    no updates.
+    With fp16 the loss is scaled as AMP does.
+
+    Args:
+        module: whose parameters are updated.
+        optimizer: one of ``OPTIMIZERS``. A name alone is ``fused=True`` on a GPU and torch's own default on a CPU; with
+            "foreach-" before it, ``foreach=True``. "muon" is for the matrices of the module's blocks, AdamW for the
+            rest. "none": no updates.
+        precision: one of ``MEASURED``.
+        device: where the module is.
     """
     import torch
 
@@ -120,8 +126,8 @@ def updates(
 
     def update() -> None:
         """Update the parameters, and drop their gradients."""
-        for each in built:
-            scaler.step(each)
+        for optimizer_part in built:
+            scaler.step(optimizer_part)
         if built:
             scaler.update()
         module.zero_grad()

@@ -12,8 +12,7 @@ In a training loop of one's own::
 :func:`record` starts processes that train a model together and watches them.
 
 Readings are taken before the iteration, which is when batch sizes must be chosen. CPU is the share of a core that the
-process can expect: its cores over the processes that want to run on them now, itself included. Memory is the share of the
-machine's memory that is available.
+process can expect (:func:`~.share.expected_cpu`), memory the share of the machine's memory that is available.
 """
 
 from __future__ import annotations
@@ -91,7 +90,8 @@ def write_rows(rows: Iterable[SpeedRow], path: str | Path) -> None:
 def summarise(rows: Sequence[SpeedRow], batch: int) -> WatchResult:
     """Return each worker's speed (samples/s), and the iteration time with equal batches and with batches by speed.
 
-    The first :data:`WARM_ITERATIONS` are left out of the figures when there are more than twice as many.
+    ``batch``: samples per worker and iteration. The first :data:`WARM_ITERATIONS` are left out of the figures when
+    there are more than twice as many.
     """
     frame = pd.DataFrame([asdict(row) for row in rows])
     first_steady = WARM_ITERATIONS if frame["iteration"].max() >= 2 * WARM_ITERATIONS else 0
@@ -134,9 +134,7 @@ class WatchRequest:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Raise InputError for too many workers or rows, and for cores that this process may not use or that are not
-        one each.
-        """
+        """Raise InputError for too many workers or rows, and for cores that are not usable here or not one for each worker."""
         if self.workers > MOST_WORKERS:
             raise InputError("replicas", f"is {self.workers}", f"watch at most {MOST_WORKERS} local processes")
         if self.workers * self.iterations > MOST_ROWS:
@@ -167,8 +165,8 @@ class WatchLost(DdlToolError):
 def record(request: WatchRequest, progress: Callable[[int], None] = lambda done: None) -> list[SpeedRow]:
     """Return the rows of all workers, which train one model with averaged gradients over gloo, in lockstep, on the CPU.
 
-    Every process computes on one thread. ``progress`` is told iterations done, now and then. Raises InputError when a step
-    fails, WatchLost with what was recorded when a process dies.
+    Every process computes on one thread. ``progress`` gets the iterations done, now and then. Raises InputError when a
+    step fails, WatchLost with what was recorded when a process dies.
     """
     rows: list[list[SpeedRow]] = [[] for _ in range(request.workers)]
 

@@ -55,8 +55,8 @@ class Subject:
 class MeasureTask:
     """One visit to a configuration: how many steps to time.
 
-    Ends after ``most`` steps; before that when ``seconds`` were spent on steps of any kind (and three were timed), or when
-    the median is known to ``precision`` (0: never).
+    It ends after ``most`` steps, or earlier when ``seconds`` were spent on steps of any kind (and three were timed), or
+    when the median is known to ``precision`` (0: never).
     """
 
     replicas: int
@@ -75,8 +75,8 @@ class MeasureTask:
     def is_over(self, steps_s: list[float], spent_s: float) -> bool:
         """Return whether enough steps are timed: as many as asked for, or as the seconds or the precision of the median allow.
 
-        ``steps_s``: seconds of each timed step; ``spent_s``: of all steps, warm-up included. All replicas see the
-        same times, so all of them stop at the same step.
+        ``steps_s``: seconds of each timed step; ``spent_s``: of all steps, warm-up included. All replicas see the same
+        times, so all of them stop at the same step.
         """
         if len(steps_s) >= self.most or (len(steps_s) >= FEWEST and spent_s >= self.seconds):
             return True
@@ -99,8 +99,8 @@ class StepTimings:
 
 
 def resolved(resolver: str) -> Callable[[str, int], ResolvedStep]:
-    """Return the function that ``resolver`` names as ``package.module:function``: it makes a training step of a
-    source and a batch.
+    """Return the function that ``resolver`` names as ``package.module:function``: it makes a training step of a source
+    and a batch.
     """
     module, _, function = resolver.partition(":")
     builder: Callable[[str, int], ResolvedStep] = getattr(importlib.import_module(module), function)
@@ -116,11 +116,15 @@ def replica(
     local_rank: int | None = None,
     **meeting: Any,
 ) -> StepTimer:
-    """Return this rank's worker, connected to the other replicas.
+    """Return this rank's step timer, connected to the other replicas.
 
-    ``replicas``: the counts of replicas that will be measured. All ranks make a process group for each count, in the
-    same order. ``local_rank`` chooses the GPU; ``meeting``: where the ranks meet, as
-    ``torch.distributed.init_process_group`` takes it.
+    Args:
+        subject: what is measured.
+        replicas: the counts of replicas that will be measured; all ranks make a process group for each, in the same
+            order.
+        rank, world_size: this process's place.
+        local_rank: chooses the GPU; None: ``rank``.
+        meeting: where the ranks meet, as ``torch.distributed.init_process_group`` takes it.
     """
     import torch
     import torch.distributed as dist
@@ -163,8 +167,8 @@ class StepTimer:
     def run(self, task: MeasureTask, alive: Callable[[], None] = lambda: None) -> StepTimings:
         """Return the times of a task; none when a task of one replica runs out of memory.
 
-        ``alive`` is called after every step. Raises InputError when memory runs out on one of several replicas, whose peers
-        now wait, or when the source cannot be trained, and whatever the model raises.
+        ``alive`` is called after every step. Raises InputError when memory runs out on one of several replicas, whose
+        peers now wait, or when the source cannot be trained, and whatever the model raises.
         """
         try:
             return self._run(task, alive)
@@ -194,7 +198,8 @@ class StepTimer:
     def _run(self, task: MeasureTask, alive: Callable[[], None]) -> StepTimings:
         """Return the times of a task: prepare its configuration unless it was the last one's too, warm up, and time steps.
 
-        With several replicas, each full step is followed by one without synchronisation. ``alive`` is called after every step.
+        With several replicas, each full step is followed by one without synchronisation. ``alive`` is called after
+        every step.
         """
         if self._prepared != (task.replicas, task.batch):
             self.drop()
@@ -233,7 +238,8 @@ class StepTimer:
     def _prepare_step(self, task: MeasureTask) -> Callable[[MeasureTask, bool], tuple[float, float]]:
         """Return a function ``(task, synchronise)`` that runs one step of the task's configuration.
 
-        It returns the seconds of the whole step and of one accumulation pass (0 without accumulation), of the slowest replica.
+        It returns the seconds of the whole step and of one accumulation pass (0 without accumulation), of the slowest
+        replica.
         """
         from torch.nn.parallel import DistributedDataParallel
 
