@@ -183,9 +183,8 @@ class GoodputAgent(Watcher):
         self._job, self._model, self._limits, self._warmup_epochs = job, model, limits, warmup_epochs
         self._dataset = None if isinstance(dataset, int) else dataset
         samples = dataset if isinstance(dataset, int) else dataset_length(dataset)
-        description = (
-            f"{limits}, {policy}, {rule}, {samples} samples, seed {seed}, shuffle {shuffle}, off {self.is_off}"
-        )
+        order = f"seed {seed}, shuffle {shuffle}"
+        description = f"{limits}, {policy}, {rule}, {samples} samples, {order}, off {self.is_off}"
         job.demand_same("agent", description, "build it alike on every rank")
         demand_same_samples(job, self._dataset)
         start = split_near(initial_batch_size, job.world_size, limits)
@@ -258,9 +257,9 @@ class GoodputAgent(Watcher):
         know.
         """
         batches, is_first = iter(loader), True
-        other_optimizer_hook = (
-            register_optimizer_step_pre_hook(self._refuse_other_optimizer) if self._ddp_model is not None else None
-        )
+        other_optimizer_hook = None
+        if self._ddp_model is not None:
+            other_optimizer_hook = register_optimizer_step_pre_hook(self._refuse_other_optimizer)
         try:
             while True:
                 start = stamp(self._cuda)
@@ -273,9 +272,8 @@ class GoodputAgent(Watcher):
                 yield batch
                 if is_first and self._last_backward_pass is not batch_pass:
                     problem = "the next one was fetched before the first was trained on, so passes would be mistaken"
-                    raise InputError(
-                        "agent.batches", problem, "fetch no batch ahead; num_workers does it behind the agent"
-                    )
+                    remedy = "fetch no batch ahead; num_workers does it behind the agent"
+                    raise InputError("agent.batches", problem, remedy)
                 is_first = False
                 self._end_pass()
         finally:
@@ -344,9 +342,8 @@ class GoodputAgent(Watcher):
         if current_pass is None:
             raise InputError("backward", "no batch is under way", "call it inside for ... in agent.batches(epoch)")
         if reduction != "mean" and current_pass.passes > 1 and count is None:
-            raise InputError(
-                "reduction", f"is {reduction} in a step of {current_pass.passes} passes", "give a mean and its count"
-            )
+            problem = f"is {reduction} in a step of {current_pass.passes} passes"
+            raise InputError("reduction", problem, "give a mean and its count")
         self._pass_with_loss = current_pass
         if count is None:
             return self._scaler.loss(loss, reduction=reduction)
@@ -595,9 +592,8 @@ class GoodputAgent(Watcher):
             return
         sizes = current_pass.split.sizes_of(current_pass.step_samples)
         if current_pass.passes > 1 or not (sizes == sizes[0, 0]).all():
-            problem = (
-                f"a second one ({type(optimizer).__name__}) steps within agent.batches, whose gradients nobody weighs"
-            )
+            kind = type(optimizer).__name__
+            problem = f"a second one ({kind}) steps within agent.batches, whose gradients nobody weighs"
             raise InputError("optimizer", problem, "train one wrapped model that has all parts, with one optimizer")
 
     def _refuse_stepwise_schedule(self, current_pass: Pass, rates: list[Any]) -> None:

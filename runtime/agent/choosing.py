@@ -97,9 +97,8 @@ class StepTimeHistory:
         for (nodes, replicas, batch, kind), times in sorted(self._times.items()):
             if kind == FULL_STEP:
                 pass_times = self._times.get((nodes, replicas, batch, PASS))
-                rows.append(
-                    (nodes, replicas, batch, np.median(times), np.median(pass_times) if pass_times else math.nan)
-                )
+                pass_s = np.median(pass_times) if pass_times else math.nan
+                rows.append((nodes, replicas, batch, np.median(times), pass_s))
         table = np.array(rows, dtype=np.float64).reshape(-1, 5)
         return Observations(
             num_nodes=table[:, 0],
@@ -165,11 +164,8 @@ def decide(
     explored = replace(limits, max_batch_size=total_limit, max_local_batch_size=local_limit)
     passes = present.accumulation_steps  # those without an update, beside the last
     local_batch = -(-present.total_batch_size // (replicas * (passes + 1)))  # rounded up
-    present_goodput = float(
-        goodput_per_s(
-            params, nodes, replicas, local_batch, passes, noise_scale=noise_scale, initial_batch_size=initial_batch
-        )
-    )
+    noise = {"noise_scale": noise_scale, "initial_batch_size": initial_batch}
+    present_goodput = float(goodput_per_s(params, nodes, replicas, local_batch, passes, **noise))
     try:
         best = tune_one(params, nodes, replicas, explored, noise_scale=noise_scale)
     except Infeasible:
@@ -178,11 +174,8 @@ def decide(
     total = min(best.total_batch_size, explored.max_batch_size)
     best_split = Split(world_size=replicas, total_batch_size=total, accumulation_steps=best.accumulation_steps)
     is_better = best.goodput_per_s > present_goodput * (1 + min_gain)
-    return BatchDecision(
-        split=best_split if is_better else present,
-        goodput_per_s=best.goodput_per_s,
-        params=params,
-    )
+    split = best_split if is_better else present
+    return BatchDecision(split=split, goodput_per_s=best.goodput_per_s, params=params)
 
 
 def split_near(total: int, replicas: int, limits: BatchLimits) -> Split:
@@ -434,9 +427,8 @@ class Chooser:
             return policy.noise_every
         if not self._durations or not math.isfinite(self._noise.cost_s):
             return self._noise.every
-        return affordable_interval(
-            self._noise.cost_s, statistics.median(self._durations), NOISE_SHARE * policy.overhead
-        )
+        step_s = statistics.median(self._durations)
+        return affordable_interval(self._noise.cost_s, step_s, NOISE_SHARE * policy.overhead)
 
     def _finished_decision(self) -> tuple[BatchDecision | None, bool]:
         """Return (a finished fit's decision, whether a fit is under way); start a fit when one is due.

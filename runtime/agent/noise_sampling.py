@@ -83,9 +83,8 @@ class Preconditioner:
 
         Norms taken before would have P = 1, which is another unit than that of all later ones.
         """
-        return not self._optimizer.state and any(
-            "betas" in group or "alpha" in group for group in self._optimizer.param_groups
-        )
+        groups = self._optimizer.param_groups
+        return not self._optimizer.state and any("betas" in group or "alpha" in group for group in groups)
 
     def forget(self) -> None:
         """Drop the scales of the last step; the next call of :meth:`scales` reads the optimizer's state again."""
@@ -99,10 +98,8 @@ class Preconditioner:
         scales = [self._scale_by_id[id(parameter)] for parameter in parameters]
         if all(scale is None for scale in scales):
             return None
-        return [
-            scale if scale is not None else torch.ones_like(parameter)
-            for scale, parameter in zip(scales, parameters, strict=True)
-        ]
+        pairs = zip(scales, parameters, strict=True)
+        return [torch.ones_like(parameter) if scale is None else scale for scale, parameter in pairs]
 
     def _scale(self, parameter: nn.Parameter) -> Tensor | None:
         """Return P of one parameter, in its shape, from the optimizer's running mean of squared gradients; None where P
@@ -341,9 +338,8 @@ class NoiseSampler:
         if self._cuda and observations:
             torch.cuda.synchronize()  # the stamps after the last norm may not have passed yet
         if self._spans_by_step:
-            self.cost_s = statistics.median(
-                sum(seconds_between(*span) for span in spans) for spans in self._spans_by_step
-            )
+            seconds = [sum(seconds_between(*span) for span in spans) for spans in self._spans_by_step]
+            self.cost_s = statistics.median(seconds)
 
     def take_spent_s(self) -> float:
         """Return the host's seconds that sampling took since the last call."""

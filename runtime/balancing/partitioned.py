@@ -178,10 +178,8 @@ class PartitionedData:
         is_kept = torch.ones(len(self), dtype=torch.bool)
         is_kept[migration.given_indices] = False
         received = migration.received.result()
-        self.tensors = tuple(
-            torch.cat([tensor[is_kept], *(received_tensors[tensor_index] for received_tensors in received)])
-            for tensor_index, tensor in enumerate(self.tensors)
-        )
+        kept = [tensor[is_kept] for tensor in self.tensors]
+        self.tensors = tuple(torch.cat(parts) for parts in zip(kept, *received, strict=True))
         self._traversals.reset(migration.moves)
         self._migration = None
         self.generation += 1

@@ -47,9 +47,8 @@ def environment(device: torch.device) -> dict[str, Any]:
     """Return the settings of device and torch on which the bits of a run depend, by name; a run continues only where
     all are equal.
     """
-    device_type = (
-        torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
-    )
+    is_cuda = device.type == "cuda"
+    device_type = torch.cuda.get_device_name(device) if is_cuda else torch.backends.cpu.get_cpu_capability()
     return {
         "device": f"{device.type} {device_type}",
         "torch": str(torch.__version__),

@@ -127,9 +127,8 @@ class WorkerState:
             after = dict(self._attributes())
             for key in sorted(before.keys() | after.keys()):
                 old_comparable, old = before.get(key, (None, ABSENT))
-                if key not in self._values[rank] and old_comparable != (
-                    _comparable(after[key]) if key in after else None
-                ):
+                comparable = _comparable(after[key]) if key in after else None
+                if key not in self._values[rank] and old_comparable != comparable:
                     self._adopt(key, old, after.get(key, ABSENT))
         self._values[rank] = {key: self._held[key[0]].get(key[1], ABSENT) for key in self._values[rank]}
 
@@ -201,9 +200,9 @@ class WorkerState:
             for name, value in saved.items():  # a forward pass may have registered a buffer that is not present
                 prefix, buffer_name = self._attribute_key(name, "buffers")
                 moved = value.to(device)
-                worker_values[prefix, BUFFERS][buffer_name] = (
-                    moved_by_id.setdefault(id(present[name]), moved) if name in present else moved
-                )
+                if name in present:
+                    moved = moved_by_id.setdefault(id(present[name]), moved)
+                worker_values[prefix, BUFFERS][buffer_name] = moved
             values = documents[rank]["attributes"]
             worker_values |= {key: _copied(values.get(name, ABSENT), device) for name, key in keys.items()}
         self._values = loaded
@@ -222,12 +221,8 @@ class WorkerState:
 
     def _submodules(self) -> set[str]:
         """Return the full names of the submodules that are registered now; one that a turn adds would belong to no worker."""
-        return {
-            f"{prefix}{name}"
-            for prefix, module in self._modules.items()
-            if isinstance(module, nn.Module)
-            for name in module._modules
-        }
+        modules = ((prefix, part) for prefix, part in self._modules.items() if isinstance(part, nn.Module))
+        return {f"{prefix}{name}" for prefix, module in modules for name in module._modules}
 
     def _attributes(self) -> Iterator[tuple[Key, Any]]:
         """Yield every attribute of the modules with its key, except those that all ``nn.Module`` objects have."""
@@ -263,20 +258,15 @@ def _comparable(value: Any, depth: int = 6) -> Any:
     if isinstance(value, _SIMPLE):
         return value_type, repr(value)
     if depth and isinstance(value, Mapping):
-        return value_type, tuple(
-            (_comparable(key, depth - 1), _comparable(item, depth - 1)) for key, item in value.items()
-        )
+        items = value.items()
+        return value_type, tuple((_comparable(key, depth - 1), _comparable(item, depth - 1)) for key, item in items)
     if depth and isinstance(value, (list, tuple, deque)):
         return value_type, tuple(_comparable(item, depth - 1) for item in value)
     if depth and isinstance(value, (set, frozenset)):
         return value_type, frozenset(_comparable(item, depth - 1) for item in value)
     is_code = inspect.isroutine(value) or isinstance(value, type)
-    if (
-        depth
-        and hasattr(value, "__dict__")
-        and not is_code
-        and value_type.__module__.split(".")[0] not in _OPAQUE_MODULES
-    ):
+    is_opaque = is_code or value_type.__module__.split(".")[0] in _OPAQUE_MODULES
+    if depth and hasattr(value, "__dict__") and not is_opaque:
         inner_depth = max(depth - 3, 0)  # objects refer to many others: they are followed less far than collections
         return id(value), tuple((name, _comparable(item, inner_depth)) for name, item in vars(value).items())
     return id(value)
@@ -358,10 +348,8 @@ class UntrackedModules:
         """Hook into the calls of all modules for a logical worker's turn, if it is one of the first."""
         self._turns_left -= 1
         if self._turns_left >= 0:
-            self._hooks = [
-                register_module_forward_pre_hook(self._before_call),
-                register_module_forward_hook(self._after_call),
-            ]
+            before = register_module_forward_pre_hook(self._before_call)
+            self._hooks = [before, register_module_forward_hook(self._after_call)]
 
     def end_turn(self) -> None:
         """Compare the untracked modules' states with those before the turn.

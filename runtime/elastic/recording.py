@@ -102,9 +102,8 @@ class TurnRecorder:
         """
         if self._turn is not None:
             present = self._gradients()
-            self._turn["gradient"] = digests(
-                present if gradients is None else {name: gradients.get(name) for name in present}
-            )
+            turn_gradients = present if gradients is None else {name: gradients.get(name) for name in present}
+            self._turn["gradient"] = digests(turn_gradients)
             self._turn["buffer"] = digests(buffers)
         self._turn = None
 

@@ -164,12 +164,8 @@ class ElasticTrainer:
         buffers = {id(value): value for value in named_buffers(modules).values() if value is not None}
         broadcast([*self._parameters.values(), *buffers.values()], 0)
         local, self._first = self.processes.local, self.processes.owners[0]
-        self._samplers = {
-            rank: VariableBatchSampler(
-                self.settings.dataset_size, [batch_size * accumulation] * max_workers, rank, True, seed, drop_last=True
-            )
-            for rank in local
-        }
+        size, sizes = self.settings.dataset_size, [batch_size * accumulation] * max_workers
+        self._samplers = {rank: VariableBatchSampler(size, sizes, rank, True, seed, drop_last=True) for rank in local}
         self._contexts = Contexts(modules, local, seed, self.device)
         self._bucket_bytes = int(bucket_mib * MIB)
         self._mean = self._new_mean(None)
@@ -466,9 +462,8 @@ class ElasticTrainer:
         Its samples are those of a whole step: of this process's logical workers, and of all.
         """
         samples = self.settings.batch_size * self.settings.accumulation
-        exchange = self._telemetry.begin_exchange(
-            samples * len(self.processes.local), samples * self.settings.max_workers
-        )
+        here, in_all = samples * len(self.processes.local), samples * self.settings.max_workers
+        exchange = self._telemetry.begin_exchange(here, in_all)
         exchange.note_ready()
         # The sum passes from rank to rank, so no time of the exchange counts as waiting for the slowest process.
         exchange.note_arrival()

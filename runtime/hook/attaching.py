@@ -284,9 +284,8 @@ class Hook:
 
     def _standard_sampler(self, dataset: Dataset[Any], shuffle: bool, seed: int) -> DistributedSampler[Any]:
         """Return torch's sampler of this rank's samples, which follows :meth:`set_epoch`."""
-        sampler: DistributedSampler[Any] = DistributedSampler(
-            dataset, num_replicas=self.world_size, rank=self.rank, shuffle=shuffle, seed=seed
-        )
+        ranks, rank = self.world_size, self.rank
+        sampler: DistributedSampler[Any] = DistributedSampler(dataset, ranks, rank, shuffle=shuffle, seed=seed)
         self._follow_epoch(sampler)
         return sampler
 
@@ -387,14 +386,9 @@ class EnforcingHook(Hook):
             demand_same_samples(self._job, given.dataset)
         split = replace(self._sizes, least=passes, passes=passes)
         fitting_sizes(split.sizes, split.world_size, split.total_batch_size, passes)
-        sampler = VariableBatchSampler(
-            given.samples,
-            split,
-            self.rank,
-            drop_last=given.drop_last,
-            order=given.order,
-            lengths=self._same_lengths(lengths, given.dataset),
-        )
+        known_lengths = self._same_lengths(lengths, given.dataset)
+        options = {"drop_last": given.drop_last, "order": given.order, "lengths": known_lengths}
+        sampler = VariableBatchSampler(given.samples, split, self.rank, **options)
         self._follow_epoch(sampler)
         planned_loader = CountedLoader(given.dataset, sampler, self._scaler, **given.options)
         # Scripts call its set_epoch; DataLoader refuses a plain assignment.
@@ -482,9 +476,8 @@ def attach(
     if config is not None and telemetry is not None:
         raise InputError("telemetry", "is in the config already", "leave it out, or give no config")
     if (model is None) != (optimizer is None):
-        raise InputError(
-            "attach", "got a model or an optimizer alone", "give both, or neither and call hook.bind later"
-        )
+        remedy = "give both, or neither and call hook.bind later"
+        raise InputError("attach", "got a model or an optimizer alone", remedy)
     job, hook = DistributedJob.this(), Hook(dataset, 0, 1)
     if config is not None:
         path = config_path(config)

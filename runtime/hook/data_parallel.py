@@ -74,9 +74,8 @@ def ddp_arguments(config: Config) -> dict[str, Any]:
     plan = _buckets(config)
     if plan.bucket_cap_mb_list is not None:
         if "bucket_cap_mb_list" not in inspect.signature(DistributedDataParallel.__init__).parameters:
-            raise InputError(
-                "ddp.bucket_cap_mb_list", "is unknown to this torch", "torch 2.11 knows it; or plan a single cap"
-            )
+            remedy = "torch 2.11 knows it; or plan a single cap"
+            raise InputError("ddp.bucket_cap_mb_list", "is unknown to this torch", remedy)
         return {"bucket_cap_mb_list": list(plan.bucket_cap_mb_list)}
     return {} if plan.bucket_cap_mb is None else {"bucket_cap_mb": plan.bucket_cap_mb}
 

@@ -145,9 +145,8 @@ class SharedStream(IterableDataset[Any]):
             begin, size = int(shares[: self.rank].sum()), int(shares[self.rank])
             digest = "" if self._has_digest else fingerprint(step_samples[0])[:12]
             self._has_digest = True
-            yield StreamBlock(
-                step_samples[begin : begin + size] if size else step_samples[:1], size, len(step_samples), digest
-            )
+            own_samples = step_samples[begin : begin + size] if size else step_samples[:1]
+            yield StreamBlock(own_samples, size, len(step_samples), digest)
 
 
 def collate(collate_samples: Callable[[list[Any]], Any], block: StreamBlock) -> StreamBlock:

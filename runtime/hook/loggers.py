@@ -29,9 +29,8 @@ def log_steps(hook: Hook, logger: Any, *, every: int = 1) -> None:
     Raises InputError for a hook without telemetry, and for a logger that is none of these.
     """
     if hook.recorder is None:
-        raise InputError(
-            "log_steps", "needs telemetry", "attach(..., telemetry=FILE), and model and optimizer, before it"
-        )
+        remedy = "attach(..., telemetry=FILE), and model and optimizer, before it"
+        raise InputError("log_steps", "needs telemetry", remedy)
     if every < 1:
         raise InputError("every", f"is {every}", "give 1 or more steps")
     if not (hasattr(logger, "add_scalar") or hasattr(logger, "log") or callable(logger)):

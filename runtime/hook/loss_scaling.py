@@ -299,9 +299,8 @@ class LossScaler:
         else:
             if planned is not None and not self.pending.told:
                 # A forward pass gets the whole local batch, or its part where the script splits the batch into passes.
-                expected = (
-                    {planned, planned // self._planned_passes} if planned % self._planned_passes == 0 else {planned}
-                )
+                passes = self._planned_passes
+                expected = {planned, planned // passes} if planned % passes == 0 else {planned}
                 as_planned = [size for size in sizes if size in expected][:1]
                 sizes = as_planned or (sizes if self._has_counted_a_step else [])
             counts = self._counts_of_ranks(sizes[0] if len(set(sizes)) == 1 else -1)  # -1: this rank cannot tell
@@ -488,9 +487,8 @@ class LossScaler:
     def _missing_loss_error(self) -> InputError:
         """Return the refusal of a loss that was not weighted."""
         remedy = f"write loss = {self.name}.loss(loss) before loss.backward() for a mean over the batch's samples, with count= "
-        return InputError(
-            "loss", f"did not come through {self.name}.loss", remedy + "for one over tokens, pixels or labels"
-        )
+        remedy += "for one over tokens, pixels or labels"
+        return InputError("loss", f"did not come through {self.name}.loss", remedy)
 
     def _after_update(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Compare the ranks after an update: the optimizer's post-step hook.

@@ -272,18 +272,16 @@ def _check(
     if every < 1:
         raise InputError("every", f"is {every}", "give the inner steps between outer steps, 1 or more")
     if not parameters:
-        raise InputError(
-            "model", "has no parameters that are trained", "give hook.outer the model that the optimizer trains"
-        )
+        remedy = "give hook.outer the model that the optimizer trains"
+        raise InputError("model", "has no parameters that are trained", remedy)
     if not 1 <= fragments <= min(parameters, every):
         remedy = f"give 1 to {min(parameters, every)}: a fragment has a parameter, and a step of its own"
         raise InputError("fragments", f"are {fragments}, of {parameters} parameters in {every} steps", remedy)
     if not 0 <= overlap < every:
         raise InputError("overlap", f"is {overlap} of {every} inner steps", f"give 0 to {every - 1}")
     if not (len(optimizer) == 2 and optimizer[0] > 0 and 0 <= optimizer[1] < 1):
-        raise InputError(
-            "optimizer", f"is {optimizer}", "give a learning rate above 0 and a momentum of 0 to 1: (0.7, 0.9)"
-        )
+        remedy = "give a learning rate above 0 and a momentum of 0 to 1: (0.7, 0.9)"
+        raise InputError("optimizer", f"is {optimizer}", remedy)
     if not 0 <= mixing < 1:
         raise InputError("mixing", f"is {mixing}", "give 0 (the outer parameters) to less than 1 (an island's own)")
     if bits not in (4, 8, 16, 32):

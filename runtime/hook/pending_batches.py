@@ -165,9 +165,8 @@ class PendingBatches:
             fitting = [batch for batch in batches if batch.share.samples in sizes]
             if len({batch.share for batch in fitting}) != 1:
                 remedy = f"say which it is: {name}.loss(loss, count=samples)"
-                raise InputError(
-                    "backward", "the script has batches of several steps in hand, of different shares", remedy
-                )
+                problem = "the script has batches of several steps in hand, of different shares"
+                raise InputError("backward", problem, remedy)
         self._use(number, fitting)
         return fitting[0].share
 

@@ -122,11 +122,7 @@ class LossKinds:
         if failed:  # then only the first verdict, whether it is a sum divided by a number, can be trusted
             verdicts = [verdicts[0], *(0.0 for _ in verdicts[1:])]
         columns = dict(zip(KINDS, zip(*self._job.numbers(*verdicts), strict=True), strict=True))
-        fitting = [
-            kind
-            for kind, verdicts_of_ranks in columns.items()
-            if min(verdicts_of_ranks) >= 0 and max(verdicts_of_ranks) > 0
-        ]
+        fitting = [kind for kind, of_ranks in columns.items() if min(of_ranks) >= 0 and max(of_ranks) > 0]
         if fitting := [kind for kind in fitting if not self._kinds or kind in self._kinds]:
             return [DIVIDED] if DIVIDED in fitting else fitting
         problem = "is neither a sum divided by num_items_in_batch nor a mean over samples or labels"

@@ -95,10 +95,8 @@ class MeasureRequest:
         if colon and location.endswith(".py") and Path(location).is_file():
             digest = f"#{hashlib.sha256(Path(location).read_bytes()).hexdigest()[:12]}"
         settings = {"device": self.device, "threads": self.subject().threads, "warmup": self.warmup, "seed": self.seed}
-        trained = {"precision": self.numerics, "optimizer": self.optimizer}
-        settings_text = ";".join(
-            f"{name}={value}" for name, value in {**settings, **trained, "torch": version("torch")}.items()
-        )
+        settings |= {"precision": self.numerics, "optimizer": self.optimizer, "torch": version("torch")}
+        settings_text = ";".join(f"{name}={value}" for name, value in settings.items())
         return {"device": self.device_name, "source": self.source + digest, "settings": settings_text}
 
 
@@ -210,12 +208,8 @@ class _Campaign:
         request, left_s = self.request, self.request.budget_s - (time.monotonic() - self.began_s)
         if self.rows and left_s <= 0:
             return None
-        missing = [
-            (*series, batch)
-            for series in self.series
-            for batch in sorted(self.wanted)
-            if batch <= self.limit and (*series, batch) not in self.rows
-        ]
+        within = [batch for batch in sorted(self.wanted) if batch <= self.limit]
+        missing = [(*series, batch) for series in self.series for batch in within if (*series, batch) not in self.rows]
         if request.repeats is not None:
             return self._task(missing[0], most=request.repeats) if missing else None
         key, uncertainty = self._next_searched(), math.inf
@@ -487,9 +481,8 @@ def _read_resumed_rows(path: Path, expected: dict[str, str]) -> pd.DataFrame:
     frame["accumulation_steps"] = frame["accumulation_steps"].fillna(0).astype("int64")
     repeated_rows = frame.duplicated(["num_replicas", "accumulation_steps", "local_batch_size"]).to_numpy().nonzero()[0]
     if repeated_rows.size:
-        raise InputError(
-            f"{path}:row {repeated_rows[0] + 1}", "repeats an earlier configuration", "remove one of the rows"
-        )
+        where = f"{path}:row {repeated_rows[0] + 1}"
+        raise InputError(where, "repeats an earlier configuration", "remove one of the rows")
     return frame.drop(columns="schema_version", errors="ignore")  # every writing sets it anew
 
 

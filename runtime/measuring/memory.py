@@ -123,9 +123,8 @@ class _Trial:
         On the CPU the parent reads the child's resident memory meanwhile, and ends the child once it is too large.
         Raises what the child raises.
         """
-        child = self._child = self._child or Children(
-            _serve, [(self._subject, self._budget_bytes)], self._subject.source
-        )
+        arguments = [(self._subject, self._budget_bytes)]
+        child = self._child = self._child or Children(_serve, arguments, self._subject.source)
         child.send(0, batch)
         process = psutil.Process(child.processes[0].pid) if self._subject.device == "cpu" else None
         while not (messages := child.receive([0], f"memory of batch {batch}", _LOOK_EVERY_S)):

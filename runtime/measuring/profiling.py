@@ -104,9 +104,8 @@ def device_memory(device: str) -> float:
     import torch
 
     if not torch.cuda.is_available():
-        raise InputError(
-            "--device", "cuda has 0 devices here", "use --device cpu, or ddltool predict for a GPU elsewhere"
-        )
+        remedy = "use --device cpu, or ddltool predict for a GPU elsewhere"
+        raise InputError("--device", "cuda has 0 devices here", remedy)
     return float(torch.cuda.get_device_properties(0).total_memory)
 
 
@@ -126,7 +125,6 @@ def _shortfalls(result: ProfileResult, request: MeasureRequest) -> list[str]:
         )
     missing = sum(skipped.reason == "the budget was spent" for skipped in result.skipped)
     if missing:
-        sentences.append(
-            f"{missing} configurations were not measured: the budget was spent; raise --budget, or --resume"
-        )
+        remedy = "raise --budget, or --resume"
+        sentences.append(f"{missing} configurations were not measured: the budget was spent; {remedy}")
     return sentences

@@ -33,6 +33,5 @@ def check_script(command: Sequence[str], replicas: int = 2, timeout_s: float = 9
     if code:
         raise failed(command, code, errors)
     problem = "ran to its end without a check"
-    raise InputError(
-        command[0], problem, "attach the hook or the balancer with uneven batches in it, for 3 updates or more"
-    )
+    remedy = "attach the hook or the balancer with uneven batches in it, for 3 updates or more"
+    raise InputError(command[0], problem, remedy)

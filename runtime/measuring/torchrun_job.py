@@ -37,11 +37,8 @@ class TorchrunJob:
         self._worker: StepTimer | None = None
         self.where = subject.source
         if self.replicas[-1] > place.world_size:
-            raise InputError(
-                "--replicas",
-                f"{self.replicas[-1]} is more than the job's {place.world_size} processes",
-                f"start {self.replicas[-1]} with torchrun, or measure fewer",
-            )
+            problem = f"{self.replicas[-1]} is more than the job's {place.world_size} processes"
+            raise InputError("--replicas", problem, f"start {self.replicas[-1]} with torchrun, or measure fewer")
 
     def __enter__(self) -> TorchrunJob:
         """Connect to the job's store, and note there on which node this rank runs.

@@ -18,17 +18,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 OPTIMIZERS = (
-    "none",
-    "sgd",
-    "momentum",
-    "adam",
-    "adamw",
-    "muon",
-    "adafactor",
-    "foreach-sgd",
-    "foreach-momentum",
-    "foreach-adam",
-    "foreach-adamw",
+    *("none", "sgd", "momentum", "adam", "adamw", "muon", "adafactor"),
+    *("foreach-sgd", "foreach-momentum", "foreach-adam", "foreach-adamw"),
 )
 _FIRST_SCALE = 128.0
 """AMP's loss scale at the start; its own overflows, and skips the updates that are to be timed."""
@@ -43,9 +34,8 @@ def checked(precision: str, device: str) -> str:
     """
     name = precision_name(precision, "precision") if not precision.endswith("%") else None
     if name is None:
-        raise InputError(
-            "precision", f"is {precision}, a share", f"give --half-width {precision}, or a type such as bf16"
-        )
+        remedy = f"give --half-width {precision}, or a type such as bf16"
+        raise InputError("precision", f"is {precision}, a share", remedy)
     if name not in MEASURED:
         raise InputError("precision", f"{name} is not measured here", f"give one of {', '.join(MEASURED)}")
     if name == "tf32" and device != "cuda":
@@ -99,9 +89,9 @@ def updates(
 
     scaler = torch.amp.GradScaler(device.type, init_scale=_FIRST_SCALE, enabled=precision == "fp16")
     name = optimizer.removeprefix("foreach-")
-    implementation: dict[str, Any] = (
-        {"foreach": True} if optimizer != name else {"fused": True} if device.type == "cuda" else {}
-    )
+    implementation: dict[str, Any] = {"fused": True} if device.type == "cuda" else {}
+    if optimizer != name:
+        implementation = {"foreach": True}
     parameters = list(module.parameters())
     built: list[torch.optim.Optimizer] = []
     if name in ("sgd", "momentum"):
@@ -116,9 +106,8 @@ def updates(
             taken = set(map(id, matrices))
             parameters = [parameter for parameter in parameters if id(parameter) not in taken]
         if parameters:
-            built.append(
-                (torch.optim.Adam if name == "adam" else torch.optim.AdamW)(parameters, lr=1e-4, **implementation)
-            )
+            adam = torch.optim.Adam if name == "adam" else torch.optim.AdamW
+            built.append(adam(parameters, lr=1e-4, **implementation))
 
     def backward(loss: Any) -> None:
         """Run the backward pass of a loss, scaled where the precision needs it."""

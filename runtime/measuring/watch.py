@@ -184,9 +184,8 @@ def record(request: WatchRequest, progress: Callable[[int], None] = lambda done:
         except LostProcess as lost:
             complete = min(map(len, rows))
             complete_rows = [row for worker_rows in rows for row in worker_rows[:complete]]
-            raise WatchLost(
-                f"worker w{lost.rank} {lost.how} at iteration {len(rows[lost.rank])}", complete_rows
-            ) from None
+            message = f"worker w{lost.rank} {lost.how} at iteration {len(rows[lost.rank])}"
+            raise WatchLost(message, complete_rows) from None
     return [row for worker_rows in rows for row in worker_rows]
 
 

@@ -167,11 +167,12 @@ class _Recorded:
         All ranks call this together, as each may hold a part of a sharded tensor.
         """
         is_small = sum(self._sizes.values()) <= SMALL_MODEL
-        # A sharded tensor (DTensor) has `full_tensor`, which gathers it from all ranks; any other is whole already.
-        gathered = (
-            (name, getattr(value, "full_tensor", lambda value=value: value)()) for name, value in tensors.items()
-        )
-        return {name: _array(value, name, whole=is_small) for name, value in gathered}
+        arrays = {}
+        for name, value in tensors.items():
+            # A sharded tensor (DTensor) has `full_tensor`, which gathers it from all ranks; any other is whole already.
+            gathered = value.full_tensor() if hasattr(value, "full_tensor") else value
+            arrays[name] = _array(gathered, name, whole=is_small)
+        return arrays
 
     def update(self) -> Update:
         """Return the gradients, averaged by now, and all optimizers' learning rates, with which an update begins."""
@@ -348,12 +349,13 @@ class _Checked(_Recorded):
         """
         failed = getattr(sys, "last_value", None) is not None  # at exit: the exception that ended the script
         updates_wanted, deadline_s = len(self._updates), self._begin_s + LONGEST_S + PATIENCE_S
-        while (
-            not failed
-            and self._written() < updates_wanted
-            and self._child.poll() is None
-            and time.monotonic() < deadline_s
-        ):
+
+        def is_waiting() -> bool:
+            """Return whether the other process still has updates to write, lives, and has time left."""
+            is_running = self._child.poll() is None and time.monotonic() < deadline_s
+            return not failed and is_running and self._written() < updates_wanted
+
+        while is_waiting():
             time.sleep(0.02)
         if self._written() >= MOST_UPDATES:  # it ends by itself, where the script lets it
             with contextlib.suppress(subprocess.TimeoutExpired):

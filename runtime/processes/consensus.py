@@ -165,9 +165,8 @@ class Consensus:
         except BaseException:
             self._conclude(self._store, step, _FAILED)
             raise
-        return self._choice_in(
-            step, self._conclude(self._store, step, _CHOSEN + np.asarray(chosen, dtype="<f8").tobytes())
-        )
+        ending = self._conclude(self._store, step, _CHOSEN + np.asarray(chosen, dtype="<f8").tobytes())
+        return self._choice_in(step, ending)
 
     def _wait(self, step: int, keys: Sequence[str]) -> list[bytes]:
         """Return the values of ``keys``, in their order, when all of them are there.

@@ -132,14 +132,12 @@ class Meeting:
         A process without a rank joins late, which the plan must have seats for.
         """
         if self.size not in (None, plan.world_size):
-            problem = (
-                f"is for {plan.workers} workers and {plan.servers} servers, but this job runs {self.size} processes"
-            )
+            planned = f"{plan.workers} workers and {plan.servers} servers"
+            problem = f"is for {planned}, but this job runs {self.size} processes"
             raise InputError("transfer plan", problem, f"start {plan.world_size}")
         if self.rank is None and not plan.late:
-            raise InputError(
-                "transfer plan:late", "is 0, so nobody can join", "give the job's plan, with seats for more"
-            )
+            remedy = "give the job's plan, with seats for more"
+            raise InputError("transfer plan:late", "is 0, so nobody can join", remedy)
         if self.rank is not None and not 0 <= self.rank < plan.world_size:
             problem = f"is {self.rank} in a plan for {plan.world_size} processes"
             raise InputError("RANK", problem, "give one of those")

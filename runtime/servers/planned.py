@@ -65,9 +65,8 @@ def follow(
     refuse_in_one_line()
     path, planned = planned_for(config, model)
     if planned.strategy != "elastic-bsp" or planned.superstep is None:
-        raise InputError(
-            f"{path}:strategy", f"is {planned.strategy}", "give it to runtime.attach; this is elastic-bsp's"
-        )
+        remedy = "give it to runtime.attach; this is elastic-bsp's"
+        raise InputError(f"{path}:strategy", f"is {planned.strategy}", remedy)
     if not epochs > 0:
         raise InputError("epochs", f"is {epochs}", "give a number above 0")
     priority = {record.name: record.priority for record in planned.parameters if record.priority is not None}

@@ -211,9 +211,8 @@ class Server:
                 self._send_heartbeats()
             if not self.closed:
                 worker, reason = next(iter(self.lost.items()))
-                raise TransferError(
-                    f"{self._title}: no worker is left; the first lost was worker {worker}, which {reason}"
-                )
+                first_lost = f"the first lost was worker {worker}, which {reason}"
+                raise TransferError(f"{self._title}: no worker is left; {first_lost}")
             self._broadcast(self._server_peers.values(), "bye")
         except BaseException as error:
             failure, prefix = error, "failed:" if isinstance(error, Exception) else "was ended by"
@@ -566,9 +565,8 @@ class Server:
             self._parameters[update.name].grad = None
             value = new_values[update.name] = self._copy_value(update.name)
             if not torch.isfinite(value).all():
-                raise TransferError(
-                    f"{self._title}: {self._describe_not_finite(update, mean_by_name[update.name])}, {when}"
-                )
+                problem = self._describe_not_finite(update, mean_by_name[update.name])
+                raise TransferError(f"{self._title}: {problem}, {when}")
         for name, value in new_values.items():
             self.values[name] = value
             self.version[name] += 1

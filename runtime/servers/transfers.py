@@ -141,9 +141,8 @@ class TransferPlan:
         """Per server, the indices of its parameters in ``slots``, by priority, else in the order of registration."""
         numbers = self.priority or tuple(range(len(self.slots)))
         order = sorted(range(len(self.slots)), key=lambda index: (numbers[index], index))
-        return tuple(
-            tuple(index for index in order if self.slots[index].server == server) for server in range(self.servers)
-        )
+        servers = range(self.servers)
+        return tuple(tuple(index for index in order if self.slots[index].server == server) for server in servers)
 
     def queue(self, server: int, worker: int, pull: int) -> tuple[int, ...]:
         """Return the indices of the parameters that ``server`` sends to ``worker`` in its pull number ``pull``, first to last.

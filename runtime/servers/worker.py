@@ -40,12 +40,8 @@ HERE_S = 1.0  # how often a worker that is receiving sends a sign of life
 # Modules that only call their children, which then wait for themselves. Other modules of torch.nn may use the
 # parameters of their children without calling them (MultiheadAttention does).
 _CONTAINERS = (
-    nn.Sequential,
-    nn.ModuleList,
-    nn.ModuleDict,
-    nn.Transformer,
-    nn.TransformerEncoder,
-    nn.TransformerDecoder,
+    *(nn.Sequential, nn.ModuleList, nn.ModuleDict),
+    *(nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder),
 )
 
 
@@ -281,9 +277,9 @@ class Worker:
 
         Where the error ends the job for this worker (a lost server, a signal), the checkpoint is written first.
         """
-        failure = (
-            error if isinstance(error, TransferError) else TransferError(f"{self._title} {how} {describe_error(error)}")
-        )
+        failure = TransferError(f"{self._title} {how} {describe_error(error)}")
+        if isinstance(error, TransferError):
+            failure = error
         problem = self._write_checkpoint() if isinstance(error, TransferError | KeyboardInterrupt | Terminated) else ""
         if problem and isinstance(error, TransferError):
             failure = TransferError(f"{error}; {problem}")
@@ -319,10 +315,8 @@ class Worker:
                 self._last_heard_s[server] = now_s
                 self._handle_message(server, kind, values, payload)
             for server, heard_s in self._last_heard_s.items():
-                if (
-                    server not in self._closed_servers
-                    and (silent_s := now_s - max(silence_from_s, heard_s)) > self._lost_after_s
-                ):
+                silent_s = now_s - max(silence_from_s, heard_s)
+                if server not in self._closed_servers and silent_s > self._lost_after_s:
                     title = self.plan.title(self.plan.rank_of_server(server))
                     self._wire.give_up(self.plan.rank_of_server(server))
                     raise TransferError(f"{self._title}: nothing came from {title} for {silent_s:.0f} s")
@@ -438,9 +432,8 @@ class Worker:
         if self._is_pushing:
             for index, (sent_gradient, version) in self._sent_gradients.items():
                 present_gradient = self._parameters[self._parameter_names[index]].grad
-                if sent_gradient._version != version or (
-                    present_gradient is not None and present_gradient is not sent_gradient
-                ):
+                is_other = present_gradient is not None and present_gradient is not sent_gradient
+                if is_other or sent_gradient._version != version:
                     name = self._parameter_names[index]
                     problem = f"{name}.grad was changed after the backward pass, while it was being pushed"
                     remedy = 'clip and scale gradients with push="step", or scale the loss'
