@@ -24,7 +24,7 @@ def start_processes(backend: str = "gloo") -> None:
     """
     place = job_from_environment()
     if place is not None and not dist.is_initialized():
-        store = job_store(place, "elastic", START_LIMIT_S)
+        store = job_store("elastic", START_LIMIT_S)
         dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size)
 
 

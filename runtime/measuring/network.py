@@ -109,7 +109,7 @@ def measure_network(
             raise InputError("WORLD_SIZE", f"is {place.world_size}", "measure between 2 or more processes")
         processes = place.world_size
         with _lost_each_other():
-            store = job_store(place, "network", timeout_s)
+            store = job_store("network", timeout_s)
         pairs = _measure_pairs(place.rank, processes, sizes, rounds, timeout_s, progress, store=store)
     else:
         if processes < 2:

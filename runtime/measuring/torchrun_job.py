@@ -46,7 +46,7 @@ class TorchrunJob:
         Raises DdlToolError when the store cannot be reached.
         """
         try:
-            self._store = job_store(self.place, "profile", START_LIMIT_S)
+            self._store = job_store("profile", START_LIMIT_S)
         except RuntimeError as error:
             raise DdlToolError(f"the job's processes do not find each other ({one_line(str(error))[:200]})") from error
         self._store.set(f"node/{self.place.rank}", str(self.place.node))
