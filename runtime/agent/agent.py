@@ -384,9 +384,7 @@ class GoodputAgent(Watcher):
                 raise InputError("gradients", problem, "clear and clip them where agent.complete is true")
 
     def note_complete(self) -> None:
-        """Note that this rank's gradients are complete, while DDP still waits for the others': its own computation has
-        ended.
-        """
+        """Note that this rank's gradients are complete, which ends its own computation; DDP still waits for the others'."""
         if self._pass_under_way is not None and self._timed_step is not None and self._ddp_model is not None:
             self._timed_step.exchanges[-1].note_ready()
             self._noise.complete(self._pass_under_way, self._gradient_factor)
@@ -542,11 +540,10 @@ class GoodputAgent(Watcher):
     def _before_update(
         self, optimizer: torch.optim.Optimizer, arguments: tuple[Any, ...] = (), keywords: Mapping[str, Any] = {}
     ) -> None:
-        """Check that the update comes at the right moment, and multiply the learning rates by the rule's factor: the
-        pre-step hook.
+        """Check that the update comes at the right moment, and multiply the learning rates by the rule's factor.
 
-        :meth:`_after_update` restores the rates. Raises InputError before a step's last pass, without its backward, and
-        for a loss that :meth:`loss` has not weighted.
+        The optimizer's pre-step hook; :meth:`_after_update` restores the rates. Raises InputError before a step's last
+        pass, without its backward, and for a loss that :meth:`loss` has not weighted.
         """
         current_pass = self._pass_under_way
         if current_pass is None or self._finished_pass is current_pass:
@@ -570,9 +567,7 @@ class GoodputAgent(Watcher):
                 group["lr"] = group["lr"] * factor
 
     def _after_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Restore the learning rates that :meth:`_before_update` has multiplied, and end the step: the optimizer's
-        post-step hook.
-        """
+        """Restore the learning rates that :meth:`_before_update` has multiplied, and end the step: the post-step hook."""
         self._is_updating = False
         if self._rates_to_restore is not None:
             for group, rate in zip(optimizer.param_groups, self._rates_to_restore, strict=True):

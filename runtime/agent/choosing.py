@@ -32,7 +32,7 @@ from ddltool.analyzers.job.goodput.observations import Observations
 from ddltool.analyzers.job.goodput.throughput import ThroughputParams, goodput_per_s
 from ddltool.analyzers.job.goodput.tuning import BatchLimits, tune_one
 from ddltool.artifacts import Record
-from ddltool.errors import Infeasible, InputError
+from ddltool.errors import Infeasible, InputError, one_line
 from ddltool.runtime.agent.noise_sampling import NoiseSampler, affordable_interval
 from ddltool.runtime.processes.batches import Pass, VariableBatchSampler
 from ddltool.runtime.processes.consensus import Consensus
@@ -179,8 +179,7 @@ def decide(
 
 
 def split_near(total: int, replicas: int, limits: BatchLimits) -> Split:
-    """Return how the ranks share ``total`` samples in local batches, or the nearest total that they can share within
-    the limits.
+    """Return how the ranks share ``total`` samples, or the nearest total that they can share within the limits.
 
     Of two totals at equal distance it is the smaller. Raises Infeasible when there is none at all.
     """
@@ -274,9 +273,7 @@ class Chooser:
         noise: NoiseSampler,
         estimator: NoiseScaleEstimator,
     ) -> None:
-        """Prepare the consensus of the ranks of ``job``; ``sampler`` and ``noise`` get what is chosen. ``nodes``:
-        machines in the job.
-        """
+        """Prepare to choose for the ranks of ``job`` on ``nodes`` machines; ``sampler`` and ``noise`` get what is chosen."""
         self._job, self._nodes, self._limits, self._policy = job, nodes, limits, policy
         self._sampler, self._noise = sampler, noise
         self._consensus = Consensus(job, self._choose)
@@ -368,8 +365,7 @@ class Chooser:
             return np.array(_Setting(first_step, step + FIRST_LOOK))
 
     def _next_setting(self, first_step: float, step: int) -> _Setting:
-        """Return rank 0's setting by what is known now: a finished fit's split, the noise figures, and the step of the
-        next look.
+        """Return rank 0's setting by what is known now: a finished fit's split, the noise figures, the step of the next look.
 
         ``first_step``: the first step that no rank has handed out, where a new split takes effect; ``step``: the
         present one.
@@ -480,8 +476,8 @@ class Chooser:
         """Log, once for each kind of work (``what``), that it failed; training goes on with the present setting."""
         if what not in self._warned:
             self._warned.add(what)
-            text = " ".join(str(error).split()) or type(error).__name__
-            log.warning("goodput agent: %s failed (%s); the present batch stays", what, text)
+            reason = one_line(str(error))[:200] or type(error).__name__  # some of torch's messages are pages
+            log.warning("goodput agent: %s failed (%s); the present batch stays", what, reason)
 
     def close(self) -> None:
         """End the consensus and the thread of fits; the result of a fit under way is not waited for."""

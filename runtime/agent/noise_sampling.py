@@ -102,9 +102,7 @@ class Preconditioner:
         return [torch.ones_like(parameter) if scale is None else scale for scale, parameter in pairs]
 
     def _scale(self, parameter: nn.Parameter) -> Tensor | None:
-        """Return P of one parameter, in its shape, from the optimizer's running mean of squared gradients; None where P
-        is 1.
-        """
+        """Return P of one parameter, in its shape, from the optimizer's mean of squared gradients; None where P is 1."""
         # Never through [] on the state: it is a defaultdict, and an empty entry would change what a checkpoint holds.
         state: dict[str, Any] = self._optimizer.state.get(parameter, {})
         moment = state.get("exp_avg_sq", state.get("square_avg"))
@@ -207,8 +205,7 @@ class NoiseSampler:
                 self._step_spans = []
 
     def after_pass(self, current_pass: Pass) -> None:
-        """Take the squared norm of the gradient after a step's first pass, where one replica accumulates: it is the
-        small batch's.
+        """Take the squared norm of the small batch's gradient: after a step's first pass, where one replica accumulates.
 
         The gradient carries the weight of its pass, which is divided out.
         """

@@ -158,9 +158,7 @@ class _Loader(CountedLoader):
     """A loader that goes on with the rest of an epoch, or begins the epoch again when it is at its end."""
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """Yield the batches from the sampler's position to the end of the epoch; from the start when the epoch was at
-        its end.
-        """
+        """Yield the batches from the sampler's position to the end of the epoch, at its end those of the whole epoch."""
         if self._planned_sampler.position == self._planned_sampler.dataset_size:
             self._planned_sampler.position = 0
         yield from super().__iter__()

@@ -44,9 +44,7 @@ Stamp = tuple[int, int, int]
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Return the settings of device and torch on which the bits of a run depend, by name; a run continues only where
-    all are equal.
-    """
+    """Return the settings of device and torch on which the bits of a run depend, by name."""
     is_cuda = device.type == "cuda"
     device_type = torch.cuda.get_device_name(device) if is_cuda else torch.backends.cpu.get_cpu_capability()
     return {

@@ -165,8 +165,8 @@ class WorkerState:
         return _copies(self._values[rank])
 
     def to_documents(self, rank: int) -> dict[str, Document]:
-        """Return the values of virtual rank ``rank`` for a checkpoint, by name: its buffers, not copied, and copies of
-        its attributes.
+        """Return the values of virtual rank ``rank`` for a checkpoint, by name: its buffers (not copied) and attributes
+        (copies).
 
         Attributes that are absent, and buffers without a tensor, are left out.
         """
@@ -376,9 +376,7 @@ class UntrackedModules:
             self._states.setdefault(id(module), _state_of(module))
 
     def _after_call(self, module: nn.Module, _: object, output: object) -> None:
-        """Note an untracked module whose output needs a gradient, so that it takes part in training: a hook after each
-        forward pass.
-        """
+        """Note an untracked module whose output needs a gradient, so takes part in training: a hook after each forward pass."""
         if id(module) in self._states and isinstance(output, Tensor) and output.requires_grad:
             self._trained[id(module)] = module
 
@@ -442,9 +440,7 @@ class Contexts:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Let the block work on copies of the first worker's buffers and attributes, so that its changes are undone
-        afterwards.
-        """
+        """Let the block work on copies of the first worker's buffers and attributes, which undoes its changes afterwards."""
         self._own.install(self._own.copies(self._local[0]))
         try:
             yield

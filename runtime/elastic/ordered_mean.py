@@ -85,9 +85,7 @@ class OrderedMean:
         bucket_bytes: int = 25 * MIB,
         buckets: list[list[str]] | None = None,
     ) -> None:
-        """Hook into the parameters, to see when their gradients are ready; the thread starts with the first bucket that
-        it gets.
-        """
+        """Hook into the parameters, to see when their gradients are ready; the first bucket starts the thread."""
         self._parameters = {name: value for name, value in parameters.items() if value.requires_grad}
         self._processes, self._owners = processes, processes.owners
         self._divisor = processes.max_workers * turns_per_worker

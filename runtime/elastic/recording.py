@@ -108,8 +108,9 @@ class TurnRecorder:
         self._turn = None
 
     def combined(self, *, first: bool) -> None:
-        """Record, on process 0, the gradients that the optimizer is about to use; before a run's ``first`` step also
-        the parameters.
+        """Record the gradients that the optimizer is about to use, before a run's ``first`` step also the parameters.
+
+        Process 0 does so.
         """
         if self._job.rank == 0:
             self._shared = {"combined gradient": digests(self._gradients())}
@@ -139,9 +140,7 @@ class TurnRecorder:
             file.write(_line(recorded))
 
     def reopen(self) -> None:
-        """Let the next step that is written replace the record's step of that number and all that follow: after loading
-        a checkpoint.
-        """
+        """Let the next step that is written replace the record from its number on, as after loading a checkpoint."""
         self._has_written = False
 
     def _keep_until(self, step: int) -> None:

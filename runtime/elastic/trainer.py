@@ -371,8 +371,7 @@ class ElasticTrainer:
             self._rows.flush()
 
     def _fetch_batches(self, epoch: int) -> Iterator[Any]:
-        """Yield this process's micro-batches of the rest of the epoch in the order of the turns, each fetched when it
-        is asked for.
+        """Yield this process's micro-batches of the rest of the epoch, in the order of the turns, each when it is asked for.
 
         A task names one micro-batch; data workers, where there are any, make those of later tasks ahead.
         """

@@ -103,9 +103,7 @@ class Hook:
     def batch_sampler(
         self, *, batch_size: int, shuffle: bool = True, seed: int = 0, drop_last: bool = False, lengths: Any = None
     ) -> Sampler[list[int]]:
-        """Return the batch sampler of :meth:`dataloader`, for a ``DataLoader(dataset, batch_sampler=...)`` of the
-        script's own.
-        """
+        """Return the batch sampler of :meth:`dataloader`, for the script's own ``DataLoader(dataset, batch_sampler=...)``."""
         sampler = self._standard_sampler(self._given_dataset({}), shuffle, seed)
         return BatchSampler(sampler, batch_size, drop_last)
 
@@ -237,9 +235,7 @@ class Hook:
             self._outer.load_state_dict(state["outer"])
 
     def close(self) -> None:
-        """Write the rows of telemetry that are held back, as also happens at exit. Gradients stay weighted; more calls
-        do nothing.
-        """
+        """Write the telemetry that is held back, as also happens at exit; gradients stay weighted. More calls do nothing."""
         if self.recorder is not None:
             self.recorder.close()
 
@@ -272,9 +268,7 @@ class Hook:
         optimizer: torch.optim.Optimizer,
         scaler: LossScaler,
     ) -> None:
-        """Record the steps of ``optimizer`` in ``file``; from now on the scaler reports forward and backward passes to
-        the recorder.
-        """
+        """Record the steps of ``optimizer`` in ``file``, by what the scaler sees of forward and backward passes."""
         side = job.side if isinstance(model, DistributedDataParallel) else None
         recorder = StepRecorder(file, cuda=is_cuda(model), take_samples=scaler.pending.take_tally, side=side)
         recorder.resume(self._steps_made)
@@ -405,8 +399,9 @@ class EnforcingHook(Hook):
         return sampler
 
     def _same_lengths(self, given: Any, dataset: Dataset[Any]) -> Lengths | None:
-        """Return the samples' lengths as :class:`Lengths`, None for None. Raises InputError, on every rank, where ranks
-        differ.
+        """Return the samples' lengths as :class:`Lengths`, None for None.
+
+        Raises InputError, on every rank, where ranks differ.
         """
         lengths = self._job.together(lambda: as_lengths(given, dataset_length(dataset)))
         digest = "none" if lengths is None else lengths.digest

@@ -76,10 +76,9 @@ def nested_tensors(value: Any, depth: int = 8) -> Iterator[Tensor]:
 
 
 def mark_outputs(outputs: Iterable[Tensor], forward_pass: ForwardPass) -> list[Output]:
-    """Note in the autograd graph that a forward pass has returned the tensors ``outputs``; return them as
-    :class:`Output` records.
+    """Note in the autograd graph which tensors a forward pass has returned; return these notes.
 
-    Only those with a gradient function are noted. The notes refer to graph nodes and keep no tensor alive.
+    Only tensors with a gradient function are noted. The notes refer to graph nodes and keep no tensor alive.
     """
     marked = []
     for output_index, tensor in enumerate(outputs):
@@ -117,9 +116,7 @@ class LossGraph:
 
     @classmethod
     def of(cls, loss: Tensor) -> LossGraph:
-        """Return the part of the autograd graph of ``loss`` that lies before the models' outputs; takes about 1 us for
-        each node.
-        """
+        """Return the part of the graph of ``loss`` before the models' outputs; takes about 1 us for each node."""
         graph = cls()
         for node in _walk([loss.grad_fn], graph.outputs):
             graph.nodes += 1

@@ -27,9 +27,7 @@ WITHOUT_DATASET = (
 
 
 def config_path(given: str | os.PathLike[str]) -> str:
-    """Return the path of the config: a launcher's (environment variable DDLTOOL_ENFORCE) where there is one, else the
-    ``given`` one.
-    """
+    """Return the path of the config: a launcher's (variable DDLTOOL_ENFORCE) where there is one, else the ``given`` one."""
     return os.environ.get("DDLTOOL_ENFORCE") or os.fspath(given)
 
 
@@ -89,8 +87,9 @@ def load_and_check(path: str, job: DistributedJob, dataset: Dataset[Any] | None)
 
 
 def planned_for(config: str | os.PathLike[str], model: nn.Module) -> tuple[str, Enforcement]:
-    """Return the config's path and the config. Raises InputError where it was made for another model or launched by
-    another plan.
+    """Return the config's path and the config.
+
+    Raises InputError where it was made for another model or launched by another plan.
     """
     planned, path = loaded(config)
     check_parameters(path, planned.parameters, model)

@@ -177,11 +177,10 @@ def together(job: DistributedJob, blocks: Iterator[StreamBlock]) -> Iterator[tup
 
 
 class _TellingLoader(DataLoader[Any]):
-    """A loader that notes each batch with the loss scaler, and tells accelerate, where the script uses it, which one is
-    the last.
+    """A loader that notes each batch with the loss scaler, and tells accelerate which one is the last.
 
-    Accelerate ends an accumulation with the loader. Its ``prepare`` leaves this loader as it is, because the batches
-    are this rank's already; they are moved to accelerate's device.
+    Where the script uses accelerate, an accumulation ends with the loader. Its ``prepare`` leaves this loader as it is,
+    because the batches are this rank's already; they are moved to accelerate's device.
     """
 
     _is_accelerate_prepared = True
@@ -217,8 +216,9 @@ class _TellingLoader(DataLoader[Any]):
 
 @contextlib.contextmanager
 def _accelerated(loader: DataLoader[Any]) -> Iterator[Callable[[Any], Any]]:
-    """Register the loader with accelerate for the block, if the script uses it; give a function that moves a batch to
-    its device.
+    """Register the loader with accelerate for the block, if the script uses it.
+
+    The block gets a function that moves a batch to accelerate's device.
     """
     state = sys.modules.get("accelerate.state")
     if state is None or not state.is_initialized():

@@ -185,9 +185,7 @@ class LossScaler:
         self._forwards_inside += module is not None
 
     def end_forward(self, output: Any) -> None:
-        """Note which tensors a forward pass with gradients has returned; in measured steps, watch the gradients that
-        reach them.
-        """
+        """Note which tensors a forward pass with gradients has returned; in measured steps, watch their gradients."""
         self._forwards_inside = 0
         if (guard := self._guard) is None:
             return
@@ -276,9 +274,7 @@ class LossScaler:
         return factor
 
     def _counts_of_ranks(self, own_count: float) -> list[float]:
-        """Return all ranks' counts, by rank. All ranks call this together and wait for each other; the watcher hears
-        for how long.
-        """
+        """Return all ranks' counts, by rank; all ranks call this together. The watcher hears how long this one waited."""
         begin_s = time.perf_counter()
         counts = [count for (count,) in self._job.numbers(own_count)]
         if self.watcher is not None:
@@ -321,8 +317,7 @@ class LossScaler:
     def _check_claim(
         self, loss: Tensor, factor: float, share: Share | None, reduction: Reduction
     ) -> tuple[set[ForwardPass], OutputGradients]:
-        """Check what the script says of a loss; return the forward passes that it comes from, and its gradients by
-        their outputs.
+        """Check what the script says of a loss; return its forward passes, and its gradients by their outputs.
 
         The loss is looked at in the first updates, then now and then, and its gradients are measured in the first
         updates and for graphs of a new shape; otherwise both results are empty. ``share``: of the batch, where the loss
@@ -362,8 +357,7 @@ class LossScaler:
     def _measure_gradients(
         self, guard: UpdateGuard, loss: Tensor, graph: LossGraph, factor: float, share: Share | None
     ) -> OutputGradients:
-        """Return the weighted gradients of a loss by its outputs; refuse a mean over samples where samples depend on
-        each other.
+        """Return the weighted gradients of a loss by its outputs; refuse a mean over samples that depend on each other.
 
         For an output behind another one the gradient is None: whatever arrives there is explained.
         """
@@ -516,14 +510,10 @@ def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class _ForwardHook:
-    """A module's hook before or after each forward pass with gradients; in copies of the model (moving averages) it
-    does nothing.
-    """
+    """A module's hook before or after each forward pass with gradients; copies of the model get one that does nothing."""
 
     def __init__(self, act: Callable[..., None] | None = None) -> None:
-        """Call ``act`` with the module, its arguments and what else torch gives the hook; None, in a copy of the model:
-        do nothing.
-        """
+        """Call ``act`` with the module, its arguments and what else torch gives the hook; None: do nothing."""
         self._act = act
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], other: Any) -> None:
@@ -547,9 +537,7 @@ def _at_end_of_backward(call: Callable[[], None]) -> None:
 
 
 def _note_complete() -> None:
-    """Tell the scalers that all gradients of this rank are there, and queue :func:`_note_end`, which then runs behind
-    DDP's own end.
-    """
+    """Tell the scalers that this rank's gradients are all there; queue :func:`_note_end`, which runs behind DDP's end."""
     if _current_backward is not None:
         for scaler in _current_backward.trained():
             scaler.note_complete(_current_backward)

@@ -104,8 +104,7 @@ class PendingBatches:
     # What the script tells.
 
     def turn_to_next(self, skip: int = 0) -> None:
-        """Take the next batch as the one that backward passes are for, until the next call; ``skip`` batches before it
-        are left out.
+        """Let backward passes be for the next batch, until the next call; ``skip`` batches before it are left out.
 
         For loops that fetch batches ahead and say when it is each one's turn. Where several loaders have batches, which
         one is meant is left to :meth:`share`.
@@ -121,9 +120,7 @@ class PendingBatches:
         self._held = batches[0] if batches else None
 
     def announce(self, samples: int) -> None:
-        """Note that the next forward pass is for ``samples`` samples, as the script says. Raises InputError for a
-        negative number.
-        """
+        """Note that the script says how many samples the next forward pass is for. Raises InputError for a negative number."""
         if samples < 0:
             raise InputError("count_samples", f"is {samples}", "give the number of samples, 0 or more")
         self._announced = samples
@@ -175,9 +172,7 @@ class PendingBatches:
         self._use(number, self._batches())
 
     def count(self, number: Hashable, samples: int, total: float) -> None:
-        """Add samples of this rank, and of all ranks (``total``), to the tally: once for all terms of the loss of one
-        backward pass.
-        """
+        """Add samples of this rank, and of all ranks (``total``), to the tally, once for all terms of one backward pass."""
         if self._used_in != number:
             self._used_in = number
             self._tally = (self._tally[0] + samples, self._tally[1] + total)

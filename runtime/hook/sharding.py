@@ -31,11 +31,11 @@ from ddltool.runtime.hook.job import Config, loaded
 
 
 def shard(model: nn.Module, config: Config, **options: Any) -> nn.Module:
-    """Return ``model`` sharded, and with activation checkpointing, as planned; call it on every rank before the
-    optimizer is made.
+    """Return ``model`` sharded, and with activation checkpointing, as planned.
 
-    FSDP2 and HSDP change ``model`` itself; DDP wraps it. ``options`` go to ``fully_shard`` (``mesh``, ``mp_policy``,
-    ``offload_policy``) or to ``DistributedDataParallel``. A single process only gets the checkpointing.
+    Call it on every rank before the optimizer is made. FSDP2 and HSDP change ``model`` itself; DDP wraps it.
+    ``options`` go to ``fully_shard`` (``mesh``, ``mp_policy``, ``offload_policy``) or to ``DistributedDataParallel``. A
+    single process only gets the checkpointing.
 
     Raises InputError for a config without a sharding, for other processes than planned, and for modules that the model
     lacks.

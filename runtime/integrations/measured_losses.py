@@ -60,8 +60,7 @@ class LossKinds:
         self._kinds: list[str] = []  # those still possible after the losses measured so far; empty: none was measured
 
     def kind(self, loss: Loss, inputs: Any, items: Any) -> str:
-        """Return the kind of the loss of a batch: one of ``KINDS``, by which it may be weighed, or ``SAID`` where the
-        script says it.
+        """Return the kind of a batch's loss: one of ``KINDS``, by which it may be weighed, or ``SAID``: the script says it.
 
         Kinds that the batches so far do not tell apart (means over samples and labels, where all samples have as many
         labels) stay possible as long as all of them give the same weights, which costs one small message to find out;
@@ -105,9 +104,7 @@ class LossKinds:
         failed: list[str] = []
 
         def value(part: Any, number: Any, *, alone: bool = True) -> float:
-            """Return the loss of a part of the batch, NaN where it cannot be computed; ``number``: what it may be
-            divided by.
-            """
+            """Return the loss of a part of the batch, which may be divided by ``number``; NaN where it cannot be computed."""
             try:
                 return loss(copy(part), number, alone=alone)
             # A part of a batch may lack what a model needs, or a loss be there in training alone.
@@ -226,9 +223,7 @@ def _fitting_means(counts: Mapping[str, Tensor], cuts: Sequence[_Cut], near: Cal
 
 
 def _unlike_rows(counts: Mapping[str, Tensor]) -> list[int]:
-    """Return the indices of the row with the fewest labels (but some) and of that with the most; if equal, of first and
-    last.
-    """
+    """Return the indices of the rows with the fewest labels (but some) and the most; if equal, of first and last."""
     labels = counts.get(LABELS, counts[SAMPLES])
     few, many = int(torch.where(labels > 0, labels, math.inf).argmin()), int(labels.argmax())
     return [few, many] if few != many else [0, len(labels) - 1]

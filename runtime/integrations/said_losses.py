@@ -30,8 +30,7 @@ class SaidLosses:
         return getattr(self._hook, name)
 
     def planned(self, loader: DataLoader[Any], *, accumulated: int | None, lengths: Any = None) -> DataLoader[Any]:
-        """Return the loader with the planned batches, for a trainer that makes one update of ``accumulated`` batches
-        (None: of one).
+        """Return the loader with the planned batches, for a trainer whose update takes ``accumulated`` batches (None: one).
 
         Where the plan accumulates, these batches are its passes. Where it does not, each is a whole planned batch, and
         a line in the log says so.
@@ -43,8 +42,8 @@ class SaidLosses:
         return self._hook.planned(loader, accumulated=accumulated, lengths=lengths)
 
     def loss(self, loss: Tensor, **meaning: Any) -> Tensor:
-        """Return ``loss`` weighed as :meth:`~ddltool.runtime.hook.Hook.loss` does, and note that the script has said
-        what it is.
+        """Return ``loss`` weighed as by the hook's :meth:`~ddltool.runtime.hook.Hook.loss`, and note that the script
+        has said it.
 
         For the script's own code. Without gradients, as in an evaluation, there is nothing to weigh, and the other
         ranks are not asked.

@@ -213,9 +213,7 @@ class _TrainersLoss:
         self.said = False
 
     def __call__(self, inputs: Any, items: Any, *, alone: bool = True) -> float:
-        """Return the loss of a batch as the Trainer computes it, with dropout and gradients off; ``alone``: as in one
-        process.
-        """
+        """Return a batch's loss as the Trainer computes it, without dropout and gradients; ``alone``: as in one process."""
         trainer, accelerator = self._trainer, self._trainer.accelerator
         modes = {module: module.training for module in self._model.modules()}
         trainer.hook.said = False

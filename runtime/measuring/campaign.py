@@ -178,8 +178,7 @@ class _Campaign:
         on_rows: Callable[[pd.DataFrame], None] | None,
         progress: Callable[[int, str], None],
     ) -> CampaignResult:
-        """Run tasks on ``executor`` until :meth:`next_task` returns None, and return the result; None: return the known
-        rows alone.
+        """Run tasks on ``executor`` until there is no next one, and return the result; None: return the known rows alone.
 
         ``on_rows`` and ``progress`` are called after every task. Raises InputError when no batch fits in memory.
         """
@@ -249,8 +248,7 @@ class _Campaign:
         return replicas, steps, batch
 
     def _points(self, replicas: int, steps: int) -> dict[int, Interval]:
-        """Return the measured medians of a series (``replicas``, accumulation ``steps``) by batch, with their intervals
-        in seconds.
+        """Return the measured medians of a series (``replicas``, accumulation ``steps``) by batch, as intervals in seconds.
 
         A row without an interval (NaN) counts as exact.
         """

@@ -144,9 +144,7 @@ class Children:
         return [answers[rank] for rank in ranks]
 
     def _dead_process(self, where: str, rank: int) -> LostProcess | None:
-        """Return the error of a process that has died, ``rank`` before its peers; None when all still live after the
-        grace time.
-        """
+        """Return the error of a process that has died, None when all live after the grace time; ``rank`` is looked at first."""
         rank_first = sorted(enumerate(self.processes), key=lambda entry: entry[0] != rank)
 
         def find_dead() -> LostProcess | None:

@@ -213,11 +213,10 @@ def _measure_pairs(
 
 
 def _ping(peer: int, sizes: Sequence[int], rounds: int, table: torch.Tensor) -> None:
-    """Lead the round trips with ``peer`` and fill ``table``, (sizes, 4): bytes; shortest, median and spread one way, in
-    seconds.
+    """Lead the round trips with ``peer``, and fill ``table``, (sizes, 4), in bytes and one-way seconds.
 
-    Each series of round trips is announced as (size, count); (0, 0) ends them. A size that is too slow for more than
-    two round trips is the last one.
+    Its columns are the size, and the shortest time, the median and the spread. Each series of round trips is announced
+    as (size, count); (0, 0) ends them. A size that is too slow for more than two round trips is the last one.
     """
     import torch
     import torch.distributed as dist

@@ -96,8 +96,7 @@ class StragglerMonitor:
             self._pending = dist.all_gather(rows_of_ranks, own_rows, group=self._side, async_op=True), rows_of_ranks
 
     def _read(self, rows: torch.Tensor) -> None:
-        """Read the rows of all ranks, (ranks, 1 + steps, columns): choose the number of steps to the next look, and on
-        rank 0 look.
+        """Read the rows of all ranks, (ranks, 1 + steps, columns): choose when to look next, and on rank 0 look.
 
         The first row of each rank says what its last look cost, in seconds of CPU.
         """

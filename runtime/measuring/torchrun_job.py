@@ -63,9 +63,7 @@ class TorchrunJob:
         return len({self._store.get(f"node/{rank}") for rank in range(replicas)})
 
     def run(self, task: MeasureTask) -> StepTimings:
-        """Hand a task to all ranks through the job's store, and return rank 0's times. Raises the reason when any rank
-        fails.
-        """
+        """Hand a task to all ranks through the job's store, and return rank 0's times. Raises the reason when a rank fails."""
         self._store.set(f"task/{self._tasks}", json.dumps(asdict(task)))
         self._tasks += 1
         return self._run_part(task)

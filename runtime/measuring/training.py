@@ -46,8 +46,7 @@ def checked(precision: str, device: str) -> str:
 def prepared(
     module: nn.Module, inputs: Sequence[Any], precision: str, device: torch.device
 ) -> tuple[nn.Module, tuple[Any, ...], Callable[[], contextlib.AbstractContextManager[Any]]]:
-    """Return a module and its inputs on a device in the types of a precision, and a function that makes a forward
-    pass's context.
+    """Return a module and its inputs on a device in the types of a precision, and what makes a forward pass's context.
 
     The context is autocast where the precision has one, and does nothing otherwise.
     """

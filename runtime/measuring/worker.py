@@ -99,9 +99,7 @@ class StepTimings:
 
 
 def resolved(resolver: str) -> Callable[[str, int], ResolvedStep]:
-    """Return the function that ``resolver`` names as ``package.module:function``: it makes a training step of a source
-    and a batch.
-    """
+    """Return the function that ``resolver`` names as ``package.module:function``; it makes a step of a source and a batch."""
     module, _, function = resolver.partition(":")
     builder: Callable[[str, int], ResolvedStep] = getattr(importlib.import_module(module), function)
     return builder

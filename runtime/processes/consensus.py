@@ -211,9 +211,7 @@ class Consensus:
         return np.frombuffer(text[1:], dtype="<f8")
 
     def _error_of(self, step: int, text: bytes) -> ConsensusError:
-        """Return the error for a round that has ended without a choice, from its ending ``text``: a kind, and the ranks
-        concerned.
-        """
+        """Return the error for a round without a choice, from its ending ``text``: a kind, and the ranks concerned."""
         ending, ranks = text[:1], text[1:].decode()
         is_mine = str(self._rank) in ranks.split(",")
         if ending == _FAILED:
@@ -233,12 +231,11 @@ class Consensus:
             self._store.delete_key(key)
 
     def close(self) -> None:
-        """End the thread, also in the middle of a round; no more choices are made. Each rank when it likes; more calls
-        do nothing.
+        """End the thread, also in the middle of a round; no more choices are made. More calls do nothing.
 
-        The thread must not live on until the interpreter ends, which ends threads where they are, and the whole process
-        with them if they are in torch's own code. The thread waits outside the interpreter, where only a key that comes
-        can wake it.
+        Each rank calls it when it likes. The thread must not live on until the interpreter ends, which ends threads
+        where they are, and the whole process with them if they are in torch's own code. The thread waits outside the
+        interpreter, where only a key that comes can wake it.
         """
         self._ended = True
         if self._thread is not None and self._thread.is_alive():

@@ -54,8 +54,9 @@ class Lengths:
         return hashlib.sha256(self._costs.tobytes() + bytes([self._padded])).hexdigest()[:12]
 
     def places(self, indices: Ints, shares: Sequence[int], passes: int) -> Ints:
-        """Return which rank and pass computes each of some samples: (k,) numbers ``rank * passes + pass``, the same on
-        every rank.
+        """Return which rank and pass computes each of some samples, as (k,) numbers ``rank * passes + pass``.
+
+        They are the same on every rank.
 
         Args:
             indices: (k,) dataset indices of the samples.

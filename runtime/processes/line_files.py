@@ -92,9 +92,7 @@ class LineFile:
     """
 
     def __init__(self, path: Path | None = None, kind: str = "", what: str = "") -> None:
-        """Open the file for appending; without a ``path`` it is closed and drops its lines. ``what``: the rows' name in
-        messages.
-        """
+        """Open the file for appending; without a ``path`` it drops its lines. ``what``: the rows' name in messages."""
         self._path, self._what, self._process = path, what, os.getpid()
         self._descriptor: int | None = None
         if path is None:
@@ -112,9 +110,7 @@ class LineFile:
         return self._descriptor is not None and os.getpid() == self._process
 
     def write(self, lines: list[str]) -> None:
-        """Write lines at once, so that a process that is killed loses none of them; a failure closes the file, with a
-        warning.
-        """
+        """Write lines at once, so that none is lost with a killed process; a failure closes the file, with a warning."""
         if self._descriptor is None:
             return
         try:

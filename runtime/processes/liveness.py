@@ -83,9 +83,7 @@ class LivenessMonitor:
 
     @classmethod
     def of_this_job(cls) -> LivenessMonitor:
-        """Return the monitor of the default process group, made when it is first asked for; one of an earlier group is
-        closed.
-        """
+        """Return the monitor of the default process group, which the first call makes; that of an earlier group is closed."""
         store = dist.distributed_c10d._get_default_store()
         if cls._current is None or cls._current._group_store is not store or cls._current._ended.is_set():
             if cls._current is not None:
@@ -163,9 +161,7 @@ class LivenessMonitor:
         return f"rank {', '.join(map(str, behind))} has begun {counts}, each of which needs all ranks"
 
     def close(self) -> None:
-        """Stop answering, and restore the previous ``sys.excepthook`` unless it was replaced meanwhile. More calls do
-        nothing.
-        """
+        """Stop answering, and restore the previous ``sys.excepthook`` unless it was replaced. More calls do nothing."""
         atexit.unregister(self.close)
         self._ended.set()
         self._thread.join(timeout=_POLL_S)

@@ -57,9 +57,7 @@ class StopSignals:
         self._replaced: dict[int, Any] = {}
 
     def open(self, *, all_of_them: bool = False) -> None:
-        """Take the signals over that the script has no handler for, or ``all_of_them``; does nothing outside of the
-        main thread.
-        """
+        """Take over the signals without a handler of the script's, or ``all_of_them``; in the main thread only."""
         if threading.current_thread() is not threading.main_thread():
             return
         for number in self._numbers:

@@ -43,9 +43,7 @@ class WithoutDropout(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call a torch function, with a probability of 0 where it drops out: torch calls this in place of each of its
-        functions.
-        """
+        """Call a torch function, with a probability of 0 where it drops out: torch calls this for each of its functions."""
         kwargs = dict(kwargs or {})
         if func is torch.Tensor.backward:  # checkpoints compute their forward pass again in it, where this mode is off
             with self:

@@ -241,8 +241,9 @@ class ElasticBSP(ASP):
         self.settings = lookahead, predictor, objective, max_gap
 
     def open(self, state: ServerState) -> None:
-        """Begin on a server, with a barrier after the first iteration. Raises InputError when server 0 would see no
-        gradients.
+        """Begin on a server, with a barrier after the first iteration.
+
+        Raises InputError when server 0 would see no gradients.
         """
         if state.decides and not state.names:
             raise InputError("transfer plan", "puts no trainable parameter on server 0", "it must see the gradients")

@@ -177,9 +177,7 @@ class Worker:
             self._finish_step()
 
     def pull(self) -> None:
-        """Pull all parameters and wait until they are here, without a step; after the last step this brings the trained
-        values.
-        """
+        """Pull all parameters without a step, and wait until they are here: after the last step, the trained values."""
         with self.step(push=False):
             pass
 
