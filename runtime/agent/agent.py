@@ -66,7 +66,6 @@ class Batches:
     """An iterator that knows how many batches there are at most: trainers that lack the number fetch a batch ahead."""
 
     def __init__(self, source: Iterator[Any], most: int) -> None:
-        """Take the batches from ``source``, which yields at most ``most`` of them."""
         self._source, self._most = source, most
 
     def __iter__(self) -> Iterator[Any]:

@@ -67,7 +67,6 @@ class StepTimeHistory:
     """Measured times by configuration: of the synchronising part of full steps, and of passes without it."""
 
     def __init__(self) -> None:
-        """Begin without times; of each configuration only the latest ``TIMES_KEPT`` are kept."""
         self._times: defaultdict[Key, deque[float]] = defaultdict(partial(deque, maxlen=TIMES_KEPT))
 
     def add(self, nodes: int, replicas: int, local_batch: int, kind: int, seconds: float) -> None:

@@ -71,7 +71,6 @@ class Preconditioner:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        """Read the scales from ``optimizer``'s state, when they are asked for."""
         self._optimizer = optimizer
         groups = enumerate(optimizer.param_groups)
         self._group_index = {id(parameter): index for index, group in groups for parameter in group["params"]}

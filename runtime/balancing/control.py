@@ -530,7 +530,6 @@ class Manager:
     """
 
     def __init__(self, policy: Policy, events: Path | None = None, skip: int = 1) -> None:
-        """Begin with step 0, and open the file of events, if there is one."""
         self._policy = policy
         self._events, self._run = LineFile(events, kind_of(BalanceEvent), "balancing events"), new_run()
         self._skipped_steps = skip

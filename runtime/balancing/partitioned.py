@@ -50,7 +50,6 @@ class PartitionedData:
         threshold: float = THRESHOLD,
         seed: int = 0,
     ) -> None:
-        """Check that all ranks' partitions fit together, and count traversals from zero."""
         self.tensors = tuple(tensor.contiguous() for tensor in tensors)
         self.generation = 0
         """How often partitions have changed."""

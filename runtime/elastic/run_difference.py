@@ -111,7 +111,6 @@ class StepReader:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Name the file; nothing is read before iteration."""
         self.path = os.fspath(path)
         self.steps = 0
         self.first: int | None = None

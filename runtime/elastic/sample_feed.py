@@ -45,7 +45,6 @@ class _Batches(Dataset[Any]):
     """A dataset whose items are batches, indexed by :class:`BatchTask`; used in this process or in data workers."""
 
     def __init__(self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any], seed: int) -> None:
-        """Keep what makes a batch: the samples' ``dataset``, the function that collates a list of them, and the run's seed."""
         self._dataset, self._collate, self._seed = dataset, collate, seed
 
     def __getitem__(self, task: BatchTask) -> Any:

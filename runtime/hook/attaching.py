@@ -419,7 +419,6 @@ class ObservingHook(Hook):
     """The hook of a process without a config that writes telemetry to the file ``path``."""
 
     def __init__(self, path: str, dataset: Dataset[Any] | None, job: DistributedJob) -> None:
-        """Count the samples of the passes; losses stay as they are."""
         self._observer = LossScaler(job, "hook", weighs=False)
         super().__init__(dataset, job.rank, job.world_size, self._observer)
         self._path, self._job = path, job

@@ -56,7 +56,6 @@ class GivenLoader:
     """
 
     def __init__(self, loader: DataLoader[Any], job: DistributedJob) -> None:
-        """Read the loader; its sampler of single samples may be wrapped by accelerate or be a DistributedSampler."""
         if not isinstance(loader, DataLoader):
             raise InputError("loader", f"is a {type(loader).__name__}", "give a torch.utils.data.DataLoader")
         self._job, self._epoch = job, 0
@@ -238,7 +237,6 @@ class CountedLoader(_TellingLoader):
     def __init__(
         self, dataset: Dataset[Any], sampler: VariableBatchSampler, scaler: LossScaler, **options: Any
     ) -> None:
-        """Load by ``sampler``, whose passes tell the samples of each batch."""
         super().__init__(dataset, batch_sampler=sampler, **options)
         self._planned_sampler = self._batches_key = sampler  # batches are noted under their sampler
         self._scaler = scaler

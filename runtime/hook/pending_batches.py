@@ -50,7 +50,6 @@ class PendingBatches:
     """The batches that the training loop has been given and that are not forgotten yet."""
 
     def __init__(self) -> None:
-        """Begin without batches."""
         self.missing: str | None = None
         """What the script still has to do before batches may be handed out, in words; None: nothing."""
         self.trains: Callable[[], bool] = lambda: True

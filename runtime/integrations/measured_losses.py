@@ -55,7 +55,6 @@ class LossKinds:
     """
 
     def __init__(self, job: DistributedJob, remedy: str) -> None:
-        """Begin with all kinds possible."""
         self._job, self._remedy = job, remedy
         self._kinds: list[str] = []  # those still possible after the losses measured so far; empty: none was measured
 

@@ -22,7 +22,6 @@ class SaidLosses:
     """
 
     def __init__(self, hook: Hook) -> None:
-        """Begin as if nothing was said."""
         self._hook, self.said = hook, False
 
     def __getattr__(self, name: str) -> Any:

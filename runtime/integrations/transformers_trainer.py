@@ -54,7 +54,6 @@ class TelemetryCallback(TrainerCallback):
     """
 
     def __init__(self, trainer: Trainer, telemetry: Path = "telemetry.jsonl") -> None:
-        """Keep the trainer and the file; nothing is attached before training begins."""
         self._trainer, self._telemetry = trainer, telemetry
         self._hook: Hook | None = None
 
@@ -205,7 +204,6 @@ class _TrainersLoss:
     """What a Trainer's ``compute_loss`` makes of batches, in evaluation mode; random streams stay where they are."""
 
     def __init__(self, trainer: Any, model: torch.nn.Module) -> None:
-        """Compute by ``trainer`` and ``model``; in 16 bits losses are compared less strictly."""
         self._trainer, self._model = trainer, model
         kinds = {value.dtype for value in model.parameters() if value.is_floating_point()}
         is_half = trainer.accelerator.mixed_precision != "no" or any(kind.itemsize < 4 for kind in kinds)
@@ -239,7 +237,6 @@ class _OneProcess:
     num_processes = 1
 
     def __init__(self, accelerator: Any) -> None:
-        """Stand for this accelerator."""
         self._accelerator = accelerator
 
     def __getattr__(self, name: str) -> Any:
@@ -251,7 +248,6 @@ class _Following(TrainerCallback):
     """Tells the mixin what its Trainer does."""
 
     def __init__(self, trainer: HookedTrainerMixin) -> None:
-        """Follow ``trainer``."""
         self._trainer = trainer
 
     def on_train_begin(

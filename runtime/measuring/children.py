@@ -33,7 +33,6 @@ class LostProcess(DdlToolError):
     """A process has ended before its time: its ``rank``, and ``how`` it ended, in words."""
 
     def __init__(self, where: str, rank: int, how: str) -> None:
-        """Name ``where`` it was noticed, the ``rank``, and ``how`` the process ended."""
         super().__init__(f"{where}: process {rank} {how}")
         self.rank, self.how = rank, how
 

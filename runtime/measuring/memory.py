@@ -107,7 +107,6 @@ class _Trial:
     """A process that tries one batch after another; a new one takes its place after each that went beyond the budget."""
 
     def __init__(self, subject: Subject, budget_bytes: float) -> None:
-        """Prepare; the process starts with the first batch."""
         self._subject, self._budget_bytes = subject, budget_bytes
         self._child: Children | None = None
 

@@ -156,7 +156,6 @@ class WatchLost(DdlToolError):
     """A watched process has ended before its time."""
 
     def __init__(self, message: str, rows: list[SpeedRow]) -> None:
-        """Keep the rows that were recorded before the loss."""
         super().__init__(message)
         self.rows = rows
         """All workers' rows of the iterations that every worker has completed."""

@@ -70,7 +70,6 @@ class CheckIsOver(SystemExit):
     """Ends, in mid-training, a process that was started for the check alone; a script that catches it meets the next one."""
 
     def __init__(self) -> None:
-        """Exit with code 0: the check has done what the process was started for."""
         super().__init__(0)
 
 

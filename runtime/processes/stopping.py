@@ -29,7 +29,6 @@ class Terminated(SystemExit):
     """SIGTERM has come. Where nobody catches it, the process ends with 143, as shells show a SIGTERM."""
 
     def __init__(self) -> None:
-        """Exit with the code that shells show for a SIGTERM."""
         super().__init__(128 + signal.SIGTERM)
 
     def __str__(self) -> str:

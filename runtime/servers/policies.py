@@ -201,7 +201,6 @@ class SSP(ASP):
     """
 
     def __init__(self, staleness: int) -> None:
-        """Let a worker run ``staleness`` steps ahead of the slowest one."""
         if staleness < 0:
             raise InputError("SSP", f"a staleness of {staleness}", "give 0 or more")
         self.staleness, self.settings = staleness, (staleness,)
