@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import io
 import os
@@ -162,13 +163,9 @@ def _keep_previous(path: Path) -> None:
 def _try_lock(descriptor: int) -> bool:
     """Lock an open file until it is closed or the process ends; return False when another process has locked it.
 
-    Returns True where the file system or the platform has no locks: refusing to write there would be worse than missing
-    another run. Raises OSError when the disk fails.
+    Returns True where the file system has no locks: refusing to write there would be worse than missing another run.
+    Raises OSError when the disk fails.
     """
-    try:
-        import fcntl
-    except ImportError:  # Windows neither removes nor replaces a file that is open
-        return True
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -142,8 +142,7 @@ class WatchRequest:
             raise InputError("iterations", problem, f"record at most {MOST_ROWS}")
         if self.cores is None:
             return
-        if not hasattr(os, "sched_getaffinity"):
-            raise InputError("cores", "cannot be chosen on this system", "leave it out")
+
         usable = sorted(os.sched_getaffinity(0))
         if len(self.cores) != self.workers:
             raise InputError("cores", f"names {len(self.cores)} cores", f"name one for each of {self.workers} workers")
