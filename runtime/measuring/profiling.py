@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import psutil
@@ -45,16 +45,10 @@ def measured(
 
     Raises InputError when not even batch 1 fits in memory.
     """
-    search = None
-    largest: int | None = LARGEST_BATCH
+    search, largest = None, None
     with stage("measuring") as advance:
         if memory_bytes is not None:
-            limit = measure_limit(request.subject(), memory_bytes, progress=lambda text: advance(0, f"memory: {text}"))
-            largest = limit.batch
-            if largest == 0:
-                raise InputError("--memory", f"even batch 1 needs more than {show_bytes(memory_bytes)}", "give more")
-            tries = [MemoryTry(local_batch_size=batch, peak_memory_bytes=peak) for batch, peak in limit.tried.items()]
-            search = MemorySearch(budget_bytes=memory_bytes, tries=tries)
+            search, largest = _search_limit(request, memory_bytes, lambda text: advance(0, f"memory: {text}"))
         if job is not None:
             job.prepare()
         measurements = campaign(
@@ -79,6 +73,20 @@ def measured(
     for warning in [*reliability(frame), *_shortfalls(result, request)]:
         tell(f"warning: {warning}")
     return result
+
+
+def _search_limit(
+    request: MeasureRequest, memory_bytes: float, progress: Callable[[str], None]
+) -> tuple[MemorySearch, int | None]:
+    """Return the search for the largest batch within ``memory_bytes``, and that batch; None: every batch fits.
+
+    ``progress`` gets what was tried. Raises InputError when not even batch 1 fits.
+    """
+    limit = measure_limit(request.subject(), memory_bytes, progress=progress)
+    if limit.batch == 0:
+        raise InputError("--memory", f"even batch 1 needs more than {show_bytes(memory_bytes)}", "give more")
+    tries = [MemoryTry(local_batch_size=batch, peak_memory_bytes=peak) for batch, peak in limit.tried.items()]
+    return MemorySearch(budget_bytes=memory_bytes, tries=tries), limit.batch
 
 
 @contextlib.contextmanager

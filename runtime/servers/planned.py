@@ -69,10 +69,7 @@ def follow(
         raise InputError(f"{path}:strategy", f"is {planned.strategy}", remedy)
     if not epochs > 0:
         raise InputError("epochs", f"is {epochs}", "give a number above 0")
-    priority = {record.name: record.priority for record in planned.parameters if record.priority is not None}
-    # Used only where it names each of the model's parameters; else transfers keep the order of registration.
-    model_priority = priority if priority.keys() == dict(model.named_parameters()).keys() else None
-    plan = TransferPlan.for_model(model, workers=planned.world_size, servers=1, priority=model_priority)
+    plan = _transfer_plan(planned, model)
     # The plan's objective: most iterations a second, which with known speeds is the least waiting per iteration.
     gap = planned.superstep.iteration_gap
     policy = ElasticBSP(planned.superstep.lookahead, objective="per_iteration", max_gap=gap)
@@ -80,8 +77,7 @@ def follow(
     if rank == plan.rank_of_server(0):
         model.load_state_dict(Server(model, plan, optimizer, policy).serve(), strict=False)
         return
-    size = planned.ranks[0].local_batch_size
-    samples = dataset_length(dataset)
+    size, samples = planned.ranks[0].local_batch_size, dataset_length(dataset)
     if samples < size * plan.workers:
         problem = f"is {size} for each of {plan.workers} workers, but the dataset has {samples} samples"
         raise InputError(f"{path}:ranks.local_batch_size", problem, "plan smaller batches or fewer devices")
@@ -90,26 +86,45 @@ def follow(
     with Worker(model, plan, policy, checkpoint=checkpoint) as worker:
         file.identity = replace(file.identity, run=worker.run)
         recorder = StepRecorder(file, cuda=is_cuda(model))
-        for epoch in itertools.count():  # a faster worker begins with the next epoch earlier
-            shares = worker.batches(samples, size, epoch=epoch, seed=seed, drop_last=True)
-            loader = DataLoader(dataset, batch_sampler=[share.tolist() for share in shares], **options)
-            for batch in loader:
-                if worker.updates >= updates:
-                    worker.pull()
-                    return
-                has_left = False
-                with worker.step():
-                    recorder.begin_forward()
-                    waited_s = worker.waited_s
-                    try:
-                        yield batch
-                    except GeneratorExit:  # the script has left its loop, after this step
-                        has_left = True
-                    recorder.pause(worker.waited_s - waited_s)
-                    recorder.begin_exchange(size, size * plan.workers).note_ready()
-                recorder.after_update()
-                if has_left:
-                    return
+        for batch in _batches_of_epochs(worker, dataset, size, seed, options):
+            if worker.updates >= updates:
+                worker.pull()
+                return
+            has_left = False
+            with worker.step():
+                recorder.begin_forward()
+                waited_s = worker.waited_s
+                try:
+                    yield batch
+                except GeneratorExit:  # the script has left its loop, after this step
+                    has_left = True
+                recorder.pause(worker.waited_s - waited_s)
+                recorder.begin_exchange(size, size * plan.workers).note_ready()
+            recorder.after_update()
+            if has_left:
+                return
+
+
+def _transfer_plan(planned: Enforcement, model: nn.Module) -> TransferPlan:
+    """Return the transfers between the planned workers and one server.
+
+    They go in the planned order where it has each of the model's parameters, else in the order of registration.
+    """
+    priority = {record.name: record.priority for record in planned.parameters if record.priority is not None}
+    model_priority = priority if priority.keys() == dict(model.named_parameters()).keys() else None
+    return TransferPlan.for_model(model, workers=planned.world_size, servers=1, priority=model_priority)
+
+
+def _batches_of_epochs(
+    worker: Worker, dataset: Dataset[Any], size: int, seed: int, options: dict[str, Any]
+) -> Iterator[Any]:
+    """Yield this worker's batches of ``size`` samples, of one epoch after the other without end.
+
+    A faster worker begins with the next epoch earlier. ``options`` go to ``DataLoader``.
+    """
+    for epoch in itertools.count():
+        shares = worker.batches(dataset_length(dataset), size, epoch=epoch, seed=seed, drop_last=True)
+        yield from DataLoader(dataset, batch_sampler=[share.tolist() for share in shares], **options)
 
 
 def _open_telemetry(planned: Enforcement, rank: int) -> TelemetryFile:
