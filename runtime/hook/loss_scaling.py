@@ -334,25 +334,31 @@ class LossScaler:
             guard.refuse(InputError("loss", before, "say each term of a loss once"))
         if self._forwards_inside:
             return forward_passes, {}  # a trainer whose step is the forward pass of the wrapped module
-        parameters_past_outputs: dict[str, Tensor] = {}
-        if graph.leaves and (model := self._model()) is not None:
-            names = {id(value): name for name, value in model.named_parameters()}
-            parameters_past_outputs = {
-                names[id(leaf)]: leaf
-                for leaf in graph.leaves
-                if id(leaf) in names.keys() - self._returned_parameter_ids
-            }
-            guard.link(leaf for leaf in graph.leaves if id(leaf) not in names)
-        if parameters_past_outputs and not graph.outputs and share is not None:
+        past_outputs = self._parameters_past_outputs(graph, guard)
+        if past_outputs and not graph.outputs and share is not None:
             problem = "reaches the model's parameters past the wrapped model, so that nobody averages their gradients"
             guard.refuse(InputError("loss", problem, "call the wrapped model, not the module inside"))
         shape = graph.nodes, len(graph.outputs), len(graph.leaves), reduction
         if not graph.outputs or (shape in self._seen_graph_shapes and not guard.is_measured):
             return forward_passes, {}
         self._seen_graph_shapes.add(shape)
-        if parameters_past_outputs and share is not None and self.averages:
-            guard.note_past_outputs(gradients_past_outputs(loss, graph.outputs, parameters_past_outputs))
+        if past_outputs and share is not None and self.averages:
+            guard.note_past_outputs(gradients_past_outputs(loss, graph.outputs, past_outputs))
         return forward_passes, self._measure_gradients(guard, loss, graph, factor, share)
+
+    def _parameters_past_outputs(self, graph: LossGraph, guard: UpdateGuard) -> dict[str, Tensor]:
+        """Return the model's parameters that a loss reaches without passing through the model's outputs, by name.
+
+        Parameters that the last forward pass has returned do not count. Those outside of the model are noted with the
+        guard: another optimizer may train them.
+        """
+        model = self._model()
+        if model is None or not graph.leaves:
+            return {}
+        names = {id(value): name for name, value in model.named_parameters()}
+        guard.link(leaf for leaf in graph.leaves if id(leaf) not in names)
+        past_outputs = names.keys() - self._returned_parameter_ids
+        return {names[id(leaf)]: leaf for leaf in graph.leaves if id(leaf) in past_outputs}
 
     def _measure_gradients(
         self, guard: UpdateGuard, loss: Tensor, graph: LossGraph, factor: float, share: Share | None

@@ -211,12 +211,11 @@ class _Campaign:
         missing = [(*series, batch) for series in self.series for batch in within if (*series, batch) not in self.rows]
         if request.repeats is not None:
             return self._task(missing[0], most=request.repeats) if missing else None
-        key, uncertainty = self._next_searched(), math.inf
-        ranked = [] if key is not None else self._ranked_by_uncertainty()
-        if key is None and not ranked:
+        searched = self._next_searched()
+        ranked = self._ranked_by_uncertainty() if searched is None else [(math.inf, searched)]
+        if not ranked:
             return None
-        if key is None:
-            uncertainty, key = ranked[0]
+        uncertainty, key = ranked[0]
         if key not in self.rows:
             # Until the median is known, or the configuration's share of the budget is spent.
             share_s = max(0.0, left_s / max(1, len(missing)))

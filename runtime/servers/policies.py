@@ -283,27 +283,14 @@ class ElasticBSP(ASP):
         be predicted yet.
         """
         if worker is not None:
-            if (previous_end_s := self._last_end_s[worker]) is not None:
-                self._lengths_s[worker] = [*self._lengths_s[worker], now_s - previous_end_s][-LENGTHS_KEPT:]
-            self._last_end_s[worker] = now_s
+            self._note_end(worker, now_s)
         state, members = self.state, sorted(self.state.members)
         if not self._superstep_workers:
             self._superstep_workers, self._iterations, self._superstep_began_s = members, [1] * len(members), now_s
             return None
         if not members or any(state.steps[worker] < self.quota[worker] for worker in members):
             return None
-        ends_s = [self._last_end_s[worker] if worker in state.members else None for worker in self._superstep_workers]
-        finished_superstep = BarrierRow(
-            time_s=now_s,
-            superstep=self._superstep_count,
-            workers=self._superstep_workers,
-            iterations=self._iterations,
-            predicted_end_s=self._predicted_end_s,
-            end_s=[None if end_s is None else end_s - self._superstep_began_s for end_s in ends_s],
-            length_s=now_s - self._superstep_began_s,
-        )
-        self.supersteps.append(finished_superstep)
-        self._superstep_count += 1
+        finished_superstep = self._finish_superstep(now_s)
         member_lengths_s = [self._lengths_s[worker] for worker in members]
         self._superstep_workers, self._superstep_began_s = members, now_s
         self._iterations, self._predicted_end_s = [1] * len(members), []
@@ -315,6 +302,32 @@ class ElasticBSP(ASP):
             if self._last_end_s[worker] is not None:
                 self._last_end_s[worker] = now_s  # the wait belongs to no iteration
         self.follow(quota)
+        return finished_superstep
+
+    def _note_end(self, worker: int, now_s: float) -> None:
+        """Note that ``worker`` has ended an iteration; its length is known if the one before has ended too."""
+        if (previous_end_s := self._last_end_s[worker]) is not None:
+            self._lengths_s[worker] = [*self._lengths_s[worker], now_s - previous_end_s][-LENGTHS_KEPT:]
+        self._last_end_s[worker] = now_s
+
+    def _finish_superstep(self, now_s: float) -> BarrierRow:
+        """Return the superstep that ends now, and keep it among :attr:`supersteps`; lost workers have no end in it."""
+        last_ends_s = [self._last_end_s[worker] for worker in self._superstep_workers]
+        is_member = [worker in self.state.members for worker in self._superstep_workers]
+        finished_superstep = BarrierRow(
+            time_s=now_s,
+            superstep=self._superstep_count,
+            workers=self._superstep_workers,
+            iterations=self._iterations,
+            predicted_end_s=self._predicted_end_s,
+            end_s=[
+                end_s - self._superstep_began_s if end_s is not None and is_here else None
+                for end_s, is_here in zip(last_ends_s, is_member, strict=True)
+            ],
+            length_s=now_s - self._superstep_began_s,
+        )
+        self.supersteps.append(finished_superstep)
+        self._superstep_count += 1
         return finished_superstep
 
     def choose(self, lengths_s: list[np.ndarray]) -> tuple[list[int], list[float]]:
