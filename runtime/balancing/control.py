@@ -448,14 +448,17 @@ def _prepare(
         raise InputError("sizes", f"has {len(sizes)} entries", f"give one for each of {job.world_size} ranks")
     if total_batch is not None and sum(sizes) != total_batch:
         raise InputError("sizes", f"add up to {sum(sizes)}", f"the total batch is {total_batch}")
-    policy: Policy
-    if options.cluster == "gpu":
-        policy = TrialPolicy(sizes, limits, options.trial if options.trial is not None else LIVE_TRIAL, fewest)
-    else:
-        learning = options.learning if options.learning is not None else LIVE_LEARNING
-        policy = SpeedPolicy(sizes, limits, options.predictor, learning, tolerance=options.tolerance, least=fewest)
+    policy = _policy_of(options, sizes, limits, fewest)
     start = tuple(int(size) for size in np.asarray(policy.sizes))
     return start, fewest, Manager(policy, events if job.rank == 0 else None)
+
+
+def _policy_of(options: BalanceOptions, sizes: Sequence[int], limits: Sequence[int] | None, least: int) -> Policy:
+    """Return what chooses sizes by ``options``, beginning with ``sizes``, (n,) samples by rank."""
+    if options.cluster == "gpu":
+        return TrialPolicy(sizes, limits, options.trial if options.trial is not None else LIVE_TRIAL, least)
+    learning = options.learning if options.learning is not None else LIVE_LEARNING
+    return SpeedPolicy(sizes, limits, options.predictor, learning, tolerance=options.tolerance, least=least)
 
 
 def _whole_samples(name: str, value: object) -> int:
