@@ -131,18 +131,18 @@ def broadcast(tensors: list[Tensor], source: int) -> None:
                 dist.broadcast(value.data, src=source)
 
 
-def moved(batch: Any, device: torch.device) -> Any:
+def to_device(batch: Any, device: torch.device) -> Any:
     """Return ``batch`` with its tensors on ``device``, also those in lists, tuples (which become lists) and mappings."""
     if isinstance(batch, Tensor):
         return batch.to(device)
     if isinstance(batch, Mapping):
-        return {key: moved(value, device) for key, value in batch.items()}
+        return {key: to_device(value, device) for key, value in batch.items()}
     if isinstance(batch, (list, tuple)):
-        return [moved(value, device) for value in batch]
+        return [to_device(value, device) for value in batch]
     return batch
 
 
-def collectives() -> int:
+def count_collectives() -> int:
     """Return how many collectives the default process group has run: the script's, as ddltool's own use other groups."""
     group: Any = dist.group.WORLD if dist.is_initialized() else None
     return 0 if group is None else int(group._get_sequence_number_for_group())

@@ -35,14 +35,14 @@ from ddltool.errors import InputError
 from ddltool.runtime.elastic import checkpoint
 from ddltool.runtime.elastic.contexts import LOSS, Contexts, modules_of, named_buffers, plain_name
 from ddltool.runtime.elastic.ordered_mean import MIB, OrderedMean
-from ddltool.runtime.elastic.processes import Processes, broadcast, collectives, moved
+from ddltool.runtime.elastic.processes import Processes, broadcast, count_collectives, to_device
 from ddltool.runtime.elastic.recording import TurnRecorder
 from ddltool.runtime.elastic.sample_feed import BatchTask, SampleFeed
 from ddltool.runtime.elastic.settings import check_model, check_optimizer, check_parameters, settings_of, workers_of
 from ddltool.runtime.hook.job import bare_optimizer, planned_for
 from ddltool.runtime.hook.telemetry import StepRecorder, TelemetryFile
 from ddltool.runtime.processes.batches import VariableBatchSampler
-from ddltool.runtime.processes.random_streams import kept
+from ddltool.runtime.processes.random_streams import streams_kept
 from ddltool.runtime.processes.same_samples import dataset_length, demand_same_samples
 from ddltool.runtime.processes.step_times import Exchange
 from ddltool.runtime.processes.stopping import StopSignals, refuse_in_one_line
@@ -355,7 +355,7 @@ class ElasticTrainer:
                 for rank in self.processes.local:
                     self._begin_turn(rank)
                     for _ in range(self.settings.accumulation):
-                        batch = moved(next(source), self.device)
+                        batch = to_device(next(source), self.device)
                         if self._recorder is not None:
                             self._recorder.batch(batch)
                         micro_batches_before = self._micro_batches
@@ -391,7 +391,7 @@ class ElasticTrainer:
             return
         batches = self._feed.batches(tasks)
         for _ in tasks:
-            with nullcontext() if self._feed.workers else kept(self.device):
+            with nullcontext() if self._feed.workers else streams_kept(self.device):
                 batch = next(batches)
             yield batch
 
@@ -403,7 +403,7 @@ class ElasticTrainer:
         self._mean.clear()
         self._mean.begin(rank)
         self._contexts.enter(rank)
-        self._collectives = collectives()
+        self._collectives = count_collectives()
         if self._recorder is not None:
             self._recorder.begin(rank, *self._contexts.seen())
 
@@ -441,7 +441,7 @@ class ElasticTrainer:
             return False
         if self._recorder is not None:
             self._recorder.end(None, self._contexts.seen()[1])
-        if self._collectives != collectives():
+        if self._collectives != count_collectives():
             remedy = "keep what the workers of a turn compute to themselves"
             raise InputError("the turn", "ran a collective of all processes, whose number must not matter", remedy)
         is_last = rank == self.processes.local[-1]

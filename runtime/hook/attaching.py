@@ -134,7 +134,7 @@ class Hook:
         Telemetry records the steps of ``optimizer``, not those of ``others``.
         """
 
-    def call(self, name: str) -> Self:
+    def named(self, name: str) -> Self:
         """Return this hook, which error messages call ``name`` from now on."""
         if self._scaler is not None:
             self._scaler.name = name

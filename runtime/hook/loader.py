@@ -148,12 +148,12 @@ class SharedStream(IterableDataset[Any]):
             yield StreamBlock(own_samples, size, len(step_samples), digest)
 
 
-def collate(collate_samples: Callable[[list[Any]], Any], block: StreamBlock) -> StreamBlock:
+def collate_block(collate_samples: Callable[[list[Any]], Any], block: StreamBlock) -> StreamBlock:
     """Return the block with a batch in place of its list of samples, made by ``collate_samples``."""
     return replace(block, batch=collate_samples(block.batch))
 
 
-def together(job: DistributedJob, blocks: Iterator[StreamBlock]) -> Iterator[tuple[StreamBlock, int]]:
+def aligned_blocks(job: DistributedJob, blocks: Iterator[StreamBlock]) -> Iterator[tuple[StreamBlock, int]]:
     """Yield (block, samples of all ranks) until no rank has samples left; each rank reads a stream of its own.
 
     A rank whose stream has ended repeats its last block with weight 0, so that all ranks make as many steps. Raises
@@ -288,7 +288,7 @@ class StreamLoader(_TellingLoader):
             sizes, drop_last = Sizes((sizes.sizes[job.rank],)), False
         least = sizes.total_batch_size if drop_last else sizes.world_size  # else one sample for each rank at least
         cut = SharedStream(stream, sizes, job.rank if shared else 0, least)
-        collated: Any = functools.partial(collate, collate_fn)
+        collated: Any = functools.partial(collate_block, collate_fn)
         super().__init__(cut, batch_size=None, collate_fn=collated, **options)
         self._job, self._scaler, self._batches_key, self._shared, self._seen = job, scaler, self, shared, False
 
@@ -298,7 +298,7 @@ class StreamLoader(_TellingLoader):
         At the first block of a shared stream, raise InputError on all ranks unless they read the same one.
         """
         source: Iterator[StreamBlock] = DataLoader.__iter__(self)
-        blocks = ((block, block.total) for block in source) if self._shared else together(self._job, source)
+        blocks = ((block, block.total) for block in source) if self._shared else aligned_blocks(self._job, source)
         following = next(blocks, None)
         if following is not None and self._shared and not self._seen:
             remedy = "give every rank the whole stream, or say that each has its own: dataloader(..., shared=False)"

@@ -38,7 +38,7 @@ from ddltool.runtime.integrations.measured_losses import (
 )
 from ddltool.runtime.integrations.said_losses import SaidLosses
 from ddltool.runtime.processes.job import DistributedJob
-from ddltool.runtime.processes.random_streams import kept
+from ddltool.runtime.processes.random_streams import streams_kept
 
 Path = str | os.PathLike[str]
 # The remedy of refusals: how a script says what its loss is.
@@ -108,7 +108,7 @@ class HookedTrainerMixin:
     ) -> None:
         """Attach the hook, which replaces the batches; model and optimizer follow when training begins."""
         super().__init__(*args, **kwargs)
-        self.hook = SaidLosses(attach(enforcement, telemetry=telemetry).call("self.hook"))
+        self.hook = SaidLosses(attach(enforcement, telemetry=telemetry).named("self.hook"))
         self._trainer = cast(Any, self)  # what it is once it is mixed in
         self._kinds: LossKinds | None = None  # what the losses may be means over; None: not looked at yet
         self._meaning: dict[str, Any] | None = None  # what the hook is told of a loss; None: the script says it
@@ -221,7 +221,7 @@ class _TrainersLoss:
                 trainer.accelerator = _OneProcess(accelerator)
             with ExitStack() as stack:
                 stack.enter_context(torch.no_grad())
-                stack.enter_context(kept(trainer.args.device))  # the random streams of training must not move
+                stack.enter_context(streams_kept(trainer.args.device))  # the random streams of training must not move
                 stack.enter_context(torch.compiler.set_stance("force_eager"))  # parts have shapes that no step has
                 stack.enter_context(trainer.compute_loss_context_manager())
                 return float(trainer.compute_loss(self._model, inputs, num_items_in_batch=items))

@@ -27,7 +27,7 @@ from ddltool.errors import InputError
 from ddltool.profiles import read_profile, write_profile
 from ddltool.results import SkippedConfiguration
 from ddltool.runtime.measuring.children import Children, meeting_place
-from ddltool.runtime.measuring.worker import FEWEST_FOR_AN_INTERVAL, MeasureTask, StepTimings, Subject, replica
+from ddltool.runtime.measuring.worker import FEWEST_FOR_AN_INTERVAL, MeasureTask, StepTimings, Subject, connect_replica
 
 RELIABLE_SPREAD, SHORTEST_STEP_S, FEWEST_REPEATS = 0.1, 1e-3, 3
 """A row is doubtful with a larger quartile range (relative to the step), a shorter step, or fewer repeats."""
@@ -397,7 +397,7 @@ def _serve(subject: Subject, rank: int, replicas: Sequence[int], pipe: Connectio
     The process group is not destroyed: its destruction would wait for peers that wait for this process.
     """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo asks the host's name, which need not be this machine
-    worker = replica(subject, replicas, rank, max(replicas), init_method=meeting_place())
+    worker = connect_replica(subject, replicas, rank, max(replicas), init_method=meeting_place())
     pipe.send(True)  # ready: torch is imported and the replicas are connected
     last_sign_s = time.monotonic()
 

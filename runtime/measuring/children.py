@@ -151,10 +151,10 @@ class Children:
             dead = ((dead_rank, process.exitcode) for dead_rank, process in rank_first if process.exitcode)
             return next((LostProcess(where, dead_rank, how_it_ended(code)) for dead_rank, code in dead), None)
 
-        return soon(_GRACE_S, find_dead)
+        return poll_until(_GRACE_S, find_dead)
 
 
-def soon(seconds: float, look: Callable[[], T | None]) -> T | None:
+def poll_until(seconds: float, look: Callable[[], T | None]) -> T | None:
     """Call ``look`` until it returns something, for at most ``seconds``; return that, or None. It is called at least once."""
     deadline_s = time.monotonic() + seconds
     while (result := look()) is None and time.monotonic() < deadline_s:

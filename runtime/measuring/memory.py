@@ -17,7 +17,7 @@ import psutil
 
 from ddltool.errors import InputError
 from ddltool.runtime.measuring.children import Children
-from ddltool.runtime.measuring.worker import MeasureTask, Subject, replica, reset_peak
+from ddltool.runtime.measuring.worker import MeasureTask, Subject, connect_replica, reset_peak
 
 LARGEST = 2**20  # the largest batch that is tried
 # A step's memory is reached in its first backward pass; the second shows what an optimizer keeps.
@@ -145,7 +145,7 @@ def _serve(subject: Subject, budget_bytes: float, pipe: Connection) -> None:
     """
     import torch
 
-    worker = replica(subject, [1], 0, 1)
+    worker = connect_replica(subject, [1], 0, 1)
     if worker.device.type == "cuda":
         total = torch.cuda.get_device_properties(worker.device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, budget_bytes / total), worker.device)

@@ -130,10 +130,10 @@ def _run(command: Sequence[str], is_on: bool, steps: int, warmup: int, replicas:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "times")
         clock = ("-m", "ddltool.runtime.measuring.overhead", str(file), str(steps), *command)
-        code, errors = finish(clock, replicas, environment, command[0], timeout_s)
+        code, errors = run_script(clock, replicas, environment, command[0], timeout_s)
         times = [file.with_name(f"{file.name}.{rank}") for rank in range(replicas)]
         if code or not all(path.exists() for path in times):
-            raise failed(command, code, errors)
+            raise failure_of_script(command, code, errors)
         stamps = [json.loads(path.read_text(encoding="utf-8")) for path in times]
     steps_made = min(len(rank_stamps) for rank_stamps in stamps)
     if steps_made < warmup + 2:
@@ -153,7 +153,7 @@ def demand_script(command: Sequence[str]) -> None:
         raise InputError(command[0], "is no file", "name a training script")
 
 
-def failed(command: Sequence[str], code: int, errors: str) -> InputError:
+def failure_of_script(command: Sequence[str], code: int, errors: str) -> InputError:
     """Return the error of a script that ended with the exit ``code``, with the likeliest reason from its stderr.
 
     That is ddltool's error line, else its last exception but torchrun's own, else the last line.
@@ -164,7 +164,7 @@ def failed(command: Sequence[str], code: int, errors: str) -> InputError:
     return InputError(command[0], f"failed with exit code {code}: {reason}", "see to it that it runs by itself")
 
 
-def finish(
+def run_script(
     command: Sequence[str], replicas: int, environment: dict[str, str], name: str, timeout_s: float
 ) -> tuple[int, str]:
     """Run a Python command to its end, by torchrun for several ``replicas``; return its exit code and stderr.

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ddltool.errors import InputError
 from ddltool.results import ScriptCheck
-from ddltool.runtime.measuring.overhead import demand_script, failed, finish
+from ddltool.runtime.measuring.overhead import demand_script, failure_of_script, run_script
 from ddltool.runtime.processes.checking import CHECK, RESULT
 
 
@@ -25,13 +25,13 @@ def check_script(command: Sequence[str], replicas: int = 2, timeout_s: float = 9
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "result.json")
         environment = {**os.environ, CHECK: "end", RESULT: str(result)}
-        code, errors = finish(command, replicas, environment, command[0], timeout_s)
+        code, errors = run_script(command, replicas, environment, command[0], timeout_s)
         answer = json.loads(result.read_text("utf-8")) if result.exists() else None
     # Of a script that fails, only what was decided before counts.
     if answer is not None and (answer["updates"] or not code):
         return ScriptCheck(script=shlex.join(command), replicas=replicas, **answer)
     if code:
-        raise failed(command, code, errors)
+        raise failure_of_script(command, code, errors)
     problem = "ran to its end without a check"
     remedy = "attach the hook or the balancer with uneven batches in it, for 3 updates or more"
     raise InputError(command[0], problem, remedy)

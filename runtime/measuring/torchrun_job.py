@@ -13,9 +13,9 @@ from dataclasses import asdict
 from datetime import timedelta
 
 from ddltool.errors import DdlToolError, InputError, one_line
-from ddltool.runtime.measuring.children import in_one_line, soon
+from ddltool.runtime.measuring.children import in_one_line, poll_until
 from ddltool.runtime.measuring.rendezvous import START_LIMIT_S, Place, job_store
-from ddltool.runtime.measuring.worker import MeasureTask, StepTimer, StepTimings, Subject, replica
+from ddltool.runtime.measuring.worker import MeasureTask, StepTimer, StepTimings, Subject, connect_replica
 
 # Followers may wait this long for their next task: as long as rank 0 searches for the memory limit, say.
 _PATIENCE = timedelta(hours=24)
@@ -83,7 +83,7 @@ class TorchrunJob:
                 if (devices := torch.cuda.device_count()) <= place.local_rank:
                     problem = f"cuda has {devices} devices for {place.local_world_size} processes of a node"
                     raise InputError("--device", problem, "start fewer processes, or use --device cpu")
-            self._worker = replica(
+            self._worker = connect_replica(
                 self.subject,
                 self.replicas,
                 place.rank,
@@ -142,7 +142,7 @@ class TorchrunJob:
         """Return whether another rank has failed, now or within ``within_s``; if not, note this rank as the first to fail."""
         rank = str(self.place.rank)
         try:
-            soon(within_s, lambda: self._store.check(["failed"]) or None)
+            poll_until(within_s, lambda: self._store.check(["failed"]) or None)
             return bool(self._store.compare_set("failed", "", rank) != rank.encode())
         except RuntimeError:
             return False  # the store is gone

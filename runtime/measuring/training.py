@@ -27,7 +27,7 @@ MEASURED = ("fp32", "tf32", "bf16", "fp16", "bf16-pure", "fp16-pure")
 """Precisions that a step can be run in here. float8 needs kernels of a library of its own."""
 
 
-def checked(precision: str, device: str) -> str:
+def checked_precision(precision: str, device: str) -> str:
     """Return the standard name of a precision that ``device`` ("cpu", "cuda") computes in.
 
     Raises InputError for one that is unknown, a share, or not measured on this device.
@@ -43,7 +43,7 @@ def checked(precision: str, device: str) -> str:
     return name
 
 
-def prepared(
+def prepared_module(
     module: nn.Module, inputs: Sequence[Any], precision: str, device: torch.device
 ) -> tuple[nn.Module, tuple[Any, ...], Callable[[], contextlib.AbstractContextManager[Any]]]:
     """Return a module and its inputs on a device in the types of a precision, and what makes a forward pass's context.
@@ -69,7 +69,7 @@ def prepared(
     return module, moved_inputs, lambda: torch.autocast(device.type, computed_dtype)
 
 
-def updates(
+def backward_and_update(
     module: nn.Module, optimizer: str, precision: str, device: torch.device
 ) -> tuple[Callable[[Any], None], Callable[[], None]]:
     """Return two functions: the backward pass of a loss, and the update of the module's parameters.

@@ -35,7 +35,7 @@ from ddltool.graph import natural_key
 from ddltool.results import WatchedWorker, WatchResult
 from ddltool.runtime.measuring.children import Children, LostProcess, meeting_place
 from ddltool.runtime.measuring.share import available_memory, expected_cpu
-from ddltool.runtime.measuring.worker import resolved
+from ddltool.runtime.measuring.worker import resolve_step
 
 # How often a worker hands in its rows; what it has not handed in is lost when it is killed.
 TELL_EVERY_S = 0.5
@@ -204,7 +204,7 @@ def _worker(request: WatchRequest, rank: int, results: Connection) -> None:
     torch.manual_seed(request.seed)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", init_method=meeting_place(), rank=rank, world_size=request.workers)
-    step = resolved(request.resolver)(request.source, request.batch)
+    step = resolve_step(request.resolver)(request.source, request.batch)
     parameters = [value for value in step.module.parameters() if value.requires_grad]
     optimizer = torch.optim.SGD(parameters, lr=1e-2)
     watch = Watch(f"w{rank}")

@@ -98,14 +98,14 @@ class StepTimings:
     peak_bytes: float = 0.0
 
 
-def resolved(resolver: str) -> Callable[[str, int], ResolvedStep]:
+def resolve_step(resolver: str) -> Callable[[str, int], ResolvedStep]:
     """Return the function that ``resolver`` names as ``package.module:function``; it makes a step of a source and a batch."""
     module, _, function = resolver.partition(":")
     builder: Callable[[str, int], ResolvedStep] = getattr(importlib.import_module(module), function)
     return builder
 
 
-def replica(
+def connect_replica(
     subject: Subject,
     replicas: Sequence[int],
     rank: int,
@@ -153,7 +153,7 @@ class StepTimer:
         import torch
 
         self.subject, self.device, self.groups = subject, device, groups or {}
-        self._resolver = resolved(subject.resolver)
+        self._resolver = resolve_step(subject.resolver)
         self._prepared: tuple[int, int] | None = None  # replicas and batch of the configuration; None: there is none
         self._configuration: _Configuration | None = None
         torch.set_num_threads(subject.threads)
@@ -244,31 +244,31 @@ class _Configuration:
         from torch.nn.parallel import DistributedDataParallel
 
         from ddltool.analyzers.step.tracing.step import called
-        from ddltool.runtime.measuring.training import prepared, updates
+        from ddltool.runtime.measuring.training import backward_and_update, prepared_module
 
         self._step, self._device, self._group, self._call = step, device, group, called
-        module, self._inputs, self._computing = prepared(step.module, step.inputs, subject.numerics, device)
+        module, self._inputs, self._computing = prepared_module(step.module, step.inputs, subject.numerics, device)
         self._module, self._unsynchronised = module, contextlib.nullcontext
         if group is not None:
             shared = DistributedDataParallel(module, process_group=group)
             self._module, self._unsynchronised = shared, shared.no_sync  # type: ignore[assignment]
-        self._backward, self._update = updates(module, subject.optimizer, subject.numerics, device)
+        self._backward, self._update = backward_and_update(module, subject.optimizer, subject.numerics, device)
 
     def time_step(self, accumulation: int, *, synchronise: bool = True) -> tuple[float, float]:
         """Run an optimizer step; return its seconds and those of one accumulation pass (0 without), of the slowest replica.
 
         Of the ``accumulation`` + 1 passes, only the last synchronises the replicas, and only with ``synchronise``.
         """
-        loss_scale, pass_s, started_s = 1.0 / (accumulation + 1), 0.0, now(self._device)
+        loss_scale, pass_s, started_s = 1.0 / (accumulation + 1), 0.0, synchronised_clock(self._device)
         if accumulation:
             with self._unsynchronised():
                 for _ in range(accumulation):
                     self._run_pass(loss_scale)
-            pass_s = (now(self._device) - started_s) / accumulation
+            pass_s = (synchronised_clock(self._device) - started_s) / accumulation
         with contextlib.nullcontext() if synchronise else self._unsynchronised():
             self._run_pass(loss_scale)
         self._update()
-        return slowest((now(self._device) - started_s, pass_s), self._group, self._device)
+        return of_slowest_replica((synchronised_clock(self._device) - started_s, pass_s), self._group, self._device)
 
     def _run_pass(self, loss_scale: float) -> None:
         """Run one forward and backward pass, with the loss times ``loss_scale``."""
@@ -277,7 +277,7 @@ class _Configuration:
         self._backward(loss if loss_scale == 1.0 else loss * loss_scale)
 
 
-def now(device: torch.device) -> float:
+def synchronised_clock(device: torch.device) -> float:
     """Return the monotonic clock in seconds, once the device has finished all that was asked of it."""
     import torch
 
@@ -286,7 +286,9 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def slowest(seconds: tuple[float, float], group: dist.ProcessGroup | None, device: torch.device) -> tuple[float, float]:
+def of_slowest_replica(
+    seconds: tuple[float, float], group: dist.ProcessGroup | None, device: torch.device
+) -> tuple[float, float]:
     """Return the longest (step, pass) seconds of any replica; the reduction also aligns the replicas for the next step.
 
     ``group`` None: a single replica, whose own seconds are returned.

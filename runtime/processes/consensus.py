@@ -27,8 +27,8 @@ from ddltool.runtime.processes.liveness import (
     KeyStore,
     LivenessMonitor,
     LostRank,
-    connection,
     job_timeout_s,
+    own_connection,
     wait_for_keys,
 )
 
@@ -88,7 +88,7 @@ class Consensus:
                 shared = dist.distributed_c10d._get_default_store()
                 store = dist.PrefixStore(f"ddltool/consensus/{next(_NUMBERS)}", shared)  # type: ignore[attr-defined]
             # One connection to wait over, and one for other threads, which a wait must not hold up.
-            self._store: KeyStore = connection(store, self._timeout_s)
+            self._store: KeyStore = own_connection(store, self._timeout_s)
             self._shared_store: KeyStore = store
         if behind:
             self._rows: queue.SimpleQueue[Row | None] = queue.SimpleQueue()

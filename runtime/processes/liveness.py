@@ -68,7 +68,7 @@ class LivenessMonitor:
         self._rank, self._ranks = rank, range(world_size)
         self._group_store = store
         store = dist.PrefixStore("ddltool/liveness", store)  # type: ignore[attr-defined]
-        self._store, self._answering = store, connection(store, WITHIN_S)
+        self._store, self._answering = store, own_connection(store, WITHIN_S)
         self._listeners: list[Callable[[list[int]], object]] = []
         self.passes: Callable[[], int] = int  # int() is 0: no pass is counted until somebody sets it
         self._passes_by_rank: dict[int, int] = {}  # as the ranks have answered
@@ -205,7 +205,7 @@ def is_broken(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and _BROKEN.search(str(error)) is not None
 
 
-def connection(store: KeyStore, timeout_s: float) -> KeyStore:
+def own_connection(store: KeyStore, timeout_s: float) -> KeyStore:
     """Return a new connection to ``store``, on which to wait up to ``timeout_s`` for a key.
 
     A blocking call holds a connection: a shared one would stop all other threads of this process. A store that cannot

@@ -43,7 +43,7 @@ class RandomStreams:
     @classmethod
     def seeded(cls, seed: int, virtual_rank: int, device: torch.device) -> RandomStreams:
         """Return the streams that a logical worker starts with; they depend on ``seed`` and ``virtual_rank`` only."""
-        with kept(device):
+        with streams_kept(device):
             seed_streams(seed, virtual_rank, device=device)
             return cls.present(device)
 
@@ -88,7 +88,7 @@ class RandomStreams:
 
 
 @contextmanager
-def kept(device: torch.device = torch.device("cpu")) -> Iterator[None]:  # noqa: B008
+def streams_kept(device: torch.device = torch.device("cpu")) -> Iterator[None]:  # noqa: B008
     """Leave this process's streams as they are, whatever the block draws or seeds."""
     present = RandomStreams.present(device)
     # NumPy's generator is held as an object, so the block needs another one to draw from.

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset, IterableDataset
 from ddltool.errors import InputError
 from ddltool.runtime.processes.digests import fingerprint
 from ddltool.runtime.processes.job import DistributedJob
-from ddltool.runtime.processes.random_streams import kept, seed_streams
+from ddltool.runtime.processes.random_streams import seed_streams, streams_kept
 
 MAP_STYLE = "give a map-style dataset (with __len__ and __getitem__)"
 
@@ -45,7 +45,7 @@ def demand_same_samples(job: DistributedJob, dataset: Dataset[Any] | None) -> No
 def _fingerprint(dataset: Any, size: int) -> str:
     """Return a digest of the first, middle and last of ``size`` samples, or text that says that they cannot be read."""
     fingerprints = []
-    with kept():
+    with streams_kept():
         try:
             copied = _own_copy(dataset)
             for index in (0, size // 2, size - 1):

@@ -180,7 +180,9 @@ class Hello:
     """``HOST:PORT`` where a server listens; empty for a worker."""
 
 
-def call(wire: Wire, plan: TransferPlan, address: str, hello: Hello, limit_s: float) -> tuple[list[Any], list[Message]]:
+def join_job(
+    wire: Wire, plan: TransferPlan, address: str, hello: Hello, limit_s: float
+) -> tuple[list[Any], list[Message]]:
     """Say hello to server 0 and wait until the job begins.
 
     Returns the values of its "begin" message (rank, first step, first epoch, servers' addresses, seconds until a silent
@@ -213,7 +215,7 @@ def call(wire: Wire, plan: TransferPlan, address: str, hello: Hello, limit_s: fl
     raise TransferError(f"{plan.title(first_server)} has, for {limit_s:g} s, {failure}")
 
 
-def gather(
+def gather_processes(
     wire: Wire, plan: TransferPlan, meeting: Meeting, own_hello: Hello, lost_after_s: float, run: str
 ) -> tuple[dict[int, Peer], list[str], list[Message]]:
     """Wait on server 0 for the hellos of all processes, then tell each to begin.

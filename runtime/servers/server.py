@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ddltool.errors import DdlToolError, InputError, listed
 from ddltool.runtime.processes.stopping import StopSignals, refuse_in_one_line
-from ddltool.runtime.servers.meeting import Hello, Meeting, address_towards, call, gather
+from ddltool.runtime.servers.meeting import Hello, Meeting, address_towards, gather_processes, join_job
 from ddltool.runtime.servers.policies import BSP, ServerState, SyncPolicy, Update
 from ddltool.runtime.servers.records import SyncLog, log
 from ddltool.runtime.servers.transfers import TransferError, TransferPlan, describe_error
@@ -163,11 +163,11 @@ class Server:
             hello = replace(self._own_hello, address=address)
             if self.server == 0:
                 meeting.announce(address)
-                self._server_peers, self._addresses, self._early_messages = gather(
+                self._server_peers, self._addresses, self._early_messages = gather_processes(
                     self._wire, plan, meeting, hello, self._lost_after_s, self.log.run
                 )
             else:
-                begin, self._early_messages = call(self._wire, plan, first_address, hello, meeting.limit_s)
+                begin, self._early_messages = join_job(self._wire, plan, first_address, hello, meeting.limit_s)
                 *_, self._addresses, _, self.log.run = begin
                 self._server_peers = {first: first}
         except BaseException:

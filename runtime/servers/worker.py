@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from ddltool.artifacts import check_writable, write_bytes
 from ddltool.errors import DdlToolError, InputError
 from ddltool.runtime.processes.stopping import StopSignals, Terminated, refuse_in_one_line
-from ddltool.runtime.servers.meeting import Meeting, call
+from ddltool.runtime.servers.meeting import Meeting, join_job
 from ddltool.runtime.servers.policies import BSP, SyncPolicy
 from ddltool.runtime.servers.transfers import TransferError, TransferPlan, describe_error
 from ddltool.runtime.servers.wire import BEAT_S, CLOSED, STOOD_STILL_S, Wire, fill
@@ -139,7 +139,7 @@ class Worker:
             first_address = meeting.find()
             self._wire = Wire(meeting.token, self._stop)
             try:
-                begin, _ = call(self._wire, plan, first_address, hello, meeting.limit_s)
+                begin, _ = join_job(self._wire, plan, first_address, hello, meeting.limit_s)
                 rank, self.clock, self.epoch, addresses, self._lost_after_s, self.run = begin
             except BaseException:
                 self._wire.close()
