@@ -335,7 +335,8 @@ class Chooser:
         self.read()
         step = self._sampler.step
         agreed = self._consensus.propose(lambda: np.array([self._sampler.next_step], dtype=np.float64))
-        setting = _Setting(*(agreed if agreed is not None else ()))  # NaN and 0 mean: no change
+        assert agreed is not None  # a consensus that does not go on behind training has its choice at once
+        setting = _Setting(*agreed)  # NaN and 0 mean: no change
         self.look_at = max(int(setting.look_at), step + 1)
         if math.isfinite(setting.noise_every):
             self._noise.every = int(setting.noise_every)
