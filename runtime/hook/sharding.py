@@ -31,14 +31,12 @@ from ddltool.runtime.hook.job import Config, loaded
 
 
 def shard(model: nn.Module, config: Config, **options: Any) -> nn.Module:
-    """Return ``model`` sharded, and with activation checkpointing, as planned.
+    """Return ``model`` sharded, and checkpointed, as planned; call it on every rank before the optimizer is made.
 
-    Call it on every rank before the optimizer is made. FSDP2 and HSDP change ``model`` itself; DDP wraps it.
-    ``options`` go to ``fully_shard`` (``mesh``, ``mp_policy``, ``offload_policy``) or to ``DistributedDataParallel``. A
-    single process only gets the checkpointing.
+    FSDP2 and HSDP change ``model`` itself; DDP wraps it. ``options`` go to ``fully_shard`` (``mesh``, ``mp_policy``,
+    ``offload_policy``) or to ``DistributedDataParallel``. A single process only gets the checkpointing.
 
-    Raises InputError for a config without a sharding, for other processes than planned, and for modules that the model
-    lacks.
+    Raises InputError for a config without a sharding, for other processes than planned, and for modules that the model lacks.
     """
     enforcement, where = loaded(config)
     plan = enforcement.sharding
