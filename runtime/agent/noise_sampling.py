@@ -231,11 +231,12 @@ class NoiseSampler:
                 self._local_norms.append(torch.full((), math.nan, device=parameter.device))
 
     def complete(self, current_pass: Pass, correction: float) -> None:
-        """Begin to sum the ranks' own squared norms over all ranks: the small batch's norm.
+        """Sum the rank's own squared norms over all ranks, in the background: the small batch's norm.
 
-        Call it when this rank's gradients are complete. ``correction``: the factor by which the averaged gradients are
-        multiplied afterwards. A gradient carries the weight of its rank's share of the step's samples, which is divided
-        out. The third power of the number of replicas comes from DDP's mean (squared) and from the mean over ranks.
+        Call it when this rank's gradients are complete. ``correction``: the factor that the averaged gradients are
+        multiplied by afterwards. Gradients carry the weight of the rank's share of the step's samples, which is
+        divided out; the third power of the number of replicas comes from DDP's mean (squared) and from the mean over
+        ranks.
         """
         if self._is_step_sampled and self._group is not None:
             with self._measured_time():
