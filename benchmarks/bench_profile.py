@@ -45,7 +45,7 @@ def collect(source: str, rounds: int, seed: int) -> dict[tuple[str, int], list[f
         visits = [(clock, batch) for clock in CLOCKS for batch in (*FITTED, *BETWEEN, *BEYOND)]
         order.shuffle(visits)
         for clock, batch in visits:
-            measure_worker.now = lambda device, read=CLOCKS[clock]: read()
+            measure_worker.synchronised_clock = lambda device, read=CLOCKS[clock]: read()
             found[clock, batch] += worker.run(MeasureTask(replicas=1, batch=batch, warmup=1, most=3)).full
     return found
 

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from ddltool.analyzers.step.tracing.sources import resolve_step
 from ddltool.analyzers.step.tracing.step import called
 from ddltool.errors import DdlToolError, one_line
-from ddltool.runtime.measuring.training import prepared, updates
+from ddltool.runtime.measuring.training import backward_and_update, prepared_module
 
 WARM_UP = 4
 # A spread of the middle half above this share of the median is told in the row.
@@ -133,13 +133,13 @@ class Running:
             step = resolve_step(case.full_source, case.sequence_length, case.attention)
         step = step.at_batch(case.batch_size)
         inputs = tuple(_random(value, step.module) for value in step.inputs)
-        module, inputs, self._computing = prepared(step.module, inputs, case.precision, device)
+        module, inputs, self._computing = prepared_module(step.module, inputs, case.precision, device)
         if case.channels_last:
             module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
             inputs = tuple(_last(value) for value in inputs)
         if case.checkpointing == "full":
             module.gradient_checkpointing_enable()  # type: ignore[operator]
-        self._backward, self._update = updates(module, case.optimizer, case.precision, device)
+        self._backward, self._update = backward_and_update(module, case.optimizer, case.precision, device)
         run: Callable[..., Any] = torch.compile(module) if case.compile else module
         self._loss = lambda: step.loss(called(run, inputs, step.keywords))
 

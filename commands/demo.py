@@ -27,7 +27,7 @@ from ddltool.graph import read_graph
 from ddltool.graph_results import TraceResult
 from ddltool.job import read_job
 from ddltool.plans import Enforcement, Plan
-from ddltool.runtime.measuring.overhead import finish
+from ddltool.runtime.measuring.overhead import run_script
 from ddltool.shipped import folder
 from ddltool.tables import read_table
 from ddltool.telemetry import WARMUP_STEPS
@@ -178,7 +178,7 @@ def _train(output: Path, seed: int) -> Finding:
     # One thread each, as both processes share the cores; gloo over the loopback, where a machine may have no
     # network.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
-    code, script_output = finish(command, enforcement.world_size, environment, "the training run", TRAINING_LIMIT_S)
+    code, script_output = run_script(command, enforcement.world_size, environment, "the training run", TRAINING_LIMIT_S)
     write_text(log_file, script_output)
     if code != 0:
         lines = [line for line in script_output.splitlines() if "rror" in line]

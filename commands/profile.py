@@ -29,7 +29,7 @@ from ddltool.runtime.measuring.campaign import (
 from ddltool.runtime.measuring.profiling import BUDGET_S, RESOLVER, device_memory, half_width_of, keeping_rows, measured
 from ddltool.runtime.measuring.rendezvous import Place, job_from_environment
 from ddltool.runtime.measuring.torchrun_job import TorchrunJob
-from ddltool.runtime.measuring.training import MEASURED, OPTIMIZERS, checked
+from ddltool.runtime.measuring.training import MEASURED, OPTIMIZERS, checked_precision
 from ddltool.runtime.measuring.watch import WatchLost, WatchRequest, record, summarise, write_rows
 from ddltool.stages import Stage, Tell, log_remark, quietly
 from ddltool.units import counted, parse_bytes, show_bytes, show_seconds
@@ -87,7 +87,7 @@ def profile(
         raise InputError("source", f"a {type(source).__name__} cannot be handed to other processes", remedy)
     if device not in ("cpu", "cuda"):
         raise InputError("device", f"unknown device {device!r}", "cpu or cuda")
-    numerics = checked(precision, device)
+    numerics = checked_precision(precision, device)
     known("optimizer", optimizer, OPTIMIZERS)
     if repeats is not None and is_given("half_width"):
         problem = "has no part beside --repeats, which takes its place"

@@ -1,4 +1,4 @@
-"""Training whose batch size follows the goodput: measured while it runs, at no cost. Start at :class:`GoodputAgent`.
+"""Training whose batch size follows the goodput, which is measured while it runs. Start at :class:`GoodputAgent`.
 
 ::
 
@@ -12,12 +12,13 @@
                 optimizer.step()
                 optimizer.zero_grad()
 
-A schedule that is counted in steps goes to the agent (``scheduler=``), which moves it by samples: larger batches make fewer
-steps. One that is counted in epochs stays in the loop.
+A step is one update of the parameters; it may take several passes (forward and backward), each on a local batch of
+every rank. The agent times passes and steps, estimates the gradient noise scale from norms of gradients, and refits the
+throughput model every so often beside the training. Then it changes total batch, local batch and accumulation at a step
+boundary, on all ranks alike; the learning rate follows by a rule (Pollux, Qiao et al., OSDI 2021, job level).
 
-The agent times the passes and steps, estimates the gradient noise scale from norms of the reduction, refits the throughput
-model every so often beside the training, and changes total batch, local batch and accumulation at a step boundary, on all
-ranks alike; the learning rate follows by a rule (Pollux, Qiao et al., OSDI 2021, job level).
+A learning-rate schedule that counts steps is given to the agent (``scheduler=``), which moves it by samples, because
+larger batches make fewer steps. One that counts epochs stays in the loop.
 """
 
 from __future__ import annotations
@@ -65,7 +66,6 @@ class Batches:
     """An iterator that knows how many batches there are at most: trainers that lack the number fetch a batch ahead."""
 
     def __init__(self, source: Iterator[Any], most: int) -> None:
-        """Take the batches from ``source``; ``most`` is the largest number that it can yield."""
         self._source, self._most = source, most
 
     def __iter__(self) -> Iterator[Any]:
@@ -81,7 +81,7 @@ class Batches:
         return self._most
 
     def close(self) -> None:
-        """End the iteration before its end, so that the batch under way is left."""
+        """Stop the iteration where it is; the batch in hand is left untrained."""
         if isinstance(self._source, Generator):
             self._source.close()
 
@@ -89,36 +89,38 @@ class Batches:
 class GoodputAgent(Watcher):
     """Tunes one job's batch while it trains. All ranks make the same one, after DDP and before the first step.
 
+    With the environment variable DDLTOOL_OFF=1 the agent only hands out batches of the initial size and averages
+    gradients; with DDLTOOL_HOLD=1 it does all its work and changes nothing. Once training runs, a failure of the
+    agent's own work is one warning and the present batch stays.
+
     Args:
         model: ``DistributedDataParallel`` without a communication hook, or with one process any module.
-        optimizer: or what accelerate wraps around it; its ``lr`` stays the rate at ``initial_batch_size``, for schedulers to
-            move: it is multiplied by the rule's factor inside ``optimizer.step()`` only, so factors never compound.
-        dataset: map-style, the same on every rank, or its number of samples (then use :attr:`sampler` in a loader of
-            your own, and give that to :meth:`batches`).
+        optimizer: torch's, or what accelerate wraps around it. Its ``lr`` stays the rate at ``initial_batch_size``, for
+            schedulers to change: the rule's factor multiplies it inside ``optimizer.step()`` only, so factors never
+            compound.
+        dataset: map-style, the same on every rank; or its number of samples, with :attr:`sampler` in a loader of the
+            script's own that :meth:`batches` gets.
         initial_batch_size: total batch M0 that the learning rate was tuned for, and the smallest one used.
         max_batch_size: largest total batch.
-        max_local_batch_size, min_local_batch_size: samples per rank and pass (memory).
-        max_accumulation_steps: None: any number.
-        scheduler: a learning-rate schedule that counts steps of ``initial_batch_size`` samples. The agent steps it, after each
-            update as often as the samples done are worth, so it ends with the samples as it would at that batch; give
-            "by hand" where you set rates by :attr:`progress` yourself. None: the schedule, if any, counts epochs.
-        rule: how the learning rate follows: adascale, linear, sqrt (or square-root), legw, constant, or a registered one.
+        max_local_batch_size, min_local_batch_size: samples per rank and pass, which memory limits.
+        max_accumulation_steps: most passes of a step before its last; None: any number.
+        scheduler: a learning-rate schedule that counts steps of ``initial_batch_size`` samples. After each update the
+            agent steps it as often as the samples done are worth, so it ends with the samples as it would at that
+            batch. "by hand": the script sets rates by :attr:`progress` itself. None: the schedule, if any, counts
+            epochs.
+        rule: how the learning rate follows the batch: adascale, linear, sqrt (or square-root), legw, constant, or a
+            registered rule.
         warmup_epochs: of the learning rate at M0, stretched by the rule (legw).
-        interval_s: seconds between decisions. Longer where a fit would cost more than the overhead allows.
+        interval_s: seconds between decisions; longer where a fit would cost more than the overhead allows.
         interval_steps: decide after every so many steps instead, whatever it costs.
         overhead: share of the time that measuring and deciding may take.
-        noise_every: sample the noise every so many steps; None: as often as the overhead allows; 0: never.
+        noise_every: sample the gradient noise every so many steps; None: as often as the overhead allows; 0: never.
         smoothing: of the noise scale, per observation.
-        min_gain: share of goodput that a change must promise.
+        min_gain: share of goodput by which a change must promise to be better.
         adapt: False: measure and decide, but change nothing.
-        background: fit in a thread beside training, to be applied at the next look; False: at once.
+        background: fit in a thread beside training, and apply the result at the next look; False: at once.
         shuffle, seed: the order of samples: ``torch.randperm`` from ``seed + epoch``.
         telemetry: a JSON Lines file for one row per rank and step (kind ``ddltool.telemetry``).
-
-    With the environment variable DDLTOOL_OFF=1 the agent only hands out batches of the initial size and averages
-    gradients; with DDLTOOL_HOLD=1 it does all its work and changes nothing.
-
-    Once training runs, a failure of the agent's own work is one warning and the present setting stays.
 
     Raises InputError, on all ranks, for arguments that cannot be; Infeasible when no batch fits the ranks.
     """
@@ -151,7 +153,7 @@ class GoodputAgent(Watcher):
     ) -> None:
         """Check the arguments on all ranks, choose the first split of the batch, and hook into model and optimizer.
 
-        Nothing is measured yet. Ranks must construct the agent together, because the checks exchange messages.
+        The checks exchange messages, so all ranks construct the agent together.
         """
         refuse_in_one_line()
         job = DistributedJob.this()
@@ -163,22 +165,26 @@ class GoodputAgent(Watcher):
             max_accumulation_steps=max_accumulation_steps,
         )
         self.is_off = is_set(OFF)
-        chosen = {
+        policy_settings = {
             "interval_s": interval_s,
             "interval_steps": interval_steps,
             "overhead": overhead,
+            "noise_every": noise_every,
             "min_gain": min_gain,
+            "adapt": adapt and not is_set(HOLD),
+            "background": background,
+            "warmup_epochs": warmup_epochs,
         }
-        chosen |= {"noise_every": noise_every, "warmup_epochs": warmup_epochs, "background": background}
-        policy = parse_record({**chosen, "adapt": adapt and not is_set(HOLD)}, AgentPolicy, "GoodputAgent")
+        policy = parse_record(policy_settings, AgentPolicy, "GoodputAgent")
         demand_wrapped(job, model)
         optimizer = bare_optimizer(optimizer)
         self._rule = lr_rule(ALIASES.get(rule, rule))
         self._job, self._model, self._limits, self._warmup_epochs = job, model, limits, warmup_epochs
         self._dataset = None if isinstance(dataset, int) else dataset
         samples = dataset if isinstance(dataset, int) else dataset_length(dataset)
-        built = f"{limits}, {policy}, {rule}, {samples} samples, seed {seed}, shuffle {shuffle}, off {self.is_off}"
-        job.demand_same("agent", built, "build it alike on every rank")
+        order = f"seed {seed}, shuffle {shuffle}"
+        description = f"{limits}, {policy}, {rule}, {samples} samples, {order}, off {self.is_off}"
+        job.demand_same("agent", description, "build it alike on every rank")
         demand_same_samples(job, self._dataset)
         start = split_near(initial_batch_size, job.world_size, limits)
         self.sampler = VariableBatchSampler(samples, start, job.rank, shuffle, seed, whole=True)
@@ -203,12 +209,10 @@ class GoodputAgent(Watcher):
         self._optimizer, self._is_updating = optimizer, False
         self._scaler = LossScaler(job, "agent", watcher=self)
         self._ddp_model = model if isinstance(model, DistributedDataParallel) and job.world_size > 1 else None
-        group = self._ddp_model.process_group if self._ddp_model is not None else None
-        self._trained_parameters = trained = [
-            parameter for part in optimizer.param_groups for parameter in part["params"]
-        ]
+        process_group = self._ddp_model.process_group if self._ddp_model is not None else None
+        self._trained_parameters = trained = [value for group in optimizer.param_groups for value in group["params"]]
         every = FIRST_NOISE_EVERY if noise_every is None else noise_every
-        self._noise = NoiseSampler(trained, optimizer, job.world_size, group, 0 if self.is_off else every)
+        self._noise = NoiseSampler(trained, optimizer, job.world_size, process_group, 0 if self.is_off else every)
         nodes = count_nodes(job.world_size)
         estimator = NoiseScaleEstimator(smoothing)
         self._chooser = Chooser(job, nodes, limits, policy, self.sampler, self._noise, estimator)
@@ -223,10 +227,10 @@ class GoodputAgent(Watcher):
     # What a training loop uses.
 
     def batches(self, epoch: int, loader: DataLoader[Any] | None = None, **options: Any) -> Batches:
-        """Return an iterable over this rank's batches of what is left of ``epoch``: all of it, or after a restart the rest.
+        """Return an iterator over this rank's batches of what is left of ``epoch``: all of it, or the rest after a restart.
 
-        ``options`` go to ``DataLoader`` (``num_workers``, ``collate_fn``); or give a ``loader`` made with
-        ``batch_sampler=agent.sampler``. An epoch that the agent has already completed is empty. Batches that workers
+        ``options`` go to ``DataLoader`` (``num_workers``, ``collate_fn``); or ``loader`` is one made with
+        ``batch_sampler=agent.sampler``. An epoch that the agent has completed has no batches. Batches that workers
         fetched ahead keep their size when the batch size changes. Raises InputError without a dataset or a loader.
         """
         if loader is None and self._dataset is None:
@@ -240,23 +244,21 @@ class GoodputAgent(Watcher):
             # The dataset is checked above; a sized one is what DataLoader takes.
             loader = DataLoader(self._dataset, batch_sampler=self.sampler, **options)  # type: ignore[arg-type]
         batches_left = len(self.sampler)
-        if self._chooser.adapts:  # at most: it may come back to the first batch
-            batches_left = max(
-                batches_left, -(-(self.sampler.dataset_size - self.sampler.position) // self._limits.initial_batch_size)
-            )
+        if self._chooser.adapts:  # the batch may become the smallest again, which makes the most batches
+            samples_left = self.sampler.dataset_size - self.sampler.position
+            batches_left = max(batches_left, -(-samples_left // self._limits.initial_batch_size))
         return Batches(self._passes(loader), batches_left)
 
     def _passes(self, loader: DataLoader[Any]) -> Iterator[Any]:
-        """Yield the loader's batches, and begin and end a timed pass around each: a pass lasts until the loop asks
-        for the next batch.
+        """Yield the loader's batches, and time a pass for each: it lasts until the loop asks for the next batch.
 
         Raises InputError where batches are fetched ahead of training, and for an optimizer that the agent does not
         know.
         """
         batches, is_first = iter(loader), True
-        other_optimizer_hook = (
-            register_optimizer_step_pre_hook(self._refuse_other_optimizer) if self._ddp_model is not None else None
-        )
+        other_optimizer_hook = None
+        if self._ddp_model is not None:
+            other_optimizer_hook = register_optimizer_step_pre_hook(self._refuse_other_optimizer)
         try:
             while True:
                 start = stamp(self._cuda)
@@ -269,9 +271,8 @@ class GoodputAgent(Watcher):
                 yield batch
                 if is_first and self._last_backward_pass is not batch_pass:
                     problem = "the next one was fetched before the first was trained on, so passes would be mistaken"
-                    raise InputError(
-                        "agent.batches", problem, "fetch no batch ahead; num_workers does it behind the agent"
-                    )
+                    remedy = "fetch no batch ahead; num_workers does it behind the agent"
+                    raise InputError("agent.batches", problem, remedy)
                 is_first = False
                 self._end_pass()
         finally:
@@ -286,7 +287,7 @@ class GoodputAgent(Watcher):
 
     @property
     def samples(self) -> int:
-        """Samples of the present batch that count: 0 where a rank without samples only takes part (and out of batches)."""
+        """Samples of the present batch that count; 0 between batches, and where a rank without samples only takes part."""
         return 0 if self._pass_under_way is None else self._pass_under_way.samples
 
     @property
@@ -296,22 +297,22 @@ class GoodputAgent(Watcher):
 
     @property
     def accumulation_steps(self) -> int:
-        """Passes without an update in a full step."""
+        """Passes of a full step before its last, which makes the update."""
         return self._chooser.split_at(self._current_step()).accumulation_steps
 
     @property
     def noise_scale(self) -> float | None:
-        """The gradient noise scale in samples, smoothed, as of the last look; None while unknown."""
+        """The smoothed gradient noise scale in samples, as of the last look; None while unknown."""
         return self._chooser.noise_scale
 
     @property
     def changes(self) -> list[tuple[int, int, int]]:
-        """Changes since the start of this process: first step, total batch, accumulation steps."""
+        """Changes of the batch since this process started, as (first step, total batch, accumulation steps)."""
         return self._chooser.changes
 
     @property
     def decision(self) -> BatchDecision | None:
-        """What the last fit found, on rank 0; None elsewhere and before it."""
+        """The result of the last fit, on rank 0; None elsewhere and before the first."""
         return self._chooser.decision
 
     @property
@@ -322,12 +323,16 @@ class GoodputAgent(Watcher):
         return self._learning_rate_factor_at(total)
 
     def loss(self, loss: Tensor, *, count: float | Tensor | None = None, reduction: Reduction = "mean") -> Tensor:
-        """Return ``loss``, of the same value, whose gradients are weighted by the batch's share of the step's samples.
+        """Return ``loss``, of the same value, with gradients weighted by the batch's share of the step's samples.
 
         The sum over all passes and ranks is then the gradient of the mean over all samples of the step, though passes
-        differ in size. ``loss`` must be a mean over the batch. ``count``: what the loss is a mean over, where it is
-        not the samples (tokens, weights of labels); give it in all passes of a step. ``reduction``: as in
-        :meth:`~ddltool.runtime.hook.loss_scaling.LossScaler.loss`.
+        differ in size.
+
+        Args:
+            loss: a mean over the batch.
+            count: the number of things (tokens, label weights) that the loss is a mean over, where these are not the
+                samples; it is needed in all passes of a step or in none.
+            reduction: as in :meth:`~ddltool.runtime.hook.loss_scaling.LossScaler.loss`.
 
         Raises InputError outside of :meth:`batches`, for a reduction other than mean in a step of several passes, and
         on all ranks for a loss that is a mean over something else.
@@ -336,9 +341,8 @@ class GoodputAgent(Watcher):
         if current_pass is None:
             raise InputError("backward", "no batch is under way", "call it inside for ... in agent.batches(epoch)")
         if reduction != "mean" and current_pass.passes > 1 and count is None:
-            raise InputError(
-                "reduction", f"is {reduction} in a step of {current_pass.passes} passes", "give a mean and its count"
-            )
+            problem = f"is {reduction} in a step of {current_pass.passes} passes"
+            raise InputError("reduction", problem, "give a mean and its count")
         self._pass_with_loss = current_pass
         if count is None:
             return self._scaler.loss(loss, reduction=reduction)
@@ -349,10 +353,11 @@ class GoodputAgent(Watcher):
         return self._scaler.loss(loss, count=count_here, of=float(current_pass.step_samples), reduction=reduction)
 
     def _set_gradient_factor(self, current_pass: Pass) -> None:
-        """Set the factor that turns gradients weighted by samples into gradients weighted by the losses' own counts.
+        """Set the factor that turns gradients weighted by samples into gradients weighted by the losses' counts.
 
-        The scaler divides by the step's samples; the mean asked for divides by the counts of all ranks and passes,
-        whose sum is known only in the last pass. Exchanges one number with all ranks.
+        The scaler divides by the step's samples. The mean that was asked for divides by the counts of all ranks and
+        passes, whose sum is known only in the last pass. All ranks call this together. Raises InputError where some
+        passes had no count.
         """
         if len(self._pass_counts) != current_pass.passes:
             raise InputError("backward", "was given a count in some passes of a step only", "give it in all of them")
@@ -362,8 +367,9 @@ class GoodputAgent(Watcher):
     # What the scaler tells of backward passes.
 
     def begin_backward(self) -> None:
-        """Begin a backward pass: the scaler calls this. Raises InputError when the gradients of the step's earlier
-        passes were changed.
+        """Begin a backward pass; the scaler calls this.
+
+        Raises InputError when the gradients of the step's earlier passes were changed.
         """
         current_pass = self._pass_under_way
         if current_pass is None and self._ddp_model is not None:
@@ -377,38 +383,25 @@ class GoodputAgent(Watcher):
                 raise InputError("gradients", problem, "clear and clip them where agent.complete is true")
 
     def note_complete(self) -> None:
-        """Note that this rank's gradients are complete, while DDP still waits for the others': the end of the rank's
-        own computation.
-        """
+        """Note that this rank's gradients are complete, which ends its own computation; DDP still waits for the others'."""
         if self._pass_under_way is not None and self._timed_step is not None and self._ddp_model is not None:
             self._timed_step.exchanges[-1].note_ready()
             self._noise.complete(self._pass_under_way, self._gradient_factor)
 
     def end_backward(self) -> None:
-        """Note that a backward pass is over, the exchange of its gradients included: the scaler calls this.
+        """Note that a backward pass is over, the exchange of its gradients included; the scaler calls this.
 
-        After a pass that is not the step's last, one gradient is remembered, to tell later whether the loop has
-        changed it. After the last one, gradients are corrected by the counts that :meth:`loss` was given.
+        After a pass that is not the step's last, one gradient is remembered, to tell later whether the loop has changed
+        it. After the last one, gradients are corrected by the counts that :meth:`loss` was given.
         """
         current_pass = self._pass_under_way
         if current_pass is None or self._finished_pass is current_pass:
             return
         self._last_backward_pass = current_pass
-        if current_pass.passes > 1:
-            parameter_with_gradient = next(
-                (value for value in self._trained_parameters if value.grad is not None), None
-            )
-            self._gradient_seen = None
-            if (
-                parameter_with_gradient is not None
-                and parameter_with_gradient.grad is not None
-                and not current_pass.is_last
-            ):
-                self._gradient_seen = (
-                    parameter_with_gradient,
-                    parameter_with_gradient.grad,
-                    parameter_with_gradient.grad._version,
-                )
+        self._gradient_seen = None
+        if not current_pass.is_last:
+            with_gradient = ((value, value.grad) for value in self._trained_parameters if value.grad is not None)
+            self._gradient_seen = next(((value, grad, grad._version) for value, grad in with_gradient), None)
         if current_pass.is_last and self._gradient_factor != 1.0:
             gradients = [value.grad for value in self._trained_parameters if value.grad is not None]
             torch._foreach_mul_(gradients, self._gradient_factor)
@@ -440,8 +433,8 @@ class GoodputAgent(Watcher):
         """Continue from a checkpoint, which any number of processes may have written.
 
         The total batch stays the same where this job's ranks can share it; otherwise it becomes the nearest that they
-        can. Raises InputError for a state of another dataset, order or initial batch, or for what is no state; the
-        agent is then left unchanged.
+        can. Raises InputError for a state of another dataset, order or initial batch, or for what is no state, and then
+        changes nothing.
         """
         if not isinstance(state, Mapping) or state.get("version") != 1:
             raise InputError("agent state", "is none of version 1", "give what state_dict returned")
@@ -472,9 +465,9 @@ class GoodputAgent(Watcher):
         self._pass_under_way = self._finished_pass = self._timed_step = None
 
     def close(self) -> None:
-        """Write telemetry that is held back and end the agent's thread; also happens at exit. Idempotent.
+        """Write telemetry that is held back and end the agent's thread, as also happens at exit. More calls do nothing.
 
-        The batch under way, if any, is left: other optimizers may step again.
+        The batch under way, if any, is left, and other optimizers may step again.
         """
         self._pass_under_way = None
         if self._recorder is not None:
@@ -485,20 +478,18 @@ class GoodputAgent(Watcher):
     # A pass and a step, from inside.
 
     def _current_step(self) -> int:
-        """Return the number of the step under way; between steps that of the next one.
+        """Return the number of the step under way, between steps that of the next one.
 
         A step is over with its update, though the loop may still hold its last batch.
         """
-        return (
-            self._pass_under_way.step
-            if self._pass_under_way is not None and self._finished_pass is None
-            else self.sampler.step
-        )
+        current_pass = self._pass_under_way
+        return self.sampler.step if current_pass is None or self._finished_pass is not None else current_pass.step
 
     def _begin_pass(self, current_pass: Pass, start: Stamp) -> None:
         """Begin the pass of a batch that the loader has just yielded; ``start`` is when its fetching began.
 
-        The pass's samples go to the loss scaler, DDP learns whether it must reduce, and the clocks of the pass start.
+        The loss scaler gets the pass's samples, DDP learns whether to reduce its gradients, and the clocks of the pass
+        start.
         """
         self._pass_under_way, self._finished_pass = current_pass, None
         # Earlier batches are forgotten: only the present one may be trained on.
@@ -538,8 +529,7 @@ class GoodputAgent(Watcher):
     def _end_pass(self) -> None:
         """End the pass, as the loop asks for the next batch.
 
-        A step's last pass that no update followed (AMP skips the update after an overflow) ends its step all the
-        same.
+        A step's last pass that no update followed (AMP skips the update after an overflow) ends its step all the same.
         """
         current_pass = self._pass_under_way
         if current_pass is not None and current_pass.is_last and self._finished_pass is not current_pass:
@@ -549,11 +539,10 @@ class GoodputAgent(Watcher):
     def _before_update(
         self, optimizer: torch.optim.Optimizer, arguments: tuple[Any, ...] = (), keywords: Mapping[str, Any] = {}
     ) -> None:
-        """Check that the optimizer steps at the right moment, and multiply its learning rates by the rule's factor:
-        its pre-step hook.
+        """Check that the update comes at the right moment, and multiply the learning rates by the rule's factor.
 
-        :meth:`_after_update` restores the rates. Raises InputError before a step's last pass, without its backward,
-        and for a loss that :meth:`loss` has not weighted.
+        The optimizer's pre-step hook; :meth:`_after_update` restores the rates. Raises InputError before a step's last
+        pass, without its backward, and for a loss that :meth:`loss` has not weighted.
         """
         current_pass = self._pass_under_way
         if current_pass is None or self._finished_pass is current_pass:
@@ -577,9 +566,7 @@ class GoodputAgent(Watcher):
                 group["lr"] = group["lr"] * factor
 
     def _after_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Restore the learning rates that :meth:`_before_update` has multiplied, and end the step: the optimizer's
-        post-step hook.
-        """
+        """Restore the learning rates that :meth:`_before_update` has multiplied, and end the step: the post-step hook."""
         self._is_updating = False
         if self._rates_to_restore is not None:
             for group, rate in zip(optimizer.param_groups, self._rates_to_restore, strict=True):
@@ -592,31 +579,26 @@ class GoodputAgent(Watcher):
     def _refuse_other_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Raise InputError when a second optimizer steps in a step of uneven batches or several passes.
 
-        Its model's gradients were averaged without weights, as the agent weighs the gradients of its own model only.
+        The gradients of its model were averaged without weights, because the agent weighs only those of its own model.
         """
         current_pass = self._pass_under_way
         if current_pass is None or optimizer is self._optimizer or self._is_updating:
             return
         sizes = current_pass.split.sizes_of(current_pass.step_samples)
         if current_pass.passes > 1 or not (sizes == sizes[0, 0]).all():
-            problem = (
-                f"a second one ({type(optimizer).__name__}) steps within agent.batches, whose gradients nobody weighs"
-            )
+            kind = type(optimizer).__name__
+            problem = f"a second one ({kind}) steps within agent.batches, whose gradients nobody weighs"
             raise InputError("optimizer", problem, "train one wrapped model that has all parts, with one optimizer")
 
     def _refuse_stepwise_schedule(self, current_pass: Pass, rates: list[Any]) -> None:
         """Raise InputError when the base learning ``rates`` change within an epoch, though the batch may grow.
 
-        Such a schedule counts steps, and larger batches make fewer of them. Rates that the agent moves itself, or
-        that are set by hand, are allowed.
+        Such a schedule counts steps, and larger batches make fewer of them. It is allowed where the agent moves the
+        schedule itself, and where the script sets rates by hand.
         """
         rates_before, self._last_rates = self._last_rates, (current_pass.epoch, list(map(float, rates)))
-        if (
-            self._scheduler is not None
-            or self._is_scheduled_by_hand
-            or not self._chooser.adapts
-            or rates_before is None
-        ):
+        is_allowed = self._scheduler is not None or self._is_scheduled_by_hand or not self._chooser.adapts
+        if is_allowed or rates_before is None:
             return
         if rates_before[0] == current_pass.epoch and rates_before[1] != self._last_rates[1]:
             remedy = "give it to the agent, GoodputAgent(..., scheduler=scheduler), and do not step it in the loop"
@@ -624,9 +606,7 @@ class GoodputAgent(Watcher):
             raise InputError("the learning rate", problem, remedy)
 
     def _step_schedule(self) -> None:
-        """Step the schedule until it has made one step for each initial batch's worth of samples done, as a run at
-        that batch would.
-        """
+        """Step the schedule as often as a run at the initial batch would have, which has done the same samples."""
         if self._scheduler is None:
             return
         dataset_size, initial_batch = self.sampler.dataset_size, self._limits.initial_batch_size
@@ -637,11 +617,10 @@ class GoodputAgent(Watcher):
             self._schedule_steps += 1
 
     def _finish_step(self, current_pass: Pass, *, updated: bool) -> None:
-        """End a step after its last pass: count its samples, move the schedule, keep its times, and look at the
-        measurements when due.
+        """End a step: count its samples, move the schedule, keep its times, and look at the measurements when due.
 
-        ``updated`` is false where the optimizer left the step out: the samples are done, but no progress was made.
-        The first steps after a start and an epoch's smaller last step are not measured.
+        ``updated`` is False where the optimizer left the step out: the samples are done, but no progress was made. The
+        first steps after a start and an epoch's smaller last step are not measured.
         """
         end = stamp(self._cuda)
         factor = self._learning_rate_factor_at(current_pass.step_samples)
@@ -665,7 +644,7 @@ class GoodputAgent(Watcher):
     def _write_telemetry(self, recorder: StepRecorder, timed: TimedStep, end: Stamp, **more: Any) -> None:
         """Write a step's row, with the columns of ``more`` added.
 
-        Waiting for the slowest rank counts as part of ``sync_s``: telling it apart would take a collective.
+        Waiting for the slowest rank counts as part of ``sync_s``: telling the two apart would take another collective.
         """
         for exchange in timed.exchanges:
             exchange.arrived_s = exchange.ready.host_s if exchange.ready is not None else None
@@ -675,10 +654,10 @@ class GoodputAgent(Watcher):
         recorder.add(timed.first_pass.step, timed.exchanges, end, **more)
 
     def _learning_rate_factor_at(self, total: int) -> float:
-        """Return the learning rate's factor at a batch of ``total`` samples, by the rule and its warmup; 1 while the
-        rule lacks statistics.
+        """Return the rule's factor of the learning rate, warmup included, at a batch of ``total`` samples.
 
-        A smaller last step of an epoch keeps the base rate.
+        It is 1 while the rule lacks statistics, and for a batch below the initial one, such as an epoch's smaller last
+        step.
         """
         statistics = self._chooser.statistics
         if self._rule.needs_statistics and statistics is None:
@@ -688,9 +667,10 @@ class GoodputAgent(Watcher):
         return self._rule.warmed_factor(scale, epoch, self._warmup_epochs, statistics)
 
     def _steps_at_initial_batch(self, total: int) -> float:
-        """Return how many steps at the initial batch a step of ``total`` samples is worth: at most its share of that batch.
+        """Return how many steps at the initial batch a step of ``total`` samples is worth.
 
-        A larger batch makes fewer steps of more progress, by the learning-rate rule; a smaller one counts as a part of a step.
+        By the learning-rate rule, a larger batch makes fewer steps of more progress; a smaller one counts as its share
+        of a step.
         """
         statistics = self._chooser.statistics
         scale = total / self._limits.initial_batch_size

@@ -1,7 +1,7 @@
-"""What the goodput agent knows and how it decides: measured times, the fit, the next batch, and when to look for one.
+"""What the goodput agent measures and how it decides: times, the fit, the next batch, and when to look for one.
 
-Start at :func:`decide`, which has no processes and no tensors, so that a decision can be repeated from a checkpoint's numbers;
-:class:`Chooser` is when it is asked for, and how all ranks come to the same setting.
+Start at :func:`decide`, which has no processes and no tensors, so that a decision can be repeated from a checkpoint's
+numbers. :class:`Chooser` asks for decisions while the job trains, and brings all ranks to the same setting.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ddltool.analyzers.job.goodput.observations import Observations
 from ddltool.analyzers.job.goodput.throughput import ThroughputParams, goodput_per_s
 from ddltool.analyzers.job.goodput.tuning import BatchLimits, tune_one
 from ddltool.artifacts import Record
-from ddltool.errors import Infeasible, InputError
+from ddltool.errors import Infeasible, InputError, one_line
 from ddltool.runtime.agent.noise_sampling import NoiseSampler, affordable_interval
 from ddltool.runtime.processes.batches import Pass, VariableBatchSampler
 from ddltool.runtime.processes.consensus import Consensus
@@ -64,14 +64,13 @@ log = logging.getLogger(__name__)
 
 
 class StepTimeHistory:
-    """Measured times by (nodes, replicas, local batch, kind): full steps' synchronising part, and passes without it."""
+    """Measured times by configuration: of the synchronising part of full steps, and of passes without it."""
 
     def __init__(self) -> None:
-        """Begin without times; of each configuration only the latest ``TIMES_KEPT`` are kept."""
         self._times: defaultdict[Key, deque[float]] = defaultdict(partial(deque, maxlen=TIMES_KEPT))
 
     def add(self, nodes: int, replicas: int, local_batch: int, kind: int, seconds: float) -> None:
-        """Keep one measured time of a configuration: nodes, replicas and samples per replica (``local_batch``).
+        """Keep one measured time, in seconds, of a configuration: nodes, replicas and samples per replica (``local_batch``).
 
         ``kind`` FULL_STEP: the last pass of a step, with reduction and update; PASS: a pass alone. Times that are not
         finite and above 0 are left out.
@@ -97,9 +96,8 @@ class StepTimeHistory:
         for (nodes, replicas, batch, kind), times in sorted(self._times.items()):
             if kind == FULL_STEP:
                 pass_times = self._times.get((nodes, replicas, batch, PASS))
-                rows.append(
-                    (nodes, replicas, batch, np.median(times), np.median(pass_times) if pass_times else math.nan)
-                )
+                pass_s = np.median(pass_times) if pass_times else math.nan
+                rows.append((nodes, replicas, batch, np.median(times), pass_s))
         table = np.array(rows, dtype=np.float64).reshape(-1, 5)
         return Observations(
             num_nodes=table[:, 0],
@@ -110,11 +108,11 @@ class StepTimeHistory:
         )
 
     def rows(self) -> list[list[float]]:
-        """Return all times kept, as (nodes, replicas, local batch, kind, seconds), oldest first per configuration."""
+        """Return all times kept, as [nodes, replicas, local batch, kind, seconds], oldest first per configuration."""
         return [[*map(float, key), seconds] for key, times in sorted(self._times.items()) for seconds in times]
 
     def load_rows(self, rows: Iterable[Sequence[float]]) -> None:
-        """Forget everything and take what :meth:`rows` returned. Raises InputError for a row that is not five numbers."""
+        """Replace all times by those that :meth:`rows` returned. Raises InputError for a row that is not five numbers."""
         self._times.clear()
         for row_index, row in enumerate(rows):
             if len(row) != 5 or not all(math.isfinite(value) for value in row):
@@ -124,7 +122,7 @@ class StepTimeHistory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchDecision:
-    """How to share out steps from now on, and what was expected of it."""
+    """How to share out steps from now on, the goodput that is expected of it, and the fitted model."""
 
     split: Split
     goodput_per_s: float
@@ -141,14 +139,21 @@ def decide(
     largest_tried: int,
     min_gain: float,
 ) -> BatchDecision | None:
-    """Return the batch of highest goodput on the present ranks; None to stay with the present one.
+    """Return the batch of highest goodput on the present ranks; None where nothing can be said yet.
 
     Fits the throughput model to all times (Pollux, section 4.1) and maximises goodput over local batch and accumulation
-    (Equation 13). While exploring, neither the total nor the local batch may be more than twice the largest tried: what
-    the model says beyond is extrapolation (Pollux's rule for replicas, applied to batches). A change must promise
-    ``min_gain`` (a share) more goodput. ``noise_scale`` in samples; None: unknown, so stay.
+    (Equation 13). What the model says beyond the batches that were tried is extrapolation, so neither the total nor the
+    local batch may be more than twice the largest tried (Pollux's rule for replicas, applied to batches). Raises what
+    the fit and the search raise.
 
-    Raises what the fit and the search raise.
+    Args:
+        times: what was measured.
+        nodes: machines in the job.
+        present: how the ranks share a step now; also the result's split where no change is worth it.
+        limits: of total and local batch.
+        noise_scale: gradient noise scale in samples; None: unknown.
+        largest_tried: largest total batch of a step so far, in samples.
+        min_gain: share of goodput by which a change must promise to be better.
     """
     if noise_scale is None or not len(times):
         return None
@@ -158,11 +163,8 @@ def decide(
     explored = replace(limits, max_batch_size=total_limit, max_local_batch_size=local_limit)
     passes = present.accumulation_steps  # those without an update, beside the last
     local_batch = -(-present.total_batch_size // (replicas * (passes + 1)))  # rounded up
-    present_goodput = float(
-        goodput_per_s(
-            params, nodes, replicas, local_batch, passes, noise_scale=noise_scale, initial_batch_size=initial_batch
-        )
-    )
+    noise = {"noise_scale": noise_scale, "initial_batch_size": initial_batch}
+    present_goodput = float(goodput_per_s(params, nodes, replicas, local_batch, passes, **noise))
     try:
         best = tune_one(params, nodes, replicas, explored, noise_scale=noise_scale)
     except Infeasible:
@@ -171,18 +173,14 @@ def decide(
     total = min(best.total_batch_size, explored.max_batch_size)
     best_split = Split(world_size=replicas, total_batch_size=total, accumulation_steps=best.accumulation_steps)
     is_better = best.goodput_per_s > present_goodput * (1 + min_gain)
-    return BatchDecision(
-        split=best_split if is_better else present,
-        goodput_per_s=best.goodput_per_s,
-        params=params,
-    )
+    split = best_split if is_better else present
+    return BatchDecision(split=split, goodput_per_s=best.goodput_per_s, params=params)
 
 
 def split_near(total: int, replicas: int, limits: BatchLimits) -> Split:
-    """Return how the ranks share ``total`` samples (a split), or the nearest total that they can share within the limits.
+    """Return how the ranks share ``total`` samples, or the nearest total that they can share within the limits.
 
-    A rank's share is a local batch, in one or more passes. Of two totals at equal distance it is the smaller. Raises
-    Infeasible when there is none at all.
+    Of two totals at equal distance it is the smaller. Raises Infeasible when there is none at all.
     """
     smallest, largest = limits.initial_batch_size, limits.max_batch_size
     total = min(max(total, smallest), largest)
@@ -199,7 +197,7 @@ def split_near(total: int, replicas: int, limits: BatchLimits) -> Split:
 
 @dataclass(kw_only=True, slots=True)
 class TimedStep:
-    """One optimizer step of this rank while it is made: one exchange per pass, the last with the reduction."""
+    """One optimizer step of this rank while it is made: one exchange per pass, of which the last has the reduction."""
 
     first_pass: Pass
     """The pass of the step's first batch; it tells the step's number, position and samples."""
@@ -209,7 +207,7 @@ class TimedStep:
     """What sampling the noise took of it."""
 
     def record(self, times: StepTimeHistory, nodes: int, replicas: int) -> float:
-        """Add this step's times to ``times`` and return the seconds of the whole step; waits for the device to pass its end.
+        """Add this step's times to ``times``, once the device has passed its end; return the seconds of the whole step.
 
         The last pass, with reduction and update, gives a full step's time, without what sampling the noise took. The
         passes before it give times of a pass alone. With one pass and several replicas, a pass's time is what comes
@@ -231,7 +229,7 @@ class TimedStep:
 
 
 class AgentPolicy(Record):
-    """How often to look and when to change; the arguments of the same names of the agent."""
+    """How often to look at the measurements and when to change; the arguments of the same names of the agent."""
 
     interval_s: float = Field(gt=0)
     interval_steps: int | None = Field(ge=1)
@@ -244,7 +242,7 @@ class AgentPolicy(Record):
 
 
 class _Setting(NamedTuple):
-    """What rank 0 chooses at a look. All are numbers, as they travel; ``total`` 0: no change, the others NaN: unknown."""
+    """What rank 0 chooses at a look, as numbers that can be sent; ``total`` 0: no change; NaN: unknown."""
 
     first_step: float
     """First step that no rank has handed out."""
@@ -258,10 +256,10 @@ class _Setting(NamedTuple):
 
 
 class Chooser:
-    """Reads the measurements every so often, fits on rank 0, and gives all ranks the same setting at the same step.
+    """Looks at the measurements every so often, fits on rank 0, and gives all ranks the same setting at the same step.
 
-    A look is one round of consensus, at a step that was agreed on at the look before. The fit runs in a thread of rank 0
-    between two looks. The setting takes effect at the first step that no rank has handed out yet.
+    A look is one round of consensus, at a step that was agreed on at the look before. The fit runs in a thread of rank
+    0 between two looks. The setting takes effect at the first step that no rank has handed out yet.
     """
 
     def __init__(
@@ -274,9 +272,7 @@ class Chooser:
         noise: NoiseSampler,
         estimator: NoiseScaleEstimator,
     ) -> None:
-        """Prepare the agreement of ranks through ``job``; ``sampler`` and ``noise`` get what is chosen. ``nodes``:
-        machines in the job.
-        """
+        """Prepare to choose for the ranks of ``job`` on ``nodes`` machines; ``sampler`` and ``noise`` get what is chosen."""
         self._job, self._nodes, self._limits, self._policy = job, nodes, limits, policy
         self._sampler, self._noise = sampler, noise
         self._consensus = Consensus(job, self._choose)
@@ -302,7 +298,7 @@ class Chooser:
         return self._policy.adapt
 
     def split_at(self, step: int) -> Split:
-        """Return how the ranks share a full step at step number ``step``: total batch, and passes without an update."""
+        """Return how the ranks share a full step at step number ``step``."""
         split = self._sampler.split_at(step)
         assert isinstance(split, Split)
         return split
@@ -320,7 +316,7 @@ class Chooser:
         self._timed_steps.append(timed)
 
     def read(self) -> None:
-        """Read the noise observations and step times that are still on the device, for which the host waits."""
+        """Read the noise observations and step times that are still on the device; the host waits for it."""
         try:
             self._noise.drain(self.estimator)
             while self._timed_steps:
@@ -331,7 +327,7 @@ class Chooser:
             self.warn("reading the measurements", error)
 
     def look(self) -> None:
-        """Read the measurements and agree with all ranks on the next setting. All ranks call it after the same step.
+        """Read the measurements and agree with all ranks on the next setting. All ranks call this after the same step.
 
         The setting says when to look again, how often to sample the noise, the noise figures and, after a fit, a new
         split of the batch. Raises ConsensusError when a rank is gone.
@@ -339,7 +335,8 @@ class Chooser:
         self.read()
         step = self._sampler.step
         agreed = self._consensus.propose(lambda: np.array([self._sampler.next_step], dtype=np.float64))
-        setting = _Setting(*(agreed if agreed is not None else ()))  # NaN and 0 mean: no change
+        assert agreed is not None  # a consensus that does not go on behind training has its choice at once
+        setting = _Setting(*agreed)  # NaN and 0 mean: no change
         self.look_at = max(int(setting.look_at), step + 1)
         if math.isfinite(setting.noise_every):
             self._noise.every = int(setting.noise_every)
@@ -355,10 +352,10 @@ class Chooser:
         self._last_look = (step, time.perf_counter())
 
     def _choose(self, rows: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return rank 0's setting for all ranks, as an array of :class:`_Setting`'s fields; called by the consensus on rank 0.
+        """Return rank 0's setting for all ranks, as an array of :class:`_Setting`'s fields; the consensus calls this on rank 0.
 
-        ``rows`` (n, 1): each rank's first step that it has not handed out yet. The largest is the first at which all
-        can change. A failure leaves everything as it is until a later look.
+        ``rows`` (n, 1): each rank's first step that it has not handed out yet; at the largest of them all ranks can
+        change. A failure leaves everything as it is until a later look.
         """
         first_step, step = float(rows.max()), self._sampler.step
         try:
@@ -368,10 +365,10 @@ class Chooser:
             return np.array(_Setting(first_step, step + FIRST_LOOK))
 
     def _next_setting(self, first_step: float, step: int) -> _Setting:
-        """Return rank 0's setting, of what is known now: a finished fit's split, the noise figures, and the step of
-        the next look.
+        """Return rank 0's setting by what is known now: a finished fit's split, the noise figures, the step of the next look.
 
-        ``first_step``: the first step that no rank has handed out, where a new split takes effect; ``step``: the present one.
+        ``first_step``: the first step that no rank has handed out, where a new split takes effect; ``step``: the
+        present one.
         """
         step_s = (time.perf_counter() - self._last_look[1]) / max(step - self._last_look[0], 1)
         decision, is_fitting = self._finished_decision()
@@ -387,14 +384,14 @@ class Chooser:
         return setting
 
     def _known_noise_scale(self) -> float | None:
-        """Return the gradient noise scale in samples, None until there are enough observations of it to decide by."""
+        """Return the gradient noise scale in samples, None while there are too few observations of it to decide by."""
         return self.estimator.noise_scale if self.estimator.count >= LEAST_OBSERVATIONS else None
 
     def _steps_to_next(self, step_s: float, is_fitting: bool) -> int:
         """Return after how many steps of ``step_s`` seconds to look again, at least 1.
 
         While a fit runs, its result is fetched soon. Before the first fit, the wait lasts until training has gone on
-        long enough to pay for one; afterwards it lasts for the interval, or longer where a fit costs more than the
+        long enough to pay for one. Afterwards it lasts for the interval, or longer where a fit costs more than the
         overhead allows.
         """
         policy = self._policy
@@ -409,7 +406,7 @@ class Chooser:
         return max(1, min(math.ceil(wanted_s / max(step_s, 1e-6)), LONGEST_WAIT_STEPS))  # 1e-6: no division by zero
 
     def _affordable_s(self) -> float:
-        """Return the seconds of training of which one fit's cost is the share that is allowed for fits."""
+        """Return the seconds of training that pay for one fit, by the share of the time that fits may take."""
         return self.fit_cost_s / (FIT_SHARE * self._policy.overhead)
 
     def _elapsed_s(self) -> float:
@@ -426,12 +423,11 @@ class Chooser:
             return policy.noise_every
         if not self._durations or not math.isfinite(self._noise.cost_s):
             return self._noise.every
-        return affordable_interval(
-            self._noise.cost_s, statistics.median(self._durations), NOISE_SHARE * policy.overhead
-        )
+        step_s = statistics.median(self._durations)
+        return affordable_interval(self._noise.cost_s, step_s, NOISE_SHARE * policy.overhead)
 
     def _finished_decision(self) -> tuple[BatchDecision | None, bool]:
-        """Return a finished fit's decision, and whether a fit is under way; start a fit when one is due.
+        """Return (a finished fit's decision, whether a fit is under way); start a fit when one is due.
 
         The decision is None where none is ready or the fit failed. A fit gets a copy of the times, as it may run in a
         thread.
@@ -477,14 +473,14 @@ class Chooser:
             self._fit_count += 1
 
     def warn(self, what: str, error: BaseException) -> None:
-        """Log once per kind of work (``what``) that it failed; training goes on with the present setting."""
+        """Log, once for each kind of work (``what``), that it failed; training goes on with the present setting."""
         if what not in self._warned:
             self._warned.add(what)
-            text = " ".join(str(error).split()) or type(error).__name__
-            log.warning("goodput agent: %s failed (%s); the present batch stays", what, text)
+            reason = one_line(str(error))[:200] or type(error).__name__  # some of torch's messages are pages
+            log.warning("goodput agent: %s failed (%s); the present batch stays", what, reason)
 
     def close(self) -> None:
-        """End the agreements and the thread of fits; a fit under way is not waited for, as nobody wants its result any more."""
+        """End the consensus and the thread of fits; the result of a fit under way is not waited for."""
         atexit.unregister(self.close)
         self._consensus.close()
         if self._fit_thread is not None:

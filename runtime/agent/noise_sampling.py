@@ -1,14 +1,17 @@
-"""Gradient noise from norms that training passes by anyway, on every k-th step. Start at :class:`NoiseSampler`.
+"""Estimates gradient noise from norms of gradients that training makes anyway, on every k-th step. Start at
+:class:`NoiseSampler`.
 
-Two batch sizes make the two equations of :mod:`ddltool.analyzers.job.goodput.noise_scale`; which two depends on the job:
+The noise follows from gradients of two batch sizes (:mod:`ddltool.analyzers.job.goodput.noise_scale`); which two
+depends on the job:
 
-- K > 1 replicas: each rank's own gradient, seen as it is accumulated and before DDP takes it, against the reduced gradient.
-- one replica with accumulation: the gradient after the first pass against that of the whole step.
+- several replicas: each rank's own gradient, seen as it is accumulated and before DDP takes it, and the reduced
+  gradient.
+- one replica with accumulation: the gradient after the first pass, and that of the whole step.
 - one replica without: the gradients of two consecutive steps, which needs a copy of one for the time of a step.
 
-There are hooks on parameters in sampled steps alone. A step that is not sampled costs a comparison of integers; a sampled one
-reads each gradient twice, and sends one number beside the gradients. How often to sample follows from what that was measured
-to cost.
+Parameters have hooks in sampled steps only. A step that is not sampled costs a comparison of integers; a sampled one
+reads each gradient twice, and sends one number beside the gradients. How often to sample follows from the measured
+cost.
 """
 
 from __future__ import annotations
@@ -32,6 +35,8 @@ from ddltool.runtime.processes.step_times import Stamp, seconds_between, stamp
 
 COSTS_KEPT = 9
 """Latest sampled steps whose median cost says how often to sample: an odd number has a middle one."""
+MOST_STEPS = 1000
+"""The noise is sampled at least once in so many steps."""
 SAMPLES_HELD = 256
 """Norms are read from the device when a decision wants them, or when there are this many."""
 
@@ -58,18 +63,17 @@ class _Previous:
 
 
 class Preconditioner:
-    """The scale P that the optimizer gives each coordinate of the gradient, where it gives one.
+    """The factor P by which the optimizer scales each coordinate of the gradient, where it has one.
 
-    Known: optimizers that keep ``exp_avg_sq`` (Adam, AdamW, NAdam, RAdam: ``1 / (sqrt(v / (1 - beta2^step)) + eps)``) or
-    ``square_avg`` (RMSprop: ``1 / (sqrt(v) + eps)``). All others, and the first step, have P = 1 (Pollux, section 3.1).
+    Known are optimizers that keep ``exp_avg_sq`` (Adam, AdamW, NAdam, RAdam: P is ``1 / (sqrt(v / (1 - beta2^step)) +
+    eps)``) or ``square_avg`` (RMSprop: ``1 / (sqrt(v) + eps)``). All others, and the first step, have P = 1 (Pollux,
+    section 3.1).
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        """Read the scales from ``optimizer``'s state, when they are asked for."""
         self._optimizer = optimizer
-        self._group_index = {
-            id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]
-        }
+        groups = enumerate(optimizer.param_groups)
+        self._group_index = {id(parameter): index for index, group in groups for parameter in group["params"]}
         self.forget()
 
     @property
@@ -78,35 +82,26 @@ class Preconditioner:
 
         Norms taken before would have P = 1, which is another unit than that of all later ones.
         """
-        return not self._optimizer.state and any(
-            "betas" in group or "alpha" in group for group in self._optimizer.param_groups
-        )
+        groups = self._optimizer.param_groups
+        return not self._optimizer.state and any("betas" in group or "alpha" in group for group in groups)
 
     def forget(self) -> None:
         """Drop the scales of the last step; the next call of :meth:`scales` reads the optimizer's state again."""
         self._scale_by_id: dict[int, Tensor | None] = {}
 
     def scales(self, parameters: Sequence[nn.Parameter]) -> list[Tensor] | None:
-        """Return P, the optimizer's scale of each coordinate, for each parameter and in its shape; None where P is 1
-        for all.
-        """
+        """Return P for each parameter, in the parameter's shape; None where P is 1 for all."""
         for parameter in parameters:
             if id(parameter) not in self._scale_by_id:
                 self._scale_by_id[id(parameter)] = self._scale(parameter)
         scales = [self._scale_by_id[id(parameter)] for parameter in parameters]
         if all(scale is None for scale in scales):
             return None
-        return [
-            scale if scale is not None else torch.ones_like(parameter)
-            for scale, parameter in zip(scales, parameters, strict=True)
-        ]
+        pairs = zip(scales, parameters, strict=True)
+        return [torch.ones_like(parameter) if scale is None else scale for scale, parameter in pairs]
 
     def _scale(self, parameter: nn.Parameter) -> Tensor | None:
-        """Return P of one parameter, in its shape; None where P is 1.
-
-        P is the factor by which Adam or RMSprop multiplies each coordinate, from its running mean of squared
-        gradients.
-        """
+        """Return P of one parameter, in its shape, from the optimizer's mean of squared gradients; None where P is 1."""
         # Never through [] on the state: it is a defaultdict, and an empty entry would change what a checkpoint holds.
         state: dict[str, Any] = self._optimizer.state.get(parameter, {})
         moment = state.get("exp_avg_sq", state.get("square_avg"))
@@ -128,7 +123,7 @@ class Preconditioner:
 def squared_norm(tensors: Sequence[Tensor], scales: Sequence[Tensor] | None = None) -> Tensor:
     """Return the squared length of all tensors together, ``sum |p t|^2`` with ``scales`` p, as a tensor of shape ().
 
-    The result is float32 at least and stays on the device, for which the host does not wait.
+    It is float32 at least and stays on the device, for which the host does not wait.
     """
     if not tensors:
         return torch.zeros(())
@@ -201,7 +196,7 @@ class NoiseSampler:
         return current_pass.step % self.every in ((0, 1) if needs_pair else (0,))
 
     def begin(self, current_pass: Pass) -> None:
-        """Begin a pass of the training loop; at the first of a step, decide whether the step is sampled."""
+        """Begin a pass of the training loop; at the first pass of a step, decide whether the step is sampled."""
         if current_pass.number == 0:
             self._forget_step()
             self._is_step_sampled = self._is_sampled(current_pass)
@@ -209,7 +204,7 @@ class NoiseSampler:
                 self._step_spans = []
 
     def after_pass(self, current_pass: Pass) -> None:
-        """Take the norm of the gradient after a step's first pass, where one replica accumulates: it is the small batch's.
+        """Take the squared norm of the small batch's gradient: after a step's first pass, where one replica accumulates.
 
         The gradient carries the weight of its pass, which is divided out.
         """
@@ -226,7 +221,7 @@ class NoiseSampler:
             self._hooks = [value.register_post_accumulate_grad_hook(self._record_squared_norm) for value in trained]
 
     def _record_squared_norm(self, parameter: Tensor) -> None:
-        """Record the squared norm of one parameter's own gradient: the hook of a gradient that is accumulated."""
+        """Record the squared norm of one parameter's own gradient: a hook that runs when the gradient is accumulated."""
         with self._measured_time():
             try:
                 assert isinstance(parameter, nn.Parameter)
@@ -260,7 +255,7 @@ class NoiseSampler:
         self._hooks = []
 
     def finish(self, current_pass: Pass) -> None:
-        """Take the norm of the step's complete gradients, before the optimizer uses them, and keep the observation.
+        """Take the squared norm of the step's complete gradients, before the optimizer uses them, and keep the observation.
 
         Where there is no second batch size, two consecutive steps make one observation.
         """
@@ -282,19 +277,15 @@ class NoiseSampler:
         self._forget_step()
 
     def _finish_pair(self, current_pass: Pass) -> None:
-        """Observe two consecutive steps of one replica, or keep the first step's gradient for the second.
+        """Make an observation of two consecutive steps of one replica, or keep the first step's gradient for the second.
 
-        The second step's gradient is scaled by the first's P, so that both have one unit. The norm of their
-        difference gives their inner product.
+        The second step's gradient is scaled by the first's P, so that both have one unit. The norm of their difference
+        gives their inner product.
         """
         previous, self._previous = self._previous, None
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        is_pair = (
-            previous is not None
-            and previous.step == current_pass.step - 1
-            and previous.samples == current_pass.step_samples
-        )
-        if previous is not None and is_pair and len(previous.gradients) == len(gradients):
+        pair_of = (current_pass.step - 1, current_pass.step_samples, len(gradients))
+        if previous is not None and (previous.step, previous.samples, len(previous.gradients)) == pair_of:
             scaled = gradients if previous.scales is None else list(torch._foreach_mul(gradients, previous.scales))
             squared = squared_norm(scaled)
             torch._foreach_sub_(previous.gradients, scaled)  # in place, for nobody needs the copy any more
@@ -316,22 +307,18 @@ class NoiseSampler:
             )
 
     def _gradients(self) -> tuple[list[Tensor], list[Tensor] | None]:
-        """Return the gradients of the parameters that have one, and P (the optimizer's scales) for each of these,
-        None: 1 for all.
-        """
+        """Return the gradients of the parameters that have one, and the optimizer's scale P for each; None: 1 for all."""
         trained = [parameter for parameter in self._parameters if parameter.grad is not None]
         gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
         return gradients, self._preconditioner.scales(trained)
 
     def _store_observation(self, values: Tensor, small: float, big: float) -> None:
-        """Keep an observation on the device; of all observations the last ``SAMPLES_HELD`` are kept. ``small``,
-        ``big``: samples.
-        """
+        """Keep an observation, still on the device; the last ``SAMPLES_HELD`` are kept. ``small`` and ``big`` are samples."""
         self._observations.append(Norms(values.detach(), small, big))
         del self._observations[:-SAMPLES_HELD]
 
     def drain(self, estimator: NoiseScaleEstimator) -> None:
-        """Give the estimator the observations since the last call.
+        """Give the estimator the observations since the last call, and update :attr:`cost_s`.
 
         Here, and only here, the host waits for the device. An observation that is not finite (an overflow under loss
         scaling) is left out.
@@ -348,9 +335,8 @@ class NoiseSampler:
         if self._cuda and observations:
             torch.cuda.synchronize()  # the stamps after the last norm may not have passed yet
         if self._spans_by_step:
-            self.cost_s = statistics.median(
-                sum(seconds_between(*span) for span in spans) for spans in self._spans_by_step
-            )
+            seconds = [sum(seconds_between(*span) for span in spans) for spans in self._spans_by_step]
+            self.cost_s = statistics.median(seconds)
 
     def take_spent_s(self) -> float:
         """Return the host's seconds that sampling took since the last call."""
@@ -367,8 +353,10 @@ class NoiseSampler:
         self._spent_s += end.host_s - start.host_s
 
 
-def affordable_interval(cost_s: float, step_s: float, share: float, most: int = 1000) -> int:
-    """Return the smallest k for which ``cost_s`` on every k-th step is at most ``share`` of the time; at most ``most``.
+def affordable_interval(cost_s: float, step_s: float, share: float) -> int:
+    """Return the smallest k for which ``cost_s`` on every k-th step of ``step_s`` seconds is at most ``share`` of the time.
+
+    It is at most :data:`MOST_STEPS`.
 
     >>> affordable_interval(0.002, 0.05, 0.005)
     8
@@ -377,4 +365,4 @@ def affordable_interval(cost_s: float, step_s: float, share: float, most: int = 
         return 1
     interval = cost_s / (step_s * share)
     # 1e-12: a whole number that rounding has made a little larger is not rounded up to the next.
-    return most if not math.isfinite(interval) else max(1, min(most, math.ceil(interval * (1 - 1e-12))))
+    return MOST_STEPS if not math.isfinite(interval) else max(1, min(MOST_STEPS, math.ceil(interval * (1 - 1e-12))))

@@ -3,8 +3,4 @@
 from ddltool.runtime.balancing.control import BalanceOptions, balance
 from ddltool.runtime.balancing.partitioned import PartitionedData
 
-__all__ = [
-    "BalanceOptions",
-    "PartitionedData",
-    "balance",
-]
+__all__ = ["BalanceOptions", "PartitionedData", "balance"]

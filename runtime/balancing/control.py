@@ -8,9 +8,9 @@
         balancer.set_epoch(epoch)
         ...                                  # the training loop stays as it is
 
-After each optimizer step every rank reports samples and seconds; rank 0 chooses sizes with the same sum; all ranks load
-by them from the next step on that no loader has loaded yet. Losses are weighed by samples, so the result is the mean over
-all samples whatever the sizes. A worker's step is never interrupted: sizes change between steps only.
+After optimizer steps every rank reports its samples and seconds. Rank 0 chooses sizes with the same sum, which all
+ranks use from the next step on that no loader has loaded yet. Losses are weighed by samples, so the result is the mean
+over all samples whatever the sizes. Sizes change between steps only.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ from ddltool.runtime.processes.step_times import Exchange, is_cuda
 from ddltool.runtime.processes.stopping import pause_before_exit, refuse_in_one_line
 from ddltool.telemetry import BalanceEvent
 
+log = logging.getLogger(__name__)
 Cluster = Literal["cpu", "gpu"]
 MOST_BLOCKING = 16
 """With more ranks, sizes are chosen behind the next step, for all to wait would take too long."""
@@ -112,32 +113,30 @@ class BalanceOptions:
         ranges = {
             "tolerance": (0.0, 1.0, "a share from 0 to 1"),
             "timeout_s": (0.001, 1e6, "seconds from 0.001 to 1e6"),
+            "interval_s": (0.0, 1e3, "seconds from 0 to 1000"),
         }
-        ranges["interval_s"] = (0.0, 1e3, "seconds from 0 to 1000")
         for name, (least_value, most_value, description) in ranges.items():
             value = getattr(self, name)
-            if value is None and name != "interval_s":
-                continue
-            if not isinstance(value, (int, float)) or not least_value <= value <= most_value:
+            is_default = value is None and name != "interval_s"
+            if not is_default and not (isinstance(value, (int, float)) and least_value <= value <= most_value):
                 raise InputError(name, f"is {value!r}", f"give {description}")
 
 
 class _StepClock(PassClock):
-    """What this rank did in a step: samples, seconds of its own computation, and how much memory is left.
+    """Measures what this rank did in a step: samples, seconds of its own computation, and how much memory is left.
 
-    The seconds run from the first forward pass to the moment at which this rank's gradients are complete; what the exchange
-    takes, and waiting for others, is not the rank's speed. On CUDA both ends are events on the device's timeline.
-
-    ``readings``: whether the CPU that can be expected is wanted, which takes a millisecond to find out.
+    The seconds run from the first forward pass to the moment at which this rank's gradients are complete: the exchange,
+    and waiting for other ranks, is not the rank's speed. On CUDA both ends are events on the device's timeline.
+    ``readings``: whether to read the share of CPU that can be expected, which takes a millisecond.
     """
 
     readings = False
 
     def row(self, exchanges: list[Exchange]) -> Floats:
-        """Return this rank's report of a step, shape (5,): samples, seconds, and three shares from 0 to 1.
+        """Return this rank's report of a step, (5,): samples, seconds, and three shares from 0 to 1.
 
         The shares are of memory in use, of CPU that can be expected, and of memory available. On CUDA this waits for
-        the device to end the computation; call it where that does no harm.
+        the device to end the computation, so call it where that does no harm.
         """
         seconds = 0.0
         for exchange in exchanges:
@@ -156,12 +155,10 @@ class _StepClock(PassClock):
 
 
 class _Loader(CountedLoader):
-    """Yields the rest of the epoch, or all of it again when the epoch is at its end."""
+    """A loader that goes on with the rest of an epoch, or begins the epoch again when it is at its end."""
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """Yield the batches from the sampler's position to the end of the epoch; from the start when the epoch was at
-        its end.
-        """
+        """Yield the batches from the sampler's position to the end of the epoch, at its end those of the whole epoch."""
         if self._planned_sampler.position == self._planned_sampler.dataset_size:
             self._planned_sampler.position = 0
         yield from super().__iter__()
@@ -169,10 +166,10 @@ class _Loader(CountedLoader):
 
 
 class Balancer:
-    """What :func:`balance` returns: one rank's end.
+    """What :func:`balance` returns: one rank's part.
 
     Attributes:
-        rank, world_size: this process's place.
+        rank, world_size: this process's place in the job.
         total_batch: samples of all ranks per step; never changes.
         least: samples that every rank gets in every step.
     """
@@ -189,7 +186,7 @@ class Balancer:
         manager: Manager,
         chooses: bool,
     ) -> None:
-        """Keep what :func:`balance` has made; ``chooses``: whether sizes follow speeds. Only rank 0 keeps the ``manager``."""
+        """Keep what :func:`balance` has made; rank 0 alone keeps the ``manager``. ``chooses``: whether sizes follow speeds."""
         self.rank = job.rank
         self.world_size = job.world_size
         self.least = least
@@ -216,34 +213,30 @@ class Balancer:
     def dataloader(self, *, shuffle: bool = True, seed: int = 0, **options: Any) -> DataLoader[Any]:
         """Return the loader of this rank's batches; ``options`` go to ``DataLoader``. Call on every rank, once.
 
-        With data workers, lists of indices are handed out ahead (``num_workers * prefetch_factor`` steps), and new sizes
-        come into force as much later. Raises InputError when called again, when ``options`` choose samples themselves, when
-        ranks would look ahead differently far, or for a dataset without a length or of less than ``least`` for every rank.
+        With data workers, lists of indices are handed out ahead (``num_workers * prefetch_factor`` steps), and new
+        sizes come into force as much later. Raises InputError when called again, when ``options`` choose samples
+        themselves, when ranks would look ahead differently far, or for a dataset without a length or of less than
+        ``least`` for every rank.
         """
         if self._sampler is not None:
             raise InputError("dataloader", "was made already", "use one loader per balancer")
-        if reserved_options := sorted(
-            options.keys() & {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"}
-        ):
-            raise InputError("dataloader", f"{reserved_options[0]} is the balancer's to choose", "leave it out")
+        if reserved := sorted(options.keys() & {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"}):
+            raise InputError("dataloader", f"{reserved[0]} is the balancer's to choose", "leave it out")
         size = dataset_length(self._dataset)
         sampler = VariableBatchSampler(size, self._sizes, self.rank, shuffle, seed, whole=True, least=self.least)
         loader = _Loader(self._dataset, sampler, self._scaler, **options)
         prefetched_steps = loader.num_workers * (loader.prefetch_factor or 0)
-        self._job.demand_same(
-            "dataloader", f"{prefetched_steps} steps ahead, seed {seed}, shuffle {shuffle}", "use the same on all ranks"
-        )
+        description = f"{prefetched_steps} steps ahead, seed {seed}, shuffle {shuffle}"
+        self._job.demand_same("dataloader", description, "use the same on all ranks")
         self._sampler, self._loader = sampler, loader
         if self._saved_state is not None:
             self._restore_state(self._saved_state)
         return loader
 
     def loss(self, loss: Tensor, *, count: float | Tensor | None = None, reduction: Reduction = "mean") -> Tensor:
-        """Return ``loss``, of the same value, with gradients weighted by ``count``, the number that it is a mean over
-        on this rank.
+        """Return ``loss``, of the same value, with gradients weighted by ``count``, which it is a mean over on this rank.
 
-        Needed only where a loss is no mean over the samples of the batch; see
-        :meth:`~ddltool.runtime.hook.loss_scaling.LossScaler.loss`.
+        None: the samples of the batch. See :meth:`~ddltool.runtime.hook.loss_scaling.LossScaler.loss`.
         """
         return self._scaler.loss(loss, count=count, reduction=reduction)
 
@@ -253,10 +246,10 @@ class Balancer:
             self._sampler.set_epoch(epoch)
 
     def after_step(self, *_: object) -> None:
-        """Report this rank's speed after an update, and take over new sizes. Runs by itself as an optimizer hook.
+        """Report this rank's speed after an update, and take over new sizes: the optimizer's post-step hook.
 
-        Reports are put off for as many steps as all ranks agreed on at the last one, so all ranks report after the
-        same step.
+        At each report all ranks agree on the number of steps to the next one, so all of them report after the same
+        step.
         """
         exchanges = self._clock.take()
         if not exchanges and self.world_size > 1:
@@ -278,9 +271,10 @@ class Balancer:
             self._resize(tuple(sizes))
 
     def set_sizes(self, sizes: Sequence[int]) -> None:
-        """Use other sizes, (n,) samples by rank with the same sum, from the next step that is not loaded yet.
+        """Use other sizes, (n,) samples by rank with the same sum, from the next step on that is not loaded yet.
 
-        Call it on every rank with the same sizes. Raises InputError where sizes are being chosen (``enabled``) or do not fit.
+        Call it on every rank with the same sizes. Raises InputError where sizes are being chosen (``enabled``) or do
+        not fit.
         """
         if self._chooses:
             raise InputError("sizes", "are chosen by speed in this job", "set BalanceOptions(enabled=False)")
@@ -296,14 +290,14 @@ class Balancer:
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs, as plain numbers: the sampler's position, and what Algorithm 2 has found out.
 
-        Rank 0's is to be saved. Call it between steps.
+        Save rank 0's, between steps.
         """
         sampler = {} if self._sampler is None else {"total": self.total_batch, "sizes": list(self._sampler.sizes)}
         sampler |= {} if self._sampler is None else self._sampler.state_dict()
         return {"sampler": sampler, "policy": {} if self._manager is None else self._manager.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after the last step of a checkpoint, on every rank with the same state, before the first step.
+        """Go on after the last step of a checkpoint: on every rank with the same state, before the first step.
 
         The number of ranks may be another; sizes then stay as they were given. Raises InputError when dataset, order or
         total batch differ.
@@ -319,10 +313,8 @@ class Balancer:
         """
         assert self._sampler is not None
         sampler_state = state.get("sampler", {})
-        if sampler_state.get("total") != self.total_batch:
-            raise InputError(
-                "sampler state:total", f"is {sampler_state.get('total')}", f"this job has {self.total_batch}"
-            )
+        if (total := sampler_state.get("total")) != self.total_batch:
+            raise InputError("sampler state:total", f"is {total}", f"this job has {self.total_batch}")
         sizes = sampler_state.get("sizes")
         is_fitting = isinstance(sizes, list) and len(sizes) == self.world_size and sum(sizes) == self.total_batch
         self._sampler.load_state_dict(sampler_state, sizes if is_fitting and min(sizes) >= self.least else None)
@@ -331,10 +323,7 @@ class Balancer:
             self._manager.load_state_dict(state.get("policy", {}), self._sizes)
 
     def close(self) -> None:
-        """End the choosing of sizes; call after the last step on every rank, each when it gets there.
-
-        Idempotent; gradients stay weighted.
-        """
+        """End the choosing of sizes; call after the last step on every rank. Gradients stay weighted; more calls do nothing."""
         self._chooses = False
         if self._consensus is not None:
             self._consensus.close()
@@ -361,15 +350,15 @@ def balance(
     """Balance the load of a DDP job; call once on every rank, before the first step.
 
     Args:
-        model, optimizer: the job's. ``backward`` weighs each loss by the samples of the rank's batch; one that is no mean over
-            them is refused (:meth:`Balancer.loss` says what it is).
+        model, optimizer: the job's. The loss goes through :meth:`Balancer.loss`, which weighs it by the samples of the
+            rank's batch; one that is no mean over them, and does not say what it is, is refused.
         dataset: all samples, the same on every rank.
-        total_batch: X, samples of all ranks per step, split equally at the start; not needed with ``sizes``.
+        total_batch: samples of all ranks per step, split equally at the start; not needed with ``sizes``.
         sizes: (n,) samples of each rank at the start.
         limits: (n,) most samples that each rank's memory holds; None: memory use alone limits growth.
-        least: samples that every rank gets in every step; None: 1, or 2 where the model has a BatchNorm layer in training
-            mode, which cannot do with one (SyncBatchNorm can).
-        options: how to balance.
+        least: samples that every rank gets in every step; None: 1, or 2 where the model has a BatchNorm layer in
+            training mode, which cannot do with one (SyncBatchNorm can).
+        options: how to balance; None: the defaults.
         events: JSON Lines file that rank 0 writes resizes and advice to.
 
     Raises InputError, on every rank, when something does not fit together.
@@ -403,8 +392,9 @@ def balance(
 def compress(model: DistributedDataParallel) -> None:
     """Let gradients travel as bfloat16, which halves the bytes of each message.
 
-    They are divided by the number of ranks in their own type before, so that only the travelling sum is rounded.
-    Raises InputError for a model that has a communication hook already.
+    They are divided by the number of ranks in their own type before, so that only the sum on its way is rounded; torch's
+    own hook rounds once more, and is refused without NCCL. Raises InputError for a model that has a communication hook
+    already.
     """
     group = model.process_group
 
@@ -436,11 +426,10 @@ def _prepare(
     options: BalanceOptions,
     events: Path | None,
 ) -> tuple[tuple[int, ...], int, Manager]:
-    """Check the arguments of :func:`balance`; return the first sizes, the least size, and the manager that chooses
-    the next ones.
+    """Check the arguments of :func:`balance`; return the first sizes, the least size, and what chooses the next sizes.
 
-    Sizes are (n,) samples by rank. In a run that only checks against one process (DDLTOOL_CHECK), that process's
-    sizes are the total batch. Raises InputError for what does not fit.
+    Sizes are (n,) samples by rank. In the single process of a check against one process (DDLTOOL_CHECK), its size is
+    the total batch. Raises InputError for what does not fit.
     """
     demand_wrapped(job, model)
     options.check()
@@ -459,14 +448,17 @@ def _prepare(
         raise InputError("sizes", f"has {len(sizes)} entries", f"give one for each of {job.world_size} ranks")
     if total_batch is not None and sum(sizes) != total_batch:
         raise InputError("sizes", f"add up to {sum(sizes)}", f"the total batch is {total_batch}")
-    policy: Policy
-    if options.cluster == "gpu":
-        policy = TrialPolicy(sizes, limits, options.trial if options.trial is not None else LIVE_TRIAL, fewest)
-    else:
-        learning = options.learning if options.learning is not None else LIVE_LEARNING
-        policy = SpeedPolicy(sizes, limits, options.predictor, learning, tolerance=options.tolerance, least=fewest)
+    policy = _policy_of(options, sizes, limits, fewest)
     start = tuple(int(size) for size in np.asarray(policy.sizes))
     return start, fewest, Manager(policy, events if job.rank == 0 else None)
+
+
+def _policy_of(options: BalanceOptions, sizes: Sequence[int], limits: Sequence[int] | None, least: int) -> Policy:
+    """Return what chooses sizes by ``options``, beginning with ``sizes``, (n,) samples by rank."""
+    if options.cluster == "gpu":
+        return TrialPolicy(sizes, limits, options.trial if options.trial is not None else LIVE_TRIAL, least)
+    learning = options.learning if options.learning is not None else LIVE_LEARNING
+    return SpeedPolicy(sizes, limits, options.predictor, learning, tolerance=options.tolerance, least=least)
 
 
 def _whole_samples(name: str, value: object) -> int:
@@ -491,10 +483,11 @@ def least_samples(
     sizes: Sequence[int] | None = None,
     limits: Sequence[int] | None = None,
 ) -> int:
-    """Return how many samples each of ``ranks`` gets in every step of ``total`` samples, at the least.
+    """Return the fewest samples that each of ``ranks`` ranks gets in a step of ``total`` samples.
 
-    ``least`` None: 1, or 2 where a layer is BatchNorm over the local batch, which cannot normalize one sample. Raises
-    InputError where the total batch, one of (n,) ``sizes`` or one of (n,) ``limits`` is too small for it.
+    That is ``least``, where None means 1, or 2 where a layer is BatchNorm over the local batch, which cannot normalize
+    one sample. Raises InputError where the total batch, one of (n,) ``sizes`` or one of (n,) ``limits`` is too small
+    for it.
     """
     norm_layer = local_batch_norm(model) if least is None else None
     least_count = _whole_samples("least", least) if least is not None else 1 if norm_layer is None else LEAST_NORMALIZED
@@ -512,10 +505,10 @@ def least_samples(
 
 
 def local_batch_norm(model: nn.Module) -> str | None:
-    """Return the name of the first layer that normalizes over the local batch in training; None: there is none.
+    """Return the name of the first layer that normalizes over the local batch in training, None where there is none.
 
-    SyncBatchNorm normalizes over all ranks' samples. A layer in evaluation mode uses what it has learned, where it keeps
-    that; a model that is in evaluation mode altogether is taken to be trained as a whole later.
+    SyncBatchNorm normalizes over all ranks' samples. A layer in evaluation mode uses the statistics that it has
+    learned, where it keeps any. A model that is in evaluation mode altogether is taken to be trained as a whole later.
     """
     for name, layer in model.named_modules():
         if not isinstance(layer, _BatchNorm) or isinstance(layer, nn.SyncBatchNorm):
@@ -525,15 +518,11 @@ def local_batch_norm(model: nn.Module) -> str | None:
     return None
 
 
-log = logging.getLogger(__name__)
-
-
 class Manager:
-    """Chooses batch sizes on rank 0: what :class:`~ddltool.runtime.processes.consensus.Consensus` calls.
+    """Chooses batch sizes on rank 0, as the :class:`~ddltool.runtime.processes.consensus.Consensus` asks.
 
-    The first step is not judged: it pays for what later ones find ready. Nor are steps of fewer samples (the end of an
-    epoch), whose times say little about full ones. A step of several full batches (gradient accumulation) is judged as
-    one of their mean.
+    The first steps are not judged, because they allocate and fill caches. Nor are steps of fewer samples than full ones
+    (the end of an epoch). A step of several full batches (gradient accumulation) is judged as one of their mean.
 
     Args:
         policy: what chooses.
@@ -544,7 +533,6 @@ class Manager:
     """
 
     def __init__(self, policy: Policy, events: Path | None = None, skip: int = 1) -> None:
-        """Begin with step 0, and open the file of events, if there is one."""
         self._policy = policy
         self._events, self._run = LineFile(events, kind_of(BalanceEvent), "balancing events"), new_run()
         self._skipped_steps = skip
@@ -556,7 +544,7 @@ class Manager:
         """Ranks report again after so many seconds, for what one agreement costs counts in short steps."""
 
     def paced(self, rows: Floats) -> Floats:
-        """Return what all ranks go on with, shape (n + 1,): their sizes, and after how many steps they report again.
+        """Return what all ranks go on with, (n + 1,): the next sizes, and after how many steps they report again.
 
         ``rows`` (n, 5): the ranks' reports (:meth:`_StepClock.row`), each of one or several steps.
         """
@@ -605,8 +593,9 @@ class Manager:
         seconds: Floats,
         rank: int | None = None,
     ) -> None:
-        """Append a line to the file of events, if there is one; ``seconds`` (n,): the ranks' times of the step,
-        ``rank``: the straggler.
+        """Append a line to the file of events, if there is one.
+
+        ``seconds`` (n,): the ranks' times of the step; ``rank``: the straggler.
         """
         if not self._events.is_open:  # a line about 96 ranks takes longer to make than their sizes to choose
             return

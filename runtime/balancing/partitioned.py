@@ -1,9 +1,9 @@
 """Partitioned data under unequal batches: samples move between ranks in the background (LB-BSP, section 3.5).
 
-Where each rank can reach its own partition only, larger batches traverse theirs more often, and its samples count more.
-:class:`PartitionedData` counts, and once one partition leads another by more than a threshold, a thread moves samples
-peer to peer until partitions are in proportion to the batches. Training goes on meanwhile with the old partitions; all ranks
-take over the new ones at the same step, start their loaders anew and count from zero.
+Where each rank can reach its own partition only, larger batches go through theirs more often, so that its samples count
+more. :class:`PartitionedData` counts how often each partition was traversed. Once one leads another by more than a
+threshold, a thread moves samples from peer to peer until partitions are in proportion to the batches. Training goes on
+meanwhile with the old partitions; all ranks take over the new ones at the same step and count from zero.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ddltool.runtime.processes.job import DistributedJob
 
 @dataclass(slots=True)
 class _Migration:
-    """Moves that are being made by this rank's thread."""
+    """Moves that this rank's thread is making."""
 
     moves: list[Move]
     given_indices: Tensor
@@ -35,12 +35,12 @@ class _Migration:
 class PartitionedData:
     """One rank's partition, and its part in keeping all partitions equally often traversed.
 
+    Call everything on every rank. Raises InputError where partitions do not fit together.
+
     Args:
-        tensors: this rank's samples; dim 0 counts them, everything else is alike on all ranks. On the host.
+        tensors: this rank's samples, on the host; dimension 0 counts them, all else is alike on all ranks.
         threshold: traversals by which one partition may lead another before samples move.
         seed: of the order of samples and of the choice of those that move; the same on every rank.
-
-    Call it on every rank. Raises InputError where partitions do not fit together.
     """
 
     def __init__(
@@ -50,7 +50,6 @@ class PartitionedData:
         threshold: float = THRESHOLD,
         seed: int = 0,
     ) -> None:
-        """Check that all ranks' partitions fit together, and count traversals from zero."""
         self.tensors = tuple(tensor.contiguous() for tensor in tensors)
         self.generation = 0
         """How often partitions have changed."""
@@ -65,8 +64,8 @@ class PartitionedData:
     def _read_partition_sizes(self) -> list[int]:
         """Return the number of samples of every rank's partition.
 
-        Raises InputError on all ranks when one rank's tensors are empty or of unequal lengths, or ranks differ in
-        types or shapes.
+        Raises InputError on all ranks when one rank's tensors are empty or of unequal lengths, or ranks differ in types
+        or shapes.
         """
         lengths = {len(tensor) if tensor.dim() else 0 for tensor in self.tensors}
 
@@ -101,8 +100,9 @@ class PartitionedData:
         return len(self.tensors[0])
 
     def next_batch(self, size: int) -> tuple[Tensor, ...]:
-        """Return ``size`` samples of this partition, one tensor for each of ``tensors``: in random order, all once
-        before any twice.
+        """Return ``size`` samples of this partition, one tensor (size, ...) for each of ``tensors``.
+
+        They come in random order, all once before any twice.
         """
         while len(self._sample_order) < size:
             # Of whole numbers alone, whose hash is the same in every process and run.
@@ -117,8 +117,8 @@ class PartitionedData:
     def after_step(self, sizes: Sequence[int]) -> bool:
         """Count a step in which the ranks took (n,) ``sizes`` samples; return whether the partitions have just changed.
 
-        All ranks call this with the same sizes. Samples begin to move when one partition is traversed too far ahead
-        of another. While they move, ranks exchange one small message per step, to agree on when all are done. Raises
+        All ranks call this with the same sizes. Samples begin to move when one partition is traversed too far ahead of
+        another. While they move, ranks exchange one small message per step, to agree on when all are done. Raises
         DdlToolError on all ranks when moving has failed on one.
         """
         self._traversals.add(sizes)
@@ -133,17 +133,16 @@ class PartitionedData:
         given_count = sum(move.samples for move in moves if move.source == self._job.rank)
         # -1 in place of a traversal's number: a stream of its own, apart from those of the order of samples.
         generator = torch.Generator().manual_seed(hash((self._seed, self.generation, -1, self._job.rank)))
-        self._migration = _Migration(
-            moves=moves, given_indices=torch.randperm(len(self), generator=generator)[:given_count]
-        )
-        threading.Thread(
-            target=self._move_samples, args=(self._migration,), name="ddltool-migrate", daemon=True
-        ).start()
+        given_indices = torch.randperm(len(self), generator=generator)[:given_count]
+        self._migration = migration = _Migration(moves=moves, given_indices=given_indices)
+        mover = threading.Thread(target=self._move_samples, args=(migration,), name="ddltool-migrate", daemon=True)
+        mover.start()
 
     def _move_samples(self, migration: _Migration) -> None:
-        """Send and receive samples peer to peer: the body of a thread, whose result or error goes to ``migration.received``.
+        """Send and receive samples from peer to peer: the body of a thread.
 
-        All ranks go through the moves in the same order, so no two of them can wait for each other.
+        Its result or error goes to ``migration.received``. All ranks go through the moves in the same order, so no two
+        of them can wait for each other.
         """
         try:
             received, given_begin = [], 0
@@ -154,9 +153,8 @@ class PartitionedData:
                     for tensor in self.tensors:
                         dist.send(tensor[given_indices], move.target, group=self._job.side, tag=self._tag)
                 elif move.target == self._job.rank:
-                    received_tensors = tuple(
-                        tensor.new_empty((move.samples, *tensor.shape[1:])) for tensor in self.tensors
-                    )
+                    shapes = ((move.samples, *tensor.shape[1:]) for tensor in self.tensors)
+                    received_tensors = tuple(map(Tensor.new_empty, self.tensors, shapes))
                     for received_tensor in received_tensors:
                         dist.recv(received_tensor, move.source, group=self._job.side, tag=self._tag)
                     received.append(received_tensors)
@@ -179,10 +177,8 @@ class PartitionedData:
         is_kept = torch.ones(len(self), dtype=torch.bool)
         is_kept[migration.given_indices] = False
         received = migration.received.result()
-        self.tensors = tuple(
-            torch.cat([tensor[is_kept], *(received_tensors[tensor_index] for received_tensors in received)])
-            for tensor_index, tensor in enumerate(self.tensors)
-        )
+        kept = [tensor[is_kept] for tensor in self.tensors]
+        self.tensors = tuple(torch.cat(parts) for parts in zip(kept, *received, strict=True))
         self._traversals.reset(migration.moves)
         self._migration = None
         self.generation += 1

@@ -1,13 +1,14 @@
 """Checkpoint files of elastic training: written atomically, checked when read, no pickled code. Start at :func:`write`.
 
-A file is what ``torch.save`` makes of ``{"content": ..., "digest": ...}`` with a content of tensors, numbers, strings,
-lists and dicts, and is read with ``weights_only=True``. The file before the last is kept as ``NAME.previous``.
+A file is what ``torch.save`` makes of ``{"content": ..., "digest": ...}``. The content consists of tensors, numbers,
+strings, lists and dicts, so that ``weights_only=True`` reads it. The file before the last is kept as ``NAME.previous``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import io
 import os
@@ -44,13 +45,9 @@ Stamp = tuple[int, int, int]
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Return the settings of device and torch on which the bits of a run depend, by name.
-
-    A run is continued only where all of them are equal.
-    """
-    device_type = (
-        torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
-    )
+    """Return the settings of device and torch on which the bits of a run depend, by name."""
+    is_cuda = device.type == "cuda"
+    device_type = torch.cuda.get_device_name(device) if is_cuda else torch.backends.cpu.get_cpu_capability()
     return {
         "device": f"{device.type} {device_type}",
         "torch": str(torch.__version__),
@@ -73,7 +70,7 @@ def content_digest(content: dict[str, Any]) -> str:
 def encode(path: str | os.PathLike[str], content: dict[str, Any]) -> bytes:
     """Return ``content`` as bytes that :func:`decode` reads, to send it to another process.
 
-    Raises InputError when it has objects that only pickle could bring back; ``path`` is named in the message.
+    Raises InputError, on ``path``, when it has objects that only pickle could bring back.
     """
     stream = io.BytesIO()
     try:
@@ -110,10 +107,10 @@ def stamp(path: str | os.PathLike[str]) -> Stamp | None:
 def write(path: str | os.PathLike[str], content: dict[str, Any], last: Stamp | None = None) -> Stamp | None:
     """Replace the checkpoint at ``path`` atomically: a killed process leaves the whole old file or the whole new one.
 
-    The new file is read back before it replaces the old one. Returns its stamp; ``last``: the stamp of this run's last read
-    or write of ``path``, None for a first one. Raises InputError when another run has written there since or is writing,
-    when ``path`` is a folder, a pipe or a device, when the folder is not writable or full, or when the content has objects
-    that only pickle could restore.
+    The new file is read back before it replaces the old one. Returns the new file's stamp. ``last``: the stamp that
+    this run got when it last read or wrote ``path``; None: it has done neither. Raises InputError when another run has
+    written there since or is writing, when ``path`` is a folder, a pipe or a device, when the folder is not writable or
+    full, or when the content has objects that only pickle could restore.
     """
     path = Path(path)
     for replaced in (path, previous(path)):
@@ -122,10 +119,9 @@ def write(path: str | os.PathLike[str], content: dict[str, Any], last: Stamp | N
     if last is not None and present is not None and present != last:
         remedy = "end that run, or give this one a checkpoint of its own"
         raise InputError(str(path), "was written by another run in the meantime", remedy)
-    older = previous(path)
     content = {"kind": KIND, "schema_version": SCHEMA_VERSION} | content
-    # The same names in every run, so that leftovers of a killed process are overwritten; the lock keeps other runs out.
-    partial, spare = (path.with_name(f".{path.name}.partial{ending}") for ending in ("", ".previous"))
+    # The same name in every run, so that leftovers of a killed process are overwritten; the lock keeps other runs out.
+    partial = path.with_name(f".{path.name}.partial")
     try:
         with partial.open("ab") as file:
             if not _try_lock(file.fileno()) or not _is_named(file.fileno(), partial):
@@ -136,16 +132,13 @@ def write(path: str | os.PathLike[str], content: dict[str, Any], last: Stamp | N
                 file.flush()
                 os.fsync(file.fileno())
                 _demand_readable(path, partial)
-                if present is not None:  # a second name first, then the switch: at no moment is `path` missing
-                    spare.unlink(missing_ok=True)
-                    os.link(path, spare)
-                    os.replace(spare, older)
-                    spare.unlink(missing_ok=True)  # two names of one file stay two
+                if present is not None:
+                    _keep_previous(path)
                 os.replace(partial, path)
             except BaseException:
                 partial.unlink(missing_ok=True)
                 raise
-    except (OSError, RuntimeError) as error:  # torch tells a full disk by a RuntimeError
+    except (OSError, RuntimeError) as error:  # torch reports a full disk by a RuntimeError
         reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
         remedy = "check that the folder exists, is writable and has space"
         raise InputError(str(path), f"cannot be written ({reason})", remedy) from None
@@ -158,16 +151,21 @@ def write(path: str | os.PathLike[str], content: dict[str, Any], last: Stamp | N
     return stamp(path)
 
 
-def _try_lock(descriptor: int) -> bool:
-    """Lock an open file until it is closed or the process ends; return False when another process has it.
+def _keep_previous(path: Path) -> None:
+    """Give the checkpoint at ``path`` a second name, ``NAME.previous``: at no moment is there no file at ``path``."""
+    spare = path.with_name(f".{path.name}.partial.previous")
+    spare.unlink(missing_ok=True)
+    os.link(path, spare)
+    os.replace(spare, previous(path))
+    spare.unlink(missing_ok=True)  # replacing one name of a file by another of the same file does nothing
 
-    Also True where the file system or the platform has no locks: refusing to write there would be worse than missing
-    another run. Raises OSError when the disk fails.
+
+def _try_lock(descriptor: int) -> bool:
+    """Lock an open file until it is closed or the process ends; return False when another process has locked it.
+
+    Returns True where the file system has no locks: refusing to write there would be worse than missing another run.
+    Raises OSError when the disk fails.
     """
-    try:
-        import fcntl
-    except ImportError:  # Windows neither removes nor replaces a file that is open
-        return True
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -187,7 +185,7 @@ def _is_named(descriptor: int, path: Path) -> bool:
 
 
 def _demand_readable(path: Path, partial: Path) -> None:
-    """Raise InputError, naming ``path``, unless the file ``partial`` that is to replace it can be read back as a checkpoint."""
+    """Raise InputError, on ``path``, unless the file ``partial`` that is to replace it can be read back as a checkpoint."""
     try:
         _read_file(partial)
     except InputError as error:
@@ -196,7 +194,7 @@ def _demand_readable(path: Path, partial: Path) -> None:
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return a checkpoint's content; of a missing or damaged one, the content of the checkpoint before it, with a warning.
+    """Return a checkpoint's content; where it is missing or damaged, that of the checkpoint before it, with a warning.
 
     Raises InputError when neither file is an intact checkpoint, or its version is another.
     """
@@ -217,9 +215,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _read_file(path: Path) -> dict[str, Any]:
-    """Return the content of one checkpoint file. Raises InputError when there is none, or when its content is not
-    what was written.
-    """
+    """Return the content of one checkpoint file. Raises InputError when there is none, or it is not what was written."""
     try:
         document = torch.load(path, map_location="cpu", weights_only=True)
         content: dict[str, Any] = document["content"]
@@ -227,16 +223,18 @@ def _read_file(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise InputError(str(path), "no such file", "give the path of a checkpoint") from None
     except Exception as error:  # torch.load raises whatever the damage leads to
-        raise InputError(
-            str(path), f"is no checkpoint, or a damaged one ({type(error).__name__})", _GIVE_CHECKPOINT
-        ) from None
+        problem = f"is no checkpoint, or a damaged one ({type(error).__name__})"
+        raise InputError(str(path), problem, _GIVE_CHECKPOINT) from None
     if not intact:
         raise InputError(str(path), "is damaged: its content is not what was written", "use an older checkpoint")
     return content
 
 
 def _demand_equal(where: str, saved: Mapping[str, Any], present: Mapping[str, Any], remedy: str) -> None:
-    """Raise InputError for the first field of this job (``present``) that is not as ``saved``; ``where``: the file."""
+    """Raise InputError for the first field of this job (``present``) that is not as in the checkpoint (``saved``).
+
+    ``where``: the file, and the part of it.
+    """
     for name, value in present.items():
         if saved.get(name) != value:
             raise InputError(f"{where}:{name}", f"is {saved.get(name)} there and {value} here", remedy)
@@ -245,7 +243,7 @@ def _demand_equal(where: str, saved: Mapping[str, Any], present: Mapping[str, An
 def _demand_same_optimizer(
     where: str, saved: Mapping[str, Any], saved_class: str, optimizer: torch.optim.Optimizer
 ) -> list[str]:
-    """Check the optimizer's saved state against ``optimizer``; return a sentence for each option whose value differs.
+    """Check the saved state of an optimizer against ``optimizer``; return a sentence for each option whose value differs.
 
     Such options (say, a learning rate) are no error: their saved values are used. Raises InputError for another class
     of optimizer, other parameter groups or other options.
@@ -284,8 +282,15 @@ def continued(
 ) -> tuple[dict[str, Any], list[str]]:
     """Return a checkpoint's content, and a sentence for each optimizer option whose saved value differs.
 
-    ``parameters`` are this model's by name, ``extras`` the names of what else is saved. Raises InputError unless a
-    run of these settings, parameters and extras can continue the checkpoint with equal bits.
+    Raises InputError unless a run of the other arguments can continue it with equal bits.
+
+    Args:
+        path: the checkpoint.
+        settings: those of this run.
+        device: where its model is.
+        parameters: this model's, by name.
+        extras: names of what else is saved.
+        optimizer: of this run.
     """
     content, where = read(path), os.fspath(path)
     if missing := [name for name in _CONTENT_FIELDS if name not in content]:
@@ -297,18 +302,12 @@ def continued(
     present_parameters = {plain_name(name): _dtype_and_shape(value) for name, value in parameters.items()}
     # Parameters of one side alone count as "missing" on the other, so that they differ.
     all_missing = dict.fromkeys(present_parameters | saved_parameters, "missing")
-    _demand_equal(
-        f"{where}:parameters",
-        all_missing | saved_parameters,
-        all_missing | present_parameters,
-        "build the model that was saved",
-    )
+    saved_or_missing, present_or_missing = all_missing | saved_parameters, all_missing | present_parameters
+    _demand_equal(f"{where}:parameters", saved_or_missing, present_or_missing, "build the model that was saved")
     if missing := sorted(set(content["extras"]) ^ set(extras)):
         raise InputError(f"{where}:extras", f"{missing[0]} is only on one side", _SAME_SETTINGS)
-    differences = _demand_same_optimizer(
-        f"{where}:optimizer", content["optimizer"], content["optimizer_class"], optimizer
-    )
-    return content, differences
+    saved, saved_class = content["optimizer"], content["optimizer_class"]
+    return content, _demand_same_optimizer(f"{where}:optimizer", saved, saved_class, optimizer)
 
 
 def _dtype_and_shape(value: torch.Tensor) -> str:

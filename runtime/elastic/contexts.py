@@ -1,9 +1,8 @@
-"""What a logical worker (EST) keeps between its turns: random streams, module buffers, and what its turns leave in plain
-attributes of modules. Start at :class:`Contexts`.
+"""The state that a logical worker (EST) keeps between its turns. Start at :class:`Contexts`.
 
-Parameters and optimizer state are the same for all logical workers between steps and are held once per process;
-activations are gone when a turn ends. What is left is small, which is why a context switch is cheap (EasyScale, section
-3.2 of the paper).
+That is its random streams, its module buffers, and what its turns leave in plain attributes of modules. Parameters and
+optimizer state are the same for all logical workers between steps and are held once per process; activations are gone
+when a turn ends. So little is left that switching from one worker to the next is cheap (EasyScale, section 3.2).
 """
 
 from __future__ import annotations
@@ -66,30 +65,28 @@ def modules_of(model: nn.Module, loss: Any) -> dict[str, Any]:
 
 
 def named_buffers(modules: Mapping[str, Any]) -> dict[str, Tensor | None]:
-    """Return the buffers that ``modules`` (by prefix) hold now, by full name; None for one that is registered without
-    a tensor.
-    """
+    """Return the buffers that ``modules`` (by prefix) hold now, by full name; None for one that has no tensor."""
     dicts = {prefix: module._buffers for prefix, module in modules.items() if isinstance(module, nn.Module)}
     return {prefix + name: value for prefix, buffers in dicts.items() for name, value in buffers.items()}
 
 
 class WorkerState:
-    """Each local worker's own values of module attributes (and of a loss object's); they are swapped, not copied.
+    """Each local worker's own values of module attributes, and of a loss object's; they are swapped, not copied.
 
-    From the beginning these are the modules' dicts of buffers, so a buffer that a forward pass registers or removes is its
-    worker's too; a tensor that is registered in two places stays one tensor. Plain attributes that turns change
-    (``self.calls += 1``, a list, a tensor) are added: every worker begins with the value before the first turn.
-    Changes are found by comparing all attributes before and after a turn: in the first turns of each local worker, and
-    later in every turn whose number is a power of two. Numbers, strings, tensors, arrays and collections of them can be a
-    worker's own; ``training`` is the user's.
+    From the beginning these are the modules' dicts of buffers. So a buffer that a forward pass registers or removes is
+    its worker's too, and a tensor that is registered in two places stays one tensor. Plain attributes that a turn
+    changes (``self.calls += 1``, a list, a tensor) are added when that is found; every worker then begins with the
+    value before the turn. All attributes are compared before and after a turn: in the first turns of each local worker,
+    and later in turns whose number is a power of two. Numbers, strings, tensors, arrays and collections of them can be
+    a worker's own; ``training`` is the user's.
 
-    Raises InputError for buffers that cannot be swapped, and in :meth:`leave` for an attribute that cannot be a worker's own:
-    an object with a state, a random generator of its own, a module that a turn adds, or one whose changes were found when
-    others may have been overlooked already.
+    Raises InputError for buffers that cannot be swapped, and in :meth:`leave` for an attribute that cannot be a
+    worker's own: an object with a state, a random generator, a module that a turn adds, or one whose change was found
+    so late that others may have been overlooked.
     """
 
     def __init__(self, modules: dict[str, Any], local: Sequence[int]) -> None:
-        """Give each of the ``local`` virtual ranks a copy of all buffers of ``modules`` (by prefix)."""
+        """Give each of the ``local`` virtual ranks a copy of all buffers of ``modules``, which are given by prefix."""
         self._modules, self._local = modules, local
         # By prefix, each module's own attribute dict: what is written there is the module's attribute.
         self._held: dict[str, dict[str, Any]] = {prefix: vars(module) for prefix, module in modules.items()}
@@ -107,8 +104,7 @@ class WorkerState:
     def enter(self, rank: int) -> None:
         """Begin a turn of virtual rank ``rank``: put the worker's own values in place.
 
-        In the turns that are compared, also remember all attributes that workers share, to find those that the turn
-        changes.
+        If this turn is compared, also remember all attributes that workers share, to find those that the turn changes.
         """
         self._turns += 1
         self.install(self._values[rank])
@@ -122,7 +118,7 @@ class WorkerState:
     def leave(self, rank: int) -> None:
         """End the turn of virtual rank ``rank``: store the worker's values.
 
-        Where the turn was compared, each shared attribute that it has changed becomes every worker's own from now on.
+        If this turn was compared, each shared attribute that it has changed becomes every worker's own from now on.
         """
         if self._before is not None:
             before, self._before = self._before, None
@@ -131,9 +127,8 @@ class WorkerState:
             after = dict(self._attributes())
             for key in sorted(before.keys() | after.keys()):
                 old_comparable, old = before.get(key, (None, ABSENT))
-                if key not in self._values[rank] and old_comparable != (
-                    _comparable(after[key]) if key in after else None
-                ):
+                comparable = _comparable(after[key]) if key in after else None
+                if key not in self._values[rank] and old_comparable != comparable:
                     self._adopt(key, old, after.get(key, ABSENT))
         self._values[rank] = {key: self._held[key[0]].get(key[1], ABSENT) for key in self._values[rank]}
 
@@ -170,10 +165,10 @@ class WorkerState:
         return _copies(self._values[rank])
 
     def to_documents(self, rank: int) -> dict[str, Document]:
-        """Return the values of virtual rank ``rank`` for a checkpoint: its buffers (not copied) and its attributes
-        (copies), by name.
+        """Return the values of virtual rank ``rank`` for a checkpoint, by name: its buffers (not copied) and attributes
+        (copies).
 
-        Absent attributes, and buffers without a tensor, are left out.
+        Attributes that are absent, and buffers without a tensor, are left out.
         """
         entries = [(plain_name(prefix), name, value) for (prefix, name), value in self._values[rank].items()]
         dicts = [(prefix, value) for prefix, name, value in entries if name == BUFFERS]
@@ -185,8 +180,8 @@ class WorkerState:
     def load(self, documents: Sequence[Document], device: torch.device) -> None:
         """Take the local workers' values from ``documents``, one for each worker of the job in virtual-rank order.
 
-        Buffers come from ``buffers`` and plain attributes from ``attributes`` of each document, by full name. Nothing
-        is changed where they do not fit the model: then InputError is raised.
+        Each document has ``buffers`` and plain ``attributes`` by full name. Raises InputError where they do not fit the
+        model, and then changes nothing.
         """
         present = {plain_name(name): v for name, v in named_buffers(self._modules).items() if v is not None}
         names = dict.fromkeys(name for document in documents for name in document["attributes"])
@@ -205,15 +200,15 @@ class WorkerState:
             for name, value in saved.items():  # a forward pass may have registered a buffer that is not present
                 prefix, buffer_name = self._attribute_key(name, "buffers")
                 moved = value.to(device)
-                worker_values[prefix, BUFFERS][buffer_name] = (
-                    moved_by_id.setdefault(id(present[name]), moved) if name in present else moved
-                )
+                if name in present:
+                    moved = moved_by_id.setdefault(id(present[name]), moved)
+                worker_values[prefix, BUFFERS][buffer_name] = moved
             values = documents[rank]["attributes"]
             worker_values |= {key: _copied(values.get(name, ABSENT), device) for name, key in keys.items()}
         self._values = loaded
 
     def _attribute_key(self, name: str, what: str) -> Key:
-        """Return the (prefix, attribute) of a saved full name. Raises InputError for a module that the model lacks.
+        """Return the (prefix, attribute) of a full name in a checkpoint. Raises InputError for a module that the model lacks.
 
         ``what``: "buffers" or "attributes", for the message.
         """
@@ -226,12 +221,8 @@ class WorkerState:
 
     def _submodules(self) -> set[str]:
         """Return the full names of the submodules that are registered now; one that a turn adds would belong to no worker."""
-        return {
-            f"{prefix}{name}"
-            for prefix, module in self._modules.items()
-            if isinstance(module, nn.Module)
-            for name in module._modules
-        }
+        modules = ((prefix, part) for prefix, part in self._modules.items() if isinstance(part, nn.Module))
+        return {f"{prefix}{name}" for prefix, module in modules for name in module._modules}
 
     def _attributes(self) -> Iterator[tuple[Key, Any]]:
         """Yield every attribute of the modules with its key, except those that all ``nn.Module`` objects have."""
@@ -245,8 +236,9 @@ class WorkerState:
 def _comparable(value: Any, depth: int = 6) -> Any:
     """Return something that equals itself as long as ``value`` has not changed, to be compared before and after a turn.
 
-    Tensors, arrays and generators give fingerprints of their contents; collections, and objects of the user's own classes,
-    what they hold, down to ``depth`` levels; everything else its identity. NaN equals NaN, and 1 does not equal True.
+    Of tensors, arrays and generators it is a fingerprint of their contents; of collections, and of objects of the
+    user's own classes, what they hold, down to ``depth`` levels; of everything else the identity. NaN equals NaN, and 1
+    does not equal True.
     """
     value_type = type(value)
     if isinstance(value, (nn.Parameter, nn.Module)):
@@ -266,20 +258,15 @@ def _comparable(value: Any, depth: int = 6) -> Any:
     if isinstance(value, _SIMPLE):
         return value_type, repr(value)
     if depth and isinstance(value, Mapping):
-        return value_type, tuple(
-            (_comparable(key, depth - 1), _comparable(item, depth - 1)) for key, item in value.items()
-        )
+        items = value.items()
+        return value_type, tuple((_comparable(key, depth - 1), _comparable(item, depth - 1)) for key, item in items)
     if depth and isinstance(value, (list, tuple, deque)):
         return value_type, tuple(_comparable(item, depth - 1) for item in value)
     if depth and isinstance(value, (set, frozenset)):
         return value_type, frozenset(_comparable(item, depth - 1) for item in value)
     is_code = inspect.isroutine(value) or isinstance(value, type)
-    if (
-        depth
-        and hasattr(value, "__dict__")
-        and not is_code
-        and value_type.__module__.split(".")[0] not in _OPAQUE_MODULES
-    ):
+    is_opaque = is_code or value_type.__module__.split(".")[0] in _OPAQUE_MODULES
+    if depth and hasattr(value, "__dict__") and not is_opaque:
         inner_depth = max(depth - 3, 0)  # objects refer to many others: they are followed less far than collections
         return id(value), tuple((name, _comparable(item, inner_depth)) for name, item in vars(value).items())
     return id(value)
@@ -297,7 +284,7 @@ def _is_swappable(value: Any) -> bool:
 
 
 def _copies(values: Mapping[Key, Any]) -> dict[Key, Any]:
-    """Return copies of a worker's values; a tensor that is registered under several names stays one tensor."""
+    """Return copies of a worker's values, by attribute; a tensor that is registered under several names stays one tensor."""
     copied_by_id: dict[int, Tensor] = {}
 
     def copy_once(tensor: Tensor | None) -> Tensor | None:
@@ -332,12 +319,12 @@ def _copied(value: Any, device: torch.device | None = None) -> Any:
 
 
 class UntrackedModules:
-    """Finds modules with a state that turns call, though they are neither in the model nor in the loss.
+    """Finds modules that change in a turn though they are neither in the model nor in the loss.
 
-    An example is a loss with a running mean in a loop of the user's own. Nobody swaps its buffers between logical workers, so
-    what it computes would depend on which of them share a process. Hooks that torch calls for every module take the state of
-    each untracked module before its first call of a turn; :meth:`end_turn` compares it with the state after the turn.
-    Modules whose output needs no gradient, such as metrics, may change.
+    An example is a loss with a running mean in a loop of the user's own. Nobody swaps its buffers between logical
+    workers, so its results would depend on which workers share a process. Hooks that torch calls for every module note
+    the state of each untracked module before its first call of a turn; :meth:`end_turn` compares it with the state
+    after the turn. Modules whose output needs no gradient, such as metrics, may change.
 
     Args:
         modules: the model's and the loss's modules by prefix: what is tracked.
@@ -358,13 +345,11 @@ class UntrackedModules:
         self._hooks: list[Any] = []
 
     def begin_turn(self) -> None:
-        """Hook into all modules for the calls of a logical worker's turn, if it is one of the first."""
+        """Hook into the calls of all modules for a logical worker's turn, if it is one of the first."""
         self._turns_left -= 1
         if self._turns_left >= 0:
-            self._hooks = [
-                register_module_forward_pre_hook(self._before_call),
-                register_module_forward_hook(self._after_call),
-            ]
+            before = register_module_forward_pre_hook(self._before_call)
+            self._hooks = [before, register_module_forward_hook(self._after_call)]
 
     def end_turn(self) -> None:
         """Compare the untracked modules' states with those before the turn.
@@ -386,14 +371,12 @@ class UntrackedModules:
         self._hooks, self._states, self._trained = [], {}, {}
 
     def _before_call(self, module: nn.Module, _: object) -> None:
-        """Note the state of an untracked module before its first call of the turn: a hook before each forward pass of
-        any module.
-        """
+        """Note the state of an untracked module before its first call of the turn: a hook before each module's forward pass."""
         if id(module) not in self._tracked_ids:
             self._states.setdefault(id(module), _state_of(module))
 
     def _after_call(self, module: nn.Module, _: object, output: object) -> None:
-        """Note an untracked module whose output needs a gradient: it takes part in training. A hook after each forward pass."""
+        """Note an untracked module whose output needs a gradient, so takes part in training: a hook after each forward pass."""
         if id(module) in self._states and isinstance(output, Tensor) and output.requires_grad:
             self._trained[id(module)] = module
 
@@ -405,10 +388,10 @@ def _state_of(module: nn.Module) -> Any:
 
 
 class Contexts:
-    """The random streams, buffers and attributes of each logical worker of this process; at most one is switched in.
+    """The random streams, buffers and attributes of each logical worker of this process; at most one worker is switched in.
 
-    Between turns, the process's own random streams are back in place and the model holds the buffers and attributes of the
-    first local worker (on the process of virtual rank 0 these are virtual rank 0's, whose buffers plain DDP would keep).
+    Between turns, the process's own random streams are in place, and the model holds the buffers and attributes of the
+    first local worker. On the process of virtual rank 0 these are virtual rank 0's, whose buffers plain DDP would keep.
     """
 
     def __init__(self, modules: dict[str, Any], local: Sequence[int], seed: int, device: torch.device) -> None:
@@ -422,9 +405,10 @@ class Contexts:
         self._install_first()
 
     def enter(self, virtual_rank: int) -> None:
-        """Switch a logical worker (EST) in: put its random streams, buffers and attributes in place for its turn.
+        """Switch a logical worker in: put its random streams, buffers and attributes in place for its turn.
 
-        No worker may be switched in before. At the first turn of a step, the process's own random streams are kept aside.
+        No worker may be switched in before. At the first turn of a step, the process's own random streams are kept
+        aside.
         """
         if self._outside is None:
             self._outside = RandomStreams.present(self._device)
@@ -437,7 +421,7 @@ class Contexts:
         """Switch the active logical worker out: keep its random streams, buffers and attributes until its next turn.
 
         After the ``last`` turn of a step also restore the process's own random streams. Raises InputError for an
-        attribute that the turn changed and that cannot be swapped (:class:`WorkerState`).
+        attribute that the turn has changed and that cannot be swapped (:class:`WorkerState`).
         """
         if self.active is None:
             return
@@ -456,9 +440,7 @@ class Contexts:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Let the block work on copies of the first worker's buffers and attributes, so that its changes are undone
-        afterwards.
-        """
+        """Let the block work on copies of the first worker's buffers and attributes, which undoes its changes afterwards."""
         self._own.install(self._own.copies(self._local[0]))
         try:
             yield
@@ -481,7 +463,7 @@ class Contexts:
         ]
 
     def load(self, documents: list[Document], where: str) -> None:
-        """Take the local workers' contexts from ``documents``, those of all workers in virtual-rank order.
+        """Take the local workers' contexts from ``documents``, one for each worker of the job in virtual-rank order.
 
         ``where``: the checkpoint, for messages. Raises InputError when they do not fit the model.
         """

@@ -1,10 +1,11 @@
-"""Gradients of all logical workers (ESTs), summed in an order that does not depend on where they ran.
+"""Gradients of all logical workers (ESTs), summed in an order that does not depend on where they ran. Start at
+:class:`OrderedMean`.
 
-Addition of floating-point numbers is not associative, so the workers' gradients are always added as
-((g0 + g1) + g2) + g3. That allows no local sums: a process that runs ranks 1 and 3 must wait for g2 between them. So the
-partial sum itself travels. Virtual ranks are assigned in the order in which turns end (:func:`.processes.divide`); the
-process of rank r receives the partial sum from the process of rank r - 1, adds its own gradient, bucket by bucket, and
-sends the sum to the process of rank r + 1 while the next turn computes. Start at :class:`OrderedMean`.
+Addition of floating-point numbers is not associative, so the workers' gradients are always added as ((g0 + g1) + g2) +
+g3. A process that runs virtual ranks 1 and 3 must wait for g2 between them, so it cannot sum up its own first. Instead
+the partial sum travels: the process of rank r receives it from the process of rank r - 1, adds its own gradient, and
+sends it to the process of rank r + 1 while the next turn computes. Gradients travel in buckets. Virtual ranks are
+numbered in the order in which turns end (:func:`.processes.divide`).
 """
 
 # No `from __future__ import annotations` here: DDP compares the annotations of a communication hook with real types.
@@ -59,13 +60,13 @@ class Bucket:
 class OrderedMean:
     """Sums the gradients of each turn in virtual-rank order, and sets ``.grad`` to the mean over all logical workers' turns.
 
-    The buckets are recorded in the first step, from the order in which virtual rank 0's gradients become ready, and stay
-    as they are; as sums are elementwise, buckets decide which gradients share a message and not the bits.
+    The buckets are recorded in the first step, from the order in which virtual rank 0's gradients become ready, and
+    stay as they are. Sums are elementwise, so buckets decide which gradients share a message and not the bits.
 
     A thread receives, adds and sends while the main thread computes; it lives from the first turn of a step to its end.
-    Invariant: a backward pass starts only when at most one bucket of the turn before is not added yet, so memory does not
-    depend on the number of workers: the gradients of a turn, one set of sums, and a bucket. (Without :meth:`expect` each
-    bucket waits, when its gradients are complete, for the same bucket of the turn before.)
+    Invariant: a backward pass starts only when at most one bucket of the turn before is not added yet. So memory does
+    not depend on the number of workers: it holds the gradients of a turn, one set of sums, and a bucket. (Without
+    :meth:`expect` each bucket waits, when its gradients are complete, for the same bucket of the turn before.)
 
     Args:
         parameters: by name; those that do not require gradients are left out.
@@ -84,9 +85,7 @@ class OrderedMean:
         bucket_bytes: int = 25 * MIB,
         buckets: list[list[str]] | None = None,
     ) -> None:
-        """Hook into the parameters, to see when their gradients are ready. The thread starts with the first bucket
-        handed to it.
-        """
+        """Hook into the parameters, to see when their gradients are ready; the first bucket starts the thread."""
         self._parameters = {name: value for name, value in parameters.items() if value.requires_grad}
         self._processes, self._owners = processes, processes.owners
         self._divisor = processes.max_workers * turns_per_worker
@@ -127,7 +126,7 @@ class OrderedMean:
             parameter.grad = None
 
     def is_usable(self) -> bool:
-        """Return whether the gradients are there and finite; a loss scaler (AMP) skips the update for others."""
+        """Return whether there are gradients and all are finite; a loss scaler (AMP) skips the update for others."""
         gradients = [value.grad for value in self._parameters.values() if value.grad is not None]
         return bool(gradients) and all(bool(gradient.isfinite().all()) for gradient in gradients)
 
@@ -138,13 +137,13 @@ class OrderedMean:
         self._gradient_hooks = []
 
     def begin(self, virtual_rank: int) -> None:
-        """Begin the turn of a worker."""
+        """Begin the turn of the worker of virtual rank ``virtual_rank``."""
         self._turn, self._expected = virtual_rank, False
 
     def expect(self) -> None:
         """Announce the last backward pass of the turn: each bucket is handed to the thread as soon as it is complete.
 
-        ``.grad`` must not be changed after that backward pass.
+        ``.grad`` must not be changed after that backward pass. Waits until memory is free for another turn's gradients.
         """
         # A single process sends nothing, and in the first turn the buckets are not known yet.
         self._expected = self._processes.size > 1 and bool(self._buckets)
@@ -157,7 +156,7 @@ class OrderedMean:
     def _take_gradient(self, name: str) -> None:
         """Count a gradient that a backward pass has computed; submit its bucket when it was the last one missing.
 
-        In the first turn, buckets are not known yet, and only the order of gradients is recorded. Raises InputError
+        In the first turn, where buckets are not known yet, only the order of gradients is recorded. Raises InputError
         for a second gradient of a parameter after :meth:`expect`.
         """
         if not self._buckets:
@@ -179,8 +178,8 @@ class OrderedMean:
     def take(self, virtual_rank: int) -> None:
         """Move the gradients of a logical worker's whole turn out of ``.grad`` and into the sum; call it in virtual-rank order.
 
-        With one process they are added at once, else what the backward pass has not submitted goes to the thread.
-        Raises InputError for sparse gradients.
+        A single process adds them at once; else what the backward pass has not submitted goes to the thread. Raises
+        InputError for sparse gradients.
         """
         self._lay_out_buckets()
         has_gradient = [value.grad is not None for value in self._parameters.values()]
@@ -197,8 +196,8 @@ class OrderedMean:
     def finish(self, notes: Tensor) -> Tensor:
         """Set ``.grad`` of every parameter to the mean, None where no worker had one. All processes call this together.
 
-        ``notes``, float64 of shape (workers here, n), are numbers of each worker's own, which travel along: returns
-        those of all workers, shape (max_workers, n), in virtual-rank order.
+        ``notes``, float64 of shape (workers here, n), are further numbers of each worker here, which travel along.
+        Returns those of all workers, shape (max_workers, n), in virtual-rank order.
         """
         # One message for both: the first columns say whether each parameter has a gradient, the others are the notes.
         count = len(self._parameters)
@@ -221,8 +220,7 @@ class OrderedMean:
         return table[:, count:]
 
     def _lay_out_buckets(self) -> None:
-        """Make the buckets at the first turn, from a checkpoint's names or from the order that virtual rank 0's
-        process has recorded.
+        """Make the buckets at the first turn, from a checkpoint's names or those that virtual rank 0's process has recorded.
 
         Raises InputError for sparse gradients.
         """
@@ -292,7 +290,7 @@ class OrderedMean:
         self._raise_failure()
 
     def _raise_failure(self) -> None:
-        """Raise in the main thread what has ended the other thread, if anything has."""
+        """Raise in the main thread the error that has ended the other thread, if there is one."""
         if self._failure is not None:
             raise RuntimeError(f"the chain of gradients broke: {self._failure}") from self._failure
 
@@ -350,7 +348,7 @@ class OrderedMean:
             work.wait()
 
     def _broadcast_mean(self, bucket_index: int) -> None:
-        """Send a bucket's mean once around the ring of processes, from that of the last virtual rank."""
+        """Pass a bucket's mean on around the ring of processes, which begins with that of the last virtual rank."""
         rank, size, source = self._processes.rank, self._processes.size, self._owners[-1]
         if rank != source:
             self._wait_for_send(bucket_index)
@@ -370,7 +368,7 @@ class OrderedMean:
 
 
 def _note_gradient(reference: "weakref.ref[OrderedMean]", name: str, _: Tensor) -> None:
-    """Tell the mean, if it still exists, that the gradient of the parameter ``name`` is ready: the hook of a parameter."""
+    """Note that the gradient of the parameter ``name`` is ready, if the mean still exists: the hook of a parameter."""
     if (mean := reference()) is not None:
         mean._take_gradient(name)
 
@@ -381,8 +379,8 @@ def ordered_mean(
 ) -> torch.futures.Future[Tensor]:
     """Average a DDP bucket over the ranks in rank order: ``model.register_comm_hook(None, ordered_mean)``.
 
-    With one logical worker per process the result equals that of :class:`OrderedMean` bit by bit, so a plain DDP script with
-    this hook is the reference for an elastic run.
+    With one logical worker per process the result equals that of :class:`OrderedMean` bit by bit, so a plain DDP script
+    with this hook is the reference for an elastic run.
     """
     buffer = bucket.buffer()
     # All rows are gathered, for an all-reduce would add them in an order of its own.

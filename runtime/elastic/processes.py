@@ -17,23 +17,29 @@ from ddltool.runtime.processes.job import DistributedJob
 
 
 def start_processes(backend: str = "gloo") -> None:
-    """Join the process group of a torchrun job, also after a restart; do nothing when not under torchrun.
+    """Join the process group of a torchrun job, also after a restart; do nothing outside of torchrun.
 
-    ``torch.distributed.init_process_group`` reads addresses from torchrun's store, and after a restart it can read those
-    of processes that are dead. Here each attempt writes and reads under a prefix of its own.
+    ``torch.distributed.init_process_group`` reads the processes' addresses from torchrun's store, where after a restart
+    it can find those of processes that are gone. Here each attempt has keys of its own.
     """
     place = job_from_environment()
     if place is not None and not dist.is_initialized():
-        store = job_store(place, "elastic", START_LIMIT_S)
+        store = job_store("elastic", START_LIMIT_S)
         dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size)
 
 
 def divide(max_workers: int, world_size: int, counts: Sequence[int] | None = None) -> tuple[tuple[int, ...], ...]:
-    """Return the virtual ranks of each process, ascending; ``counts`` are how many each runs, None: as evenly as possible.
+    """Return the virtual ranks that each process runs, in ascending order.
 
     Virtual ranks are numbered in the order in which turns end when all processes take equally long over all of their
-    turns. So a sum in virtual-rank order can grow while processes still compute. Raises InputError when there are
-    more processes than logical workers, or ``counts`` does not fit.
+    turns. So a sum in virtual-rank order can grow while processes still compute.
+
+    Args:
+        max_workers: logical workers in all.
+        world_size: processes.
+        counts: logical workers of each process, (world_size,); None: as evenly as possible.
+
+    Raises InputError when there are more processes than logical workers, or ``counts`` does not fit.
 
     >>> divide(4, 2), divide(4, 2, (1, 3))
     (((0, 2), (1, 3)), ((2,), (0, 1, 3)))
@@ -57,7 +63,7 @@ def divide(max_workers: int, world_size: int, counts: Sequence[int] | None = Non
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Processes:
-    """The processes of a job, this one's rank, and the logical workers that each runs (``runs[rank]``, ascending).
+    """The processes of a job, and the logical workers that each of them runs (``runs[rank]``, ascending).
 
     ``job.side`` is a gloo group for host data; partial sums go over it with a ``tag`` of this trainer's own.
     """
@@ -68,8 +74,7 @@ class Processes:
 
     @classmethod
     def this(cls, max_workers: int, counts: Sequence[int] | None = None) -> Processes:
-        """Return the running job's processes, and which logical workers each runs: ``counts`` of them, None: as
-        evenly as possible.
+        """Return the running job's processes; ``counts``: logical workers of each, None: as evenly as possible.
 
         Raises InputError, on every process, when they cannot hold the workers.
         """
@@ -100,12 +105,8 @@ class Processes:
     @property
     def owners(self) -> list[int]:
         """For each virtual rank, the rank of the process that runs it, shape (max_workers,)."""
-        return [
-            rank
-            for _, rank in sorted(
-                (virtual_rank, rank) for rank, virtual_ranks in enumerate(self.runs) for virtual_rank in virtual_ranks
-            )
-        ]
+        rank_of = {virtual_rank: rank for rank, run in enumerate(self.runs) for virtual_rank in run}
+        return [rank_of[virtual_rank] for virtual_rank in range(self.max_workers)]
 
     def gather_rows(self, rows: Tensor) -> Tensor:
         """Return all logical workers' rows in virtual-rank order, on every process.
@@ -130,18 +131,18 @@ def broadcast(tensors: list[Tensor], source: int) -> None:
                 dist.broadcast(value.data, src=source)
 
 
-def moved(batch: Any, device: torch.device) -> Any:
+def to_device(batch: Any, device: torch.device) -> Any:
     """Return ``batch`` with its tensors on ``device``, also those in lists, tuples (which become lists) and mappings."""
     if isinstance(batch, Tensor):
         return batch.to(device)
     if isinstance(batch, Mapping):
-        return {key: moved(value, device) for key, value in batch.items()}
+        return {key: to_device(value, device) for key, value in batch.items()}
     if isinstance(batch, (list, tuple)):
-        return [moved(value, device) for value in batch]
+        return [to_device(value, device) for value in batch]
     return batch
 
 
-def collectives() -> int:
-    """Return how many collectives the default process group has run: those of the script, as ddltool's own use other groups."""
+def count_collectives() -> int:
+    """Return how many collectives the default process group has run: the script's, as ddltool's own use other groups."""
     group: Any = dist.group.WORLD if dist.is_initialized() else None
     return 0 if group is None else int(group._get_sequence_number_for_group())

@@ -41,8 +41,8 @@ class TurnRecorder:
     """Takes the fingerprints of this process's turns; process 0 writes a line per step.
 
     Module outputs are those of the modules that have no children, in the order in which they ran. A step that is made
-    again replaces the one in the file and all that follow. Raises InputError, on every process, where it cannot be
-    written or holds something else.
+    again replaces the one in the file and all that follow. Raises InputError, on every process, where the file cannot
+    be written or holds something else.
     """
 
     def __init__(
@@ -101,14 +101,16 @@ class TurnRecorder:
         ``gradients`` by parameter; None: those that are in ``.grad`` now.
         """
         if self._turn is not None:
-            own = self._gradients()
-            self._turn["gradient"] = digests(own if gradients is None else {name: gradients.get(name) for name in own})
+            present = self._gradients()
+            turn_gradients = present if gradients is None else {name: gradients.get(name) for name in present}
+            self._turn["gradient"] = digests(turn_gradients)
             self._turn["buffer"] = digests(buffers)
         self._turn = None
 
     def combined(self, *, first: bool) -> None:
-        """Record the gradients that the optimizer is about to use, and before a run's ``first`` step the parameters:
-        on process 0.
+        """Record the gradients that the optimizer is about to use, before a run's ``first`` step also the parameters.
+
+        Process 0 does so.
         """
         if self._job.rank == 0:
             self._shared = {"combined gradient": digests(self._gradients())}
@@ -138,9 +140,7 @@ class TurnRecorder:
             file.write(_line(recorded))
 
     def reopen(self) -> None:
-        """Let the next step that is written replace the record's step of that number and all that follow: after
-        loading a checkpoint.
-        """
+        """Let the next step that is written replace the record from its number on, as after loading a checkpoint."""
         self._has_written = False
 
     def _keep_until(self, step: int) -> None:
@@ -181,10 +181,11 @@ class RunRecorder:
             loss.backward()
             optimizer.step()
 
-    What is recorded, in causal order: random streams before the batch is fetched, batches, buffers, outputs of leaf
+    Recorded are, in causal order: random streams before the batch is fetched, batches, buffers, outputs of leaf
     modules, losses, each process's own gradients (before DDP averages them), buffers; then the gradients that the
     optimizer gets and the parameters that it leaves. A step ends with ``optimizer.step()``; several batches may come
-    before it. Process 0 writes. Reads every byte of the training state and waits for all processes in each step: slow.
+    before it. Process 0 writes. This reads every byte of the training state and waits for all processes in each step,
+    so it is slow.
 
     Args:
         model: the module that is trained; names are those of the bare module.
@@ -260,9 +261,7 @@ class RunRecorder:
         self._recorder.loss(value)
 
     def _before_update(self, *_: object) -> None:
-        """End the turn and record the averaged gradients: the hook before the optimizer's step. Raises InputError
-        without a batch.
-        """
+        """End the turn and record the averaged gradients: the optimizer's pre-step hook. Raises InputError without a batch."""
         if not self._open:
             raise InputError("RunRecorder", "the optimizer steps without a batch", "take them from recorder.batches")
         self._recorder.end(self._gradients, named_buffers(self._modules))
@@ -270,6 +269,6 @@ class RunRecorder:
         self._open = False
 
     def _after_update(self, *_: object) -> None:
-        """Write the step: the hook after the optimizer's step."""
+        """Write the step: the optimizer's post-step hook."""
         self._recorder.write(self.step, self._epoch)
         self.step += 1

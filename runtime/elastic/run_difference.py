@@ -44,15 +44,9 @@ SHARED_CAUSES: Mapping[SharedKind, Cause] = {
     "parameter": ("optimizer", "the optimizer: its state, its settings or its kernel"),
 }
 BEFORE: SharedKind = "parameter before"  # in the line of step 0 alone
-BEFORE_CAUSE = (
-    "initial weights",
-    "the weights that the runs began with: another initialisation, or another checkpoint",
-)
+BEFORE_CAUSE = "initial weights", "the weights that the runs began with: another initialisation, or another checkpoint"
 ONLY_ONE = ("code", "what only one of the runs has: other code, or another number of workers")
-REORDERED = (
-    "data order",
-    "the order of the data: the other run gives this batch to another worker in the same step",
-)
+REORDERED = "data order", "the order of the data: the other run gives this batch to another worker in the same step"
 _LONGEST_STEP = 1 << 26  # bytes of a line that are read at most
 A_RECORD = "give a record of steps (ElasticTrainer(record=...), RunRecorder)"
 Digests = dict[str, str]
@@ -117,7 +111,6 @@ class StepReader:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Name the file; nothing is read before iteration."""
         self.path = os.fspath(path)
         self.steps = 0
         self.first: int | None = None

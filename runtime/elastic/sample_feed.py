@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import signal_handling
 
 from ddltool.errors import InputError
-from ddltool.runtime.measuring.children import soon
+from ddltool.runtime.measuring.children import poll_until
 from ddltool.runtime.processes.random_streams import seed_streams
 
 DYING_S = 2.0  # from the moment that a broken connection shows until the process counts as ended
@@ -45,7 +45,6 @@ class _Batches(Dataset[Any]):
     """A dataset whose items are batches, indexed by :class:`BatchTask`; used in this process or in data workers."""
 
     def __init__(self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any], seed: int) -> None:
-        """Keep what makes a batch: the samples' ``dataset``, the function that collates a list of them, and the run's seed."""
         self._dataset, self._collate, self._seed = dataset, collate, seed
 
     def __getitem__(self, task: BatchTask) -> Any:
@@ -142,7 +141,7 @@ class SampleFeed:
             """Return (number, process) of the first worker with an exit code, if any has one."""
             return next((entry for entry in enumerate(processes) if entry[1].exitcode is not None), None)
 
-        return soon(DYING_S if processes else 0.0, find_ended) or (0, None)
+        return poll_until(DYING_S if processes else 0.0, find_ended) or (0, None)
 
     def close(self) -> None:
         """End the data workers; they start again when they are needed."""

@@ -78,9 +78,8 @@ def check_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
         if isinstance(value, nn.parameter.UninitializedParameter):
             raise InputError(f"model:{name}", "has no shape yet", "run the model on a batch first")
         if isinstance(value, DTensor):
-            raise InputError(
-                f"model:{name}", "is sharded (FSDP2, a DTensor)", "give the bare module: each process holds it"
-            )
+            remedy = "give the bare module: each process holds it"
+            raise InputError(f"model:{name}", "is sharded (FSDP2, a DTensor)", remedy)
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
@@ -91,6 +90,5 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         problem = f"is {kind}, which computes the loss itself, of one logical worker's batch"
         raise InputError("optimizer", problem, "use one whose step() needs no closure")
     if any(parent.__name__ == "ZeroRedundancyOptimizer" for parent in type(optimizer).__mro__):
-        raise InputError(
-            "optimizer", f"is {kind}, whose state is spread over processes", "use the optimizer that it wraps"
-        )
+        problem = f"is {kind}, whose state is spread over processes"
+        raise InputError("optimizer", problem, "use the optimizer that it wraps")

@@ -35,14 +35,14 @@ from ddltool.errors import InputError
 from ddltool.runtime.elastic import checkpoint
 from ddltool.runtime.elastic.contexts import LOSS, Contexts, modules_of, named_buffers, plain_name
 from ddltool.runtime.elastic.ordered_mean import MIB, OrderedMean
-from ddltool.runtime.elastic.processes import Processes, broadcast, collectives, moved
+from ddltool.runtime.elastic.processes import Processes, broadcast, count_collectives, to_device
 from ddltool.runtime.elastic.recording import TurnRecorder
 from ddltool.runtime.elastic.sample_feed import BatchTask, SampleFeed
 from ddltool.runtime.elastic.settings import check_model, check_optimizer, check_parameters, settings_of, workers_of
 from ddltool.runtime.hook.job import bare_optimizer, planned_for
 from ddltool.runtime.hook.telemetry import StepRecorder, TelemetryFile
 from ddltool.runtime.processes.batches import VariableBatchSampler
-from ddltool.runtime.processes.random_streams import kept
+from ddltool.runtime.processes.random_streams import streams_kept
 from ddltool.runtime.processes.same_samples import dataset_length, demand_same_samples
 from ddltool.runtime.processes.step_times import Exchange
 from ddltool.runtime.processes.stopping import StopSignals, refuse_in_one_line
@@ -58,8 +58,8 @@ class StepResult:
     Attributes:
         number: steps made so far in the whole run, this one included.
         epoch: its epoch.
-        losses: each logical worker's loss in virtual-rank order (mean over its micro-batches); NaN where not given.
-        stop: a process was asked to stop (:meth:`ElasticTrainer.stop_on`); the same on all processes.
+        losses: each logical worker's loss in virtual-rank order, the mean over its micro-batches; NaN where not given.
+        stop: whether a process was asked to stop (:meth:`ElasticTrainer.stop_on`); the same on all processes.
     """
 
     number: int
@@ -74,12 +74,12 @@ class StepResult:
 
 
 class ElasticTrainer:
-    """``max_workers`` logical workers on this job's processes; parameters, buffers and losses do not depend on how many.
+    """Trains by ``max_workers`` logical workers; parameters, buffers and losses do not depend on the number of processes.
 
-    Process 0's parameters and buffers are the ones that training starts from. Every step takes ``max_workers *
-    batch_size * accumulation`` samples of the epoch's permutation (``torch.randperm`` from ``seed + epoch``, as in
-    torch's DistributedSampler); what is left at the end of an epoch is not used in it. Each sample is fetched while its
-    worker is switched in, so an augmentation draws from the worker's streams, unless there are ``data_workers``.
+    Training starts from process 0's parameters and buffers. Every step takes ``max_workers * batch_size *
+    accumulation`` samples of the epoch's permutation (``torch.randperm`` from ``seed + epoch``, as in torch's
+    DistributedSampler); what is left at the end of an epoch is not used in it. Each sample is fetched while its worker
+    is switched in, so an augmentation draws from the worker's random streams, unless there are ``data_workers``.
 
     Turns on ``torch.use_deterministic_algorithms`` for this process. Between steps the model of one process (with an
     even placement process 0) holds virtual rank 0's buffers; :meth:`evaluating` puts them on every process.
@@ -88,23 +88,25 @@ class ElasticTrainer:
 
     Args:
         model: the bare module, on its device.
-        optimizer: over the parameters of model and loss, and whatever else there is in its groups. All are averaged and saved,
-            and may be frozen, unfrozen and added between steps. One that takes no closure.
+        optimizer: over the parameters of model and loss, and whatever else there is in its groups. All are averaged and
+            saved, and may be frozen, unfrozen and added between steps. One that takes no closure.
         loss_fn: ``loss_fn(model(*inputs), target)`` is the mean loss of a batch ``(*inputs, target)``,
-            ``loss_fn(model(**batch), batch)`` that of a mapping, ``loss_fn(model(batch), batch)`` that of a single tensor; a
-            module or any callable; None if you use :meth:`batches`.
+            ``loss_fn(model(**batch), batch)`` that of a mapping, ``loss_fn(model(batch), batch)`` that of a single
+            tensor; a module or any callable; None where the loop uses :meth:`batches`.
         dataset: map-style, the same on every process.
         max_workers: logical workers; at least as many as processes.
         batch_size: samples per logical worker and micro-batch.
+        seed: of the order of samples and of the workers' random streams.
         accumulation: micro-batches per logical worker and step.
         placement: logical workers of each process; None: as even as possible.
-        bucket_mib: gradients that travel together, MiB.
+        bucket_mib: most MiB of gradients that travel together.
         data_workers: processes that make batches ahead for all logical workers here; the samples and augmentations do
-            not depend on how many, 0 included. Augmentations then draw from a state of their own for every batch; None:
-            from the logical worker's streams, within its turn, as in a plain loop.
+            not depend on how many, 0 included. Augmentations then draw from a random state of their own for every
+            batch; None: from the logical worker's streams, within its turn, as in a plain loop.
         collate: makes a batch of a list of samples; None: torch's ``default_collate``.
         extras: what else belongs into a checkpoint, by name, such as the learning-rate scheduler.
-        record: a file for the fingerprints of every step (see :mod:`~.recording`); slow, for finding out.
+        record: a file for the fingerprints of every step (:mod:`~.recording`); slow, for finding a difference of two
+            runs.
 
     Raises InputError where the job, the model or the settings do not allow equal bits.
     """
@@ -155,20 +157,15 @@ class ElasticTrainer:
         demand_same_samples(self.processes.job, dataset)
         torch.use_deterministic_algorithms(True)
         environment = checkpoint.environment(self.device)
-        settings_text = ", ".join(f"{name} {value}" for name, value in environment.items())
-        self.processes.job.demand_same(
-            "environment", settings_text, "give all processes the same: torch.set_num_threads"
-        )
+        description = ", ".join(f"{name} {value}" for name, value in environment.items())
+        remedy = "give all processes the same: torch.set_num_threads"
+        self.processes.job.demand_same("environment", description, remedy)
         modules = modules_of(model, loss_fn)
         buffers = {id(value): value for value in named_buffers(modules).values() if value is not None}
         broadcast([*self._parameters.values(), *buffers.values()], 0)
         local, self._first = self.processes.local, self.processes.owners[0]
-        self._samplers = {
-            rank: VariableBatchSampler(
-                self.settings.dataset_size, [batch_size * accumulation] * max_workers, rank, True, seed, drop_last=True
-            )
-            for rank in local
-        }
+        size, sizes = self.settings.dataset_size, [batch_size * accumulation] * max_workers
+        self._samplers = {rank: VariableBatchSampler(size, sizes, rank, True, seed, drop_last=True) for rank in local}
         self._contexts = Contexts(modules, local, seed, self.device)
         self._bucket_bytes = int(bucket_mib * MIB)
         self._mean = self._new_mean(None)
@@ -209,19 +206,18 @@ class ElasticTrainer:
     ) -> ElasticTrainer:
         """Return the trainer of a plan's logical workers, placed as the plan says; ``options``: as for the class.
 
-        On another number of processes than planned they are spread evenly, with the same bits. With the plan's processes the
-        config's telemetry is written, a row per process and step. Raises InputError for a plan without logical workers.
+        On another number of processes than planned the workers are spread evenly, with the same bits. With the plan's
+        number, the config's telemetry is written, a row per process and step. Raises InputError for a plan without
+        logical workers.
         """
         path, planned = planned_for(config, model)
         ests, size = workers_of(path, planned)
         as_planned = (dist.get_world_size() if dist.is_initialized() else 1) == len(ests)
         placement = ests if as_planned else None
-        trainer = cls(
-            model, optimizer, loss_fn, dataset, max_workers=sum(ests), batch_size=size, placement=placement, **options
-        )
-        trainer._open_telemetry(
-            planned.telemetry if as_planned else None, planned.ranks[trainer.processes.rank].device_type
-        )
+        options |= {"max_workers": sum(ests), "batch_size": size, "placement": placement}
+        trainer = cls(model, optimizer, loss_fn, dataset, **options)
+        device_type = planned.ranks[trainer.processes.rank].device_type
+        trainer._open_telemetry(planned.telemetry if as_planned else None, device_type)
         return trainer
 
     def _open_telemetry(self, path: str | None, device: str) -> None:
@@ -273,8 +269,9 @@ class ElasticTrainer:
         return [value for value in self._parameters.values() if id(value) not in ids_before]
 
     def _present_layout(self) -> tuple[Any, ...]:
-        """Return the sizes of the optimizer's groups, then whether each parameter requires a gradient: equal as long
-        as none changed.
+        """Return the number of parameters in each optimizer group, then whether each parameter requires a gradient.
+
+        It is equal to an earlier one as long as no parameter was added, frozen or unfrozen.
         """
         sizes = (len(group["params"]) for group in self.optimizer.param_groups)
         return *sizes, *(value.requires_grad for value in self._parameters.values())
@@ -307,8 +304,7 @@ class ElasticTrainer:
     # Training.
 
     def epoch(self, epoch: int) -> Iterator[StepResult]:
-        """Train the rest of an epoch, and yield a result after every optimizer step. An epoch that is done already
-        yields nothing.
+        """Train the rest of an epoch, and yield a result after every optimizer step; nothing for an epoch that is over.
 
         Raises InputError without a ``loss_fn``.
         """
@@ -343,7 +339,7 @@ class ElasticTrainer:
                     optimizer.step()
 
         No ``zero_grad`` is needed. While a batch is out, its logical worker is switched in; after ``turn_done`` of the
-        last one in a step none is. An epoch that is behind already yields nothing.
+        last one in a step none is. An epoch that is over yields nothing.
         """
         if self._losses:
             raise InputError("trainer.batches", "a step was left before its end", "load a checkpoint")
@@ -359,7 +355,7 @@ class ElasticTrainer:
                 for rank in self.processes.local:
                     self._begin_turn(rank)
                     for _ in range(self.settings.accumulation):
-                        batch = moved(next(source), self.device)
+                        batch = to_device(next(source), self.device)
                         if self._recorder is not None:
                             self._recorder.batch(batch)
                         micro_batches_before = self._micro_batches
@@ -375,30 +371,27 @@ class ElasticTrainer:
             self._rows.flush()
 
     def _fetch_batches(self, epoch: int) -> Iterator[Any]:
-        """Yield this process's micro-batches of the rest of the epoch in the order of the turns, each fetched when it
-        is asked for.
+        """Yield this process's micro-batches of the rest of the epoch, in the order of the turns, each when it is asked for.
 
-        A task names one micro-batch; the feed's data workers, where there are any, make those of later tasks ahead.
+        A task names one micro-batch; data workers, where there are any, make those of later tasks ahead.
         """
         for sampler in self._samplers.values():
             sampler.set_epoch(epoch)
         shares = {rank: list(sampler) for rank, sampler in self._samplers.items()}
         batch_size = self.settings.batch_size
-        tasks = [
-            BatchTask(
-                rank, epoch, step, index, tuple(shares[rank][step][index * batch_size : (index + 1) * batch_size])
-            )
-            for step in range(self.step_in_epoch, self.steps_per_epoch)
-            for rank in self.processes.local
-            for index in range(self.settings.accumulation)
-        ]
+        tasks = []
+        for step in range(self.step_in_epoch, self.steps_per_epoch):
+            for rank in self.processes.local:
+                for index in range(self.settings.accumulation):
+                    indices = shares[rank][step][index * batch_size : (index + 1) * batch_size]
+                    tasks.append(BatchTask(rank, epoch, step, index, tuple(indices)))
         if self._feed is None:
             for task in tasks:
                 yield self._collate([self.dataset[index] for index in task.indices])
             return
         batches = self._feed.batches(tasks)
         for _ in tasks:
-            with nullcontext() if self._feed.workers else kept(self.device):
+            with nullcontext() if self._feed.workers else streams_kept(self.device):
                 batch = next(batches)
             yield batch
 
@@ -410,7 +403,7 @@ class ElasticTrainer:
         self._mean.clear()
         self._mean.begin(rank)
         self._contexts.enter(rank)
-        self._collectives = collectives()
+        self._collectives = count_collectives()
         if self._recorder is not None:
             self._recorder.begin(rank, *self._contexts.seen())
 
@@ -426,12 +419,11 @@ class ElasticTrainer:
             self._mean = self._new_mean(None, self._mean)
 
     def turn_done(self, loss: Tensor | None = None) -> bool:
-        """End a micro-batch after its backward pass, and with the worker's last one its turn; return whether the step
-        is complete.
+        """End a micro-batch after its backward pass, with the worker's last one its turn; return whether the step is complete.
 
-        True once per step, on every process: then ``.grad`` is the mean over all logical workers, and the optimizer
-        may step. ``loss`` (a scalar; None counts as NaN) goes into :attr:`StepResult.losses`. Raises InputError for
-        whatever would make the bits depend on the number of processes.
+        It is complete once per step, on every process: then ``.grad`` is the mean over all logical workers, and the
+        optimizer may step. ``loss`` (a scalar; None counts as NaN) goes into :attr:`StepResult.losses`. Raises
+        InputError for whatever would make the bits depend on the number of processes.
         """
         rank = self._contexts.active
         if rank is None:
@@ -449,7 +441,7 @@ class ElasticTrainer:
             return False
         if self._recorder is not None:
             self._recorder.end(None, self._contexts.seen()[1])
-        if self._collectives != collectives():
+        if self._collectives != count_collectives():
             remedy = "keep what the workers of a turn compute to themselves"
             raise InputError("the turn", "ran a collective of all processes, whose number must not matter", remedy)
         is_last = rank == self.processes.local[-1]
@@ -464,14 +456,13 @@ class ElasticTrainer:
         return True
 
     def _begin_exchange(self) -> Exchange:
-        """Begin and return the telemetry of the rest of the step's gradient exchange, after this process's last turn.
+        """Begin and return the telemetry of the step's gradient exchange, after this process's last turn.
 
-        Samples are those of a whole step: of this process's logical workers, and of all.
+        Its samples are those of a whole step: of this process's logical workers, and of all.
         """
         samples = self.settings.batch_size * self.settings.accumulation
-        exchange = self._telemetry.begin_exchange(
-            samples * len(self.processes.local), samples * self.settings.max_workers
-        )
+        here, in_all = samples * len(self.processes.local), samples * self.settings.max_workers
+        exchange = self._telemetry.begin_exchange(here, in_all)
         exchange.note_ready()
         # The sum passes from rank to rank, so no time of the exchange counts as waiting for the slowest process.
         exchange.note_arrival()
@@ -480,7 +471,8 @@ class ElasticTrainer:
     def _demand_same_gradients(self) -> None:
         """Raise InputError if a gradient was changed or cleared between two micro-batches of a turn; remember the present one.
 
-        One parameter's gradient is watched. Each backward pass raises its version by 1; any other change raises it further.
+        One parameter's gradient is watched. Each backward pass raises its version by 1; any other change raises it
+        further.
         """
         before, self._gradient_before = self._gradient_before, None
         if before is not None:
@@ -500,10 +492,8 @@ class ElasticTrainer:
         """
         losses = [[float(value) for value in self._losses[rank]] for rank in self.processes.local]
         stop = float(any(signals.came for signals in self._stops))
-        notes = torch.tensor(
-            [[sum(worker_losses) / len(worker_losses), stop] for worker_losses in losses], dtype=torch.float64
-        )
-        table = self._mean.finish(notes)
+        notes = [[sum(worker_losses) / len(worker_losses), stop] for worker_losses in losses]
+        table = self._mean.finish(torch.tensor(notes, dtype=torch.float64))
         self._losses = {}
         self.step_in_epoch += 1
         self.steps_made += 1
@@ -520,14 +510,12 @@ class ElasticTrainer:
     def _before_update(self, _: object, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         """Refuse an update before the step's last turn, or with a closure: the optimizer's pre-step hook."""
         if self._contexts.active is not None or self._losses:
-            raise InputError(
-                "optimizer.step", "came before the step's last turn", "call it when turn_done returns True"
-            )
+            remedy = "call it when turn_done returns True"
+            raise InputError("optimizer.step", "came before the step's last turn", remedy)
         if any(value is not None for value in (*arguments[1:], *named.values())):
             problem = "was given a closure, which would see one logical worker's batch"
-            raise InputError(
-                "optimizer.step", problem, "give none; the gradients are there when turn_done returns True"
-            )
+            remedy = "give none; the gradients are there when turn_done returns True"
+            raise InputError("optimizer.step", problem, remedy)
 
     def _after_update(self, *_: object) -> None:
         """Write the step's fingerprints and telemetry after the optimizer's update: its post-step hook."""
@@ -587,9 +575,9 @@ class ElasticTrainer:
             problem = f"a second one ({self._unsaved_optimizer}) trains the model as well, "
             problem += "and a checkpoint would lack its state"
             raise InputError("optimizer", problem, "give it to the trainer: extras={'second': optimizer}")
-        job, first = self.processes.job, self._first
+        job = self.processes.job
         own_part: dict[str, Any] = {"workers": self._contexts.to_documents()}
-        if job.rank == first:  # extras that copy buffers, as AveragedModel does, copied virtual rank 0's here
+        if job.rank == self._first:  # extras that copy buffers, as AveragedModel does, copied virtual rank 0's here
             own_part["extras"] = {name: value.state_dict() for name, value in self._extras.items()}
         with self._telemetry.checkpoint():
             # Process 0 does not encode its own part: `write` checks that it can be read back.
@@ -598,29 +586,28 @@ class ElasticTrainer:
             def write() -> None:
                 """Write the file on process 0, from its own part and those that the others have sent."""
                 if job.rank == 0:
-                    documents = [own_part, *map(checkpoint.decode, encoded_parts[1:])]
-                    workers = [worker for document in documents for worker in document["workers"]]
-                    workers.sort(key=lambda worker: worker["virtual_rank"])
-                    content = {
-                        "settings": self.settings.model_dump(),
-                        "environment": checkpoint.environment(self.device),
-                        "position": {
-                            "epoch": self.epoch_number,
-                            "step": self.step_in_epoch,
-                            "steps_made": self.steps_made,
-                        },
-                        # Plain names fit the model compiled and as it is.
-                        "buckets": [[plain_name(name) for name in bucket] for bucket in self._mean.bucket_names or ()],
-                        "parameters": {plain_name(name): value.detach() for name, value in self._parameters.items()},
-                        "optimizer": self.optimizer.state_dict(),
-                        "optimizer_class": type(self.optimizer).__name__,
-                        "extras": documents[first]["extras"],
-                        "workers": workers,
-                    }
+                    content = self._checkpoint_content([own_part, *map(checkpoint.decode, encoded_parts[1:])])
                     absolute = Path(path).absolute()
                     self._stamps[absolute] = checkpoint.write(path, content, self._stamps.get(absolute))
 
             job.together(write)
+
+    def _checkpoint_content(self, parts: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the content of a checkpoint file from the ``parts`` of all processes, by rank."""
+        workers = [worker for part in parts for worker in part["workers"]]
+        position = {"epoch": self.epoch_number, "step": self.step_in_epoch, "steps_made": self.steps_made}
+        return {
+            "settings": self.settings.model_dump(),
+            "environment": checkpoint.environment(self.device),
+            "position": position,
+            # Plain names fit the model compiled and as it is.
+            "buckets": [[plain_name(name) for name in bucket] for bucket in self._mean.bucket_names or ()],
+            "parameters": {plain_name(name): value.detach() for name, value in self._parameters.items()},
+            "optimizer": self.optimizer.state_dict(),
+            "optimizer_class": type(self.optimizer).__name__,
+            "extras": parts[self._first]["extras"],
+            "workers": sorted(workers, key=lambda worker: worker["virtual_rank"]),
+        }
 
     def resume(self, path: str | os.PathLike[str]) -> bool:
         """Continue from a checkpoint if there is one; return whether there was. All processes call this together.
@@ -638,18 +625,15 @@ class ElasticTrainer:
         return exists
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Continue from a checkpoint, as :meth:`resume`; all processes call this together. Raises InputError when
-        there is none.
+        """Continue from a checkpoint; all processes call this together.
 
         Optimizer options whose saved values differ from the present ones are warned of; the saved values are used.
+        Raises InputError as :meth:`resume` does, and when there is no checkpoint.
         """
         self._demand_between_steps("load")
         stamp = checkpoint.stamp(path)
-        content, differences = self.processes.job.together(
-            lambda: checkpoint.continued(
-                path, self.settings.model_dump(), self.device, self._parameters, self._extras, self.optimizer
-            )
-        )
+        present = self.settings.model_dump(), self.device, self._parameters, self._extras, self.optimizer
+        content, differences = self.processes.job.together(lambda: checkpoint.continued(path, *present))
         if differences and self.processes.rank == 0:
             text = f"{os.fspath(path)}:optimizer: {'; '.join(differences)}; the saved values are continued with"
             warnings.warn(text, stacklevel=2)

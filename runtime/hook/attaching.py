@@ -50,15 +50,19 @@ from ddltool.runtime.processes.stopping import refuse_in_one_line
 class Hook:
     """The result of :func:`attach`. This base class enforces nothing: it gives DDP's standard loaders and registers no hooks.
 
-    Attributes: ``rank`` and ``world_size``; ``local_batch_size``, samples per step on this rank as planned, None where nothing
-    is enforced; ``accumulation_steps``, passes of a step but the last, over all of which the script splits the local batch;
-    ``passes``, the most that any rank makes in a step; ``recorder``, of telemetry, or None.
+    Attributes:
+        rank, world_size: this process's place in the job.
+        local_batch_size: planned samples of this rank in a step; None where nothing is enforced.
+        passes: the most forward and backward passes that any rank makes in a step.
+        accumulation_steps: this rank's passes in a step before the last; the script splits the local batch over all of
+            them.
+        recorder: what writes telemetry; None: nothing does.
     """
 
     def __init__(
         self, dataset: Dataset[Any] | None, rank: int, world_size: int, scaler: LossScaler | None = None
     ) -> None:
-        """Begin without an epoch and without telemetry; ``scaler`` None: losses stay as they are."""
+        """Begin without an epoch and without telemetry; without a ``scaler`` losses stay as they are."""
         self.rank = rank
         self.world_size = world_size
         self.local_batch_size: int | None = None
@@ -82,15 +86,15 @@ class Hook:
     ) -> DataLoader[Any]:
         """Return a DataLoader over this rank's share of the dataset; ``options`` go to ``DataLoader``.
 
-        Without a config this is the standard DataLoader with a DistributedSampler; with one, ``batch_size`` is REPLACED by this
-        rank's planned local batch. Call :meth:`set_epoch` before each epoch.
+        Without a config this is the standard DataLoader with a DistributedSampler; with one, ``batch_size`` is REPLACED
+        by this rank's planned local batch. Call :meth:`set_epoch` before each epoch.
 
-        ``lengths``: (n,) tokens of the samples, or :class:`~ddltool.runtime.processes.lengths.Lengths`: the samples of each
-        planned step are shared out so that ranks end together. Losses that are means over tokens then need ``count=`` in
-        :meth:`loss`, as ever. Without a config they are ignored.
+        ``lengths``: (n,) tokens of the samples, or :class:`~ddltool.runtime.processes.lengths.Lengths`: the samples of
+        each planned step are shared out so that ranks end together. Losses that are means over tokens then need
+        ``count=`` in :meth:`loss`, as ever. Without a config they are ignored.
 
-        Raises InputError when no dataset was attached, when ``options`` bring a sampler of their own, and on every rank for
-        lengths that are not those of the dataset.
+        Raises InputError when no dataset was attached, when ``options`` bring a sampler of their own, and on every rank
+        for lengths that are not those of the dataset.
         """
         dataset = self._given_dataset(options)
         sampler = self._standard_sampler(dataset, shuffle, seed)
@@ -99,7 +103,7 @@ class Hook:
     def batch_sampler(
         self, *, batch_size: int, shuffle: bool = True, seed: int = 0, drop_last: bool = False, lengths: Any = None
     ) -> Sampler[list[int]]:
-        """Return the batch sampler of :meth:`dataloader`, for a ``DataLoader(dataset, batch_sampler=...)`` of your own."""
+        """Return the batch sampler of :meth:`dataloader`, for the script's own ``DataLoader(dataset, batch_sampler=...)``."""
         sampler = self._standard_sampler(self._given_dataset({}), shuffle, seed)
         return BatchSampler(sampler, batch_size, drop_last)
 
@@ -113,33 +117,34 @@ class Hook:
 
         Args:
             loader: the script's loader.
-            shared: False: every rank has its own stream of an iterable dataset, not the whole one.
-            accumulated: batches of an update, each with its loss divided by their number: the plan's passes. None: each batch
-                is a whole planned one.
+            shared: for an iterable dataset, whether all ranks read the same stream; False: every rank has a stream of
+                its own.
+            accumulated: how many batches the script makes one update of, dividing the loss of each by their number;
+                these are the plan's passes then. None: each batch is a whole planned one.
             lengths: of the dataset's samples, by index, as in :meth:`dataloader`.
 
-        Raises InputError, on every rank, where the loader gives no single samples, the ranks have different samples, or the
-        plan makes another number of passes.
+        Raises InputError, on every rank, where the loader gives no single samples, the ranks have different samples, or
+        the plan makes another number of passes.
         """
         return loader
 
     def bind(self, model: nn.Module, optimizer: torch.optim.Optimizer, *others: torch.optim.Optimizer) -> None:
-        """Give model and optimizer when :func:`attach` was called without them; once, before the first step.
+        """Give model and optimizer when :func:`attach` was called without them: once, before the first step.
 
         Telemetry records the steps of ``optimizer``, not those of ``others``.
         """
 
-    def call(self, name: str) -> Self:
+    def named(self, name: str) -> Self:
         """Return this hook, which error messages call ``name`` from now on."""
         if self._scaler is not None:
             self._scaler.name = name
         return self
 
     def turn_to_next_batch(self, skip: int = 0, *, passed: Any = None) -> None:
-        """Declare that the next computation is on the next batch of the loader, after ``skip`` batches that are left out.
+        """Declare that the next computation is on the loader's next batch, after ``skip`` batches that are left out.
 
-        Only for trainers that fetch several batches before they compute the first. ``passed``: the batch, for a computation
-        that does not call the model's forward pass; None: it does.
+        Only for trainers that fetch several batches before they compute the first. ``passed``: the batch, where the
+        computation does not call the model's forward pass; None: it does.
         """
         if self._scaler is not None:
             self._scaler.pending.turn_to_next(skip)
@@ -163,7 +168,7 @@ class Hook:
             self.recorder.begin_epoch()
 
     def resumed(self, steps: int) -> None:
-        """Say that a checkpoint after ``steps`` steps was loaded; before the first step. Telemetry counts on from there.
+        """Say, before the first step, that a checkpoint after ``steps`` steps was loaded; telemetry counts on from there.
 
         So ``ddltool verify`` knows which steps of the run before were lost. Raises InputError for a negative number.
         """
@@ -175,7 +180,7 @@ class Hook:
 
     @contextmanager
     def checkpoint(self) -> Iterator[None]:
-        """Let the time of the block count as a checkpoint in telemetry: ``with hook.checkpoint(): save(...)``.
+        """Count the time of the block as a checkpoint in telemetry: ``with hook.checkpoint(): save(...)``.
 
         Call it between two steps, on every rank. Where only one rank writes, let the others wait for it inside of the
         block, so that their waiting counts too.
@@ -184,9 +189,10 @@ class Hook:
             yield
 
     def count_samples(self, samples: int) -> None:
-        """Set the number of samples of the next forward pass, before each; raises InputError when negative.
+        """Set the number of samples of the next forward pass; call it before each. Raises InputError for a negative number.
 
-        Needed only with a loader of your own, where dim 0 of the model's first tensor argument does not count the samples.
+        Needed only with a loader of the script's own, where dimension 0 of the model's first tensor argument does not
+        count the samples.
         """
         if self._scaler is not None:
             self._scaler.pending.announce(samples)
@@ -194,17 +200,22 @@ class Hook:
     def loss(self, loss: Tensor, *, count: float | Tensor | None = None, reduction: Reduction = "mean") -> Tensor:
         """Return ``loss`` with its value unchanged and its gradients weighted by this rank's share of all ranks' ``count``.
 
-        ``count``: how many elements (say, tokens) the loss is a mean over on this rank; None: its samples. ``reduction``:
-        "mean"; "sum" for a sum over the elements; "average" where the ranks' plain average is right. Each term of a loss is
-        said; for more, and what is refused, see :meth:`~ddltool.runtime.hook.loss_scaling.LossScaler.loss`.
+        Each term of a loss needs a call of its own. For more, and what is refused, see
+        :meth:`~ddltool.runtime.hook.loss_scaling.LossScaler.loss`.
+
+        Args:
+            loss: of this rank's batch.
+            count: how many elements (say, tokens) the loss is a mean over on this rank; None: its samples.
+            reduction: "mean"; "sum" for a sum over the elements; "average" where the ranks' plain average is right.
         """
         return loss if self._scaler is None else self._scaler.loss(loss, count=count, reduction=reduction)
 
     def outer(self, model: nn.Module, inner: torch.optim.Optimizer, *, every: int, **settings: Any) -> OuterSteps:
         """Average this island's parameters with the other islands' after every ``every`` steps of the optimizer ``inner``.
 
-        Once, on every rank, before the first step; the loop stays as it is. ``settings``: those of
-        :class:`~ddltool.runtime.hook.outer.OuterSteps`. Raises InputError for a setting that cannot be followed.
+        Call it once, on every rank, before the first step; the loop stays as it is. ``settings``: the other arguments
+        of :class:`~ddltool.runtime.hook.outer.OuterSteps`. Raises InputError for a setting out of its range, and for a
+        second call.
         """
         if self._outer is not None:
             raise InputError("outer", "was called already", "call it once for each model that is attached to")
@@ -224,7 +235,7 @@ class Hook:
             self._outer.load_state_dict(state["outer"])
 
     def close(self) -> None:
-        """Write the rows of telemetry that are still held back; also called at exit. Gradients stay weighted. Idempotent."""
+        """Write the telemetry that is held back, as also happens at exit; gradients stay weighted. More calls do nothing."""
         if self.recorder is not None:
             self.recorder.close()
 
@@ -235,9 +246,7 @@ class Hook:
         self.close()
 
     def _given_dataset(self, options: dict[str, Any]) -> Dataset[Any]:
-        """Return the dataset given to :func:`attach`. Raises InputError without one, or when ``options`` bring a
-        sampler of their own.
-        """
+        """Return the dataset given to :func:`attach`. Raises InputError without one, or when ``options`` bring a sampler."""
         if self._dataset is None:
             raise InputError("dataset", "was not given to attach", "call runtime.attach(..., dataset=dataset)")
         if sampler_options := sorted(options.keys() & {"sampler", "batch_sampler"}):
@@ -259,9 +268,7 @@ class Hook:
         optimizer: torch.optim.Optimizer,
         scaler: LossScaler,
     ) -> None:
-        """Record the steps of ``optimizer`` in ``file``: the scaler reports forward and backward passes to the
-        recorder from now on.
-        """
+        """Record the steps of ``optimizer`` in ``file``, by what the scaler sees of forward and backward passes."""
         side = job.side if isinstance(model, DistributedDataParallel) else None
         recorder = StepRecorder(file, cuda=is_cuda(model), take_samples=scaler.pending.take_tally, side=side)
         recorder.resume(self._steps_made)
@@ -271,20 +278,17 @@ class Hook:
 
     def _standard_sampler(self, dataset: Dataset[Any], shuffle: bool, seed: int) -> DistributedSampler[Any]:
         """Return torch's sampler of this rank's samples, which follows :meth:`set_epoch`."""
-        sampler: DistributedSampler[Any] = DistributedSampler(
-            dataset, num_replicas=self.world_size, rank=self.rank, shuffle=shuffle, seed=seed
-        )
+        ranks, rank = self.world_size, self.rank
+        sampler: DistributedSampler[Any] = DistributedSampler(dataset, ranks, rank, shuffle=shuffle, seed=seed)
         self._follow_epoch(sampler)
         return sampler
 
 
 class EnforcingHook(Hook):
-    """The hook of a process that follows an enforcement config, of file ``path``."""
+    """The hook of a process that follows the enforcement config in the file ``path``."""
 
     def __init__(self, path: str, enforcement: Enforcement, dataset: Dataset[Any] | None, job: DistributedJob) -> None:
-        """Take this rank's sizes from the config; losses are weighted only after :meth:`bind`, and no batch is handed
-        out before.
-        """
+        """Take this rank's sizes from the config; before :meth:`bind`, losses are not weighted and no batch is handed out."""
         sizes, own_entry = tuple(entry.local_batch_size for entry in enforcement.ranks), enforcement.ranks[job.rank]
         self._scaler: LossScaler = LossScaler(job, "hook", lambda: sizes, passes=own_entry.accumulation_steps + 1)
         super().__init__(dataset, job.rank, enforcement.world_size, self._scaler)
@@ -324,10 +328,10 @@ class EnforcingHook(Hook):
         lengths: Any = None,
         **options: Any,
     ) -> DataLoader[Any]:
-        """Return a DataLoader of this rank's planned batches; ``batch_size`` is replaced by the planned one, where it
-        may change.
+        """Return a DataLoader of this rank's planned batches, which replace ``batch_size``.
 
-        The arguments are those of :meth:`Hook.dataloader`. An iterable dataset is read as a stream, which takes no ``lengths``.
+        The arguments are those of :meth:`Hook.dataloader`. An iterable dataset is read as a stream, for which there are
+        no ``lengths``.
         """
         dataset = self._given_dataset(options)
         if isinstance(dataset, IterableDataset):
@@ -339,10 +343,10 @@ class EnforcingHook(Hook):
     def batch_sampler(
         self, *, batch_size: int, shuffle: bool = True, seed: int = 0, drop_last: bool = False, lengths: Any = None
     ) -> VariableBatchSampler:
-        """Return the sampler of the planned local batches; ``batch_size`` is replaced.
+        """Return the sampler of the planned local batches, which replace ``batch_size``.
 
-        A loader of the script's own does not tell when it hands a batch out, so the hook looks up what the sampler
-        has issued.
+        The script's own loader does not tell when it hands a batch out, so the hook looks up what the sampler has
+        issued.
         """
         sampler = self._planned_sampler(shuffle, seed, drop_last, lengths)
         self._scaler.pending.unannounced.add(sampler)
@@ -353,12 +357,8 @@ class EnforcingHook(Hook):
     ) -> DataLoader[Any]:
         """Return a loader with the dataset, order, workers and collation of ``loader``, and this rank's planned batches.
 
-        Args:
-            shared: of a stream of samples, whether all ranks read the same one and share it out.
-            accumulated: batches that the script makes one update of; None: it does not say.
-            lengths: of the samples, to share them out by; None: by their number.
-
-        Raises InputError where the plan makes an update of another number of batches, and for a stream with several.
+        The arguments are those of :meth:`Hook.planned`. Raises InputError where the plan makes an update of another
+        number of batches, and for a stream with several.
         """
         given = self._job.together(lambda: GivenLoader(loader, self._job))
         passes = 1 if accumulated is None else accumulated
@@ -380,14 +380,9 @@ class EnforcingHook(Hook):
             demand_same_samples(self._job, given.dataset)
         split = replace(self._sizes, least=passes, passes=passes)
         fitting_sizes(split.sizes, split.world_size, split.total_batch_size, passes)
-        sampler = VariableBatchSampler(
-            given.samples,
-            split,
-            self.rank,
-            drop_last=given.drop_last,
-            order=given.order,
-            lengths=self._same_lengths(lengths, given.dataset),
-        )
+        known_lengths = self._same_lengths(lengths, given.dataset)
+        options = {"drop_last": given.drop_last, "order": given.order, "lengths": known_lengths}
+        sampler = VariableBatchSampler(given.samples, split, self.rank, **options)
         self._follow_epoch(sampler)
         planned_loader = CountedLoader(given.dataset, sampler, self._scaler, **given.options)
         # Scripts call its set_epoch; DataLoader refuses a plain assignment.
@@ -404,8 +399,9 @@ class EnforcingHook(Hook):
         return sampler
 
     def _same_lengths(self, given: Any, dataset: Dataset[Any]) -> Lengths | None:
-        """Return the samples' lengths as :class:`Lengths`, None for None. Raises InputError, on every rank, where
-        ranks differ.
+        """Return the samples' lengths as :class:`Lengths`, None for None.
+
+        Raises InputError, on every rank, where ranks differ.
         """
         lengths = self._job.together(lambda: as_lengths(given, dataset_length(dataset)))
         digest = "none" if lengths is None else lengths.digest
@@ -423,7 +419,6 @@ class ObservingHook(Hook):
     """The hook of a process without a config that writes telemetry to the file ``path``."""
 
     def __init__(self, path: str, dataset: Dataset[Any] | None, job: DistributedJob) -> None:
-        """Count the samples of the passes; losses stay as they are."""
         self._observer = LossScaler(job, "hook", weighs=False)
         super().__init__(dataset, job.rank, job.world_size, self._observer)
         self._path, self._job = path, job
@@ -447,21 +442,24 @@ def attach(
     """Make this process follow an enforcement config; call it once on every rank, before the first step.
 
     Args:
-        config: path of an ``enforce.json`` (the same on every rank); a path in the environment variable DDLTOOL_ENFORCE, which
-            emitted launchers set, replaces it. None: a hook that does and costs nothing, also for a model that is trained
-            on its own batches beside one that follows a plan.
-        model: the job's ``DistributedDataParallel`` module, or one that ``fully_shard`` or ``runtime.shard`` sharded over
-            all processes (with a single process, any module). None: :meth:`Hook.bind` gets it, and the optimizer, later.
+        config: path of an ``enforce.json``, the same on every rank. A path in the environment variable DDLTOOL_ENFORCE,
+            which emitted launchers set, replaces it. None: a hook that does and costs nothing, also for a model that is
+            trained on its own batches beside one that follows a plan.
+        model: the job's ``DistributedDataParallel`` module, or one that ``fully_shard`` or ``runtime.shard`` sharded
+            over all processes; with a single process any module. None: :meth:`Hook.bind` gets it, and the optimizer,
+            later.
         optimizer: the one whose steps telemetry records.
-        dataset: for :meth:`Hook.dataloader`; None if you give :meth:`Hook.planned` a loader, or load samples by yourself.
+        dataset: for :meth:`Hook.dataloader`; None where :meth:`Hook.planned` gets a loader, or the script loads samples
+            itself.
         telemetry: a file for telemetry without a config; a config names its own, to which this run is appended.
 
-    With the environment variable DDLTOOL_OFF=1 any config counts as None, without telemetry: to measure the hook's cost.
-    With DDLTOOL_CHECK=1 the first steps are compared with those of one process (:mod:`~ddltool.runtime.processes.checking`).
-    Each loss goes through :meth:`Hook.loss`. ``DistributedDataParallel.join`` is not supported.
+    With the environment variable DDLTOOL_OFF=1 any config counts as None, without telemetry, to measure the hook's
+    cost. With DDLTOOL_CHECK=1 the first steps are compared with those of one process
+    (:mod:`~ddltool.runtime.processes.checking`). Each loss goes through :meth:`Hook.loss`.
+    ``DistributedDataParallel.join`` is not supported.
 
-    Raises InputError, on every rank as soon as one rank refuses, when config and job do not fit. Left uncaught, that and any
-    later refusal end the process with one line on stderr and exit code 2.
+    Raises InputError, on every rank as soon as one rank refuses, when config and job do not fit. Where nobody catches
+    it, this and any later refusal end the process with one line on stderr and exit code 2.
     """
     if config is None and optimizer is not None:
         leave_alone(bare_optimizer(optimizer))
@@ -472,9 +470,8 @@ def attach(
     if config is not None and telemetry is not None:
         raise InputError("telemetry", "is in the config already", "leave it out, or give no config")
     if (model is None) != (optimizer is None):
-        raise InputError(
-            "attach", "got a model or an optimizer alone", "give both, or neither and call hook.bind later"
-        )
+        remedy = "give both, or neither and call hook.bind later"
+        raise InputError("attach", "got a model or an optimizer alone", remedy)
     job, hook = DistributedJob.this(), Hook(dataset, 0, 1)
     if config is not None:
         path = config_path(config)

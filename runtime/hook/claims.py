@@ -1,13 +1,13 @@
 """What a script says of a loss, checked by measurement. Start at :class:`LossGraph` and :func:`find_coupling`.
 
-``hook.loss(loss)`` claims that a loss is a mean over the samples of a batch. Then the part of the loss's gradient that
-belongs to one sample does not depend on the outputs for another one: the derivative of one half's output gradients by the
-other half's outputs is zero. One more backward pass tells, through the loss alone and not through the model. It cannot see
-samples that meet by a selection (``median``, ``topk``, ``cumsum`` of absolute values) or before the outputs (BatchNorm), and
-losses without a second derivative (``cdist`` before torch 2.14, compiled ones): ``ddltool doctor --check`` compares those
-with one process.
+``hook.loss(loss)`` claims that a loss is a mean over the samples of a batch. If it is, the gradient by one sample's
+outputs does not depend on another sample's outputs: the derivative of one half's output gradients by the other half's
+outputs is zero. One more backward pass tells, through the loss alone and not through the model.
 
-The graph is walked along its edges, never read by the names of its nodes.
+It cannot see samples that meet by a selection (``median``, ``topk``, ``cumsum`` of absolute values) or before the
+outputs (BatchNorm), nor losses without a second derivative (``cdist`` before torch 2.14, compiled ones); ``ddltool
+doctor --check`` compares those with one process. The autograd graph is walked along its edges, never read by the names
+of its nodes.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ OutputKey = tuple[ForwardPass, int]
 
 
 class Output(NamedTuple):
-    """One tensor that a model's forward pass has returned: an edge of the graph, and its shape."""
+    """One tensor that a model's forward pass has returned: its key, its edge in the autograd graph, and its shape."""
 
     key: OutputKey
     edge: GradientEdge
@@ -76,9 +76,9 @@ def nested_tensors(value: Any, depth: int = 8) -> Iterator[Tensor]:
 
 
 def mark_outputs(outputs: Iterable[Tensor], forward_pass: ForwardPass) -> list[Output]:
-    """Note on the autograd graph which tensors a forward pass has returned, and return the notes.
+    """Note in the autograd graph which tensors a forward pass has returned; return these notes.
 
-    The notes refer to graph nodes and keep no tensor alive.
+    Only tensors with a gradient function are noted. The notes refer to graph nodes and keep no tensor alive.
     """
     marked = []
     for output_index, tensor in enumerate(outputs):
@@ -91,20 +91,20 @@ def mark_outputs(outputs: Iterable[Tensor], forward_pass: ForwardPass) -> list[O
 
 
 def outputs_of(node: Node) -> list[Output]:
-    """Return those outputs of forward passes that a node of the graph computes, as :func:`mark_outputs` has noted them."""
+    """Return the outputs of forward passes that a graph node computes, as :func:`mark_outputs` has noted them there."""
     marked = node.metadata.get(_OUTPUTS, {})
     return [Output(key, GradientEdge(node, output_nr), shape) for output_nr, (key, shape) in marked.items()]
 
 
 def mark_weighed(loss: Tensor) -> None:
-    """Note on the autograd graph that ``hook.loss`` has returned this tensor, so that it is not weighted twice."""
+    """Note in the autograd graph that ``hook.loss`` has returned this tensor, so that it is not weighted twice."""
     node: Node = loss.grad_fn
     node.metadata[_WEIGHED] = True
 
 
 @dataclass(slots=True)
 class LossGraph:
-    """The graph between a loss and the outputs of the models that it comes from."""
+    """The part of an autograd graph between a loss and the model outputs that it was computed from."""
 
     outputs: list[Output] = field(default_factory=list)
     """The outputs nearest to the loss."""
@@ -116,9 +116,7 @@ class LossGraph:
 
     @classmethod
     def of(cls, loss: Tensor) -> LossGraph:
-        """Return the part of ``loss``'s autograd graph that lies before the models' outputs, in about a microsecond
-        for each node.
-        """
+        """Return the part of the graph of ``loss`` before the models' outputs; takes about 1 us for each node."""
         graph = cls()
         for node in _walk([loss.grad_fn], graph.outputs):
             graph.nodes += 1
@@ -130,9 +128,9 @@ class LossGraph:
     def measurable_outputs(self) -> tuple[list[Output], set[OutputKey]]:
         """Return the outputs by which a loss can be measured, and the keys of all other outputs that its gradients reach.
 
-        The first are the outputs nearest to the loss that have rows of samples, none of them computed from another
-        one. Where a model has computed the loss itself, these are its other outputs that the loss was computed from.
-        There are none where they are too large to be held several times.
+        Measurable are the outputs nearest to the loss that have rows of samples, none of them computed from another.
+        Where a model has computed the loss itself (an output of one element), these are the outputs behind it. There
+        are none where they are too large to be held several times.
         """
         outputs: list[Output] = []
         deeper = self.outputs
@@ -156,9 +154,9 @@ def _behind(outputs: Iterable[Output]) -> list[Node]:
 
 
 def _walk(starts: Sequence[Node], stops: list[Output] | None = None) -> Iterator[Node]:
-    """Yield the nodes behind ``starts`` in the graph, each once.
+    """Yield each graph node that can be reached from ``starts``, once; ``starts`` included.
 
-    With a list ``stops``, outputs of forward passes are appended to it, and the walk goes no further there.
+    With a list ``stops``, the outputs of forward passes are appended to it, and the walk goes no further there.
     """
     visited, waiting = set[Node](), list(starts)
     while waiting and len(visited) < _MOST_NODES:
@@ -176,11 +174,11 @@ def _walk(starts: Sequence[Node], stops: list[Output] | None = None) -> Iterator
 def output_gradients(
     loss: Tensor, outputs: Sequence[Output], weight: float, *, twice: bool
 ) -> list[Tensor | None] | None:
-    """Return the gradient of ``weight * loss`` by each output; with ``twice`` so that it can be differentiated again.
+    """Return the gradient of ``weight * loss`` by each output, with ``twice`` so that it can be differentiated again.
 
-    An output that the loss does not depend on has None. Outputs that were gathered from other ranks get the gradients
-    of their losses too, so all ranks call this together. The result is None where the graph does not allow it: memory
-    is short, or a function has no second derivative.
+    It is None for an output that the loss does not depend on. All ranks call this together, because an output that was
+    gathered from other ranks gets the gradients of their losses too. Returns None where the graph does not allow it:
+    memory is short, or a function has no second derivative.
     """
     edges = [output.edge for output in outputs]
     weights = torch.full_like(loss, weight)
@@ -191,9 +189,9 @@ def output_gradients(
 
 
 def gradients_past_outputs(loss: Tensor, outputs: Sequence[Output], past: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the gradients that reach the parameters ``past`` without passing through any of the outputs, by name.
+    """Return the gradients that reach the parameters ``past`` without passing through any of ``outputs``, by parameter's name.
 
-    Gradients that pass an output are set to zero there for this one call.
+    For this one call, gradients are set to zero where they pass an output.
     """
 
     def no_gradients(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
@@ -212,12 +210,17 @@ def gradients_past_outputs(loss: Tensor, outputs: Sequence[Output], past: Mappin
 
 
 def find_coupling(outputs: Sequence[Output], gradients: Sequence[Tensor | None], samples: int, seed: int) -> bool:
-    """Return whether the loss couples samples of the batch, so that one sample's gradient depends on another's outputs.
+    """Return whether one sample's gradient of the loss depends on the outputs of other samples of the batch.
 
-    ``gradients`` are those of the loss by the ``outputs``. A random half of the ``samples``, drawn by ``seed``, is
-    held against the other half. A sample may have several rows: in one group of all samples after the other (two
-    views of each), or next to each other. Samples count as coupled where they are under both readings. The answer is
-    False too where no dimension counts the samples, or where the gradients have no derivative.
+    Args:
+        outputs: of the model.
+        gradients: of the loss by each output, differentiable; None where there is none.
+        samples: of the batch.
+        seed: for the random half of the samples that is held against the other half.
+
+    A sample may have several rows in an output, next to each other or in one group of all samples after the other (two
+    views of each). Samples count as coupled only where they are under both readings. The answer is False as well where
+    no dimension counts the samples, or the gradients have no derivative.
     """
     pairs = [
         (output, gradient)
@@ -230,15 +233,15 @@ def find_coupling(outputs: Sequence[Output], gradients: Sequence[Tensor | None],
     in_half = torch.zeros(max(samples, 1), dtype=torch.bool)
     in_half[torch.randperm(len(in_half), generator=generator)[: len(in_half) // 2]] = True
     # Both are computed on all ranks: outputs that were gathered from others let ranks meet in a derivative too.
-    readings = [_is_coupled(pairs, in_half, interleaved) for interleaved in (False, True)]
-    return all(readings)
+    coupled_by_layout = [_is_coupled(pairs, in_half, interleaved) for interleaved in (False, True)]
+    return all(coupled_by_layout)
 
 
 def sample_dimension(shape: tuple[int, ...], samples: int) -> int | None:
-    """Return the dimension of an output's ``shape`` that counts ``samples``, None where none does.
+    """Return the dimension of an output of ``shape`` that counts the samples, None where none does.
 
-    It is the first where that is a multiple of the samples (several rows for each), else the second of three or more
-    where it is equal (sequence first).
+    It is dimension 0 where its size is a multiple of ``samples`` (several rows for each), else dimension 1 of three or
+    more where its size is ``samples`` (sequence first).
     """
     if shape and shape[0] and shape[0] % samples == 0:
         return 0
@@ -246,11 +249,15 @@ def sample_dimension(shape: tuple[int, ...], samples: int) -> int | None:
 
 
 def _is_coupled(pairs: Sequence[tuple[Output, Tensor]], in_half: Tensor, interleaved: bool) -> bool:
-    """Return whether the gradients of the rows of one half of the samples depend on the outputs of the other half.
+    """Return whether gradients of one half of the samples depend on outputs of the other half.
 
-    ``in_half``, (samples,) booleans, is the half. ``interleaved``: whether a sample's rows are next to each other.
-    The gradients of the half are summed up, with weights; the derivative of that sum by the outputs of the other half
-    is zero unless samples meet.
+    The gradients of the half's rows are summed up with weights. The derivative of that sum by the outputs of the other
+    half is zero unless samples meet.
+
+    Args:
+        pairs: each output with its gradient.
+        in_half: (samples,) booleans: which samples are in the half.
+        interleaved: whether the rows of one sample are next to each other.
     """
     masks: list[Tensor | None] = []
     parts = []
@@ -282,8 +289,9 @@ def _is_coupled(pairs: Sequence[tuple[Output, Tensor]], in_half: Tensor, interle
 
 
 def largest_difference(gradient: Tensor, expected: Tensor) -> float:
-    """Return the largest difference of two gradients over what rounding in their type explains: above 1 they are not
-    the same.
+    """Return the largest difference of two gradients as a multiple of what rounding in their type explains.
+
+    Above 1 they are not the same. Both have the same shape.
     """
     scale = float(torch.maximum(gradient.abs().max(), expected.abs().max()))
     allowed = _ROUNDING_MULTIPLES * _ROUNDING.get(gradient.dtype, 5e-2) * scale

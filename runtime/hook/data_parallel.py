@@ -29,7 +29,7 @@ from ddltool.runtime.hook.job import Config, loaded
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketReport:
-    """What DDP's reducer really does, beside the plan."""
+    """The gradient buckets that DDP reduces, beside the planned ones."""
 
     status: Literal["as planned", "differs", "not settled", "unknown"]
     """"not settled": before DDP has told, in the third step; "unknown": this torch does not tell."""
@@ -39,7 +39,7 @@ class BucketReport:
 
     @property
     def text(self) -> str:
-        """The report as one line, for the log: whether DDP's buckets are as planned, and the first that is not."""
+        """One line for the log: whether DDP's buckets are as planned, and the first one that is not."""
         if self.status == "as planned":
             return f"DDP buckets: {len(self.actual)}, as planned"
         if self.status == "not settled":
@@ -58,7 +58,7 @@ class BucketReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefetchReport:
-    """Which prefetch lists were set."""
+    """How many modules have had their prefetch lists set, and one line for the log that says so."""
 
     forward: int
     backward: int
@@ -68,23 +68,22 @@ class PrefetchReport:
 def ddp_arguments(config: Config) -> dict[str, Any]:
     """Return the keyword arguments for ``DistributedDataParallel`` that make it form the planned buckets.
 
-    Empty where the plan keeps the default. Raises InputError for a config without a bucket plan, or when this torch
-    has no ``bucket_cap_mb_list`` and the plan needs one.
+    They are empty where the plan keeps the default. Raises InputError for a config without a bucket plan, or when this
+    torch has no ``bucket_cap_mb_list`` and the plan needs one.
     """
     plan = _buckets(config)
     if plan.bucket_cap_mb_list is not None:
         if "bucket_cap_mb_list" not in inspect.signature(DistributedDataParallel.__init__).parameters:
-            raise InputError(
-                "ddp.bucket_cap_mb_list", "is unknown to this torch", "torch 2.11 knows it; or plan a single cap"
-            )
+            remedy = "torch 2.11 knows it; or plan a single cap"
+            raise InputError("ddp.bucket_cap_mb_list", "is unknown to this torch", remedy)
         return {"bucket_cap_mb_list": list(plan.bucket_cap_mb_list)}
     return {} if plan.bucket_cap_mb is None else {"bucket_cap_mb": plan.bucket_cap_mb}
 
 
 def bucket_report(model: DistributedDataParallel, config: Config) -> BucketReport:
-    """Return the buckets that ``model`` reduces beside the planned ones; call it after the third step.
+    """Return the buckets that ``model`` reduces, beside the planned ones; call it after the third step.
 
-    Reads what torch logs about its reducer (a private interface: "unknown" where it is not there).
+    This reads what torch logs about its reducer, a private interface: the status is "unknown" where it is not there.
     """
     plan = _buckets(config)
     planned = tuple(frozenset(bucket) for bucket in plan.buckets)
@@ -100,15 +99,15 @@ def bucket_report(model: DistributedDataParallel, config: Config) -> BucketRepor
 
 
 def prefetch_units(config: Config) -> list[str]:
-    """Return the names of the modules to call ``fully_shard`` on, in the order of forward; the root comes after them."""
+    """Return the names of the modules to call ``fully_shard`` on, in the order of their forward passes; the root comes last."""
     return list(_prefetch(config).units)
 
 
 def apply_prefetch(model: nn.Module, config: Config) -> PrefetchReport:
     """Set the planned prefetch lists on a model whose units are sharded by ``fully_shard``.
 
-    All or nothing: raises InputError when a planned unit is missing from the model or is not sharded, or when the config has no
-    plan for FSDP2.
+    All are set or none. Raises InputError when a planned unit is missing from the model or is not sharded, or when the
+    config has no plan for FSDP2.
     """
     plan = _prefetch(config)
     named_units = {*plan.units, *plan.forward, *plan.backward}

@@ -1,10 +1,11 @@
-"""What must be alike on all ranks while a model is trained, compared between updates. Start at :class:`UpdateGuard`.
+"""Compares the ranks after updates, to find what makes their models differ. Start at :class:`UpdateGuard`.
 
-Each rank has a row of a few numbers: whether it refuses something, its learning rates, and sums over some elements of the
-gradients that the update used, of parameters, and of what was derived on this rank alone. The rows go to all ranks, at once
-after the first updates and later now and then, and wherever two ranks differ all of them refuse. So a pass beside
-the wrapper, a layer that was unfrozen after DDP had wrapped the model, parameters of a loss that nobody averages, and a
-schedule that follows a rank's own validation loss are found by what they do, whatever the script looks like.
+Each rank makes a row of a few numbers: whether it refuses something, its learning rates, and checksums of some elements
+of the gradients that the update used, of the parameters, and of gradients that nobody has averaged. The rows go to all
+ranks, at once after the first updates and later after every eighth. Where two ranks differ, all of them raise the same
+error. So these are found by their effect, however the script is written: a forward pass beside the DDP wrapper, a layer
+that was unfrozen after DDP had wrapped the model, parameters of a loss that nobody averages, a schedule that follows a
+rank's own validation loss.
 """
 
 from __future__ import annotations
@@ -38,18 +39,18 @@ _TOLERANCE = 1e-5
 
 
 class Sums(NamedTuple):
-    """A number that changes with the direction and the size of each of several tensors, and how many there are."""
+    """A checksum of several tensors, and their number: ``weighted`` changes with the direction and the size of each tensor."""
 
     weighted: float = 0.0
     tensors: float = 0.0
 
     @classmethod
     def of(cls, tensors: Iterable[Tensor]) -> Sums:
-        """Return the sums of these tensors, by their first :data:`_ELEMENTS` elements.
+        """Return the checksum of ``tensors``, by the first :data:`_ELEMENTS` elements of each.
 
-        Two parts add up to ``weighted``: the elements, scaled so that each tensor has size 1, times weights that
-        differ by position; and the logarithms of the sizes. Any change of direction or size of a tensor changes it.
-        NaN and infinities count as large numbers, so that equal ones compare equal.
+        ``weighted`` is the sum of two parts: the elements, scaled so that each tensor's absolute values add up to 1,
+        times fixed weights by position; and the logarithms of those scales, also weighted. NaN and infinities count as
+        large numbers, so that equal ones compare equal.
         """
         dense = (tensor.detach().coalesce().values() if tensor.is_sparse else tensor.detach() for tensor in tensors)
         parts = [tensor.reshape(-1)[:_ELEMENTS] for tensor in dense if tensor.numel()]
@@ -65,15 +66,15 @@ class Sums(NamedTuple):
         return cls(float(directions + logarithms), len(parts))
 
     def differs(self, other: Sums) -> bool:
-        """Return whether two sums come from different values, or from different numbers of tensors.
+        """Return whether two checksums come from different values, or from different numbers of tensors.
 
-        A small difference is rounding: ranks on devices of several types round otherwise. What nobody averages differs by more.
+        Ranks on devices of different types round differently, so a small difference is none.
         """
         return self.tensors != other.tensors or abs(self.weighted - other.weighted) > _TOLERANCE
 
 
 class _Row(NamedTuple):
-    """What one rank tells after an update."""
+    """What one rank says after an update."""
 
     refuses: float
     learning_rates: float
@@ -83,21 +84,27 @@ class _Row(NamedTuple):
     """Gradients of parameters that a loss reaches past the model's outputs; without tensors: not measured."""
 
     def values(self) -> list[float]:
-        """Return the row as numbers, in the order of the fields, to be sent to the other ranks."""
+        """Return the row as 8 numbers in the order of the fields, to be sent to the other ranks."""
         return [self.refuses, self.learning_rates, *self.gradients, *self.parameters, *self.past_outputs]
 
     @classmethod
     def of(cls, values: Sequence[float]) -> _Row:
-        """Return the row that :meth:`values` has made numbers of."""
+        """Return the row whose :meth:`values` these are."""
         refuses, learning_rates = values[:2]
         return cls(refuses, learning_rates, *(Sums(*values[begin : begin + 2]) for begin in (2, 4, 6)))
 
 
 class UpdateGuard:
-    """Compares the ranks after each update of the named optimizers.
+    """Compares all ranks after updates of a model, and raises the same InputError on all of them where two differ.
 
-    ``is_uneven``: whether losses have weighed otherwise on this rank than on others since the guard was made. ``updates`` are
-    those made so far. Raises InputError, on all ranks, for a model that changes its parameters by each rank's own batch.
+    Args:
+        job: the ranks that are compared.
+        model: the model whose parameters are compared.
+        optimizers: those that train it.
+        is_uneven: returns whether losses have had another weight on this rank than on others since the guard was made.
+
+    ``updates`` is the number of updates so far. Raises InputError for an embedding with ``max_norm``, which lets every
+    rank change other rows.
     """
 
     def __init__(
@@ -107,7 +114,7 @@ class UpdateGuard:
         optimizers: Sequence[torch.optim.Optimizer],
         is_uneven: Callable[[], bool],
     ) -> None:
-        """Note the model's buffers, and hook into all wrapped models and optimizers to see those beside this one."""
+        """Note the model's buffers, and hook into all DDP modules and optimizers, to see those beside this model's."""
         for name, module in model.named_modules():
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
                 problem = f"{_without_wrapper(name)} has max_norm, by which each rank changes rows of its own batch"
@@ -128,10 +135,10 @@ class UpdateGuard:
         leave_alone(*optimizers)
         if isinstance(model, DistributedDataParallel):
             # Global hooks of torch's, which must not keep this guard, and with it a model, alive.
-            found = weakref.WeakMethod(self._note_wrapped), weakref.WeakMethod(self._note_update)
+            wrapped, updated = weakref.WeakMethod(self._note_wrapped), weakref.WeakMethod(self._note_update)
             self._global_hooks = [
-                register_module_forward_pre_hook(lambda module, _: call(module) if (call := found[0]()) else None),
-                register_optimizer_step_post_hook(lambda other, *_: call(other) if (call := found[1]()) else None),
+                register_module_forward_pre_hook(lambda module, _: note(module) if (note := wrapped()) else None),
+                register_optimizer_step_post_hook(lambda other, *_: note(other) if (note := updated()) else None),
             ]
             weakref.finalize(model, _remove, self._global_hooks)
             # Groups of models that are gone are kept until the next guard is made: see `_ended`.
@@ -139,43 +146,44 @@ class UpdateGuard:
             weakref.finalize(model, _ended.append, model.process_group).atexit = False
 
     def close(self) -> None:
-        """Look at no optimizer any more. Idempotent."""
+        """Remove the hooks that see other modules and optimizers. More calls do nothing."""
         _remove(self._global_hooks)
 
     # What is noted between updates.
 
     @property
     def is_measured(self) -> bool:
-        """Whether the next update is one whose losses are measured: the first ones, and then ever fewer."""
+        """Whether losses are measured before the next update: one of the first, or one whose number is a power of two."""
         return self.updates < FIRST_UPDATES or self.updates & (self.updates - 1) == 0
 
     def refuse(self, refusal: InputError) -> None:
-        """Let all ranks raise ``refusal`` after the next update; of several the first counts.
+        """Let all ranks raise ``refusal`` after the next update; of several, the first counts.
 
-        Raised at once, it would leave the other ranks waiting for one that has ended.
+        Raised at once, it would end one rank while the others wait for it.
         """
         self._refusal = self._refusal or refusal
 
     def note_past_outputs(self, gradients: Mapping[str, Tensor]) -> None:
-        """Note gradients, by parameter, that reach it without passing through the wrapped model's outputs.
+        """Note gradients, by parameter, that come from a loss without passing through the wrapped model's outputs.
 
-        They are compared between ranks, because nothing has weighted them. Those of a penalty on weights are alike, and right.
+        They are compared between ranks, because nothing has weighted them. Those of a penalty on weights are right:
+        alike on all.
         """
         self._sums_past_outputs, self._name_past_outputs = Sums.of(gradients.values()), next(iter(gradients), "")
 
     def link(self, leaves: Iterable[Tensor]) -> None:
-        """Note parameters outside the model from which a weighted loss was computed: an optimizer may train them."""
+        """Note parameters outside the model from which a weighted loss was computed: another optimizer may train them."""
         self._loss_parameters |= {id(leaf): weakref.ref(leaf) for leaf in leaves}
 
     def _note_wrapped(self, module: nn.Module) -> None:
-        """Note the parameters of another wrapped model whose forward pass begins: a hook of all modules."""
+        """Note the parameters of another DDP module whose forward pass begins: a hook of all modules."""
         if isinstance(module, DistributedDataParallel) and module is not self._model():
             self._ids_of_other_models.update(id(value) for value in module.parameters())
 
     def _note_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse an update of another wrapped model: a hook of all optimizers.
+        """Refuse the update of another DDP module, whose losses nobody weighs: a hook of all optimizers.
 
-        It is allowed where that model is attached to too, or where a weighted loss was computed from it.
+        It is allowed where that module is attached to as well, or a weighted loss was computed from its parameters.
         """
         if optimizer in _left_alone or not self._ids_of_other_models or not self._is_uneven():
             return
@@ -191,8 +199,8 @@ class UpdateGuard:
     def after_update(self) -> None:
         """Send this rank's row after an update, and compare the rows of all ranks once they have come.
 
-        The first updates wait for the rows at once; later ones send a row every so often and read it one update
-        later. Raises InputError, on all ranks, where one refuses or where two differ.
+        After the first updates, the rows are waited for at once. Later they are sent every so often and read after the
+        next update. Raises InputError, on all ranks, where one refuses or two differ.
         """
         is_first, updates_before = self.updates < FIRST_UPDATES, self.updates
         self.updates += 1
@@ -209,19 +217,17 @@ class UpdateGuard:
             self._raise_differences([_Row.of(values) for values in table.tolist()])
 
     def _send(self, row: _Row) -> tuple[Tensor, Any]:
-        """Begin to send this rank's row to all; return the table of all ranks' rows, (ranks, numbers), and the work
-        to wait for.
-        """
-        own = row.values()
-        table = torch.zeros(self._job.world_size, len(own), dtype=torch.float64)
-        table[self._job.rank] = torch.tensor(own, dtype=torch.float64)
+        """Begin to send this rank's row; return the table of all ranks' rows, (ranks, numbers), and the work to wait for."""
+        numbers = torch.tensor(row.values(), dtype=torch.float64)
+        table = torch.zeros(self._job.world_size, len(numbers), dtype=torch.float64)
+        table[self._job.rank] = numbers
         return table, dist.all_reduce(table, group=self._job.side, async_op=True)
 
     def _row(self) -> _Row:
-        """Return what this rank tells after an update.
+        """Return this rank's row.
 
-        In the first updates it covers all parameters; later only gradients, of a few parameters in turns, and on CUDA
-        rarely.
+        After the first updates it covers all parameters and their gradients. Later it covers the gradients of a few
+        parameters, which take turns, and on CUDA, where reading waits for the device, it does so only now and then.
         """
         gradients = parameters = Sums()
         is_first, exchange = self.updates <= FIRST_UPDATES, self.updates // UPDATES_PER_EXCHANGE
@@ -248,7 +254,7 @@ class UpdateGuard:
         ]
 
     def _trained(self) -> dict[str, Tensor]:
-        """Return what the optimizers train, by name; a parameter that is not the model's is named by its shape."""
+        """Return the parameters of the watched optimizers by name; one that is not the model's is named by its shape."""
         model = self._model()
         names = {} if model is None else {id(value): _without_wrapper(name) for name, value in model.named_parameters()}
         trained: dict[str, Tensor] = {}
@@ -259,12 +265,12 @@ class UpdateGuard:
         return trained
 
     def _new_buffers(self) -> dict[str, Tensor]:
-        """Return the buffers that forward passes have made; those that were there before are DDP's to keep alike."""
+        """Return the buffers that forward passes have added to the model; DDP keeps only those alike that were there before."""
         named = () if (model := self._model()) is None else model.named_buffers()
         return {name: value for name, value in named if name not in self._buffers_before}
 
     def _raise_differences(self, rows: Sequence[_Row]) -> None:
-        """Raise InputError, on all ranks, for what one rank refuses or what differs between two."""
+        """Raise InputError for the first difference between the ``rows`` of all ranks; all ranks raise the same."""
         if any(row.refuses for row in rows):
             self._job.raise_together(self._refusal)
         first = rows[0]
@@ -287,20 +293,20 @@ class UpdateGuard:
     def _difference_error(self, what: Literal["gradient", "value"]) -> InputError:
         """Return the error that names the first tensor that differs between ranks; all ranks call this together.
 
-        ``what``: whether its gradient differs, or its value.
+        ``what``: whether it is the tensor's gradient that differs, or its value.
         """
         trained = self._trained()
         named: dict[str, Tensor | None] = {**trained, **self._new_buffers()}
         if what == "gradient":
             named = {name: value.grad for name, value in trained.items()}
-        sums = [Sums.of([] if value is None else [value]) for value in named.values()]
-        rows = [
-            [Sums(*row[place : place + 2]) for place in range(0, len(row), 2)]
-            for row in self._job.numbers(*(number for each in sums for number in each))
+        checksums = [Sums.of([] if value is None else [value]) for value in named.values()]
+        checksums_of_ranks = [
+            [Sums(*numbers[begin : begin + 2]) for begin in range(0, len(numbers), 2)]
+            for numbers in self._job.numbers(*(number for checksum in checksums for number in checksum))
         ]
-        of_tensor = zip(named, *rows, strict=True)
-        unlike = (name for name, *each in of_tensor if any(each[0].differs(one) for one in each))
-        name = next(unlike, "of an earlier update")
+        by_tensor = zip(named, *checksums_of_ranks, strict=True)
+        differing = (name for name, first, *others in by_tensor if any(first.differs(other) for other in others))
+        name = next(differing, "of an earlier update")
         remedy = "change parameters and buffers by what is alike on every rank, after the optimizer's step"
         if what == "gradient":
             remedy = "call the wrapped model, not the module inside; unfreeze layers before DistributedDataParallel wraps it, "
@@ -315,32 +321,32 @@ def _remove(handles: Sequence[Any]) -> None:
 
 
 def check_gradient_hooks(model: nn.Module, own: type) -> None:
-    """Raise InputError for a hook of the script's on a gradient whose effect changes with the ranks' average.
+    """Raise InputError for a script's hook on a gradient whose effect depends on whether it runs before the ranks' average.
 
-    The hook runs on each rank's own gradient, before the average; only a linear function gives the same after it.
-    Methods of an ``own`` object are ours, also where a trainer that is done with them wraps the same parameters
-    again.
+    Such hooks run on each rank's own gradient, before the average; only a linear function gives the same as after it.
+    Methods of objects of the type ``own`` are ddltool's.
     """
-    for name, value in model.named_parameters():
+    for name, parameter in model.named_parameters():
         # Torch has no public place that tells which hooks there are.
-        post_accumulate_hooks = (value._post_accumulate_grad_hooks or {}).values()
+        post_accumulate_hooks = (parameter._post_accumulate_grad_hooks or {}).values()
         has_foreign_hook = not all(isinstance(getattr(hook, "__self__", None), own) for hook in post_accumulate_hooks)
-        if has_foreign_hook or not all(_is_linear(hook, value) for hook in (value._backward_hooks or {}).values()):
+        gradient_hooks = (parameter._backward_hooks or {}).values()
+        if has_foreign_hook or not all(_is_linear(hook, parameter) for hook in gradient_hooks):
             problem = "is changed by a hook on each rank by itself, before the ranks' gradients are averaged"
             remedy = "change .grad between backward and the optimizer's step"
             raise InputError(f"gradient of {_without_wrapper(name)}", problem, remedy)
 
 
 def _is_linear(hook: Callable[[Tensor], Tensor | None], like: Tensor) -> bool:
-    """Return whether a hook on gradients is a linear function, tried on gradients of the shape and type of ``like``."""
+    """Return whether a hook on gradients is a linear function, by trying it on gradients of the shape and type of ``like``."""
     generator = torch.Generator(like.device).manual_seed(0)
-    one, other = (torch.randn(like.shape, dtype=like.dtype, device=like.device, generator=generator) for _ in range(2))
-    answers = []
+    a, b = (torch.randn(like.shape, dtype=like.dtype, device=like.device, generator=generator) for _ in range(2))
+    outputs = []
     with torch.no_grad():
-        for gradient in (one, other, one - 300 * other):  # 300: large, so that clipping to a bound shows
-            answer = hook(gradient)
-            answers.append(gradient if answer is None else answer)  # it only looks, or changes what it is given
-    return torch.allclose(answers[2], answers[0] - 300 * answers[1], rtol=1e-2, atol=1e-2)
+        for gradient in (a, b, a - 300 * b):  # 300: large, so that clipping to a bound shows
+            output = hook(gradient)
+            outputs.append(gradient if output is None else output)  # None: it only looks, or changes what it is given
+    return torch.allclose(outputs[2], outputs[0] - 300 * outputs[1], rtol=1e-2, atol=1e-2)
 
 
 _ended: list[object] = []
@@ -356,5 +362,5 @@ def leave_alone(*optimizers: torch.optim.Optimizer) -> None:
 
 
 def _without_wrapper(name: str) -> str:
-    """Return a parameter's name without the prefix that DDP puts before it."""
+    """Return a parameter's name without the prefix "module." of DDP."""
     return name.removeprefix("module.")

@@ -27,15 +27,15 @@ WITHOUT_DATASET = (
 
 
 def config_path(given: str | os.PathLike[str]) -> str:
-    """Return the path of the config: that of a launcher (DDLTOOL_ENFORCE) where there is one, else ``given`` by the script."""
+    """Return the path of the config: a launcher's (variable DDLTOOL_ENFORCE) where there is one, else the ``given`` one."""
     return os.environ.get("DDLTOOL_ENFORCE") or os.fspath(given)
 
 
 def loaded(config: Config) -> tuple[Enforcement, str]:
-    """Return a config, and what messages call it: its path, or "config" for one that is in memory already.
+    """Return the enforcement config, and the name that messages call it by: its path, or "config" for one that is in memory.
 
-    From now on a refusal of this process that nobody catches is one line. Raises InputError where the config was
-    emitted from another plan than the launcher.
+    From now on, an error of ddltool's that this process does not catch is one line on stderr. Raises InputError where
+    the config was emitted from another plan than the launcher.
     """
     refuse_in_one_line()
     if isinstance(config, Enforcement):
@@ -47,7 +47,10 @@ def loaded(config: Config) -> tuple[Enforcement, str]:
 
 
 def check_plan(path: str, emitted: str | None, launched: str | None) -> None:
-    """Raise InputError when launcher and config were emitted from two plans, by the plans' digests; None: one does not say."""
+    """Raise InputError when launcher and config were emitted from two plans.
+
+    ``emitted`` and ``launched`` are the plans' digests, None where one does not say.
+    """
     if emitted and launched and emitted != launched:
         problem = f"is {emitted[:12]}..., but the job was launched by plan {launched[:12]}... (DDLTOOL_PLAN_SHA256)"
         raise InputError(f"{path}:plan_sha256", problem, "emit the launcher and the config from one plan")
@@ -56,7 +59,8 @@ def check_plan(path: str, emitted: str | None, launched: str | None) -> None:
 def load_and_check(path: str, job: DistributedJob, dataset: Dataset[Any] | None) -> Enforcement:
     """Return the enforcement config at ``path``. Raises InputError where it does not fit this job and its data.
 
-    In the process of a check that trains alone it is changed to one rank with the batches of all.
+    In the single process that a check against one process starts, the config is changed to one rank with the batches of
+    all.
     """
     enforcement, _ = loaded(path)
     if is_reference():  # one process that takes the batches of all ranks together
@@ -83,9 +87,9 @@ def load_and_check(path: str, job: DistributedJob, dataset: Dataset[Any] | None)
 
 
 def planned_for(config: str | os.PathLike[str], model: nn.Module) -> tuple[str, Enforcement]:
-    """Return the config's path and the config, for ``model``.
+    """Return the config's path and the config.
 
-    Raises InputError where the launcher was emitted from another plan, or the plan was made from another model.
+    Raises InputError where it was made for another model or launched by another plan.
     """
     planned, path = loaded(config)
     check_parameters(path, planned.parameters, model)
@@ -119,7 +123,10 @@ def check_model(model: nn.Module, job: DistributedJob) -> None:
 
 
 def demand_wrapped(job: DistributedJob, model: nn.Module, otherwise: str = "") -> None:
-    """Raise InputError for the bare model of several processes. ``otherwise``: words for what else may wrap it."""
+    """Raise InputError for a model without DDP in a job of several processes.
+
+    ``otherwise``: words for the remedy on what else may wrap it.
+    """
     if job.world_size > 1 and not isinstance(model, DistributedDataParallel):
         remedy = f"give the model that torch.nn.parallel.DistributedDataParallel(model){otherwise} returns"
         raise InputError("model", f"is a {type(model).__name__}, not a DistributedDataParallel", remedy)
@@ -128,7 +135,7 @@ def demand_wrapped(job: DistributedJob, model: nn.Module, otherwise: str = "") -
 def check_parameters(path: str, planned: list[ParameterRecord], model: nn.Module) -> None:
     """Raise InputError unless the plan's parameters are the model's, by name and size in bytes.
 
-    The prefix that DDP and torch.compile put before names is left out. Frozen parameters need not be in the plan; an
+    The prefixes that DDP and torch.compile put before names do not count. Frozen parameters need not be in the plan; an
     empty plan fits any model.
     """
     if not planned:
@@ -151,9 +158,7 @@ def check_parameters(path: str, planned: list[ParameterRecord], model: nn.Module
 
 
 def bare_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """Return torch's optimizer inside what accelerate, Lightning and others wrap around it. Raises InputError where
-    there is none.
-    """
+    """Return torch's optimizer inside what accelerate, Lightning and others wrap around it. Raises InputError without one."""
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = inner
     if not isinstance(optimizer, torch.optim.Optimizer):

@@ -1,9 +1,10 @@
-"""DataLoaders of planned batches, which tell which of them the training loop has: of samples by index, and of streams.
+"""DataLoaders of planned batches, which tell the loss scaler which batches the training loop has. Start at
+:class:`CountedLoader`.
 
-Start at :class:`CountedLoader`. :class:`GivenLoader` reads what a loader of the script's own brings. A stream that is alike on
-all ranks is cut as an epoch of indices is: each step takes the next samples of all ranks together, and every rank keeps its own
-part of them. A rank that has a stream of its own takes as many samples of it as planned, and the ranks tell each other how many
-they had, until none has any.
+:class:`GivenLoader` reads the dataset and order of a loader of the script's own. A stream (an iterable dataset) that is
+the same on all ranks is cut as an epoch of indices is: each step takes the next samples of all ranks together, and
+every rank keeps its own part of them. Where each rank has a stream of its own, it takes its planned number of samples
+from it, and the ranks tell each other how many they had, until none has any.
 """
 
 from __future__ import annotations
@@ -43,17 +44,18 @@ _OPTIONS = (
 
 
 class GivenLoader:
-    """The dataset, options and sample order of the script's ``loader``, also of one that accelerate has prepared.
+    """The dataset, options and sample order of a script's ``loader``, also of one that accelerate has prepared.
 
-    Attributes ``dataset``, ``options`` and ``drop_last`` are arguments for a new one; ``is_stream``: whether the dataset is
-    iterable; else there are ``sampler``, of single samples, and ``samples``, their number in an epoch. Raises InputError for a
-    loader whose sampler gives whole batches.
+    Attributes:
+        dataset, options, drop_last: arguments for a new loader.
+        is_stream: whether the dataset is iterable; the following are there only where it is not.
+        sampler: of single samples.
+        samples: their number in an epoch.
+
+    Raises InputError for a loader whose sampler gives whole batches.
     """
 
     def __init__(self, loader: DataLoader[Any], job: DistributedJob) -> None:
-        """Read the loader; the sampler of single samples is looked for below what accelerate or DistributedSampler
-        have put around it.
-        """
         if not isinstance(loader, DataLoader):
             raise InputError("loader", f"is a {type(loader).__name__}", "give a torch.utils.data.DataLoader")
         self._job, self._epoch = job, 0
@@ -88,8 +90,8 @@ class GivenLoader:
     def order(self, epoch: int) -> Tensor:
         """Return the indices of an epoch's samples in order, shape (samples,), the same on all ranks.
 
-        It is the order that the script's sampler gives in one process. Where the sampler draws it, every rank lets it
-        draw, so that all random streams move on alike, and that of rank 0 is used.
+        It is the order in which the script's sampler gives them in one process. Where the sampler draws it at random,
+        every rank lets it draw, so that all random streams move on alike, and uses rank 0's.
         """
         if epoch != self._epoch and callable(set_epoch := getattr(self.sampler, "set_epoch", None)):
             set_epoch(epoch)
@@ -106,7 +108,10 @@ class GivenLoader:
 
 @dataclass(frozen=True, slots=True)
 class StreamBlock:
-    """A rank's batch of a step, with ``samples`` of this rank and ``total`` of all; without samples a filler of weight 0."""
+    """A rank's batch of a step: ``samples`` samples of this rank, of ``total`` of all ranks.
+
+    With 0 samples the batch is a filler of weight 0.
+    """
 
     batch: Any
     samples: int
@@ -116,9 +121,10 @@ class StreamBlock:
 
 
 class SharedStream(IterableDataset[Any]):
-    """Yields one rank's :class:`StreamBlock` of each step, samples in a list; data workers cut each its own stream.
+    """Cuts a stream into steps and yields one rank's :class:`StreamBlock` of each, with its samples in a list.
 
-    A remainder is divided in proportion to the sizes, or left out below ``least`` samples.
+    Every data worker cuts its own stream. The remainder of a stream is divided in proportion to ``sizes``, or left out
+    where it has fewer than ``least`` samples.
     """
 
     def __init__(self, stream: IterableDataset[Any], sizes: Sizes, rank: int, least: int) -> None:
@@ -131,28 +137,26 @@ class SharedStream(IterableDataset[Any]):
             set_epoch(epoch)
 
     def __iter__(self) -> Iterator[StreamBlock]:
-        """Yield this rank's block of each step: the stream is read as a whole, and the ranks' samples are cut from each piece.
-
-        A rank without samples gets the first of the piece, as a filler.
-        """
+        """Yield this rank's block of each step; a rank without samples gets the step's first one, as a filler."""
         samples = iter(self.stream)
-        while len(held := list(itertools.islice(samples, self.sizes.total_batch_size))) >= self.least:
-            shares = self.sizes.sizes_of(len(held)).sum(axis=1)
+        while len(step_samples := list(itertools.islice(samples, self.sizes.total_batch_size))) >= self.least:
+            shares = self.sizes.sizes_of(len(step_samples)).sum(axis=1)
             begin, size = int(shares[: self.rank].sum()), int(shares[self.rank])
-            digest = "" if self._has_digest else fingerprint(held[0])[:12]
+            digest = "" if self._has_digest else fingerprint(step_samples[0])[:12]
             self._has_digest = True
-            yield StreamBlock(held[begin : begin + size] if size else held[:1], size, len(held), digest)
+            own_samples = step_samples[begin : begin + size] if size else step_samples[:1]
+            yield StreamBlock(own_samples, size, len(step_samples), digest)
 
 
-def collate(samples: Callable[[list[Any]], Any], block: StreamBlock) -> StreamBlock:
-    """Return the block with a batch in place of its list of samples; ``samples`` is the function that collates them."""
-    return replace(block, batch=samples(block.batch))
+def collate_block(collate_samples: Callable[[list[Any]], Any], block: StreamBlock) -> StreamBlock:
+    """Return the block with a batch in place of its list of samples, made by ``collate_samples``."""
+    return replace(block, batch=collate_samples(block.batch))
 
 
-def together(job: DistributedJob, blocks: Iterator[StreamBlock]) -> Iterator[tuple[StreamBlock, int]]:
-    """Yield (block, samples of all ranks) until no rank has samples; each rank reads a stream of its own.
+def aligned_blocks(job: DistributedJob, blocks: Iterator[StreamBlock]) -> Iterator[tuple[StreamBlock, int]]:
+    """Yield (block, samples of all ranks) until no rank has samples left; each rank reads a stream of its own.
 
-    A rank that has none left repeats its last block with weight 0, so that all ranks make as many steps. Raises
+    A rank whose stream has ended repeats its last block with weight 0, so that all ranks make as many steps. Raises
     InputError, on all ranks, when a rank's stream is empty.
     """
     last: StreamBlock | None = None
@@ -172,9 +176,10 @@ def together(job: DistributedJob, blocks: Iterator[StreamBlock]) -> Iterator[tup
 
 
 class _TellingLoader(DataLoader[Any]):
-    """Tells accelerate, where the script uses it, which batch is the last: its accumulation ends with the loader.
+    """A loader that notes each batch with the loss scaler, and tells accelerate which one is the last.
 
-    Accelerate's ``prepare`` leaves it as it is, for the batches are this rank's already; they go to accelerate's device.
+    Where the script uses accelerate, an accumulation ends with the loader. Its ``prepare`` leaves this loader as it is,
+    because the batches are this rank's already; they are moved to accelerate's device.
     """
 
     _is_accelerate_prepared = True
@@ -193,7 +198,7 @@ class _TellingLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Yield the batches of the rest of the epoch, and note each with the scaler as it is handed out.
 
-        Batches of an iteration that was left early are forgotten first.
+        Batches of an earlier iteration that was left before its end are forgotten first.
         """
         self.end_of_dataloader, pending = False, self._scaler.pending
         if self._left_early:
@@ -210,8 +215,9 @@ class _TellingLoader(DataLoader[Any]):
 
 @contextlib.contextmanager
 def _accelerated(loader: DataLoader[Any]) -> Iterator[Callable[[Any], Any]]:
-    """Register the loader with accelerate, if the script uses it, for the block; yield the function that moves a
-    batch to its device.
+    """Register the loader with accelerate for the block, if the script uses it.
+
+    The block gets a function that moves a batch to accelerate's device.
     """
     state = sys.modules.get("accelerate.state")
     if state is None or not state.is_initialized():
@@ -226,12 +232,11 @@ def _accelerated(loader: DataLoader[Any]) -> Iterator[Callable[[Any], Any]]:
 
 
 class CountedLoader(_TellingLoader):
-    """Yields the batches of ``sampler`` and notes each pass with ``scaler``; ``options`` go to ``DataLoader``."""
+    """Yields the batches of ``sampler`` and notes the pass of each with ``scaler``; ``options`` go to ``DataLoader``."""
 
     def __init__(
         self, dataset: Dataset[Any], sampler: VariableBatchSampler, scaler: LossScaler, **options: Any
     ) -> None:
-        """Load by ``sampler``, whose passes tell the samples of each batch."""
         super().__init__(dataset, batch_sampler=sampler, **options)
         self._planned_sampler = self._batches_key = sampler  # batches are noted under their sampler
         self._scaler = scaler
@@ -243,8 +248,9 @@ class CountedLoader(_TellingLoader):
         self._planned_sampler.set_epoch(epoch)
 
     def _drawn_batches(self) -> Iterator[tuple[Any, Pass | Share, bool]]:
-        """Yield each batch, its pass, and whether it ends the epoch; meanwhile this loader announces the sampler's
-        batches itself.
+        """Yield each batch, its pass, and whether it ends the epoch.
+
+        While this runs, the loader announces the sampler's batches itself.
         """
         self._scaler.pending.unannounced.discard(self._planned_sampler)
         for batch in DataLoader.__iter__(self):
@@ -256,8 +262,13 @@ class CountedLoader(_TellingLoader):
 class StreamLoader(_TellingLoader):
     """Yields a rank's batches of an iterable dataset, and notes with ``scaler`` the samples of this rank and of all.
 
-    ``sizes``: planned for the ranks; ``shared`` False: every rank has its own stream, not its part of a whole one;
-    ``drop_last``: leave out the remainder of a shared stream; ``options`` go to ``DataLoader``.
+    Args:
+        stream: the iterable dataset.
+        sizes: planned samples of each rank and step.
+        shared: whether all ranks read the same stream; False: every rank has a stream of its own.
+        drop_last: leave out the remainder of a shared stream.
+        collate_fn: makes a batch of a list of samples.
+        options: go to ``DataLoader``.
     """
 
     def __init__(
@@ -272,22 +283,22 @@ class StreamLoader(_TellingLoader):
         collate_fn: Callable[[Any], Any] = default_collate,
         **options: Any,
     ) -> None:
-        """Cut the stream by ``sizes``; without ``shared`` by this rank's size alone, from a stream of its own."""
+        """Cut the stream by ``sizes``; without ``shared`` by this rank's size alone."""
         if not shared:
             sizes, drop_last = Sizes((sizes.sizes[job.rank],)), False
         least = sizes.total_batch_size if drop_last else sizes.world_size  # else one sample for each rank at least
         cut = SharedStream(stream, sizes, job.rank if shared else 0, least)
-        collated: Any = functools.partial(collate, collate_fn)
+        collated: Any = functools.partial(collate_block, collate_fn)
         super().__init__(cut, batch_size=None, collate_fn=collated, **options)
         self._job, self._scaler, self._batches_key, self._shared, self._seen = job, scaler, self, shared, False
 
     def _drawn_batches(self) -> Iterator[tuple[Any, Pass | Share, bool]]:
-        """Yield each batch, its share of the step, and whether it is the last, which one block read ahead tells.
+        """Yield each batch, its share of the step, and whether it is the last; one block is read ahead to know that.
 
-        At the first of a shared stream, raise InputError on all ranks unless they read the same one.
+        At the first block of a shared stream, raise InputError on all ranks unless they read the same one.
         """
         source: Iterator[StreamBlock] = DataLoader.__iter__(self)
-        blocks = ((block, block.total) for block in source) if self._shared else together(self._job, source)
+        blocks = ((block, block.total) for block in source) if self._shared else aligned_blocks(self._job, source)
         following = next(blocks, None)
         if following is not None and self._shared and not self._seen:
             remedy = "give every rank the whole stream, or say that each has its own: dataloader(..., shared=False)"
@@ -295,5 +306,5 @@ class StreamLoader(_TellingLoader):
             self._seen = True
         while following is not None:
             (block, total), following = following, next(blocks, None)
-            even = self._shared and total == block.samples * self._job.world_size
-            yield block.batch, Share(block.samples, total, even), following is None
+            is_even = self._shared and total == block.samples * self._job.world_size
+            yield block.batch, Share(block.samples, total, is_even), following is None

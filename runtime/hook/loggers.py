@@ -1,4 +1,6 @@
-"""Telemetry where people already look: a step's times as TensorBoard scalars, or in anything with ``log`` (W&B, MLflow)."""
+"""Gives a step's measured times to TensorBoard, or to anything with a ``log`` method (W&B, MLflow). Start at
+:func:`log_steps`.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +16,21 @@ _PREFIX = "ddltool/"
 
 
 def log_steps(hook: Hook, logger: Any, *, every: int = 1) -> None:
-    """Give ``logger`` the times, batch and memory of each ``every``-th step of this rank, as telemetry has them.
+    """Give ``logger`` the times, batch and memory of each ``every``-th step of this rank, as in telemetry.
+
+    A step is given when the next one ends, as only then it is known when the slowest rank was ready.
 
     Args:
         hook: one that writes telemetry; call this after :func:`attach`, on the ranks that have a logger.
-        logger: a ``SummaryWriter`` (``add_scalar(name, value, step)``), a function of a dict, or what has ``log(dict)``, such
-            as a run of W&B; names begin with ``ddltool/``, and the dict has ``ddltool/step``.
-        every: steps from one to the next.
+        logger: a ``SummaryWriter`` (``add_scalar(name, value, step)``), an object with ``log(dict)`` such as a run of
+            W&B, or a function of a dict. Names begin with ``ddltool/``; a dict also has ``ddltool/step``.
+        every: steps from one that is given to the next.
 
-    A step is given when the next one ends: the slowest rank's arrival is known then. Raises InputError for a hook without
-    telemetry, and for a logger that is none of these.
+    Raises InputError for a hook without telemetry, and for a logger that is none of these.
     """
     if hook.recorder is None:
-        raise InputError(
-            "log_steps", "needs telemetry", "attach(..., telemetry=FILE), and model and optimizer, before it"
-        )
+        remedy = "attach(..., telemetry=FILE), and model and optimizer, before it"
+        raise InputError("log_steps", "needs telemetry", remedy)
     if every < 1:
         raise InputError("every", f"is {every}", "give 1 or more steps")
     if not (hasattr(logger, "add_scalar") or hasattr(logger, "log") or callable(logger)):
@@ -38,24 +40,26 @@ def log_steps(hook: Hook, logger: Any, *, every: int = 1) -> None:
 
 
 class _StepLogger:
+    """Receives the recorder's steps, in place of who received them before, to whom it hands them on."""
+
     def __init__(self, recorder: StepRecorder, logger: Any, every: int) -> None:
         self._row, self._logger, self._every = recorder.row, logger, every
         self._also = recorder.watch
         self._last: ObservedStep | None = None
 
     def __call__(self, step: ObservedStep) -> None:
-        """Give the step before this one to the logger; who watched before goes on."""
+        """Hand a step on, and give the step before it to the logger."""
         if self._also is not None:
             self._also(step)
-        last, self._last = self._last, step
-        if last is None or last.number % self._every:
+        previous, self._last = self._last, step
+        if previous is None or previous.number % self._every:
             return
-        row = self._row(last).model_dump()
+        row = self._row(previous).model_dump()
         values = {f"{_PREFIX}{name}": float(row[name]) for name in FIELDS if row.get(name) is not None}
         values = {name: value for name, value in values.items() if math.isfinite(value)}
         if hasattr(self._logger, "add_scalar"):
             for name, value in values.items():
-                self._logger.add_scalar(name, value, last.number)
+                self._logger.add_scalar(name, value, previous.number)
         else:
             log = self._logger.log if hasattr(self._logger, "log") else self._logger
-            log({**values, f"{_PREFIX}step": last.number})
+            log({**values, f"{_PREFIX}step": previous.number})

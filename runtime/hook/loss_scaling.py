@@ -1,15 +1,16 @@
-"""Losses that weigh as much as what they were counted over, whatever the ranks' batches. Start at :meth:`LossScaler.loss`.
+"""Weights losses so that the ranks' plain average of gradients is right, whatever their batches. Start at
+:meth:`LossScaler.loss`.
 
-DDP and FSDP average gradients over the N ranks as if each had as many samples. With a loss that is a mean over the x_r
-samples of rank r, and X = sum x_r, the gradient of the mean over all samples is ``sum_r x_r g_r / X`` (LB-BSP, weighted
-aggregation): the plain average of gradients of losses that were multiplied by ``N x_r / X``. So the weight enters at the
-loss, and everything behind it follows: any number of passes through the model, terms that reach other ranks (gathered
-embeddings, SyncBatchNorm), accumulation, unused parameters, any wrapper that averages.
+DDP and FSDP average gradients over the N ranks as if each had as many samples. Let rank r have x_r samples and a loss
+that is the mean over them, with gradient g_r, and X = sum x_r. The gradient of the mean over all samples is ``sum_r x_r
+g_r / X`` (LB-BSP, weighted aggregation): the plain average of the gradients of losses that were multiplied by ``N x_r /
+X``. So the weight enters at the loss, and everything behind the loss follows: several passes through the model, terms
+that reach other ranks (gathered embeddings, SyncBatchNorm), accumulation, unused parameters, any wrapper that averages.
 
-The script says what its loss is; nothing is guessed from it. What it says is measured in the first updates and wherever the
-loss's graph changes shape (:mod:`~ddltool.runtime.hook.claims`), and what would part the ranks is found after every update
-(:mod:`~ddltool.runtime.hook.guards`). Hooks of modules, tensors, parameters and optimizers tell of everything but the end of a
-backward pass.
+The script says what its loss is; nothing is guessed. What it says is measured in the first updates and wherever the
+loss's graph changes shape (:mod:`~ddltool.runtime.hook.claims`). What would part the ranks is found after updates
+(:mod:`~ddltool.runtime.hook.guards`). Hooks of modules, tensors, parameters and optimizers tell what the loop does;
+only for the end of a backward pass torch has none.
 """
 
 from __future__ import annotations
@@ -87,16 +88,21 @@ _open_scalers: weakref.WeakSet[LossScaler] = weakref.WeakSet()
 
 
 class LossScaler:
-    """One rank's weights. All ranks make the same ones, and the same backward passes.
+    """Weighs the losses of one model on one rank. All ranks make the same ones, and the same backward passes.
+
+    Attributes:
+        last_weight: what the last loss, or term of one, was multiplied by.
+        pending: the batches that the training loop holds.
 
     Args:
-        name: what the script calls this, for messages.
-        sizes: returns the (n,) samples per step of the ranks as planned: what batches of a loader of the script's own have,
-            on the first step at least, where it does not split them into ``passes``; None: unknown.
-        watcher: wants to know when gradients are complete.
-        weighs: False: losses stay as they are and nothing is refused; samples are counted by what passes get.
-
-    ``last_weight`` is what the last loss, or term of one, was multiplied by; ``pending``: the batches that the loop has.
+        job: the ranks whose gradients are averaged.
+        name: what the script calls this object, for messages.
+        sizes: returns the planned samples of each rank and step, (n,). Until a step was counted, a batch from the
+            script's own loader must have this rank's number, or its part where the script splits it into ``passes``;
+            None: unknown.
+        passes: forward and backward passes into which the script splits a step's batch.
+        watcher: hears of forward and backward passes.
+        weighs: False: losses stay as they are, nothing is refused, and samples are counted by what forward passes get.
     """
 
     def __init__(
@@ -135,7 +141,7 @@ class LossScaler:
         Without optimizers, nothing is compared between ranks. Raises InputError, on all ranks, where the model cannot
         be trained alike on all of them, and where another scaler is attached to it already.
         """
-        if self._weighs and any(optimizer._model() is model for optimizer in _open_scalers):
+        if self._weighs and any(scaler._model() is model for scaler in _open_scalers):
             raise InputError("model", "is attached to already", "attach, balance or make an agent once per model")
         self._model = reference = weakref.ref(model)
         # The weak reference alone, in all hooks: this object must not keep the model alive.
@@ -165,9 +171,9 @@ class LossScaler:
         self._guard, self._weighs = None, False
 
     def begin_forward(self, module: nn.Module | None, values: Sequence[Any]) -> None:
-        """Note that a forward pass with gradients begins; ``values`` are its inputs, whose dimension 0 counts the samples.
+        """Note that a forward pass with gradients begins; dimension 0 of its inputs ``values`` counts the samples.
 
-        ``module`` None: the computation of a trainer that does not call the model's forward pass, in training.
+        ``module`` None: the computation of a trainer, in training, that does not call the model's forward pass.
         """
         global _current_backward
         if not self._forwards_inside:
@@ -179,9 +185,7 @@ class LossScaler:
         self._forwards_inside += module is not None
 
     def end_forward(self, output: Any) -> None:
-        """Note which tensors a forward pass with gradients has returned, and in measured steps watch the gradients
-        that reach them.
-        """
+        """Note which tensors a forward pass with gradients has returned; in measured steps, watch their gradients."""
         self._forwards_inside = 0
         if (guard := self._guard) is None:
             return
@@ -196,9 +200,10 @@ class LossScaler:
                 check_gradient_hooks(model, LossScaler)
             except InputError as refusal:
                 guard.refuse(refusal)
-        for each in marked:
-            # Not the output itself: its edge would keep the graph alive.
-            each.edge.node.register_prehook(partial(self._note_arrival, each.key, each.edge.output_nr))
+        for marked_output in marked:
+            # The hook gets the key, not the output: its edge would keep the graph alive.
+            key, edge = marked_output.key, marked_output.edge
+            edge.node.register_prehook(partial(self._note_arrival, key, edge.output_nr))
 
     # What the script says of a loss.
 
@@ -214,13 +219,13 @@ class LossScaler:
 
         Args:
             loss: the loss of this rank's pass, or one term of it; each term needs a call of its own.
-            count: how many samples, tokens or weights of labels the loss is a mean over on this rank, or with
-                ``reduction="sum"`` a sum over; 0 is fine. All ranks give theirs, which costs one small message. None: the
-                samples of the batch.
-            of: what all ranks count, where it is known; None: they are asked.
-            reduction: how ranks' losses come together: each is a ``mean``, to be weighed by its count; each is a ``sum``, to be
-                divided by the counts of all ranks, or without a count to be added up as it is (a sum divided by a number that
-                counts all ranks); their plain ``average`` is right.
+            count: the number of samples, tokens or label weights that the loss is a mean over on this rank, or with
+                ``reduction="sum"`` a sum over; 0 is allowed. All ranks give theirs, which costs one small message.
+                None: the samples of the batch.
+            reduction: how the ranks' losses come together. "mean": each is a mean, to be weighed by its count. "sum":
+                each is a sum, to be divided by the counts of all ranks; without a count it is added up as it is, being
+                divided already by a number that counts all ranks. "average": their plain average is right.
+            of: the sum of all ranks' counts, where it is known; None: the ranks are asked.
 
         Raises InputError where the share of the batch is unknown. A claim that turns out to be false is refused after
         the update, by all ranks together.
@@ -255,10 +260,10 @@ class LossScaler:
         return weighed
 
     def _factor_of_count(self, count: float, of: float | None, reduction: Reduction) -> float:
-        """Return the factor of the gradients of a loss that is a mean over ``count`` things on this rank, or a sum over them.
+        """Return the factor for the gradients of a loss that is a mean, or a sum, over ``count`` things on this rank.
 
-        ``of``: what all ranks count; None: they are asked, by one small message. Raises InputError for a count below
-        0 or NaN.
+        ``of``: the sum of all ranks' counts; None: the ranks are asked, by one small message. Raises InputError for a
+        count below 0 or NaN.
         """
         if not count >= 0:
             raise InputError("count", f"is {count:g}", "give what the loss is a mean over, 0 or more")
@@ -269,7 +274,7 @@ class LossScaler:
         return factor
 
     def _counts_of_ranks(self, own_count: float) -> list[float]:
-        """Return all ranks' numbers, by rank, to each of which this call waits; the watcher hears how long that took."""
+        """Return all ranks' counts, by rank; all ranks call this together. The watcher hears how long this one waited."""
         begin_s = time.perf_counter()
         counts = [count for (count,) in self._job.numbers(own_count)]
         if self.watcher is not None:
@@ -277,27 +282,26 @@ class LossScaler:
         return counts
 
     def _counted_share(self) -> Share:
-        """Return the share of a batch that no loader of ours has handed out, and ask the other ranks for theirs.
+        """Return this rank's share of a batch that none of ddltool's loaders has handed out; all ranks exchange their counts.
 
-        This rank's samples are what the script has announced, else dimension 0 of the inputs of its forward passes.
-        Until a step was counted, that must be a planned size, so that an argument without a batch dimension is not
-        taken for one. Raises InputError, on all ranks, where one of them cannot tell.
+        This rank's count is what the script has announced, else dimension 0 of the inputs of its forward passes. Until
+        a step was counted, that must be a planned size, so that an argument without a batch dimension is not taken for
+        one. Raises InputError, on all ranks, where one of them cannot tell.
         """
-        sizes = seen = self.pending.told or self.pending.passed
+        sizes = sizes_seen = self.pending.told or self.pending.passed
         planned = None if self._sizes is None else self._sizes()[self._job.rank]
         if self._job.world_size == 1:
             counts = [float(sum(sizes))]
         else:
             if planned is not None and not self.pending.told:
                 # A forward pass gets the whole local batch, or its part where the script splits the batch into passes.
-                expected = (
-                    {planned, planned // self._planned_passes} if planned % self._planned_passes == 0 else {planned}
-                )
+                passes = self._planned_passes
+                expected = {planned, planned // passes} if planned % passes == 0 else {planned}
                 as_planned = [size for size in sizes if size in expected][:1]
                 sizes = as_planned or (sizes if self._has_counted_a_step else [])
             counts = self._counts_of_ranks(sizes[0] if len(set(sizes)) == 1 else -1)  # -1: this rank cannot tell
         if min(counts) < 0:
-            sizes_text = ", ".join(map(str, seen)) or "missing"
+            sizes_text = ", ".join(map(str, sizes_seen)) or "missing"
             problem = f"the batch cannot be counted by dimension 0 of the model's arguments ({sizes_text})"
             if planned is not None:
                 problem += f": planned are {planned} samples"
@@ -313,12 +317,11 @@ class LossScaler:
     def _check_claim(
         self, loss: Tensor, factor: float, share: Share | None, reduction: Reduction
     ) -> tuple[set[ForwardPass], OutputGradients]:
-        """Check what the script says of a loss; return the forward passes that it comes from, and its gradients by
-        their outputs.
+        """Check what the script says of a loss; return its forward passes, and its gradients by their outputs.
 
-        The gradients are there only where they are measured: in the first updates, for graphs of a new shape, and now
-        and then. ``share``: of the batch, where the loss is said to be a mean over its samples and nothing else.
-        Refusals wait for the update.
+        The loss is looked at in the first updates, then now and then, and its gradients are measured in the first
+        updates and for graphs of a new shape; otherwise both results are empty. ``share``: of the batch, where the loss
+        is said to be a mean over its samples and nothing else. Refusals wait for the update.
         """
         guard = self._guard
         updates_per_look = _UPDATES_PER_LOOK * (1 + self._graph_nodes // _NODES_PER_LOOK)
@@ -331,33 +334,38 @@ class LossScaler:
             guard.refuse(InputError("loss", before, "say each term of a loss once"))
         if self._forwards_inside:
             return forward_passes, {}  # a trainer whose step is the forward pass of the wrapped module
-        parameters_past_outputs: dict[str, Tensor] = {}
-        if graph.leaves and (model := self._model()) is not None:
-            names = {id(value): name for name, value in model.named_parameters()}
-            parameters_past_outputs = {
-                names[id(leaf)]: leaf
-                for leaf in graph.leaves
-                if id(leaf) in names.keys() - self._returned_parameter_ids
-            }
-            guard.link(leaf for leaf in graph.leaves if id(leaf) not in names)
-        if parameters_past_outputs and not graph.outputs and share is not None:
+        past_outputs = self._parameters_past_outputs(graph, guard)
+        if past_outputs and not graph.outputs and share is not None:
             problem = "reaches the model's parameters past the wrapped model, so that nobody averages their gradients"
             guard.refuse(InputError("loss", problem, "call the wrapped model, not the module inside"))
         shape = graph.nodes, len(graph.outputs), len(graph.leaves), reduction
         if not graph.outputs or (shape in self._seen_graph_shapes and not guard.is_measured):
             return forward_passes, {}
         self._seen_graph_shapes.add(shape)
-        if parameters_past_outputs and share is not None and self.averages:
-            guard.note_past_outputs(gradients_past_outputs(loss, graph.outputs, parameters_past_outputs))
+        if past_outputs and share is not None and self.averages:
+            guard.note_past_outputs(gradients_past_outputs(loss, graph.outputs, past_outputs))
         return forward_passes, self._measure_gradients(guard, loss, graph, factor, share)
+
+    def _parameters_past_outputs(self, graph: LossGraph, guard: UpdateGuard) -> dict[str, Tensor]:
+        """Return the model's parameters that a loss reaches without passing through the model's outputs, by name.
+
+        Parameters that the last forward pass has returned do not count. Those outside of the model are noted with the
+        guard: another optimizer may train them.
+        """
+        model = self._model()
+        if model is None or not graph.leaves:
+            return {}
+        names = {id(value): name for name, value in model.named_parameters()}
+        guard.link(leaf for leaf in graph.leaves if id(leaf) not in names)
+        past_outputs = names.keys() - self._returned_parameter_ids
+        return {names[id(leaf)]: leaf for leaf in graph.leaves if id(leaf) in past_outputs}
 
     def _measure_gradients(
         self, guard: UpdateGuard, loss: Tensor, graph: LossGraph, factor: float, share: Share | None
     ) -> OutputGradients:
-        """Return the weighted gradients of a loss by its outputs; refuse a mean over samples whose samples depend on
-        each other.
+        """Return the weighted gradients of a loss by its outputs; refuse a mean over samples that depend on each other.
 
-        None stands for an output behind those: any gradient that arrives there is explained.
+        For an output behind another one the gradient is None: whatever arrives there is explained.
         """
         outputs, behind = graph.measurable_outputs()
         expected: OutputGradients = dict.fromkeys(behind)
@@ -383,8 +391,8 @@ class LossScaler:
     def _note_arrival(self, key: OutputKey, place: int, gradients: tuple[Tensor | None, ...]) -> None:
         """Compare the gradient that arrives at a model's output with what weighted losses send there; refuse one that has more.
 
-        A hook of the output's graph node: ``place`` is the output's index among the node's, ``gradients`` are all of
-        them.
+        A hook of the graph node that computes the output: ``gradients`` are those of all the node's outputs, ``place``
+        is the index of this one.
         """
         gradient, guard = gradients[place], self._guard
         if _current_backward is None or guard is None or gradient is None or not _current_backward.expected:
@@ -407,8 +415,8 @@ class LossScaler:
     ) -> Tensor:
         """Note that a backward pass has come to a weighted loss; return the loss's gradient, multiplied by its weight.
 
-        A hook of the loss. ``scale`` is the gradient that comes in: 1, or an AMP scaler's factor. ``gradients`` are
-        those measured with a scale of 1, by output.
+        A hook of the loss: ``scale`` is the gradient that comes in, 1 or an AMP scaler's factor. ``gradients`` are
+        those measured with a scale of 1, by output; they are added to what this pass is expected to send there.
         """
         under_way = self._join_backward()
         under_way.is_weighed = True
@@ -422,7 +430,7 @@ class LossScaler:
         return scale * factor
 
     def _join_backward(self) -> _BackwardPass:
-        """Return the backward pass that is under way, begun with this call if none is, and note that it reaches this model."""
+        """Return the backward pass under way, a new one if none is, and note that it reaches this scaler's model."""
         global _backwards, _current_backward
         if _current_backward is None:
             _backwards += 1
@@ -435,14 +443,18 @@ class LossScaler:
         return _current_backward
 
     def _note_gradient(self, parameter: Tensor) -> None:
-        """Note that a backward pass has accumulated a gradient in this model: the hook of a parameter."""
+        """Note that a backward pass has accumulated a gradient in this model: a hook of its parameters."""
         if _current_backward is None or not _current_backward.trains.get(self):
             self._join_backward().trains[self] = True
 
     def note_complete(self, under_way: _BackwardPass) -> None:
-        """Note that all gradients of this rank are there, while DDP still waits for those of the others."""
-        is_said, self._was_loss_called = self._was_loss_called, False
-        if not is_said:  # count its samples all the same; ranks are taken to have equal batches
+        """Note that all gradients of this rank are there, while DDP still waits for those of the others.
+
+        A pass for which the script has said no loss is counted all the same; the ranks are then taken to have equal
+        batches.
+        """
+        was_loss_called, self._was_loss_called = self._was_loss_called, False
+        if not was_loss_called:  # count its samples all the same; ranks are taken to have equal batches
             with contextlib.suppress(InputError):
                 if self.pending.share(-under_way.number, self.name) is None:
                     samples = max(self.pending.told or self.pending.passed, default=0)
@@ -451,7 +463,7 @@ class LossScaler:
             self.watcher.note_complete()
 
     def end_backward(self, under_way: _BackwardPass) -> None:
-        """Note that a backward pass is over, the exchange of its gradients included: what comes now belongs to another one.
+        """Note that a backward pass is over, the exchange of its gradients included.
 
         Refuses a pass without a weighted loss, and a second one by the same forward pass, which DDP does not average.
         """
@@ -475,15 +487,14 @@ class LossScaler:
     def _missing_loss_error(self) -> InputError:
         """Return the refusal of a loss that was not weighted."""
         remedy = f"write loss = {self.name}.loss(loss) before loss.backward() for a mean over the batch's samples, with count= "
-        return InputError(
-            "loss", f"did not come through {self.name}.loss", remedy + "for one over tokens, pixels or labels"
-        )
+        remedy += "for one over tokens, pixels or labels"
+        return InputError("loss", f"did not come through {self.name}.loss", remedy)
 
     def _after_update(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """Compare the ranks after an update: the optimizer's post-step hook. Raises InputError on all ranks for what
-        one refuses.
+        """Compare the ranks after an update: the optimizer's post-step hook.
 
-        After the first updates most hooks on parameters are removed: a few of them tell of a backward pass.
+        After the first updates most hooks on parameters are removed, as a few of them tell of every backward pass.
+        Raises InputError, on all ranks, for what one refuses.
         """
         if (guard := self._guard) is None:
             return
@@ -505,13 +516,10 @@ def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class _ForwardHook:
-    """What happens before or after each forward pass with gradients.
-
-    Copies of the model (moving averages) are not trained: theirs do nothing.
-    """
+    """A module's hook before or after each forward pass with gradients; copies of the model get one that does nothing."""
 
     def __init__(self, act: Callable[..., None] | None = None) -> None:
-        """Call ``act`` with module, arguments and what else the hook gets; None, as in a copy of the model: do nothing."""
+        """Call ``act`` with the module, its arguments and what else torch gives the hook; None: do nothing."""
         self._act = act
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], other: Any) -> None:
@@ -525,16 +533,17 @@ class _ForwardHook:
 
 
 def _at_end_of_backward(call: Callable[[], None]) -> None:
-    """Call ``call`` when the backward pass that is under way has computed all gradients.
+    """Call ``call`` when the backward pass under way has computed all gradients.
 
-    Torch has no public place for it: DDP's reducer and FSDP2 ask the engine in this way too. It calls in the order in
-    which it was asked; DDP asks when its last bucket is ready, which is later.
+    Torch has no public way to ask for it: DDP's reducer and FSDP2 queue the engine's callbacks in this way too.
+    Callbacks run in the order in which they were queued; DDP queues its own later than the first gradient, when its
+    last bucket is ready.
     """
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 def _note_complete() -> None:
-    """Tell the scalers that all gradients of this rank are there; :func:`_note_end` follows behind DDP's own end."""
+    """Tell the scalers that this rank's gradients are all there; queue :func:`_note_end`, which runs behind DDP's end."""
     if _current_backward is not None:
         for scaler in _current_backward.trained():
             scaler.note_complete(_current_backward)

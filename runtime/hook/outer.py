@@ -1,25 +1,24 @@
-"""Islands that train by themselves and meet every H steps: Local SGD, DiLoCo, Streaming DiLoCo. Start at :class:`OuterSteps`.
+"""Islands of workers that train by themselves and average now and then: Local SGD, DiLoCo, Streaming DiLoCo.
 
-Of each fragment p of the parameters every island holds the outer parameters O_p, alike on all, beside its own theta_p. After
-the inner step t with ``t mod H = (p + 1) H / P`` (rounded down; 0 is H) it sends ``D = O_p - theta_p``; ``overlap`` inner steps
-later, at once where that is 0, the average of all islands' D is a gradient of O_p, and theta_p is mixed with the result::
+Start at :class:`OuterSteps`. The trained parameters are cut into P fragments. Beside its own parameters theta_p of a fragment
+p, every island holds the *outer* parameters O_p, which are the same on all islands. With H inner steps to a round, an island
+sends ``D = O_p - theta_p`` after step ``(p + 1) H / P`` (rounded down) of each round. ``overlap`` inner steps later the average
+of all islands' D has come. It serves as a gradient of O_p, and theta_p is mixed with the result::
 
     M_p <- momentum M_p + D;  O_p <- O_p - learning_rate (D + momentum M_p);  theta_p <- alpha theta_p + (1 - alpha) O_p
 
-(arXiv 2311.08105, Algorithm 1; 2501.18512, Algorithm 2, whose P fragments of one round begin and end together here.) A thread
-sends the fragments, one after the other in the same order on all islands.
+Sources: DiLoCo (arXiv 2311.08105, Algorithm 1) and Streaming DiLoCo (arXiv 2501.18512, Algorithm 2; here the fragments of a
+round begin and end together). A thread sends the fragments one after the other, in the same order on all islands.
 """
 
 from __future__ import annotations
 
-import atexit
-import queue
-import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,7 +41,7 @@ DILOCO: Outer = (0.7, 0.9)
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """A fragment that is on its way, and after which inner step its average is applied."""
+    """A fragment's difference on its way to the other islands."""
 
     fragment: int
     due: int
@@ -50,30 +49,33 @@ class _Sent:
 
 
 class OuterSteps:
-    """The outer steps of this process; :meth:`~ddltool.runtime.hook.attaching.Hook.outer` makes it. The loop stays as it is.
+    """The outer steps of this process, as :meth:`~ddltool.runtime.hook.attaching.Hook.outer` makes them.
 
-    All ranks of an island hold the same parameters, or the shards of FSDP2. ``group`` has the ranks that average: one rank of
-    each island, which hands the average on over ``inside``, the island's own group; or without ``inside`` every rank with those
-    of its place in the other islands (with FSDP2 a shard's). Buffers, such as BatchNorm's, are each island's own.
-    A check against one process (``ddltool doctor --check``) is for the script without outer steps.
+    The training loop stays as it is. All ranks of an island hold the same parameters, or shards of them under FSDP2.
+    There are two ways to average. With ``inside``, ``group`` has one rank of each island, which hands the average to
+    its island over ``inside``. Without ``inside``, every rank averages with the ranks of its own place in the other
+    islands (under FSDP2: with those of the same shard). Buffers, such as BatchNorm's statistics, are not averaged.
+    ``ddltool doctor --check`` is for the script without outer steps.
 
-    Attributes: ``steps``, inner steps made; ``rounds``, outer steps of all fragments; ``outer``, the outer parameters, flat,
-    by fragment.
+    Attributes:
+        steps: inner steps made so far.
+        outer: the outer parameters, one flat tensor for each fragment.
+        momentum: the outer optimizer's momentum, in the same shapes.
 
     Args:
-        model: whose trainable parameters are averaged.
-        inner: the optimizer whose steps count.
-        every: H, inner steps of this island between two outer steps; islands of unequal speed may differ.
-        optimizer: learning rate and Nesterov momentum; (1, 0) is Local SGD, plain averages.
-        fragments: P, parts of neighbouring parameters of about one size, each sent at its own step.
-        overlap: tau, inner steps that go on while a fragment travels; below ``every``.
-        mixing: alpha, the share of its own parameters that an island keeps.
-        bits: of an exchanged number: 32 sends the parameters' own type; 16, 8, 4 round (:mod:`.rounding`).
-        weight: of this island in the average, such as its samples; relative to the others'.
-        group: None: every rank of the job is an island.
-        inside: the group of this island's ranks, whose first is in ``group``; None: each rank averages by itself.
+        model: the module whose trainable parameters are averaged.
+        inner: the optimizer whose steps count as inner steps.
+        every: H, the inner steps of this island in a round; islands of unequal speed may differ.
+        optimizer: learning rate and Nesterov momentum of the outer steps; (1, 0) is Local SGD's plain average.
+        fragments: P, parts of neighbouring parameters of about the same size, each sent at a step of its own.
+        overlap: inner steps that go on while a fragment travels; fewer than ``every``.
+        mixing: alpha, the share of its own parameters that an island keeps, from 0 to below 1.
+        bits: of each number that is sent: 32 stands for the parameters' own type; 16, 8 and 4 round (:mod:`.rounding`).
+        weight: of this island in the average relative to the others, such as its samples.
+        group: the process group that averages; None: every rank of the job is an island.
+        inside: the process group of this island, whose first rank is in ``group``; None: each rank averages by itself.
 
-    Raises InputError for a setting that cannot be followed.
+    Raises InputError for a setting out of its range.
     """
 
     def __init__(
@@ -101,12 +103,16 @@ class OuterSteps:
         self.outer = [_flat(part) for part in self._fragments]
         self.momentum = [torch.zeros_like(part) for part in self.outer]
         self._sent: deque[_Sent] = deque()
-        self._sender = _Sender()
+        # One thread, so that all islands exchange fragments in the same order; at exit Python waits for what it was given.
+        self._sender = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ddltool-outer")
         self._watch = inner.register_step_post_hook(lambda *_: self._after_update())
 
     @classmethod
     def settings_of(cls, path: str, island: int) -> dict[str, Any]:
-        """Return the settings of an island, from 0 on, in a file that ``ddltool plan -o`` wrote of islands."""
+        """Return the keyword arguments of :class:`OuterSteps` for an island, counted from 0, of the plan in the file ``path``.
+
+        ``ddltool plan -o`` writes such a file. Raises InputError for an island that the plan does not have.
+        """
         plan = load(path, IslandsPlan)
         if not 0 <= island < len(plan.islands):
             raise InputError("island", f"is {island}", f"{path} has 0 to {len(plan.islands) - 1}")
@@ -122,11 +128,11 @@ class OuterSteps:
 
     @property
     def rounds(self) -> int:
-        """Return how many times all fragments were sent."""
+        """How many times all fragments have been sent."""
         return self.steps // self.every
 
     def _after_update(self) -> None:
-        """Send and apply what is due after an inner step."""
+        """Send the fragments and apply the averages that are due after an inner step: the optimizer's post-step hook."""
         step = self.steps % self.every + 1  # in this round, from 1 on
         self.steps += 1
         for fragment in range(len(self._fragments)):
@@ -137,17 +143,18 @@ class OuterSteps:
 
     @torch.no_grad()
     def _send(self, fragment: int) -> None:
+        """Begin to average a fragment's difference between outer and own parameters with the other islands."""
         difference = self.outer[fragment] - _flat(self._fragments[fragment])
-        group, bits, weight = self._group, self.bits, self.weight
-        takes_part = _is_in(group)
-        average = (
-            self._sender.submit(lambda: averaged(difference, group, bits, weight)) if takes_part else _done(difference)
-        )
+        work = partial(averaged, difference, self._group, self.bits, self.weight)
+        average = self._sender.submit(work) if _is_in(self._group) else _done(difference)
         self._sent.append(_Sent(fragment, self.steps + self.overlap, average))
 
     @torch.no_grad()
     def _receive(self) -> None:
-        """Take an outer step with the average that was sent first. Raises LostRank where it did not come about."""
+        """Wait for the average that was sent first, and make its outer step.
+
+        Raises LostRank, on all ranks of the island, where the average did not come about because an island is gone.
+        """
         sent = self._sent.popleft()
         error = sent.average.exception()
         is_here = torch.tensor([error is None], dtype=torch.float32)
@@ -160,18 +167,19 @@ class OuterSteps:
         if self._inside is not None:
             _hand_on(average, self._inside)
         rate, momentum = self.optimizer
-        outer, kept = self.outer[sent.fragment], self.momentum[sent.fragment]
-        kept.mul_(momentum).add_(average)
-        outer.sub_(average.add(kept, alpha=momentum), alpha=rate)
+        outer, momentum_buffer = self.outer[sent.fragment], self.momentum[sent.fragment]
+        momentum_buffer.mul_(momentum).add_(average)
+        outer.sub_(average.add(momentum_buffer, alpha=momentum), alpha=rate)
         _mix(self._fragments[sent.fragment], outer, self.mixing)
 
     @torch.no_grad()
     def regroup(self, group: Group, *, weight: float | None = None) -> None:
-        """Go on with the ranks of ``group``: islands have joined or left. All of its ranks call it, between two inner steps.
+        """Go on with the ranks of ``group``, after islands have joined or left.
 
-        The first rank of the group must have trained before: the outer parameters, momentum and inner steps are its own, also
-        for those who join, which begin at the outer parameters. What was under way is applied at once; what was lost with an
-        island is not, and goes with the fragment's next difference.
+        All of its ranks call this between two inner steps. The first rank of the group must have trained before: all
+        others, also new ones, take over its outer parameters, momentum and number of inner steps. Averages on their way
+        are applied first. The difference that was lost with an island is not made up for at once: it is part of the
+        fragment's next one. ``weight``: this island's from now on; None: as before.
         """
         while self._sent:
             try:
@@ -180,18 +188,18 @@ class OuterSteps:
                 continue
         self._group, self.weight = group, self.weight if weight is None else weight
         steps = torch.tensor([self.steps, self.every], dtype=torch.int64)
-        for one in (group, self._inside):
-            if _is_in(one):
+        for member_group in (group, self._inside):
+            if _is_in(member_group):
                 for value in (steps, *self.outer, *self.momentum):
-                    _hand_on(value, one)
-        made, every = steps.tolist()
-        if self.rounds != made // every or not self.steps:
-            self.steps = made * self.every // every
+                    _hand_on(value, member_group)
+        first_steps, first_every = steps.tolist()
+        if self.rounds != first_steps // first_every or not self.steps:
+            self.steps = first_steps * self.every // first_every
             for part, outer in zip(self._fragments, self.outer, strict=True):
                 _mix(part, outer, 0.0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what resumes the outer steps, tensors of this rank; waits for what is on its way."""
+        """Return what :meth:`load_state_dict` resumes from: tensors of this rank. Waits for averages that are on their way."""
         return {
             "steps": self.steps,
             "outer": [part.clone() for part in self.outer],
@@ -201,7 +209,7 @@ class OuterSteps:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from :meth:`state_dict`. Raises InputError for the state of other parameters or fragments."""
+        """Resume from what :meth:`state_dict` returned. Raises InputError for the state of other parameters or fragments."""
         try:
             outer, momentum, sent = list(state["outer"]), list(state["momentum"]), list(state["sent"])
             steps = int(state["steps"])
@@ -210,61 +218,29 @@ class OuterSteps:
         if [part.shape for part in outer] != [part.shape for part in self.outer]:
             problem = f"has {len(outer)} fragments of other sizes than these {len(self.outer)}"
             raise InputError("outer state", problem, "resume with the model and the fragments of the run before")
-        for mine, theirs in zip((*self.outer, *self.momentum), (*outer, *momentum), strict=True):
-            mine.copy_(theirs)
+        for own, saved in zip((*self.outer, *self.momentum), (*outer, *momentum), strict=True):
+            own.copy_(saved)
         self.steps = steps
         self._sent = deque(_Sent(int(part), int(due), _done(average.to(self.outer[0]))) for part, due, average in sent)
 
     def close(self) -> None:
-        """Count no more steps; waits for what is on its way, which is not applied. Idempotent."""
+        """Count no more steps. Waits for averages on their way and does not apply them. More calls do nothing."""
         self._watch.remove()
-        self._sender.close()
-
-
-class _Sender:
-    """A thread that does what it is given, one after the other; at exit it is waited for, as other islands wait for it."""
-
-    def __init__(self) -> None:
-        self._given: queue.SimpleQueue[tuple[Future[Tensor], Callable[[], Tensor]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="ddltool-outer", daemon=True)
-        self._thread.start()
-        atexit.register(self.close)
-
-    def submit(self, work: Callable[[], Tensor]) -> Future[Tensor]:
-        """Return the result that ``work`` will have."""
-        future: Future[Tensor] = Future()
-        self._given.put((future, work))
-        return future
-
-    def close(self) -> None:
-        """End the thread after what it was given. Idempotent."""
-        atexit.unregister(self.close)
-        self._given.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        while (given := self._given.get()) is not None:
-            future, work = given
-            try:
-                future.set_result(work())
-            except Exception as error:  # it is raised where the result is asked for
-                future.set_exception(error)
-            # A group whose last reference is this thread's would end the process when it goes away at exit.
-            del given, future, work
+        self._sender.shutdown()
 
 
 def island_group(address: str, island: int, islands: int, *, meeting: int = 0, timeout_s: float = 300.0) -> Group:
-    """Return a gloo group of islands that are jobs of their own, for :meth:`OuterSteps.regroup` and ``hook.outer``.
+    """Return a gloo process group of islands that are jobs of their own, for ``hook.outer`` and :meth:`OuterSteps.regroup`.
 
-    One rank of each island calls it. Nothing is authenticated: use a network of your own.
+    One rank of each island calls this. Nothing is authenticated, so the network must be the user's own.
 
     Args:
-        address: ``host:port`` of island 0, which listens there at its first call.
-        island, islands: this island's place, from 0 on, and how many there are now.
+        address: ``host:port`` of island 0, which listens there from its first call on.
+        island, islands: this island's number, from 0 on, and how many there are now.
         meeting: a number that grows with every change of islands.
-        timeout_s: how long one waits for the others.
+        timeout_s: seconds that an island waits for the others.
 
-    Raises InputError for another address.
+    Raises InputError for an address or an island number that cannot be.
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 <= island < islands:
@@ -292,22 +268,20 @@ def _check(
     weight: float,
     parameters: int,
 ) -> None:
-    """Raise InputError for the first setting that cannot be followed."""
+    """Raise InputError for the first argument of :class:`OuterSteps` that is out of its range."""
     if every < 1:
         raise InputError("every", f"is {every}", "give the inner steps between outer steps, 1 or more")
     if not parameters:
-        raise InputError(
-            "model", "has no parameters that are trained", "give hook.outer the model that the optimizer trains"
-        )
+        remedy = "give hook.outer the model that the optimizer trains"
+        raise InputError("model", "has no parameters that are trained", remedy)
     if not 1 <= fragments <= min(parameters, every):
         remedy = f"give 1 to {min(parameters, every)}: a fragment has a parameter, and a step of its own"
         raise InputError("fragments", f"are {fragments}, of {parameters} parameters in {every} steps", remedy)
     if not 0 <= overlap < every:
         raise InputError("overlap", f"is {overlap} of {every} inner steps", f"give 0 to {every - 1}")
     if not (len(optimizer) == 2 and optimizer[0] > 0 and 0 <= optimizer[1] < 1):
-        raise InputError(
-            "optimizer", f"is {optimizer}", "give a learning rate above 0 and a momentum of 0 to 1: (0.7, 0.9)"
-        )
+        remedy = "give a learning rate above 0 and a momentum of 0 to 1: (0.7, 0.9)"
+        raise InputError("optimizer", f"is {optimizer}", remedy)
     if not 0 <= mixing < 1:
         raise InputError("mixing", f"is {mixing}", "give 0 (the outer parameters) to less than 1 (an island's own)")
     if bits not in (4, 8, 16, 32):
@@ -317,7 +291,7 @@ def _check(
 
 
 def _cut(values: Sequence[nn.Parameter], fragments: int) -> list[list[nn.Parameter]]:
-    """Return the parameters in so many runs of neighbours of about one size, none empty."""
+    """Cut the parameters, in their order, into ``fragments`` parts of about the same number of elements, none of them empty."""
     total, parts, taken = sum(value.numel() for value in values), list[list[nn.Parameter]](), 0
     for place, value in enumerate(values):
         left = len(values) - place
@@ -330,18 +304,21 @@ def _cut(values: Sequence[nn.Parameter], fragments: int) -> list[list[nn.Paramet
 
 
 def _here(values: Iterable[nn.Parameter]) -> list[Tensor]:
-    """Return what this rank holds of the parameters: themselves, or FSDP2's shards."""
+    """Return the part of the parameters that this rank holds: the whole tensors, or FSDP2's local shards."""
     held: list[Any] = [value.detach() for value in values]
     return [value.to_local() if hasattr(value, "to_local") else value for value in held]
 
 
 def _flat(values: Iterable[nn.Parameter]) -> Tensor:
-    """Return a copy of the parameters, one behind the other."""
+    """Return a copy of all parameters' elements as one tensor, (n,)."""
     return torch.cat([value.reshape(-1) for value in _here(values)]).clone()
 
 
 def _mix(values: Iterable[nn.Parameter], outer: Tensor, mixing: float) -> None:
-    """Set parameters to ``mixing`` of their own and the rest of the flat outer ones."""
+    """Set each parameter to ``mixing`` times its own value plus ``1 - mixing`` times its part of ``outer``.
+
+    ``outer`` has shape (n,), with the parameters one after the other as :func:`_flat` returns them.
+    """
     start = 0
     for value in _here(values):
         part = outer[start : start + value.numel()].view_as(value)
@@ -353,18 +330,19 @@ def _mix(values: Iterable[nn.Parameter], outer: Tensor, mixing: float) -> None:
 
 
 def _done(value: Tensor) -> Future[Tensor]:
+    """Return a future that holds ``value`` already."""
     future: Future[Tensor] = Future()
     future.set_result(value)
     return future
 
 
 def _is_in(group: Group | None) -> bool:
-    """Return whether this rank is one of a group's."""
+    """Return whether this rank is a member of a group; no group (None) has members."""
     return group is not None and group != dist.GroupMember.NON_GROUP_MEMBER
 
 
-def _hand_on(value: Tensor, group: Group) -> None:
-    """Give all ranks of a group, registered or not, the value of its first."""
+def _hand_on(tensor: Tensor, group: Group) -> None:
+    """Give all ranks of a process group, registered with torch.distributed or not, the value of its first rank, in place."""
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = 0, 0
-    group.broadcast([value], options).wait()
+    group.broadcast([tensor], options).wait()

@@ -1,8 +1,9 @@
 """Which batches the training loop holds, and what share of all ranks' samples a backward pass is for.
 
-Start at :meth:`PendingBatches.share`. Loaders note each batch that they hand out (:meth:`PendingBatches.draw`), backward passes
-mark those that went into gradients as used, and used ones are forgotten when their loader hands out the next. So loops may
-fetch ahead, leave batches out, train on those of two loaders together, and evaluate on a third one in between.
+Start at :meth:`PendingBatches.share`. Loaders note each batch that they hand out (:meth:`PendingBatches.draw`). A
+backward pass marks the batches behind its gradients as used, and used batches are forgotten when their loader hands out
+the next one. So a loop may fetch ahead, leave batches out, train on batches of two loaders together, and evaluate on a
+third one in between.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _MOST_HELD = 4096
 
 
 def leading_size(values: Sequence[Any]) -> int | None:
-    """Return dim 0 of the first tensor that has one, looking into what holds some; None if there is none.
+    """Return the size of dimension 0 of the first tensor in ``values`` that has one, nested ones included; None without any.
 
     >>> leading_size([torch.tensor(2.0), {"pixels": torch.zeros(8, 3)}])
     8
@@ -34,7 +35,7 @@ def leading_size(values: Sequence[Any]) -> int | None:
 
 @dataclass(eq=False, slots=True)
 class _Drawn:
-    """A batch that the training loop was given."""
+    """A batch that a loader has handed to the training loop."""
 
     share: Share
     sampler_pass: Pass | None
@@ -46,10 +47,9 @@ class _Drawn:
 
 
 class PendingBatches:
-    """The batches that the training loop has been given and that have not been left behind."""
+    """The batches that the training loop has been given and that are not forgotten yet."""
 
     def __init__(self) -> None:
-        """Begin without batches."""
         self.missing: str | None = None
         """What the script still has to do before batches may be handed out, in words; None: nothing."""
         self.trains: Callable[[], bool] = lambda: True
@@ -69,10 +69,10 @@ class PendingBatches:
     # What loaders tell.
 
     def draw(self, source: Hashable, drawn: Pass | Share) -> None:
-        """Note that the training loop gets a batch of the loader ``source``, and forget those of it that went into gradients.
+        """Note that the loader ``source`` hands a batch to the training loop, and forget its batches that went into gradients.
 
-        ``drawn``: the sampler's pass, or for a stream the share of the step's samples. Raises InputError where the
-        script has not yet said what is trained.
+        ``drawn``: the sampler's pass that the batch is for, or for a stream its share of the step's samples. Raises
+        InputError where the script has not said yet what is trained.
         """
         if self.missing is not None:
             raise InputError("loader", "is used before the hook knows what is trained", self.missing)
@@ -85,8 +85,9 @@ class PendingBatches:
         self._drawn[source].append(_Drawn(share, sampler_pass, for_evaluation))
 
     def drop(self, source: Hashable, *, everything: bool = False) -> None:
-        """Forget the batches of the loader ``source`` that went into gradients, up to the first that did not; or
-        ``everything`` of it.
+        """Forget the batches of the loader ``source`` that went into gradients, up to the first that did not.
+
+        With ``everything``, forget all of them.
         """
         batches = self._drawn.get(source, ())
         while batches and (everything or batches[0].used):
@@ -102,10 +103,10 @@ class PendingBatches:
     # What the script tells.
 
     def turn_to_next(self, skip: int = 0) -> None:
-        """Take it that backward passes are for the next batch, until the next call; ``skip`` batches before it are left out.
+        """Let backward passes be for the next batch, until the next call; ``skip`` batches before it are left out.
 
-        For loops that fetch batches ahead and say when it is each one's turn. Where several loaders have batches,
-        this is left to :meth:`share`.
+        For loops that fetch batches ahead and say when it is each one's turn. Where several loaders have batches, which
+        one is meant is left to :meth:`share`.
         """
         self._fill()
         if len(sources := [batches for batches in self._drawn.values() if batches]) != 1:
@@ -118,14 +119,15 @@ class PendingBatches:
         self._held = batches[0] if batches else None
 
     def announce(self, samples: int) -> None:
-        """Note that the next forward pass is for ``samples`` samples, as the script says. Raises InputError when negative."""
+        """Note that the script says how many samples the next forward pass is for. Raises InputError for a negative number."""
         if samples < 0:
             raise InputError("count_samples", f"is {samples}", "give the number of samples, 0 or more")
         self._announced = samples
 
     def begin_forward(self, values: Sequence[Any]) -> None:
-        """Note the samples of a forward pass with gradients: as announced, else dimension 0 of the first tensor in
-        its ``values``.
+        """Note how many samples a forward pass with gradients is for.
+
+        It is the number that the script has announced, else dimension 0 of the first tensor in the inputs ``values``.
         """
         if self._announced is not None:
             self.told.append(self._announced)
@@ -141,15 +143,15 @@ class PendingBatches:
 
     @property
     def is_known(self) -> bool:
-        """Whether a loader of ours has given the batch in hand."""
+        """Whether one of ddltool's loaders has handed out the batch in hand."""
         return bool(self._batches())
 
     def share(self, number: Hashable, name: str) -> Share | None:
-        """Return the share of the batch that backward pass ``number`` is for, and mark the batch as used.
+        """Return the share of the batch that the backward pass ``number`` is for, and mark the batch as used.
 
-        None where no loader of ours has given one. The loop may hold several batches. Where their shares differ,
-        those count that have as many samples as the forward pass had. Raises InputError where these still differ;
-        ``name`` is what the script calls the object on which it can say the count.
+        None where none of ddltool's loaders has handed it out. Of several batches with different shares, those count
+        that have as many samples as the forward pass had. Raises InputError where these differ too; ``name`` is what
+        the script calls the object on which it can say the count.
         """
         fitting = batches = self._batches()
         if not batches:
@@ -159,20 +161,17 @@ class PendingBatches:
             fitting = [batch for batch in batches if batch.share.samples in sizes]
             if len({batch.share for batch in fitting}) != 1:
                 remedy = f"say which it is: {name}.loss(loss, count=samples)"
-                raise InputError(
-                    "backward", "the script has batches of several steps in hand, of different shares", remedy
-                )
+                problem = "the script has batches of several steps in hand, of different shares"
+                raise InputError("backward", problem, remedy)
         self._use(number, fitting)
         return fitting[0].share
 
     def use(self, number: Hashable) -> None:
-        """Note that backward pass ``number`` uses what there is, whose share the script has said."""
+        """Mark the batches in hand as used by the backward pass ``number``, whose share the script has said itself."""
         self._use(number, self._batches())
 
     def count(self, number: Hashable, samples: int, total: float) -> None:
-        """Add samples of this rank and of all (``total``) to the tally for backward pass ``number``, once for all
-        terms of its loss.
-        """
+        """Add samples of this rank, and of all ranks (``total``), to the tally, once for all terms of one backward pass."""
         if self._used_in != number:
             self._used_in = number
             self._tally = (self._tally[0] + samples, self._tally[1] + total)
@@ -183,15 +182,11 @@ class PendingBatches:
         return samples, round(total)
 
     def last_used(self, sampler: VariableBatchSampler) -> Pass | None:
-        """Return the pass of the latest batch of a sampler that went into gradients and is not forgotten yet, None
-        without any.
-        """
+        """Return the pass of a sampler's latest batch that went into gradients and is not forgotten yet, None without any."""
         return next((batch.sampler_pass for batch in reversed(self._drawn.get(sampler, ())) if batch.used), None)
 
     def _fill(self) -> None:
-        """Note the batches that loaders of the script's own have taken from a sampler, as these loaders do not call
-        :meth:`draw`.
-        """
+        """Note the batches that the script's own loaders have taken from a sampler: these loaders do not call :meth:`draw`."""
         for sampler in list(self.unannounced):
             while sampler.issued:
                 self.draw(sampler, sampler.issued.popleft())
@@ -199,8 +194,8 @@ class PendingBatches:
     def _batches(self) -> list[_Drawn]:
         """Return the batches that a backward pass now may be for.
 
-        That is the batch whose turn it is, where the loop says so; else those held to train on; else all that are
-        held.
+        That is the batch whose turn it is, where the loop has said so; else the batches that were handed out for
+        training; else all.
         """
         self._fill()
         if self._held is not None:
@@ -209,7 +204,7 @@ class PendingBatches:
         return [batch for batch in batches if not batch.for_evaluation] or batches
 
     def _use(self, number: Hashable, fitting: list[_Drawn]) -> None:
-        """Mark as used, of each loader, the oldest everything batch among ``fitting`` and all batches before it."""
+        """Mark as used, of each loader, the oldest unused batch that is among ``fitting`` and all batches before it."""
         if self._used_in == number or not fitting:
             return
         samples, total = 0, 0.0

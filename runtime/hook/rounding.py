@@ -1,8 +1,9 @@
-"""The average of a tensor over processes, of its own type or rounded to few bits. Start at :func:`averaged`.
+"""The average of a tensor over processes, in its own type or rounded to few bits. Start at :func:`averaged`.
 
-Rounded to 16 bits numbers are bfloat16; to 8 and 4 bits whole numbers of -127 to 127 and -7 to 7 by a scale for each
-:data:`BLOCK`. Each process receives every other's rounded numbers of its own part, sums them in the tensor's type, and sends
-the average on, rounded once more: all have the same bits, and every number travels 2 (n - 1) / n times, as in a ring.
+With 16 bits numbers travel as bfloat16. With 8 or 4 bits they travel as whole numbers of -127 to 127, or -7 to 7, with one
+scale for each :data:`BLOCK` numbers. Each of n processes sums up one part of the tensor: it receives every process's rounded
+numbers of that part, adds them in the tensor's type, and sends the average to all, rounded once more. So all processes end
+with the same bits, and each number travels 2 (n - 1) / n times, as in a ring.
 """
 
 from __future__ import annotations
@@ -18,9 +19,13 @@ _STEPS = {8: 127, 4: 7}
 
 
 def averaged(value: Tensor, group: Any, bits: int = 32, weight: float = 1.0) -> Tensor:
-    """Return the average of the (n,) tensors of a process group's ranks, weighed by each one's ``weight``.
+    """Return the (n,) weighted average of the ranks' (n,) tensors ``value``; waits until it is there.
 
-    ``group``: a ``torch.distributed.ProcessGroup``, registered or not. Blocks until it is there.
+    Args:
+        value: this rank's numbers.
+        group: a ``torch.distributed.ProcessGroup``, registered with torch.distributed or not.
+        bits: of a number while it travels: 32 (its own type), 16, 8 or 4.
+        weight: of this rank in the average.
     """
     ranks = group.size()
     if bits == 32:
@@ -34,15 +39,19 @@ def averaged(value: Tensor, group: Any, bits: int = 32, weight: float = 1.0) -> 
     packed = torch.stack([packed_bits(part, bits) for part in parts])
     received = torch.empty_like(packed)
     group.alltoall_base(received.view(-1), packed.view(-1), [], []).wait()
-    own = torch.stack([unpacked(row, bits, value.dtype) for row in received]).sum(dim=0) / float(weights)
-    mine = packed_bits(own, bits)
-    gathered = [torch.empty_like(mine) for _ in range(ranks)]
-    group.allgather([gathered], [mine]).wait()
+    part_average = torch.stack([unpacked(row, bits, value.dtype) for row in received]).sum(dim=0) / float(weights)
+    packed_average = packed_bits(part_average, bits)
+    gathered = [torch.empty_like(packed_average) for _ in range(ranks)]
+    group.allgather([gathered], [packed_average]).wait()
     return torch.cat([unpacked(row, bits, value.dtype) for row in gathered])[: value.numel()]
 
 
 def packed_bits(value: Tensor, bits: int) -> Tensor:
-    """Return (n,) numbers as bytes: their rounded values, then for 8 and 4 bits a float32 scale for each block."""
+    """Return (n,) numbers rounded to ``bits`` bits, as bytes; n must be a multiple of :data:`BLOCK` for 8 and 4 bits.
+
+    For 16 bits these are the (2 n,) bytes of bfloat16. For 8 and 4 bits, (n,) or (n / 2,) bytes of whole numbers are followed
+    by a float32 scale for each block.
+    """
     if bits == 16:
         return value.to(torch.bfloat16).view(torch.uint8)
     steps, blocks = _STEPS[bits], value.view(-1, BLOCK)
@@ -55,7 +64,7 @@ def packed_bits(value: Tensor, bits: int) -> Tensor:
 
 
 def unpacked(packed: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
-    """Return the (n,) numbers of :func:`packed_bits`, as a type."""
+    """Return the (n,) numbers that :func:`packed_bits` has packed, in the type ``dtype``."""
     if bits == 16:
         return packed.view(torch.bfloat16).to(dtype)
     # n bytes (or half of them) and 4 for each block

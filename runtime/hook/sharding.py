@@ -70,10 +70,10 @@ def shard(model: nn.Module, config: Config, **options: Any) -> nn.Module:
 
 
 def _mesh(model: nn.Module, plan: ShardingSetting) -> DeviceMesh:
-    """Return the processes as a device mesh, replicate x shard: the ranks of a shard group follow one another.
+    """Return the processes as a device mesh: one dimension for full sharding, else (replicate, shard).
 
-    Full sharding ("fsdp") has one dimension only. A model on the meta device goes to the machine's accelerator, or
-    the CPU.
+    The ranks of a shard group follow one another. A model on the meta device goes to the machine's accelerator, or the
+    CPU.
     """
     kind = next((value.device.type for value in model.parameters()), "cpu")
     if kind == "meta":
@@ -88,8 +88,9 @@ def checkpoint_modules(model: nn.Module, plan: Sequence[Recomputed]) -> None:
     """Let each named module compute its activations again in the backward pass (``torch.utils.checkpoint``).
 
     Only ``forward`` of these modules changes: names of parameters, and so checkpoints, stay. Call it before
-    ``fully_shard`` and ``DistributedDataParallel``. The random state is kept, so dropout drops the same again. All or
-    nothing. Raises InputError for a module that the model does not have, and for one that is checkpointed already.
+    ``fully_shard`` and ``DistributedDataParallel``. The random state is kept, so dropout drops the same again. All
+    modules change or none. Raises InputError for a module that the model does not have, and for one that is
+    checkpointed already.
     """
     modules = dict(model.named_modules())
     for entry in plan:
@@ -109,13 +110,13 @@ def checkpoint_modules(model: nn.Module, plan: Sequence[Recomputed]) -> None:
 def _selective_contexts(keeps: frozenset[int]) -> Any:
     """Return torch's two contexts of a selective checkpoint: for a module's forward pass, and for its repetition in backward.
 
-    Matrix products are numbered in the order in which they run; those numbered in ``keeps`` are stored, all other ops
-    are computed again.
+    Matrix products are numbered in the order in which they run. The outputs of those numbered in ``keeps`` are stored;
+    all other ops are computed again.
     """
     products_seen: Counter[bool] = Counter()
 
     def policy(context: Any, op: Any, *_: Any, **__: Any) -> CheckpointPolicy:
-        """Return whether an op's output is stored; passes and repetitions count their products separately."""
+        """Return whether an op's output is stored; forward passes and repetitions count their products separately."""
         if not is_product(op.overloadpacket.__name__):
             return CheckpointPolicy.PREFER_RECOMPUTE
         product_index = products_seen[context.is_recompute]

@@ -1,9 +1,9 @@
 """What the hook writes down: one JSON line per optimizer step (see :class:`ddltool.telemetry.TelemetryRow`).
 
-Start at :class:`StepRecorder`. A step is cut where the ranks meet: *compute* ends when the last gradient bucket of this
-rank is ready, *wait* ends when a tiny collective started at that moment completes (so the slowest rank has come that
-far), *sync* ends when the averaged gradients are in place. A straggler is the rank that the others wait for and that
-waits for nobody. On CUDA *wait* is what the host saw, at most the whole exchange
+Start at :class:`StepRecorder`. A step's time has three parts. *compute* ends when the last gradient bucket of this rank
+is ready. *wait* ends when the slowest rank's is ready too; a tiny collective, the beacon, which each rank starts at
+that moment, tells when that is. *sync* ends when the averaged gradients are in place. A straggler is the rank that the
+others wait for and that waits for nobody. On CUDA *wait* is what the host saw, at most the whole exchange
 (:mod:`~ddltool.runtime.processes.step_times`).
 """
 
@@ -65,8 +65,9 @@ class Identity:
     """What makes the host's clock one of seconds since 1970: taken once, so that setting the clock moves no step."""
 
     def row(self, step: ObservedStep) -> TelemetryRow:
-        """Return the row of ``step``; the times of several backward passes add up. On CUDA this waits for the end of
-        the step.
+        """Return the row of ``step``, in which the times of several backward passes add up.
+
+        On CUDA this waits for the end of the step.
         """
         if step.end.event is not None:
             step.end.event.synchronize()
@@ -96,8 +97,8 @@ class Identity:
 class TelemetryFile:
     """Appends rows to a JSON Lines file that several processes share, each of which opens it before any of them writes.
 
-    Rows are held back until there are :data:`ROWS_HELD`, or for :data:`SECONDS_HELD`: a process that is killed loses those,
-    and its file has whole lines only.
+    Rows are held back until there are :data:`ROWS_HELD`, or for :data:`SECONDS_HELD`. A process that is killed loses
+    those, and its file has whole lines only.
     """
 
     path: Path
@@ -113,9 +114,8 @@ class TelemetryFile:
         All ranks call this together, and all raise InputError if one does. ``path`` None: a closed file, which drops
         its rows. ``device``: the name that rows give this rank's device.
         """
-        identity = Identity(
-            rank=job.rank, world_size=job.world_size, num_nodes=count_nodes(job.world_size), device=device
-        )
+        ranks = job.world_size
+        identity = Identity(rank=job.rank, world_size=ranks, num_nodes=count_nodes(ranks), device=device)
         if path is None:
             return cls(Path(os.devnull), identity)
         file = cls(Path(path), replace(identity, run=job.gather(new_run().encode())[0].decode()))
@@ -160,9 +160,7 @@ class Watcher:
         """Hear that a backward pass through the model begins."""
 
     def note_complete(self) -> None:
-        """Hear that this rank's gradients are complete, in a backward pass that averages them: DDP waits for other
-        ranks from now on.
-        """
+        """Hear that this rank's gradients are complete; where they are averaged, DDP waits for other ranks from now on."""
 
     def pause(self, seconds: float) -> None:
         """Hear that this rank has waited ``seconds`` for counts of the other ranks."""
@@ -172,11 +170,12 @@ class Watcher:
 
 
 class PassClock(Watcher):
-    """Stamps the passes of one rank: from the first forward pass since the last exchange to that of the gradients.
+    """Stamps the passes of one rank: each exchange of gradients, from the first forward pass since the one before.
 
-    ``cuda``: whether the model is on a CUDA device; ``take_samples`` returns the samples of the gradients, of this rank and of
-    all; ``side``: a gloo group of the same ranks, for a collective of every tenth exchange that notes when the slowest rank is
-    ready; None: no exchange is listened to.
+    Args:
+        cuda: whether the model is on a CUDA device.
+        take_samples: returns the samples behind the gradients, of this rank and of all.
+        side: a gloo group of the same ranks, for the beacon of every tenth exchange; None: no beacons.
     """
 
     def __init__(
@@ -185,9 +184,7 @@ class PassClock(Watcher):
         take_samples: Callable[[], tuple[int, int]] | None = None,
         side: dist.ProcessGroup | None = None,
     ) -> None:
-        """Begin without passes; with a ``side`` group, the process pauses before its exit until gloo is done with the
-        last step.
-        """
+        """Begin without passes; with a ``side`` group, let the process pause at exit until gloo is done with the last step."""
         self._cuda, self._take_samples, self._side = cuda, take_samples, side
         self._start: Stamp | None = None  # of *compute*; None: no forward pass since the last exchange
         self._paused_s = 0.0  # waited for counts of other ranks since the start
@@ -205,9 +202,7 @@ class PassClock(Watcher):
             self._start = stamp(self._cuda)
 
     def note_complete(self) -> None:
-        """End *compute*, as this rank's gradients are complete; every so often, start a beacon that tells when all
-        ranks' are.
-        """
+        """End *compute*, as this rank's gradients are complete; in every tenth exchange, start the beacon."""
         if self._take_samples is None:
             return
         exchange = self.begin_exchange(*self._take_samples())
@@ -236,7 +231,7 @@ class PassClock(Watcher):
     def end_backward(self) -> None:
         """Note the end of the last backward pass's exchange of gradients, if it had one.
 
-        An exchange with a beacon stands from now on for those without.
+        The *sync* of an exchange with a beacon stands from now on for those without.
         """
         if self._exchanges and (last := self._exchanges[-1]).done is None and last.ready is not None:
             last.note_done()
@@ -244,9 +239,7 @@ class PassClock(Watcher):
                 self._listened, last.like = last, None
 
     def take(self) -> list[Exchange]:
-        """Return the exchanges of gradients since the last call: those of the step that has ended, one for each
-        backward pass.
-        """
+        """Return the exchanges of gradients since the last call, one for each backward pass of the step that has ended."""
         exchanges, self._exchanges = self._exchanges, []
         return exchanges
 
@@ -254,8 +247,10 @@ class PassClock(Watcher):
 class StepRecorder(PassClock):
     """Observes one rank's steps and hands them to a :class:`TelemetryFile`, which is written out at exit at the latest.
 
-    Attributes: ``path`` and ``row``, the file's path and what makes a row of a step; ``watch`` is called with every step, and
-    its seconds belong to no step; None: nobody is.
+    Attributes:
+        path: of the file.
+        row: makes a row of a step.
+        watch: is called with every step; its seconds belong to no step. None: nobody watches.
     """
 
     def __init__(
@@ -271,9 +266,8 @@ class StepRecorder(PassClock):
         self.path, self.row = file.path, file.identity.row
         self.watch: Callable[[ObservedStep], None] | None = None
         self._file = file
-        self._number = self._passes = self._memory_bytes = (
-            0  # of the next step, in this step so far, and the last reading
-        )
+        # The number of the next step, its passes so far, and the last reading of memory.
+        self._number = self._passes = self._memory_bytes = 0
         self._opened_s, self._has_row, self._checkpoint_s = time.perf_counter(), False, 0.0
         self._previous_end: Stamp | None = None
         # Runs when the recorder is collected or the interpreter exits; it must not refer to the recorder itself.
@@ -284,9 +278,7 @@ class StepRecorder(PassClock):
         self._passes += 1
 
     def before_update(self, *_: object) -> None:
-        """End *compute* as the update begins, where no exchange is visible (one process, FSDP2): the optimizer's
-        pre-step hook.
-        """
+        """End *compute* as the update begins, where no exchange can be seen (one process, FSDP2): the pre-step hook."""
         if self._take_samples is not None and self._start is not None and not self._completed:
             self.begin_exchange(*self._take_samples()).note_ready()
 

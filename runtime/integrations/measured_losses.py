@@ -1,16 +1,16 @@
 """What a loss is a mean over, found from its values on parts of a batch. Start at :class:`LossKinds`.
 
-A loss that is a sum divided by a number goes down to a third with three times the number. A mean over samples is that of the
-means of two parts of the batch, weighed by their samples; a mean over labels, weighed by their labels. What goes over all
-samples together (contrastive pairs) is neither.
+A loss that is a sum divided by a number goes down to a third with three times the number. The loss of a batch that is
+cut in two is the mean of the two parts' losses: weighed by their samples where it is a mean over samples, by their
+labels where it is one over labels. A loss that compares all samples with each other (contrastive pairs) is neither.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from accelerate.utils import find_batch_size, recursively_apply  # type: ignore[import-untyped]
@@ -35,8 +35,8 @@ class Loss(Protocol):
     """Computes losses, without gradients and dropout.
 
     Attributes:
-        said: whether the script's own code has said, in the last one, what it is.
-        tolerance: of the losses, relative.
+        said: whether the script's own code has said what the last one is.
+        tolerance: relative difference up to which two losses count as equal.
     """
 
     said: bool
@@ -50,26 +50,27 @@ class LossKinds:
     """What kinds of loss a training may have, by what has been measured; all ranks call its methods together.
 
     Args:
-        job: this process's place.
-        remedy: what a script says of a loss that is refused.
+        job: the ranks that measure.
+        remedy: of refusals: how a script says what its loss is.
     """
 
     def __init__(self, job: DistributedJob, remedy: str) -> None:
-        """Begin with all kinds possible."""
         self._job, self._remedy = job, remedy
         self._kinds: list[str] = []  # those still possible after the losses measured so far; empty: none was measured
 
     def kind(self, loss: Loss, inputs: Any, items: Any) -> str:
-        """Return what the loss of a batch is: one of ``KINDS``, by which it may be weighed, or ``SAID`` where the
-        script says it itself.
+        """Return the kind of a batch's loss: one of ``KINDS``, by which it may be weighed, or ``SAID``: the script says it.
 
         Kinds that the batches so far do not tell apart (means over samples and labels, where all samples have as many
-        labels) stay possible as long as all of them weigh the same, which costs one small message; then the loss is
-        measured again.
+        labels) stay possible as long as all of them give the same weights, which costs one small message to find out;
+        then the loss is measured again.
 
-        ``loss`` computes losses; ``inputs`` are the batch: tensors by rows, and what else the model takes; ``items``:
-        what the loss may be divided by, None: nothing. Raises InputError, on all ranks, where no kind fits, and where
-        those that fit cannot be told apart.
+        Args:
+            loss: computes losses.
+            inputs: the batch: tensors by rows, and what else the model takes.
+            items: what the loss may be divided by; None: nothing.
+
+        Raises InputError, on all ranks, where no kind fits, and where those that fit cannot be told apart.
         """
         measure = not self._kinds
         while measure or not self._weigh_alike(inputs):
@@ -90,19 +91,19 @@ class LossKinds:
         counts = counts_of(inputs)
         rows = self._job.numbers(*(float(counts[kind].sum()) if kind in counts else 0.0 for kind in self._kinds))
         totals = [sum(column) for column in zip(*rows, strict=True)]
-        return all(row[0] * total == one * totals[0] for row in rows for one, total in zip(row, totals, strict=True))
+        return all(
+            row[0] * total == count * totals[0] for row in rows for count, total in zip(row, totals, strict=True)
+        )
 
     def _fitting(self, loss: Loss, inputs: Any, items: Any) -> list[str]:
-        """Measure the loss, and return the still possible kinds that fit all ranks' batches. Raises InputError where none does.
+        """Measure the loss, and return the kinds, of those still possible, that fit all ranks' batches.
 
-        All ranks call this together, and come to the same kinds.
+        All ranks call this together, and come to the same kinds. Raises InputError where none fits.
         """
         failed: list[str] = []
 
         def value(part: Any, number: Any, *, alone: bool = True) -> float:
-            """Return the loss of a part of the batch, NaN where it cannot be computed; ``number``: what it may be
-            divided by.
-            """
+            """Return the loss of a part of the batch, which may be divided by ``number``; NaN where it cannot be computed."""
             try:
                 return loss(copy(part), number, alone=alone)
             # A part of a batch may lack what a model needs, or a loss be there in training alone.
@@ -117,11 +118,7 @@ class LossKinds:
         if failed:  # then only the first verdict, whether it is a sum divided by a number, can be trusted
             verdicts = [verdicts[0], *(0.0 for _ in verdicts[1:])]
         columns = dict(zip(KINDS, zip(*self._job.numbers(*verdicts), strict=True), strict=True))
-        fitting = [
-            kind
-            for kind, verdicts_of_ranks in columns.items()
-            if min(verdicts_of_ranks) >= 0 and max(verdicts_of_ranks) > 0
-        ]
+        fitting = [kind for kind, of_ranks in columns.items() if min(of_ranks) >= 0 and max(of_ranks) > 0]
         if fitting := [kind for kind in fitting if not self._kinds or kind in self._kinds]:
             return [DIVIDED] if DIVIDED in fitting else fitting
         problem = "is neither a sum divided by num_items_in_batch nor a mean over samples or labels"
@@ -133,7 +130,7 @@ class LossKinds:
 
 
 def counts_of(inputs: Any) -> dict[str, Tensor]:
-    """Return, by kind of mean, how many things each row of the batch has that the mean would be over: (rows,) float64 each.
+    """Return, for each kind of mean, how many things each row of the batch adds to the mean: (rows,) float64.
 
     The kinds are samples and, where ``inputs["labels"]`` are whole numbers, labels. Empty for a batch without rows.
     """
@@ -150,81 +147,89 @@ def counts_of(inputs: Any) -> dict[str, Tensor]:
     return counts
 
 
+class _Cut(NamedTuple):
+    """A batch that was cut in two, with the losses of the whole and of its two parts."""
+
+    whole: float
+    parts: tuple[float, float]
+    rows: tuple[Sequence[int], Sequence[int]]
+    """Row indices of each part."""
+
+
 def _verdicts(value: Any, whole: float, inputs: Any, items: Any, tolerance: float) -> list[float]:
     """Return for each of ``KINDS`` whether the loss on this rank is of that kind: 1 yes, -1 no, 0 cannot be said.
 
-    ``value(part, number)`` returns the loss of a part of the batch. The loss of the whole batch, and that of its two
-    most unlike rows, are compared with means of the losses of their parts.
+    The loss of the whole batch, and that of its two most unlike rows, are compared with means of the losses of their
+    parts.
+
+    Args:
+        value: ``value(part, number)`` returns the loss of a part of the batch.
+        whole: the loss of the whole batch.
+        inputs: the batch.
+        items: what the loss may be divided by; None: nothing.
+        tolerance: relative difference up to which two losses count as equal.
     """
+
+    def near(loss: float, other: float, *scale: float) -> bool:
+        """Return whether two losses are equal within the tolerance, relative to the largest of them and of ``scale``."""
+        return abs(loss - other) <= tolerance * max(map(abs, (loss, other, *scale)))
+
     counts = counts_of(inputs)
     rows = len(counts.get(SAMPLES, ()))
-
-    def near(one: float, other: float, *scale: float) -> bool:
-        """Return whether two losses are equal within the tolerance, relative to the largest of them and of ``scale``."""
-        return abs(one - other) <= tolerance * max(map(abs, (one, other, *scale)))
-
-    # Three times as many, not twice: with two processes a mean times their number, which is their number times smaller where
-    # there is one, would look divided.
-    loss_of_three_times_as_many = whole if items is None else value(inputs, 3 * items)
-    is_divided, is_undivided = (
-        items is not None and near(3 * loss_of_three_times_as_many, whole),
-        near(loss_of_three_times_as_many, whole),
-    )
-    verdicts = {DIVIDED: is_divided, **dict.fromkeys(KINDS[1:], False)}
+    # By three times the number, not twice: with two processes, a mean times the number of processes, which is half as large
+    # where there is one, would look divided.
+    loss_by_triple = whole if items is None else value(inputs, 3 * items)
+    is_divided, is_undivided = items is not None and near(3 * loss_by_triple, whole), near(loss_by_triple, whole)
+    fitting = {DIVIDED} if is_divided else set()
     if rows:
-        halves = range(max(rows // 2, 1)), range(rows // 2, rows)
-        pair = _unlike_rows(counts)
-        first, second = (value(_rows(inputs, rows, part), items) for part in halves)
-        loss_of_fewest, loss_of_most, loss_of_pair = (
-            value(_rows(inputs, rows, part), items) for part in (pair[:1], pair[1:], pair)
-        )
-        changed = value(_other_first_labels(_rows(inputs, rows, pair)), items) if SHIFTED in counts else loss_of_pair
-        parts = ((whole, (first, second), halves), (loss_of_pair, (loss_of_fewest, loss_of_most), (pair[:1], pair[1:])))
-        if rows > 1:
-            adds_up = all(math.isnan(sum(two)) or near(one, sum(two), *two) for one, two, _ in parts)
-            verdicts[DIVIDED] = is_divided and adds_up
-            means = {
-                kind: [_mean(kind_counts, two, places) for _, two, places in parts]
-                for kind, kind_counts in counts.items()
-            }
-            fits = [
-                kind
-                for kind, kind_means in means.items()
-                if is_undivided
-                and all(near(one, mean, *two) for (one, two, _), mean in zip(parts, kind_means, strict=True))
-            ]
-            if fits:
-                # Of means that fit within the tolerance, keep the nearest, and those that rounding cannot tell from it.
-                best = min(fits, key=lambda kind: abs(means[kind][1] - loss_of_pair))
-                largest_deviation = max(
-                    4 * abs(means[best][1] - loss_of_pair), _ROUNDING * max(abs(loss_of_fewest), abs(loss_of_most))
-                )
-                fits = [kind for kind in fits if abs(means[kind][1] - means[best][1]) <= largest_deviation]
-            if (
-                {LABELS, SHIFTED} <= {*fits}
-                and loss_of_fewest != loss_of_most
-                and _has_first_labels(_rows(inputs, rows, pair))
-            ):
-                fits.remove(LABELS if changed == loss_of_pair else SHIFTED)
-            verdicts |= {kind: kind in fits for kind in KINDS[1:]}
+        halves, pair = (range(max(rows // 2, 1)), range(rows // 2, rows)), _unlike_rows(counts)
+        first, second = (value(_rows(inputs, rows, half), items) for half in halves)
+        fewest, most, both = (value(_rows(inputs, rows, part), items) for part in (pair[:1], pair[1:], pair))
+        relabelled = value(_other_first_labels(_rows(inputs, rows, pair)), items) if SHIFTED in counts else both
+    if rows > 1:
+        cuts = _Cut(whole, (first, second), halves), _Cut(both, (fewest, most), (pair[:1], pair[1:]))
+        if not all(math.isnan(sum(cut.parts)) or near(cut.whole, sum(cut.parts), *cut.parts) for cut in cuts):
+            fitting.discard(DIVIDED)
+        if is_undivided:
+            fitting |= _fitting_means(counts, cuts, near)
+        has_both = {LABELS, SHIFTED} <= fitting and fewest != most
+        if has_both and _has_first_labels(_rows(inputs, rows, pair)):
+            fitting.remove(LABELS if relabelled == both else SHIFTED)
     if not math.isfinite(whole) or whole == 0:
         return [0.0] * len(KINDS)
     unknown = {kind for kind in counts if is_undivided} if rows == 1 else set()
-    return [0.0 if kind in unknown else 1.0 if verdicts[kind] else -1.0 for kind in KINDS]
+    return [0.0 if kind in unknown else 1.0 if kind in fitting else -1.0 for kind in KINDS]
+
+
+def _fitting_means(counts: Mapping[str, Tensor], cuts: Sequence[_Cut], near: Callable[..., bool]) -> set[str]:
+    """Return the kinds of mean by which the losses of the parts give that of the whole, in each of ``cuts``.
+
+    ``counts``, (rows,) for each kind, are what the mean would be over. Of kinds that fit within the tolerance (``near``),
+    only the one nearest in the last cut counts, with those that rounding cannot tell from it.
+    """
+    means = {kind: [_mean(of_kind, cut.parts, cut.rows) for cut in cuts] for kind, of_kind in counts.items()}
+    fitting = {
+        kind
+        for kind, means_of_kind in means.items()
+        if all(near(cut.whole, mean, *cut.parts) for cut, mean in zip(cuts, means_of_kind, strict=True))
+    }
+    deviation = {kind: abs(means[kind][-1] - cuts[-1].whole) for kind in fitting}
+    nearest = min(fitting, key=deviation.__getitem__, default=None)
+    if nearest is None:
+        return fitting
+    within = max(4 * deviation[nearest], _ROUNDING * max(map(abs, cuts[-1].parts)))
+    return {kind for kind in fitting if abs(means[kind][-1] - means[nearest][-1]) <= within}
 
 
 def _unlike_rows(counts: Mapping[str, Tensor]) -> list[int]:
-    """Return the indices of the row with the fewest labels (but some) and of that with the most.
-
-    Where all have as many, they are the first and the last row.
-    """
+    """Return the indices of the rows with the fewest labels (but some) and the most; if equal, of first and last."""
     labels = counts.get(LABELS, counts[SAMPLES])
     few, many = int(torch.where(labels > 0, labels, math.inf).argmin()), int(labels.argmax())
     return [few, many] if few != many else [0, len(labels) - 1]
 
 
 def _rows(inputs: Any, rows: int, places: Sequence[int]) -> Any:
-    """Return the batch with the rows at ``places`` alone, of the ``rows`` that it has; other tensors stay."""
+    """Return the batch with the rows at ``places`` alone, of the ``rows`` that it has; tensors without rows stay."""
 
     def part(value: Tensor) -> Tensor:
         """Return the chosen rows of a tensor that has one entry for each row."""
@@ -234,7 +239,7 @@ def _rows(inputs: Any, rows: int, places: Sequence[int]) -> Any:
 
 
 def _mean(counts: Tensor, losses: Sequence[float], places: Sequence[Sequence[int]]) -> float:
-    """Return the mean of the parts' ``losses``, weighted by what the rows of each part (``places``) count.
+    """Return the mean of the parts' ``losses``, weighed by the sum of ``counts``, (rows,), over each part's rows (``places``).
 
     A part that counts nothing is left out, as its loss is not finite.
     """
@@ -250,7 +255,7 @@ def _has_first_labels(inputs: Any) -> bool:
 
 
 def _other_first_labels(inputs: Any) -> Any:
-    """Return the batch with another label, one that occurs, in the first place of each text; labels that do not count stay.
+    """Return the batch with another of its labels in the first place of each text; labels that do not count stay.
 
     A loss over shifted labels, which leaves the first label out, does not change by that.
     """

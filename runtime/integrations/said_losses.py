@@ -1,4 +1,4 @@
-"""Who says what a loss is inside a trainer: the script, or its integration. Start at :class:`SaidLosses`."""
+"""A hook inside a trainer that notes whether the script itself says what its losses are. Start at :class:`SaidLosses`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ log = logging.getLogger(__name__)
 
 
 class SaidLosses:
-    """A hook that knows whether the script's own code has said what its losses are, and leaves all else to ``hook``.
+    """A hook that notes whether the script's own code has said what its losses are, and leaves all else to ``hook``.
 
     Attributes:
         said: whether that was so in this step; a trainer begins each step with False.
     """
 
     def __init__(self, hook: Hook) -> None:
-        """Begin as if nothing was said."""
         self._hook, self.said = hook, False
 
     def __getattr__(self, name: str) -> Any:
@@ -30,11 +29,10 @@ class SaidLosses:
         return getattr(self._hook, name)
 
     def planned(self, loader: DataLoader[Any], *, accumulated: int | None, lengths: Any = None) -> DataLoader[Any]:
-        """Return the loader with the planned batches, for a trainer that makes one update of ``accumulated`` batches
-        (None: of one).
+        """Return the loader with the planned batches, for a trainer whose update takes ``accumulated`` batches (None: one).
 
-        Where the plan accumulates, these are its passes. Where it does not, each is a whole planned batch, and a line
-        in the log says so.
+        Where the plan accumulates, these batches are its passes. Where it does not, each is a whole planned batch, and
+        a line in the log says so.
         """
         if (accumulated or 1) > 1 and self._hook.passes == 1 and self._hook.local_batch_size is not None:
             if self._hook.rank == 0:
@@ -43,8 +41,8 @@ class SaidLosses:
         return self._hook.planned(loader, accumulated=accumulated, lengths=lengths)
 
     def loss(self, loss: Tensor, **meaning: Any) -> Tensor:
-        """Return ``loss`` weighed as :meth:`~ddltool.runtime.hook.Hook.loss` does, and note that the script has said
-        what it is.
+        """Return ``loss`` weighed as by the hook's :meth:`~ddltool.runtime.hook.Hook.loss`, and note that the script
+        has said it.
 
         For the script's own code. Without gradients, as in an evaluation, there is nothing to weigh, and the other
         ranks are not asked.
@@ -55,6 +53,7 @@ class SaidLosses:
     def weighed(self, loss: Tensor, **meaning: Any) -> Tensor:
         """Return the loss with which the trainer's backward pass begins.
 
-        Where the script has called :meth:`loss` in this step, it is weighted already; else it is weighted by ``meaning``.
+        Where the script has called :meth:`loss` in this step, it is weighted already; else it is weighted by
+        ``meaning``, the keyword arguments of the hook's ``loss``.
         """
         return loss if self.said else self._hook.loss(loss, **meaning)

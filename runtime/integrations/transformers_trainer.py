@@ -38,7 +38,7 @@ from ddltool.runtime.integrations.measured_losses import (
 )
 from ddltool.runtime.integrations.said_losses import SaidLosses
 from ddltool.runtime.processes.job import DistributedJob
-from ddltool.runtime.processes.random_streams import kept
+from ddltool.runtime.processes.random_streams import streams_kept
 
 Path = str | os.PathLike[str]
 # The remedy of refusals: how a script says what its loss is.
@@ -54,7 +54,6 @@ class TelemetryCallback(TrainerCallback):
     """
 
     def __init__(self, trainer: Trainer, telemetry: Path = "telemetry.jsonl") -> None:
-        """Keep the trainer and the file; nothing is attached before training begins."""
         self._trainer, self._telemetry = trainer, telemetry
         self._hook: Hook | None = None
 
@@ -81,19 +80,19 @@ class TelemetryCallback(TrainerCallback):
 class HookedTrainerMixin:
     """Makes a ``Trainer`` follow an enforcement config; to stand before it in a class's bases.
 
-    ``per_device_train_batch_size`` is replaced by the planned local batch, of which ``gradient_accumulation_steps`` make an
-    update; where the plan accumulates, by one of its passes, and these are their number. The order of samples, and all else,
-    stays the Trainer's own.
+    ``per_device_train_batch_size`` is replaced by the planned local batch, of which ``gradient_accumulation_steps``
+    make an update. Where the plan accumulates, it is replaced by one of the plan's passes, and these are as many. The
+    order of samples, and all else, stays the Trainer's own.
 
-    The first step computes the losses of some parts of its batch, without dropout and gradients, to find what they are means
-    over. What is neither divided by ``num_items_in_batch`` nor a mean over samples or labels is refused; ``self.hook.loss`` in
-    a ``compute_loss`` of your own says what it is, and then nothing is measured.
+    The first step computes the losses of some parts of its batch, without dropout and gradients, to find what they are
+    means over. A loss that is neither divided by ``num_items_in_batch`` nor a mean over samples or labels is refused.
+    Then ``self.hook.loss`` in a ``compute_loss`` of the script's own says what it is, and nothing is measured.
 
     Args:
         enforcement: path of an ``enforce.json``; None: nothing is enforced.
         telemetry: without a config, a file for what is measured all the same.
-        lengths: of the training dataset's samples, as in :meth:`~ddltool.runtime.hook.Hook.dataloader`: the samples of each
-            update are shared out by them, in the Trainer's order.
+        lengths: of the training dataset's samples, as in :meth:`~ddltool.runtime.hook.Hook.dataloader`: the samples of
+            each update are shared out by them, in the Trainer's order.
         args, kwargs: go to ``Trainer``.
 
     Raises InputError, on every rank, as :func:`~ddltool.runtime.hook.attach` does.
@@ -107,11 +106,9 @@ class HookedTrainerMixin:
         lengths: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Attach the hook, which hands out batches from the first loader on; model and optimizer follow when training
-        begins.
-        """
+        """Attach the hook, which replaces the batches; model and optimizer follow when training begins."""
         super().__init__(*args, **kwargs)
-        self.hook = SaidLosses(attach(enforcement, telemetry=telemetry).call("self.hook"))
+        self.hook = SaidLosses(attach(enforcement, telemetry=telemetry).named("self.hook"))
         self._trainer = cast(Any, self)  # what it is once it is mixed in
         self._kinds: LossKinds | None = None  # what the losses may be means over; None: not looked at yet
         self._meaning: dict[str, Any] | None = None  # what the hook is told of a loss; None: the script says it
@@ -129,8 +126,8 @@ class HookedTrainerMixin:
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         """Train on the next batch that was fetched, and return its loss times its weight, for the Trainer's log.
 
-        The plain average of what ranks return is then the loss over all samples. ``num_items_in_batch``: the labels
-        of the step.
+        The plain average of what ranks return is then the loss over all samples. ``num_items_in_batch``: the labels of
+        the step.
         """
         self.hook.turn_to_next_batch(self._skip)
         self._skip = 0
@@ -173,7 +170,7 @@ class HookedTrainerMixin:
         return max(-(-len(loader) // passes), 1)
 
     def _found_meaning(self, model: Any, inputs: Any, items: Any, is_total: bool) -> dict[str, Any] | None:
-        """Return the arguments of the hook's ``loss`` for a batch's loss, None where the script gives them itself.
+        """Return the keyword arguments of the hook's ``loss`` for a batch's loss, None where the script gives them itself.
 
         All ranks call this together, as the kind of loss may have to be measured. ``items``: what the Trainer divides
         the loss by; ``is_total``: whether that is the sum over all ranks already.
@@ -207,7 +204,6 @@ class _TrainersLoss:
     """What a Trainer's ``compute_loss`` makes of batches, in evaluation mode; random streams stay where they are."""
 
     def __init__(self, trainer: Any, model: torch.nn.Module) -> None:
-        """Compute by ``trainer`` and ``model``; in 16 bits losses are compared less strictly."""
         self._trainer, self._model = trainer, model
         kinds = {value.dtype for value in model.parameters() if value.is_floating_point()}
         is_half = trainer.accelerator.mixed_precision != "no" or any(kind.itemsize < 4 for kind in kinds)
@@ -215,9 +211,7 @@ class _TrainersLoss:
         self.said = False
 
     def __call__(self, inputs: Any, items: Any, *, alone: bool = True) -> float:
-        """Return the loss of a batch as the Trainer computes it, with dropout and gradients off; ``alone``: as if
-        there were one process.
-        """
+        """Return a batch's loss as the Trainer computes it, without dropout and gradients; ``alone``: as in one process."""
         trainer, accelerator = self._trainer, self._trainer.accelerator
         modes = {module: module.training for module in self._model.modules()}
         trainer.hook.said = False
@@ -227,7 +221,7 @@ class _TrainersLoss:
                 trainer.accelerator = _OneProcess(accelerator)
             with ExitStack() as stack:
                 stack.enter_context(torch.no_grad())
-                stack.enter_context(kept(trainer.args.device))  # the random streams of training must not move
+                stack.enter_context(streams_kept(trainer.args.device))  # the random streams of training must not move
                 stack.enter_context(torch.compiler.set_stance("force_eager"))  # parts have shapes that no step has
                 stack.enter_context(trainer.compute_loss_context_manager())
                 return float(trainer.compute_loss(self._model, inputs, num_items_in_batch=items))
@@ -243,7 +237,6 @@ class _OneProcess:
     num_processes = 1
 
     def __init__(self, accelerator: Any) -> None:
-        """Stand for this accelerator."""
         self._accelerator = accelerator
 
     def __getattr__(self, name: str) -> Any:
@@ -255,7 +248,6 @@ class _Following(TrainerCallback):
     """Tells the mixin what its Trainer does."""
 
     def __init__(self, trainer: HookedTrainerMixin) -> None:
-        """Follow ``trainer``."""
         self._trainer = trainer
 
     def on_train_begin(
@@ -268,7 +260,7 @@ class _Following(TrainerCallback):
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Choose the epoch's order of samples, whose number follows from the steps made, also after a resumption."""
+        """Choose the epoch's order of samples; its number follows from the steps made, also after a resumption."""
         self._trainer.hook.set_epoch(state.global_step // self._trainer._updates(kwargs["train_dataloader"]))
 
     def on_train_end(self, *_: Any, **kwargs: Any) -> None:

@@ -1,8 +1,8 @@
 """Measures training steps in real processes: batch sizes x replicas x accumulation steps. Start at :func:`campaign`.
 
-Every replica is a process of its own with a gloo (CPU) or NCCL (CUDA) group: started here (:class:`LocalReplicas`),
-or torchrun's (:mod:`.torchrun_job`). This module says what is asked for (:class:`MeasureRequest`), decides what runs
-next, turns times into rows, and keeps the file that the rows fill (:class:`ProfileFile`).
+Every replica is a process of its own with a gloo (CPU) or NCCL (CUDA) group: started here (:class:`LocalReplicas`), or
+torchrun's (:mod:`.torchrun_job`). This module holds the request (:class:`MeasureRequest`), decides what runs next,
+turns times into rows, and keeps the file of the rows (:class:`ProfileFile`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ddltool.errors import InputError
 from ddltool.profiles import read_profile, write_profile
 from ddltool.results import SkippedConfiguration
 from ddltool.runtime.measuring.children import Children, meeting_place
-from ddltool.runtime.measuring.worker import FEWEST_FOR_AN_INTERVAL, MeasureTask, StepTimings, Subject, replica
+from ddltool.runtime.measuring.worker import FEWEST_FOR_AN_INTERVAL, MeasureTask, StepTimings, Subject, connect_replica
 
 RELIABLE_SPREAD, SHORTEST_STEP_S, FEWEST_REPEATS = 0.1, 1e-3, 3
 """A row is doubtful with a larger quartile range (relative to the step), a shorter step, or fewer repeats."""
@@ -48,9 +48,9 @@ Key = tuple[int, int, int]
 class MeasureRequest:
     """What to measure. ``resolver`` is ``package.module:function``, called as ``function(source, batch_size)``.
 
-    With ``repeats`` every configuration gets that many timed steps. Without, each gets as many as its median needs to be
-    known to ``precision``, until ``budget_s`` seconds are spent, and batch sizes whose step time follows from the others'
-    are left out; no ``batch_sizes`` then means to search where throughput saturates.
+    With ``repeats`` every configuration gets that many timed steps. Without, each gets as many as its median needs to
+    be known to ``precision``, until ``budget_s`` seconds are spent, and batch sizes whose step time follows from the
+    others' are left out. Without ``batch_sizes`` too, the batch size at which throughput saturates is searched for.
     """
 
     source: str
@@ -95,10 +95,8 @@ class MeasureRequest:
         if colon and location.endswith(".py") and Path(location).is_file():
             digest = f"#{hashlib.sha256(Path(location).read_bytes()).hexdigest()[:12]}"
         settings = {"device": self.device, "threads": self.subject().threads, "warmup": self.warmup, "seed": self.seed}
-        trained = {"precision": self.numerics, "optimizer": self.optimizer}
-        settings_text = ";".join(
-            f"{name}={value}" for name, value in {**settings, **trained, "torch": version("torch")}.items()
-        )
+        settings |= {"precision": self.numerics, "optimizer": self.optimizer, "torch": version("torch")}
+        settings_text = ";".join(f"{name}={value}" for name, value in settings.items())
         return {"device": self.device_name, "source": self.source + digest, "settings": settings_text}
 
 
@@ -122,11 +120,17 @@ def campaign(
 ) -> CampaignResult:
     """Measure what the request asks for and ``known`` does not have; return all rows, the known ones as they are.
 
-    ``on_rows`` gets all rows after every visit to a configuration, ``progress`` how many there are and what ran. Batches above
-    ``largest_batch`` are left out, and all larger ones once one runs out of memory. Columns: ``step_time_s`` is the median
-    over the repeats of the slowest replica's full step, with its 95 % interval; ``sync_time_s`` what that is longer than the
-    same step without synchronisation (AdaptDL's convention), 0 for one replica; ``grad_time_s`` one pass without
-    synchronisation, the update a part of it where nothing is accumulated.
+    A row's ``step_time_s`` is the median over the repeats of the slowest replica's full step, with its 95 % interval.
+    ``sync_time_s`` is what that is longer than the same step without synchronisation (AdaptDL's convention), 0 for one
+    replica. ``grad_time_s`` is one pass without synchronisation, the update a part of it where nothing is accumulated.
+
+    Args:
+        request: what to measure.
+        executor: runs the tasks; None: processes are started on this machine.
+        known: rows of an earlier run.
+        on_rows: gets all rows after every visit to a configuration.
+        progress: gets the number of rows, and what has run.
+        largest_batch: larger ones are left out, as are all from the first on that runs out of memory.
 
     Raises DdlToolError when a process fails, with its reason; InputError when nothing fits in memory.
     """
@@ -174,8 +178,7 @@ class _Campaign:
         on_rows: Callable[[pd.DataFrame], None] | None,
         progress: Callable[[int, str], None],
     ) -> CampaignResult:
-        """Run tasks on ``executor`` until :meth:`next_task` returns None, and return the result; None: return the
-        known rows alone.
+        """Run tasks on ``executor`` until there is no next one, and return the result; None: return the known rows alone.
 
         ``on_rows`` and ``progress`` are called after every task. Raises InputError when no batch fits in memory.
         """
@@ -204,20 +207,15 @@ class _Campaign:
         request, left_s = self.request, self.request.budget_s - (time.monotonic() - self.began_s)
         if self.rows and left_s <= 0:
             return None
-        missing = [
-            (*series, batch)
-            for series in self.series
-            for batch in sorted(self.wanted)
-            if batch <= self.limit and (*series, batch) not in self.rows
-        ]
+        within = [batch for batch in sorted(self.wanted) if batch <= self.limit]
+        missing = [(*series, batch) for series in self.series for batch in within if (*series, batch) not in self.rows]
         if request.repeats is not None:
             return self._task(missing[0], most=request.repeats) if missing else None
-        key, uncertainty = self._next_searched(), math.inf
-        ranked = [] if key is not None else self._ranked_by_uncertainty()
-        if key is None and not ranked:
+        searched = self._next_searched()
+        ranked = self._ranked_by_uncertainty() if searched is None else [(math.inf, searched)]
+        if not ranked:
             return None
-        if key is None:
-            uncertainty, key = ranked[0]
+        uncertainty, key = ranked[0]
         if key not in self.rows:
             # Until the median is known, or the configuration's share of the budget is spent.
             share_s = max(0.0, left_s / max(1, len(missing)))
@@ -234,7 +232,8 @@ class _Campaign:
     def _next_searched(self) -> Key | None:
         """Return the next configuration in the search for the batch at which throughput saturates; None when it has ended.
 
-        None too where batch sizes were given, so that nothing is searched. The batches visited are those wanted in all series.
+        None too where batch sizes were given, so that nothing is searched. The batches visited are then wanted in all
+        series.
         """
         if self.request.batch_sizes:
             return None
@@ -248,7 +247,7 @@ class _Campaign:
         return replicas, steps, batch
 
     def _points(self, replicas: int, steps: int) -> dict[int, Interval]:
-        """Return the measured medians of a series (``replicas``, accumulation ``steps``) by batch, with their intervals.
+        """Return the measured medians of a series (``replicas``, accumulation ``steps``) by batch, as intervals in seconds.
 
         A row without an interval (NaN) counts as exact.
         """
@@ -398,7 +397,7 @@ def _serve(subject: Subject, rank: int, replicas: Sequence[int], pipe: Connectio
     The process group is not destroyed: its destruction would wait for peers that wait for this process.
     """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo asks the host's name, which need not be this machine
-    worker = replica(subject, replicas, rank, max(replicas), init_method=meeting_place())
+    worker = connect_replica(subject, replicas, rank, max(replicas), init_method=meeting_place())
     pipe.send(True)  # ready: torch is imported and the replicas are connected
     last_sign_s = time.monotonic()
 
@@ -414,7 +413,7 @@ def _serve(subject: Subject, rank: int, replicas: Sequence[int], pipe: Connectio
 
 
 def reliability(frame: pd.DataFrame) -> list[str]:
-    """Return a sentence for every reason not to trust the rows (spread, too short steps, too few repeats), with what to try."""
+    """Return a sentence for every reason not to trust the rows, with what to try: spread, too short steps, too few repeats."""
     sentences: list[str] = []
     wide = frame[frame["step_time_spread_s"] > RELIABLE_SPREAD * frame["step_time_s"]]
     if len(wide):
@@ -432,8 +431,8 @@ def reliability(frame: pd.DataFrame) -> list[str]:
 class ProfileFile:
     """A profile.csv that is rewritten (atomically) whenever a row comes; a killed process loses no row that was written.
 
-    ``known``: with ``resume`` the rows that are there already, None without. Raises InputError for rows that were measured
-    otherwise than the request wants.
+    ``known``: with ``resume`` the rows that are there already, None without. Raises InputError for rows that were
+    measured otherwise than the request wants.
     """
 
     def __init__(self, path: Path | None, request: MeasureRequest, *, resume: bool) -> None:
@@ -479,9 +478,8 @@ def _read_resumed_rows(path: Path, expected: dict[str, str]) -> pd.DataFrame:
     frame["accumulation_steps"] = frame["accumulation_steps"].fillna(0).astype("int64")
     repeated_rows = frame.duplicated(["num_replicas", "accumulation_steps", "local_batch_size"]).to_numpy().nonzero()[0]
     if repeated_rows.size:
-        raise InputError(
-            f"{path}:row {repeated_rows[0] + 1}", "repeats an earlier configuration", "remove one of the rows"
-        )
+        where = f"{path}:row {repeated_rows[0] + 1}"
+        raise InputError(where, "repeats an earlier configuration", "remove one of the rows")
     return frame.drop(columns="schema_version", errors="ignore")  # every writing sets it anew
 
 

@@ -33,7 +33,6 @@ class LostProcess(DdlToolError):
     """A process has ended before its time: its ``rank``, and ``how`` it ended, in words."""
 
     def __init__(self, where: str, rank: int, how: str) -> None:
-        """Name ``where`` it was noticed, the ``rank``, and ``how`` the process ended."""
         super().__init__(f"{where}: process {rank} {how}")
         self.rank, self.how = rank, how
 
@@ -126,10 +125,15 @@ class Children:
         take_note: Callable[[int, Any], bool] = lambda rank, message: message is None,
         limit_s: float = SILENCE_LIMIT_S,
     ) -> list[Any]:
-        """Wait for one answer of each rank, and return them in the order of ``ranks``.
+        """Wait for one answer of each rank, and return the answers in the order of ``ranks``.
 
-        ``take_note(rank, message)`` returns whether a message is only a note on the way and no answer; by default
-        None is one: a sign of life. ``where`` begins error messages, and a process may be silent for ``limit_s``.
+        Args:
+            ranks: whose answers are wanted.
+            where: begins error messages.
+            take_note: ``take_note(rank, message)`` returns whether a message is only a note on the way and no answer;
+                by default None is one, a sign of life.
+            limit_s: seconds that all of them may be silent.
+
         Raises what :meth:`receive` raises.
         """
         answers: dict[int, Any] = {}
@@ -139,9 +143,7 @@ class Children:
         return [answers[rank] for rank in ranks]
 
     def _dead_process(self, where: str, rank: int) -> LostProcess | None:
-        """Return the error of a process that has died, ``rank`` before its peers; None when all still live after the
-        grace time.
-        """
+        """Return the error of a process that has died, None when all live after the grace time; ``rank`` is looked at first."""
         rank_first = sorted(enumerate(self.processes), key=lambda entry: entry[0] != rank)
 
         def find_dead() -> LostProcess | None:
@@ -149,10 +151,10 @@ class Children:
             dead = ((dead_rank, process.exitcode) for dead_rank, process in rank_first if process.exitcode)
             return next((LostProcess(where, dead_rank, how_it_ended(code)) for dead_rank, code in dead), None)
 
-        return soon(_GRACE_S, find_dead)
+        return poll_until(_GRACE_S, find_dead)
 
 
-def soon(seconds: float, look: Callable[[], T | None]) -> T | None:
+def poll_until(seconds: float, look: Callable[[], T | None]) -> T | None:
     """Call ``look`` until it returns something, for at most ``seconds``; return that, or None. It is called at least once."""
     deadline_s = time.monotonic() + seconds
     while (result := look()) is None and time.monotonic() < deadline_s:

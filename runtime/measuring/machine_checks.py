@@ -125,9 +125,7 @@ def machine_nodes() -> Nodes:
 
 
 def _cpu_rates() -> tuple[float, float]:
-    """Return what this CPU does at its best in a moment: FLOP/s of a float32 matrix product, bytes/s of a copy (read
-    and written).
-    """
+    """Return what this CPU does at its best: FLOP/s of a float32 matrix product, and bytes/s read and written by a copy."""
     import torch
 
     matrix, source = torch.ones(_MATRIX_SIZE, _MATRIX_SIZE), torch.ones(_COPIED_FLOATS)

@@ -1,9 +1,9 @@
 """The largest batch that fits in memory, found by trying. Start at :func:`search_limit`, :func:`measure_limit`.
 
-Every try is a real training step in a child process. On CPU it fits when the process's resident set, by the kernel's own
-high-water mark, stayed within the budget; the parent stops a child that goes beyond it, before it takes the machine's
-memory. The limit on address space that systems offer (``RLIMIT_AS``) is of no use here: torch reserves gigabytes that it never
-touches. On CUDA it fits when no ``OutOfMemoryError`` comes.
+Every try is a real training step in a child process. On CPU it fits when the process's resident set, by the kernel's
+own high-water mark, stayed within the budget; the parent stops a child that goes beyond it, before it takes the
+machine's memory. The limit on address space that systems offer (``RLIMIT_AS``) is of no use here: torch reserves
+gigabytes that it never touches. On CUDA it fits when no ``OutOfMemoryError`` comes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import psutil
 
 from ddltool.errors import InputError
 from ddltool.runtime.measuring.children import Children
-from ddltool.runtime.measuring.worker import MeasureTask, Subject, replica, reset_peak
+from ddltool.runtime.measuring.worker import MeasureTask, Subject, connect_replica, reset_peak
 
 LARGEST = 2**20  # the largest batch that is tried
 # A step's memory is reached in its first backward pass; the second shows what an optimizer keeps.
@@ -40,8 +40,8 @@ class MemoryLimit:
 def search_limit(attempt: Callable[[int], float | None], budget_bytes: float, largest: int = LARGEST) -> MemoryLimit:
     """Return the limit by growing batches, then bisection; ``attempt(batch)`` returns peak bytes, None if it did not fit.
 
-    A line through the peaks guesses the limit, which saves tries where memory grows evenly. Every other try halves
-    the bracket anyway, so that bad guesses cannot make the search long.
+    A line through the peaks guesses the limit, which saves tries where memory grows evenly. Every other try halves the
+    bracket anyway, so that bad guesses cannot make the search long.
     """
     tried: dict[int, float | None] = {}
     # Invariant: batch `low` has run and fits (0: none yet), `high` does not fit (largest + 1: none was tried).
@@ -107,7 +107,6 @@ class _Trial:
     """A process that tries one batch after another; a new one takes its place after each that went beyond the budget."""
 
     def __init__(self, subject: Subject, budget_bytes: float) -> None:
-        """Prepare; the process starts with the first batch."""
         self._subject, self._budget_bytes = subject, budget_bytes
         self._child: Children | None = None
 
@@ -123,9 +122,8 @@ class _Trial:
         On the CPU the parent reads the child's resident memory meanwhile, and ends the child once it is too large.
         Raises what the child raises.
         """
-        child = self._child = self._child or Children(
-            _serve, [(self._subject, self._budget_bytes)], self._subject.source
-        )
+        arguments = [(self._subject, self._budget_bytes)]
+        child = self._child = self._child or Children(_serve, arguments, self._subject.source)
         child.send(0, batch)
         process = psutil.Process(child.processes[0].pid) if self._subject.device == "cpu" else None
         while not (messages := child.receive([0], f"memory of batch {batch}", _LOOK_EVERY_S)):
@@ -140,13 +138,14 @@ class _Trial:
 
 
 def _serve(subject: Subject, budget_bytes: float, pipe: Connection) -> None:
-    """Run a step of each batch from ``pipe``, in a child process, and send (peak bytes, whether it may try another batch) back.
+    """Run a step of each batch from ``pipe``, in a child process; send back (peak bytes, whether it may try another batch).
 
-    Peak bytes are 0 when memory ran out. Where the system does not let a process reset its peak, a new one must try the next.
+    Peak bytes are 0 when memory ran out. Where the system does not let a process reset its peak, a new one must try the
+    next.
     """
     import torch
 
-    worker = replica(subject, [1], 0, 1)
+    worker = connect_replica(subject, [1], 0, 1)
     if worker.device.type == "cuda":
         total = torch.cuda.get_device_properties(worker.device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, budget_bytes / total), worker.device)

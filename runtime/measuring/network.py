@@ -36,7 +36,10 @@ Progress = Callable[[int, int], None]
 
 
 class LinkFit(NamedTuple):
-    """A link's line ``latency_s + bytes / bandwidth_bytes_per_s``; residual: root mean square of (measured - line) / line."""
+    """A link's line ``latency_s + bytes / bandwidth_bytes_per_s``.
+
+    ``residual``: root mean square of (measured - line) / line.
+    """
 
     latency_s: float
     bandwidth_bytes_per_s: float
@@ -82,13 +85,19 @@ def measure_network(
     timeout_s: float = 60.0,
     progress: Progress = lambda done, total: None,
 ) -> NetworkResult:
-    """Return latency and bandwidth between the processes of this torchrun job, or of ``processes`` local ones.
+    """Return latency and bandwidth between the processes of this torchrun job, or of local ones that are started.
 
-    In a job every rank must call this, and every rank gets the result; ``processes`` is then ignored. One pair at a time,
-    ``rounds`` round trips per size, fewer where they would take longer than a second. ``progress(done, total)`` counts pairs.
+    In a job every rank must call this, and every rank gets the result. One pair is measured at a time.
 
-    Raises InputError for fewer than two processes or sizes, DdlToolError when a process dies or a message takes longer
-    than ``timeout_s``.
+    Args:
+        processes: local ones to start; ignored in a job.
+        sizes_bytes: of the messages.
+        rounds: round trips per size, fewer where they would take longer than a second.
+        timeout_s: seconds that a message may take.
+        progress: ``progress(done, total)`` is called after each pair.
+
+    Raises InputError for fewer than two processes or sizes, DdlToolError when a process dies or a message takes too
+    long.
     """
     sizes = sorted(set(sizes_bytes))
     if len(sizes) < 2 or sizes[0] < 1 or rounds < 1:
@@ -100,7 +109,7 @@ def measure_network(
             raise InputError("WORLD_SIZE", f"is {place.world_size}", "measure between 2 or more processes")
         processes = place.world_size
         with _lost_each_other():
-            store = job_store(place, "network", timeout_s)
+            store = job_store("network", timeout_s)
         pairs = _measure_pairs(place.rank, processes, sizes, rounds, timeout_s, progress, store=store)
     else:
         if processes < 2:
@@ -204,10 +213,10 @@ def _measure_pairs(
 
 
 def _ping(peer: int, sizes: Sequence[int], rounds: int, table: torch.Tensor) -> None:
-    """Lead the round trips with ``peer`` and fill ``table``, (sizes, 4): bytes; shortest, median and spread one way, seconds.
+    """Lead the round trips with ``peer``, and fill ``table``, (sizes, 4), in bytes and one-way seconds.
 
-    Each series of round trips is announced as (size, count); (0, 0) ends them. A size that is too slow for more than
-    two round trips is the last one.
+    Its columns are the size, and the shortest time, the median and the spread. Each series of round trips is announced
+    as (size, count); (0, 0) ends them. A size that is too slow for more than two round trips is the last one.
     """
     import torch
     import torch.distributed as dist

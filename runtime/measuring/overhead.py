@@ -1,9 +1,10 @@
-"""What ddltool costs a training script: runs with it on and off, taking turns. Start at :func:`measure_overhead`.
+"""What ddltool costs a training script, by runs with it on and off that take turns. Start at :func:`measure_overhead`.
 
-On is ``DDLTOOL_HOLD=1`` (the goodput agent does all its work but leaves the batch alone, so that both runs do the same), off
-is ``DDLTOOL_OFF=1`` (``attach(config)`` is ``attach(None)``, and the agent only hands out batches). Each pair of runs gives a
-ratio; reported is the median over the pairs with an interval that needs no assumption on the noise. As a program
-(``python -m``) this module is the clock of one run: it runs the script unchanged and times its steps from outside.
+On is ``DDLTOOL_HOLD=1`` (the goodput agent does all its work but leaves the batch alone, so that both runs do the
+same), off is ``DDLTOOL_OFF=1`` (``attach(config)`` is ``attach(None)``, and the agent only hands out batches). Each
+pair of runs gives a ratio; reported is the median over the pairs with an interval that needs no assumption on the
+noise. As a program (``python -m``) this module is the clock of one run: it runs the script unchanged and times its
+steps from outside.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ PATIENCE_S = 1.0
 def ratio_interval(ratios: Sequence[float], confidence: float = CONFIDENCE) -> OverheadInterval:
     """Return the median and its distribution-free interval: the k-th smallest and largest values, by the binomial law.
 
-    The narrowest such interval of at least ``confidence``; where there are too few values for any (fewer than 6 at 95 %),
-    the whole range and the confidence that it has.
+    It is the narrowest such interval of at least ``confidence``. Where there are too few values for any (fewer than 6
+    at 95 %), it is the whole range and the confidence that this has.
 
     >>> ratio_interval([1.0, 1.3, 1.1, 1.2, 1.4, 1.5, 1.6, 1.7]).low
     1.0
@@ -76,11 +77,18 @@ def measure_overhead(
     timeout_s: float = 3600.0,
     progress: Callable[[int], None] = lambda done: None,
 ) -> OverheadResult:
-    """Return the cost of ddltool to ``command`` (script and arguments): ratios on / off of the seconds per step, pair by pair.
+    """Return the cost of ddltool to a script: ratios on / off of the seconds per step, pair by pair.
 
-    Each run ends after ``steps`` optimizer steps, of which the first quarter, at most 10, are warm-up; ``replicas`` above
-    one run under torchrun. ``limit``: a share of a step, for the verdict. Raises InputError for a script that fails, makes
-    too few steps or takes longer than ``timeout_s``.
+    Args:
+        command: the script and its arguments.
+        pairs: of runs.
+        steps: optimizer steps after which each run ends; the first quarter, at most 10, is warm-up.
+        replicas: processes; more than one run under torchrun.
+        limit: a share of a step, for the verdict; None: no verdict.
+        timeout_s: seconds that a run may take.
+        progress: gets the number of runs that are done.
+
+    Raises InputError for a script that fails, makes too few steps or takes too long.
     """
     demand_script(command)
     warmup = min(10, max(steps // 4, 1))
@@ -122,10 +130,10 @@ def _run(command: Sequence[str], is_on: bool, steps: int, warmup: int, replicas:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "times")
         clock = ("-m", "ddltool.runtime.measuring.overhead", str(file), str(steps), *command)
-        code, errors = finish(clock, replicas, environment, command[0], timeout_s)
+        code, errors = run_script(clock, replicas, environment, command[0], timeout_s)
         times = [file.with_name(f"{file.name}.{rank}") for rank in range(replicas)]
         if code or not all(path.exists() for path in times):
-            raise failed(command, code, errors)
+            raise failure_of_script(command, code, errors)
         stamps = [json.loads(path.read_text(encoding="utf-8")) for path in times]
     steps_made = min(len(rank_stamps) for rank_stamps in stamps)
     if steps_made < warmup + 2:
@@ -145,7 +153,7 @@ def demand_script(command: Sequence[str]) -> None:
         raise InputError(command[0], "is no file", "name a training script")
 
 
-def failed(command: Sequence[str], code: int, errors: str) -> InputError:
+def failure_of_script(command: Sequence[str], code: int, errors: str) -> InputError:
     """Return the error of a script that ended with the exit ``code``, with the likeliest reason from its stderr.
 
     That is ddltool's error line, else its last exception but torchrun's own, else the last line.
@@ -156,7 +164,7 @@ def failed(command: Sequence[str], code: int, errors: str) -> InputError:
     return InputError(command[0], f"failed with exit code {code}: {reason}", "see to it that it runs by itself")
 
 
-def finish(
+def run_script(
     command: Sequence[str], replicas: int, environment: dict[str, str], name: str, timeout_s: float
 ) -> tuple[int, str]:
     """Run a Python command to its end, by torchrun for several ``replicas``; return its exit code and stderr.
@@ -185,8 +193,8 @@ def _clock() -> None:
     """Run a script and time its steps; the command line is: file for the times, number of steps, script, its arguments.
 
     Every rank stamps wall clock and its own CPU seconds (all threads; data workers are other processes) after each
-    ``optimizer.step()``, by torch's global hook, so the clock is the same whether ddltool is on or off. After the last step
-    wanted the process ends.
+    ``optimizer.step()``, by torch's global hook, so the clock is the same whether ddltool is on or off. After the last
+    step wanted the process ends.
     """
     from torch.optim.optimizer import register_optimizer_step_post_hook
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import psutil
@@ -34,20 +34,21 @@ def measured(
 ) -> ProfileResult:
     """Measure ``request`` and return the result; ``file`` gets the rows as they come.
 
-    With ``memory_bytes`` the memory limit is searched first, and no larger batch is measured. ``job``: the processes
-    of a torchrun job; None: local ones are started. ``tell`` gets warnings and ``stage`` the progress, for who shows
-    them. Raises InputError when not even batch 1 fits in memory.
+    Args:
+        request: what to measure.
+        file: of the rows.
+        memory_bytes: memory limit; the largest batch within it is searched first, and no larger one is measured. None:
+            none.
+        job: the processes of a torchrun job; None: local ones are started.
+        tell: gets warnings.
+        stage: gets the progress.
+
+    Raises InputError when not even batch 1 fits in memory.
     """
-    search = None
-    largest: int | None = LARGEST_BATCH
+    search, largest = None, None
     with stage("measuring") as advance:
         if memory_bytes is not None:
-            limit = measure_limit(request.subject(), memory_bytes, progress=lambda text: advance(0, f"memory: {text}"))
-            largest = limit.batch
-            if largest == 0:
-                raise InputError("--memory", f"even batch 1 needs more than {show_bytes(memory_bytes)}", "give more")
-            tries = [MemoryTry(local_batch_size=batch, peak_memory_bytes=peak) for batch, peak in limit.tried.items()]
-            search = MemorySearch(budget_bytes=memory_bytes, tries=tries)
+            search, largest = _search_limit(request, memory_bytes, lambda text: advance(0, f"memory: {text}"))
         if job is not None:
             job.prepare()
         measurements = campaign(
@@ -74,6 +75,20 @@ def measured(
     return result
 
 
+def _search_limit(
+    request: MeasureRequest, memory_bytes: float, progress: Callable[[str], None]
+) -> tuple[MemorySearch, int | None]:
+    """Return the search for the largest batch within ``memory_bytes``, and that batch; None: every batch fits.
+
+    ``progress`` gets what was tried. Raises InputError when not even batch 1 fits.
+    """
+    limit = measure_limit(request.subject(), memory_bytes, progress=progress)
+    if limit.batch == 0:
+        raise InputError("--memory", f"even batch 1 needs more than {show_bytes(memory_bytes)}", "give more")
+    tries = [MemoryTry(local_batch_size=batch, peak_memory_bytes=peak) for batch, peak in limit.tried.items()]
+    return MemorySearch(budget_bytes=memory_bytes, tries=tries), limit.batch
+
+
 @contextlib.contextmanager
 def keeping_rows(file: ProfileFile) -> Iterator[None]:
     """Add to an error or a Ctrl-C in the block how many rows ``file`` has by now, and how to go on from there."""
@@ -91,15 +106,14 @@ def keeping_rows(file: ProfileFile) -> Iterator[None]:
 
 
 def device_memory(device: str) -> float:
-    """Return the bytes that the device has: all of the GPU's, or what is free in main memory."""
+    """Return the bytes of memory that the device has: all of the GPU's, or what is free in main memory."""
     if device == "cpu":
         return float(psutil.virtual_memory().available)
     import torch
 
     if not torch.cuda.is_available():
-        raise InputError(
-            "--device", "cuda has 0 devices here", "use --device cpu, or ddltool predict for a GPU elsewhere"
-        )
+        remedy = "use --device cpu, or ddltool predict for a GPU elsewhere"
+        raise InputError("--device", "cuda has 0 devices here", remedy)
     return float(torch.cuda.get_device_properties(0).total_memory)
 
 
@@ -119,7 +133,6 @@ def _shortfalls(result: ProfileResult, request: MeasureRequest) -> list[str]:
         )
     missing = sum(skipped.reason == "the budget was spent" for skipped in result.skipped)
     if missing:
-        sentences.append(
-            f"{missing} configurations were not measured: the budget was spent; raise --budget, or --resume"
-        )
+        remedy = "raise --budget, or --resume"
+        sentences.append(f"{missing} configurations were not measured: the budget was spent; {remedy}")
     return sentences

@@ -26,8 +26,6 @@ class Place:
     local_rank: int
     local_world_size: int
     node: int
-    address: str
-    port: int
 
 
 def job_from_environment(environment: Mapping[str, str] = os.environ) -> Place | None:
@@ -42,6 +40,7 @@ def job_from_environment(environment: Mapping[str, str] = os.environ) -> Place |
             raise InputError(name, f"is {text!r}", "start the job with torchrun")
         return int(text)
 
+    number("MASTER_PORT")  # which torch reads itself
     size = number("WORLD_SIZE")
     local_size = number("LOCAL_WORLD_SIZE", str(size))
     rank = number("RANK")
@@ -51,20 +50,17 @@ def job_from_environment(environment: Mapping[str, str] = os.environ) -> Place |
         local_rank=number("LOCAL_RANK", str(rank % max(1, local_size))),
         local_world_size=local_size,
         node=number("GROUP_RANK", str(rank // max(1, local_size))),
-        address=environment["MASTER_ADDR"],
-        port=number("MASTER_PORT"),
     )
 
 
-def job_store(place: Place, use: str, timeout_s: float) -> Any:
-    """Return a connection to the job's store, whose keys are prefixed by ``use`` and the restart count.
+def job_store(use: str, timeout_s: float) -> Any:
+    """Return a connection to the job's store, whose keys are prefixed by ``use`` and the number of restarts.
 
-    So a restarted job reads no key of the attempt before. Rank 0 hosts the store, unless torchrun's own agent does.
-    Raises RuntimeError when the store cannot be reached within ``timeout_s``.
+    So a restarted job reads no key of the attempt before. Raises RuntimeError when the store cannot be reached within
+    ``timeout_s``.
     """
-    from torch._C._distributed_c10d import PrefixStore, TCPStore
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+    from torch.distributed.rendezvous import rendezvous
 
-    is_host = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    timeout = timedelta(seconds=timeout_s)
-    store = TCPStore(place.address, place.port, place.world_size, is_master=is_host, timeout=timeout)
+    store = next(iter(rendezvous("env://", timeout=timedelta(seconds=timeout_s))))[0]
     return PrefixStore(f"{use}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)

@@ -1,4 +1,4 @@
-"""Does a training script compute with ddltool what one process would? Start at :func:`check_script`."""
+"""Whether a training script computes with ddltool what one process would. Start at :func:`check_script`."""
 
 from __future__ import annotations
 
@@ -11,28 +11,27 @@ from pathlib import Path
 
 from ddltool.errors import InputError
 from ddltool.results import ScriptCheck
-from ddltool.runtime.measuring.overhead import demand_script, failed, finish
+from ddltool.runtime.measuring.overhead import demand_script, failure_of_script, run_script
 from ddltool.runtime.processes.checking import CHECK, RESULT
 
 
 def check_script(command: Sequence[str], replicas: int = 2, timeout_s: float = 900.0) -> ScriptCheck:
-    """Run a script (and its arguments) until its first steps are compared with those of one process, and return the outcome.
+    """Compare the first steps of a script, run as ``replicas`` processes, with those of one process, and return the outcome.
 
-    The comparison is :mod:`~ddltool.runtime.processes.checking`'s. Raises InputError when the script fails before,
-    takes longer than ``timeout_s``, or attaches neither hook nor balancer.
+    ``command``: the script and its arguments. The comparison is :mod:`~ddltool.runtime.processes.checking`'s. Raises
+    InputError when the script fails before it, takes longer than ``timeout_s``, or attaches neither hook nor balancer.
     """
     demand_script(command)
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "result.json")
         environment = {**os.environ, CHECK: "end", RESULT: str(result)}
-        code, errors = finish(command, replicas, environment, command[0], timeout_s)
+        code, errors = run_script(command, replicas, environment, command[0], timeout_s)
         answer = json.loads(result.read_text("utf-8")) if result.exists() else None
     # Of a script that fails, only what was decided before counts.
     if answer is not None and (answer["updates"] or not code):
         return ScriptCheck(script=shlex.join(command), replicas=replicas, **answer)
     if code:
-        raise failed(command, code, errors)
+        raise failure_of_script(command, code, errors)
     problem = "ran to its end without a check"
-    raise InputError(
-        command[0], problem, "attach the hook or the balancer with uneven batches in it, for 3 updates or more"
-    )
+    remedy = "attach the hook or the balancer with uneven batches in it, for 3 updates or more"
+    raise InputError(command[0], problem, remedy)

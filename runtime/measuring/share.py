@@ -1,4 +1,4 @@
-"""What share of this machine a process can expect now: of a core, of the memory."""
+"""What share of this machine a process can expect now: of a core, and of the memory."""
 
 from __future__ import annotations
 
@@ -10,14 +10,11 @@ import psutil
 def expected_cpu() -> float:
     """Return the share of a core that this process can expect now, above 0 to 1.
 
-    On Linux: its cores over the runnable processes that were last on one of them, itself included. A process counts once
-    whatever its threads. Elsewhere: the machine's idle share since the last call, as psutil has it.
+    It is the number of its cores over the number of processes that want to run on one of them, itself included. A
+    process counts once whatever its threads.
     """
-    try:
-        cores = os.sched_getaffinity(0)
-        return min(1.0, len(cores) / (1 + _others_running(cores)))
-    except (AttributeError, OSError):
-        return max(0.01, 1.0 - psutil.cpu_percent(interval=None) / 100)  # never 0: speeds are predicted from it
+    cores = os.sched_getaffinity(0)
+    return min(1.0, len(cores) / (1 + _others_running(cores)))
 
 
 def available_memory() -> float:
@@ -27,7 +24,7 @@ def available_memory() -> float:
 
 
 def _others_running(cores: set[int]) -> int:
-    """Return how many other processes of this machine want to run on these ``cores`` now, by number (Linux).
+    """Return how many other processes of this machine want to run on these ``cores``, by their numbers, now.
 
     Reads /proc itself: psutil would take ten times as long, which a short iteration would notice.
     """

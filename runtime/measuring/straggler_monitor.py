@@ -1,8 +1,8 @@
 """Which rank is slow, told while the job runs: the verdict of ``ddltool stragglers`` on every so many steps.
 
-Start at :func:`watch_ranks`. The ranks' rows travel in one gather that nobody waits for: it is begun at the end of a step
-and read at the end of the next, by when all have come. Rank 0 alone looks at them; what that cost it travels with the next
-gather, and all ranks make the next stretch as long as keeps the cost below :data:`SHARE` of the time.
+Start at :func:`watch_ranks`. The ranks' rows travel in one gather that nobody waits for: it begins at the end of a step
+and is read at the end of the next, by when all have come. Rank 0 alone looks at them. What that cost it travels with
+the next gather, and all ranks make the next stretch of steps as long as keeps the cost below :data:`SHARE` of the time.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ _SKIPPED = 5
 def watch_ranks(
     hook: Hook, *, every: int = 100, tell: Callable[[str, StragglersResult], None] | None = None
 ) -> StragglerMonitor:
-    """Tell on rank 0 which rank holds the others up, why, and what to do, each ``every`` steps and where it changes.
+    """Tell on rank 0 which rank holds the others up, why, and what to do: every ``every`` steps, or where the answer changes.
 
     Args:
         hook: one that writes telemetry (``runtime.attach(..., telemetry=FILE)``); call this on every rank after it.
         every: steps between two looks, at least 10; more where steps are so short that looking would cost too much.
-        tell: is called on rank 0 with the sentence and the result of every look; None: stderr, where the answer changes.
+        tell: is called on rank 0 with the sentence and the result of every look; None: stderr, where the answer
+            changes.
 
     Raises InputError for a hook without telemetry, for one process alone and for too few steps.
     """
@@ -76,9 +77,7 @@ class StragglerMonitor:
         self.cost_s = 0.0
 
     def __call__(self, step: ObservedStep) -> None:
-        """Take a step; all ranks take the same ones. Rows of other ranks, which were asked for at the step before,
-        are read first.
-        """
+        """Take a step; all ranks take the same ones. Rows of other ranks, asked for at the step before, are read first."""
         if self._pending is not None:
             work, gathered = self._pending
             self._pending = None
@@ -97,7 +96,7 @@ class StragglerMonitor:
             self._pending = dist.all_gather(rows_of_ranks, own_rows, group=self._side, async_op=True), rows_of_ranks
 
     def _read(self, rows: torch.Tensor) -> None:
-        """Read the rows of all ranks, (ranks, 1 + steps, columns): choose the steps to the next look, and on rank 0 look.
+        """Read the rows of all ranks, (ranks, 1 + steps, columns): choose when to look next, and on rank 0 look.
 
         The first row of each rank says what its last look cost, in seconds of CPU.
         """

@@ -1,7 +1,7 @@
 """Measuring with the processes of a torchrun job. Start at :class:`TorchrunJob`.
 
-Rank 0 leads: it decides what runs next and writes it into the job's store; the others read, run their part and wait. The
-first rank on which something fails says why, and ends; that ends the others' collectives, and torchrun the others.
+Rank 0 leads: it decides what runs next and writes it into the job's store; the others read, run their part and wait.
+The first rank on which something fails says why, and ends; that ends the others' collectives, and torchrun the others.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import asdict
 from datetime import timedelta
 
 from ddltool.errors import DdlToolError, InputError, one_line
-from ddltool.runtime.measuring.children import in_one_line, soon
+from ddltool.runtime.measuring.children import in_one_line, poll_until
 from ddltool.runtime.measuring.rendezvous import START_LIMIT_S, Place, job_store
-from ddltool.runtime.measuring.worker import MeasureTask, StepTimer, StepTimings, Subject, replica
+from ddltool.runtime.measuring.worker import MeasureTask, StepTimer, StepTimings, Subject, connect_replica
 
 # Followers may wait this long for their next task: as long as rank 0 searches for the memory limit, say.
 _PATIENCE = timedelta(hours=24)
@@ -26,8 +26,8 @@ _GRACE_S = 1.0
 class TorchrunJob:
     """All processes of a torchrun job; rank 0's is the executor of a campaign. Every rank makes one, with equal arguments.
 
-    The first rank on which an exception occurs raises it and notes its failure in the job's store. The other ranks, whose
-    collectives fail as a consequence, raise SystemExit: exit code 1, no output.
+    The first rank on which an exception occurs raises it and notes its failure in the job's store. The other ranks,
+    whose collectives fail as a consequence, raise SystemExit: exit code 1, no output.
     """
 
     def __init__(self, place: Place, subject: Subject, replicas: Sequence[int]) -> None:
@@ -37,25 +37,23 @@ class TorchrunJob:
         self._worker: StepTimer | None = None
         self.where = subject.source
         if self.replicas[-1] > place.world_size:
-            raise InputError(
-                "--replicas",
-                f"{self.replicas[-1]} is more than the job's {place.world_size} processes",
-                f"start {self.replicas[-1]} with torchrun, or measure fewer",
-            )
+            problem = f"{self.replicas[-1]} is more than the job's {place.world_size} processes"
+            raise InputError("--replicas", problem, f"start {self.replicas[-1]} with torchrun, or measure fewer")
 
     def __enter__(self) -> TorchrunJob:
-        """Connect to the job's store, and say there on which node this rank runs. Raises DdlToolError when it cannot
-        be reached.
+        """Connect to the job's store, and note there on which node this rank runs.
+
+        Raises DdlToolError when the store cannot be reached.
         """
         try:
-            self._store = job_store(self.place, "profile", START_LIMIT_S)
+            self._store = job_store("profile", START_LIMIT_S)
         except RuntimeError as error:
             raise DdlToolError(f"the job's processes do not find each other ({one_line(str(error))[:200]})") from error
         self._store.set(f"node/{self.place.rank}", str(self.place.node))
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End the other ranks by a null task: rank 0 does so, whether all tasks are done or it has failed between two tasks."""
+        """On rank 0, end the other ranks by a null task, whether all tasks are done or rank 0 has failed between two tasks."""
         if self.place.rank == 0:
             with contextlib.suppress(RuntimeError):
                 self._store.set(f"task/{self._tasks}", "null")
@@ -65,9 +63,7 @@ class TorchrunJob:
         return len({self._store.get(f"node/{rank}") for rank in range(replicas)})
 
     def run(self, task: MeasureTask) -> StepTimings:
-        """Hand a task to all ranks through the job's store, and return rank 0's times. Raises the reason when any
-        rank fails.
-        """
+        """Hand a task to all ranks through the job's store, and return rank 0's times. Raises the reason when a rank fails."""
         self._store.set(f"task/{self._tasks}", json.dumps(asdict(task)))
         self._tasks += 1
         return self._run_part(task)
@@ -87,7 +83,7 @@ class TorchrunJob:
                 if (devices := torch.cuda.device_count()) <= place.local_rank:
                     problem = f"cuda has {devices} devices for {place.local_world_size} processes of a node"
                     raise InputError("--device", problem, "start fewer processes, or use --device cpu")
-            self._worker = replica(
+            self._worker = connect_replica(
                 self.subject,
                 self.replicas,
                 place.rank,
@@ -146,7 +142,7 @@ class TorchrunJob:
         """Return whether another rank has failed, now or within ``within_s``; if not, note this rank as the first to fail."""
         rank = str(self.place.rank)
         try:
-            soon(within_s, lambda: self._store.check(["failed"]) or None)
+            poll_until(within_s, lambda: self._store.check(["failed"]) or None)
             return bool(self._store.compare_set("failed", "", rank) != rank.encode())
         except RuntimeError:
             return False  # the store is gone

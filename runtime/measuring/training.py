@@ -18,17 +18,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 OPTIMIZERS = (
-    "none",
-    "sgd",
-    "momentum",
-    "adam",
-    "adamw",
-    "muon",
-    "adafactor",
-    "foreach-sgd",
-    "foreach-momentum",
-    "foreach-adam",
-    "foreach-adamw",
+    *("none", "sgd", "momentum", "adam", "adamw", "muon", "adafactor"),
+    *("foreach-sgd", "foreach-momentum", "foreach-adam", "foreach-adamw"),
 )
 _FIRST_SCALE = 128.0
 """AMP's loss scale at the start; its own overflows, and skips the updates that are to be timed."""
@@ -36,16 +27,15 @@ MEASURED = ("fp32", "tf32", "bf16", "fp16", "bf16-pure", "fp16-pure")
 """Precisions that a step can be run in here. float8 needs kernels of a library of its own."""
 
 
-def checked(precision: str, device: str) -> str:
+def checked_precision(precision: str, device: str) -> str:
     """Return the standard name of a precision that ``device`` ("cpu", "cuda") computes in.
 
     Raises InputError for one that is unknown, a share, or not measured on this device.
     """
     name = precision_name(precision, "precision") if not precision.endswith("%") else None
     if name is None:
-        raise InputError(
-            "precision", f"is {precision}, a share", f"give --half-width {precision}, or a type such as bf16"
-        )
+        remedy = f"give --half-width {precision}, or a type such as bf16"
+        raise InputError("precision", f"is {precision}, a share", remedy)
     if name not in MEASURED:
         raise InputError("precision", f"{name} is not measured here", f"give one of {', '.join(MEASURED)}")
     if name == "tf32" and device != "cuda":
@@ -53,11 +43,10 @@ def checked(precision: str, device: str) -> str:
     return name
 
 
-def prepared(
+def prepared_module(
     module: nn.Module, inputs: Sequence[Any], precision: str, device: torch.device
 ) -> tuple[nn.Module, tuple[Any, ...], Callable[[], contextlib.AbstractContextManager[Any]]]:
-    """Return a module and its inputs on a device in the types of a precision, and a function that makes a forward
-    pass's context.
+    """Return a module and its inputs on a device in the types of a precision, and what makes a forward pass's context.
 
     The context is autocast where the precision has one, and does nothing otherwise.
     """
@@ -80,22 +69,28 @@ def prepared(
     return module, moved_inputs, lambda: torch.autocast(device.type, computed_dtype)
 
 
-def updates(
+def backward_and_update(
     module: nn.Module, optimizer: str, precision: str, device: torch.device
 ) -> tuple[Callable[[Any], None], Callable[[], None]]:
-    """Return two functions, by an optimizer's name: the backward pass of a loss, and the update of the module's parameters.
+    """Return two functions: the backward pass of a loss, and the update of the module's parameters.
 
-    fp16 scales its losses as AMP does. A name alone is ``fused=True`` on a GPU and torch's own default on a CPU; with
-    "foreach-" before it, ``foreach=True``. "muon" is for the matrices of the module's blocks, AdamW for the rest. "none" makes
-    no updates.
+    With fp16 the loss is scaled as AMP does.
+
+    Args:
+        module: whose parameters are updated.
+        optimizer: one of ``OPTIMIZERS``. A name alone is ``fused=True`` on a GPU and torch's own default on a CPU; with
+            "foreach-" before it, ``foreach=True``. "muon" is for the matrices of the module's blocks, AdamW for the
+            rest. "none": no updates.
+        precision: one of ``MEASURED``.
+        device: where the module is.
     """
     import torch
 
     scaler = torch.amp.GradScaler(device.type, init_scale=_FIRST_SCALE, enabled=precision == "fp16")
     name = optimizer.removeprefix("foreach-")
-    implementation: dict[str, Any] = (
-        {"foreach": True} if optimizer != name else {"fused": True} if device.type == "cuda" else {}
-    )
+    implementation: dict[str, Any] = {"fused": True} if device.type == "cuda" else {}
+    if optimizer != name:
+        implementation = {"foreach": True}
     parameters = list(module.parameters())
     built: list[torch.optim.Optimizer] = []
     if name in ("sgd", "momentum"):
@@ -110,9 +105,8 @@ def updates(
             taken = set(map(id, matrices))
             parameters = [parameter for parameter in parameters if id(parameter) not in taken]
         if parameters:
-            built.append(
-                (torch.optim.Adam if name == "adam" else torch.optim.AdamW)(parameters, lr=1e-4, **implementation)
-            )
+            adam = torch.optim.Adam if name == "adam" else torch.optim.AdamW
+            built.append(adam(parameters, lr=1e-4, **implementation))
 
     def backward(loss: Any) -> None:
         """Run the backward pass of a loss, scaled where the precision needs it."""
@@ -120,8 +114,8 @@ def updates(
 
     def update() -> None:
         """Update the parameters, and drop their gradients."""
-        for each in built:
-            scaler.step(each)
+        for optimizer_part in built:
+            scaler.step(optimizer_part)
         if built:
             scaler.update()
         module.zero_grad()

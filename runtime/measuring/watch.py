@@ -12,8 +12,7 @@ In a training loop of one's own::
 :func:`record` starts processes that train a model together and watches them.
 
 Readings are taken before the iteration, which is when batch sizes must be chosen. CPU is the share of a core that the
-process can expect: its cores over the processes that want to run on them now, itself included. Memory is the share of the
-machine's memory that is available.
+process can expect (:func:`~.share.expected_cpu`), memory the share of the machine's memory that is available.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from ddltool.graph import natural_key
 from ddltool.results import WatchedWorker, WatchResult
 from ddltool.runtime.measuring.children import Children, LostProcess, meeting_place
 from ddltool.runtime.measuring.share import available_memory, expected_cpu
-from ddltool.runtime.measuring.worker import resolved
+from ddltool.runtime.measuring.worker import resolve_step
 
 # How often a worker hands in its rows; what it has not handed in is lost when it is killed.
 TELL_EVERY_S = 0.5
@@ -91,7 +90,8 @@ def write_rows(rows: Iterable[SpeedRow], path: str | Path) -> None:
 def summarise(rows: Sequence[SpeedRow], batch: int) -> WatchResult:
     """Return each worker's speed (samples/s), and the iteration time with equal batches and with batches by speed.
 
-    The first :data:`WARM_ITERATIONS` are left out of the figures when there are more than twice as many.
+    ``batch``: samples per worker and iteration. The first :data:`WARM_ITERATIONS` are left out of the figures when
+    there are more than twice as many.
     """
     frame = pd.DataFrame([asdict(row) for row in rows])
     first_steady = WARM_ITERATIONS if frame["iteration"].max() >= 2 * WARM_ITERATIONS else 0
@@ -134,9 +134,7 @@ class WatchRequest:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Raise InputError for too many workers or rows, and for cores that this process may not use or that are not
-        one each.
-        """
+        """Raise InputError for too many workers or rows, and for cores that are not usable here or not one for each worker."""
         if self.workers > MOST_WORKERS:
             raise InputError("replicas", f"is {self.workers}", f"watch at most {MOST_WORKERS} local processes")
         if self.workers * self.iterations > MOST_ROWS:
@@ -144,8 +142,7 @@ class WatchRequest:
             raise InputError("iterations", problem, f"record at most {MOST_ROWS}")
         if self.cores is None:
             return
-        if not hasattr(os, "sched_getaffinity"):
-            raise InputError("cores", "cannot be chosen on this system", "leave it out")
+
         usable = sorted(os.sched_getaffinity(0))
         if len(self.cores) != self.workers:
             raise InputError("cores", f"names {len(self.cores)} cores", f"name one for each of {self.workers} workers")
@@ -158,7 +155,6 @@ class WatchLost(DdlToolError):
     """A watched process has ended before its time."""
 
     def __init__(self, message: str, rows: list[SpeedRow]) -> None:
-        """Keep the rows that were recorded before the loss."""
         super().__init__(message)
         self.rows = rows
         """All workers' rows of the iterations that every worker has completed."""
@@ -167,8 +163,8 @@ class WatchLost(DdlToolError):
 def record(request: WatchRequest, progress: Callable[[int], None] = lambda done: None) -> list[SpeedRow]:
     """Return the rows of all workers, which train one model with averaged gradients over gloo, in lockstep, on the CPU.
 
-    Every process computes on one thread. ``progress`` is told iterations done, now and then. Raises InputError when a step
-    fails, WatchLost with what was recorded when a process dies.
+    Every process computes on one thread. ``progress`` gets the iterations done, now and then. Raises InputError when a
+    step fails, WatchLost with what was recorded when a process dies.
     """
     rows: list[list[SpeedRow]] = [[] for _ in range(request.workers)]
 
@@ -186,9 +182,8 @@ def record(request: WatchRequest, progress: Callable[[int], None] = lambda done:
         except LostProcess as lost:
             complete = min(map(len, rows))
             complete_rows = [row for worker_rows in rows for row in worker_rows[:complete]]
-            raise WatchLost(
-                f"worker w{lost.rank} {lost.how} at iteration {len(rows[lost.rank])}", complete_rows
-            ) from None
+            message = f"worker w{lost.rank} {lost.how} at iteration {len(rows[lost.rank])}"
+            raise WatchLost(message, complete_rows) from None
     return [row for worker_rows in rows for row in worker_rows]
 
 
@@ -209,7 +204,7 @@ def _worker(request: WatchRequest, rank: int, results: Connection) -> None:
     torch.manual_seed(request.seed)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", init_method=meeting_place(), rank=rank, world_size=request.workers)
-    step = resolved(request.resolver)(request.source, request.batch)
+    step = resolve_step(request.resolver)(request.source, request.batch)
     parameters = [value for value in step.module.parameters() if value.requires_grad]
     optimizer = torch.optim.SGD(parameters, lr=1e-2)
     watch = Watch(f"w{rank}")

@@ -55,8 +55,8 @@ class Subject:
 class MeasureTask:
     """One visit to a configuration: how many steps to time.
 
-    Ends after ``most`` steps; before that when ``seconds`` were spent on steps of any kind (and three were timed), or when
-    the median is known to ``precision`` (0: never).
+    It ends after ``most`` steps, or earlier when ``seconds`` were spent on steps of any kind (and three were timed), or
+    when the median is known to ``precision`` (0: never).
     """
 
     replicas: int
@@ -75,8 +75,8 @@ class MeasureTask:
     def is_over(self, steps_s: list[float], spent_s: float) -> bool:
         """Return whether enough steps are timed: as many as asked for, or as the seconds or the precision of the median allow.
 
-        ``steps_s``: seconds of each timed step; ``spent_s``: of all steps, warm-up included. All replicas see the
-        same times, so all of them stop at the same step.
+        ``steps_s``: seconds of each timed step; ``spent_s``: of all steps, warm-up included. All replicas see the same
+        times, so all of them stop at the same step.
         """
         if len(steps_s) >= self.most or (len(steps_s) >= FEWEST and spent_s >= self.seconds):
             return True
@@ -98,16 +98,14 @@ class StepTimings:
     peak_bytes: float = 0.0
 
 
-def resolved(resolver: str) -> Callable[[str, int], ResolvedStep]:
-    """Return the function that ``resolver`` names as ``package.module:function``: it makes a training step of a
-    source and a batch.
-    """
+def resolve_step(resolver: str) -> Callable[[str, int], ResolvedStep]:
+    """Return the function that ``resolver`` names as ``package.module:function``; it makes a step of a source and a batch."""
     module, _, function = resolver.partition(":")
     builder: Callable[[str, int], ResolvedStep] = getattr(importlib.import_module(module), function)
     return builder
 
 
-def replica(
+def connect_replica(
     subject: Subject,
     replicas: Sequence[int],
     rank: int,
@@ -116,11 +114,15 @@ def replica(
     local_rank: int | None = None,
     **meeting: Any,
 ) -> StepTimer:
-    """Return this rank's worker, connected to the other replicas.
+    """Return this rank's step timer, connected to the other replicas.
 
-    ``replicas``: the counts of replicas that will be measured. All ranks make a process group for each count, in the
-    same order. ``local_rank`` chooses the GPU; ``meeting``: where the ranks meet, as
-    ``torch.distributed.init_process_group`` takes it.
+    Args:
+        subject: what is measured.
+        replicas: the counts of replicas that will be measured; all ranks make a process group for each, in the same
+            order.
+        rank, world_size: this process's place.
+        local_rank: chooses the GPU; None: ``rank``.
+        meeting: where the ranks meet, as ``torch.distributed.init_process_group`` takes it.
     """
     import torch
     import torch.distributed as dist
@@ -151,10 +153,9 @@ class StepTimer:
         import torch
 
         self.subject, self.device, self.groups = subject, device, groups or {}
-        self._resolver = resolved(subject.resolver)
-        # Replicas and batch of the configuration that _timed_step runs; both are None when none is prepared.
-        self._prepared: tuple[int, int] | None = None
-        self._timed_step: Callable[[MeasureTask, bool], tuple[float, float]] | None = None
+        self._resolver = resolve_step(subject.resolver)
+        self._prepared: tuple[int, int] | None = None  # replicas and batch of the configuration; None: there is none
+        self._configuration: _Configuration | None = None
         torch.set_num_threads(subject.threads)
         torch.manual_seed(subject.seed)
         if device.type == "cuda":
@@ -163,8 +164,8 @@ class StepTimer:
     def run(self, task: MeasureTask, alive: Callable[[], None] = lambda: None) -> StepTimings:
         """Return the times of a task; none when a task of one replica runs out of memory.
 
-        ``alive`` is called after every step. Raises InputError when memory runs out on one of several replicas, whose peers
-        now wait, or when the source cannot be trained, and whatever the model raises.
+        ``alive`` is called after every step. Raises InputError when memory runs out on one of several replicas, whose
+        peers now wait, or when the source cannot be trained, and whatever the model raises.
         """
         try:
             return self._run(task, alive)
@@ -181,7 +182,7 @@ class StepTimer:
 
     def drop(self) -> None:
         """Free the memory of the configuration that was measured last, so that the next one's peak does not contain it."""
-        self._prepared = self._timed_step = None
+        self._prepared = self._configuration = None
         gc.collect()
         if self.device.type == "cuda":
             import torch
@@ -194,19 +195,21 @@ class StepTimer:
     def _run(self, task: MeasureTask, alive: Callable[[], None]) -> StepTimings:
         """Return the times of a task: prepare its configuration unless it was the last one's too, warm up, and time steps.
 
-        With several replicas, each full step is followed by one without synchronisation. ``alive`` is called after every step.
+        With several replicas, each full step is followed by one without synchronisation. ``alive`` is called after
+        every step.
         """
         if self._prepared != (task.replicas, task.batch):
             self.drop()
             reset_peak(self.device)
-            self._timed_step = self._prepare_step(task)
+            step, group = self._resolver(self.subject.source, task.batch), self.groups.get(task.replicas)
+            self._configuration = _Configuration(self.subject, step, self.device, group)
             self._prepared = (task.replicas, task.batch)
-        timed_step = self._timed_step
-        assert timed_step is not None
+        configuration = self._configuration
+        assert configuration is not None
         spent_s = 0.0
         for warmups_done in range(task.warmup):
             if warmups_done == 0 or spent_s < task.seconds:
-                spent_s += timed_step(task, True)[0]
+                spent_s += configuration.time_step(task.accumulation)[0]
             alive()
         from ddltool.runtime.processes.step_times import peak_memory
 
@@ -214,13 +217,13 @@ class StepTimer:
         local_s: list[float] = []
         passes_s: list[float] = []
         while not task.is_over(full_s, spent_s):
-            step_s, pass_s = timed_step(task, True)
+            step_s, pass_s = configuration.time_step(task.accumulation)
             full_s.append(step_s)
             spent_s += step_s
             if task.accumulation:
                 passes_s.append(pass_s)
             if task.replicas > 1:
-                local_s.append(timed_step(task, False)[0])
+                local_s.append(configuration.time_step(task.accumulation, synchronise=False)[0])
                 spent_s += local_s[-1]
             alive()
         return StepTimings(
@@ -230,53 +233,51 @@ class StepTimer:
             peak_bytes=float(peak_memory(self.device.type == "cuda")),
         )
 
-    def _prepare_step(self, task: MeasureTask) -> Callable[[MeasureTask, bool], tuple[float, float]]:
-        """Return a function ``(task, synchronise)`` that runs one step of the task's configuration.
 
-        It returns the seconds of the whole step and of one accumulation pass (0 without accumulation), of the slowest replica.
-        """
+class _Configuration:
+    """A model on its device, for one batch size and number of replicas, whose training steps are timed."""
+
+    def __init__(
+        self, subject: Subject, step: ResolvedStep, device: torch.device, group: dist.ProcessGroup | None
+    ) -> None:
+        """Prepare module, inputs and optimizer; ``group``: the process group of the replicas, None: there is one."""
         from torch.nn.parallel import DistributedDataParallel
 
         from ddltool.analyzers.step.tracing.step import called
-        from ddltool.runtime.measuring.training import prepared, updates
+        from ddltool.runtime.measuring.training import backward_and_update, prepared_module
 
-        step = self._resolver(self.subject.source, task.batch)
-        device = self.device
-        group = self.groups.get(task.replicas)
-        module, inputs, computing = prepared(step.module, step.inputs, self.subject.numerics, device)
-        is_shared = task.replicas > 1
-        wrapped: nn.Module = DistributedDataParallel(module, process_group=group) if is_shared else module
-        backward, update = updates(module, self.subject.optimizer, self.subject.numerics, device)
+        self._step, self._device, self._group, self._call = step, device, group, called
+        module, self._inputs, self._computing = prepared_module(step.module, step.inputs, subject.numerics, device)
+        self._module, self._unsynchronised = module, contextlib.nullcontext
+        if group is not None:
+            shared = DistributedDataParallel(module, process_group=group)
+            self._module, self._unsynchronised = shared, shared.no_sync  # type: ignore[assignment]
+        self._backward, self._update = backward_and_update(module, subject.optimizer, subject.numerics, device)
 
-        def run_pass(loss_scale: float) -> None:
-            """Run one forward and backward pass, with the loss times ``loss_scale``."""
-            with computing():
-                loss = step.loss(called(wrapped, inputs, step.keywords))
-            backward(loss if loss_scale == 1.0 else loss * loss_scale)
+    def time_step(self, accumulation: int, *, synchronise: bool = True) -> tuple[float, float]:
+        """Run an optimizer step; return its seconds and those of one accumulation pass (0 without), of the slowest replica.
 
-        def timed_step(task: MeasureTask, synchronise: bool) -> tuple[float, float]:
-            """Return the seconds of one optimizer step and of one of its accumulation passes, of the slowest replica.
+        Of the ``accumulation`` + 1 passes, only the last synchronises the replicas, and only with ``synchronise``.
+        """
+        loss_scale, pass_s, started_s = 1.0 / (accumulation + 1), 0.0, synchronised_clock(self._device)
+        if accumulation:
+            with self._unsynchronised():
+                for _ in range(accumulation):
+                    self._run_pass(loss_scale)
+            pass_s = (synchronised_clock(self._device) - started_s) / accumulation
+        with contextlib.nullcontext() if synchronise else self._unsynchronised():
+            self._run_pass(loss_scale)
+        self._update()
+        return of_slowest_replica((synchronised_clock(self._device) - started_s, pass_s), self._group, self._device)
 
-            Accumulation passes never synchronise; the last pass does if ``synchronise``.
-            """
-            loss_scale = 1.0 / (task.accumulation + 1)
-            unsynchronised = wrapped.no_sync if is_shared else contextlib.nullcontext
-            started_s = now(device)
-            pass_s = 0.0
-            if task.accumulation:
-                with unsynchronised():  # type: ignore[operator]
-                    for _ in range(task.accumulation):
-                        run_pass(loss_scale)
-                pass_s = (now(device) - started_s) / task.accumulation
-            with contextlib.nullcontext() if synchronise else unsynchronised():  # type: ignore[operator]
-                run_pass(loss_scale)
-            update()
-            return slowest((now(device) - started_s, pass_s), group if is_shared else None, device)
-
-        return timed_step
+    def _run_pass(self, loss_scale: float) -> None:
+        """Run one forward and backward pass, with the loss times ``loss_scale``."""
+        with self._computing():
+            loss = self._step.loss(self._call(self._module, self._inputs, self._step.keywords))
+        self._backward(loss if loss_scale == 1.0 else loss * loss_scale)
 
 
-def now(device: torch.device) -> float:
+def synchronised_clock(device: torch.device) -> float:
     """Return the monotonic clock in seconds, once the device has finished all that was asked of it."""
     import torch
 
@@ -285,7 +286,9 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def slowest(seconds: tuple[float, float], group: dist.ProcessGroup | None, device: torch.device) -> tuple[float, float]:
+def of_slowest_replica(
+    seconds: tuple[float, float], group: dist.ProcessGroup | None, device: torch.device
+) -> tuple[float, float]:
     """Return the longest (step, pass) seconds of any replica; the reduction also aligns the replicas for the next step.
 
     ``group`` None: a single replica, whose own seconds are returned.

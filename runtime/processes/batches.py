@@ -1,8 +1,9 @@
 """Which samples each rank takes in each step, under batches that differ between ranks and may change at any step.
 
-Start at :class:`VariableBatchSampler`. Every epoch is one permutation that all ranks compute for themselves from the seed. Each
-step takes the next samples of it, as many as its total batch says, cut by rank and then by pass. So which samples are done
-after a step is one number, whatever the ranks and whatever sizes came before: a change can neither lose nor repeat a sample.
+Start at :class:`VariableBatchSampler`. Every epoch is one permutation of the dataset, which all ranks compute for
+themselves from the seed. Each step takes the next samples of it, as many as its total batch says; they are cut by rank
+and then by pass. So one number, the position in the permutation, says which samples are done after a step, whatever the
+ranks and the sizes before: a change of sizes can neither lose nor repeat a sample.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ PASSES_KEPT = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Shares of a step by rank: (n,) ``sizes``, each of ``least`` samples or more, split evenly over ``passes``.
+    """How the ranks share a step: (n,) ``sizes``, one for each rank and at least ``least``, each split evenly over ``passes``.
 
     With several passes the script divides the loss of each by their number, as trainers that accumulate do.
     """
@@ -85,8 +86,8 @@ class Share:
 class Pass:
     """One forward and backward pass of one rank, as :class:`VariableBatchSampler` handed it out.
 
-    A rank without samples (a step of fewer samples than there are ranks) takes part with one *filler* sample that has
-    weight 0, so that all ranks synchronise once per step: ``samples`` is 0 then.
+    In a step with fewer samples than ranks, a rank without samples takes part with one *filler* sample of weight 0, so
+    that all ranks synchronise once per step: ``samples`` is 0 then.
     """
 
     epoch: int
@@ -131,28 +132,30 @@ class Pass:
 class VariableBatchSampler(Sampler[list[int]]):
     """Batches of dataset indices of one rank; no sample comes twice in an epoch, and all ranks make as many steps.
 
-    Use as ``DataLoader(batch_sampler=...)``, and call :meth:`set_epoch` before each epoch. Each list of indices is one pass,
-    described by a :class:`Pass` that is appended to :attr:`issued` when the list is handed out; a loader with workers asks
-    for lists ahead of time. A change of sizes takes effect at a step that was not handed out yet (:attr:`next_step` and
-    later): ranks whose loaders look ahead equally far agree on it without asking each other. :meth:`commit` says that a
-    step is done; iterating again starts after the last step done. Where nothing is committed that is the epoch's start.
+    Use as ``DataLoader(batch_sampler=...)``, and call :meth:`set_epoch` before each epoch. Each list of indices is one
+    pass; its :class:`Pass` is appended to :attr:`issued` when the list is handed out, which a loader with workers asks
+    for ahead of time. A change of sizes takes effect at a step that was not handed out yet (:attr:`next_step` or
+    later), so ranks whose loaders look ahead equally far agree on it without asking each other. :meth:`commit` says
+    that a step is done; iterating again starts after the last step done, and at the epoch's start where none is.
 
-    The remainder of an epoch becomes one smaller step, divided in proportion to the sizes. A remainder below ``least`` samples
-    per rank is left out; with ``whole`` the step before gives up the missing samples instead, or, if it would then have too
-    few itself, takes the remainder too: one larger step of less than 2 n ``least`` samples.
+    The remainder of an epoch becomes one smaller step, divided in proportion to the sizes. A remainder below ``least``
+    samples per rank is left out. With ``whole`` the step before gives up the missing samples instead, or, if it would
+    then have too few itself, takes the remainder too: one larger step of less than 2 n ``least`` samples.
 
     Args:
         dataset_size: number of samples, N.
-        sizes: (n,) samples per step of each rank, in rank order; or :class:`Sizes`; or the agent's ``Split``, whose ranks
-            may get no sample. The same on every rank, as all further arguments but ``rank``.
+        sizes: (n,) samples per step of each rank, in rank order; or :class:`Sizes`; or the agent's ``Split``, whose
+            ranks may get no sample. The same on every rank, as all further arguments but ``rank``.
         rank: this process's index in ``sizes``.
-        shuffle, seed: the order of samples, ``torch.randperm`` from ``seed + epoch``, as torch's DistributedSampler has it.
+        shuffle, seed: the order of samples, ``torch.randperm`` from ``seed + epoch``, as torch's DistributedSampler has
+            it.
         drop_last: leave out the remainder of an epoch.
         whole: give every sample of an epoch exactly once.
         least: the fewest samples of a rank in any step.
-        order: returns the (dataset_size,) indices of an epoch's samples in order; None: by ``shuffle`` and ``seed``.
-        lengths: of the samples, by index: a step's samples are shared out so that ranks' costs, not numbers of samples, are
-            as ``sizes``, and ranks and passes have at least one each. None: consecutive samples go to ranks in order.
+        order: returns the (N,) indices of an epoch's samples in order, by the epoch; None: by ``shuffle`` and ``seed``.
+        lengths: of the samples, by index: a step's samples are shared out so that ranks' costs, not numbers of samples,
+            are as ``sizes``, and ranks and passes have at least one each. None: consecutive samples go to ranks in
+            order.
 
     Raises InputError for a size below ``least``, a rank out of range, or fewer samples than one step needs.
 
@@ -237,8 +240,8 @@ class VariableBatchSampler(Sampler[list[int]]):
     def resize(self, sizes: Sequence[int] | Shares, step: int | None = None) -> None:
         """Change the shares of full steps from ``step`` on (None: from :attr:`next_step`); the same on every rank.
 
-        Raises InputError for a step that was handed out already, another number of ranks, or (n,) sizes with another sum
-        or below ``least``.
+        Raises InputError for a step that was handed out already, another number of ranks, or (n,) sizes with another
+        sum or below ``least``.
         """
         first = self.next_step if step is None else step
         if first < self.next_step:
@@ -318,8 +321,8 @@ class VariableBatchSampler(Sampler[list[int]]):
     def _parts(self, indices: NDArray[np.int64], split: Shares) -> tuple[list[list[int]], bool]:
         """Return this rank's passes of a step, as lists of dataset indices, and whether the step is even.
 
-        A step is even if all ranks and passes have equally many samples. ``indices`` are the step's samples in the
-        epoch's order. The passes are [[]] where this rank has none of them.
+        A step is even if all ranks and passes have equally many samples. ``indices``, (samples,), are the step's
+        samples in the epoch's order. The passes are [[]] where this rank has none of them.
         """
         samples = len(indices)
         lower_ranks_samples, sizes = _own_passes(split, samples, self.rank)
@@ -349,15 +352,15 @@ class VariableBatchSampler(Sampler[list[int]]):
         return remaining - self._fewest_in_step if remaining >= 2 * self._fewest_in_step else remaining
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position and order for a checkpoint, which ranks of other number and sizes can load."""
+        """Return the position and order for a checkpoint, which jobs of other ranks and sizes can load."""
         order = {"dataset_size": self.dataset_size, "seed": self.seed, "shuffle": int(self.shuffle)}
         return {"epoch": self.epoch, "position": self.position, "step": self.step, **order}
 
     def load_state_dict(self, state: Mapping[str, object], sizes: Sequence[int] | Shares | None = None) -> None:
         """Continue after the last committed step of ``state``; ``sizes``: new shares of the ranks, None: the present ones.
 
-        Raises InputError, and changes nothing, for the state of another dataset or order, a broken one, or one that leaves
-        too few samples of its epoch for these ranks.
+        Raises InputError, and changes nothing, for the state of another dataset or order, a broken one, or one that
+        leaves too few samples of its epoch for these ranks.
         """
         for name, value in (("dataset_size", self.dataset_size), ("seed", self.seed), ("shuffle", int(self.shuffle))):
             if state.get(name) != value:
@@ -382,7 +385,7 @@ class VariableBatchSampler(Sampler[list[int]]):
 def _own_passes(split: Shares, samples: int, rank: int) -> tuple[int, list[int]]:
     """Return the sum of the lower ranks' samples in a step of ``samples``, and this rank's samples by pass, [0] without any.
 
-    Kept for the sizes seen last, as most steps of a training are alike.
+    Results for the latest arguments are kept, as most steps of a training are alike.
     """
     sizes = split.sizes_of(samples)
     return int(sizes[:rank].sum()), [size for size in sizes[rank].tolist() if size] or [0]

@@ -1,11 +1,11 @@
-"""Does this run compute what a single process would? Start at :func:`begin_check`.
+"""Compares a running job with a single process that trains by the same script. Start at :func:`begin_check`.
 
-With ``DDLTOOL_CHECK=1`` rank 0 starts the same script once more, alone, where the hook hands out whole batches, and compares
-the gradients and learning rates with which updates begin: by then gradients have been averaged, clipped and unscaled. Compared
-are 40 updates, or as many as a minute allows: an epoch's smaller last step, accumulation and steps of a schedule are among
-them where they come that soon. One line says how far the two are apart, and which pattern in the script is the likely reason;
-the config that the script attached to keeps it. Nothing of the job's own training is changed, but that dropout lets everything
-pass on both sides for so long.
+With ``DDLTOOL_CHECK=1`` rank 0 starts the same script once more, alone, where the hook hands out whole batches. It
+compares the gradients and learning rates with which updates begin: by then gradients have been averaged, clipped and
+unscaled. 40 updates are compared, or as many as a minute allows, so that an epoch's smaller last step, accumulation and
+steps of a schedule are among them where they come that soon. One line says how far the two are apart, and which pattern
+in the script is the likely reason; the config that the script attached to keeps it. The job's own training is not
+changed, except that dropout lets everything pass on both sides meanwhile.
 """
 
 from __future__ import annotations
@@ -67,20 +67,19 @@ log = logging.getLogger(__name__)
 
 
 class CheckIsOver(SystemExit):
-    """Ends a process in mid-training that was started for the check alone; a script that catches it meets the next one."""
+    """Ends, in mid-training, a process that was started for the check alone; a script that catches it meets the next one."""
 
     def __init__(self) -> None:
-        """Exit with code 0: the check has done what the process was started for."""
         super().__init__(0)
 
 
 def is_set(name: str) -> bool:
-    """Whether an environment variable is there, and neither empty nor 0."""
+    """Return whether an environment variable is there, and neither empty nor 0."""
     return os.environ.get(name, "") not in ("", "0")
 
 
 def is_reference() -> bool:
-    """Whether this process is the one that a check has started."""
+    """Return whether this process is the one that a check has started to train alone."""
     return bool(os.environ.get(REFERENCE))
 
 
@@ -89,9 +88,9 @@ def begin_check(
 ) -> None:
     """Compare this run with that of one process, where that was asked for; do nothing otherwise.
 
-    All ranks call this, once the model is wrapped and before the first step. Updates are those of the first
-    optimizer, learning rates those of all; the config ``path`` keeps the outcome. In the process that a check has
-    started, record what the job compares with.
+    All ranks call this, once the model is wrapped and before the first step. Updates are those of the first optimizer,
+    learning rates those of all; the config ``path`` keeps the outcome. In the process that a check has started, record
+    what the job compares with.
     """
     if not is_reference() and not (is_set(CHECK) and job.world_size > 1):
         return
@@ -103,8 +102,8 @@ def begin_check(
 def note_unchecked(path: str, enforcement: Enforcement, job: DistributedJob) -> None:
     """Log a line on rank 0 where this script, in this version, was not shown to train as one process would.
 
-    Not for one process alone, for code that is no file, and while a check runs. ``path``: the config's, whose proof
-    is looked at.
+    Nothing is logged for one process alone, for code that is in no file, and while a check runs. ``path``: the
+    config's, which holds the proof of the last check.
     """
     script, proof = _script_sha256(), enforcement.checked
     if job.rank > 0 or job.world_size == 1 or script is None or is_set(CHECK):
@@ -122,7 +121,7 @@ def note_unchecked(path: str, enforcement: Enforcement, job: DistributedJob) -> 
 
 
 def _script_sha256() -> str | None:
-    """Return the digest of the script that runs; None where it is no file (a notebook's cell, ``-c``)."""
+    """Return the digest of the script that runs; None where it is in no file (a notebook's cell, ``-c``)."""
     try:
         return hashlib.sha256(Path(sys.argv[0]).read_bytes()).hexdigest()
     except OSError:
@@ -132,10 +131,10 @@ def _script_sha256() -> str | None:
 def _array(tensor: torch.Tensor, name: str, *, whole: bool) -> NDArray[Any]:
     """Return a tensor's values, float64 of shape (n,); unless ``whole``, sums of them with random signs, of shape (SUMS,).
 
-    With independent signs the expected square of a sum's value is the sum of the squares of what is added (Alon, Matias and
-    Szegedy 1996), so the norm of (SUMS,) such sums is that of the tensor, give or take 9 %, and as sums are linear, that of
-    the difference of two tensors' sums is the norm of their difference. The same signs are drawn for the same ``name`` in
-    each process.
+    With independent signs, the expected square of a sum is the sum of the squares of what is added (Alon, Matias and
+    Szegedy 1996). So the norm of (SUMS,) such sums is that of the tensor, give or take 9 %; as sums are linear, the
+    norm of the difference of two tensors' sums is that of their difference. The signs follow from ``name``, so they are
+    the same in each process.
     """
     with torch.no_grad():
         flat = tensor.detach().reshape(-1)
@@ -150,7 +149,7 @@ def _array(tensor: torch.Tensor, name: str, *, whole: bool) -> NDArray[Any]:
 
 
 class _Recorded:
-    """The gradients and learning rates with which the first updates of this process begin."""
+    """Reads the gradients and learning rates with which the first updates of this process begin."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Name the parameters as the bare model does, and let dropout pass everything."""
@@ -162,16 +161,17 @@ class _Recorded:
         self._made = 0  # updates so far
 
     def arrays(self, tensors: Mapping[str, torch.Tensor]) -> Arrays:
-        """Return the values of tensors, or sums of them in a large model, by name.
+        """Return the values of tensors by name, in a large model sums of them (:func:`_array`).
 
         All ranks call this together, as each may hold a part of a sharded tensor.
         """
         is_small = sum(self._sizes.values()) <= SMALL_MODEL
-        # A sharded tensor (DTensor) has `full_tensor`, which gathers it from all ranks; any other is whole already.
-        gathered = (
-            (name, getattr(value, "full_tensor", lambda value=value: value)()) for name, value in tensors.items()
-        )
-        return {name: _array(value, name, whole=is_small) for name, value in gathered}
+        arrays = {}
+        for name, value in tensors.items():
+            # A sharded tensor (DTensor) has `full_tensor`, which gathers it from all ranks; any other is whole already.
+            gathered = value.full_tensor() if hasattr(value, "full_tensor") else value
+            arrays[name] = _array(gathered, name, whole=is_small)
+        return arrays
 
     def update(self) -> Update:
         """Return the gradients, averaged by now, and all optimizers' learning rates, with which an update begins."""
@@ -181,7 +181,7 @@ class _Recorded:
 
 
 class _Reference(_Recorded):
-    """The process that trains alone: it writes down with what each update begins, and ends after the last that counts."""
+    """The process that trains alone: it writes down what each update begins with, and ends after the last that counts."""
 
     def before_update(self, *_: object) -> None:
         """Write an update's gradients and rates into the folder that the job reads: the optimizer's pre-step hook."""
@@ -203,7 +203,7 @@ class _Reference(_Recorded):
 
 
 class _Outcome(NamedTuple):
-    """What the check has found: ``equal`` (None: undecided), the line that says it, and the number of updates compared."""
+    """The outcome of a check: ``equal`` (None: undecided), the line that says it, and the number of updates compared."""
 
     equal: bool | None
     line: str
@@ -264,8 +264,8 @@ class _Checked(_Recorded):
     def after_update(self, *_: object) -> None:
         """End the recording after the last update that is compared, and print the outcome once there is one.
 
-        The optimizer's post-step hook. The ranks' parameters are compared twice on the way. All ranks agree on which
-        update is the last one.
+        The optimizer's post-step hook. On the way, the ranks' parameters are compared twice. All ranks agree on which
+        update is the last.
         """
         if self._is_over:
             if self._ends_process:
@@ -342,18 +342,19 @@ class _Checked(_Recorded):
     def _outcome(self) -> _Outcome:
         """Wait for the process that trains alone, end it, and return whether its updates are those of this job.
 
-        It is undecided where the script failed, cannot run alone, or made too few updates. Where all compared updates
-        are equal, the answer is still no if one rank alone changes parameters, or an epoch of one process has another
+        The outcome is undecided where the script failed, cannot run alone, or made too few updates. Where all compared
+        updates are equal, it is still no if one rank alone changes parameters, or an epoch of one process has another
         length.
         """
         failed = getattr(sys, "last_value", None) is not None  # at exit: the exception that ended the script
         updates_wanted, deadline_s = len(self._updates), self._begin_s + LONGEST_S + PATIENCE_S
-        while (
-            not failed
-            and self._written() < updates_wanted
-            and self._child.poll() is None
-            and time.monotonic() < deadline_s
-        ):
+
+        def is_waiting() -> bool:
+            """Return whether the other process still has updates to write, lives, and has time left."""
+            is_running = self._child.poll() is None and time.monotonic() < deadline_s
+            return not failed and is_running and self._written() < updates_wanted
+
+        while is_waiting():
             time.sleep(0.02)
         if self._written() >= MOST_UPDATES:  # it ends by itself, where the script lets it
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -392,7 +393,8 @@ class _Checked(_Recorded):
     def _compared(self, expected: Sequence[Update]) -> _Outcome:
         """Return how this job's updates compare with the ``expected`` ones of one process.
 
-        A difference may be as large as rounding, or larger where earlier updates had one too, as training carries it on.
+        A difference may be as large as rounding, or larger where earlier updates had one too, as training carries it
+        on.
         """
         furthest, has_gradients = 0.0, False
         pairs = zip(self._updates, expected, strict=False)
@@ -427,10 +429,10 @@ class _Checked(_Recorded):
 
 
 def _reason(model: nn.Module, own_gradients: Arrays, expected_gradients: Arrays) -> str:
-    """Return the likely reason why this job's gradients (``mine``) are not one process's, in words with a remedy.
+    """Return the likely reason why this job's gradients are not one process's, in words with a remedy.
 
-    In this order: all are a multiple of the others, a BatchNorm over the rank's own samples, a missing gradient, a
-    term of the loss.
+    Looked for in this order: all are a multiple of the others, a BatchNorm over the rank's own samples, a missing
+    gradient, a term of the loss.
     """
     both = [(own_gradients[name], expected_gradients[name]) for name in expected_gradients if name in own_gradients]
     own, expected = (np.concatenate(parts) for parts in zip(*both, strict=True)) if both else (np.zeros(1), np.ones(1))

@@ -1,10 +1,10 @@
 """How the ranks of a job come to one choice while it trains, such as the next batch sizes. Start at :class:`Consensus`.
 
-Each rank proposes a row of numbers, rank 0 chooses from all of them, and all learn the choice: over torch.distributed's own
-store, no further server and no further connections between ranks. Rank r writes its row of a round under one key; rank 0
-waits for all n keys and writes the choice under another one that the others wait for. So who has come to a round stands
-in the store: the first to have waited for too long writes there who has not, in place of the choice, and all others read it
-at once. Nothing is pickled.
+Each rank proposes a row of numbers, rank 0 chooses from all rows, and all ranks learn the choice. Messages go over
+torch.distributed's own store: in each round, rank r writes its row under a key of its own; rank 0 waits for all n keys
+and writes the choice under another one, for which the others wait. So the store shows who has come to a round. When the
+time is up, the first rank to notice writes there, in place of the choice, who has not come, and all others read it at
+once. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from ddltool.runtime.processes.liveness import (
     KeyStore,
     LivenessMonitor,
     LostRank,
-    connection,
     job_timeout_s,
+    own_connection,
     wait_for_keys,
 )
 
@@ -48,18 +48,19 @@ class ConsensusError(LostRank):
 
 
 class Consensus:
-    """One rank's end. All ranks make the same agreements, and the same calls, in the same order.
+    """One rank's part. All ranks make the same objects and the same calls, in the same order.
 
-    An error that nobody catches, and that comes from a lost rank, is one line on stderr (:class:`~.liveness.LivenessMonitor`).
+    An error that nobody catches, and that comes from a lost rank, is one line on stderr
+    (:class:`~.liveness.LivenessMonitor`).
 
     Args:
-        job: this process's place. With one process the store is not used.
+        job: the ranks. With one process the store is not used.
         choose: what rank 0 does with (n, m) rows: returns (k,) numbers for all ranks. Only rank 0's is called.
-        timeout_s: how long a rank waits for the others in a round, whenever it comes to it; None: as long as the job's
-            process group waits in a collective.
-        behind: a round goes on behind the step that follows it, in a thread, and its choice comes into force one step later;
-            only one that takes longer than a whole step holds anybody up.
-        store: a store that all ranks share, with keys of this agreement's own; None: that of ``init_process_group``.
+        timeout_s: seconds that a rank waits for the others in a round, from its own coming on; None: as long as the
+            job's process group waits in a collective.
+        behind: a round goes on in a thread while the next step computes, and its choice comes into force one step
+            later; only a round that takes longer than a whole step holds anybody up.
+        store: a store that all ranks share, with keys of this object's own; None: that of ``init_process_group``.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class Consensus:
                 shared = dist.distributed_c10d._get_default_store()
                 store = dist.PrefixStore(f"ddltool/consensus/{next(_NUMBERS)}", shared)  # type: ignore[attr-defined]
             # One connection to wait over, and one for other threads, which a wait must not hold up.
-            self._store: KeyStore = connection(store, self._timeout_s)
+            self._store: KeyStore = own_connection(store, self._timeout_s)
             self._shared_store: KeyStore = store
         if behind:
             self._rows: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
@@ -100,8 +101,8 @@ class Consensus:
     def propose(self, row: Row) -> Floats | None:
         """Bring this rank's row to a round, and return the (k,) numbers that rank 0 chose from all ranks' rows.
 
-        They are the same on all ranks, which wait for each other. ``row`` returns (m,) numbers; ``behind`` training
-        it is called in the thread, and the choice is that of the round before, None the first time.
+        They are the same on all ranks, which wait for each other. ``row`` returns (m,) numbers. ``behind`` training it
+        is called in the thread, and the result is the choice of the round before, None the first time.
 
         Raises ConsensusError naming the ranks that did not come in time or have ended, on all that wait; rank 0's own
         error where it could not choose, and a ConsensusError that says so elsewhere.
@@ -129,7 +130,7 @@ class Consensus:
                 return
 
     def _round(self, row: Floats) -> Floats:
-        """Return what is chosen in the next round, to which this rank brings ``row``; a single process chooses by itself."""
+        """Return the choice of the next round, to which this rank brings ``row``, (m,); a single process chooses by itself."""
         step, self._step = self._step, self._step + 1
         if len(self._ranks) == 1:
             return self._choose(np.asarray(row, dtype=np.float64)[None])
@@ -142,8 +143,8 @@ class Consensus:
     def _exchange(self, step: int, row: Floats) -> Floats:
         """Write this rank's row of a round; on rank 0 wait for all rows and choose, elsewhere wait for the choice.
 
-        Keys of the round before are deleted, as nobody reads them any more. Raises ConsensusError where the round
-        ends without a choice.
+        Keys of the round before are deleted, as nobody reads them any more. Raises ConsensusError where the round ends
+        without a choice.
         """
         try:
             if self._ended:
@@ -164,16 +165,15 @@ class Consensus:
         except BaseException:
             self._conclude(self._store, step, _FAILED)
             raise
-        return self._choice_in(
-            step, self._conclude(self._store, step, _CHOSEN + np.asarray(chosen, dtype="<f8").tobytes())
-        )
+        ending = self._conclude(self._store, step, _CHOSEN + np.asarray(chosen, dtype="<f8").tobytes())
+        return self._choice_in(step, ending)
 
     def _wait(self, step: int, keys: Sequence[str]) -> list[bytes]:
         """Return the values of ``keys``, in their order, when all of them are there.
 
-        When the time is up, this rank ends the round, so that no other one waits in vain: the keys then hold what it,
-        or another rank before it, has written there in place of rows or of the choice. Once all rows are there,
-        choosing has a time of its own.
+        When the time is up, this rank ends the round, so that no other waits in vain. The keys then hold what it, or
+        another rank before it, has written there in place of rows or of the choice. Once all rows are there, choosing
+        has a time of its own.
         """
         for limit_s in (self._timeout_s, min(self._timeout_s, CHOOSING_S)):
             try:
@@ -195,8 +195,8 @@ class Consensus:
     def _conclude(self, store: KeyStore, step: int, text: bytes) -> bytes:
         """Write how a round ends, unless another rank has done so before; return the ending that all ranks read.
 
-        ``text``: the kind of ending in its first byte, then the numbers chosen or the ranks concerned. Where a rank
-        is missing, rows that have not come are filled in, as rank 0 waits for them.
+        ``text``: the kind of ending in its first byte, then the numbers chosen or the ranks concerned. Where a rank is
+        missing, rows that have not come are filled in, as rank 0 waits for them.
         """
         ending: bytes = store.compare_set(f"choice/{step}", "", text)
         if text[:1] in (_MISSING, _GONE, _ENDED):
@@ -205,18 +205,13 @@ class Consensus:
         return ending
 
     def _choice_in(self, step: int, text: bytes) -> Floats:
-        """Return the (k,) chosen numbers from ``text``, the ending of a round that all ranks read.
-
-        Raises ConsensusError where it ended without a choice.
-        """
+        """Return the (k,) chosen numbers from ``text``, the ending of a round. Raises ConsensusError where it has no choice."""
         if not text.startswith(_CHOSEN):
             raise self._error_of(step, text)
         return np.frombuffer(text[1:], dtype="<f8")
 
     def _error_of(self, step: int, text: bytes) -> ConsensusError:
-        """Return the error for a round that has ended without a choice, from its ending ``text``: a kind, and the
-        ranks concerned.
-        """
+        """Return the error for a round without a choice, from its ending ``text``: a kind, and the ranks concerned."""
         ending, ranks = text[:1], text[1:].decode()
         is_mine = str(self._rank) in ranks.split(",")
         if ending == _FAILED:
@@ -231,15 +226,16 @@ class Consensus:
         return ConsensusError(f"step {step}: {what}")
 
     def _delete(self, key: str) -> None:
-        """Delete a key, where the store can: others keep a few bytes a round."""
+        """Delete a key, where the store can; others keep a few bytes a round."""
         with contextlib.suppress(RuntimeError, NotImplementedError):
             self._store.delete_key(key)
 
     def close(self) -> None:
-        """End the thread, in the middle of a round too; nothing more can be agreed on. Each rank when it likes, idempotent.
+        """End the thread, also in the middle of a round; no more choices are made. More calls do nothing.
 
-        The thread must not live on until the interpreter ends: that ends threads where they are, and in the middle of torch's
-        own code the whole process with them. It waits outside the interpreter, where only a key that comes can wake it.
+        Each rank calls it when it likes. The thread must not live on until the interpreter ends, which ends threads
+        where they are, and the whole process with them if they are in torch's own code. The thread waits outside the
+        interpreter, where only a key that comes can wake it.
         """
         self._ended = True
         if self._thread is not None and self._thread.is_alive():

@@ -16,9 +16,8 @@ def digest(value: Tensor | bytes) -> str:
     hasher = hashlib.blake2b(digest_size=8)
     if isinstance(value, Tensor):
         hasher.update(f"{value.dtype} {tuple(value.shape)} ".encode())
-        value = (
-            b"" if value.is_meta else value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-        )
+        on_host = torch.empty(0) if value.is_meta else value.detach().cpu().contiguous()
+        value = on_host.flatten().view(torch.uint8).numpy().tobytes()
     hasher.update(value)
     return hasher.hexdigest()
 

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DistributedJob:
-    """This process's rank, the number of processes, and the gloo group for the hooks' messages (None for one process).
+    """This process's rank, the number of processes, and the gloo group for ddltool's messages (``side``; None for one process).
 
     All hooks of a job share one group: every group has threads that live until the process ends.
     """
@@ -36,9 +36,10 @@ class DistributedJob:
 
     @classmethod
     def this(cls) -> DistributedJob:
-        """Return the present job. Raises InputError when ``init_process_group`` was not called in a job of several processes.
+        """Return the present job. Raises InputError in a job of several processes without ``init_process_group``.
 
-        From now on the error of a lost rank names the rank (:class:`~ddltool.runtime.processes.liveness.LivenessMonitor`).
+        From now on the error of a lost rank names the rank
+        (:class:`~ddltool.runtime.processes.liveness.LivenessMonitor`).
         """
         if dist.is_available() and dist.is_initialized():
             size = dist.get_world_size()
@@ -55,7 +56,8 @@ class DistributedJob:
     def together(self, action: Callable[[], T]) -> T:
         """Run ``action`` on every rank and return its result; when it raises InputError on one rank, raise on all.
 
-        No rank returns before all have run it. Raises the rank's own InputError, or that of the first refusing rank, named.
+        No rank returns before all have run it. Raises the rank's own InputError, or that of the first refusing rank,
+        named.
         """
         refusal: InputError | None = None
         result: list[T] = []
@@ -67,9 +69,9 @@ class DistributedJob:
         return result[0]
 
     def raise_together(self, refusal: InputError | None) -> None:
-        """Raise on all ranks where one has a ``refusal``: its own on that rank, elsewhere that of the first such rank, named.
+        """Raise an InputError on all ranks where one has a ``refusal``; all ranks call this together, with theirs or None.
 
-        All ranks call this together, each with its refusal or None.
+        A rank that refuses raises its own; the others raise that of the first refusing rank, named.
         """
         notes = self.gather(b"" if refusal is None else str(refusal).encode(errors="replace"))
         if refusal is not None:
@@ -81,7 +83,7 @@ class DistributedJob:
     def demand_same(self, what: str, value: str, remedy: str) -> None:
         """Raise InputError on every rank unless the text ``value`` is the same on all of them; all ranks call this together.
 
-        ``what`` is named in the message as the thing that differs.
+        ``what`` is the name, for the message, of the thing that differs.
         """
         values = [other.decode() for other in self.gather(value.encode(errors="replace"))]
         for rank, other in enumerate(values):
@@ -139,7 +141,7 @@ def _side() -> _Side:
 
 
 def count_nodes(world_size: int) -> int:
-    """Return the number of machines in the job: torchrun's GROUP_WORLD_SIZE, else by LOCAL_WORLD_SIZE, else 1."""
+    """Return the number of machines in the job, by the launcher's variables GROUP_WORLD_SIZE or LOCAL_WORLD_SIZE, else 1."""
     nodes = os.environ.get("GROUP_WORLD_SIZE", "")
     if nodes.isdecimal() and int(nodes) > 0:
         return int(nodes)

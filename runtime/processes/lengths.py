@@ -1,4 +1,4 @@
-"""Samples of a global batch shared out by their lengths. :class:`Lengths` says them to the hook's loaders."""
+"""Shares out the samples of a global batch by their lengths. :class:`Lengths` gives them to the hook's loaders."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Ints = NDArray[np.int64]
 class Lengths:
     """The tokens of every sample of a dataset, and what they cost.
 
-    A rank's planned batch is its share of the step's cost then, no longer of its samples. Each step has the samples that it
-    would have without lengths; only who computes them changes.
+    With lengths, a rank's planned batch is its share of the step's cost, no longer of its samples. Each step has the
+    samples that it would have without lengths; only who computes them changes.
 
     Args:
         tokens: (n,) lengths by dataset index; anything that NumPy makes an array of.
-        cost: a, b and c of what a sample of L tokens costs, ``a L + b L^2 + c``, or the first two; what ``ddltool balance``
-            prints of a model. None: a decoder of width 4096.
+        cost: a, b and c of what a sample of L tokens costs, ``a L + b L^2 + c``, or the first two, as ``ddltool
+            balance`` prints them for a model. None: a decoder of width 4096.
         padded: whether samples of a pass are padded to the longest of it, so that those of like length belong together.
 
     Raises InputError for no lengths, and for one that is not finite and above 0.
@@ -54,10 +54,14 @@ class Lengths:
         return hashlib.sha256(self._costs.tobytes() + bytes([self._padded])).hexdigest()[:12]
 
     def places(self, indices: Ints, shares: Sequence[int], passes: int) -> Ints:
-        """Return, for the samples with (k,) dataset ``indices``, which rank and pass computes each: (k,) ``rank *
-        passes + pass``.
+        """Return which rank and pass computes each of some samples, as (k,) numbers ``rank * passes + pass``.
 
-        ``shares``: (n,) numbers in whose proportion the ranks share the cost. The result is the same on every rank.
+        They are the same on every rank.
+
+        Args:
+            indices: (k,) dataset indices of the samples.
+            shares: (n,) numbers in whose proportion the ranks share the cost.
+            passes: of each rank.
         """
         from ddltool.analyzers.job.balancing.assigning import balanced, by_length
 

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 def new_run() -> str:
-    """Return a name for this start of a job: when, in UTC, and five random hexadecimal digits, as ``20250131-120000-a1b2c``."""
+    """Return a name for this start of a job: the UTC time and five random hexadecimal digits, as ``20250131-120000-a1b2c``."""
     return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)[:5]}"
 
 
@@ -86,15 +86,13 @@ def _end_last_line(file: IO[bytes]) -> None:
 class LineFile:
     """Appends whole lines to a JSON Lines file of ``kind``, in the process that has opened it.
 
-    Existing lines stay. When writing fails, one warning is logged and training goes on without ``what``. Without a path
-    the file is closed, and lines are dropped. Appends of several processes do not mix on a local file system; over NFS give
-    each node its own working folder. Raises InputError when the file cannot be written or holds something else.
+    Existing lines stay. When writing fails, one warning is logged and training goes on without the file. Without a path
+    the file is closed, and lines are dropped. Appends of several processes do not mix on a local file system; over NFS
+    give each node its own working folder. Raises InputError when the file cannot be written or holds something else.
     """
 
     def __init__(self, path: Path | None = None, kind: str = "", what: str = "") -> None:
-        """Open the file for appending; ``path`` None: a closed file, which drops its lines. ``what``: the rows' name
-        in messages.
-        """
+        """Open the file for appending; without a ``path`` it drops its lines. ``what``: the rows' name in messages."""
         self._path, self._what, self._process = path, what, os.getpid()
         self._descriptor: int | None = None
         if path is None:
@@ -112,9 +110,7 @@ class LineFile:
         return self._descriptor is not None and os.getpid() == self._process
 
     def write(self, lines: list[str]) -> None:
-        """Write lines at once, so that a process that is killed loses none of them; a failure closes the file, with a
-        warning.
-        """
+        """Write lines at once, so that none is lost with a killed process; a failure closes the file, with a warning."""
         if self._descriptor is None:
             return
         try:

@@ -1,7 +1,8 @@
 """Finds out which ranks of a job still live, when a collective has failed. Start at :class:`LivenessMonitor`.
 
-Torch's error of a failed collective names an address or nothing at all. So a thread of each process answers for it over
-torch.distributed's own store when another one asks: a process that was killed, or stopped, does not. Nothing is pickled.
+Torch's error of a failed collective names an address or nothing at all. So a thread of each process answers over
+torch.distributed's own store when another process asks for signs of life: a process that was killed, or stopped, does
+not. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -48,11 +49,12 @@ class LostRank(DdlToolError):
 class LivenessMonitor:
     """Answers for this process, and asks the others. Get it by :meth:`of_this_job`: there is one for each process group.
 
-    Until :meth:`close` an error that nobody catches, and that comes from a lost rank, is one line on stderr that names the
-    rank, and exit code 1, instead of a traceback: a LostRank, or a connection that broke in the middle of ``backward``.
+    Until :meth:`close` an error that nobody catches, and that comes from a lost rank, is one line on stderr that names
+    the rank, and exit code 1, instead of a traceback: a LostRank, or a connection that broke in the middle of
+    ``backward``.
 
     Args:
-        rank, world_size: this process's place.
+        rank, world_size: this process's place in the job.
         store: the store of the process group.
 
     Attributes:
@@ -66,7 +68,7 @@ class LivenessMonitor:
         self._rank, self._ranks = rank, range(world_size)
         self._group_store = store
         store = dist.PrefixStore("ddltool/liveness", store)  # type: ignore[attr-defined]
-        self._store, self._answering = store, connection(store, WITHIN_S)
+        self._store, self._answering = store, own_connection(store, WITHIN_S)
         self._listeners: list[Callable[[list[int]], object]] = []
         self.passes: Callable[[], int] = int  # int() is 0: no pass is counted until somebody sets it
         self._passes_by_rank: dict[int, int] = {}  # as the ranks have answered
@@ -81,9 +83,7 @@ class LivenessMonitor:
 
     @classmethod
     def of_this_job(cls) -> LivenessMonitor:
-        """Return the monitor of the default process group, made when it is first asked for; that of an earlier group
-        is closed.
-        """
+        """Return the monitor of the default process group, which the first call makes; that of an earlier group is closed."""
         store = dist.distributed_c10d._get_default_store()
         if cls._current is None or cls._current._group_store is not store or cls._current._ended.is_set():
             if cls._current is not None:
@@ -101,7 +101,7 @@ class LivenessMonitor:
             self._listeners.remove(listener)
 
     def missing_ranks(self) -> list[int] | None:
-        """Ask all ranks for a sign of life; return those that do not answer within :data:`WITHIN_S`, and tell the listeners.
+        """Ask all ranks for a sign of life; return those that do not answer within :data:`WITHIN_S`, and call the listeners.
 
         The result is None when the store itself does not answer: then the rank that holds it is gone.
         """
@@ -134,7 +134,7 @@ class LivenessMonitor:
         return missing_now
 
     def line(self, error: BaseException) -> str:
-        """Return one line about an error that a lost rank has caused, naming the rank if a roll call finds it out."""
+        """Return one line about an error that a lost rank has caused; it names the rank where asking all ranks finds it out."""
         if isinstance(error, LostRank):
             return str(error)
         missing = self.missing_ranks()
@@ -147,8 +147,7 @@ class LivenessMonitor:
         return f"{reason}; go on from the last checkpoint"
 
     def _ranks_behind(self) -> str:
-        """Return a clause on the ranks that have begun fewer backward passes than another: they do not take part in
-        its exchange.
+        """Return a clause on the ranks that have begun fewer backward passes than another, and so keep the others waiting.
 
         It is "" where all have begun as many, or if answers are missing.
         """
@@ -162,7 +161,7 @@ class LivenessMonitor:
         return f"rank {', '.join(map(str, behind))} has begun {counts}, each of which needs all ranks"
 
     def close(self) -> None:
-        """Stop answering, and restore the previous ``sys.excepthook`` unless it was replaced meanwhile. Idempotent."""
+        """Stop answering, and restore the previous ``sys.excepthook`` unless it was replaced. More calls do nothing."""
         atexit.unregister(self.close)
         self._ended.set()
         self._thread.join(timeout=_POLL_S)
@@ -180,8 +179,8 @@ class LivenessMonitor:
     def _show(self, error_type: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
         """Print the error of a lost rank as one line and end the process; pass any other error to the previous hook.
 
-        This is ``sys.excepthook``, which gets the errors that nobody has caught. The process is ended for sure, as
-        exit functions of libraries may wait for the lost rank.
+        This is ``sys.excepthook``, which gets the errors that nobody has caught. The process is ended for sure, as exit
+        functions of libraries may wait for the lost rank.
         """
         if not isinstance(value, LostRank) and not is_broken(value):
             self._previous(error_type, value, trace)
@@ -206,11 +205,11 @@ def is_broken(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and _BROKEN.search(str(error)) is not None
 
 
-def connection(store: KeyStore, timeout_s: float) -> KeyStore:
-    """Return a connection of its own to ``store`` that waits ``timeout_s`` for a key.
+def own_connection(store: KeyStore, timeout_s: float) -> KeyStore:
+    """Return a new connection to ``store``, on which to wait up to ``timeout_s`` for a key.
 
-    A blocking call holds a connection: a shared one would stop all other threads of this process. A store that cannot be
-    cloned is returned itself, with its own timeout.
+    A blocking call holds a connection: a shared one would stop all other threads of this process. A store that cannot
+    be cloned is returned itself, with its own timeout.
     """
     with contextlib.suppress(RuntimeError, NotImplementedError, AttributeError):
         store = store.clone()

@@ -1,4 +1,4 @@
-"""The random generators that code draws from without saying so, kept and put back. Start at :class:`RandomStreams`."""
+"""The global random generators, which code draws from without saying so, kept and put back. Start at :class:`RandomStreams`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Document = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class RandomStreams:
-    """The generators that training code draws from without saying so: those that are global.
+    """The states of the global generators: Python's, NumPy's, torch's on the host, and torch's on a device.
 
-    Python's, NumPy's, torch's on the host, and torch's on a device. NumPy's is held as the object itself, for a swap costs
-    a hundredth of what reading and writing its 624 words does; the half of a pair of normal draws that NumPy may have kept
-    does not belong to that object, so it is here.
+    NumPy's is held as the generator object itself, as a swap costs a hundredth of what reading and writing its 624
+    words does. The half of a pair of normal draws that NumPy may have kept does not belong to that object, so it is
+    here.
     """
 
     python: tuple[Any, ...]
@@ -43,12 +43,12 @@ class RandomStreams:
     @classmethod
     def seeded(cls, seed: int, virtual_rank: int, device: torch.device) -> RandomStreams:
         """Return the streams that a logical worker starts with; they depend on ``seed`` and ``virtual_rank`` only."""
-        with kept(device):
+        with streams_kept(device):
             seed_streams(seed, virtual_rank, device=device)
             return cls.present(device)
 
     def restore(self, device: torch.device) -> None:
-        """Make these the streams of this process: what is drawn from now on moves them on. ``device``: the model's."""
+        """Make these the streams of this process; what is drawn from now on moves them on. ``device``: the model's."""
         random.setstate(self.python)
         set_bit_generator(self.numpy)
         if self.half_pair[0]:
@@ -88,7 +88,7 @@ class RandomStreams:
 
 
 @contextmanager
-def kept(device: torch.device = torch.device("cpu")) -> Iterator[None]:  # noqa: B008
+def streams_kept(device: torch.device = torch.device("cpu")) -> Iterator[None]:  # noqa: B008
     """Leave this process's streams as they are, whatever the block draws or seeds."""
     present = RandomStreams.present(device)
     # NumPy's generator is held as an object, so the block needs another one to draw from.
@@ -102,8 +102,8 @@ def kept(device: torch.device = torch.device("cpu")) -> Iterator[None]:  # noqa:
 def seed_streams(*place: int, device: torch.device | None = None) -> None:
     """Seed this process's global generators by a place in a run, given as numbers; other numbers give independent streams.
 
-    (seed, virtual rank) is where a logical worker starts. A plain DDP script that is to be compared with an elastic
-    run calls this with the seed and the process's rank.
+    (seed, virtual rank) is where a logical worker starts. A plain DDP script that is to be compared with an elastic run
+    calls this with the seed and the process's rank.
     """
     words = np.random.SeedSequence(place).generate_state(4, np.uint64).tolist()
     random.seed(words[0])

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset, IterableDataset
 from ddltool.errors import InputError
 from ddltool.runtime.processes.digests import fingerprint
 from ddltool.runtime.processes.job import DistributedJob
-from ddltool.runtime.processes.random_streams import kept, seed_streams
+from ddltool.runtime.processes.random_streams import seed_streams, streams_kept
 
 MAP_STYLE = "give a map-style dataset (with __len__ and __getitem__)"
 
@@ -31,8 +31,8 @@ def dataset_length(dataset: Dataset[Any], remedy: str = MAP_STYLE) -> int:
 def demand_same_samples(job: DistributedJob, dataset: Dataset[Any] | None) -> None:
     """Raise InputError on every rank unless all have equally many samples, and an equal first, middle and last one.
 
-    They are read from a copy of the dataset, as a file that it opens must not be shared with data workers. Random
-    seeds are the same on all ranks meanwhile, for random transforms. A stream, or None, must be one on every rank.
+    The samples are read from a copy of the dataset, as a file that it opens must not be shared with data workers, and
+    with the same random seeds on all ranks, for random transforms. A stream, or None, must be one on every rank.
     """
     size = None if dataset is None or isinstance(dataset, IterableDataset) else dataset_length(dataset)
     described = "none" if dataset is None else "a stream" if size is None else f"{size} samples"
@@ -45,7 +45,7 @@ def demand_same_samples(job: DistributedJob, dataset: Dataset[Any] | None) -> No
 def _fingerprint(dataset: Any, size: int) -> str:
     """Return a digest of the first, middle and last of ``size`` samples, or text that says that they cannot be read."""
     fingerprints = []
-    with kept():
+    with streams_kept():
         try:
             copied = _own_copy(dataset)
             for index in (0, size // 2, size - 1):

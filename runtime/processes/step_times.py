@@ -1,7 +1,7 @@
 """What a process measures of its steps: moments, the exchange of gradients, memory. Start at :class:`Exchange`.
 
-On the CPU all of this is ``time.perf_counter``. On CUDA the host runs ahead of the device, so moments are events on the
-device's own timeline too, which are read only when a row is written (no synchronisation per step).
+On the CPU a moment is a value of ``time.perf_counter``. On CUDA the host runs ahead of the device, so a moment is also
+an event on the device's own timeline, which is read only when a row is written (no synchronisation per step).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Exchange:
         self.ready = stamp(self.cuda)
 
     def note_arrival(self, _: object = None) -> None:
-        """Note the moment at which the last gradient of the slowest rank is ready: when the beacon's collective completes."""
+        """Note the moment at which the last gradient of the slowest rank is ready."""
         self.arrived_s = time.perf_counter()
 
     def note_done(self) -> None:
@@ -70,7 +70,7 @@ class Exchange:
         self.done = stamp(self.cuda)
 
     def split(self) -> tuple[float, float, float]:
-        """Return the seconds of compute, wait and sync: computing, waiting for the slowest rank, and exchanging.
+        """Return the seconds of compute, wait and sync: computing, waiting for the slowest rank, and exchanging gradients.
 
         Where the slowest rank's moment was not noted, the sync of the last exchange that noted it stands for this
         one's. A moment that was noted late cannot have been later than the end of the exchange.
@@ -88,7 +88,7 @@ class Exchange:
 
 
 def is_cuda(model: nn.Module) -> bool:
-    """Return whether a model is on CUDA."""
+    """Return whether a model has parameters on CUDA."""
     return any(parameter.is_cuda for parameter in model.parameters())
 
 
@@ -98,7 +98,7 @@ def device_of(model: nn.Module) -> str:
 
 
 def peak_memory(cuda: bool) -> int:
-    """Return the peak memory of this process so far, in bytes: of the CUDA device where used, else resident."""
+    """Return the peak memory of this process so far, in bytes: of the CUDA device with ``cuda``, else resident."""
     if cuda:
         return torch.cuda.max_memory_allocated()
     try:

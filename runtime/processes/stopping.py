@@ -1,9 +1,8 @@
-"""How a training process ends: in one line, and in order.
+"""How a training process ends: in one line, and in order. Start at :class:`StopSignals` and :func:`refuse_in_one_line`.
 
-SIGTERM and Ctrl-C are noted when they come, and heard where the process is ready to end.
-
-Schedulers and torchrun end a job by SIGTERM to every process, which by default kills it on the spot, and Python raises
-KeyboardInterrupt between any two of its instructions. Start at :class:`StopSignals`.
+Schedulers and torchrun end a job by SIGTERM to every process, which by default kills it on the spot, and on Ctrl-C
+Python raises KeyboardInterrupt between any two of its instructions. Here both signals are noted when they come, and
+raised where the process is ready to end.
 """
 
 from __future__ import annotations
@@ -27,10 +26,9 @@ EXIT_PAUSE_S = 0.1
 
 
 class Terminated(SystemExit):
-    """SIGTERM has come. Nobody needs to catch it: the process then ends with 143, as shells show a SIGTERM."""
+    """SIGTERM has come. Where nobody catches it, the process ends with 143, as shells show a SIGTERM."""
 
     def __init__(self) -> None:
-        """Exit with the code that shells show for a SIGTERM."""
         super().__init__(128 + signal.SIGTERM)
 
     def __str__(self) -> str:
@@ -58,9 +56,7 @@ class StopSignals:
         self._replaced: dict[int, Any] = {}
 
     def open(self, *, all_of_them: bool = False) -> None:
-        """Take the signals over that the script has no handler of its own for, or ``all_of_them``; does nothing in
-        other threads.
-        """
+        """Take over the signals without a handler of the script's, or ``all_of_them``; in the main thread only."""
         if threading.current_thread() is not threading.main_thread():
             return
         for number in self._numbers:
@@ -76,7 +72,7 @@ class StopSignals:
             self._replaced = {}
 
     def hear(self) -> None:
-        """Raise KeyboardInterrupt or :class:`Terminated` when one has come that was not raised yet."""
+        """Raise KeyboardInterrupt or :class:`Terminated` when a signal has come that was not raised yet."""
         if self.came is not None and not self._heard:
             self._heard = True
             raise KeyboardInterrupt if self.came == signal.SIGINT else Terminated
@@ -93,7 +89,7 @@ class StopSignals:
 
 
 def refuse_in_one_line() -> None:
-    """Let an error of ddltool's own that nobody catches end the process with one line on stderr and the error's exit code.
+    """From now on, let an uncaught error of ddltool's own end the process with one line on stderr and the error's exit code.
 
     That is how the command line ends, instead of a traceback. Other exceptions are not touched.
     """

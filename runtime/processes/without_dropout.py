@@ -1,4 +1,4 @@
-"""Dropout that lets everything pass for a while: it would draw other numbers for other batches."""
+"""Lets dropout pass everything for a while: it would draw other numbers for other batches."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LAYERS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout
 
 
 class WithoutDropout(TorchFunctionMode):
-    """Lets dropout pass everything until :meth:`end`: what models call as functions, and their layers."""
+    """Lets dropout pass everything until :meth:`end`: torch's functions that models call, and their dropout layers."""
 
     def __init__(self, model: nn.Module) -> None:
         """Set the probability of all dropout layers of ``model`` to 0, and begin to catch torch's own dropout functions."""
@@ -43,15 +43,13 @@ class WithoutDropout(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call a torch function, one with dropout with a probability of 0: what torch calls in place of each of its
-        functions.
-        """
+        """Call a torch function, with a probability of 0 where it drops out: torch calls this for each of its functions."""
         kwargs = dict(kwargs or {})
         if func is torch.Tensor.backward:  # checkpoints compute their forward pass again in it, where this mode is off
             with self:
                 return _backward(*args, **kwargs)
-        if found := _PROBABILITIES.get(func):
-            place, name = found
+        if argument := _PROBABILITIES.get(func):
+            place, name = argument
             if len(args) > place:
                 args = (*args[:place], 0.0, *args[place + 1 :])
             else:

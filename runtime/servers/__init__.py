@@ -27,18 +27,5 @@ from ddltool.runtime.servers.server import Server
 from ddltool.runtime.servers.transfers import TransferError, TransferPlan, planned_priority
 from ddltool.runtime.servers.worker import Worker, shard
 
-__all__ = [
-    "ASP",
-    "BSP",
-    "SSP",
-    "ElasticBSP",
-    "Meeting",
-    "Server",
-    "SyncPolicy",
-    "TransferError",
-    "TransferPlan",
-    "Worker",
-    "follow",
-    "planned_priority",
-    "shard",
-]
+__all__ = ["ASP", "BSP", "SSP", "ElasticBSP", "Meeting", "Server", "SyncPolicy", "TransferError", "TransferPlan"]
+__all__ += ["Worker", "follow", "planned_priority", "shard"]

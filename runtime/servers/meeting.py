@@ -1,7 +1,7 @@
 """How the processes of a job find each other, agree, and begin. Start at :class:`Meeting`.
 
-Server 0 listens at an address that all others know, with the job's token; every process says hello to it, and when all
-are there and agree it tells them where the other servers listen. Who comes later says hello in the same way.
+Server 0 listens at an address that all others know, with the job's token. Every process sends it a hello; when all are
+there and agree, it tells them where the other servers listen. A worker that joins later sends a hello in the same way.
 """
 
 from __future__ import annotations
@@ -59,9 +59,10 @@ class Meeting:
     def of_environment(cls) -> Meeting:
         """Return the meeting that the launcher has arranged.
 
-        By ``DDLTOOL_SERVER`` (``HOST:PORT``) and ``DDLTOOL_TOKEN``, else in the store of torchrun and its kin
-        (``MASTER_ADDR`` and ``MASTER_PORT``). ``RANK`` and ``WORLD_SIZE`` say who this process is; without ``RANK`` it
-        joins. Raises InputError where there is neither, TransferError when the store does not answer.
+        The address is in ``DDLTOOL_SERVER`` (``HOST:PORT``), with ``DDLTOOL_TOKEN``, else in the store of torchrun and
+        its kin (``MASTER_ADDR`` and ``MASTER_PORT``). ``RANK`` and ``WORLD_SIZE`` say who this process is; without
+        ``RANK`` it joins a running job. Raises InputError where there is neither, TransferError when the store does not
+        answer.
         """
         environment = os.environ
         rank, size = (int(environment[name]) if name in environment else None for name in ("RANK", "WORLD_SIZE"))
@@ -78,7 +79,7 @@ class Meeting:
         return cls(rank=rank, size=size, store=_store_of_environment())
 
     def __post_init__(self) -> None:
-        """Number this process's jobs that meet at one address, so that one process may be ahead of another in the next job."""
+        """Number this process's jobs that meet at one address, as one process may be ahead of another in the next job."""
         self.job = _meetings_by_address[self.address]
         _meetings_by_address[self.address] += 1
         self._key = f"ddltool/servers/{self.job}"
@@ -92,7 +93,7 @@ class Meeting:
         return address_towards(os.environ.get("MASTER_ADDR", "localhost")), 0
 
     def announce(self, address: str) -> None:
-        """Publish server 0's address and the token in the store, if there is one; without one all processes know them."""
+        """Publish server 0's address and the token in the store; without a store all processes know them."""
         if self.store is not None:
             self.store.set(self._key, f"{address} {self.token}")
 
@@ -112,7 +113,7 @@ class Meeting:
     ) -> tuple[Hello, InputError | None]:
         """Return this process's first message to server 0, and the error that keeps it from taking part; None: it is ready.
 
-        ``check`` raises InputError for the process's own arguments. The message carries its text, so that all
+        ``check`` raises InputError for the process's own arguments. The message carries the error's text, so that all
         processes hear of it.
         """
         refusal = None
@@ -131,14 +132,12 @@ class Meeting:
         A process without a rank joins late, which the plan must have seats for.
         """
         if self.size not in (None, plan.world_size):
-            problem = (
-                f"is for {plan.workers} workers and {plan.servers} servers, but this job runs {self.size} processes"
-            )
+            planned = f"{plan.workers} workers and {plan.servers} servers"
+            problem = f"is for {planned}, but this job runs {self.size} processes"
             raise InputError("transfer plan", problem, f"start {plan.world_size}")
         if self.rank is None and not plan.late:
-            raise InputError(
-                "transfer plan:late", "is 0, so nobody can join", "give the job's plan, with seats for more"
-            )
+            remedy = "give the job's plan, with seats for more"
+            raise InputError("transfer plan:late", "is 0, so nobody can join", remedy)
         if self.rank is not None and not 0 <= self.rank < plan.world_size:
             problem = f"is {self.rank} in a plan for {plan.world_size} processes"
             raise InputError("RANK", problem, "give one of those")
@@ -155,7 +154,7 @@ def _store_of_environment() -> Store:
 
 
 def address_towards(host: str) -> str:
-    """Return the address of this machine's interface by which ``host`` is reached. Raises InputError for unknown ones."""
+    """Return the address of this machine's interface by which ``host`` is reached. Raises InputError for unknown hosts."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host, 1))  # a datagram socket sends nothing here
@@ -181,12 +180,14 @@ class Hello:
     """``HOST:PORT`` where a server listens; empty for a worker."""
 
 
-def call(wire: Wire, plan: TransferPlan, address: str, hello: Hello, limit_s: float) -> tuple[list[Any], list[Message]]:
+def join_job(
+    wire: Wire, plan: TransferPlan, address: str, hello: Hello, limit_s: float
+) -> tuple[list[Any], list[Message]]:
     """Say hello to server 0 and wait until the job begins.
 
-    Return the values of its "begin" message (rank, first step, first epoch, servers' addresses, seconds until a
-    silent process counts as lost, name of the run), and the messages that others have sent before it. Raises
-    InputError when the processes disagree, TransferError when server 0 does not answer in ``limit_s`` or is lost.
+    Returns the values of its "begin" message (rank, first step, first epoch, servers' addresses, seconds until a silent
+    process counts as lost, name of the run), and the messages that others have sent before it. Raises InputError when
+    the processes disagree, TransferError when server 0 does not answer in ``limit_s`` or is lost.
     """
     first_server = plan.rank_of_server(0)
     deadline_s, is_held, other_messages = time.monotonic() + limit_s, False, []
@@ -214,12 +215,12 @@ def call(wire: Wire, plan: TransferPlan, address: str, hello: Hello, limit_s: fl
     raise TransferError(f"{plan.title(first_server)} has, for {limit_s:g} s, {failure}")
 
 
-def gather(
+def gather_processes(
     wire: Wire, plan: TransferPlan, meeting: Meeting, own_hello: Hello, lost_after_s: float, run: str
 ) -> tuple[dict[int, Peer], list[str], list[Message]]:
     """Wait on server 0 for the hellos of all processes, then tell each to begin.
 
-    Return the peers by rank, the addresses of the servers, and the messages of workers that join late.
+    Returns the peers by rank, the addresses of the servers, and the messages of workers that join late.
     ``lost_after_s`` and ``run`` are sent to each with its rank. Raises InputError when the processes disagree, and
     TransferError naming the ranks that did not come in time or ended; both are sent to all that have come.
     """

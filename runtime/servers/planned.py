@@ -46,25 +46,30 @@ def follow(
         for inputs, answers in follow("enforce.json", model, optimizer, dataset, epochs=3):
             nn.functional.cross_entropy(model(inputs), answers).backward()
 
-    Give the bare model (no DDP), and make one forward and one backward pass a batch; the server's ``optimizer`` makes the
-    updates. The loop ends when all workers together have processed ``epochs`` times the dataset, in whatever shares; then
-    every process has the trained parameters. ``options`` go to ``DataLoader``; ``checkpoint`` as for :class:`Worker`, one for
-    each rank.
+    The loop makes one forward and one backward pass a batch; the server's ``optimizer`` makes the updates. It ends when
+    all workers together have processed ``epochs`` times the dataset, in whatever shares; then every process has the
+    trained parameters.
+
+    Args:
+        config: the enforcement config, of strategy elastic-bsp.
+        model: the bare model (no DDP).
+        optimizer: over its parameters.
+        dataset: map-style, the same on every worker.
+        epochs: of all workers together.
+        seed: of the order of samples.
+        checkpoint: as for :class:`Worker`, one for each rank.
+        options: go to ``DataLoader``.
 
     Raises InputError where config and job do not fit, TransferError when the server is lost.
     """
     refuse_in_one_line()
     path, planned = planned_for(config, model)
     if planned.strategy != "elastic-bsp" or planned.superstep is None:
-        raise InputError(
-            f"{path}:strategy", f"is {planned.strategy}", "give it to runtime.attach; this is elastic-bsp's"
-        )
+        remedy = "give it to runtime.attach; this is elastic-bsp's"
+        raise InputError(f"{path}:strategy", f"is {planned.strategy}", remedy)
     if not epochs > 0:
         raise InputError("epochs", f"is {epochs}", "give a number above 0")
-    priority = {record.name: record.priority for record in planned.parameters if record.priority is not None}
-    # Used only where it names each of the model's parameters; else transfers keep the order of registration.
-    model_priority = priority if priority.keys() == dict(model.named_parameters()).keys() else None
-    plan = TransferPlan.for_model(model, workers=planned.world_size, servers=1, priority=model_priority)
+    plan = _transfer_plan(planned, model)
     # The plan's objective: most iterations a second, which with known speeds is the least waiting per iteration.
     gap = planned.superstep.iteration_gap
     policy = ElasticBSP(planned.superstep.lookahead, objective="per_iteration", max_gap=gap)
@@ -72,8 +77,7 @@ def follow(
     if rank == plan.rank_of_server(0):
         model.load_state_dict(Server(model, plan, optimizer, policy).serve(), strict=False)
         return
-    size = planned.ranks[0].local_batch_size
-    samples = dataset_length(dataset)
+    size, samples = planned.ranks[0].local_batch_size, dataset_length(dataset)
     if samples < size * plan.workers:
         problem = f"is {size} for each of {plan.workers} workers, but the dataset has {samples} samples"
         raise InputError(f"{path}:ranks.local_batch_size", problem, "plan smaller batches or fewer devices")
@@ -82,30 +86,49 @@ def follow(
     with Worker(model, plan, policy, checkpoint=checkpoint) as worker:
         file.identity = replace(file.identity, run=worker.run)
         recorder = StepRecorder(file, cuda=is_cuda(model))
-        for epoch in itertools.count():  # a faster worker begins with the next epoch earlier
-            shares = worker.batches(samples, size, epoch=epoch, seed=seed, drop_last=True)
-            loader = DataLoader(dataset, batch_sampler=[share.tolist() for share in shares], **options)
-            for batch in loader:
-                if worker.updates >= updates:
-                    worker.pull()
-                    return
-                has_left = False
-                with worker.step():
-                    recorder.begin_forward()
-                    waited_s = worker.waited_s
-                    try:
-                        yield batch
-                    except GeneratorExit:  # the script has left its loop, after this step
-                        has_left = True
-                    recorder.pause(worker.waited_s - waited_s)
-                    recorder.begin_exchange(size, size * plan.workers).note_ready()
-                recorder.after_update()
-                if has_left:
-                    return
+        for batch in _batches_of_epochs(worker, dataset, size, seed, options):
+            if worker.updates >= updates:
+                worker.pull()
+                return
+            has_left = False
+            with worker.step():
+                recorder.begin_forward()
+                waited_s = worker.waited_s
+                try:
+                    yield batch
+                except GeneratorExit:  # the script has left its loop, after this step
+                    has_left = True
+                recorder.pause(worker.waited_s - waited_s)
+                recorder.begin_exchange(size, size * plan.workers).note_ready()
+            recorder.after_update()
+            if has_left:
+                return
+
+
+def _transfer_plan(planned: Enforcement, model: nn.Module) -> TransferPlan:
+    """Return the transfers between the planned workers and one server.
+
+    They go in the planned order where it has each of the model's parameters, else in the order of registration.
+    """
+    priority = {record.name: record.priority for record in planned.parameters if record.priority is not None}
+    model_priority = priority if priority.keys() == dict(model.named_parameters()).keys() else None
+    return TransferPlan.for_model(model, workers=planned.world_size, servers=1, priority=model_priority)
+
+
+def _batches_of_epochs(
+    worker: Worker, dataset: Dataset[Any], size: int, seed: int, options: dict[str, Any]
+) -> Iterator[Any]:
+    """Yield this worker's batches of ``size`` samples, of one epoch after the other without end.
+
+    A faster worker begins with the next epoch earlier. ``options`` go to ``DataLoader``.
+    """
+    for epoch in itertools.count():
+        shares = worker.batches(dataset_length(dataset), size, epoch=epoch, seed=seed, drop_last=True)
+        yield from DataLoader(dataset, batch_sampler=[share.tolist() for share in shares], **options)
 
 
 def _open_telemetry(planned: Enforcement, rank: int) -> TelemetryFile:
-    """Return the file for this worker's telemetry, a row per iteration; without one in the plan, a file that drops its rows."""
+    """Return the file for this worker's telemetry, a row per iteration; without one in the plan, one that drops its rows."""
     size, device = planned.world_size, planned.ranks[rank].device_type
     # The server is a process of the job too, beside the planned workers.
     identity = Identity(rank=rank, world_size=size, num_nodes=count_nodes(size + 1), device=device)

@@ -1,7 +1,8 @@
 """Synchronisation models as policy objects: when a worker may have parameters, and which gradients make an update.
 
-A policy is created alike on every rank; on a server it is opened with a :class:`ServerState` (who is in the job, what has come
-in) and asked at each step of the protocol, one call at a time. It sends nothing and computes nothing: the server does.
+A policy is created alike on every rank. On a server it is opened with a :class:`ServerState` (who is in the job, what
+has come in) and asked at each step of the protocol, one call at a time. It sends nothing and computes nothing: the
+server does.
 
 * :class:`BSP`: bulk synchronous parallel; every update has one gradient of every worker.
 * :class:`ASP`: asynchronous; every gradient is an update, nobody waits.
@@ -73,7 +74,7 @@ class ServerState:
 
 
 class SyncPolicy:
-    """The interface of a synchronisation model on a server, with defaults that nobody waits and nothing is decided."""
+    """The interface of a synchronisation model on a server; by default nobody waits and nothing is decided."""
 
     settings: tuple[object, ...] = ()
     fixed = False
@@ -89,15 +90,15 @@ class SyncPolicy:
         return type(self).__name__ + (f"({', '.join(map(str, self.settings))})" if self.settings else "")
 
     def open(self, state: ServerState) -> None:
-        """Begin on a server whose state, which the server keeps up to date, is ``state``."""
+        """Begin on a server, which keeps ``state`` up to date."""
         self.state = state
 
     def waits_for(self, worker: int, clock: int, name: str) -> list[int] | None:
         """Return the workers whose gradients must come before ``worker`` gets the trainable parameter ``name`` again.
 
-        None: the parameter may be sent now; an empty list: the worker waits for a decision. ``clock`` is the number
-        of steps that the worker has made, whose gradients have all come. The server sends a released parameter before
-        its next call.
+        None: the parameter may be sent now; an empty list: the worker waits for a decision. ``clock`` is the number of
+        steps that the worker has made, whose gradients have all come. The server sends a released parameter before its
+        next call.
         """
         return None
 
@@ -115,7 +116,7 @@ class SyncPolicy:
     def decide(self, now_s: float, worker: int | None = None) -> BarrierRow | None:
         """Return the superstep (the iterations between two barriers) that is over, None if none is; choose the next barrier.
 
-        The other servers then :meth:`follow` this one's ``quota``. Asked on server 0 when the job begins, when all
+        The other servers then :meth:`follow` this one's ``quota``. Called on server 0 when the job begins, when all
         gradients of one more step of ``worker`` are in, and when a member is gone; ``now_s``: seconds since the
         beginning.
         """
@@ -165,7 +166,7 @@ class BSP(SyncPolicy):
         return {worker for worker in self.state.members if start.get(worker, 0) <= next_step}
 
     def _due_updates(self, names: Iterable[str]) -> list[Update]:
-        """Return the updates of those parameters that have a gradient of every needed worker, and forget their gradients."""
+        """Return the updates of those parameters that have a gradient of every needed worker, and forget these gradients."""
         updates = []
         for name in names:
             pending = self._pending_gradients[name]
@@ -176,10 +177,10 @@ class BSP(SyncPolicy):
 
 
 class ASP(SyncPolicy):
-    """Asynchronous parallel: every gradient is applied when it comes, over the number of workers.
+    """Asynchronous parallel: every gradient is applied when it comes, divided by the number of workers.
 
     So a sample moves the weights as far as under BSP with the same learning rate. A worker's own gradients are in what
-    it pulls (read my writes), which waits for nobody else.
+    it pulls, which waits for nobody else.
     """
 
     def take(self, worker: int, name: str, gradient: Tensor) -> list[Update]:
@@ -200,7 +201,6 @@ class SSP(ASP):
     """
 
     def __init__(self, staleness: int) -> None:
-        """Let a worker run ``staleness`` steps ahead of the slowest one."""
         if staleness < 0:
             raise InputError("SSP", f"a staleness of {staleness}", "give 0 or more")
         self.staleness, self.settings = staleness, (staleness,)
@@ -211,10 +211,15 @@ class SSP(ASP):
 
 
 class ElasticBSP(ASP):
-    """Elastic supersteps with a lookahead of R iterations; the gap within a superstep is below R, or ``max_gap``.
+    """Elastic supersteps: barriers at the iterations, up to ``lookahead`` ahead, whose predicted ends meet best.
 
-    ``predictor``: one of ``PREDICTORS``. ``objective`` and ``max_gap``: as ``best_barrier``. Raises InputError for a
-    lookahead below 1, a negative gap, and unknown names.
+    Args:
+        lookahead: R, iterations of each worker among which the next barrier is chosen.
+        predictor: of iteration times: one of ``PREDICTORS``.
+        objective: what the barrier is best at, as in :func:`~ddltool.analyzers.job.barriers.tradeoff.best_barrier`.
+        max_gap: most iterations by which workers may differ within a superstep; None: below R.
+
+    Raises InputError for a lookahead below 1, a negative gap, and unknown names.
 
     Attributes:
         supersteps: the last ``SUPERSTEPS_KEPT`` that are over, on server 0.
@@ -235,8 +240,9 @@ class ElasticBSP(ASP):
         self.settings = lookahead, predictor, objective, max_gap
 
     def open(self, state: ServerState) -> None:
-        """Begin on a server, with a barrier after the first iteration. Raises InputError when server 0 would see no
-        gradients.
+        """Begin on a server, with a barrier after the first iteration.
+
+        Raises InputError when server 0 would see no gradients.
         """
         if state.decides and not state.names:
             raise InputError("transfer plan", "puts no trainable parameter on server 0", "it must see the gradients")
@@ -254,7 +260,7 @@ class ElasticBSP(ASP):
         self._superstep_began_s = 0.0
 
     def waits_for(self, worker: int, clock: int, name: str) -> list[int] | None:
-        """Return the workers to wait for: at a barrier and right after it all that are not there yet, in between nobody (None).
+        """Return the workers to wait for at a barrier and right after it: all that are not there yet. In between nobody (None).
 
         At the barrier itself the list may be empty: then the decision on the next one is awaited.
         """
@@ -277,27 +283,14 @@ class ElasticBSP(ASP):
         be predicted yet.
         """
         if worker is not None:
-            if (previous_end_s := self._last_end_s[worker]) is not None:
-                self._lengths_s[worker] = [*self._lengths_s[worker], now_s - previous_end_s][-LENGTHS_KEPT:]
-            self._last_end_s[worker] = now_s
+            self._note_end(worker, now_s)
         state, members = self.state, sorted(self.state.members)
         if not self._superstep_workers:
             self._superstep_workers, self._iterations, self._superstep_began_s = members, [1] * len(members), now_s
             return None
         if not members or any(state.steps[worker] < self.quota[worker] for worker in members):
             return None
-        ends_s = [self._last_end_s[worker] if worker in state.members else None for worker in self._superstep_workers]
-        finished_superstep = BarrierRow(
-            time_s=now_s,
-            superstep=self._superstep_count,
-            workers=self._superstep_workers,
-            iterations=self._iterations,
-            predicted_end_s=self._predicted_end_s,
-            end_s=[None if end_s is None else end_s - self._superstep_began_s for end_s in ends_s],
-            length_s=now_s - self._superstep_began_s,
-        )
-        self.supersteps.append(finished_superstep)
-        self._superstep_count += 1
+        finished_superstep = self._finish_superstep(now_s)
         member_lengths_s = [self._lengths_s[worker] for worker in members]
         self._superstep_workers, self._superstep_began_s = members, now_s
         self._iterations, self._predicted_end_s = [1] * len(members), []
@@ -311,8 +304,34 @@ class ElasticBSP(ASP):
         self.follow(quota)
         return finished_superstep
 
+    def _note_end(self, worker: int, now_s: float) -> None:
+        """Note that ``worker`` has ended an iteration; its length is known if the one before has ended too."""
+        if (previous_end_s := self._last_end_s[worker]) is not None:
+            self._lengths_s[worker] = [*self._lengths_s[worker], now_s - previous_end_s][-LENGTHS_KEPT:]
+        self._last_end_s[worker] = now_s
+
+    def _finish_superstep(self, now_s: float) -> BarrierRow:
+        """Return the superstep that ends now, and keep it among :attr:`supersteps`; lost workers have no end in it."""
+        last_ends_s = [self._last_end_s[worker] for worker in self._superstep_workers]
+        is_member = [worker in self.state.members for worker in self._superstep_workers]
+        finished_superstep = BarrierRow(
+            time_s=now_s,
+            superstep=self._superstep_count,
+            workers=self._superstep_workers,
+            iterations=self._iterations,
+            predicted_end_s=self._predicted_end_s,
+            end_s=[
+                end_s - self._superstep_began_s if end_s is not None and is_here else None
+                for end_s, is_here in zip(last_ends_s, is_member, strict=True)
+            ],
+            length_s=now_s - self._superstep_began_s,
+        )
+        self.supersteps.append(finished_superstep)
+        self._superstep_count += 1
+        return finished_superstep
+
     def choose(self, lengths_s: list[np.ndarray]) -> tuple[list[int], list[float]]:
-        """Return how many iterations each worker makes to the next barrier, and its predicted end of them in seconds from now.
+        """Return each worker's number of iterations to the next barrier, and its predicted end of them in seconds from now.
 
         ``lengths_s``: the (k,) seconds of each worker's latest iterations.
         """

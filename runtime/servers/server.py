@@ -1,8 +1,8 @@
 """The parameter server: keeps a share of the parameters, under a synchronisation policy. Start at :class:`Server`.
 
-One thread takes one message at a time, and after each hands over what may go now: each worker's pull has a queue in the
-plan's order, the policy says when a transfer may go and what a gradient leads to, and torch's own optimizer makes the
-updates. Sending is zmq's doing, beside this thread.
+One thread takes one message at a time, and after each sends what may go now. Each worker's pull has a queue in the
+plan's order; the policy says when a transfer may go and what a gradient leads to; torch's own optimizer makes the
+updates. zmq sends beside this thread.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ddltool.errors import DdlToolError, InputError, listed
 from ddltool.runtime.processes.stopping import StopSignals, refuse_in_one_line
-from ddltool.runtime.servers.meeting import Hello, Meeting, address_towards, call, gather
+from ddltool.runtime.servers.meeting import Hello, Meeting, address_towards, gather_processes, join_job
 from ddltool.runtime.servers.policies import BSP, ServerState, SyncPolicy, Update
 from ddltool.runtime.servers.records import SyncLog, log
 from ddltool.runtime.servers.transfers import TransferError, TransferPlan, describe_error
@@ -59,6 +59,19 @@ class _Seat:
 class Server:
     """A parameter server of a plan.
 
+    Args:
+        model: this rank's share of its parameters is version 0.
+        plan: which server has which parameters, and the order of transfers; the same on all ranks.
+        optimizer: any of ``torch.optim`` on the parameters of ``model``; each update is one step of it, with the
+            gradients of the parameters that the policy updates together.
+        policy: the synchronisation model, as on all ranks; None: :class:`BSP` in which the loss of a worker ends the
+            run.
+        lost_after_s: a worker for which others wait, and from which nothing has come for so many seconds, is taken out,
+            and workers wait no longer for a server. It must exceed the longest step, update and transfer; None: 10 s
+            unless the policy says otherwise.
+        telemetry: a JSON Lines file of this server's own (:mod:`~.records`).
+        meeting: how the processes find each other; None: by the environment.
+
     Attributes:
         values: this server's parameters by name, the last finite ones; replaced, never written to.
         version: number of updates of each parameter, by name.
@@ -66,6 +79,9 @@ class Server:
         closed: the workers that have ended well.
         log: waiting and staleness.
         policy: with ElasticBSP, ``policy.supersteps`` on server 0 has the decisions.
+
+    Raises InputError, on all ranks, when the ranks' plans, models or policies differ or one's arguments are wrong;
+    TransferError when one of them does not come or is lost.
     """
 
     def __init__(
@@ -79,17 +95,7 @@ class Server:
         telemetry: str | PathLike[str] | None = None,
         meeting: Meeting | None = None,
     ) -> None:
-        """Take this rank's share of ``model`` as version 0 and meet the others: returns when all have come.
-
-        ``optimizer``: any of ``torch.optim`` on the parameters of ``model``; each update is one step of it, with the
-        gradients of the parameters that the policy updates together. ``policy``: without one, :class:`BSP` in which the
-        loss of a worker ends the run. ``lost_after_s``: a worker for which others wait, and from which nothing has come
-        for so long, is taken out, and workers wait no longer for a server: it must exceed the longest step, update and
-        transfer; 10 s unless the policy says otherwise.
-        ``telemetry``: a JSON Lines file of this server's own (see :mod:`~.records`). ``meeting``: by default that of
-        the environment. Raises InputError, on all ranks, when the ranks' plans, models or policies differ or one's
-        arguments are wrong; TransferError when one of them does not come or is lost.
-        """
+        """Take this rank's share of the parameters, and meet the other processes: returns when all have come."""
         refuse_in_one_line()
         meeting = meeting or Meeting.of_environment()
         self.plan, self.policy, self._optimizer = plan, policy or BSP(fixed=True), optimizer
@@ -97,15 +103,15 @@ class Server:
         rank = plan.rank_of_server(0) if meeting.rank is None else meeting.rank
         self.server, self._title = rank - plan.workers, plan.title(rank)
         self._parameters = dict(model.named_parameters())
-        mine = [slot for slot in plan.slots if slot.server == self.server]
-        self.version = {slot.name: 0 for slot in mine}
+        own_slots = [slot for slot in plan.slots if slot.server == self.server]
+        self.version = {slot.name: 0 for slot in own_slots}
         self.lost: dict[int, str] = {}
         self.closed: set[int] = set()
         self.log = SyncLog(plan.seats, None if telemetry is None else Path(telemetry))
         self._state = ServerState(
             workers=plan.workers,
             seats=plan.seats,
-            names=tuple(slot.name for slot in mine if slot.trainable),
+            names=tuple(slot.name for slot in own_slots if slot.trainable),
             decides=self.server == 0,
             version=self.version,
         )
@@ -157,11 +163,11 @@ class Server:
             hello = replace(self._own_hello, address=address)
             if self.server == 0:
                 meeting.announce(address)
-                self._server_peers, self._addresses, self._early_messages = gather(
+                self._server_peers, self._addresses, self._early_messages = gather_processes(
                     self._wire, plan, meeting, hello, self._lost_after_s, self.log.run
                 )
             else:
-                begin, self._early_messages = call(self._wire, plan, first_address, hello, meeting.limit_s)
+                begin, self._early_messages = join_job(self._wire, plan, first_address, hello, meeting.limit_s)
                 *_, self._addresses, _, self.log.run = begin
                 self._server_peers = {first: first}
         except BaseException:
@@ -184,7 +190,7 @@ class Server:
         return [steps - self._state.start.get(worker, 0) for worker, steps in enumerate(self._state.steps)]
 
     def serve(self) -> dict[str, Tensor]:
-        """Serve until every worker has closed or is lost, and return the final values.
+        """Serve until every worker has closed or is lost, and return the final values by name.
 
         Raises TransferError when no worker ended well, when another server is lost, when an update is not finite, and
         where the policy needs all workers and one is lost; :attr:`values` then holds the last ones, all finite. SIGTERM
@@ -205,14 +211,13 @@ class Server:
                 self._send_heartbeats()
             if not self.closed:
                 worker, reason = next(iter(self.lost.items()))
-                raise TransferError(
-                    f"{self._title}: no worker is left; the first lost was worker {worker}, which {reason}"
-                )
+                first_lost = f"the first lost was worker {worker}, which {reason}"
+                raise TransferError(f"{self._title}: no worker is left; {first_lost}")
             self._broadcast(self._server_peers.values(), "bye")
         except BaseException as error:
-            failure, how = error, "failed:" if isinstance(error, Exception) else "was ended by"
+            failure, prefix = error, "failed:" if isinstance(error, Exception) else "was ended by"
             if not isinstance(error, TransferError):
-                failure = TransferError(f"{self._title} {how} {describe_error(error)}")
+                failure = TransferError(f"{self._title} {prefix} {describe_error(error)}")
             self._broadcast(self._rank_of_peer, "end", str(failure))
             if failure is error or not isinstance(error, Exception):
                 raise
@@ -363,7 +368,7 @@ class Server:
             self._remove_lost_worker(worker, reason)
 
     def _on_gone(self, peer: Peer) -> None:
-        """Handle the end of a connection: of a server, which ends this one, or of a worker, which is lost."""
+        """Handle the end of a connection: of another server, which ends this one, or of a worker, which is lost."""
         rank = self._rank_of_peer.pop(peer, None)
         if rank in self._server_peers:
             raise TransferError(f"{self._title}: {self.plan.title(rank)} {CLOSED}")
@@ -487,8 +492,9 @@ class Server:
                 self._remove_lost_worker(worker, f"was silent for {silent_s:.1f} s, and {reason}")
 
     def _remove_lost_worker(self, worker: int, reason: str) -> None:
-        """Take a lost worker out of the job, and tell it and the other servers. Raises TransferError under a policy
-        that needs all.
+        """Take a lost worker out of the job, and tell it and the other servers.
+
+        Raises TransferError under a policy that needs all workers.
         """
         self.lost[worker] = reason
         self._send(worker, "out", reason)
@@ -541,7 +547,8 @@ class Server:
     def _apply_updates(self, updates: list[Update], when: str) -> None:
         """Make the updates by one step of the optimizer, and publish the new values.
 
-        ``when``: words for the error. Raises TransferError, before any value is published, when an updated value is not finite.
+        ``when``: words for the error. Raises TransferError, before any value is published, when an updated value is not
+        finite.
         """
         if not updates:
             return
@@ -558,9 +565,8 @@ class Server:
             self._parameters[update.name].grad = None
             value = new_values[update.name] = self._copy_value(update.name)
             if not torch.isfinite(value).all():
-                raise TransferError(
-                    f"{self._title}: {self._describe_not_finite(update, mean_by_name[update.name])}, {when}"
-                )
+                problem = self._describe_not_finite(update, mean_by_name[update.name])
+                raise TransferError(f"{self._title}: {problem}, {when}")
         for name, value in new_values.items():
             self.values[name] = value
             self.version[name] += 1

@@ -43,7 +43,7 @@ class Slot:
 class TransferPlan:
     """The server of each parameter, and the order in which each server hands its parameters to each worker.
 
-    ``priority`` None and ``random_seed`` None: every channel keeps the order of registration.
+    Without ``priority`` and ``random_seed`` every channel keeps the order of registration.
     """
 
     slots: tuple[Slot, ...]
@@ -70,8 +70,9 @@ class TransferPlan:
     ) -> TransferPlan:
         """Return the plan for ``model``, spread over the servers by :func:`~ddltool.graph.spread`.
 
-        Raises InputError when ``priority`` leaves out a parameter or names one that the model lacks, when both an order
-        and a seed are given, and for counts below 1.
+        The other arguments are the attributes of the same names; ``priority`` is by parameter's name. Raises InputError
+        when ``priority`` leaves out a parameter or names one that the model lacks, when both an order and a seed are
+        given, and for counts below 1.
         """
         if workers < 1 or servers < 1:
             raise InputError("transfer plan", f"{workers} workers and {servers} servers", "there must be one of each")
@@ -140,14 +141,14 @@ class TransferPlan:
         """Per server, the indices of its parameters in ``slots``, by priority, else in the order of registration."""
         numbers = self.priority or tuple(range(len(self.slots)))
         order = sorted(range(len(self.slots)), key=lambda index: (numbers[index], index))
-        return tuple(
-            tuple(index for index in order if self.slots[index].server == server) for server in range(self.servers)
-        )
+        servers = range(self.servers)
+        return tuple(tuple(index for index in order if self.slots[index].server == server) for server in servers)
 
     def queue(self, server: int, worker: int, pull: int) -> tuple[int, ...]:
         """Return the indices of the parameters that ``server`` sends to ``worker`` in its pull number ``pull``, first to last.
 
-        The place in this tuple is the transfer's normalised priority number. With a random seed every pull has another order.
+        The place in this tuple is the transfer's normalised priority number. With a random seed every pull has another
+        order.
         """
         queue = self._on_server[server]
         if self.random_seed is None:

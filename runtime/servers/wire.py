@@ -80,7 +80,7 @@ class Wire:
         dealer.connect(f"tcp://{address}")
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
-        """Return a socket of a zmq ``kind`` with this job's keys, which finds broken connections and queues without limit."""
+        """Return a socket of a zmq ``kind`` with this job's keys; it finds broken connections and queues without limit."""
         zmq_socket = self._context.socket(kind)
         zmq_socket.linger = int(1e3 * LINGER_S)
         zmq_socket.sndhwm = zmq_socket.rcvhwm = 0  # drop nothing: a worker asks for its parameters only
@@ -96,9 +96,10 @@ class Wire:
         self._dealers[rank].linger = 0
 
     def send(self, peer: Peer, content: Sequence[Any], tensor: Tensor | None = None) -> None:
-        """Queue a message of JSON values, and the bytes of a tensor. The tensor's memory must never change from then on.
+        """Queue a message of JSON values, and the bytes of a tensor, whose memory must never change from then on.
 
-        When it has been sent is not known. For a caller whose connection has ended, :meth:`receive` returns one message "gone".
+        When it has been sent is not known. For a caller whose connection has ended, :meth:`receive` returns one message
+        "gone".
         """
         frames: list[Any] = [json.dumps(content).encode()]
         if tensor is not None:

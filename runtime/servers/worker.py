@@ -1,7 +1,7 @@
 """The worker: pulls while the forward pass runs, pushes while the backward pass runs. Start at :class:`Worker`.
 
 A module's forward pass waits for the parameters that it owns and for no others; a gradient is sent as soon as it is
-complete. All is done in the training process's own thread, in hooks of the model; zmq sends and receives beside it.
+complete. This happens in the training process's own thread, in hooks of the model; zmq sends and receives beside it.
 Buffers (batch-norm statistics) stay local.
 """
 
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from ddltool.artifacts import check_writable, write_bytes
 from ddltool.errors import DdlToolError, InputError
 from ddltool.runtime.processes.stopping import StopSignals, Terminated, refuse_in_one_line
-from ddltool.runtime.servers.meeting import Meeting, call
+from ddltool.runtime.servers.meeting import Meeting, join_job
 from ddltool.runtime.servers.policies import BSP, SyncPolicy
 from ddltool.runtime.servers.transfers import TransferError, TransferPlan, describe_error
 from ddltool.runtime.servers.wire import BEAT_S, CLOSED, STOOD_STILL_S, Wire, fill
@@ -40,12 +40,8 @@ HERE_S = 1.0  # how often a worker that is receiving sends a sign of life
 # Modules that only call their children, which then wait for themselves. Other modules of torch.nn may use the
 # parameters of their children without calling them (MultiheadAttention does).
 _CONTAINERS = (
-    nn.Sequential,
-    nn.ModuleList,
-    nn.ModuleDict,
-    nn.Transformer,
-    nn.TransformerEncoder,
-    nn.TransformerDecoder,
+    *(nn.Sequential, nn.ModuleList, nn.ModuleDict),
+    *(nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder),
 )
 
 
@@ -62,6 +58,20 @@ class Arrival:
 class Worker:
     """A training process of a plan; the loop is the same under every synchronisation policy.
 
+    Args:
+        model: into which the parameters are pulled.
+        plan: which server has which parameters, and the order of transfers; the same on all ranks.
+        policy: the synchronisation model, as on the servers; None: :class:`BSP` in which the loss of a worker ends the
+            run.
+        checkpoint: a file of this worker's own for the parameters of the last complete pull, written when the run ends
+            by a TransferError (a lost server above all), by SIGTERM or by Ctrl-C; costs one copy of the parameters per
+            pull. SIGTERM then ends the process with 143, at the end of the step under way, unless the script has a
+            handler of its own.
+        push: "ready" sends gradients as they become ready, while the backward pass runs, so ``.grad`` must not be
+            changed after it. "step" sends what ``.grad`` holds at the end of the step: after clipping and scaling, and
+            after any number of backward passes.
+        meeting: how the processes find each other; None: by the environment.
+
     Attributes:
         rank: the number of this worker.
         arrivals: the parameters of the last pull, in the order in which they came.
@@ -72,6 +82,10 @@ class Worker:
         epoch: the first epoch of which this worker gets a share of the samples.
         waited_s: seconds in which this worker has waited for servers, in transfers and at barriers.
         run: the name of this start of the job.
+
+    Raises InputError, on all ranks, when the ranks' plans, models or policies differ or one's arguments are wrong, and
+    when no seat is left for who joins; TransferError when one of them does not come or is lost, or the job lets nobody
+    in.
     """
 
     def __init__(
@@ -84,18 +98,7 @@ class Worker:
         push: PushTime = "ready",
         meeting: Meeting | None = None,
     ) -> None:
-        """Meet the others and hook the model: returns when all have come, or when the running job has let it join.
-
-        ``policy``: as on the servers. ``checkpoint``: where the parameters of the last complete pull go when the run
-        ends by a TransferError (a lost server above all), by SIGTERM or by Ctrl-C; a file of this worker's own; costs
-        one copy of the parameters per pull. SIGTERM then ends the process with 143, at the end of the step under way;
-        a script with a handler of its own keeps it. ``push``: "ready" sends gradients as they become ready, while the
-        backward pass runs, so ``.grad`` must not be changed after it. "step" sends what ``.grad`` holds at the end of
-        the step: after clipping and scaling, and after any number of backward passes. ``meeting``: by default that of
-        the environment. Raises InputError, on all ranks, when the ranks' plans, models or policies differ or one's
-        arguments are wrong, and when no seat is left for who joins; TransferError when one of them does not come or
-        is lost, or the job lets nobody in.
-        """
+        """Meet the others and hook the model: returns when all have come, or when the running job has let this worker join."""
         refuse_in_one_line()
         meeting = meeting or Meeting.of_environment()
         self.model, self.plan, self.policy = model, plan, policy or BSP(fixed=True)
@@ -136,7 +139,7 @@ class Worker:
             first_address = meeting.find()
             self._wire = Wire(meeting.token, self._stop)
             try:
-                begin, _ = call(self._wire, plan, first_address, hello, meeting.limit_s)
+                begin, _ = join_job(self._wire, plan, first_address, hello, meeting.limit_s)
                 rank, self.clock, self.epoch, addresses, self._lost_after_s, self.run = begin
             except BaseException:
                 self._wire.close()
@@ -165,8 +168,8 @@ class Worker:
         None again.
 
         Raises TransferError when a server is lost or this worker was taken out of the job; then the checkpoint has been
-        written. Raises InputError when ``.grad`` was changed after it had been offered to the transport. An exception of
-        the body takes this worker out of the job.
+        written. Raises InputError when ``.grad`` was changed after it had been offered to the transport. An exception
+        of the body takes this worker out of the job.
         """
         with self._running("left a step with"):
             self._begin_pull(push)
@@ -174,9 +177,7 @@ class Worker:
             self._finish_step()
 
     def pull(self) -> None:
-        """Pull all parameters and wait until they are here, without a step: after the last one this brings the
-        trained values.
-        """
+        """Pull all parameters without a step, and wait until they are here: after the last step, the trained values."""
         with self.step(push=False):
             pass
 
@@ -185,9 +186,8 @@ class Worker:
     ) -> tuple[Tensor, ...]:
         """Return this worker's share of ``epoch`` in batches: (b,) int64 indices below ``samples``, shuffled.
 
-        The last batch has what is left, which may be one sample; ``drop_last`` leaves it out unless it is whole.
-
-        The share is :func:`shard`'s among :meth:`members`. The server is told how many batches there are, so it can say
+        The last batch has what is left, which may be one sample; ``drop_last`` leaves it out unless it is whole. The
+        share is :func:`shard`'s among :meth:`members`. The server is told how many batches there are, so it can say
         what was left out should this worker be lost. Raises InputError for a batch size below 1, and TransferError as
         :meth:`step` does.
         """
@@ -215,10 +215,10 @@ class Worker:
             return tuple(self._member_answers.pop())
 
     def close(self) -> None:
-        """Tell the servers that nothing more will be asked for, and remove the hooks.
+        """Tell the servers that nothing more will be asked for, and remove the hooks. More calls do nothing.
 
-        Idempotent. Raises TransferError as :meth:`step` does, and when a server was lost since the last step: what the
-        servers hold is gone then, and the checkpoint has been written.
+        Raises TransferError as :meth:`step` does, and when a server was lost since the last step: what the servers hold
+        is gone then, and the checkpoint has been written.
         """
         try:
             if self._open and self._failure is None:
@@ -275,9 +275,9 @@ class Worker:
 
         Where the error ends the job for this worker (a lost server, a signal), the checkpoint is written first.
         """
-        failure = (
-            error if isinstance(error, TransferError) else TransferError(f"{self._title} {how} {describe_error(error)}")
-        )
+        failure = TransferError(f"{self._title} {how} {describe_error(error)}")
+        if isinstance(error, TransferError):
+            failure = error
         problem = self._write_checkpoint() if isinstance(error, TransferError | KeyboardInterrupt | Terminated) else ""
         if problem and isinstance(error, TransferError):
             failure = TransferError(f"{error}; {problem}")
@@ -313,10 +313,8 @@ class Worker:
                 self._last_heard_s[server] = now_s
                 self._handle_message(server, kind, values, payload)
             for server, heard_s in self._last_heard_s.items():
-                if (
-                    server not in self._closed_servers
-                    and (silent_s := now_s - max(silence_from_s, heard_s)) > self._lost_after_s
-                ):
+                silent_s = now_s - max(silence_from_s, heard_s)
+                if server not in self._closed_servers and silent_s > self._lost_after_s:
                     title = self.plan.title(self.plan.rank_of_server(server))
                     self._wire.give_up(self.plan.rank_of_server(server))
                     raise TransferError(f"{self._title}: nothing came from {title} for {silent_s:.0f} s")
@@ -353,10 +351,9 @@ class Worker:
     # One step.
 
     def _register_hooks(self) -> list[Any]:
-        """Register hooks that wait for a module's parameters before its forward pass, and that push each gradient
-        once complete.
+        """Register hooks that wait for a module's parameters before its forward pass, and push each gradient once complete.
 
-        torch.compile must leave them out of its graphs, as they send and receive. Return the handles.
+        torch.compile must leave them out of its graphs, as they send and receive. Returns the handles.
         """
         wait, push = (torch.compiler.disable(act) for act in (self._wait_for_parameters, self._push_ready_gradient))
         index_of = {id(self._parameters[name]): index for index, name in enumerate(self._parameter_names)}
@@ -392,8 +389,8 @@ class Worker:
     def _push_ready_gradient(self, index: int, parameter: Tensor) -> None:
         """Push the gradient of the parameter with this index in the plan: the hook after it has been accumulated.
 
-        With push="step" it is only checked. Raises InputError for a parameter that no forward pass has waited for,
-        and for a second gradient.
+        With push="step" it is only checked. Raises InputError for a parameter that no forward pass has waited for, and
+        for a second gradient.
         """
         name, gradient = self._parameter_names[index], parameter.grad
         if not self._is_pushing or gradient is None:
@@ -433,9 +430,8 @@ class Worker:
         if self._is_pushing:
             for index, (sent_gradient, version) in self._sent_gradients.items():
                 present_gradient = self._parameters[self._parameter_names[index]].grad
-                if sent_gradient._version != version or (
-                    present_gradient is not None and present_gradient is not sent_gradient
-                ):
+                is_other = present_gradient is not None and present_gradient is not sent_gradient
+                if is_other or sent_gradient._version != version:
                     name = self._parameter_names[index]
                     problem = f"{name}.grad was changed after the backward pass, while it was being pushed"
                     remedy = 'clip and scale gradients with push="step", or scale the loss'
@@ -453,7 +449,7 @@ class Worker:
             self._copy_for_checkpoint()
 
     def _copy_for_checkpoint(self) -> None:
-        """Keep a copy of the parameters of a complete pull for the checkpoint, as the next pull overwrites them in place."""
+        """Keep a copy of the parameters of a complete pull for the checkpoint: the next pull overwrites them in place."""
         if not self._checkpoint_values:
             self._checkpoint_values = {name: value.detach().cpu().clone() for name, value in self._parameters.items()}
         for name, value in self._checkpoint_values.items():
@@ -463,7 +459,7 @@ class Worker:
     def _write_checkpoint(self) -> str:
         """Write the checkpoint: all of the model's state with the parameters of the last complete pull.
 
-        Return why it could not be written, empty when it was or none is wanted.
+        Returns why it could not be written, empty when it was or none is wanted.
         """
         if self._checkpoint is None or not self._checkpoint_values:
             return ""

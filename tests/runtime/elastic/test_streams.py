@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ddltool.runtime.elastic.contexts import Contexts
-from ddltool.runtime.processes.random_streams import RandomStreams, kept, seed_streams
+from ddltool.runtime.processes.random_streams import RandomStreams, seed_streams, streams_kept
 
 HOST = torch.device("cpu")
 # What draws from each generator; "half" ones leave half of a pair of normal draws behind, 624 words are a whole block.
@@ -47,7 +47,7 @@ def test_a_worker_draws_what_it_would_draw_alone(turns: list[tuple[int, list[str
         contexts.enter(worker)
         found[worker] += [DRAWS[draw]() for draw in draws[:2]]
         if aside:
-            with kept(HOST):
+            with streams_kept(HOST):
                 random.seed(5), np.random.seed(5), torch.manual_seed(5)  # noqa: NPY002
                 DRAWS["numpy half"]()
         found[worker] += [DRAWS[draw]() for draw in draws[2:]]

@@ -21,7 +21,7 @@ from ddltool.results import OverheadInterval, OverheadRun
 from ddltool.runtime.balancing import BalanceOptions
 from ddltool.runtime.hook.guards import UPDATES_PER_EXCHANGE
 from ddltool.runtime.measuring import overhead
-from ddltool.runtime.measuring.overhead import failed, measure_overhead, ratio_interval, verdict
+from ddltool.runtime.measuring.overhead import failure_of_script, measure_overhead, ratio_interval, verdict
 from ddltool.runtime.processes.consensus import Consensus
 from tests.helpers.runtime_workers import crew
 
@@ -185,7 +185,7 @@ def test_a_script_that_cannot_be_measured(tmp_path: Path, cli: Callable[..., Any
 )
 def test_a_failed_script_is_told_by_its_own_exception(errors: str, said: str) -> None:
     assert (
-        str(failed(["train.py"], 1, errors))
+        str(failure_of_script(["train.py"], 1, errors))
         == f"train.py: failed with exit code 1: {said}; see to it that it runs by itself"
     )
 

@@ -9,7 +9,13 @@ import torch
 from torch import nn
 
 from ddltool.errors import InputError
-from ddltool.runtime.measuring.training import MEASURED, OPTIMIZERS, checked, prepared, updates
+from ddltool.runtime.measuring.training import (
+    MEASURED,
+    OPTIMIZERS,
+    backward_and_update,
+    checked_precision,
+    prepared_module,
+)
 
 CPU = torch.device("cpu")
 OWN = {
@@ -32,8 +38,8 @@ def model() -> nn.Module:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_three_steps_are_those_of_a_plain_loop(optimizer: str, precision: str) -> None:
     inputs = (torch.randn(5, 8, generator=torch.Generator().manual_seed(1)),)
-    module, moved, computing = prepared(model(), inputs, precision, CPU)
-    backward, update = updates(module, optimizer, precision, CPU)
+    module, moved, computing = prepared_module(model(), inputs, precision, CPU)
+    backward, update = backward_and_update(module, optimizer, precision, CPU)
     plain = model()
     own = OWN[optimizer.removeprefix("foreach-")](list(plain.parameters()))
     for _ in range(3):
@@ -64,7 +70,7 @@ def test_three_steps_are_those_of_a_plain_loop(optimizer: str, precision: str) -
 )
 def test_a_precision_keeps_and_computes_as_it_says(precision: str, kept: torch.dtype, computed: torch.dtype) -> None:
     tokens = torch.arange(5)
-    module, (rows, same), computing = prepared(model(), (torch.randn(5, 8), tokens), precision, CPU)
+    module, (rows, same), computing = prepared_module(model(), (torch.randn(5, 8), tokens), precision, CPU)
     with computing():
         assert module(rows).dtype == computed
     assert {parameter.dtype for parameter in module.parameters()} == {kept}
@@ -72,8 +78,8 @@ def test_a_precision_keeps_and_computes_as_it_says(precision: str, kept: torch.d
 
 
 def test_fp16_scales_its_losses() -> None:
-    module, inputs, computing = prepared(model(), (torch.randn(5, 8),), "fp16", CPU)
-    backward, _ = updates(module, "sgd", "fp16", CPU)
+    module, inputs, computing = prepared_module(model(), (torch.randn(5, 8),), "fp16", CPU)
+    backward, _ = backward_and_update(module, "sgd", "fp16", CPU)
     unscaled = copy.deepcopy(module)
     with computing():
         backward(module(*inputs).square().mean())
@@ -85,9 +91,9 @@ def test_fp16_scales_its_losses() -> None:
 
 
 def test_what_is_not_measured_is_refused() -> None:
-    assert [checked(name, "cuda") for name in MEASURED] == [*MEASURED]
-    assert checked("amp", "cpu") == "fp16"
+    assert [checked_precision(name, "cuda") for name in MEASURED] == [*MEASURED]
+    assert checked_precision("amp", "cpu") == "fp16"
     with pytest.raises(InputError, match=r"is 5%, a share; give --half-width 5%"):
-        checked("5%", "cpu")
+        checked_precision("5%", "cpu")
     with pytest.raises(InputError, match="fp8 is not measured here"):
-        checked("fp8", "cuda")
+        checked_precision("fp8", "cuda")

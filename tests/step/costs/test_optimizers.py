@@ -24,7 +24,7 @@ from ddltool.analyzers.step.tracing.step import TrainingStep
 from ddltool.device import Network
 from ddltool.errors import InputError
 from ddltool.links import Link
-from ddltool.runtime.measuring.training import updates
+from ddltool.runtime.measuring.training import backward_and_update
 from ddltool.shipped import calibration, devices
 from tests.conftest import Cli
 from tests.helpers.training_scripts import GPT, SCRIPTS
@@ -177,7 +177,7 @@ def test_words_say_what_a_parameter_takes() -> None:
 def test_profile_trains_with_the_optimizer_that_is_predicted(name: str) -> None:
     module, inputs = decoder()
     before = [parameter.detach().clone() for parameter in module.parameters()]
-    backward, update = updates(module, name, "fp32", torch.device("cpu"))
+    backward, update = backward_and_update(module, name, "fp32", torch.device("cpu"))
     backward(module(*inputs))
     with FlopCounterMode(display=False) as flops:
         update()
