@@ -30,7 +30,8 @@ from ddltool.analyzers.job.planning.job_inputs import (
     with_prices,
 )
 from ddltool.analyzers.job.planning.numerics import best_of, combinations
-from ddltool.analyzers.job.planning.options import Failures, Goal, PlanOptions
+from ddltool.analyzers.job.planning.failures import Failures
+from ddltool.analyzers.job.planning.options import Goal, PlanOptions
 from ddltool.analyzers.job.planning.planning import SHARING, complete, plan_together, solve
 from ddltool.analyzers.step.communication.collectives import parse_compression
 from ddltool.analyzers.step.communication.fabrics import fabric_of

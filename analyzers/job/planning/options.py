@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ddltool.analyzers.job.planning.failures import Failures
 from ddltool.analyzers.job.planning.superstep import DEFAULT_LOOKAHEAD
 from ddltool.analyzers.step.communication.collectives import Compression
 from ddltool.decision import Objective, Option, RunFigures
@@ -23,34 +24,6 @@ class Missed(Infeasible):
     def __init__(self, text: str, by: float) -> None:
         super().__init__(text)
         self.by = by
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Failures:
-    """Machines that go away: mean seconds between failures of one device, seconds of a checkpoint and of a restart."""
-
-    mtbf_s: float
-    checkpoint_s: float = 60.0
-    restart_s: float = 300.0
-
-    def interval_s(self, devices: int) -> float:
-        """Return the seconds between checkpoints that lose least (Daly 2006, Equation 37; Young's is its first term)."""
-        job_mtbf_s, checkpoint_s = self.mtbf_s / devices, self.checkpoint_s
-        if checkpoint_s >= 2 * job_mtbf_s:
-            return job_mtbf_s
-        ratio = math.sqrt(checkpoint_s / (2 * job_mtbf_s))
-        return math.sqrt(2 * checkpoint_s * job_mtbf_s) * (1 + ratio / 3 + ratio * ratio / 9) - checkpoint_s
-
-    def factor(self, devices: int) -> float:
-        """Return how many times as long a run takes as without failures and checkpoints; grows with the devices.
-
-        Exponential failures: ``M e^(R/M) (e^((t + w)/M) - 1) / t`` (Daly 2006, Equation 13).
-        """
-        job_mtbf_s, interval_s = self.mtbf_s / devices, self.interval_s(devices)
-        exponent = (interval_s + self.checkpoint_s) / job_mtbf_s
-        if exponent > 500 or self.restart_s / job_mtbf_s > 500:
-            return math.inf
-        return job_mtbf_s * math.exp(self.restart_s / job_mtbf_s) * math.expm1(exponent) / interval_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,7 +13,7 @@ from torch import nn
 
 from ddltool import runtime
 from ddltool.analyzers.job.diagnosing.ledger import PARTS, ledger
-from ddltool.analyzers.job.planning.options import Failures
+from ddltool.analyzers.job.planning.failures import Failures
 from ddltool.errors import InputError
 from ddltool.results import Ledger
 from ddltool.tables import read_table
