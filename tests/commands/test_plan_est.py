@@ -361,7 +361,7 @@ def test_a_run_in_hours_and_money_from_a_graph(cli: Cli, monkeypatch: pytest.Mon
     took = found["decision"]["run"]
     assert took["samples"] == 50_000 * 90
     assert took["hours"] == pytest.approx(took["samples"] / 256 * found["iteration_s"] / 3600)
-    shown = cli(*asked, *run, "--mtbf", "50h,30s")
+    shown = cli(*asked, *run, "--mtbf", "50h", "--checkpoint-write", "30s")
     first = shown.out.splitlines()[1]
     assert first.startswith("Use ")
     assert "The whole run takes" in shown.out
@@ -382,7 +382,13 @@ def test_a_run_in_hours_and_money_from_a_graph(cli: Cli, monkeypatch: pytest.Mon
         (("--deadline", "1h"), "--deadline: limits a whole run, and how long that is nobody says; give --samples or"),
         (("--budget", 5), "--budget: limits a whole run"),
         (("--samples", 5, "--tokens", 5), "--samples: has no part beside --tokens"),
-        (("--mtbf", "0s"), "--mtbf: is '0s'"),
+        (("--mtbf", "0s"), "--mtbf: is 0 s; from 1 to 3.2e+10 seconds"),
+        (("--mtbf", "9h", "--spares", 1), "--spares: have no part where failed devices are back at once; say"),
+        (("--notice", "2m"), "--notice: needs --mtbf; say how often a device fails"),
+        (("--mtbf", "9h", "--memory-checkpoint", "2s"), "--memory-checkpoint: is '2s'; write its time and the share"),
+        (("--mtbf", "9h", "--storage", "1GB/s", "--checkpoint-write", "2s"), "--storage: has no part beside --checkpoint"),
+        (("--mtbf", "9h", "--checkpoint-copy", "0s"), "--checkpoint-copy: is 0 s; give a time above 0"),
+        (("--mtbf", "9h", "--restart", "9999h"), "--restart: is 3.59964e+07 s; at most 604800 seconds (a week)"),
         (("--objective", "fewest-devices"), "--objective: fewest-devices needs something to keep"),
         (("--samples", 5, "--budget", 1), "devices.V100.price_per_hour: is missing"),
     ],

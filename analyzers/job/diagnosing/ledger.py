@@ -26,7 +26,9 @@ PRODUCTIVE, WAITING, DATA, COMMUNICATION = (
     "communication",
 )
 CHECKPOINT, RESTART, LOST, REST = "checkpoint", "start and restart", "lost work", "unaccounted"
-PARTS = (PRODUCTIVE, WAITING, DATA, COMMUNICATION, CHECKPOINT, RESTART, LOST, REST)
+STEPS = (PRODUCTIVE, WAITING, DATA, COMMUNICATION)
+"""The parts of steps that were kept: what a plan with failures calls training."""
+PARTS = (*STEPS, CHECKPOINT, RESTART, LOST, REST)
 # Share of the wall clock below which removing a part is not worth an action.
 _WORTH = 0.05
 # Ratio of compute times up to which two ranks count as equally fast.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -47,6 +47,8 @@ class Failures:
     """For which training stops while a checkpoint is made."""
     write_s: float = 0.0
     """For which it is written after that, beside training; only then it can be restored."""
+    size_bytes: float = 0.0
+    """Of a checkpoint of all processes; 0: not known."""
     restart_s: float = 300.0
     checkpoint_interval_s: float | None = None
     """Training between checkpoints; None: the one that loses least."""
@@ -83,6 +85,17 @@ class Failures:
             raise InputError(
                 "memory checkpoint", f"outlasts {self.memory_share:g} of the failures", "a share, 0 to 100%"
             )
+
+    def of_size(self, size_bytes: float, bytes_per_s: float | None) -> Failures:
+        """Return these failures with checkpoints of a size, and as long as storage takes to write them where it is known.
+
+        Training stops for that time, unless it goes on beside the write.
+        """
+        sized = replace(self, size_bytes=size_bytes)
+        if bytes_per_s is None:
+            return sized
+        seconds = size_bytes / bytes_per_s
+        return replace(sized, write_s=seconds) if self.write_s else replace(sized, checkpoint_s=seconds)
 
     def interval_s(self, devices: int) -> float:
         """Return the seconds of training between checkpoints, of whatever kind; infinite: a notice tells when to save."""
