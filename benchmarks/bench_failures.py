@@ -42,6 +42,7 @@ from ddltool.tables import read_table
 RANKS, STEP_S, SAVE_S, START_S = 2, 0.04, 0.25, 0.8
 TIMED_STEPS, TIMED_EVERY = 100, 20
 _LOOKS_S = 3600.0  # selectors take no month
+_LOADED = ["torch._dynamo", "ddltool.runtime.hook.attaching", "ddltool.runtime.hook.telemetry", __name__]
 
 
 def train(rank: int, folder: Path, attempt: int, until: int, every: int) -> None:
@@ -144,7 +145,7 @@ class Outcome:
 
 def time_one(folder: Path, mtbf_s: float) -> tuple[Failures, float]:
     """Return :func:`timed` of the second job: the first start loads what the others find loaded."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch._dynamo", "ddltool.runtime", __name__])
+    multiprocessing.get_context("forkserver").set_forkserver_preload(_LOADED)
     for name in ("warm", "timed"):
         (folder / name).mkdir()
         found = timed(folder / name, mtbf_s)
