@@ -1,6 +1,6 @@
 """Jobs that are killed at random: does the ledger add up, and is the goodput what the plan's model of failures expects?
 
-    python benchmarks/bench_failures.py [--jobs 10] [--mtbf 20] [--seconds 60] [--at-once 5] [--stretches 1]
+    python benchmarks/bench_failures.py [--jobs 10] [--mtbf 40] [--seconds 60] [--at-once 5] [--stretches 1]
     python benchmarks/bench_failures.py --stretches 0.25,1,4 --picture docs/failures.png
 
 A job is two gloo processes under the hook, whose steps sleep; its start and its checkpoints sleep, too, and one that is killed
@@ -39,8 +39,8 @@ from ddltool.analyzers.job.planning.failures import Failures
 from ddltool.results import Ledger
 from ddltool.tables import read_table
 
-RANKS, STEP_S, SAVE_S, START_S = 2, 0.04, 0.25, 0.8
-TIMED_STEPS, TIMED_EVERY = 100, 20
+RANKS, STEP_S, SAVE_S, START_S = 2, 0.15, 0.25, 0.8
+TIMED_STEPS, TIMED_EVERY = 60, 15
 _LOOKS_S = 3600.0  # selectors take no month
 _LOADED = ["torch._dynamo", "ddltool.runtime.hook.attaching", "ddltool.runtime.hook.telemetry", __name__]
 
@@ -210,7 +210,7 @@ def main() -> None:
     """Time a job, then kill others."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=10)
-    parser.add_argument("--mtbf", type=float, default=20.0, help="mean seconds between kills of a job")
+    parser.add_argument("--mtbf", type=float, default=40.0, help="mean seconds between kills of a job")
     parser.add_argument("--seconds", type=float, default=60.0, help="of training in each job")
     parser.add_argument("--at-once", type=int, default=5)
     parser.add_argument("--stretches", default="1", help="of Daly's interval, with commas")

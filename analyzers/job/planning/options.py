@@ -13,11 +13,13 @@ from ddltool.analyzers.step.communication.collectives import Compression
 from ddltool.decision import FailureFigures, Objective, Option, Remedy, RunFigures
 from ddltool.errors import Infeasible
 from ddltool.graph import Graph
-from ddltool.units import show_hours, show_money
+from ddltool.units import counted, show_hours, show_money, show_seconds
 
 HOUR_S = 3600.0
 # Standard deviations of a normal distribution within which 80 % of it lie, as of a predicted step.
 _RANGE = 1.2816
+# Share of the time that trains below which a run does not get anywhere.
+_LEAST_GOODPUT = 0.01
 
 
 class Missed(Infeasible):
@@ -72,11 +74,20 @@ class Goal:
         return best, *found[best]
 
     def failure_figures(self, option: Option, shards: int) -> FailureFigures | None:
-        """Return what failures leave of an option, whose state ``shards`` processes share; None where nothing fails."""
+        """Return what failures leave of an option, whose state ``shards`` processes share; None where nothing fails.
+
+        Raises Infeasible where that is as good as nothing.
+        """
         failures, devices = self.failures, sum(option.devices.values())
         if failures is None:
             return None
         run, (remedy, slowdown, dearer) = self.run(option), self._remedied(devices)
+        if 1 / slowdown < _LEAST_GOODPUT:
+            raise Infeasible(
+                f"--mtbf: one of {counted(devices, 'device')} fails every {show_seconds(failures.mtbf_s / devices)}, "
+                f"a checkpoint takes {show_seconds(failures.checkpoint_s)} and a restart {show_seconds(failures.restart_s)}: "
+                f"less than {_LEAST_GOODPUT:.0%} of the time trains"
+            )
         remedies = {
             name: Remedy(
                 goodput=goodput,
