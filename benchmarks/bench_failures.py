@@ -54,8 +54,8 @@ def train(rank: int, folder: Path, attempt: int, until: int, every: int) -> None
     model = DistributedDataParallel(nn.Linear(64, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     hook = runtime.attach(None, model=model, optimizer=optimizer, telemetry=folder / "telemetry.jsonl")
-    if rank == 0 and attempt == 0:
-        (folder / "begin").write_text(str(time.time()))
+    if rank == 0:
+        (folder / f"begin-{attempt}").write_text(str(time.time()))
     time.sleep(START_S)
     if path.exists():
         made = torch.load(path)["made"]
@@ -112,8 +112,9 @@ def read(folder: Path) -> Ledger:
 
 
 def clock_s(folder: Path) -> float:
-    """Return the seconds from the job's first hook to its end, by its own clock."""
-    return float((folder / "end").read_text()) - float((folder / "begin").read_text())
+    """Return the seconds from the job's first hook to its end, by its own clock; hooks that saw no step are nothing's."""
+    first = int(read_table(folder / "telemetry.jsonl")["restarts"].iloc[0])
+    return float((folder / "end").read_text()) - float((folder / f"begin-{first}").read_text())
 
 
 def timed(folder: Path, mtbf_s: float) -> tuple[Failures, float]:
@@ -121,7 +122,7 @@ def timed(folder: Path, mtbf_s: float) -> tuple[Failures, float]:
     begin_s = time.time()
     killed(folder, 1e9, TIMED_STEPS, TIMED_EVERY, 0)
     made = read(folder)
-    before_hook_s = float((folder / "begin").read_text()) - begin_s
+    before_hook_s = float((folder / "begin-0").read_text()) - begin_s
     return Failures(
         mtbf_s=mtbf_s,
         checkpoint_s=made.parts_s["checkpoint"] / made.checkpoints,
@@ -228,8 +229,8 @@ def main() -> None:
             predicted, outcomes = measure(place, tried, step_s, seconds=asked.seconds, **many)
             show(f"{stretch:g} x Daly's interval", predicted, outcomes)
             dots[tried.interval_s(1)] = goodput(outcomes)
-    if asked.picture:
-        draw(asked.picture, failures, dots)
+            if asked.picture:
+                draw(asked.picture, failures, dots)
 
 
 if __name__ == "__main__":

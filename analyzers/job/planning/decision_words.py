@@ -112,7 +112,8 @@ def _failures(figures: FailureFigures) -> str:
     if figures.checkpoint_interval_s is None:
         text += "; it is made at the notice"
     else:
-        text += f"; {'one' if not figures.per_storage else 'one in memory'} every {show_seconds(figures.checkpoint_interval_s)}"
+        text += f"; {'one' if not figures.per_storage else 'one in memory'} every "
+        text += show_hours(figures.checkpoint_interval_s / HOUR_S)
     text += f", with every {_ordinal(figures.per_storage)} in storage, too" if figures.per_storage else ""
     if len(figures.remedies) == 1:
         return f"{text}."
