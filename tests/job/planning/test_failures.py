@@ -6,13 +6,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from ddltool.analyzers.job.planning.failures import Failures, daly_s
+from ddltool.analyzers.job.planning.job_inputs import checkpoint_bytes, job_of
 from ddltool.arrays import Floats
 from ddltool.errors import InputError
+from ddltool.fixtures import zoo
 
 MINUTE_S, HOUR_S = 60.0, 3600.0
 SEGMENTS, RUNS = 40, 4000
@@ -165,6 +169,23 @@ def test_two_levels_lose_what_benoit_et_al_found() -> None:
     assert failures.factor(1) - 1 == pytest.approx(lost, rel=0.01)
     assert failures.per_storage(1) == math.sqrt(4 * 100.0)
     assert failures.interval_s(1) == pytest.approx(math.sqrt(2 * mtbf_s * 1.0 / share), rel=0.01)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("adamw", torch.optim.AdamW), ("lion", None)])
+def test_a_checkpoint_is_as_large_as_what_torch_saves(name: str, kind: type[torch.optim.Optimizer] | None) -> None:
+    """Parameters and the optimizer's state after a step; Lion, which torch lacks, keeps one moment."""
+    model = zoo.build("cifarnet")
+    saved = parameters = sum(each.numel() * each.element_size() for each in model.parameters())
+    if kind is not None:
+        optimizer = kind(model.parameters())
+        model(*zoo.example_inputs("cifarnet", 2)).sum().backward()
+        optimizer.step()
+        states = optimizer.state_dict()["state"].values()
+        saved += sum(each.numel() * each.element_size() for state in states for each in state.values())
+    else:
+        saved += parameters
+    job = job_of("zoo:cifarnet", "V100=2", batch_size=4, optimizer=name)
+    assert checkpoint_bytes(job, Path(), None) == pytest.approx(saved, rel=1e-3)
 
 
 @pytest.mark.parametrize(
