@@ -179,7 +179,10 @@ def draw(path: Path, failures: Failures, dots: Mapping[float, float]) -> None:
     intervals_s = [min(dots) / 2 * (4 * max(dots) / min(dots)) ** (step / 60) for step in range(61)]
     shares = [1 / replace(failures, checkpoint_interval_s=each).factor(1) for each in intervals_s]
     line = Line(
-        "predicted", np.array(intervals_s), np.array(shares), dots=(np.array(list(dots)), np.array(list(dots.values())))
+        label="predicted",
+        x=np.array(intervals_s),
+        y=np.array(shares),
+        dots=(np.array(list(dots)), np.array(list(dots.values()))),
     )
     figure = Lines(
         title=f"Goodput by the interval; dots: measured, a kill every {failures.mtbf_s:g} s",

@@ -74,7 +74,7 @@ class Goal:
         return best, *found[best]
 
     def failure_figures(self, option: Option, shards: int) -> FailureFigures | None:
-        """Return what failures leave of an option, whose state ``shards`` processes share; None where nothing fails.
+        """Return what failures leave of an option, whose replicas' state ``shards`` share; None where nothing fails.
 
         Raises Infeasible where that is as good as nothing.
         """
@@ -107,7 +107,7 @@ class Goal:
             checkpoint_s=failures.checkpoint_s,
             write_s=failures.write_s,
             checkpoint_bytes=failures.size_bytes or None,
-            process_bytes=failures.size_bytes / shards or None,
+            process_bytes=failures.size_bytes / (shards * (1 if option.group is None else option.group.size)) or None,
             checkpoint_interval_s=interval_s if interval_s < math.inf else None,
             per_storage=failures.per_storage(devices),
         )
