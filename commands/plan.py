@@ -17,6 +17,7 @@ from ddltool.analyzers.answers.reporting.plan_section import joint_section, layo
 from ddltool.analyzers.answers.reporting.section import Section
 from ddltool.analyzers.job.planning.candidates import STRATEGIES
 from ddltool.analyzers.job.planning.commands import NodeOfDevices, knobs_of, plan_command, plan_recorded
+from ddltool.analyzers.job.planning.failures import Failures
 from ddltool.analyzers.job.planning.islands import OuterOptions, island_texts, link_of, plan_islands
 from ddltool.analyzers.job.planning.job_inputs import (
     Offered,
@@ -30,7 +31,7 @@ from ddltool.analyzers.job.planning.job_inputs import (
     with_prices,
 )
 from ddltool.analyzers.job.planning.numerics import best_of, combinations
-from ddltool.analyzers.job.planning.options import Failures, Goal, PlanOptions
+from ddltool.analyzers.job.planning.options import Goal, PlanOptions
 from ddltool.analyzers.job.planning.planning import SHARING, complete, plan_together, solve
 from ddltool.analyzers.step.communication.collectives import parse_compression
 from ddltool.analyzers.step.communication.fabrics import fabric_of
@@ -49,6 +50,7 @@ from ddltool.commands.options import (
     integers,
     number,
     one_of,
+    share,
     some_of,
     within,
 )
@@ -65,7 +67,7 @@ from ddltool.plans import Plan
 from ddltool.precision import NAMES, precision_name
 from ddltool.shipped import calibration, known_devices
 from ddltool.stages import Stage, Tell, log_remark, quietly
-from ddltool.units import counted, parse_duration
+from ddltool.units import counted, parse_bandwidth, parse_duration
 
 _ALL = {"job", "strategy", "graph", "time_limit_s", "devices_file", "allow_code", "output", "seed", "as_json", "price"}
 _BARRIERS = {"lookahead", "max_gap"}
@@ -84,7 +86,20 @@ _MODEL = {
     "save_job",
 }
 _MOST_SAMPLES = 1e30
-_RUN = {"tokens", "samples", "epochs", "deadline_s", "budget", "failures"}
+_FAILURES = {
+    "mtbf_s",
+    "checkpoint_s",
+    "storage",
+    "checkpoint_copy_s",
+    "memory_checkpoint",
+    "restart_s",
+    "repair_s",
+    "spares",
+    "notice_s",
+}
+_RUN = {"tokens", "samples", "epochs", "deadline_s", "budget", *_FAILURES}
+# A checkpoint where nobody says what it takes.
+_CHECKPOINT_S = 60.0
 _AUTO = {"objective", "telemetry", "bandwidth", "latency", "nccl_tests", "compress", *_RUN}
 # The options that a strategy reads beside those.
 _MORE = {
@@ -174,12 +189,42 @@ def _every(text: str, option: str) -> tuple[int, ...]:
     return integers(text, option, most=10_000_000)
 
 
-def _failures(text: str, option: str) -> Failures:
-    """Return ``100h,60s,300s``: time between failures of a device, of a checkpoint, of a restart."""
-    parts = [parse_duration(part, option) for part in text.split(",")]
-    if len(parts) > 3 or min(parts[:2]) <= 0:
-        raise InputError(option, f"is {text!r}", "write 100h, or 100h,60s,300s: failures, a checkpoint, a restart")
-    return Failures(**dict(zip(("mtbf_s", "checkpoint_s", "restart_s"), parts, strict=False)))
+def _memory_checkpoint(text: str, option: str) -> tuple[float, float]:
+    """Return ``5s,90%``: the seconds of a checkpoint in a neighbour's memory, the share of failures that it outlasts."""
+    time_text, comma, share_text = text.partition(",")
+    if not comma:
+        raise InputError(option, f"is {text!r}", "write its time and the share of failures that it outlasts: 5s,90%")
+    return parse_duration(time_text, option), share(share_text, option)
+
+
+def _failures(
+    mtbf_s: float | None,
+    checkpoint_s: float | None,
+    storage: float | None,
+    copy_s: float | None,
+    memory: tuple[float, float],
+    **others: Any,
+) -> Failures | None:
+    """Return the failures that the options say; None: nothing fails. Raises InputError for options that say nothing."""
+    if mtbf_s is None:
+        for name in sorted(_FAILURES):
+            if is_given(name):
+                raise InputError(name, "needs --mtbf", "say how often a device fails: --mtbf 100h")
+        return None
+    if checkpoint_s is not None and storage is not None:
+        raise InputError("storage", "has no part beside --checkpoint-write, which is its time", "give one of the two")
+    if others["spares"] and not others["repair_s"]:
+        raise InputError(
+            "spares", "have no part where failed devices are back at once", "say how long they are away: --repair 4h"
+        )
+    write_s = _CHECKPOINT_S if checkpoint_s is None else checkpoint_s
+    stop_s, beside_s = (write_s, 0.0) if copy_s is None else (copy_s, write_s)
+    if not stop_s:
+        raise InputError("checkpoint_s" if copy_s is None else "checkpoint_copy_s", "is 0 s", "give a time above 0")
+    memory_s, outlasts = memory
+    return Failures(
+        mtbf_s=mtbf_s, checkpoint_s=stop_s, write_s=beside_s, memory_s=memory_s, memory_share=outlasts, **others
+    )
 
 
 @verb
@@ -213,7 +258,18 @@ def plan(
     epochs: Annotated[float | None, number(0.001)] = None,
     deadline_s: Annotated[float, parse_duration] = math.inf,
     budget: Annotated[float, number(0)] = math.inf,
-    failures: Annotated[Failures | None, _failures] = None,
+    mtbf_s: Annotated[float | None, parse_duration] = None,
+    checkpoint_s: Annotated[float | None, parse_duration] = None,
+    storage: Annotated[float | None, parse_bandwidth, {"metavar": "RATE"}] = None,
+    checkpoint_copy_s: Annotated[float | None, parse_duration] = None,
+    memory_checkpoint: Annotated[tuple[float, float], {"reader": _memory_checkpoint, "metavar": "TIME,SHARE"}] = (
+        0.0,
+        0.0,
+    ),
+    restart_s: Annotated[float, parse_duration] = 300.0,
+    repair_s: Annotated[float, parse_duration] = 0.0,
+    spares: Annotated[int, within(0, 100_000)] = 0,
+    notice_s: Annotated[float, parse_duration] = 0.0,
     telemetry: str | Path | None = None,
     bandwidth: str | None = None,
     latency: str = "50us",
@@ -361,12 +417,23 @@ def plan(
         samples=samples_of(known_job, traced, tokens) if run_samples is None else run_samples,
         deadline_s=deadline_s,
         budget=budget,
-        failures=failures,
+        failures=_failures(
+            mtbf_s,
+            checkpoint_s,
+            storage,
+            checkpoint_copy_s,
+            memory_checkpoint,
+            restart_s=restart_s,
+            repair_s=repair_s,
+            spares=spares,
+            notice_s=notice_s,
+        ),
         power_w=powers(known_job, str(job_file)),
     )
     _demand_length(goal)
     options = PlanOptions(
         goal=goal,
+        storage_bytes_per_s=storage,
         graph=traced,
         telemetry=None if telemetry is None else Path(telemetry),
         bandwidth=bandwidth,

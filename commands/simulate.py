@@ -7,6 +7,7 @@ A sweep replays workloads x policies x seeds, ``trials`` a search of hyper-param
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -88,7 +89,8 @@ def simulate(
     prices: str | float | Mapping[str, float] | None = None,
     mtbf_s: Annotated[float | None, parse_duration] = None,
     repair_s: Annotated[float, parse_duration] = 1800.0,
-    checkpoint_interval_s: Annotated[float, parse_duration] = 600.0,
+    checkpoint_interval_s: Annotated[float | None, parse_duration] = None,
+    checkpoint_s: Annotated[float, parse_duration] = 0.0,
     failures: str | Path | None = None,
     failure_seed: Seed = 0,
     seed: Seed = 0,
@@ -120,6 +122,7 @@ def simulate(
         mtbf_s=mtbf_s,
         repair_s=repair_s,
         checkpoint_interval_s=checkpoint_interval_s,
+        checkpoint_s=checkpoint_s,
         failures=failures,
         failure_seed=failure_seed,
         seed=seed,
@@ -432,8 +435,9 @@ def _check_dependent_arguments(policy: str | Sequence[str]) -> None:
         if is_given(name) and not is_mtbf_given:
             remedy = "events say themselves when a node is back" if is_events_given else "say how often nodes fail"
             raise InputError(name, "needs --mtbf", remedy)
-    if is_given("checkpoint_interval_s") and not (is_mtbf_given or is_events_given):
-        raise InputError("checkpoint_interval_s", "needs --mtbf or --failures", "say how often nodes fail")
+    for name in ("checkpoint_interval_s", "checkpoint_s"):
+        if is_given(name) and not (is_mtbf_given or is_events_given):
+            raise InputError(name, "needs --mtbf or --failures", "say how often nodes fail")
     text = policy if isinstance(policy, str) else ",".join(policy)
     if is_given("power") and {name.strip() for name in text.split(",")} <= {*POLICIES} - {"pollux"}:
         problem = f"has no part in --policy {text}"
@@ -502,16 +506,21 @@ def _read_fitted_models(texts_or_models: Sequence[str | FittedModel]) -> list[Fi
     return list(model_by_application.values())
 
 
+_FREE_INTERVAL_S = 600.0  # between checkpoints that take no time, where nobody says it
+
+
 def _node_failures(arguments: Mapping[str, Any], node_count: int) -> NodeFailures | None:
     """Return the node failures of a replay, None where none are asked for.
 
     ``arguments``: those of :func:`simulate`, by name; ``node_count``: of the cluster, whose nodes events must name.
     """
     mtbf_s, events = arguments["mtbf_s"], arguments["failures"]
+    interval_s, checkpoint_s = arguments["checkpoint_interval_s"], arguments["checkpoint_s"]
     failures = NodeFailures(
-        mtbf_s=mtbf_s,
+        mtbf_s=math.inf if mtbf_s is None else mtbf_s,
         repair_s=arguments["repair_s"],
-        checkpoint_interval_s=arguments["checkpoint_interval_s"],
+        checkpoint_interval_s=_FREE_INTERVAL_S if interval_s is None and not checkpoint_s else interval_s,
+        checkpoint_s=checkpoint_s,
         events=read_events(Path(events), node_count) if events is not None else (),
         seed=arguments["failure_seed"],
     )

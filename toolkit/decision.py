@@ -86,6 +86,35 @@ class RunFigures(Record):
     failures: NonNegative | None = Field(default=None, description="expected in the whole run")
 
 
+class Remedy(Record):
+    """What to do when a device fails, and what that leaves. Predicted."""
+
+    goodput: NonNegative = Field(description="share of the wall clock that is training which lasts")
+    devices: Devices = Field(description="that are paid, spares included")
+    hours: NonNegative | None = Field(default=None, description="of the whole run; null: nobody said how long it is")
+    price: NonNegative | None = Field(default=None, description="in US dollars")
+
+
+class FailureFigures(Record):
+    """What failures leave of the picked plan's time, and when it saves. Predicted."""
+
+    remedy: str = Field(description="the best of the remedies for the objective")
+    remedies: dict[str, Remedy] = Field(
+        description="wait for the failed device, shrink until it is back, or take a spare; restart: it is back at once"
+    )
+    job_mtbf_s: Seconds = Field(description="between failures of any of its devices")
+    checkpoint_s: Seconds = Field(description="for which training stops for a checkpoint in storage")
+    write_s: Seconds = Field(default=0.0, description="for which it is written after that, beside training")
+    checkpoint_bytes: NonNegative | None = Field(
+        default=None, description="trained parameters and the optimizer's state; null: not known"
+    )
+    process_bytes: NonNegative | None = Field(default=None, description="of it what a process that writes has")
+    checkpoint_interval_s: Seconds | None = Field(
+        default=None, description="training between checkpoints, after Daly; null: one at a notice"
+    )
+    per_storage: Count = Field(default=0, description="checkpoints in memory for each in storage; 0: all in storage")
+
+
 class Layout(Record):
     """One way to hold and train a model on some devices: who shards, what is computed again, in how many passes. Predicted."""
 
@@ -160,6 +189,7 @@ class Decision(Record):
         default_factory=dict, description="all of them: over all devices, and over all of each type alone"
     )
     run: RunFigures | None = Field(default=None, description="of the picked plan; null: nobody said how long it is")
+    failures: FailureFigures | None = Field(default=None, description="null: nothing fails")
     pareto: list[Option] = Field(
         default_factory=list,
         description="the fastest first, what nothing that was looked at is both faster and cheaper than; empty: no prices",

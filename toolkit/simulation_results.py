@@ -118,7 +118,10 @@ class ReplayFailures(Part):
 
     mtbf_s: Seconds | None
     repair_s: Seconds
-    checkpoint_interval_s: Seconds
+    checkpoint_interval_s: Seconds | None
+    """Training between checkpoints; null: what loses least on a job's nodes."""
+    checkpoint_s: Seconds = 0.0
+    """For which training stops for one."""
     events: Count
     seed: Count
 

@@ -2,8 +2,8 @@
 
 Nodes that fail, leave and come back: the events, seeded or given, and what they do to the cluster.
 
-A node fails after an exponentially distributed time (mean ``mtbf_s``) and is back exactly ``repair_s`` later; each node
-draws from a stream of its own, so that every policy meets the same failures. Given events come on top: ``fail`` and
+A node fails, and its jobs save, as :class:`~ddltool.analyzers.job.planning.failures.Failures` says; each node draws from a
+stream of its own, so that every policy meets the same failures. Given events come on top: ``fail`` and
 ``leave`` take a node away (``leave`` is announced, so its jobs save a checkpoint first), ``join`` brings it back; those of
 the same moment happen in the order given. A node is up while neither source holds it down. Nodes that join late or leave
 for good make the cluster elastic.
@@ -20,6 +20,7 @@ from typing import Literal
 
 import numpy as np
 
+from ddltool.analyzers.job.planning.failures import Failures
 from ddltool.errors import CheckFailed, InputError
 
 Allocation = tuple[tuple[int, int], ...]
@@ -170,9 +171,6 @@ def interfering(allocations: Mapping[int, Allocation]) -> set[int]:
 
 Kind = Literal["fail", "leave", "join"]
 KINDS: tuple[Kind, ...] = ("fail", "leave", "join")
-# Shorter mean times between failures than a second are another unit; longer ones than 1,000 years never fail.
-_MTBF_S = (1.0, 3.2e10)
-_LONGEST_S = 604_800.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,26 +183,27 @@ class NodeEvent:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NodeFailures:
-    """Failures and other changes of nodes. ``mtbf_s``: mean seconds between failures of one node; None: ``events`` alone.
+class NodeFailures(Failures):
+    """Failures by the model of one job's plan, where a node is what fails as one, and given events on top.
 
-    A running job saves a checkpoint every ``checkpoint_interval_s`` of training and whenever the policy stops it; saving
-    costs nothing beyond the restart delay, which is an assumption. Raises InputError for values that make no sense.
+    A running job saves a checkpoint every ``checkpoint_interval_s`` of training (None: what loses least on as many nodes as it
+    has) and whenever the policy stops it, which costs nothing beyond the restart delay. Its restart is the replay's own. Raises
+    InputError for values that make no sense.
     """
 
-    mtbf_s: float | None = None
+    checkpoint_s: float = 0.0
+    checkpoint_interval_s: float | None = 600.0
     repair_s: float = 1800.0
-    checkpoint_interval_s: float = 600.0
     events: tuple[NodeEvent, ...] = ()
     seed: int = 0
 
     def __post_init__(self) -> None:
         """Refuse times out of range, in whatever unit they were meant, and events that no node can have."""
-        if self.mtbf_s is not None and not _MTBF_S[0] <= self.mtbf_s <= _MTBF_S[1]:
-            raise InputError("mtbf", f"is {self.mtbf_s:g} s", f"from {_MTBF_S[0]:g} to {_MTBF_S[1]:g} seconds per node")
-        for name, value in (("repair", self.repair_s), ("checkpoint interval", self.checkpoint_interval_s)):
-            if not 0 < value <= _LONGEST_S:
-                raise InputError(name, f"is {value:g} s", f"above 0 and at most {_LONGEST_S:.0f} seconds (a week)")
+        Failures.__post_init__(self)  # super() does not know a dataclass with slots
+        if not self.repair_s:
+            raise InputError("repair", "is 0 s", "above 0 and at most 604800 seconds (a week)")
+        if not (self.checkpoint_s or self.checkpoint_interval_s):
+            raise InputError("checkpoint interval", "is missing", "checkpoints that take no time have no best one")
         if self.seed < 0:
             raise InputError("failure seed", f"is {self.seed}", "a whole number >= 0")
         for event in self.events:
@@ -239,7 +238,7 @@ class NodeStates:
         """Given events that are still to come, the next one last."""
         self._drawn_events: list[tuple[float, int]] = []
         """Heap of (seconds, node): the next failure of each node, or the end of its repair where it is down."""
-        if failures.mtbf_s is not None:
+        if failures.mtbf_s < math.inf:
             self._generators = [np.random.default_rng([failures.seed, node]) for node in range(len(cluster.gpus))]
             self._drawn_events = sorted((self._life_s(node), node) for node in range(len(cluster.gpus)))
 
@@ -272,7 +271,6 @@ class NodeStates:
 
     def _life_s(self, node: int) -> float:
         """Return how many seconds a node lives from its repair to its next failure, drawn from its own stream."""
-        assert self.failures.mtbf_s is not None
         return float(self._generators[node].exponential(self.failures.mtbf_s))
 
     def _advance(self) -> Kind:

@@ -17,7 +17,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from ddltool.analyzers.cluster.cluster import Allocation, ClusterSpec, count_gpus, packed
+from ddltool.analyzers.cluster.cluster import Allocation, ClusterSpec, NodeFailures, count_gpus, packed
 from ddltool.analyzers.cluster.truth import Application
 from ddltool.analyzers.job.goodput.fit import predict, refit
 from ddltool.analyzers.job.goodput.observations import Observations
@@ -296,7 +296,8 @@ class SimulatedJob:
         """Types of the whole cluster that the application was measured on."""
         self.gpu_types = self.measured_types
         """The measured types of which some node is up."""
-        self.checkpoint_interval_s = math.inf
+        self.failures: NodeFailures | None = None
+        """How its nodes fail and what it saves; None: no node does, and it saves nothing."""
         self.lost_progress = 0.0
         """Iterations at M0 that failures undid."""
         self._saved = (0.0, 0, 0.0)
@@ -463,20 +464,22 @@ class SimulatedJob:
             ran_s = now_s - max(self.last_s, self.running_from_s)
             if ran_s > 0:
                 # Before progress moves on: the checkpoint is of a moment on the way.
-                if self.checkpoint_interval_s < math.inf:
-                    self._save(now_s)
+                if self.failures is not None:
+                    self._save(now_s, self.failures)
                 self.progress = min(self.progress + self.rate * ran_s, self.application.progress[self.epoch + 1])
                 self._observe()
         self.last_s = now_s
 
-    def _save(self, now_s: float) -> None:
+    def _save(self, now_s: float, failures: NodeFailures) -> None:
         """Record the last checkpoint between ``last_s`` and ``now_s``, if there was one.
 
-        Checkpoints come at multiples of the interval since the job began to run; progress grew at one rate in between.
+        Checkpoints come at multiples of a period since the job began to run, which is the training and the stop for the
+        checkpoint; progress grew at one rate in between, that of both together.
         """
         begin_s = max(self.last_s, self.running_from_s)
-        checkpoints = math.floor((now_s - self.running_from_s) / self.checkpoint_interval_s)
-        at_s = self.running_from_s + checkpoints * self.checkpoint_interval_s
+        period_s = failures.interval_s(len(self.placement)) + failures.checkpoint_s
+        checkpoints = math.floor((now_s - self.running_from_s) / period_s)
+        at_s = self.running_from_s + checkpoints * period_s
         if checkpoints and begin_s < at_s <= now_s:
             epoch_end = self.application.progress[self.epoch + 1]
             self._saved = min(self.progress + self.rate * (at_s - begin_s), epoch_end), self.epoch, at_s
@@ -537,6 +540,9 @@ class SimulatedJob:
         self._choose_batch()
         gain = self.application.gain(self.total_batch_size, self.epoch)
         self.rate = gain / self._step_s() * (1.0 - self.slowdown)
+        if self.failures is not None and self.failures.checkpoint_s:
+            interval_s = self.failures.interval_s(len(self.placement))
+            self.rate *= interval_s / (interval_s + self.failures.checkpoint_s)
         progress_left = self.application.progress[self.epoch + 1] - self.progress
         begin_s = max(now_s, self.running_from_s)
         self.exact_next_s = self.next_s = begin_s + progress_left / self.rate

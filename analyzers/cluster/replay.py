@@ -10,6 +10,7 @@ and no accuracy is said. What is compared is how the scheduler serves that patte
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -17,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ddltool.analyzers.cluster.cluster import Allocation, ClusterSpec
+from ddltool.analyzers.cluster.cluster import Allocation, ClusterSpec, NodeFailures
 from ddltool.analyzers.cluster.inputs import FittedModel, read_jobs, read_templates, read_truth
 from ddltool.analyzers.cluster.job import SimulatedJob
 from ddltool.analyzers.cluster.metrics import IsolatedTimes, summarize
@@ -211,7 +212,7 @@ def study(
     failures = options.failures
     # Fields that a document has only where there is something to say.
     optional_fields: dict[str, Any] = {
-        "failures": failures and ReplayFailures(**{**asdict(failures), "events": len(failures.events)}),
+        "failures": failures and _record_of(failures),
         "prices_per_gpu_hour": None if prices is None else dict(prices),
         "assumptions": list(truth.assumed) or None,
         "conversion": remark or None,
@@ -228,3 +229,10 @@ def study(
         **{name: value for name, value in optional_fields.items() if value is not None},
         policies=records,
     )
+
+
+def _record_of(failures: NodeFailures) -> ReplayFailures:
+    """Return what a document says of the failures that a replay had."""
+    said = {name: value for name, value in asdict(failures).items() if name in ReplayFailures.model_fields}
+    by_chance = failures.mtbf_s if failures.mtbf_s < math.inf else None
+    return ReplayFailures(**{**said, "mtbf_s": by_chance, "events": len(failures.events)})

@@ -182,7 +182,7 @@ def _check_failures(failures: NodeFailures, workload: Sequence[JobSpec], cluster
     """Raise InputError for events on unknown nodes, and more failures before the last submission than are worth drawing."""
     failures.check(cluster)
     node_s = len(cluster.gpus) * max((job.submit_s for job in workload), default=0.0)
-    if failures.mtbf_s is not None and node_s / (failures.mtbf_s + failures.repair_s) > _MOST_FAILURES:
+    if node_s / (failures.mtbf_s + failures.repair_s) > _MOST_FAILURES:
         problem = f"is {failures.mtbf_s:g} s: more than {_MOST_FAILURES:.0e} failures until the last job comes"
         raise InputError("mtbf", problem, "a longer time, or jobs that come sooner")
 
@@ -213,9 +213,8 @@ class _Run:
         self.up = cluster
         """The cluster as the policy sees it: with the nodes that are up."""
         self.nodes = NodeStates(options.failures, cluster) if options.failures is not None else None
-        if options.failures is not None:
-            for job in jobs:
-                job.checkpoint_interval_s = options.failures.checkpoint_interval_s
+        for job in jobs:
+            job.failures = options.failures
         self.available = dict.fromkeys(cluster.type_names, 0.0)
         self.counted_s = self.waiting[-1].spec.submit_s if self.waiting else 0.0
         self.watchdog = Watchdog(policy.name, self.nodes, self.counted_s)

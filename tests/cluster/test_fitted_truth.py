@@ -106,6 +106,7 @@ def test_failures_and_tables_through_the_command(cli: Cli, tmp_path: Path) -> No
         "mtbf_s": 7200.0,
         "repair_s": 600.0,
         "checkpoint_interval_s": 300.0,
+        "checkpoint_s": 0.0,
         "events": 3,
         "seed": 0,
     }
@@ -113,6 +114,11 @@ def test_failures_and_tables_through_the_command(cli: Cli, tmp_path: Path) -> No
     assert record["job_failures"] == sum(job["failures"] for job in record["jobs"]) > 0
     assert record["lost_gpu_hours"] * 3600 == pytest.approx(sum(job["lost_gpu_seconds"] for job in record["jobs"]))
     assert record["availability"] < 1
+    saving = cli(*base, "--mtbf", "2h", "--checkpoint-write", "20s", "--policy", "fifo", "--json").done().document
+    assert saving["failures"]["checkpoint_interval_s"] is None  # each job's own
+    free = cli(*base, "--mtbf", "2h", "--policy", "fifo", "--json").done().document
+    assert free["failures"]["checkpoint_interval_s"] == 600.0
+    assert saving["policies"]["fifo"]["avg_jct_s"] > free["policies"]["fifo"]["avg_jct_s"]
     shown = cli(*base, *lost, "--metrics", "--price", "0.5", "--policy", "fifo,easyscale-heter")
     assert max(map(len, shown.out.splitlines())) <= 80
     assert "medium" in shown.out

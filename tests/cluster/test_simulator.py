@@ -390,6 +390,7 @@ def test_what_can_never_end_is_said_so() -> None:
         ({"mtbf_s": float("nan")}, "mtbf: is nan"),
         ({"repair_s": 0.0}, "repair: is 0 s; above 0"),
         ({"checkpoint_interval_s": float("inf")}, "checkpoint interval: is inf s"),
+        ({"checkpoint_interval_s": None}, "checkpoint interval: is missing; checkpoints that take no time"),
         ({"seed": -1}, "failure seed: is -1"),
         ({"events": (at(float("nan"), 0, "fail"),)}, "node event: is NodeEvent"),
         ({"events": (at(0.0, 9, "fail"),)}, "at 0 s is on node 9; nodes are 0 to 0"),
@@ -508,6 +509,36 @@ def test_shorter_checkpoint_intervals_lose_less(synthetic: tuple[Any, Any, Any])
     assert 0 < lost[0] < lost[1] < lost[2]
 
 
+@pytest.mark.parametrize("checkpoint_s", [0.0, 120.0])
+@pytest.mark.parametrize("remedy", ["wait", "shrink", "spares"])
+def test_a_job_fares_as_its_plan_expects(remedy: str, checkpoint_s: float) -> None:
+    """Waiting for a node, going on with fewer, taking a spare: the share of time that is training, over 5,000 failures."""
+    nodes, local = 4, {60: 1, 30: 2, 20: 3, 15: 4}
+    rows = {((1,) * count, batch): (1e4 * batch / 15, 0.0) for batch, count in local.items()}
+    progress = [10.0 * (epoch + 1) for epoch in range(2400)]
+    runs = [validation(60, progress, 1.0, 0.0), validation(64, progress, 1.0, 0.0)]
+    linear = Application("linear", {"*": table(rows)}, runs, Limits())
+    failures = NodeFailures(
+        mtbf_s=60 * 3600.0,
+        repair_s=4 * 3600.0,
+        restart_s=600.0,
+        checkpoint_s=checkpoint_s,
+        checkpoint_interval_s=None if checkpoint_s else 1800.0,
+        spares=int(remedy == "spares"),
+        seed=1,
+    )
+    policy = Optimus() if remedy == "shrink" else Fifo()
+    job = submitted("a", 0.0, "linear", nodes, 60)
+    options = Options(failures=failures, restart_delay_s=600.0, react=True, interval_s=604_800.0)
+    made = simulate(
+        [job], {"linear": linear}, ClusterSpec.homogeneous(nodes + failures.spares, 1), policy, options
+    ).jobs[0]
+    assert made.failures > 4000
+    goodput, paid = failures.remedies(nodes)[remedy]
+    assert progress[-1] * 1e4 / (made.finish_s - made.start_s) == pytest.approx(goodput, rel=0.02)
+    assert paid == nodes + failures.spares
+
+
 class Watched:
     """A policy that checks what it is shown (nothing dead, backwards or lost beyond a checkpoint) and what it answers."""
 
@@ -606,7 +637,7 @@ def some_failures(data: st.DataObject, nodes: int) -> NodeFailures | None:
         return None
     gone = st.tuples(st.integers(0, 3000), st.integers(0, nodes - 1), st.sampled_from(["fail", "leave"]))
     return NodeFailures(
-        mtbf_s=data.draw(st.sampled_from([None, 3000.0, 20_000.0])),
+        mtbf_s=data.draw(st.sampled_from([math.inf, 3000.0, 20_000.0])),
         repair_s=data.draw(st.sampled_from([30.0, 600.0])),
         checkpoint_interval_s=data.draw(st.sampled_from([20.0, 300.0])),
         events=tuple(

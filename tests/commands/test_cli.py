@@ -383,10 +383,11 @@ OPTIONS = {
     ),
     "devices": "collective devices-file json precision product",
     "plan": (
-        "allow-code bandwidth batch-size budget compile compress deadline devices devices-file epochs fragments graph "
-        "json keep-files latency limit link link-between lookahead lora max-gap mtbf nccl-tests nic nodes objective "
-        "optimizer outer-bits outer-every output overlap precision prefer price samples save seed sequence-length share "
-        "strategy telemetry time-limit tokens top-k vary with"
+        "allow-code bandwidth batch-size budget checkpoint-copy checkpoint-write compile compress deadline devices "
+        "devices-file epochs fragments graph json keep-files latency limit link link-between lookahead lora max-gap "
+        "memory-checkpoint mtbf nccl-tests nic nodes notice objective optimizer outer-bits outer-every output overlap "
+        "precision prefer price repair restart samples save seed sequence-length share spares storage strategy telemetry "
+        "time-limit tokens top-k vary with"
     ),
     "companion": "allow-code devices-file free json lookup measured output patch per-node resource threshold top-k",
     "trace": (
@@ -407,12 +408,12 @@ OPTIONS = {
     "gate": "baseline config github json junit level metrics rule sarif seed",
     "report": "json noise-scale output title",
     "simulate": (
-        "checkpoint-interval cluster failure-seed failures goodput interference interval json metrics mtbf output "
-        "policy power price react repair restart-delay seed traces whole-seconds"
+        "checkpoint-interval checkpoint-write cluster failure-seed failures goodput interference interval json metrics "
+        "mtbf output policy power price react repair restart-delay seed traces whole-seconds"
     ),
     "simulate sweep": (
-        "checkpoint-interval cluster compare csv engine failure-seed failures goodput interference interval jobs json "
-        "mtbf output policy power price react repair restart-delay seeds traces whole-seconds"
+        "checkpoint-interval checkpoint-write cluster compare csv engine failure-seed failures goodput interference "
+        "interval jobs json mtbf output policy power price react repair restart-delay seeds traces whole-seconds"
     ),
     "simulate generate": "cluster hours jobs json output pattern pollux seed traces",
     "simulate convert": "cluster hours jobs json output pollux seed traces",

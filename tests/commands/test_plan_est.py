@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from ddltool.analyzers.job.planning.failures import Failures
 from ddltool.analyzers.job.planning.job_inputs import job_of
 from ddltool.commands.main import run
 from ddltool.errors import InputError
 from ddltool.goodput_model import ThroughputParams
+from ddltool.graph import read_graph
 from ddltool.job import Job
 from tests.conftest import Cli
 
@@ -361,7 +363,7 @@ def test_a_run_in_hours_and_money_from_a_graph(cli: Cli, monkeypatch: pytest.Mon
     took = found["decision"]["run"]
     assert took["samples"] == 50_000 * 90
     assert took["hours"] == pytest.approx(took["samples"] / 256 * found["iteration_s"] / 3600)
-    shown = cli(*asked, *run, "--mtbf", "50h,30s")
+    shown = cli(*asked, *run, "--mtbf", "50h", "--checkpoint-write", "30s")
     first = shown.out.splitlines()[1]
     assert first.startswith("Use ")
     assert "The whole run takes" in shown.out
@@ -370,6 +372,39 @@ def test_a_run_in_hours_and_money_from_a_graph(cli: Cli, monkeypatch: pytest.Mon
     cheap = cli(*asked, *run, "--objective", "cheapest", "--json").document
     assert cheap["decision"]["run"]["price"] <= took["price"] * (1 + 1e-9)
     cli(*asked, *run, "--deadline", "1s").refuses("deadline: the whole run takes", code=3)
+
+
+def test_what_failures_leave_of_a_run(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints as large as the model's state, written beside training; the remedies in time and money, the best said."""
+    monkeypatch.chdir(GRAPH.parent)
+    asked = ("plan", GRAPH.name, "--devices", "V100=4@2", "--batch-size", 256, "--bandwidth", "10Gbit")
+    run = ("--samples", "50k", "--epochs", 9000, "--optimizer", "adamw")
+    fails = ("--mtbf", "50h", "--storage", "1MB/s", "--checkpoint-copy", "2s", "--repair", "4h", "--spares", 1)
+    made = cli(*asked, *run, *fails, "--json").done().document["decision"]
+    found, took = made["failures"], made["run"]
+    trained = read_graph(GRAPH).trained_bytes  # parameters, and both moments of Adam, in float32
+    assert found["checkpoint_bytes"] == found["process_bytes"] == pytest.approx(3 * trained)
+    model = Failures(mtbf_s=50 * 3600.0, checkpoint_s=2.0, write_s=3 * trained / 1e6, repair_s=4 * 3600.0, spares=1)
+    assert found["write_s"] == pytest.approx(model.write_s)
+    assert found["checkpoint_interval_s"] == took["checkpoint_interval_s"] == pytest.approx(model.interval_s(4))
+    plain = cli(*asked, *run, "--json").done().document["decision"]["run"]
+    for name, (goodput, paid) in model.remedies(4).items():
+        assert found["remedies"][name]["goodput"] == pytest.approx(goodput)
+        assert found["remedies"][name]["hours"] == pytest.approx(plain["hours"] / goodput)
+        assert found["remedies"][name]["price"] == pytest.approx(plain["price"] / goodput * paid / 4)
+    best = max(found["remedies"], key=lambda name: found["remedies"][name]["goodput"])
+    assert found["remedy"] == best
+    assert took["hours"] == pytest.approx(found["remedies"][best]["hours"])
+    assert took["low_hours"] < plain["low_hours"] * took["hours"] / plain["hours"]  # when failures come is chance, too
+    shown = cli(*asked, *run, *fails)
+    text = " ".join(shown.out.split())
+    assert "A checkpoint of 5.3 MiB stops training for 2 s and is written in 5.57 s beside it; one every" in text
+    assert "Best: keep spares (waiting for a failed device 7" in text
+    assert max(len(line) for line in shown.out.splitlines()) <= 80
+    levels = cli(*asked, "--mtbf", "50h", "--memory-checkpoint", "2s,90%", "--json").done().document["decision"]
+    assert (levels["run"], levels["failures"]["per_storage"]) == (None, 16)
+    told = cli(*asked, *run, "--mtbf", "2h", "--notice", "2m", "--json").done().document["decision"]
+    assert told["failures"]["checkpoint_interval_s"] is told["run"]["checkpoint_interval_s"] is None
 
 
 @pytest.mark.parametrize(
@@ -382,13 +417,27 @@ def test_a_run_in_hours_and_money_from_a_graph(cli: Cli, monkeypatch: pytest.Mon
         (("--deadline", "1h"), "--deadline: limits a whole run, and how long that is nobody says; give --samples or"),
         (("--budget", 5), "--budget: limits a whole run"),
         (("--samples", 5, "--tokens", 5), "--samples: has no part beside --tokens"),
-        (("--mtbf", "0s"), "--mtbf: is '0s'"),
+        (("--mtbf", "0s"), "--mtbf: is 0 s; from 1 to 3.2e+10 seconds"),
+        (("--mtbf", "9h", "--spares", 1), "--spares: have no part where failed devices are back at once; say"),
+        (("--notice", "2m"), "--notice: needs --mtbf; say how often a device fails"),
+        (("--mtbf", "9h", "--memory-checkpoint", "2s"), "--memory-checkpoint: is '2s'; write its time and the share"),
+        (
+            ("--mtbf", "9h", "--storage", "1GB/s", "--checkpoint-write", "2s"),
+            "--storage: has no part beside --checkpoint",
+        ),
+        (("--mtbf", "9h", "--checkpoint-copy", "0s"), "--checkpoint-copy: is 0 s; give a time above 0"),
+        (("--mtbf", "9h", "--restart", "9999h"), "--restart: is 3.59964e+07 s; at most 604800 seconds (a week)"),
         (("--objective", "fewest-devices"), "--objective: fewest-devices needs something to keep"),
         (("--samples", 5, "--budget", 1), "devices.V100.price_per_hour: is missing"),
     ],
 )
 def test_what_a_run_lacks_is_said(cli: Cli, options: tuple[object, ...], error: str) -> None:
     cli("plan", GRAPH, "--devices", "V100=4", "--bandwidth", "10Gbit", *options).refuses(error)
+
+
+def test_a_run_that_failures_never_let_end_is_refused(cli: Cli) -> None:
+    asked = ("plan", GRAPH, "--devices", "V100=4", "--bandwidth", "10Gbit", "--samples", "1M", "--mtbf", "10s")
+    cli(*asked).refuses("fails every", "takes 60 s and a restart 300 s: less than 1% of the time trains", code=3)
 
 
 def test_options_of_a_short_job_have_no_part_beside_a_file(cli: Cli, tmp_path: Path) -> None:

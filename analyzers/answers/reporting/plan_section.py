@@ -472,7 +472,9 @@ def _choices_picture(plan: Plan, decision: Decision) -> Picture:
     choices, tokens = _choices(plan, decision), decision.step_tokens
     samples = plan.max_workers * plan.batch_size
     run, picked_s = decision.run, choices[0].step_s or math.inf
-    restarts = 1.0 if run is None else run.hours * 3600 / (run.steps * picked_s)  # with failures and checkpoints
+    dearer = 1.0  # with failures, checkpoints and spares
+    if run is not None and run.price is not None and choices[0].price_per_sample:
+        dearer = run.price / (choices[0].price_per_sample * run.samples)
     has_goodput = any(option.goodput_per_s is not None for option in decision.options)
 
     def rate(row: _Choice) -> float | None:
@@ -486,7 +488,7 @@ def _choices_picture(plan: Plan, decision: Decision) -> Picture:
     def price(row: _Choice) -> str | None:
         if row.price_per_sample is None or not row.step_s:
             return None
-        amount = row.price_per_sample * (1e6 if run is None else restarts * run.samples)
+        amount = row.price_per_sample * (1e6 if run is None else dearer * run.samples)
         return f"${amount / 1000:,.1f}k" if amount >= _THOUSANDS else show_money(amount)
 
     rate_name = "tokens/s" if tokens else "samples/s"

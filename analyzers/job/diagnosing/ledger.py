@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import pandas as pd
 
-from ddltool.analyzers.job.planning.options import Failures
+from ddltool.analyzers.job.planning.failures import daly_s
 from ddltool.results import Ledger
 from ddltool.telemetry import rows_of_runs, runs_of
 from ddltool.units import counted, faster_than, show_seconds
@@ -26,7 +26,9 @@ PRODUCTIVE, WAITING, DATA, COMMUNICATION = (
     "communication",
 )
 CHECKPOINT, RESTART, LOST, REST = "checkpoint", "start and restart", "lost work", "unaccounted"
-PARTS = (PRODUCTIVE, WAITING, DATA, COMMUNICATION, CHECKPOINT, RESTART, LOST, REST)
+STEPS = (PRODUCTIVE, WAITING, DATA, COMMUNICATION)
+"""The parts of steps that were kept: what a plan with failures calls training."""
+PARTS = (*STEPS, CHECKPOINT, RESTART, LOST, REST)
 # Share of the wall clock below which removing a part is not worth an action.
 _WORTH = 0.05
 # Ratio of compute times up to which two ranks count as equally fast.
@@ -193,16 +195,12 @@ def _save_by_daly(account: Ledger, _: pd.DataFrame, __: str) -> str:
     if not account.checkpoints:
         return "no checkpoint is told of: save within hook.checkpoint(), and plan --mtbf says how often"
     failures_seen = account.starts - 1
-    failures = Failures(
-        mtbf_s=account.wall_s / max(failures_seen, 1),
-        checkpoint_s=account.parts_s[CHECKPOINT] / account.checkpoints,
-        restart_s=account.parts_s[RESTART] / account.starts,
-    )
+    mtbf_s, checkpoint_s = account.wall_s / max(failures_seen, 1), account.parts_s[CHECKPOINT] / account.checkpoints
     rate_text = "one failure in such a time"
     if failures_seen:
         rate_text = f"{counted(failures_seen, 'failure')} in {show_seconds(account.wall_s)}"
-    now, best = show_seconds(trained_s / account.checkpoints), show_seconds(failures.interval_s(1))
-    cost = show_seconds(failures.checkpoint_s)
+    now, best = show_seconds(trained_s / account.checkpoints), show_seconds(daly_s(checkpoint_s, mtbf_s))
+    cost = show_seconds(checkpoint_s)
     return f"a checkpoint ({cost}) every {best} of training, by Daly for {rate_text}; now every {now}"
 
 

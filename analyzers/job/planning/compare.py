@@ -140,6 +140,9 @@ def _compared(
         too_close=[other.option.strategy for other in others if choice.unsure(other, picked)],
         layouts=_all_layouts(picked, best_per_strategy),
         run=choice.goal.run(picked.option),
+        failures=choice.goal.failure_figures(
+            picked.option, 1 if picked.plan.sharding is None else picked.plan.sharding.shard
+        ),
         pareto=_pareto([other.option for other in ranked], candidates, problem),
         error_source=model.error_source,
         communication_source="" if model.communication is None else model.communication.source,

@@ -13,7 +13,7 @@ from ddltool.analyzers.job.placement.problem import Problem
 from ddltool.analyzers.job.planning.exposed import FITTED, MEASURED
 from ddltool.analyzers.job.planning.job_model import JobModel
 from ddltool.analyzers.job.planning.options import HOUR_S
-from ddltool.decision import LEAST_GAIN, Decision, Layout, Option, RunFigures
+from ddltool.decision import LEAST_GAIN, Decision, FailureFigures, Layout, Option, RunFigures
 from ddltool.job import Job
 from ddltool.plans import Plan
 from ddltool.units import counted, faster_than, show_bytes, show_hours, show_money, show_rate, show_seconds
@@ -94,7 +94,40 @@ def explained(
         texts = [f"{name} would save {share:.0%} of a step" for name, share in gains.items()]
         remark = ", if your loss bears fp8" if any("fp8" in name for name in gains) else ""
         sentences.append(f"Beside this: {_joined(texts)}{remark} (predicted, in this layout).")
+    if decision.failures is not None:
+        sentences.append(_failures(decision.failures))
     return sentences, next_command
+
+
+def _failures(figures: FailureFigures) -> str:
+    """Return the sentences on failures: the share of time that trains, the checkpoints, and what each remedy would bring."""
+    size = ""
+    if figures.checkpoint_bytes is not None and figures.process_bytes is not None:
+        size = f" of {show_bytes(figures.checkpoint_bytes)}"
+        if figures.process_bytes < figures.checkpoint_bytes:
+            size += f", {show_bytes(figures.process_bytes)} of each process,"
+    text = f"Failures: one in {show_hours(figures.job_mtbf_s / HOUR_S)}, {figures.remedies[figures.remedy].goodput:.1%} of the "
+    text += f"time trains. A checkpoint{size} stops training for {show_seconds(figures.checkpoint_s)}"
+    text += f" and is written in {show_seconds(figures.write_s)} beside it" if figures.write_s else ""
+    if figures.checkpoint_interval_s is None:
+        text += "; it is made at the notice"
+    else:
+        text += f"; {'one' if not figures.per_storage else 'one in memory'} every "
+        text += show_hours(figures.checkpoint_interval_s / HOUR_S)
+    text += f", with every {_ordinal(figures.per_storage)} in storage, too" if figures.per_storage else ""
+    if len(figures.remedies) == 1:
+        return f"{text}."
+    paid = {name: "" if it.price is None else f" for {show_money(it.price)}" for name, it in figures.remedies.items()}
+    does = {"wait": "waiting for a failed device", "shrink": "going on with the others", "spares": "spares"}
+    found = [f"{does[name]} {it.goodput:.1%}{paid[name]}" for name, it in figures.remedies.items()]
+    best = {"wait": "wait", "shrink": "go on with the others", "spares": "keep spares"}[figures.remedy]
+    return f"{text}. Best: {best} ({', '.join(found)})."
+
+
+def _ordinal(number: int) -> str:
+    """Return a whole number as a rank, such as ``3rd``."""
+    ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"
 
 
 def _needs_only_batch(plan: Plan) -> bool:

@@ -29,6 +29,7 @@ from ddltool.analyzers.step.communication.collectives import DEFAULT_CAP_MIB
 from ddltool.analyzers.step.communication.fabrics import BANDWIDTH, between_nodes, own_link, tests_in
 from ddltool.analyzers.step.communication.nccl import Fabric
 from ddltool.analyzers.step.costs.model import cost_model, estimate, memory_words
+from ddltool.analyzers.step.costs.optimizers import state_share
 from ddltool.analyzers.step.measured.feedback import Run, read_run
 from ddltool.analyzers.step.tracing.determinism import scan
 from ddltool.analyzers.step.tracing.sources import is_graph_file, is_onnx_file, load_graph, scan_source
@@ -484,6 +485,17 @@ def trained_numbers(job: Job) -> tuple[int, bool]:
     graph = _untimed_graph(job, Path())
     size_bytes = float(graph.size_bytes[graph.of_kind(SEND)].sum())
     return round(size_bytes / precision_of(graph.meta.get("precision")).width), "tokens_per_sample" in graph.meta
+
+
+def checkpoint_bytes(job: Job, folder: Path, graph: Graph | None) -> float | None:
+    """Return the bytes of a checkpoint of all processes; None where neither the job nor a graph knows the parameters.
+
+    They are the trained parameters as they are kept, and the optimizer's state; frozen parameters are in no checkpoint.
+    """
+    if graph is None and job.model is None:
+        return None
+    graph = graph or _untimed_graph(job, folder)
+    return graph.trained_bytes * (1 + state_share(graph, job.optimizer))
 
 
 # What is tried where nothing fits: adapters of this rank, samples of no fewer tokens.

@@ -7,14 +7,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ddltool.analyzers.job.planning.failures import Failures
 from ddltool.analyzers.job.planning.superstep import DEFAULT_LOOKAHEAD
 from ddltool.analyzers.step.communication.collectives import Compression
-from ddltool.decision import Objective, Option, RunFigures
+from ddltool.decision import FailureFigures, Objective, Option, Remedy, RunFigures
 from ddltool.errors import Infeasible
 from ddltool.graph import Graph
-from ddltool.units import show_hours, show_money
+from ddltool.units import counted, show_hours, show_money, show_seconds
 
 HOUR_S = 3600.0
+# Standard deviations of a normal distribution within which 80 % of it lie, as of a predicted step.
+_RANGE = 1.2816
+# Share of the time that trains below which a run does not get anywhere.
+_LEAST_GOODPUT = 0.01
 
 
 class Missed(Infeasible):
@@ -23,34 +28,6 @@ class Missed(Infeasible):
     def __init__(self, text: str, by: float) -> None:
         super().__init__(text)
         self.by = by
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Failures:
-    """Machines that go away: mean seconds between failures of one device, seconds of a checkpoint and of a restart."""
-
-    mtbf_s: float
-    checkpoint_s: float = 60.0
-    restart_s: float = 300.0
-
-    def interval_s(self, devices: int) -> float:
-        """Return the seconds between checkpoints that lose least (Daly 2006, Equation 37; Young's is its first term)."""
-        job_mtbf_s, checkpoint_s = self.mtbf_s / devices, self.checkpoint_s
-        if checkpoint_s >= 2 * job_mtbf_s:
-            return job_mtbf_s
-        ratio = math.sqrt(checkpoint_s / (2 * job_mtbf_s))
-        return math.sqrt(2 * checkpoint_s * job_mtbf_s) * (1 + ratio / 3 + ratio * ratio / 9) - checkpoint_s
-
-    def factor(self, devices: int) -> float:
-        """Return how many times as long a run takes as without failures and checkpoints; grows with the devices.
-
-        Exponential failures: ``M e^(R/M) (e^((t + w)/M) - 1) / t`` (Daly 2006, Equation 13).
-        """
-        job_mtbf_s, interval_s = self.mtbf_s / devices, self.interval_s(devices)
-        exponent = (interval_s + self.checkpoint_s) / job_mtbf_s
-        if exponent > 500 or self.restart_s / job_mtbf_s > 500:
-            return math.inf
-        return job_mtbf_s * math.exp(self.restart_s / job_mtbf_s) * math.expm1(exponent) / interval_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,8 +56,61 @@ class Goal:
         return Goal(objective=objective, samples=self.samples, step_samples=self.step_samples, failures=self.failures)
 
     def slowdown(self, devices: int) -> float:
-        """Return how many times as long a run on so many devices takes with failures and checkpoints as without."""
+        """Return how many times as long a run on so many devices takes with failures and checkpoints as without.
+
+        A search compares plans by it. What waiting for repairs or spares add is the picked plan's: see :meth:`run`.
+        """
         return 1.0 if self.failures is None else self.failures.factor(max(devices, 1))
+
+    def _remedied(self, devices: int) -> tuple[str, float, float]:
+        """Return the best remedy for failures, how many times as long the run takes by it, and how many times as dear it is."""
+        if self.failures is None:
+            return "", 1.0, 1.0
+        found = {
+            name: (1 / max(goodput, 1e-300), paid / devices / max(goodput, 1e-300))
+            for name, (goodput, paid) in self.failures.remedies(devices).items()
+        }
+        best = min(found, key=lambda name: found[name][::-1] if self.objective == "cheapest" else found[name])
+        return best, *found[best]
+
+    def failure_figures(self, option: Option, shards: int) -> FailureFigures | None:
+        """Return what failures leave of an option, whose replicas' state ``shards`` share; None where nothing fails.
+
+        Raises Infeasible where that is as good as nothing.
+        """
+        failures, devices = self.failures, sum(option.devices.values())
+        if failures is None:
+            return None
+        run, (remedy, slowdown, dearer) = self.run(option), self._remedied(devices)
+        if 1 / slowdown < _LEAST_GOODPUT:
+            raise Infeasible(
+                f"--mtbf: one of {counted(devices, 'device')} fails every {show_seconds(failures.mtbf_s / devices)}, "
+                f"a checkpoint takes {show_seconds(failures.checkpoint_s)} and a restart {show_seconds(failures.restart_s)}: "
+                f"less than {_LEAST_GOODPUT:.0%} of the time trains"
+            )
+        remedies = {
+            name: Remedy(
+                goodput=goodput,
+                devices=paid,
+                hours=None if run is None or not goodput else run.hours / slowdown / goodput,
+                price=None
+                if run is None or run.price is None or not goodput
+                else run.price / dearer * paid / devices / goodput,
+            )
+            for name, (goodput, paid) in failures.remedies(devices).items()
+        }
+        interval_s = failures.interval_s(devices)
+        return FailureFigures(
+            remedy=remedy,
+            remedies=remedies,
+            job_mtbf_s=failures.mtbf_s / devices,
+            checkpoint_s=failures.checkpoint_s,
+            write_s=failures.write_s,
+            checkpoint_bytes=failures.size_bytes or None,
+            process_bytes=failures.size_bytes / (shards * (1 if option.group is None else option.group.size)) or None,
+            checkpoint_interval_s=interval_s if interval_s < math.inf else None,
+            per_storage=failures.per_storage(devices),
+        )
 
     def value(self, option: Option) -> float:
         """Return what an option is compared by, the least first; infinite where a limit is broken."""
@@ -152,11 +182,21 @@ class Goal:
         if self.samples is None:
             return None
         devices = sum(option.devices.values())
-        slowdown = self.slowdown(devices)
+        _, slowdown, dearer = self._remedied(devices)
         steps = self.samples / (self.step_samples if option.step_samples is None else option.step_samples)
         hours = steps * option.iteration_s * slowdown / HOUR_S
         ends = [None if end is None else steps * end * slowdown / HOUR_S for end in (option.low_s, option.high_s)]
         failures, used = self.failures, option.devices
+        interval_s = math.inf
+        if failures is not None:
+            interval_s = failures.interval_s(devices)
+            if hours < math.inf:  # of failures and of the step, which know nothing of each other
+                spread_hours = _RANGE * failures.spread_s(devices, hours * HOUR_S) / HOUR_S
+                low, high = (hours if end is None else end for end in ends)
+                ends = [
+                    max(hours - math.hypot(hours - low, spread_hours), 0),
+                    hours + math.hypot(high - hours, spread_hours),
+                ]
         watts = sum(self.power_w[name] * n for name, n in used.items()) if used.keys() <= self.power_w.keys() else None
         return RunFigures(
             samples=self.samples,
@@ -164,9 +204,9 @@ class Goal:
             hours=hours,
             low_hours=ends[0],
             high_hours=ends[1],
-            price=None if option.price_per_sample is None else option.price_per_sample * self.samples * slowdown,
+            price=None if option.price_per_sample is None else option.price_per_sample * self.samples * dearer,
             energy_kwh=None if watts is None else hours * watts / 1000,
-            checkpoint_interval_s=None if failures is None else failures.interval_s(devices),
+            checkpoint_interval_s=interval_s if interval_s < math.inf else None,
             failures=None if failures is None else hours * HOUR_S * devices / failures.mtbf_s,
         )
 
@@ -179,6 +219,8 @@ class PlanOptions:
     """The options of ``ddltool plan``, read and checked."""
 
     goal: Goal = field(default_factory=Goal)
+    storage_bytes_per_s: float | None = None
+    """At which all processes together write a checkpoint; None: how long that takes is said."""
     graph: Graph | None = None
     """The model's graph, where it was given or the job names a model."""
     telemetry: Path | None = None

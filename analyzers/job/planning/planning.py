@@ -294,6 +294,7 @@ def auto_plan(job: Job, job_file: Path, options: PlanOptions, only: str | None =
     options = replace(options, limit_s=options.limit_s / 2)
     run = job_inputs.run_of(options.telemetry, options.tell)
     knowledge = job_inputs.knowledge_of(job, job_file, options, run)
+    options = _with_checkpoint(job, job_file, options)
     measured_per_s, run_factors = ({}, {}) if run is None else measured_speeds(run, job.batch_size, knowledge.curves)
     offered = {offer.type for offer in job.devices}
     unoffered = sorted(set(measured_per_s) - offered)
@@ -330,6 +331,23 @@ def auto_plan(job: Job, job_file: Path, options: PlanOptions, only: str | None =
     if options.top_k > 1 and plan.strategy != "est":
         options.tell(f"note: --top-k lists EST plans; the plan picked is {plan.strategy}")
     return with_compute(plan, capabilities)
+
+
+def _with_checkpoint(job: Job, job_file: Path, options: PlanOptions) -> PlanOptions:
+    """Return the options with the size of the job's checkpoints, and their time by the storage where that is given.
+
+    Raises InputError for a storage where nothing says that size.
+    """
+    failures = options.goal.failures
+    size_bytes = None if failures is None else job_inputs.checkpoint_bytes(job, job_file.parent, options.graph)
+    if failures is None or size_bytes is None:
+        if options.storage_bytes_per_s is not None:
+            raise InputError(
+                "--storage", "nothing says how large a checkpoint is", "give --checkpoint-write TIME, or a model"
+            )
+        return options
+    failures = failures.of_size(size_bytes, options.storage_bytes_per_s)
+    return replace(options, goal=replace(options.goal, failures=failures))
 
 
 def _plan_on_nodes(job: Job, job_file: Path, problem: Problem, options: PlanOptions) -> Plan:

@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks import bench_failures
 from ddltool import runtime
 from ddltool.analyzers.job.diagnosing.ledger import PARTS, ledger
-from ddltool.analyzers.job.planning.options import Failures
+from ddltool.analyzers.job.planning.failures import Failures
 from ddltool.errors import InputError
 from ddltool.results import Ledger
 from ddltool.tables import read_table
@@ -188,3 +189,17 @@ def test_a_real_job_with_a_kill(tmp_path: Path) -> None:
     known |= {"compute": 50 * EXTRA_S / 2, "checkpoint": 2 * SAVE_S, "lost work": lost_s}
     for part, least_s in known.items():
         assert 0.97 * least_s <= made.parts_s[part] <= 1.5 * least_s + 0.2, (part, made)
+
+
+@pytest.mark.slow
+def test_jobs_that_are_killed_at_random(tmp_path: Path) -> None:
+    """The ledger is the job's own clock; the goodput is what the model expects of the kills (three jobs: 8 % by chance)."""
+    failures, step_s = bench_failures.time_one(tmp_path, 15.0)
+    predicted, outcomes = bench_failures.measure(tmp_path / "jobs", failures, step_s, jobs=3, seconds=25.0, at_once=3)
+    assert sum(it.kills for it in outcomes) > 2
+    for it in outcomes:
+        assert it.ledger.wall_s == pytest.approx(it.clock_s, rel=0.01)
+        assert sum(it.ledger.parts_s.values()) == pytest.approx(it.ledger.wall_s, rel=1e-9)
+        assert it.ledger.steps == round(25.0 / step_s)
+        assert 1 <= it.ledger.starts <= it.kills + 1
+    assert bench_failures.goodput(outcomes) == pytest.approx(predicted, rel=0.3)

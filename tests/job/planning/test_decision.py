@@ -31,8 +31,9 @@ from ddltool.analyzers.job.planning.exposed import (
     GraphCommunication,
     MeasuredCommunication,
 )
+from ddltool.analyzers.job.planning.failures import Failures
 from ddltool.analyzers.job.planning.job_model import JobModel
-from ddltool.analyzers.job.planning.options import Failures, Goal, PlanOptions
+from ddltool.analyzers.job.planning.options import Goal, PlanOptions
 from ddltool.analyzers.job.planning.split import plan_bsp, plan_lb_bsp
 from ddltool.analyzers.job.planning.superstep import plan_elastic_bsp
 from ddltool.analyzers.step.communication.collectives import (
