@@ -99,6 +99,8 @@ _FAILURES = {
 }
 _RUN = {"tokens", "samples", "epochs", "deadline_s", "budget", *_FAILURES}
 # A checkpoint where nobody says what it takes.
+# How long a failed device is away where spares are asked for and nobody says.
+_AWAY_S = 14_400.0
 _CHECKPOINT_S = 60.0
 _AUTO = {"objective", "telemetry", "bandwidth", "latency", "nccl_tests", "compress", *_RUN}
 # The options that a strategy reads beside those.
@@ -213,10 +215,10 @@ def _failures(
         return None
     if checkpoint_s is not None and storage is not None:
         raise InputError("storage", "has no part beside --checkpoint-write, which is its time", "give one of the two")
-    if others["spares"] and not others["repair_s"]:
-        raise InputError(
-            "spares", "have no part where failed devices are back at once", "say how long they are away: --repair 4h"
-        )
+    if others["spares"] and not others["repair_s"]:  # where another device is there at once, spares have no part
+        if is_given("repair_s"):
+            raise InputError("spares", "have no part where failed devices are back at once", "give --repair 4h, or so")
+        others["repair_s"] = _AWAY_S
     write_s = _CHECKPOINT_S if checkpoint_s is None else checkpoint_s
     stop_s, beside_s = (write_s, 0.0) if copy_s is None else (copy_s, write_s)
     if not stop_s:

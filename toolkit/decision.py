@@ -103,6 +103,7 @@ class FailureFigures(Record):
         description="wait for the failed device, shrink until it is back, or take a spare; restart: it is back at once"
     )
     job_mtbf_s: Seconds = Field(description="between failures of any of its devices")
+    repair_s: Seconds = Field(default=0.0, description="for which a failed device is away")
     checkpoint_s: Seconds = Field(description="for which training stops for a checkpoint in storage")
     write_s: Seconds = Field(default=0.0, description="for which it is written after that, beside training")
     checkpoint_bytes: NonNegative | None = Field(

@@ -364,7 +364,7 @@ def test_a_run_in_hours_and_money_from_a_graph(cli: Cli, monkeypatch: pytest.Mon
     assert took["samples"] == 50_000 * 90
     assert took["hours"] == pytest.approx(took["samples"] / 256 * found["iteration_s"] / 3600)
     shown = cli(*asked, *run, "--mtbf", "50h", "--checkpoint-write", "30s")
-    first = shown.out.splitlines()[1]
+    first = shown.out.splitlines()[0]
     assert first.startswith("Use ")
     assert "The whole run takes" in shown.out
     assert "a checkpoint every" in " ".join(shown.out.split())
@@ -399,7 +399,7 @@ def test_what_failures_leave_of_a_run(cli: Cli, monkeypatch: pytest.MonkeyPatch)
     shown = cli(*asked, *run, *fails)
     text = " ".join(shown.out.split())
     assert "A checkpoint of 5.3 MiB stops training for 2 s and is written in 5.57 s beside it; one every" in text
-    assert "Best: keep spares (waiting for a failed device 7" in text
+    assert "; best: keep spares (waiting for a failed device 7" in text
     assert max(len(line) for line in shown.out.splitlines()) <= 80
     levels = cli(*asked, "--mtbf", "50h", "--memory-checkpoint", "2s,90%", "--json").done().document["decision"]
     assert (levels["run"], levels["failures"]["per_storage"]) == (None, 16)
@@ -418,7 +418,7 @@ def test_what_failures_leave_of_a_run(cli: Cli, monkeypatch: pytest.MonkeyPatch)
         (("--budget", 5), "--budget: limits a whole run"),
         (("--samples", 5, "--tokens", 5), "--samples: has no part beside --tokens"),
         (("--mtbf", "0s"), "--mtbf: is 0 s; from 1 to 3.2e+10 seconds"),
-        (("--mtbf", "9h", "--spares", 1), "--spares: have no part where failed devices are back at once; say"),
+        (("--mtbf", "9h", "--spares", 1, "--repair", "0s"), "--spares: have no part where failed devices are back"),
         (("--notice", "2m"), "--notice: needs --mtbf; say how often a device fails"),
         (("--mtbf", "9h", "--memory-checkpoint", "2s"), "--memory-checkpoint: is '2s'; write its time and the share"),
         (

@@ -121,7 +121,8 @@ def _failures(figures: FailureFigures) -> str:
     does = {"wait": "waiting for a failed device", "shrink": "going on with the others", "spares": "spares"}
     found = [f"{does[name]} {it.goodput:.1%}{paid[name]}" for name, it in figures.remedies.items()]
     best = {"wait": "wait", "shrink": "go on with the others", "spares": "keep spares"}[figures.remedy]
-    return f"{text}. Best: {best} ({', '.join(found)})."
+    away = show_hours(figures.repair_s / HOUR_S)
+    return f"{text}. A failed device is away for {away}; best: {best} ({', '.join(found)})."
 
 
 def _ordinal(number: int) -> str:

@@ -104,6 +104,7 @@ class Goal:
             remedy=remedy,
             remedies=remedies,
             job_mtbf_s=failures.mtbf_s / devices,
+            repair_s=failures.repair_s,
             checkpoint_s=failures.checkpoint_s,
             write_s=failures.write_s,
             checkpoint_bytes=failures.size_bytes or None,

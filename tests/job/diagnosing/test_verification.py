@@ -179,7 +179,7 @@ def test_plan_auto_on_the_command_line(tmp_path: Path, cli: Cli) -> None:
     assert sizes["fast"] in (27, 28)  # 240 against 40 samples a second
     assert after["communication_s"] == pytest.approx(0.01)
     shown = cli("plan", tmp_path / "job.yaml")
-    assert shown.out.splitlines()[1].startswith("Use the one fast and the one slow, 24 samples")
+    assert shown.out.splitlines()[0].startswith("Use the one fast and the one slow, 24 samples")
     assert max(len(line) for line in shown.out.splitlines()) <= 80
 
 
