@@ -6,9 +6,11 @@ import gc
 import json
 import multiprocessing
 import os
+import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +19,8 @@ from hypothesis import HealthCheck, settings
 from ddltool.goodput_model import ThroughputParams
 from ddltool.job import Job
 from ddltool.simulation_results import JobSpec
-from tests.helpers.processes import children_left, forking
+from tests.helpers.processes import LASTING, children_left, forking
+from tests.helpers.recordings import Starter
 
 # On a busy machine an example may take any time, and a change must not fail on a rare example that it did not cause:
 # `pytest --hypothesis-profile=search` looks for those, among ten times as many.
@@ -134,11 +137,16 @@ def shared_data() -> Path:
 
 @pytest.fixture(autouse=True, scope="session")
 def children_start_quickly() -> Iterator[None]:
-    """Fork what this process would spawn; commands that tests run as processes of their own do spawn."""
+    """Fork what this process would spawn, recordings too; commands that tests run as processes of their own do spawn."""
+    from ddltool.analyzers.step.recording import command
+
     real = multiprocessing.get_context
+    starter = Starter(LASTING)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(multiprocessing, "get_context", lambda way=None: forking() if way == "spawn" else real(way))
+        patch.setattr(command, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": starter}))
         yield
+    starter.close()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -311,7 +311,9 @@ def _answer(request: dict[str, Any]) -> None:
 
 def serve() -> None:
     """Answer requests until stdin ends."""
-    from ddltool.analyzers.step.recording import script  # noqa: F401 - loaded once for all
+    import torch._dynamo  # loaded once for all, as the next, which loads it with its mode of fake tensors
+
+    from ddltool.analyzers.step.recording import script  # noqa: F401
     from ddltool.analyzers.step.recording.vision import declare_torchvision
 
     declare_torchvision()
