@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import json
 import multiprocessing
@@ -133,6 +134,22 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip("no measured data here (set DDLTOOL_DATA)")
     return folder
+
+
+@pytest.fixture(scope="session")
+def every_artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an artifact of every kind, made once for all processes that test; whoever writes there takes a copy."""
+    from tests.helpers.report_artifacts import write_all
+
+    base = tmp_path_factory.getbasetemp()
+    made = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "every-artifact"
+    with open(f"{made}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not made.exists():
+            begun = tmp_path_factory.mktemp("artifacts")
+            write_all(begun)
+            begun.rename(made)
+    return made
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -311,7 +311,7 @@ def _answer(request: dict[str, Any]) -> None:
 
 def serve() -> None:
     """Answer requests until stdin ends."""
-    import torch._dynamo  # loaded once for all, as the next, which loads it with its mode of fake tensors
+    import torch._dynamo  # loaded once for all, as what follows; every mode of fake tensors would load it
 
     from ddltool.analyzers.step.recording import script  # noqa: F401
     from ddltool.analyzers.step.recording.vision import declare_torchvision

@@ -81,7 +81,7 @@ class _Recording:
 
 def serve() -> None:
     """Fork for each request on the socket that is stdin; return once nobody can ask any more."""
-    import torch._dynamo  # which every mode of fake tensors loads
+    import torch._dynamo  # noqa: F401 - which every mode of fake tensors loads
 
     from ddltool.analyzers.step.recording.script import main
 
