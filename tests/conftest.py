@@ -43,6 +43,19 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Spread the files of tests/runtime evenly among the others.
+
+    They mostly wait for processes, of which no core is kept busy where several of them run side by side.
+    """
+    files = list(dict.fromkeys(item.path for item in items))
+    waiting, computing = (
+        [file for file in files if (file.parent.parent.name == "runtime") == waits] for waits in (True, False)
+    )
+    place = {file: (at + 0.5) / len(kind) for kind in (waiting, computing) for at, file in enumerate(kind)}
+    items.sort(key=lambda item: (place[item.path], item.path))
+
+
 @dataclass(frozen=True)
 class Result:
     """What one command left behind."""

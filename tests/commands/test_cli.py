@@ -534,13 +534,13 @@ def test_bash_completes_what_is_installed(tmp_path: Path) -> None:
     ddltool --install-completion
     . "$HOME/.bashrc"
     ask() { COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _ddltool_completion ddltool; echo "${COMPREPLY[@]}"; }
-    ask ddltool predict zoo:mlp --device A100,H100-N
+    ask ddltool simulate workload.csv --policy fifo,sr
     """
     (tmp_path / "ddltool").write_text(f'#!/bin/sh\nexec {sys.executable} -m ddltool "$@"\n')
     (tmp_path / "ddltool").chmod(0o755)
     given = {**os.environ, "HOME": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = subprocess.run(["bash", "-c", script], env=given, capture_output=True, text=True, check=True, timeout=120)
-    assert done.stdout.splitlines()[-1] == "A100,H100-NVL", done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "fifo,srtf", done.stdout + done.stderr
 
 
 def test_a_long_stage_tells_a_log_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -311,13 +311,15 @@ def _answer(request: dict[str, Any]) -> None:
 
 def serve() -> None:
     """Answer requests until stdin ends."""
-    import torch._dynamo  # loaded once for all, as what follows; every mode of fake tensors would load it
-
-    from ddltool.analyzers.step.recording import script  # noqa: F401
+    from ddltool.analyzers.step.recording import script  # noqa: F401 - loaded once for all
     from ddltool.analyzers.step.recording.vision import declare_torchvision
 
-    declare_torchvision()
+    declare_torchvision()  # before timm asks for its ops
+    import timm  # noqa: F401
+    from transformers import BertForSequenceClassification, GPT2LMHeadModel  # noqa: F401
+
     torch.set_num_threads(1)
+    gc.freeze()  # none of it is garbage, nor looked through in what is forked
     for line in sys.stdin:
         request = json.loads(line)
         ranks = range(request["world"] if request["kind"] == "real" else 0)

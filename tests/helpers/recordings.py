@@ -7,6 +7,7 @@ product's module is loaded. Run as a script, this file is the process that forks
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import socket
@@ -85,6 +86,7 @@ def serve() -> None:
 
     from ddltool.analyzers.step.recording.script import main
 
+    gc.freeze()  # none of it is garbage, nor looked through in what is forked
     requests = socket.socket(fileno=0)
     minders: list[int] = []
     while True:
