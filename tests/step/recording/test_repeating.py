@@ -31,7 +31,7 @@ FIELDS: dict[str, dict[str, Any]] = {
         "model_type": "gpt_oss",
         **SMALL,
         "intermediate_size": 32,
-        "num_hidden_layers": 16,
+        "num_hidden_layers": 14,
         "head_dim": 16,
         "num_local_experts": 2,
         "num_experts_per_tok": 1,
