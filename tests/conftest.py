@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import subprocess
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,10 +36,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # What collecting makes stays to the end: looking through it for garbage again and again takes a third of the time.
 gc.disable()
+# What collecting compiles is kept, also where the environment has nothing compiled kept: pytest rewrites the asserts of each
+# module, which takes half of the time.
+_KEEPS_NOTHING, sys.dont_write_bytecode = sys.dont_write_bytecode, False
 
 
 def pytest_collection_finish() -> None:
     """From here on garbage is collected, and looked for among what the tests make."""
+    sys.dont_write_bytecode = _KEEPS_NOTHING
     gc.freeze()
     gc.enable()
 
