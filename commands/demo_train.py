@@ -24,18 +24,20 @@ MODEL = "resnet32"
 STEPS = 100
 HELD_OUT = 297  # of the 1,797 digits: the last ones
 LEARNING_RATE = 0.02
+ENLARGED = 4
+"""Pixels of an image for each of a digit's, along a side: 32 along a side are what the model is made for."""
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
     """Return scikit-learn's digits as (training, held-out) sets of (image (3, 32, 32), class) pairs.
 
-    Images are enlarged fourfold and repeated in three channels, as the model expects; their values lie about zero.
+    Images are enlarged and repeated in three channels, as the model expects; their values lie about zero.
     """
     from sklearn.datasets import load_digits
 
     bunch = load_digits()
     pixels = torch.tensor(bunch.images, dtype=torch.float32)[:, None] / 16.0 - 0.3
-    images = nn.functional.interpolate(pixels, scale_factor=4.0).expand(-1, 3, -1, -1).contiguous()
+    images = nn.functional.interpolate(pixels, scale_factor=float(ENLARGED)).expand(-1, 3, -1, -1).contiguous()
     labels = torch.tensor(bunch.target)
     return (
         TensorDataset(images[:-HELD_OUT], labels[:-HELD_OUT]),

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import json
 import multiprocessing
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +21,8 @@ from hypothesis import HealthCheck, settings
 from ddltool.goodput_model import ThroughputParams
 from ddltool.job import Job
 from ddltool.simulation_results import JobSpec
-from tests.helpers.processes import children_left, forking
+from tests.helpers.processes import LASTING, children_left, forking
+from tests.helpers.recordings import Starter
 
 # On a busy machine an example may take any time, and a change must not fail on a rare example that it did not cause:
 # `pytest --hypothesis-profile=search` looks for those, among ten times as many.
@@ -31,12 +36,29 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # What collecting makes stays to the end: looking through it for garbage again and again takes a third of the time.
 gc.disable()
+# What collecting compiles is kept, also where the environment has nothing compiled kept: pytest rewrites the asserts of each
+# module, which takes half of the time.
+_KEEPS_NOTHING, sys.dont_write_bytecode = sys.dont_write_bytecode, False
 
 
 def pytest_collection_finish() -> None:
     """From here on garbage is collected, and looked for among what the tests make."""
+    sys.dont_write_bytecode = _KEEPS_NOTHING
     gc.freeze()
     gc.enable()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Spread the files of tests/runtime evenly among the others.
+
+    They mostly wait for processes, of which no core is kept busy where several of them run side by side.
+    """
+    files = list(dict.fromkeys(item.path for item in items))
+    waiting, computing = (
+        [file for file in files if (file.parent.parent.name == "runtime") == waits] for waits in (True, False)
+    )
+    place = {file: (at + 0.5) / len(kind) for kind in (waiting, computing) for at, file in enumerate(kind)}
+    items.sort(key=lambda item: (place[item.path], item.path))
 
 
 @dataclass(frozen=True)
@@ -132,13 +154,34 @@ def shared_data() -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def every_artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an artifact of every kind, made once for all processes that test; whoever writes there takes a copy."""
+    from tests.helpers.report_artifacts import write_all
+
+    base = tmp_path_factory.getbasetemp()
+    made = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "every-artifact"
+    with open(f"{made}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not made.exists():
+            begun = tmp_path_factory.mktemp("artifacts")
+            write_all(begun)
+            begun.rename(made)
+    return made
+
+
 @pytest.fixture(autouse=True, scope="session")
 def children_start_quickly() -> Iterator[None]:
-    """Fork what this process would spawn; commands that tests run as processes of their own do spawn."""
+    """Fork what this process would spawn, recordings too; commands that tests run as processes of their own do spawn."""
+    from ddltool.analyzers.step.recording import command
+
     real = multiprocessing.get_context
+    starter = Starter(LASTING)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(multiprocessing, "get_context", lambda way=None: forking() if way == "spawn" else real(way))
+        patch.setattr(command, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": starter}))
         yield
+    starter.close()
 
 
 @pytest.fixture(autouse=True, scope="module")

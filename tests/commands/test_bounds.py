@@ -138,10 +138,9 @@ class Case(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def place(every_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder with a file of every kind, in which the commands run."""
-    place = tmp_path_factory.mktemp("bounds")
-    report_artifacts.write_all(place, recorded=False)
+    place = shutil.copytree(every_artifact, tmp_path_factory.mktemp("bounds") / "place")
     for name, text in TEXTS.items():
         (place / name).write_text(text)
     with contextlib.chdir(place):

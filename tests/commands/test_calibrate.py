@@ -354,9 +354,9 @@ def test_text_models_take_their_length(cli: Cli, tmp_path: Path) -> None:
 def test_telemetry_and_tables_of_others_take_the_device_given(cli: Cli, tmp_path: Path) -> None:
     """What names no device is of the one that is given; telemetry that names another is refused."""
     table, telemetry = tmp_path / "placements.csv", tmp_path / "telemetry.jsonl"
-    step = model().step(graph_of("zoo:resnet32", 128), optimizer="adam").step_s
+    step = model().step(graph_of("zoo:cifarnet", 128), optimizer="adam").step_s
     table.write_text(f"placement,local_bsz,step_time,sync_time\n1,128,{step},0\n1,64,{0.8 * step},0\n")
-    given = ("--device", "A10", "--model", "zoo:resnet32", "--json")
+    given = ("--device", "A10", "--model", "zoo:cifarnet", "--json")
     assert cli("calibrate", table, *given).document["rows"] == 2
     for name in ("", "NVIDIA A10", "NVIDIA A100-SXM4-40GB"):
         row = {"step": 0, "rank": 0, "world_size": 1, "num_nodes": 1, "batch": 128, "compute_s": step, "sync_s": 0.0}

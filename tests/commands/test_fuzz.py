@@ -10,6 +10,7 @@ import gzip
 import json
 import os
 import random
+import shutil
 import time
 from collections import Counter
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 
 from ddltool.commands.main import run
-from tests.helpers.report_artifacts import write_all
+from tests.helpers.report_artifacts import artifacts_in
 
 pytestmark = pytest.mark.slow
 # Of all files together.
@@ -100,11 +101,11 @@ def variant(path: Path, draw: random.Random) -> bytes:
 
 
 def test_what_is_wrong_with_a_file_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    every_artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files = write_all(tmp_path)
+    shutil.copytree(every_artifact, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    files = [path for path in files if path.stat().st_size < 2_000_000]
+    files = [path for path in artifacts_in(tmp_path) if path.stat().st_size < 2_000_000]
     draw, counts, limit = (
         random.Random(int(os.environ.get("DDLTOOL_FUZZ_SEED", "0"))),
         Counter[str](),

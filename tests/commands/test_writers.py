@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import socket
 import stat
 import threading
@@ -22,7 +23,6 @@ from ddltool.errors import InputError
 from ddltool.shipped import folder
 from tests.commands.test_bounds import TEXTS
 from tests.conftest import Cli
-from tests.helpers import report_artifacts
 
 LOADS = folder() / "workloads"
 CLUSTER, TRACES = ("--cluster", LOADS / "cluster.yaml"), ("--traces", LOADS / "traces")
@@ -74,10 +74,9 @@ RUN = [pair for pair in OUTPUTS if pair[0] not in CHECKED]
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def place(every_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder with what the commands read, in which they run."""
-    made = tmp_path_factory.mktemp("writers")
-    report_artifacts.write_all(made, recorded=False)
+    made = shutil.copytree(every_artifact, tmp_path_factory.mktemp("writers") / "place")
     for name, text in TEXTS.items():
         (made / name).write_text(text.replace("case.json", "goodput.json"))
     with contextlib.chdir(made):

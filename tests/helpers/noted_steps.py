@@ -314,8 +314,12 @@ def serve() -> None:
     from ddltool.analyzers.step.recording import script  # noqa: F401 - loaded once for all
     from ddltool.analyzers.step.recording.vision import declare_torchvision
 
-    declare_torchvision()
+    declare_torchvision()  # before timm asks for its ops
+    import timm  # noqa: F401
+    from transformers import BertForSequenceClassification, GPT2LMHeadModel  # noqa: F401
+
     torch.set_num_threads(1)
+    gc.freeze()  # none of it is garbage, nor looked through in what is forked
     for line in sys.stdin:
         request = json.loads(line)
         ranks = range(request["world"] if request["kind"] == "real" else 0)

@@ -50,8 +50,14 @@ while True:
 """
 
 
-def write_all(place: Path, *, recorded: bool = True) -> list[Path]:
-    """Write an artifact of every kind, plans of every strategy, and where ``recorded`` of a command; return their paths."""
+def artifacts_in(place: Path) -> list[Path]:
+    """Return the paths of the artifacts in a folder made by :func:`write_all`, or in a copy of one."""
+    left_out = {"job.yaml", "tuned.yaml", "speeds.csv", "lengths.txt", "knobs.py"}
+    return sorted(path for path in place.iterdir() if path.name not in left_out)
+
+
+def write_all(place: Path) -> None:
+    """Write an artifact of every kind, and plans of every strategy and of a command."""
     with _inside(place):
         shutil.copy(folder() / "graphs" / "toy-figure1.graph.json.gz", "toy.json.gz")
         shutil.copy(folder() / "graphs" / "cifarnet-training.graph.json.gz", "graph.json.gz")
@@ -64,10 +70,9 @@ def write_all(place: Path, *, recorded: bool = True) -> list[Path]:
             extra += ["--top-k", "2"] if strategy == "est" else []
             _do("plan", "job.yaml", "--strategy", strategy, *extra, "-o", f"plan-{strategy}.json")
         _do("plan", "tuned.yaml", "--strategy", "goodput", "-o", "plan-goodput.json")
-        if recorded:
-            Path("knobs.py").write_text(KNOBS)
-            tried = ["--devices", "1xH100", "--vary", "--batch-size 4,8"]
-            _do("plan", *tried, "-o", "command-plan.json", "--", "python", "knobs.py")
+        Path("knobs.py").write_text(KNOBS)
+        tried = ["--devices", "1xH100", "--vary", "--batch-size 4,8"]
+        _do("plan", *tried, "-o", "command-plan.json", "--", "python", "knobs.py")
         islands = ["--devices", "1xV100+1xT4", "--link-between", "100Mbit", "--outer-every", "1,8"]
         _do("plan", "zoo:cifarnet", *islands, "-o", "islands_plan.json")
         _do("emit", "plan-est.json", "-o", "enforce.json")
@@ -98,8 +103,6 @@ def write_all(place: Path, *, recorded: bool = True) -> list[Path]:
             contextlib.redirect_stderr(nowhere),
         ):
             run(["gate", "plan-est.json", "--baseline", "plan-bsp.json", "--json"])  # exit 1: the checks fail
-    left_out = {"job.yaml", "tuned.yaml", "speeds.csv", "lengths.txt", "knobs.py"}
-    return sorted(path for path in place.iterdir() if path.name not in left_out)
 
 
 def _do(*arguments: str, code: int = 0) -> None:

@@ -13,11 +13,12 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 import pandas as pd
+import torch
 
 from ddltool.analyzers.step.communication.collectives import default_cuts, finish_s
 from ddltool.analyzers.step.communication.fsdp import simulate_fsdp, units_of
@@ -815,6 +816,16 @@ def work_of(
         remedy = "give a torch source: zoo:NAME, timm:NAME, transformers:NAME, file.py:factory"
         raise InputError(str(source), "holds one batch size only and cannot be traced at others", remedy)
 
+    if isinstance(source, str) and source.startswith("zoo:"):  # what ships does not change
+        return _zoo_work(source, numerics, sequence_length, lora, attention, torch.get_default_dtype())
+    return _traced_work(source, numerics, sequence_length, lora, attention)
+
+
+def _traced_work(
+    source: Source, numerics: Numerics, sequence_length: int | None, lora: int | None, attention: str | None
+) -> WorkCurve:
+    """Return the work of a torch SOURCE, traced anew."""
+
     def build() -> TrainingStep:
         """Return the source's step, with adapters if they are asked for."""
         step = resolve_step(source, sequence_length, "sdpa" if attention == "flash" else attention)
@@ -824,6 +835,19 @@ def work_of(
         curve = measure_work(build, numerics)
     graph = demand_whole(curve.traced.graph, source)
     return replace(curve, traced=replace(curve.traced, graph=replace(graph, meta={**graph.meta, "lora": lora})))
+
+
+@lru_cache(maxsize=8)
+def _zoo_work(
+    source: str,
+    numerics: Numerics,
+    sequence_length: int | None,
+    lora: int | None,
+    attention: str | None,
+    default_type: torch.dtype,
+) -> WorkCurve:
+    """Return the work of a model that ships with ddltool; who asks for it again waits for no second trace."""
+    return _traced_work(source, numerics, sequence_length, lora, attention)
 
 
 def predicted_profile(result: PredictResult) -> pd.DataFrame:

@@ -28,7 +28,7 @@ from ddltool.goodput_model import Goodput
 from ddltool.plans import Plan
 from ddltool.units import show_seconds
 from tests.helpers.browser import Browser, chromium, needs_chromium
-from tests.helpers.report_artifacts import STRATEGIES, write_all, write_telemetry
+from tests.helpers.report_artifacts import STRATEGIES, artifacts_in, write_telemetry
 
 
 def made(*arguments: str | Path) -> None:
@@ -36,8 +36,8 @@ def made(*arguments: str | Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def artifacts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    return write_all(tmp_path_factory.mktemp("artifacts"))
+def artifacts(every_artifact: Path) -> list[Path]:
+    return artifacts_in(every_artifact)
 
 
 @pytest.fixture(scope="module")

@@ -151,10 +151,14 @@ def test_mixed_precision_gathers_in_bfloat16_and_reduces_in_float32(layers: int,
 
 
 @pytest.mark.parametrize(
-    ("precision", "kind", "how"),
-    [("bf16", "none", "none"), ("bf16", "none", "full"), ("bf16-pure", "none", "none"), ("bf16-pure", "fsdp", "none")],
+    ("precision", "kind", "how", "layers", "batch"),
+    [
+        *(("bf16", "none", "none", *size) for size in ((4, 1), (2, 16))),
+        ("bf16", "none", "full", 2, 16),
+        ("bf16-pure", "none", "none", 2, 16),
+        ("bf16-pure", "fsdp", "none", 4, 1),
+    ],
 )
-@pytest.mark.parametrize(("layers", "batch"), [(4, 1), (2, 16)])
 def test_half_precision_has_the_trackers_peak(
     precision: PrecisionName, kind: str, how: Checkpointing, layers: int, batch: int
 ) -> None:

@@ -31,7 +31,7 @@ FIELDS: dict[str, dict[str, Any]] = {
         "model_type": "gpt_oss",
         **SMALL,
         "intermediate_size": 32,
-        "num_hidden_layers": 16,
+        "num_hidden_layers": 14,
         "head_dim": 16,
         "num_local_experts": 2,
         "num_experts_per_tok": 1,
@@ -78,8 +78,7 @@ def recorded(step: TrainingStep, numerics: Numerics, *, shorten: bool) -> Any:
     return torch_adapter._recorded(step.at_batch(3), "training", numerics, shorten=shorten)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", FIELDS)
+@pytest.mark.parametrize(("name", "precision"), [("llama", "fp32"), *((name, "bf16") for name in FIELDS)])
 def test_the_recording_is_that_of_every_block(made: Callable[..., TrainingStep], name: str, precision: str) -> None:
     step, numerics = made(name), Numerics(precision)  # type: ignore[arg-type]
     assert equal_blocks(step.module) is not None
