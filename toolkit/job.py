@@ -176,6 +176,10 @@ class Job(Artifact):
     channels_last: bool = Field(default=False, description="images in channels_last")
     optimizer: OptimizerName = "adam"
     compile: bool = Field(default=False, description="the step runs under torch.compile")
+    offload: Literal["auto", "none", "optimizer"] = Field(
+        default="auto",
+        description="optimizer: parameters, gradients and optimizer states in the hosts' memory; auto: where nothing else fits",
+    )
     sequence_length: AtLeastOne | None = Field(default=None, description="tokens of a sample; null: the source's own")
     lora: LoraRank | None = Field(
         default=None, description="rank of the adapters that are trained while all else is frozen; null: all is trained"

@@ -172,6 +172,7 @@ class ShardingSetting(Record):
     kind: Literal["ddp", "fsdp", "hsdp"]
     replicate: AtLeastOne = Field(default=1, description="groups that hold the whole state each")
     shard: AtLeastOne = Field(default=1, description="processes of a group, ranks one after another")
+    offload: bool = Field(default=False, description="FSDP2's CPUOffloadPolicy: the state in the hosts' memory")
     checkpointing: list[Recomputed] = Field(
         default_factory=list, description="modules whose activations are computed again; all others keep theirs"
     )

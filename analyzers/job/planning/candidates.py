@@ -26,7 +26,7 @@ from ddltool.analyzers.job.planning.options import HOUR_S, Goal, PlanOptions
 from ddltool.analyzers.job.planning.split import plan_bsp, plan_lb_bsp
 from ddltool.analyzers.job.planning.superstep import plan_elastic_bsp
 from ddltool.decision import Kept, Layout, NothingFits, Option
-from ddltool.errors import Infeasible
+from ddltool.errors import Infeasible, InputError
 from ddltool.job import Job, WorkerGroup
 from ddltool.plans import Plan
 
@@ -133,8 +133,8 @@ class Candidates:
             except Infeasible as error:
                 # lb-bsp has searched all layouts on all mixes of devices.
                 if isinstance(error, NothingFits) and strategy == "lb-bsp":
-                    if grouped := self._in_groups(problem):
-                        return grouped
+                    if others := self._in_groups(problem) or self._on_hosts(problem):
+                        return others
                     raise
                 left_out[strategy] = error
                 continue
@@ -184,6 +184,16 @@ class Candidates:
             if found:
                 break
         return found
+
+    def _on_hosts(self, problem: Problem) -> list[Candidate]:
+        """Return the best plan with the state in the hosts' memory; empty where there is none, or the job says none."""
+        if self.model.layouts is None or self.job.offload != "auto":
+            return []
+        with suppress(Infeasible, InputError):
+            return [
+                replace(self, model=replace(self.model, layouts=self.model.layouts.on_hosts())).best("bsp", problem)
+            ]
+        return []
 
     def _by(self, tensor: int, pipeline: int, problem: Problem) -> Candidate | None:
         """Return the best plan of groups of devices that hold a replica between them; None where there is none."""

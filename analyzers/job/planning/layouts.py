@@ -31,6 +31,7 @@ from ddltool.analyzers.job.planning.options import Goal
 from ddltool.analyzers.step.communication.nccl import Fabric
 from ddltool.analyzers.step.costs.memory import Sharding
 from ddltool.analyzers.step.costs.model import cost_model
+from ddltool.analyzers.step.costs.offloading import demand_host_update
 from ddltool.analyzers.step.costs.parallel import parallel_curve
 from ddltool.analyzers.step.costs.predict import ParallelDegrees, Setting, WorkCurve, usable_bytes, work_of
 from ddltool.analyzers.step.tracing.numerics import Numerics
@@ -74,6 +75,16 @@ class Layouts(LayoutFigures):
         except InputError:
             return None
         return self.changed(work=work, kinds=kinds, degrees=degrees)
+
+    def on_hosts(self) -> Layouts:
+        """Return the layouts whose parameters, gradients and optimizer state are in the hosts' memory.
+
+        Raises InputError for a model without blocks, and for an optimizer that has no update there.
+        """
+        demand_host_update(self.optimizer)
+        if not self.work.lifetimes(1).blocks:
+            raise InputError("--offload", "the model has no list of blocks to gather one by one", "give none")
+        return self.changed(offload=True)
 
     def search(
         self,
@@ -298,10 +309,16 @@ class Layouts(LayoutFigures):
     def _shardings(self, counts: Counts, problem: Problem) -> list[Sharding]:
         """Return the ways in which so many devices can share the state."""
         devices = sum(counts)
-        if devices == 1:
-            return [Sharding(kind="none")]
         used_counts = [count for count in counts if count]
         per_node = [self._between(device.name).gpus_per_node for device in problem.devices]
+        if self.offload:  # what gathers its parts can keep them elsewhere
+            sharers = max(min(count, room) for count, room in zip(counts, per_node, strict=True))
+            sharded = (
+                self.changed(offload=False)._shardings(counts, problem) if devices > 1 else [Sharding(kind="fsdp")]
+            )
+            return [replace(each, on_host=sharers) for each in sharded if each.gathers]
+        if devices == 1:
+            return [Sharding(kind="none")]
         common_divisor = math.gcd(*used_counts)
         sizes = {2**power for power in range(1, devices.bit_length())} | {*used_counts, *per_node}
         kinds: list[Sharding] = [Sharding(kind="ddp")]
@@ -417,4 +434,5 @@ def layouts_of(job: Job, table: DeviceTable, fabrics: Mapping[str, Fabric]) -> L
                 price_per_hour=offer.price_per_hour,
             )
     total = job.max_workers * job.batch_size
-    return Layouts(work=work, kinds=kinds, total=total, optimizer=job.optimizer, compile=job.compile)
+    layouts = Layouts(work=work, kinds=kinds, total=total, optimizer=job.optimizer, compile=job.compile)
+    return layouts.on_hosts() if job.offload == "optimizer" else layouts
