@@ -103,7 +103,8 @@ class Layout(Record):
     shard: AtLeastOne = Field(default=1, description="processes of such a group")
     reshard_after_forward: bool = Field(default=True, description="false: what is gathered stays for the backward pass")
     offload: OnHost | None = Field(
-        default=None, description="parameters, gradients and optimizer states are in the hosts' memory; null: on the devices"
+        default=None,
+        description="parameters, gradients and optimizer states are in the hosts' memory; null: on the devices",
     )
     tensor_parallel: AtLeastOne = Field(default=1, description="devices that share every block's products")
     pipeline_parallel: AtLeastOne = Field(default=1, description="devices that have some of the blocks each")

@@ -383,10 +383,10 @@ OPTIONS = {
     ),
     "devices": "collective devices-file json precision product",
     "plan": (
-        "allow-code bandwidth batch-size budget compile compress deadline devices devices-file epochs fragments graph "
-        "json keep-files latency limit link link-between lookahead lora max-gap mtbf nccl-tests nic nodes objective offload "
-        "optimizer outer-bits outer-every output overlap precision prefer price samples save seed sequence-length share "
-        "strategy telemetry time-limit tokens top-k vary with"
+        "allow-code attention bandwidth batch-size budget compile compress deadline devices devices-file epochs fragments "
+        "graph json keep-files latency limit link link-between lookahead lora max-gap mtbf nccl-tests nic nodes objective "
+        "offload optimizer outer-bits outer-every output overlap precision prefer price samples save seed sequence-length "
+        "share strategy telemetry time-limit tokens top-k vary with"
     ),
     "companion": "allow-code devices-file free json lookup measured output patch per-node resource threshold top-k",
     "trace": (

@@ -407,13 +407,16 @@ def _largest_counts(problem: Problem, total: int) -> list[Counts]:
 
 def job_work(job: Job) -> WorkCurve:
     """Return the traced step of a job's model at any batch size, traced once. Raises InputError where it cannot be."""
-    return _work(str(job.model), Numerics(job.precision, job.channels_last), job.sequence_length, job.lora)
+    numerics = Numerics(job.precision, job.channels_last)
+    return _work(str(job.model), numerics, job.sequence_length, job.lora, job.attention)
 
 
 @cache
-def _work(source: str, numerics: Numerics, sequence_length: int | None, lora: int | None) -> WorkCurve:
+def _work(
+    source: str, numerics: Numerics, sequence_length: int | None, lora: int | None, attention: str | None
+) -> WorkCurve:
     """Return the traced step of a model, one trace for all jobs that train it alike."""
-    return work_of(source, numerics, sequence_length, lora)
+    return work_of(source, numerics, sequence_length, lora, attention)
 
 
 def layouts_of(job: Job, table: DeviceTable, fabrics: Mapping[str, Fabric]) -> Layouts | None:

@@ -834,8 +834,12 @@ def work_of(
     ``sequence_length``: tokens of a sample; None: as the source says. ``lora``: the rank of adapters, which alone are then
     trained; None: the whole model is. ``attention``: eager, sdpa, or flash (sdpa by the kernel for 16-bit numbers alone).
 
-    Raises InputError for a graph or ONNX file, and for a library's model of which the example inputs miss a part.
+    Raises InputError for a graph or ONNX file, for a library's model of which the example inputs miss a part, and for flash in
+    a precision that it has no kernel for.
     """
+    if attention == "flash" and precision_of(numerics.precision).computes not in ("bfloat16", "float16"):
+        remedy = "give a precision of 16 bits, such as bf16"
+        raise InputError("attention", f"flash has no kernel for {numerics.precision}", remedy)
     if is_graph_file(source) or is_onnx_file(source):
         remedy = "give a torch source: zoo:NAME, timm:NAME, transformers:NAME, file.py:factory"
         raise InputError(str(source), "holds one batch size only and cannot be traced at others", remedy)
