@@ -220,6 +220,11 @@ class BatchSplit(Record):
     accumulated_s: Seconds | None = Field(
         default=None, description="step time with gradient accumulation, where that would be shorter"
     )
+    goodput_per_s: NonNegative | None = Field(
+        default=None,
+        description="of a total batch chosen with the split: samples per second that count like initial ones",
+    )
+    efficiency: NonNegative | None = Field(default=None, description="what a sample of that batch counts")
 
 
 def _demand_total(choice: ScalingRow | GoodputChoice) -> None:
