@@ -60,14 +60,14 @@ class Layouts(LayoutFigures):
     def in_groups(self, degrees: ParallelDegrees) -> Layouts | None:
         """Return the layouts of groups of devices that hold a replica between them; None where the model is not divided so.
 
-        Only types of which a node holds a whole tensor group are left.
+        None, too, for a state in the hosts' memory. Only types of which a node holds a whole tensor group are left.
         """
         kinds = {
             name: replace(kind, price_per_hour=kind.price_per_hour and kind.price_per_hour * degrees.gpus)
             for name, kind in self.kinds.items()
             if kind.fabric.gpus_per_node >= degrees.tensor
         }
-        if not kinds:
+        if not kinds or self.offload:  # no state on a host is modelled for groups
             return None
         fabric = next(iter(kinds.values())).fabric
         try:  # as many passes as stages are in flight at a time at most

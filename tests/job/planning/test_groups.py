@@ -267,4 +267,5 @@ def test_where_nothing_else_fits_the_state_goes_to_the_host_unless_the_job_says_
 
 def test_a_model_without_heads_to_divide_has_no_groups() -> None:
     assert planner(8, "adam", A100=1e6).in_groups(degrees_of(3, 1)) is None
+    assert planner(8, "adam", A100=1e6).on_hosts().in_groups(degrees_of(2, 1)) is None
     assert WorkerGroup(tensor=2, pipeline=2).size == 4

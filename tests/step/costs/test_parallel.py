@@ -349,6 +349,7 @@ def test_every_sharding_of_the_replicas_has_a_step_and_its_memory(sharding: str)
         ({"pipeline": 2, "virtual": 2, "passes": 3}, "--virtual-stages: 2 of 2 GPUs in 3 passes"),
         ({"sequence": True}, "--sequence-parallel: shares tokens within a tensor group of 1"),
         ({"tensor": 2, "checkpointing": "1GiB"}, "--checkpointing: no budget is kept stage by stage"),
+        ({"tensor": 2, "sharding": "fsdp:cpu"}, "--sharding: 'fsdp:cpu' beside tensor or pipeline parallelism is not"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_one_line(asked: dict[str, Any], line: str) -> None:
