@@ -29,6 +29,7 @@ from ddltool.job import DeviceOffer, Job, WorkerGroup
 from ddltool.links import parse_link, parse_nic
 from ddltool.plans import Plan
 from ddltool.shipped import calibration, devices
+from tests.conftest import Cli
 from tests.helpers.sharding_workers import Gpt
 from tests.job.planning.test_layouts import MIB, fitting, planner, problem, work
 
@@ -269,3 +270,27 @@ def test_a_model_without_heads_to_divide_has_no_groups() -> None:
     assert planner(8, "adam", A100=1e6).in_groups(degrees_of(3, 1)) is None
     assert planner(8, "adam", A100=1e6).on_hosts().in_groups(degrees_of(2, 1)) is None
     assert WorkerGroup(tensor=2, pipeline=2).size == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("asked", "published"),
+    [
+        (
+            "transformers:meta-llama/Meta-Llama-3-70B --devices 64xGB200 --nodes 1 --precision fp8 --compile --optimizer adamw "
+            "--sequence-length 8192 --batch-size 256",
+            ("fsdp", 1, 1, "none"),
+        ),
+        (
+            "transformers:meta-llama/Llama-2-7b-hf --devices 128xA100-80GB --nic 400Gbit --precision bf16 --optimizer adamw "
+            "--sequence-length 4096 --batch-size 256",
+            ("hsdp", 1, 1, "none"),
+        ),
+    ],
+    ids=["NVIDIA", "fms-fsdp"],
+)
+def test_a_published_choice_is_among_the_best_three(cli: Cli, asked: str, published: tuple[object, ...]) -> None:
+    layouts = cli("plan", *asked.split(), "--json").document["decision"]["layouts"]
+    fits = sorted((it for it in layouts if it["step_s"]), key=lambda it: it["step_s"])
+    keys = [(it["sharding"], it["tensor_parallel"], it["pipeline_parallel"], it["checkpointing"]) for it in fits]
+    assert published in list(dict.fromkeys(keys))[:3]
