@@ -50,10 +50,14 @@ ddltool plan transformers:meta-llama/Meta-Llama-3-70B --devices 64xGB200 --nodes
     --optimizer adamw --sequence-length 8192 --batch-size 256
 ddltool plan transformers:meta-llama/Llama-2-7b-hf --devices 128xA100-80GB --nic 400Gbit --precision bf16 \\
     --optimizer adamw --sequence-length 4096 --batch-size 256
+ddltool plan transformers:meta-llama/Llama-2-13b-hf --devices 128xA100-80GB --nic 400Gbit --precision bf16 \\
+    --optimizer adamw --sequence-length 4096 --batch-size 128
 ```
 
 - Llama-3-70B on 64 GB200 in FP8: NVIDIA's FSDP is the first (6.84 s predicted, 7.52 to 8.11 measured).
 - Llama-2-7B on 128 A100: fms-fsdp's HSDP without checkpointing, two samples a pass, is within 1 % of the first.
+- Llama-2-13B on 128 A100: fms-fsdp's HSDP without checkpointing is not among the best three, which are FSDP2 without
+  resharding (1.81 s), alone and with TP 2 or 4.
 - Llama-3-70B on 64 H100 in FP8: NVIDIA's TP 4 x PP 8 is not among the best three, FSDP2 (19.7 s) and FSDP2 with TP 2 or 4
   (21.0, 22.1 s) are; it is predicted 21 % slower than it was. NVIDIA's recipe overlaps a tensor group's exchanges with its
   products, which is predicted of no step: with these exchanges left out it is predicted about as it was."""
