@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from ddltool.analyzers.answers.reporting.command_section import command_section
 from ddltool.analyzers.answers.reporting.islands_section import islands_section
@@ -62,7 +62,7 @@ from ddltool.errors import Infeasible, InputError, known
 from ddltool.graph import Graph, read_graph
 from ddltool.graph_results import CommandPlan
 from ddltool.island_results import IslandsPlan
-from ddltool.job import LINKS, Cluster, Job
+from ddltool.job import LINKS, Attention, Cluster, Job
 from ddltool.plans import Plan
 from ddltool.precision import NAMES, precision_name
 from ddltool.shipped import calibration, known_devices
@@ -80,6 +80,8 @@ _MODEL = {
     "sequence_length",
     "optimizer",
     "compile",
+    "offload",
+    "attention",
     "lora",
     "link",
     "nic",
@@ -116,7 +118,7 @@ _STEP = {"job", "devices", "link", "nic", "bandwidth", "latency", "nccl_tests", 
 _COMMAND = {"vary", "limit", "keep_files"}
 # What the plan of islands on a slow link reads, and what says how they meet.
 _OUTER = {"link_between", "outer_every", "fragments", "overlap", "outer_bits"}
-_ISLANDS = {*_STEP, *_MODEL, *_OUTER, "time_limit_s", "seed"} - {"nodes", "save_job"}
+_ISLANDS = {*_STEP, *_MODEL, *_OUTER, "time_limit_s", "seed"} - {"nodes", "save_job", "offload", "attention"}
 _EVERY = (1, 8, 64, 500)
 # What the plan of several jobs reads.
 _TOGETHER = {"job", "strategy", "together", "share", "devices_file", "allow_code", "time_limit_s", "seed", "as_json"}
@@ -249,6 +251,8 @@ def plan(
     sequence_length: Annotated[int | None, within(1)] = None,
     optimizer: Annotated[str | None, some_of(*OPTIMIZER["choices"]), _each(OPTIMIZER["reader"])] = None,
     compile: bool = False,
+    attention: Annotated[Attention | None, one_of(*get_args(Attention))] = None,
+    offload: Annotated[Literal["auto", "none", "optimizer"], one_of("auto", "none", "optimizer")] = "auto",
     lora: Annotated[int | str | None, {"metavar": "RANK[,RANK]"}, _ranks] = None,
     link: LocalLink = None,
     nic: str | None = None,
@@ -395,6 +399,8 @@ def plan(
             devices_file=devices_file,
             sequence_length=sequence_length,
             compile=compile,
+            offload=offload,
+            attention=attention,
         )
         jobs = [described(**numerics) for numerics in _named_numerics(precision, optimizer, lora)]
         if cluster is not None:

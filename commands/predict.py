@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, cast, get_args
 
 from ddltool.analyzers.answers.reporting.predict_section import predict_section
 from ddltool.analyzers.step.communication.fabrics import fabric_of
@@ -34,13 +34,12 @@ from ddltool.device import DEVICES_PER_NODE, Device, DeviceTable
 from ddltool.errors import InputError
 from ddltool.graph import Graph, read_graph
 from ddltool.graph_results import PredictResult
-from ddltool.precision import PRECISIONS, precision_name
+from ddltool.job import Attention
 from ddltool.profiles import write_profile
 from ddltool.shipped import calibration, known_devices
 from ddltool.stages import Stage, Tell, log_remark, quietly
 
-SHARDINGS = ("none", "ddp", "zero1", "zero2", "fsdp", "fsdp:SHARD", "hsdp:SHARD")
-ATTENTIONS = ("eager", "sdpa", "flash")
+SHARDINGS = ("none", "ddp", "zero1", "zero2", "fsdp", "fsdp:SHARD", "hsdp:SHARD", "fsdp:cpu")
 _LARGEST = 2**31
 # What a script says itself, and what only a script has.
 _MODELLED = (
@@ -73,7 +72,7 @@ def predict(
     compile: bool = False,
     optimizer: Annotated[str, OPTIMIZER] = "adam",
     lora: Annotated[int | None, within(1, 4096)] = None,
-    attention: Annotated[str | None, one_of(*ATTENTIONS)] = None,
+    attention: Annotated[str | None, one_of(*get_args(Attention))] = None,
     accumulation: Annotated[int, within(1, 1_000_000)] = 1,
     sharding: Annotated[str, {"choices": SHARDINGS, **completed(SHARDINGS)}] = "ddp",
     checkpointing: str = "none",
@@ -143,10 +142,6 @@ def predict(
     ]
     for device_spec in devices:
         demand_float8(device_spec, precision)
-    if attention == "flash" and PRECISIONS[precision_name(precision)].computes not in ("bfloat16", "float16"):
-        raise InputError(
-            "attention", f"flash has no kernel for {precision}", "give a precision of 16 bits, such as bf16"
-        )
     # Several GPUs compute with parameters of the half type; nothing is cast between the ops.
     numerics = Numerics(precision, channels_last, gathered=layout != ParallelDegrees())  # type: ignore[arg-type]  # Numerics checks it
     with stage(f"tracing {name_of(source)}"):

@@ -116,6 +116,14 @@ class FailureFigures(Record):
     per_storage: Count = Field(default=0, description="checkpoints in memory for each in storage; 0: all in storage")
 
 
+class OnHost(Record):
+    """What a host does whose memory keeps the state of its processes. Predicted."""
+
+    memory_bytes: NonNegative = Field(description="of the host, for all processes of the node")
+    copied_bytes: NonNegative = Field(description="in a step over the link between a process's device and the host")
+    update_s: Seconds = Field(description="of a step in which the host sums gradients and updates, and devices wait")
+
+
 class Layout(Record):
     """One way to hold and train a model on some devices: who shards, what is computed again, in how many passes. Predicted."""
 
@@ -124,6 +132,10 @@ class Layout(Record):
     replicate: AtLeastOne = Field(default=1, description="groups that hold the whole state each")
     shard: AtLeastOne = Field(default=1, description="processes of such a group")
     reshard_after_forward: bool = Field(default=True, description="false: what is gathered stays for the backward pass")
+    offload: OnHost | None = Field(
+        default=None,
+        description="parameters, gradients and optimizer states are in the hosts' memory; null: on the devices",
+    )
     tensor_parallel: AtLeastOne = Field(default=1, description="devices that share every block's products")
     pipeline_parallel: AtLeastOne = Field(default=1, description="devices that have some of the blocks each")
     checkpointing: Literal["none", "selective", "full", "chosen"] = Field(
@@ -155,6 +167,7 @@ class Layout(Record):
         parts += [f"tensor parallel {self.tensor_parallel}"] if self.tensor_parallel > 1 else []
         parts += [f"pipeline of {self.pipeline_parallel}"] if self.pipeline_parallel > 1 else []
         parts += [f"{self.checkpointing} checkpointing"] if self.checkpointing != "none" else []
+        parts += ["state on the host"] if self.offload else []
         return ", ".join(parts)
 
     @property

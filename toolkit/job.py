@@ -129,6 +129,7 @@ class Constraints(Record):
     )
 
 
+Attention = Literal["eager", "sdpa", "flash"]
 LoraRank = Annotated[int, Field(ge=1, le=4096)]
 
 
@@ -176,7 +177,14 @@ class Job(Artifact):
     channels_last: bool = Field(default=False, description="images in channels_last")
     optimizer: OptimizerName = "adam"
     compile: bool = Field(default=False, description="the step runs under torch.compile")
+    offload: Literal["auto", "none", "optimizer"] = Field(
+        default="auto",
+        description="optimizer: parameters, gradients and optimizer states in the hosts' memory; auto: where nothing else fits",
+    )
     sequence_length: AtLeastOne | None = Field(default=None, description="tokens of a sample; null: the source's own")
+    attention: Attention | None = Field(
+        default=None, description="of a transformers: or timm: model; flash: sdpa in 16 bit; null: the library's choice"
+    )
     lora: LoraRank | None = Field(
         default=None, description="rank of the adapters that are trained while all else is frozen; null: all is trained"
     )

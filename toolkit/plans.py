@@ -172,6 +172,7 @@ class ShardingSetting(Record):
     kind: Literal["ddp", "fsdp", "hsdp"]
     replicate: AtLeastOne = Field(default=1, description="groups that hold the whole state each")
     shard: AtLeastOne = Field(default=1, description="processes of a group, ranks one after another")
+    offload: bool = Field(default=False, description="FSDP2's CPUOffloadPolicy: the state in the hosts' memory")
     checkpointing: list[Recomputed] = Field(
         default_factory=list, description="modules whose activations are computed again; all others keep theirs"
     )
@@ -219,6 +220,11 @@ class BatchSplit(Record):
     accumulated_s: Seconds | None = Field(
         default=None, description="step time with gradient accumulation, where that would be shorter"
     )
+    goodput_per_s: NonNegative | None = Field(
+        default=None,
+        description="of a total batch chosen with the split: samples per second that count like initial ones",
+    )
+    efficiency: NonNegative | None = Field(default=None, description="what a sample of that batch counts")
 
 
 def _demand_total(choice: ScalingRow | GoodputChoice) -> None:

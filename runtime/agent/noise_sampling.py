@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddltool.analyzers.job.goodput.noise_scale import NoiseScaleEstimator, differenced_terms, noise_terms, small_batch
+from ddltool.analyzers.job.goodput.noise_scale import NoiseScaleEstimator, differenced_terms, noise_terms
 from ddltool.errors import InputError
 from ddltool.runtime.processes.batches import Pass
 from ddltool.runtime.processes.step_times import Stamp, seconds_between, stamp
@@ -235,8 +235,7 @@ class NoiseSampler:
 
         Call it when this rank's gradients are complete. ``correction``: the factor that the averaged gradients are
         multiplied by afterwards. Gradients carry the weight of the rank's share of the step's samples, which is
-        divided out; the third power of the number of replicas comes from DDP's mean (squared) and from the mean over
-        ranks.
+        divided out; squared norms weigh by that share. DDP's mean brings the number of replicas, squared.
         """
         if self._is_step_sampled and self._group is not None:
             with self._measured_time():
@@ -244,8 +243,8 @@ class NoiseSampler:
                 sizes = current_pass.split.sizes_of(current_pass.step_samples).sum(axis=1)
                 own_share = float(sizes[dist.get_rank(self._group)]) / current_pass.step_samples
                 squared = torch.stack(self._local_norms).sum() if self._local_norms else torch.full((), math.nan)
-                small = squared * correction**2 / (own_share**2 * self._world_size**3)
-                self._small_batch_norm = small, small_batch(sizes) if sizes.min() else 0.0
+                small = squared * correction**2 / (own_share * self._world_size**2)
+                self._small_batch_norm = small, current_pass.step_samples / len(sizes) if sizes.min() else 0.0
                 self._reduction = dist.all_reduce(small, group=self._group, async_op=True)
 
     def _remove_hooks(self) -> None:

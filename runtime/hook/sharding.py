@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -34,7 +34,8 @@ def shard(model: nn.Module, config: Config, **options: Any) -> nn.Module:
     """Return ``model`` sharded, and checkpointed, as planned; call it on every rank before the optimizer is made.
 
     FSDP2 and HSDP change ``model`` itself; DDP wraps it. ``options`` go to ``fully_shard`` (``mesh``, ``mp_policy``,
-    ``offload_policy``) or to ``DistributedDataParallel``. A single process only gets the checkpointing.
+    ``offload_policy``) or to ``DistributedDataParallel``. A single process only gets the checkpointing, unless its state is
+    kept in the host's memory: then it needs ``init_process_group``, as several do.
 
     Raises InputError for a config without a sharding, for other processes than planned, and for modules that the model lacks.
     """
@@ -53,7 +54,7 @@ def shard(model: nn.Module, config: Config, **options: Any) -> nn.Module:
     if missing := [name for name in units if name not in modules]:
         raise InputError(f"{where}:fsdp2.units", f"the model has no module {missing[0]!r}", "trace and plan this model")
     checkpoint_modules(model, plan.checkpointing)
-    if processes == 1:
+    if processes == 1 and not plan.offload:
         return model
     if plan.kind == "ddp":
         buckets = {} if enforcement.ddp is None else ddp_arguments(enforcement)
@@ -61,6 +62,9 @@ def shard(model: nn.Module, config: Config, **options: Any) -> nn.Module:
     options.setdefault("mesh", _mesh(model, plan))
     if enforcement.fsdp2 is not None and not enforcement.fsdp2.reshard_after_forward:
         options.setdefault("reshard_after_forward", False)
+    if plan.offload:
+        pinned = torch.accelerator.is_available()
+        options.setdefault("offload_policy", CPUOffloadPolicy(pin_memory=pinned))
     for name in units:
         fully_shard(modules[name], **options)
     fully_shard(model, **options)  # by itself FSDP2 keeps the root gathered

@@ -198,6 +198,13 @@ def allocated_bytes(rank: int, kind: str, keeps: Mapping[str, Sequence[int]], la
     return float(min(max(size for at, size in held if step["ts"] <= at <= step["ts"] + step["dur"]) for step in steady))
 
 
+def offloaded(rank: int, config: str) -> bool:
+    """Return whether FSDP2 keeps the parameters of every block on the host."""
+    model = shard(Gpt(), config)
+    groups = [layer._get_fsdp_state()._fsdp_param_group for layer in model.layers]  # type: ignore[operator, union-attr]
+    return all(parameter.offload_to_cpu for group in groups for parameter in group.fsdp_params)
+
+
 def refusal(rank: int, config: str) -> str:
     """Return what ``shard`` says."""
     return message_of(shard, Gpt(layers=1), config)

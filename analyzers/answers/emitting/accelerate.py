@@ -68,6 +68,7 @@ def accelerate_config(plan: Plan, layout: ProcessLayout) -> tuple[dict[str, Any]
             "fsdp_reshard_after_forward": degrees.reshard,
             "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
             "fsdp_activation_checkpointing": recomputed != "none",
+            **({"fsdp_offload_params": True} if degrees.offload else {}),
         }
     if degrees.tensor > 1 or (degrees.sharded and degrees.replicate > 1):
         config["parallelism_config"] = _parallelism(degrees)

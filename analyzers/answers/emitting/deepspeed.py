@@ -51,6 +51,9 @@ def deepspeed_config(plan: Plan) -> tuple[dict[str, Any], list[str]]:
         "zero_optimization": {"stage": stage, **_partition(degrees, stage)},
         **_PRECISIONS[run.precision],
     }
+    if degrees.offload:
+        host = {"device": "cpu", "pin_memory": True}
+        config["zero_optimization"] |= {"offload_optimizer": host} | ({"offload_param": host} if stage == 3 else {})
     if run.precision == "bf16-pure" and stage:
         config["bf16"] = {"enabled": True, **_ALL_HALF}
     if degrees.tensor > 1:

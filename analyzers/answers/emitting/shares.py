@@ -28,6 +28,8 @@ class Shares:
     """Whether gathered parameters are given up after the forward pass; False: ZeRO-2's way."""
     sharded: bool
     """Whether the state is sharded at all; False: DDP."""
+    offload: bool
+    """Whether the state is kept in the hosts' memory."""
     batch_size: int
     """Samples of a rank in a step, all passes together."""
     passes: int
@@ -87,6 +89,7 @@ def shares(plan: Plan, target: str) -> tuple[Shares, list[str]]:
         pipeline=1 if plan.group is None else plan.group.pipeline,
         reshard=reshards(plan),
         sharded=is_sharded,
+        offload=sharding is not None and sharding.offload,
         batch_size=sizes[0],
         passes=passes,
     )

@@ -67,6 +67,7 @@ def job_config(plan: Plan) -> tuple[Settings, list[str]]:
             # tf32 is a way to multiply float32, which the script turns on.
             "mixed_precision_param": precision.computes.replace("tf32", "float32"),
             "mixed_precision_reduce": "float32",
+            **({"enable_cpu_offload": True} if degrees.offload else {}),
         },
         "parallelism": _parallelism(degrees),
         "activation_checkpoint": _checkpointing(recomputed, plan),

@@ -231,6 +231,10 @@ def _split_words(plan: Plan, split: BatchSplit) -> str:
         equal_text = f"{show_seconds(split.equal_s)} of computing, {saved}"
     dropped = ", ".join(f"{count} {name}" for name, count in split.dropped.items())
     remarks = f" Better left out: {dropped}." if dropped else ""
+    if split.goodput_per_s is not None:
+        remarks += (
+            f" It makes most progress: {split.goodput_per_s:,.4g} useful samples/s, efficiency {split.efficiency:.3f}."
+        )
     if split.accumulated_s is not None:
         accumulated = show_seconds(split.accumulated_s)
         remarks += f" Accumulation would make the step {accumulated} where memory limits batches."

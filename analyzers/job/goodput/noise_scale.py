@@ -10,13 +10,12 @@ coordinate (Adam), take all norms of ``P g`` instead of ``g``: the pre-condition
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from ddltool.analyzers.job.goodput.lr_rules import GradientStatistics
-from ddltool.arrays import Ints
 from ddltool.errors import InputError
 
 # Effective number of past observations: 1 / (1 - smoothing).
@@ -33,26 +32,16 @@ class NoiseTerms:
     var_per_sample: float
 
 
-def small_batch(batch_sizes: Sequence[int] | Ints) -> float:
-    """Return the one batch size that stands for gradients of unequal batches: the harmonic mean of ``batch_sizes``.
-
-    The variance of a gradient is ``S / B_i``, so the mean variance is that of the harmonic mean. It is the ``small`` of
-    :func:`noise_terms`. Raises InputError when there is none or one is below 1.
-    """
-    sizes = np.asarray(batch_sizes, dtype=np.float64)
-    if sizes.size == 0 or sizes.min() < 1:
-        raise InputError("batch_sizes", f"is {list(batch_sizes)}", "give each gradient's number of samples, 1 or more")
-    return float(1.0 / np.mean(1.0 / sizes))
-
-
 def noise_terms(small_sqr: float, big_sqr: float, small: float, big: float) -> NoiseTerms:
     """Return estimates of ``|G|^2`` and S from the squared norms of gradients at two batch sizes.
 
     They solve ``E |g|^2 = |G|^2 + S / B`` for both (McCandlish et al., appendix A.1).
 
     ``small_sqr`` is the mean of ``|g_i|^2`` over independent gradients of ``small`` samples each, ``big_sqr`` the squared
-    norm of their mean over all ``big`` samples (weighted by samples when unequal; see :func:`small_batch`). Unbiased for
-    independent samples. Raises InputError unless ``0 < small < big`` and the norms are finite.
+    norm of their mean over all ``big`` samples. Unequal batches weigh by their samples in both means, and ``small`` is their
+    mean: the sum of ``b_i / B`` times ``S / b_i`` is ``S`` over it. The norms of small batches scatter most, and where noise
+    prevails the weights of least variance are nearly these, ``b_i (1 - b_i / B)`` (what Cannikin asks for, arXiv:2402.05302).
+    Unbiased for independent samples. Raises InputError unless ``0 < small < big`` and the norms are finite.
     """
     if not 0 < small < big:
         raise InputError(

@@ -26,7 +26,7 @@ from ddltool.analyzers.job.planning.options import HOUR_S, Goal, PlanOptions
 from ddltool.analyzers.job.planning.split import plan_bsp, plan_lb_bsp
 from ddltool.analyzers.job.planning.superstep import plan_elastic_bsp
 from ddltool.decision import Kept, Layout, NothingFits, Option
-from ddltool.errors import Infeasible
+from ddltool.errors import Infeasible, InputError
 from ddltool.job import Job, WorkerGroup
 from ddltool.plans import Plan
 
@@ -133,8 +133,8 @@ class Candidates:
             except Infeasible as error:
                 # lb-bsp has searched all layouts on all mixes of devices.
                 if isinstance(error, NothingFits) and strategy == "lb-bsp":
-                    if grouped := self._in_groups(problem):
-                        return grouped
+                    if others := self._in_groups(problem) or self._on_hosts(problem):
+                        return others
                     raise
                 left_out[strategy] = error
                 continue
@@ -184,6 +184,16 @@ class Candidates:
             if found:
                 break
         return found
+
+    def _on_hosts(self, problem: Problem) -> list[Candidate]:
+        """Return the best plan with the state in the hosts' memory; empty where there is none, or the job says none."""
+        if self.model.layouts is None or self.job.offload != "auto":
+            return []
+        with suppress(Infeasible, InputError):
+            return [
+                replace(self, model=replace(self.model, layouts=self.model.layouts.on_hosts())).best("bsp", problem)
+            ]
+        return []
 
     def _by(self, tensor: int, pipeline: int, problem: Problem) -> Candidate | None:
         """Return the best plan of groups of devices that hold a replica between them; None where there is none."""
@@ -266,8 +276,9 @@ class Candidates:
         )
         candidate = build(feasible)
         if layouts is not None:
-            goodput_choice = candidate.plan.goodput  # None: ESTs take turns on a device, with a mini-batch each
-            samples = self.job.batch_size if goodput_choice is None else goodput_choice.local_batch_size
+            rows = [] if name != "goodput" else candidate.plan.assignments  # ESTs take turns, with a mini-batch each
+            samples = max((-(-row.local_batch_size // (row.accumulation_steps + 1)) for row in rows), default=0)
+            samples = samples or self.job.batch_size
             needed_bytes = layouts.whole_bytes(candidate.option.devices, samples)
             candidate = replace(candidate, option=candidate.option.model_copy(update={"memory_bytes": needed_bytes}))
         return candidate
@@ -491,28 +502,30 @@ class Candidates:
         return self._cost_plan(plan, problem, exposed, "D1")
 
     def _cost_goodput(self, problem: Problem) -> Candidate:
-        """Return the goodput plan (Pollux) on the types with a fitted model; what the fit adds to compute is exposed."""
+        """Return the goodput plan on the types with a fitted model; what the fit adds to compute is exposed."""
         assert self.job.goodput is not None  # the caller checked it
         offered = {device.name for device in problem.devices}
         models = {name: model for name, model in self.model.models.items() if name in offered}
         if not models:
             raise Infeasible("no offered device has a fitted throughput model (goodput: FILE)")
         plan = plan_goodput(self.job, self.job.goodput, models)
-        assert plan.goodput is not None  # plan_goodput fills it in
-        choice = plan.goodput
-        compute_s = float(grad_time_s(models[choice.device_type], choice.local_batch_size))
-        compute_s = min(plan.iteration_s, compute_s * (choice.accumulation_steps + 1))
+        choice = plan.goodput or plan.split  # on one type, or on several
+        assert choice is not None  # plan_goodput fills one in
+        compute_s = plan.overload_factor
+        if plan.goodput is not None:
+            compute_s = float(grad_time_s(models[plan.goodput.device_type], plan.goodput.local_batch_size))
+            compute_s = min(plan.iteration_s, compute_s * (plan.goodput.accumulation_steps + 1))
         waiting_s = plan.iteration_s - compute_s
         exposed = Exposed(default_s=waiting_s, best_s=waiting_s, setting=FITTED)
         if self.model.seen and self.model.communication is not None:
             measured = self.model.communication.synchronous(device_counts(plan), compute_s)
             waits_s = [waiting_s, *(end_s for end_s in (measured.low_s, measured.high_s) if end_s is not None)]
             exposed = replace(exposed, low_s=min(waits_s), high_s=max(waits_s))  # the fit and the earlier run differ
-        other_s = self.model.other_s(device_counts(plan), compute_s if choice.num_replicas > 1 else 0.0)
+        other_s = self.model.other_s(device_counts(plan), compute_s if plan.world_size > 1 else 0.0)
         working_share = plan.iteration_s / (plan.iteration_s + other_s)
         update = {
             "throughput": plan.throughput * working_share,
-            "goodput_per_s": choice.goodput_per_s * working_share,
+            "goodput_per_s": (choice.goodput_per_s or 0.0) * working_share,
             "step_samples": choice.total_batch_size,
             "order_saves_s": None,
         }

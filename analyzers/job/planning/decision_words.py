@@ -299,6 +299,9 @@ def _why(decision: Decision, plan: Plan, picked: Option, first: Option, value: V
     text = (
         f"Why: {grouped or alone}{_all_devices_clause(decision, picked)}{_first_clause(decision, picked, first, value)}"
     )
+    if decision.layouts and (host := decision.layouts[0].offload):
+        text += f"; each host keeps {show_bytes(host.memory_bytes)} of state and needs {show_seconds(host.update_s)} of a step "
+        text += f"to update it, {show_bytes(host.copied_bytes)} go over each device's link to it"
     if picked.communication_s is None:
         return f"{text}; communication is not in these figures (no graph, no fitted model)."
     if is_single:

@@ -1,7 +1,8 @@
 """A job's goodput as a plan: how many devices, which batch, and the batch on any other number. Start at :func:`plan_goodput`.
 
 The choice maximises goodput over the numbers of devices of one type, local batches and accumulation steps (Pollux, section
-3); devices of other types have models of their own, and the best type wins. The plan says besides from where on more
+3); devices of other types have models of their own, and the best type wins, or a mix of types in unequal batches whose total is
+chosen with it (Cannikin). On one type the plan says besides from where on more
 devices bring less than half of what the first did, and how to keep the chosen total batch when their number changes.
 """
 
@@ -17,8 +18,11 @@ import numpy as np
 
 from ddltool.analyzers.job.goodput.elastic_table import ElasticLimits, elastic_table
 from ddltool.analyzers.job.goodput.lr_rules import GradientStatistics, rule_names
-from ddltool.analyzers.job.goodput.throughput import ThroughputParams, efficiency, iteration_time_s
+from ddltool.analyzers.job.goodput.throughput import StepTime, ThroughputParams, efficiency, iteration_time_s
 from ddltool.analyzers.job.goodput.tuning import BatchLimits, Frontier, frontier
+from ddltool.analyzers.job.placement.problem import from_job
+from ddltool.analyzers.job.planning.split import memory_limit, plan_best_total
+from ddltool.decision import LEAST_GAIN
 from ddltool.errors import Infeasible
 from ddltool.job import GoodputSection, Job
 from ddltool.plans import Assignment, GoodputChoice, Plan, ScalingRow
@@ -30,13 +34,67 @@ BATCH = ("local_batch_size", "accumulation_steps", "total_batch_size")
 
 
 def plan_goodput(job: Job, section: GoodputSection, models: Mapping[str, ThroughputParams]) -> Plan:
-    """Return the plan of highest goodput; ``models`` by device type. All devices of the plan are of one type.
+    """Return the plan of highest goodput; ``models`` by device type.
 
-    Raises Infeasible when no number of the offered devices allows a batch.
+    Its devices are of one type, with equal batches and what other numbers of them would do, unless devices of several types in
+    unequal batches are better by ``LEAST_GAIN``. Raises Infeasible when no number of the offered devices allows a batch.
     """
-    started = time.perf_counter()
     initial = section.initial_batch_size or job.max_workers * job.batch_size
     phi = math.inf if section.noise_scale is None else section.noise_scale
+    mixed = _mixed(job, section, models, initial, phi)
+    try:
+        single = _of_one_type(job, section, models, initial, phi)
+    except Infeasible:
+        if mixed is None:
+            raise
+        return mixed
+    assert single.goodput is not None
+    if mixed is None or mixed.split is None:
+        return single
+    is_better = (mixed.split.goodput_per_s or 0.0) > single.goodput.goodput_per_s * (1 + LEAST_GAIN)
+    return mixed if is_better else single
+
+
+def _mixed(
+    job: Job, section: GoodputSection, models: Mapping[str, ThroughputParams], initial: int, phi: float
+) -> Plan | None:
+    """Return the plan of highest goodput on devices of several types; None: the job offers or allows one type alone.
+
+    ``initial``, ``phi``: as of :func:`_best_type`.
+    """
+    offers = [offer for offer in job.devices if offer.type in models]
+    if len(offers) < 2 or section.max_batch_size < initial:
+        return None
+    curves = {
+        offer.type: StepTime(
+            launch_s=models[offer.type].alpha_grad_s,
+            per_sample_s=models[offer.type].beta_grad_s,
+            memory_limit=memory_limit(job, offer),
+            sync=models[offer.type],
+            devices_per_node=section.devices_per_node,
+        )
+        for offer in offers
+    }
+    speeds = {name: 1 / max(curve.seconds(job.batch_size), 1e-12) for name, curve in curves.items()}
+    with suppress(Infeasible):
+        problem = from_job(job.model_copy(update={"devices": offers}), speeds)
+        totals = range(initial, section.max_batch_size + 1)
+        plan = None
+        if not problem.single_type:
+            plan = plan_best_total(
+                problem, curves, totals, lambda total: total * float(efficiency(phi, total, initial))
+            )
+        if plan is not None:
+            of_job = {"max_workers": job.max_workers, "batch_size": job.batch_size}
+            return plan.model_copy(update={**of_job, "throughput": plan.throughput / job.batch_size})
+    return None
+
+
+def _of_one_type(
+    job: Job, section: GoodputSection, models: Mapping[str, ThroughputParams], initial: int, phi: float
+) -> Plan:
+    """Return the plan of highest goodput on devices of one type. Raises Infeasible as :func:`_best_type` does."""
+    started = time.perf_counter()
     device, best_index, curve = _best_type(job, section, models, initial, phi)
 
     def row(at: int) -> dict[str, Any]:

@@ -566,6 +566,8 @@ def job_of(
     sequence_length: int | None = None,
     compile: bool = False,
     lora: int | None = None,
+    offload: str | None = None,
+    attention: str | None = None,
 ) -> Job:
     """Return the job of a model on devices that options describe. Raises InputError, which names the option.
 
@@ -594,6 +596,8 @@ def job_of(
         "optimizer": optimizer,
         "sequence_length": sequence_length,
         "lora": lora,
+        "offload": offload,
+        "attention": attention,
     }
     given_fields: dict[str, Any] = {name: value for name, value in optional_fields.items() if value is not None}
     given_fields |= {"compile": True} if compile else {}

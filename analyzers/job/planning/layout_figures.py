@@ -28,8 +28,9 @@ from ddltool.analyzers.step.communication.collectives import (
 from ddltool.analyzers.step.communication.fsdp import plan_fsdp, prefetch_setting
 from ddltool.analyzers.step.communication.nccl import Communicator, Fabric
 from ddltool.analyzers.step.communication.program import Program, program_of
-from ddltool.analyzers.step.costs.memory import Checkpointing, Kind, SavedOps, Sharding
+from ddltool.analyzers.step.costs.memory import PARAMETER, Checkpointing, Kind, SavedOps, Sharding
 from ddltool.analyzers.step.costs.model import CostModel
+from ddltool.analyzers.step.costs.offloading import HostCopies
 from ddltool.analyzers.step.costs.parallel import between_replicas
 from ddltool.analyzers.step.costs.predict import (
     ParallelDegrees,
@@ -39,7 +40,7 @@ from ddltool.analyzers.step.costs.predict import (
     own_sum_s,
     own_update_s,
 )
-from ddltool.decision import Layout
+from ddltool.decision import Layout, OnHost
 from ddltool.errors import Infeasible, InputError
 from ddltool.graph import Graph
 from ddltool.plans import Assignment, BucketSetting, Plan, PrefetchSetting, Recomputed, ShardingSetting
@@ -117,6 +118,8 @@ class LayoutFigures:
     optimizer: str
     degrees: ParallelDegrees = field(default_factory=ParallelDegrees)
     compile: bool = False
+    offload: bool = False
+    """Whether parameters, gradients and the optimizer's state are kept in the hosts' memory."""
     _timed: dict[tuple[str, int, str, WorkCurve], _Timed] = field(default_factory=dict)
     _reserved_bytes: dict[tuple[Sharding, str, int], float] = field(default_factory=dict)
     _peaks: dict[tuple[Sharding, str, int], float] = field(default_factory=dict)
@@ -275,6 +278,7 @@ class LayoutFigures:
             kind="ddp" if layout.sharding == "none" else layout.sharding,
             replicate=layout.replicate,
             shard=layout.shard,
+            offload=layout.offload is not None,
             checkpointing=[Recomputed(module=module, keeps=list(kept)) for module, kept in saved_ops.items()],
             memory_bytes=layout.memory_bytes,
         )
@@ -478,6 +482,7 @@ class LayoutFigures:
                 memory_bytes={
                     name: self._peak(sharding, recompute, -(-size // passes)) for name, size in sizes.items()
                 },
+                offload=self._on_host(sharding, passes, next(iter(timed_passes.values()))),
                 price_per_sample=None if None in prices else hourly_price / 3600 * step_s / self.total,
                 **fields,
             )
@@ -590,6 +595,23 @@ class LayoutFigures:
             self._peaks[key] = math.inf if held is None else held.peak().total_bytes
         return self._peaks[key]
 
+    def _on_host(self, sharding: Sharding, passes: int, timed: _Timed) -> OnHost | None:
+        """Return what the hosts do of a step of so many passes; None where the state is on the devices.
+
+        Parameters are copied for the forward pass, for the backward pass too where they are given up between, and gradients
+        back.
+        """
+        if not sharding.on_host:
+            return None
+        lifetimes = self._work(sharding).lifetimes(1)
+        kept_bytes = lifetimes.kept_share * float(lifetimes.sizes()[lifetimes.role == PARAMETER].sum())
+        copied_bytes = (1 + sharding.reshards) * kept_bytes + float(lifetimes.trained_bytes.sum())
+        return OnHost(
+            memory_bytes=lifetimes.host_bytes(sharding, self.optimizer, lifetimes.sizes()),
+            copied_bytes=passes * copied_bytes / sharding.shard,
+            update_s=timed.own_update_s(sharding) + (passes - 1) * own_sum_s(timed.graph, sharding),
+        )
+
     def _saved_per_module(self, recompute: str, size: int, sharding: Sharding) -> SavedOps:
         """Return, by recomputed module, the operations whose outputs are kept; empty where nothing is recomputed."""
         if recompute in self._saved_ops:
@@ -638,9 +660,15 @@ class LayoutFigures:
         }
 
     def _process_group(self, devices: Mapping[str, int], sharding: Sharding) -> Communicator:
-        """Return the process group on the devices; of a sharded model, the group of one shard."""
+        """Return the process group on the devices; of a sharded model, the group of one shard, with its copies to hosts."""
         group = Fabric.joined({name: self._between(name) for name in devices}, devices)
-        return group.fabric.sharded(group.replicas, sharding.shard, group.nodes) if sharding.gathers else group
+        if not sharding.gathers:
+            return group
+        used = [self.kinds[name].model.device for name in devices]
+        kept_share = self._work(sharding).lifetimes(1).kept_share if sharding.on_host else 1.0
+        return HostCopies.around(
+            group.fabric.sharded(group.replicas, sharding.shard, group.nodes), sharding, used, kept_share
+        )
 
 
 def _slowed(timed: Graph, factor: float) -> Graph:

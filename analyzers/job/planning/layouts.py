@@ -31,6 +31,7 @@ from ddltool.analyzers.job.planning.options import Goal
 from ddltool.analyzers.step.communication.nccl import Fabric
 from ddltool.analyzers.step.costs.memory import Sharding
 from ddltool.analyzers.step.costs.model import cost_model
+from ddltool.analyzers.step.costs.offloading import demand_host_update
 from ddltool.analyzers.step.costs.parallel import parallel_curve
 from ddltool.analyzers.step.costs.predict import ParallelDegrees, Setting, WorkCurve, usable_bytes, work_of
 from ddltool.analyzers.step.tracing.numerics import Numerics
@@ -59,14 +60,14 @@ class Layouts(LayoutFigures):
     def in_groups(self, degrees: ParallelDegrees) -> Layouts | None:
         """Return the layouts of groups of devices that hold a replica between them; None where the model is not divided so.
 
-        Only types of which a node holds a whole tensor group are left.
+        None, too, for a state in the hosts' memory. Only types of which a node holds a whole tensor group are left.
         """
         kinds = {
             name: replace(kind, price_per_hour=kind.price_per_hour and kind.price_per_hour * degrees.gpus)
             for name, kind in self.kinds.items()
             if kind.fabric.gpus_per_node >= degrees.tensor
         }
-        if not kinds:
+        if not kinds or self.offload:  # no state on a host is modelled for groups
             return None
         fabric = next(iter(kinds.values())).fabric
         try:  # as many passes as stages are in flight at a time at most
@@ -74,6 +75,16 @@ class Layouts(LayoutFigures):
         except InputError:
             return None
         return self.changed(work=work, kinds=kinds, degrees=degrees)
+
+    def on_hosts(self) -> Layouts:
+        """Return the layouts whose parameters, gradients and optimizer state are in the hosts' memory.
+
+        Raises InputError for a model without blocks, and for an optimizer that has no update there.
+        """
+        demand_host_update(self.optimizer)
+        if not self.work.lifetimes(1).blocks:
+            raise InputError("--offload", "the model has no list of blocks to gather one by one", "give none")
+        return self.changed(offload=True)
 
     def search(
         self,
@@ -298,10 +309,16 @@ class Layouts(LayoutFigures):
     def _shardings(self, counts: Counts, problem: Problem) -> list[Sharding]:
         """Return the ways in which so many devices can share the state."""
         devices = sum(counts)
-        if devices == 1:
-            return [Sharding(kind="none")]
         used_counts = [count for count in counts if count]
         per_node = [self._between(device.name).gpus_per_node for device in problem.devices]
+        if self.offload:  # what gathers its parts can keep them elsewhere
+            sharers = max(min(count, room) for count, room in zip(counts, per_node, strict=True))
+            sharded = (
+                self.changed(offload=False)._shardings(counts, problem) if devices > 1 else [Sharding(kind="fsdp")]
+            )
+            return [replace(each, on_host=sharers) for each in sharded if each.gathers]
+        if devices == 1:
+            return [Sharding(kind="none")]
         common_divisor = math.gcd(*used_counts)
         sizes = {2**power for power in range(1, devices.bit_length())} | {*used_counts, *per_node}
         kinds: list[Sharding] = [Sharding(kind="ddp")]
@@ -390,13 +407,16 @@ def _largest_counts(problem: Problem, total: int) -> list[Counts]:
 
 def job_work(job: Job) -> WorkCurve:
     """Return the traced step of a job's model at any batch size, traced once. Raises InputError where it cannot be."""
-    return _work(str(job.model), Numerics(job.precision, job.channels_last), job.sequence_length, job.lora)
+    numerics = Numerics(job.precision, job.channels_last)
+    return _work(str(job.model), numerics, job.sequence_length, job.lora, job.attention)
 
 
 @cache
-def _work(source: str, numerics: Numerics, sequence_length: int | None, lora: int | None) -> WorkCurve:
+def _work(
+    source: str, numerics: Numerics, sequence_length: int | None, lora: int | None, attention: str | None
+) -> WorkCurve:
     """Return the traced step of a model, one trace for all jobs that train it alike."""
-    return work_of(source, numerics, sequence_length, lora)
+    return work_of(source, numerics, sequence_length, lora, attention)
 
 
 def layouts_of(job: Job, table: DeviceTable, fabrics: Mapping[str, Fabric]) -> Layouts | None:
@@ -417,4 +437,5 @@ def layouts_of(job: Job, table: DeviceTable, fabrics: Mapping[str, Fabric]) -> L
                 price_per_hour=offer.price_per_hour,
             )
     total = job.max_workers * job.batch_size
-    return Layouts(work=work, kinds=kinds, total=total, optimizer=job.optimizer, compile=job.compile)
+    layouts = Layouts(work=work, kinds=kinds, total=total, optimizer=job.optimizer, compile=job.compile)
+    return layouts.on_hosts() if job.offload == "optimizer" else layouts

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
+from heapq import heappop, heappush
 
 from ddltool.analyzers.job.balancing.minmax import (
     Chosen,
@@ -29,6 +30,9 @@ from ddltool.graph import natural_key
 from ddltool.job import DeviceOffer, Job
 from ddltool.plans import Assignment, BatchSplit, Plan, Strategy
 from ddltool.quantities import MOST_PASSES
+
+NEAR_BEST = 1e-3
+"""A total batch is looked for until none may be better by more than this share."""
 
 
 def memory_limit(job: Job, offer: DeviceOffer) -> int | None:
@@ -85,14 +89,7 @@ def plan_lb_bsp(problem: Problem, curves: Mapping[str, StepTime] | None = None, 
     check_affordable(problem)
     total = checked_total(problem.max_workers, problem.batch_size, "batch_size")
     step_times = _step_times(problem, curves)
-    prices = tuple(device.price_micro or 0 for device in problem.devices)
-    offer = Offer(
-        counts=tuple(device.count for device in problem.devices),
-        max_devices=problem.max_devices,
-        prices=None if problem.max_price_micro is None else prices,
-        budget=problem.max_price_micro or 0,
-        single_type=problem.single_type,
-    )
+    offer = _offer(problem)
     timing = _Timing.of(step_times, synchronise=synchronise)
     best = timing.choose(offer, total)
     equal, equal_s = _equal_rows(problem, total), None
@@ -122,6 +119,72 @@ def plan_lb_bsp(problem: Problem, curves: Mapping[str, StepTime] | None = None, 
     communication_s = None if timing.finish is None else max(0.0, best.iteration_s - best.slowest_s)
     update = {"split": record, "communication_s": communication_s, "overload_factor": best.slowest_s}
     return plan.model_copy(update=update)
+
+
+def plan_best_total(
+    problem: Problem, curves: Mapping[str, StepTime], totals: range, progress: Callable[[int], float]
+) -> Plan | None:
+    """Return the split of most progress per second; its total batch, devices and sizes are chosen together.
+
+    This is Cannikin's problem (arXiv:2402.05302). Steps and their synchronisation are those of :func:`plan_lb_bsp`, in one pass
+    or in several, whichever is shorter. ``progress``: of a step with so many samples. Neither it nor a step gets less with more
+    samples, so totals between two make at most the progress of the last in the step of the first; ranges are halved until none
+    may be better than what was found by more than :data:`NEAR_BEST`. None where no total fits.
+    """
+    started, step_times, offer = time.perf_counter(), _step_times(problem, curves), _offer(problem)
+    timings = [_Timing.of(step_times, synchronise=True, accumulate=accumulate) for accumulate in (False, True)]
+
+    @cache
+    def shortest(total: int) -> tuple[_Timing, Chosen] | None:
+        """Return the shortest step of so many samples; None where none fits."""
+        found = [(timing, choice) for timing in timings if (choice := timing.choose(offer, total)) is not None]
+        return min(found, key=lambda each: each[1].iteration_s, default=None)
+
+    def rate(total: int, of_first: int) -> float:
+        """Return the progress of ``total`` samples in the shortest step of ``of_first``, by seconds."""
+        step = shortest(of_first)
+        return 0.0 if step is None else progress(total) / step[1].iteration_s
+
+    best = max(totals[0], totals[-1], key=lambda total: rate(total, total))
+    ranges = [(-rate(totals[-1], totals[0]), totals[0], totals[-1])]
+    while ranges and -ranges[0][0] > rate(best, best) * (1 + NEAR_BEST):
+        _, first, last = heappop(ranges)
+        middle = (first + last + 1) // 2
+        best = max(best, middle, key=lambda total: rate(total, total))
+        for begin, end in ((first, middle - 1), (middle, last)):
+            if begin < end:
+                heappush(ranges, (-rate(end, begin), begin, end))
+    found = shortest(best)
+    if found is None:
+        return None
+    (timing, choice), whole = found, replace(problem, max_workers=best, batch_size=1)
+    plan = _plan(whole, "goodput", timing.curves, choice.rows, choice.iteration_s, time.perf_counter() - started)
+    equal = _equal_rows(problem, best)
+    fits = all(row.size <= int(timing.curves.limits[row.kind]) for row in equal)
+    split = BatchSplit(
+        total_batch_size=best,
+        equal_s=timing.step_s(equal) if fits else None,
+        kept_s=None,
+        idle_s=sum(row.devices * (choice.slowest_s - slowest_of(timing.curves, [row])) for row in choice.rows),
+        dropped={},
+        goodput_per_s=rate(best, best),
+        efficiency=progress(best) / best,
+    )
+    waiting_s = max(0.0, choice.iteration_s - choice.slowest_s)
+    update = {"split": split, "communication_s": waiting_s, "overload_factor": choice.slowest_s}
+    return plan.model_copy(update=update)
+
+
+def _offer(problem: Problem) -> Offer:
+    """Return a problem's devices with the limits on them."""
+    prices = tuple(device.price_micro or 0 for device in problem.devices)
+    return Offer(
+        counts=tuple(device.count for device in problem.devices),
+        max_devices=problem.max_devices,
+        prices=None if problem.max_price_micro is None else prices,
+        budget=problem.max_price_micro or 0,
+        single_type=problem.single_type,
+    )
 
 
 def checked_total(workers: int, batch_size: int, where: str) -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from math import inf
@@ -60,20 +60,28 @@ class Sharding:
     """Processes that share a block's parameters between its forward and backward pass; 0: as many as ``shard``."""
     sums: bool = False
     """Whether a step has several passes, whose gradients are summed: they are held from the first one's end on."""
+    on_host: int = 0
+    """Processes of a node that keep their parts in its host's memory; 0: parts are on the devices."""
 
     @classmethod
     def named(cls, text: str, replicas: int) -> Sharding:
         """Return ``none``, ``ddp``, ``zero1``, ``zero2``, ``fsdp``, ``fsdp:SHARD`` or ``hsdp:SHARD`` on a number of replicas.
 
-        ``zero2`` is ``fully_shard`` with ``reshard_after_forward=False``, ``fsdp:SHARD`` with that number. Raises InputError
-        for other texts, and for a shard that does not divide the replicas.
+        ``zero2`` is ``fully_shard`` with ``reshard_after_forward=False``, ``fsdp:SHARD`` with that number. With ``:cpu``
+        behind what gathers, all replicas keep their parts on one host. Raises InputError for other texts, and for a shard that
+        does not divide the replicas.
         """
+        if text.endswith(":cpu"):
+            sharding = cls.named(text.removesuffix(":cpu"), replicas)
+            if not sharding.gathers:
+                raise InputError(
+                    "--sharding", f"{text!r} shards no parameters", "give fsdp:cpu, zero2:cpu or hsdp:N:cpu"
+                )
+            return replace(sharding, on_host=replicas)
         kind = next((known for known in get_args(Kind) if known == text.partition(":")[0]), None)
         shard_text = text.partition(":")[2]
-        if "offload" in text or text.endswith(":cpu"):
-            raise InputError(
-                "--sharding", f"{text!r}: offload to the CPU is not modelled", "give fsdp, which keeps its part"
-            )
+        if "offload" in text:
+            raise InputError("--sharding", f"unknown {text!r}", "give fsdp:cpu for what CPUOffloadPolicy does")
         if kind == "hsdp" and not shard_text:
             raise InputError("--sharding", f"{text!r} does not say over how many", "give hsdp:SHARD, such as hsdp:8")
         if kind is None or (kind not in ("fsdp", "hsdp") and ":" in text):
@@ -452,9 +460,11 @@ class TensorLifetimes:
         is_parameter, is_gradient = self.role == PARAMETER, self.role == GRADIENT
         alloc, end, shard = recomputation.moved(self.alloc), held.places, sharding.shard
         reduced_bytes = self.trained_bytes  # (blocks + 1,)
-        held.add("parameters", 0, end, size[is_parameter] * self.kept_share / shard)
-        states = self._states(size * self.kept_share, optimizer)
-        held.add("optimizer", 0, end, states / shard)
+        if not sharding.on_host:
+            held.add("parameters", 0, end, size[is_parameter] * self.kept_share / shard)
+            held.add("optimizer", 0, end, self._states(size * self.kept_share, optimizer) / shard)
+        # A part that comes from the host is copied whole before it is gathered.
+        copied_share = self.kept_share / shard if sharding.on_host else 0.0
         held.add("gathered", 0, end, size[is_parameter & (self.owner < 0)])
         is_root_gradient = is_gradient & (self.owner < 0)
         held.add("gradients", alloc[is_root_gradient], end, size[is_root_gradient])
@@ -464,7 +474,7 @@ class TensorLifetimes:
             next_index = block_index - 1 if block_index else None  # the block whose backward pass is next
             # What was gathered is copied out, and kept until the next block has been gathered.
             copied_until = self.blocks[block_index + 1].first if block_index + 1 < len(self.blocks) else self.backward
-            held.add("gathering", block.first - 1, copied_until, block_bytes[block_index])
+            held.add("gathering", block.first - 1, copied_until, (1.0 + copied_share) * block_bytes[block_index])
             held.add(
                 "gathered",
                 block.first,
@@ -489,15 +499,18 @@ class TensorLifetimes:
                     "gathering",
                     recomputation.start[block_index],
                     backward_ends[block_index] + 1,
-                    block_bytes[next_index] if next_index is not None else 0.0,
+                    (1.0 + copied_share) * block_bytes[next_index] if next_index is not None else 0.0,
                 )
             is_own_gradient = is_gradient & (self.owner == block_index)
             # A block gives up its parameters before it reduces, and the input of the reduction before it.
             held.add("gradients", alloc[is_own_gradient], backward_ends[block_index] + 2, size[is_own_gradient])
             reduced_until = backward_ends[next_index] + 1 if next_index is not None else end - 1
             held.add("reducing", backward_ends[block_index] + 1, reduced_until, float(reduced_bytes[block_index]))
-            summed_at = backward_ends[block_index] + 2 if sharding.sums else end
+            is_sent_on = sharding.sums or sharding.on_host  # to the sum, or to the host
+            summed_at = backward_ends[block_index] + 2 if is_sent_on else end
             held.add("gradients", backward_ends[block_index] + 1, summed_at, float(reduced_bytes[block_index]) / shard)
+        if sharding.on_host:
+            return
         if sharding.sums:
             held.add("gradients", 0, end, float(reduced_bytes.sum()) / shard)
         update = OPTIMIZERS[optimizer]
@@ -505,6 +518,16 @@ class TensorLifetimes:
         if update.each is not None:  # a matrix that Muon updates is gathered whole
             parts = np.array(temporaries(self.trained, optimizer))
             held.add("updating", end - 1, end, parts if optimizer == "muon" else parts / shard)
+
+    def host_bytes(self, sharding: Sharding, optimizer: str, size: Array) -> float:
+        """Return the bytes of a host's memory that its processes keep parameters, gradients and optimizer state in.
+
+        0 where they keep them on their devices. ``size`` (s,): the bytes of the storages, see :meth:`sizes`.
+        """
+        kept = size * self.kept_share
+        states = self._states(kept, optimizer).sum() if sharding.on_host else 0.0
+        own_bytes = float(kept[self.role == PARAMETER].sum() + self.trained_bytes.sum() + states) / sharding.shard
+        return sharding.on_host * own_bytes
 
 
 class Recomputation:

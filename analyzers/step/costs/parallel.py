@@ -78,6 +78,9 @@ def parallel_curve(curve: WorkCurve, setting: Setting) -> WorkCurve:
         problem = f"{layout.virtual} of {layout.pipeline} GPUs in {setting.accumulation} passes"
         remedy = "give --pipeline-parallel above 1, and --accumulation in multiples of it"
         raise InputError("--virtual-stages", problem, remedy)
+    if isinstance(setting.sharding, str) and setting.sharding.endswith(":cpu"):
+        problem = f"{setting.sharding!r} beside tensor or pipeline parallelism is not modelled"
+        raise InputError("--sharding", problem, f"give {setting.sharding.removesuffix(':cpu')}")
     if setting.budget_bytes is not None:
         raise InputError("--checkpointing", "no budget is kept stage by stage", "give none, selective or full")
     parallel = ParallelCurve.of(curve, layout, setting.accumulation)

@@ -37,6 +37,7 @@ from ddltool.analyzers.step.costs.memory import (
     lifetimes_of,
 )
 from ddltool.analyzers.step.costs.model import HOST_BOUND, OPTIMIZER, CostModel, estimate
+from ddltool.analyzers.step.costs.offloading import HostCopies, demand_host_update, host_sum_s, host_update_s
 from ddltool.analyzers.step.costs.optimizers import OPTIMIZERS
 from ddltool.analyzers.step.tracing.adapters import with_lora
 from ddltool.analyzers.step.tracing.numerics import Numerics
@@ -209,7 +210,9 @@ class WorkCurve:
         sharding = setting.sharded(placement.num_replicas)
         update_s = own_update_s(graph, sharding)
         sums_s = (setting.accumulation - 1) * own_sum_s(graph, sharding)
-        step_s = step_of(program, setting, placement, sharding, update_s) + sums_s
+        kept_share = self.lifetimes(batch_size).kept_share if sharding.on_host else 1.0
+        copies = partial(HostCopies.around, sharding=sharding, devices=[model.device], kept_share=kept_share)
+        step_s = step_of(program, setting, placement, sharding, update_s, copies) + sums_s
         if sharding.gathers and placement.num_replicas > 1:
             group = setting.fabric.sharded(placement.num_replicas, sharding.shard, placement.num_nodes)
             step_s += gathered_matrices_s(graph, group, sharding)
@@ -312,7 +315,8 @@ class Setting:
         """Return how so many replicas share the step's parameters, gradients and optimizer state."""
         sharding = self.sharding
         if not isinstance(sharding, Sharding):
-            sharding = Sharding.named(sharding if replicas > 1 else "none", replicas)
+            sharding = Sharding.named(sharding if replicas > 1 or sharding.endswith(":cpu") else "none", replicas)
+            sharding = replace(sharding, on_host=min(sharding.on_host, self.fabric.gpus_per_node))
         return replace(sharding, sums=self.accumulation > 1)
 
     @property
@@ -335,10 +339,12 @@ class Setting:
             raise InputError("--checkpointing", f"unknown {self.checkpointing!r}", suggestion)
         _ = self.budget_bytes  # raises for a text that is no size
         if isinstance(self.sharding, str):
-            shard = self.sharding.partition(":")[2]
+            shard = self.sharding.removesuffix(":cpu").partition(":")[2]
             Sharding.named(self.sharding, int(shard) if shard.isdecimal() else 1)  # one replica is checked, too
         if self.optimizer not in OPTIMIZERS:
             raise InputError("--optimizer", f"unknown {self.optimizer!r}", did_you_mean(self.optimizer, OPTIMIZERS))
+        if isinstance(self.sharding, str) and self.sharding.endswith(":cpu"):
+            demand_host_update(self.optimizer)
 
 
 def predict_on(
@@ -623,12 +629,20 @@ def _predict_row(
     )
 
 
-def step_of(program: Program, setting: Setting, placement: Placement, sharding: Sharding, update_s: float) -> float:
+def step_of(
+    program: Program,
+    setting: Setting,
+    placement: Placement,
+    sharding: Sharding,
+    update_s: float,
+    copies: Callable[[Communicator], Communicator],
+) -> float:
     """Return the seconds of a step: its passes, the communication that outlasts them, and the optimizer's update.
 
     ``update_s``: of the part that one process updates. Sharded processes communicate in every pass, others in the last.
+    ``copies``: adds to a group what its processes copy from and to their host.
     """
-    last_pass_s = _synchronized_pass_s(program, setting, placement, sharding)
+    last_pass_s = _synchronized_pass_s(program, setting, placement, sharding, copies)
     other_pass_s = last_pass_s if sharding.gathers else program.compute_s
     return (setting.accumulation - 1) * other_pass_s + last_pass_s + update_s
 
@@ -640,6 +654,8 @@ def own_update_s(graph: Graph, sharding: Sharding) -> float:
     of the tensors (zero1). So it is where the update needs whole matrices, of which a process has some: the most are as many
     as there are for each process, rounded up.
     """
+    if sharding.on_host:
+        return host_update_s(graph, sharding)
     whole_s, host_s = (float(graph.meta.get(name) or 0.0) for name in ("update_s", "update_host_s"))
     if matrices := int(graph.meta.get("update_matrices") or 0):
         return whole_s * math.ceil(matrices / sharding.shard) / matrices
@@ -658,6 +674,8 @@ def gathered_matrices_s(graph: Graph, group: Communicator, sharding: Sharding) -
 
 def own_sum_s(graph: Graph, sharding: Sharding) -> float:
     """Return the seconds in which a process adds its shard of one pass's gradients to those before, from ``meta``."""
+    if sharding.on_host:
+        return host_sum_s(graph, sharding)
     whole_s, launch_s = (float(graph.meta.get(name) or 0.0) for name in ("sum_s", "sum_launch_s"))
     return launch_s + (whole_s - launch_s) / (sharding.shard if sharding.gathers else 1)
 
@@ -695,12 +713,19 @@ def usable_bytes(device: Device) -> float:
     return share * device.memory_gib * 2.0**30 - RESERVED_BYTES
 
 
-def _synchronized_pass_s(program: Program, setting: Setting, placement: Placement, sharding: Sharding) -> float:
+def _synchronized_pass_s(
+    program: Program,
+    setting: Setting,
+    placement: Placement,
+    sharding: Sharding,
+    copies: Callable[[Communicator], Communicator],
+) -> float:
     """Return the seconds of a pass that communicates: forward, backward, and the collectives that outlast them.
 
-    With one replica nothing is communicated. Raises InputError for several replicas that never exchange anything (none).
+    With one replica nothing is communicated but with its host. Raises InputError for several replicas that never exchange
+    anything (none).
     """
-    if placement.num_replicas == 1:
+    if placement.num_replicas == 1 and not sharding.on_host:
         return program.compute_s
     if not sharding.gathers:
         if sharding.kind == "none":
@@ -711,7 +736,7 @@ def _synchronized_pass_s(program: Program, setting: Setting, placement: Placemen
         return reduced_s + (
             all_replicas.all_gather_s(float(program.size_bytes.sum())) if sharding.kind == "zero1" else 0.0
         )
-    group = setting.fabric.sharded(placement.num_replicas, sharding.shard, placement.num_nodes)
+    group = copies(setting.fabric.sharded(placement.num_replicas, sharding.shard, placement.num_nodes))
     units = units_of(program)
     if units is None:  # one unit: everything is gathered before the step and reduced after it
         parameter_bytes = float(program.held_bytes.sum())
@@ -810,8 +835,12 @@ def work_of(
     ``sequence_length``: tokens of a sample; None: as the source says. ``lora``: the rank of adapters, which alone are then
     trained; None: the whole model is. ``attention``: eager, sdpa, or flash (sdpa by the kernel for 16-bit numbers alone).
 
-    Raises InputError for a graph or ONNX file, and for a library's model of which the example inputs miss a part.
+    Raises InputError for a graph or ONNX file, for a library's model of which the example inputs miss a part, and for flash in
+    a precision that it has no kernel for.
     """
+    if attention == "flash" and precision_of(numerics.precision).computes not in ("bfloat16", "float16"):
+        remedy = "give a precision of 16 bits, such as bf16"
+        raise InputError("attention", f"flash has no kernel for {numerics.precision}", remedy)
     if is_graph_file(source) or is_onnx_file(source):
         remedy = "give a torch source: zoo:NAME, timm:NAME, transformers:NAME, file.py:factory"
         raise InputError(str(source), "holds one batch size only and cannot be traced at others", remedy)

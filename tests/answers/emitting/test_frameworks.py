@@ -31,7 +31,7 @@ BLOCKS = [f"model.layers.{n}" for n in range(4)]
 TORCHTITAN: dict[str, dict[str, type]] = {
     "model": {"name": str, "flavor": str, "converters": list},
     "optimizer": {"name": str, "implementation": str},
-    "training": {
+    "training": {"enable_cpu_offload": bool,
         "local_batch_size": int, "global_batch_size": int, "seq_len": int, "dtype": str,
         "mixed_precision_param": str, "mixed_precision_reduce": str,
     },
@@ -57,6 +57,7 @@ def made_plan(
         "replicate": shape[0],
         "shard": shape[1],
         "checkpointing": changes.pop("checkpointing", []),
+        "offload": changes.pop("offload", False),
     }
     usual = {
         "assignments": [row],
@@ -81,6 +82,7 @@ PLANS = {
     "some": made_plan(checkpointing=FULL[:2]),
     "tensor": made_plan(group=WorkerGroup(tensor=2)),
     "one": made_plan("ddp", (1, 1)),
+    "host": made_plan(offload=True),
 }
 FLOAT8 = made_plan(run={"precision": "fp8", "compile": True})
 ALL = {**PLANS, "pipeline": made_plan(passes=4, group=GROUP)}
@@ -126,6 +128,7 @@ def test_torchtitan_is_told_the_layout() -> None:
     assert (types["fsdp"], types["pure"]) == (("float32", "bfloat16"), ("bfloat16", "bfloat16"))
     assert types["ddp"] == ("float32", "float32")
     assert said["hsdp"]["compile"]["enable"] is True
+    assert [name for name in said if said[name]["training"].get("enable_cpu_offload")] == ["host"]
 
 
 def test_float8_brings_its_converter_and_section() -> None:
@@ -195,6 +198,7 @@ def test_accelerates_own_parser_takes_the_config(
     assert variables.get("ACCELERATE_USE_FSDP", "false") == str(is_fsdp).lower()
     if is_fsdp:
         assert variables["FSDP_VERSION"] == "2"
+        assert variables["FSDP_OFFLOAD_PARAMS"] == str(name == "host").lower()
         assert variables["FSDP_RESHARD_AFTER_FORWARD"] == str(name != "zero2").lower()
         assert variables["FSDP_ACTIVATION_CHECKPOINTING"] == str(name in ("hsdp", "some")).lower()
     if name in ("hsdp", "tensor"):
@@ -248,7 +252,21 @@ def test_accelerate_starts_alike_on_all_nodes() -> None:
 def test_deepspeed_is_told_stage_batch_and_precision(cli: Cli, tmp_path: Path) -> None:
     said = {name: deepspeed_config(each)[0] for name, each in PLANS.items()}
     stages = {name: each["zero_optimization"]["stage"] for name, each in said.items()}
-    assert stages == {"fsdp": 3, "zero2": 2, "hsdp": 3, "ddp": 0, "pure": 3, "some": 3, "tensor": 3, "one": 0}
+    assert stages == {
+        "fsdp": 3,
+        "zero2": 2,
+        "hsdp": 3,
+        "ddp": 0,
+        "pure": 3,
+        "some": 3,
+        "tensor": 3,
+        "one": 0,
+        "host": 3,
+    }
+    on_host = {"device": "cpu", "pin_memory": True}
+    for name, each in said.items():
+        parts = [each["zero_optimization"].get(f"offload_{part}") for part in ("param", "optimizer")]
+        assert parts == [on_host if name == "host" else None] * 2
     for name, config in said.items():
         whole = config["train_micro_batch_size_per_gpu"] * config["gradient_accumulation_steps"]
         assert whole == 8

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from ddltool.analyzers.job.goodput.throughput import ThroughputParams, iteration_time_s
+from ddltool.analyzers.job.goodput.throughput import ThroughputParams, iteration_time_s, sync_time_s
 from ddltool.analyzers.job.planning.goodput_plan import plan_goodput
+from ddltool.analyzers.job.planning.split import NEAR_BEST
 from ddltool.artifacts import save
+from ddltool.decision import LEAST_GAIN
 from ddltool.errors import Infeasible
 from ddltool.goodput_model import Goodput
 from ddltool.job import Constraints, GoodputSection
@@ -35,7 +38,9 @@ SECTION = GoodputSection(
 )
 
 
-asked = partial(job, {"A": (5, None, 1.0), "B": (4, None, 3.0)}, max_workers=4, goodput=SECTION)
+ONE_TYPE = Constraints(homogeneous=True)
+mixing = partial(job, {"A": (5, None, 1.0), "B": (4, None, 3.0)}, max_workers=4, goodput=SECTION)
+asked = partial(mixing, constraints=ONE_TYPE)
 
 
 def by_search(models: dict[str, tuple[ThroughputParams, int]]) -> float:
@@ -64,11 +69,71 @@ def test_the_choice_is_the_best_of_all() -> None:
     assert made.iteration_s == pytest.approx(choice.total_batch_size / (made.throughput * 4))
 
 
+def mixes_by_search(
+    models: dict[str, ThroughputParams], counts: tuple[int, int], totals: range, phi: float, memory: int
+) -> float:
+    """Every number of devices of two types, every total and every way to share it out, in one pass."""
+    best = 0.0
+    pairs = [(params.alpha_grad_s, params.beta_grad_s) for params in models.values()]
+    for used in itertools.product(*(range(count + 1) for count in counts)):
+        devices = sum(used)
+        if not devices:
+            continue
+        kinds = [kind for kind, number in enumerate(used) for _ in range(number)]
+        sync_s = max(float(sync_time_s(params, -(-devices // 2), devices)) for params in models.values())
+        gamma = min(params.gamma for params in models.values())
+        for sizes in itertools.product(range(1, memory + 1), repeat=devices):
+            total = sum(sizes)
+            if total in totals:
+                slowest_s = max(pairs[kind][0] + pairs[kind][1] * size for kind, size in zip(kinds, sizes, strict=True))
+                seconds = (slowest_s**gamma + sync_s**gamma) ** (1 / gamma)
+                best = max(best, total / seconds * (phi + totals[0]) / (phi + total))
+    return best
+
+
+@pytest.mark.parametrize(
+    ("phi", "ratio", "counts"), [(20.0, 2.0, (2, 1)), (200.0, 3.0, (1, 2)), (1e5, 4.0, (2, 2)), (5.0, 1.5, (1, 1))]
+)
+def test_no_mix_of_devices_with_another_total_or_split_makes_more_progress(
+    phi: float, ratio: float, counts: tuple[int, int]
+) -> None:
+    """Total, devices and an unequal split together: never below the best of all, and above the best of one type."""
+    models = {"A": SLOW, "B": SLOW.model_copy(update={"beta_grad_s": SLOW.beta_grad_s / ratio})}
+    section = SECTION.model_copy(
+        update={"noise_scale": phi, "initial_batch_size": 6, "max_batch_size": 40, "max_local_batch_size": 11}
+    )
+    wanted = job({"A": (counts[0], None, 1.0), "B": (counts[1], None, 1.0)}, max_workers=4, goodput=section)
+    made = plan_goodput(wanted, section, models)
+    found = made.split or made.goodput
+    assert found is not None
+    best = mixes_by_search(models, counts, range(6, 41), phi, 11)
+    assert (found.goodput_per_s or 0.0) >= best * (1 - LEAST_GAIN) * (1 - NEAR_BEST)
+    if made.split is not None:
+        assert (found.goodput_per_s or 0.0) >= best * (1 - NEAR_BEST)
+        assert sum(row.devices * row.local_batch_size for row in made.assignments) == made.split.total_batch_size
+        assert made.throughput * made.batch_size == pytest.approx(made.split.total_batch_size / made.iteration_s)
+        assert made.split.efficiency == pytest.approx((phi + 6) / (phi + made.split.total_batch_size))
+
+
+def test_unlike_devices_train_together_where_it_pays() -> None:
+    """More noise makes larger batches worth it, which the slower type then helps with."""
+    together = plan_goodput(mixing(), SECTION.model_copy(update={"noise_scale": 1e4}), {"A": SLOW, "B": FAST})
+    assert {row.device_type for row in together.assignments} == {"A", "B"}
+    sizes = {row.device_type: row.local_batch_size for row in together.assignments}
+    assert sizes["B"] > sizes["A"]
+    assert together.split is not None
+    assert together.split.equal_s is None or together.split.equal_s > together.iteration_s
+    alone = plan_goodput(mixing(constraints=ONE_TYPE), SECTION, {"A": SLOW, "B": FAST})
+    assert alone.goodput is not None
+
+
 def test_limits_on_devices_and_money_are_kept() -> None:
-    two = plan_goodput(asked(constraints=Constraints(max_devices=2)), SECTION, {"A": SLOW, "B": FAST})
+    two = plan_goodput(asked(constraints=Constraints(max_devices=2, homogeneous=True)), SECTION, {"A": SLOW, "B": FAST})
     assert two.goodput is not None
     assert two.goodput.goodput_per_s == pytest.approx(by_search({"A": (SLOW, 2), "B": (FAST, 2)}), rel=1e-9)
-    poor = plan_goodput(asked(constraints=Constraints(max_price_per_hour=4.0)), SECTION, {"A": SLOW, "B": FAST})
+    poor = plan_goodput(
+        asked(constraints=Constraints(max_price_per_hour=4.0, homogeneous=True)), SECTION, {"A": SLOW, "B": FAST}
+    )
     assert poor.goodput is not None
     assert poor.goodput.goodput_per_s == pytest.approx(by_search({"A": (SLOW, 4), "B": (FAST, 1)}), rel=1e-9)
     with pytest.raises(Infeasible, match="no number of the offered devices"):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from fractions import Fraction
+from typing import Any
 
 import pytest
+import torch
 
 from ddltool.analyzers.job.placement.problem import DeviceType, Problem
 from ddltool.analyzers.job.planning.compare import decide
@@ -18,12 +22,15 @@ from ddltool.analyzers.job.planning.options import Goal, PlanOptions
 from ddltool.analyzers.step.communication.nccl import Fabric
 from ddltool.analyzers.step.costs.model import cost_model
 from ddltool.analyzers.step.costs.parallel import parallel_curve
-from ddltool.analyzers.step.costs.predict import ParallelDegrees, Placement, Setting, WorkCurve, predict
+from ddltool.analyzers.step.costs.predict import ParallelDegrees, Placement, Setting, WorkCurve, measure_work, predict
+from ddltool.analyzers.step.tracing.step import TrainingStep
 from ddltool.decision import LEAST_GAIN, Layout, NothingFits
 from ddltool.job import DeviceOffer, Job, WorkerGroup
 from ddltool.links import parse_link, parse_nic
 from ddltool.plans import Plan
 from ddltool.shipped import calibration, devices
+from tests.conftest import Cli
+from tests.helpers.sharding_workers import Gpt
 from tests.job.planning.test_layouts import MIB, fitting, planner, problem, work
 
 DEGREES = [(2, 1), (4, 1), (1, 2), (2, 2)]
@@ -133,15 +140,17 @@ def test_of_three_hundred_jobs_none_has_a_better_layout() -> None:
         one_of_random(seed)
 
 
-def planned(total: int, usable_mib: float, count: int, nic: str, per_node: int = 4) -> Plan:
+def planned(
+    total: int, usable_mib: float, count: int, nic: str, per_node: int = 4, curve: WorkCurve | None = None, **more: Any
+) -> Plan:
     """Return the plan of :func:`work` on A100s behind a network card."""
     fabric = Fabric(inside=parse_link("nvlink3"), between=parse_nic(nic), gpus_per_node=per_node)
     model = cost_model(devices().device("A100"), calibration())
     kinds = {"A100": DeviceKind(model=model, fabric=fabric, usable_bytes=usable_mib * MIB)}
-    layouts = Layouts(work=work(), kinds=kinds, total=total, optimizer="adam")
+    layouts = Layouts(work=curve or work(), kinds=kinds, total=total, optimizer="adam")
     capability = Fraction(layouts.capability("A100", 1))
     offers = (DeviceType(name="A100", count=count, capability_per_s=capability),)
-    job = Job(name="gpt", max_workers=total, batch_size=1, devices=[DeviceOffer(type="A100", count=count)])
+    job = Job(name="gpt", max_workers=total, batch_size=1, devices=[DeviceOffer(type="A100", count=count)], **more)
     options = PlanOptions(goal=Goal(step_samples=total))
     return decide(
         job,
@@ -190,6 +199,98 @@ def test_where_nothing_fits_on_single_devices_groups_are_found() -> None:
     assert plan.group.tensor > 1
 
 
+def offloaded_steps(made: Layouts, total: int, count: int) -> Iterator[float]:
+    """Steps of every layout on ``count`` devices that keeps its state on the host, by ``predict`` alone."""
+    for sharding in ["fsdp:cpu", *(f"hsdp:{shard}:cpu" for shard in (2, 4) if shard < count), "zero2:cpu"]:
+        for way in WAYS:
+            for passes in (each for each in range(1, total // count + 1) if (total // count) % each == 0):
+                setting = Setting(
+                    fabric=made.kinds["A100"].fabric,
+                    optimizer="adam",
+                    sharding=sharding,
+                    accumulation=passes,
+                    checkpointing=way,
+                )
+                place = Placement(num_nodes=-(-count // 4), num_replicas=count)
+                row = predict(wide(), made.kinds["A100"].model, setting, [total // count // passes], [place])[0]
+                if row.reserved_bytes <= made.kinds["A100"].usable_bytes:
+                    yield row.step_time_s
+
+
+@functools.cache
+def wide() -> WorkCurve:
+    """A model whose state is much more than its activations and what the allocator rounds up."""
+
+    def build() -> TrainingStep:
+        def loss(output: torch.Tensor) -> torch.Tensor:
+            return output.float().square().mean()
+
+        module = Gpt(layers=8, width=512, length=64, words=512)
+        return TrainingStep(name="wide", module=module, inputs=(torch.zeros(2, 64, dtype=torch.long),), loss=loss)
+
+    return measure_work(build)
+
+
+@pytest.mark.parametrize(("total", "count", "usable"), [(4, 1, 120), (8, 1, 160), (8, 2, 150), (4, 4, 130), (8, 2, 60)])
+def test_no_layout_with_its_state_on_the_host_is_better_than_the_pick(total: int, count: int, usable: float) -> None:
+    made = replace(planner(total, "adam", A100=usable), work=wide()).on_hosts()
+    every = [
+        step_s for each in range(1, count + 1) if total % each == 0 for step_s in offloaded_steps(made, total, each)
+    ]
+    try:
+        found = fitting(made.search(problem(total, A100=count), equal=True)[0])
+    except NothingFits:
+        assert usable == 60
+        assert not every
+        return
+    assert (found[0].layout.step_s or math.inf) <= min(every) * (1 + LEAST_GAIN) ** 2
+    assert all(it.layout.offload is not None and it.sharding.gathers for it in found)
+
+
+def test_where_nothing_else_fits_the_state_goes_to_the_host_unless_the_job_says_none() -> None:
+    """Adam's state takes 400 MiB, a block 12 of them."""
+    plan = planned(4, 200, 1, "200Gbit", curve=wide())
+    assert plan.decision is not None
+    assert plan.sharding is not None
+    assert plan.sharding.offload
+    host = plan.decision.layouts[0].offload
+    assert host is not None
+    trained = float(wide().lifetimes(1).trained_bytes.sum())
+    assert host.memory_bytes == pytest.approx(4 * trained)
+    assert host.copied_bytes == pytest.approx(3 * trained * plan.decision.layouts[0].passes)
+    assert "each host keeps" in plan.decision.words[1]
+    with pytest.raises(NothingFits, match="missing"):
+        planned(4, 200, 1, "200Gbit", curve=wide(), offload="none")
+    roomy = planned(4, 1e6, 1, "200Gbit", curve=wide())
+    assert roomy.sharding is not None
+    assert not roomy.sharding.offload
+
+
 def test_a_model_without_heads_to_divide_has_no_groups() -> None:
     assert planner(8, "adam", A100=1e6).in_groups(degrees_of(3, 1)) is None
+    assert planner(8, "adam", A100=1e6).on_hosts().in_groups(degrees_of(2, 1)) is None
     assert WorkerGroup(tensor=2, pipeline=2).size == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("asked", "published"),
+    [
+        (
+            "transformers:meta-llama/Meta-Llama-3-70B --devices 64xGB200 --nodes 1 --precision fp8 --compile --optimizer adamw "
+            "--sequence-length 8192 --batch-size 256",
+            ("fsdp", 1, 1, "none"),
+        ),
+        (
+            "transformers:meta-llama/Llama-2-7b-hf --devices 128xA100-80GB --nic 400Gbit --precision bf16 --optimizer adamw "
+            "--sequence-length 4096 --batch-size 256",
+            ("hsdp", 1, 1, "none"),
+        ),
+    ],
+    ids=["NVIDIA", "fms-fsdp"],
+)
+def test_a_published_choice_is_among_the_best_three(cli: Cli, asked: str, published: tuple[object, ...]) -> None:
+    layouts = cli("plan", *asked.split(), "--json").document["decision"]["layouts"]
+    fits = sorted((it for it in layouts if it["step_s"]), key=lambda it: it["step_s"])
+    keys = [(it["sharding"], it["tensor_parallel"], it["pipeline_parallel"], it["checkpointing"]) for it in fits]
+    assert published in list(dict.fromkeys(keys))[:3]

@@ -18,7 +18,7 @@ from ddltool.errors import InputError
 from ddltool.plans import Enforcement, PrefetchSetting, Recomputed, ShardingSetting
 from ddltool.runtime import shard
 from tests.helpers.runtime_workers import Crew, crew, enforcement
-from tests.helpers.sharding_workers import Gpt, allocated_bytes, gpt, middling, peak_bytes, refusal, train
+from tests.helpers.sharding_workers import Gpt, allocated_bytes, gpt, middling, offloaded, peak_bytes, refusal, train
 from tests.job.planning.test_layouts import planner, problem
 
 BLOCKS = [f"layers.{k}" for k in range(3)]
@@ -27,9 +27,10 @@ AGAIN = [Recomputed(module="layers.0"), Recomputed(module="layers.2", keeps=[0, 
 UNEVEN = [[[1, 4]], [[3, 2]], [[1, 4]]]
 
 
-def config(folder: Path, sizes: list[int], kind: Any = "fsdp", replicate: int = 1) -> str:
+def config(folder: Path, sizes: list[int], kind: Any = "fsdp", replicate: int = 1, offload: bool = False) -> str:
     units = PrefetchSetting(units=BLOCKS, forward={BLOCKS[0]: BLOCKS[1:]}, backward={}, step_s=1, default_step_s=1)
-    sharding = ShardingSetting(kind=kind, replicate=replicate, shard=len(sizes) // replicate, checkpointing=AGAIN)
+    shape: Any = {"kind": kind, "replicate": replicate, "shard": len(sizes) // replicate, "offload": offload}
+    sharding = ShardingSetting(**shape, checkpointing=AGAIN)
     save(enforcement(sizes, fsdp2=None if kind == "ddp" else units, sharding=sharding), folder / "enforce.json")
     return str(folder / "enforce.json")
 
@@ -53,6 +54,15 @@ def test_passes_of_a_step_count_their_own_samples(tmp_path: Path, steps: list[li
     save(made.model_copy(update={"ranks": ranks}), Path(path))
     for worst, _ in crew().run(train, path, steps, torch.float64):
         assert worst < 1e-12
+
+
+def test_a_state_on_the_host_trains_alike(tmp_path: Path) -> None:
+    """Here device and host are one; what FSDP2 was told is seen of its parameters."""
+    for planned in (False, True):
+        path = config(tmp_path, [1, 4], offload=planned)
+        for worst, _ in crew().run(train, path, UNEVEN, torch.float64):
+            assert worst < 1e-12
+        assert crew().run(offloaded, path) == [planned, planned]
 
 
 def test_ddp_is_a_sharding_too(tmp_path: Path) -> None:

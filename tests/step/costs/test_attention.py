@@ -46,3 +46,11 @@ def test_so_does_timm() -> None:
 )
 def test_where_it_has_no_part(cli: Cli, arguments: tuple[str, ...], line: str) -> None:
     assert line in cli("predict", *arguments, "--device", "A100").error_line
+
+
+def test_a_plan_takes_it_too(cli: Cli) -> None:
+    asked = ("transformers:gpt2", "--devices", "A100=1", "--batch-size", "4", "--precision", "bf16", "--json")
+    steps = [cli("plan", *asked, "--attention", name).document["iteration_s"] for name in ("eager", "sdpa")]
+    assert steps[0] > steps[1]
+    line = cli("plan", "transformers:gpt2", "--devices", "A100=1", "--attention", "flash").error_line
+    assert "attention: flash has no kernel for fp32" in line

@@ -244,7 +244,7 @@ def test_names_of_shardings() -> None:
         ("hsdp:3", "on 16 replicas"),
         ("hsdp", "'hsdp' does not say over how many; give hsdp:SHARD"),
         ("zero3", "unknown 'zero3'"),
-        ("fsdp:cpu", "is not modelled"),
+        ("fsdp-offload", "give fsdp:cpu for what CPUOffloadPolicy does"),
     ):
         with pytest.raises(InputError, match=f"--sharding: .*{problem}"):
             Sharding.named(text, 16)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -347,6 +349,7 @@ def test_every_sharding_of_the_replicas_has_a_step_and_its_memory(sharding: str)
         ({"pipeline": 2, "virtual": 2, "passes": 3}, "--virtual-stages: 2 of 2 GPUs in 3 passes"),
         ({"sequence": True}, "--sequence-parallel: shares tokens within a tensor group of 1"),
         ({"tensor": 2, "checkpointing": "1GiB"}, "--checkpointing: no budget is kept stage by stage"),
+        ({"tensor": 2, "sharding": "fsdp:cpu"}, "--sharding: 'fsdp:cpu' beside tensor or pipeline parallelism is not"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_one_line(asked: dict[str, Any], line: str) -> None:
@@ -365,3 +368,30 @@ def test_a_model_without_blocks_cannot_be_spread() -> None:
     ):
         with pytest.raises(InputError, match=f"{where}: .*no list of blocks"):
             parallel_curve(plain, replace(setting(), layout=layout))
+
+
+@pytest.fixture
+def truth(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The script that compares with published steps."""
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[3] / "benchmarks"))
+    return importlib.import_module("truth_parallel")
+
+
+def test_layouts_are_apart_where_the_range_of_a_prediction_does_not_span_them(truth: Any) -> None:
+    """Of four layouts of one job two were measured twice as fast as the others, one of which is predicted to be fastest."""
+    steps = ((1.0, 1.1), (1.1, 1.3), (2.0, 1.0), (2.2, 2.3))
+    pairs = [truth.Pair(group="", strategy="", measured_s=m, predicted_s=p, job=("a",)) for m, p in steps]
+    again = [truth.Pair(group="", strategy="", measured_s=2.4, predicted_s=2 * 2.3, samples=2, job=("a",))]
+    alone = [truth.Pair(group="", strategy="", measured_s=9.0, predicted_s=9.0, job=("b",))]
+    assert truth.Ranking.of([*pairs, *again, *alone]) == truth.Ranking(jobs=1, apart=4, right=2, lost=(2.0,))
+    assert truth.range_ratio() == pytest.approx(1.4, abs=0.05)
+
+
+@pytest.mark.slow
+def test_published_layouts_are_ranked_as_they_were_measured(truth: Any, shared_data: Path) -> None:
+    for read, apart in ((truth.vtrain, 2500), (truth.simumax, 6)):
+        ranking = truth.Ranking.of(list(read(shared_data)))
+        assert ranking.apart >= apart
+        assert ranking.right >= 0.99 * ranking.apart
+        assert np.median(ranking.lost) < 1.02
+    assert max(truth.Ranking.of(list(truth.nemo(shared_data))).lost) < 1.05

@@ -1,0 +1,103 @@
+"""State in the host's memory: what FSDP2's ``CPUOffloadPolicy`` copies, and how long the host updates.
+
+Each process copies its part of a block to the device on the stream of the gathers, before it is gathered, and its part of the
+reduced gradients back behind the reduction: both run beside compute, as collectives do. The update waits for the last copy,
+runs on the host at the speed of its memory, which the processes of a node share, and nothing hides it. Of a second pass on the
+host adds the gradients, and waits for them. Memory: :meth:`~.memory.TensorLifetimes.host_bytes`. Start at :class:`HostCopies`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ddltool.analyzers.step.communication.nccl import Communicator, Size
+from ddltool.analyzers.step.costs.memory import Sharding
+from ddltool.analyzers.step.costs.optimizers import OPTIMIZERS
+from ddltool.device import Device
+from ddltool.errors import InputError
+from ddltool.graph import Graph
+from ddltool.links import parse_link
+from ddltool.precision import precision_of
+
+HOST_BYTES_PER_S = 200e9
+"""Of a node's memory, taken for all hosts: eight channels of DDR4-3200 have 205e9."""
+_LANES = {"Kepler": "pcie3", "Maxwell": "pcie3", "Pascal": "pcie3", "Volta": "pcie3", "Turing": "pcie3"}
+_LANES |= {"Hopper": "pcie5", "Blackwell": "pcie5", "CDNA3": "pcie5", "CDNA4": "pcie5"}
+# NVLink-C2C joins a Grace CPU and its GPUs at 450e9 bytes per second one way (datasheets of GH200 and GB200), of which a copy
+# is taken to reach as much as on other links.
+_GRACE, _GRACE_BYTES_PER_S = ("GH200", "GB200", "GB300"), 0.76 * 450e9
+
+
+def host_link_bytes_per_s(device: Device) -> float:
+    """Return the bytes per second of a copy between a device and pinned memory of its host, one way."""
+    if device.name.startswith(_GRACE):
+        return _GRACE_BYTES_PER_S
+    return parse_link(_LANES.get(device.architecture, "pcie4")).bytes_per_s
+
+
+def demand_host_update(optimizer: str) -> None:
+    """Raise InputError for an optimizer whose update has no kernels on a host, or none that are known here."""
+    update = OPTIMIZERS[optimizer]
+    if update.each is not None or update.state_width is not None:
+        raise InputError("--optimizer", f"{optimizer} is not known to update on a host", "give adamw")
+
+
+def host_update_s(graph: Graph, sharding: Sharding) -> float:
+    """Return the seconds in which a node's host updates the parts of its processes: all passes over its memory.
+
+    ``graph``: timed, so that its ``meta`` names the optimizer and has the host's time to go through the tensors.
+    """
+    width = precision_of(graph.meta.get("precision")).width
+    passes = sum(OPTIMIZERS[str(graph.meta.get("optimizer") or "none")].kernels_at(width))
+    return float(graph.meta.get("update_host_s") or 0.0) + passes * _own_part_s(graph, sharding)
+
+
+def host_sum_s(graph: Graph, sharding: Sharding) -> float:
+    """Return the seconds in which the host adds the gradients of one pass to those before: two read, one written."""
+    return float(graph.meta.get("sum_launch_s") or 0.0) + 3.0 * _own_part_s(graph, sharding)
+
+
+def _own_part_s(graph: Graph, sharding: Sharding) -> float:
+    """Return the seconds in which the host reads a process's part of the parameters once, while its other processes do."""
+    return float(graph.trained_bytes) / sharding.shard / (HOST_BYTES_PER_S / sharding.on_host)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostCopies:
+    """A group whose processes copy their parts from the host before they gather, and to it once they have reduced."""
+
+    group: Communicator
+    shard: int
+    """Processes that share one copy of the parameters."""
+    bytes_per_s: float
+    """Of the slowest process's link to its host."""
+    kept_share: float
+    """The bytes of parameters as they are kept over those as they are gathered."""
+
+    @classmethod
+    def around(
+        cls, group: Communicator, sharding: Sharding, devices: Iterable[Device], kept_share: float
+    ) -> Communicator:
+        """Return the group of a sharding: ``group`` itself where parts are on the devices."""
+        if not sharding.on_host:
+            return group
+        rate = min(host_link_bytes_per_s(device) for device in devices)
+        return cls(group=group, shard=sharding.shard, bytes_per_s=rate, kept_share=kept_share)
+
+    @property
+    def replicas(self) -> int:
+        """Return how many processes there are."""
+        return self.group.replicas
+
+    def all_reduce_s(self, size_bytes: Size) -> Size:
+        """Return the seconds to reduce ``size_bytes`` on every process."""
+        return self.group.all_reduce_s(size_bytes)
+
+    def all_gather_s(self, size_bytes: Size) -> Size:
+        """Return the seconds to copy the own part of ``size_bytes``, as wide as it is kept, and to gather the whole."""
+        return self.group.all_gather_s(size_bytes) + size_bytes * (self.kept_share / self.shard / self.bytes_per_s)
+
+    def reduce_scatter_s(self, size_bytes: Size) -> Size:
+        """Return the seconds to reduce ``size_bytes`` and to copy the own part of the result to the host."""
+        return self.group.reduce_scatter_s(size_bytes) + size_bytes / (self.shard * self.bytes_per_s)
