@@ -1,6 +1,7 @@
 """Which small mistakes in the analyzers' cores would their tests not see? Mutants of cosmic-ray, sampled, one at a time.
 
-``make mutants`` prints, per module, how many of its sampled mutants the module's own tests kill, and the rest as diffs.
+``make mutants`` draws fresh ones from a seed of the clock, which it prints; ``--seed`` draws them again. It prints, per
+module, how many the module's own tests kill with the 95 % interval of that share (Wilson's), and the rest as diffs.
 Every position of the source (outside annotations and dataclasses' options) is drawn at most once, with one of cosmic-ray's
 operators at random.
 A copy of the working tree is mutated, never the tree itself. Against a mutant run the tests that call the function it is
@@ -14,6 +15,7 @@ import ast
 import contextlib
 import importlib
 import json
+import math
 import os
 import random
 import signal
@@ -36,20 +38,27 @@ from cosmic_ray.work_item import MutationSpec
 ROOT = Path(__file__).parents[1]
 ROOMS = ("toolkit", "commands", "analyzers", "runtime", "fixtures")
 CORES = {
-    "analyzers/step/transfers/order.py": "step/transfers/test_order.py",
-    "analyzers/step/transfers/efficiency.py": (
-        "step/transfers/test_order.py step/transfers/test_exact.py step/transfers/test_shop.py step/transfers/test_timeline.py"
-    ),
+    "analyzers/answers/emitting/enforcement.py": "answers/emitting",
     "analyzers/job/goodput/noise_scale.py": "job/goodput/test_noise_scale.py",
-    "analyzers/job/goodput/throughput.py": "job/goodput/test_fit.py job/goodput/test_throughput.py",
-    "analyzers/job/goodput/lr_rules.py": "job/goodput/test_lr_rules.py",
-    "analyzers/job/balancing/minmax.py": "job/planning/test_split.py job/balancing",
+    "analyzers/step/transfers/timeline.py": "step/transfers/test_timeline.py step/transfers/test_order.py",
+    "analyzers/step/costs/kernel_times.py": "step/costs/test_kernel_times.py",
+    "analyzers/step/communication/nccl.py": "step/communication/test_nccl.py",
+    "analyzers/step/costs/memory.py": "step/costs/test_memory.py",
+    "analyzers/job/goodput/fit.py": "job/goodput/test_fit.py",
+    "analyzers/job/balancing/minmax.py": "job/planning/test_split.py job/balancing/test_algorithm2.py job/balancing/test_sizing.py",
+    "analyzers/cluster/simulator.py": "cluster/test_simulator.py",
+    "analyzers/cluster/policies/ours.py": "cluster/test_policies.py",
+    "analyzers/job/planning/compare.py": "job/planning/test_decision.py",
+    "analyzers/job/diagnosing/diagnosis.py": "job/diagnosing/test_stragglers.py",
+    "analyzers/step/costs/predict.py": "step/costs/test_predict.py",
+    "analyzers/step/transfers/order.py": "step/transfers/test_order.py",
+    "analyzers/step/transfers/efficiency.py": "step/transfers/test_order.py step/transfers/test_efficiency.py step/transfers/test_timeline.py",
+    "analyzers/job/goodput/throughput.py": "job/goodput/test_fit.py",
+    "analyzers/job/goodput/lr_rules.py": "job/goodput/test_tuning.py",
     "analyzers/job/balancing/sizing.py": "job/balancing/test_algorithm2.py job/balancing/test_sizing.py",
     "analyzers/job/barriers/zipline.py": "job/barriers/test_zipline.py",
-    "analyzers/job/planning/superstep.py": "job/planning/test_superstep.py job/barriers/test_tradeoff.py",
-    "analyzers/job/placement/est.py": "job/placement/test_est.py job/placement/test_est_limits.py",
-    "analyzers/step/communication/nccl.py": "step/communication/test_nccl.py",
-    "analyzers/step/costs/kernel_times.py": "step/costs/test_kernel_times.py",
+    "analyzers/job/planning/superstep.py": "job/planning/test_superstep.py",
+    "analyzers/job/placement/est.py": "job/placement/test_est.py",
 }
 """By module, the tests that are its own."""
 
@@ -239,13 +248,21 @@ def copied(folder: Path) -> None:
         (package / room).symlink_to(folder / room)
 
 
-def of_module(module: str, count: int, seed: int, folder: Path, limit_s: float) -> bool:
-    """Print which mutants of a module live; return whether its tests pass without any."""
+def interval(killed: int, count: int) -> str:
+    """Return a share and Wilson's 95 % interval of it, in percent."""
+    share, z = killed / count, 1.96
+    middle, scale = share + z * z / (2 * count), 1 + z * z / count
+    half = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    return f"{share:.0%} ({(middle - half) / scale:.0%} to {(middle + half) / scale:.0%})"
+
+
+def of_module(module: str, count: int, seed: int, folder: Path, limit_s: float) -> tuple[int, int] | None:
+    """Print which mutants of a module live; return how many of how many that differ are killed, None where tests fail."""
     tests, told, said = [f"tests/{test}" for test in CORES[module].split()], folder / "calls.json", folder / "said"
     began = time.monotonic()
     if outcome(tests, 10 * limit_s, [Calls(module, told)], str(said)):
         print(f"{module}: its tests fail without any mutant:\n{said.read_text()[-2000:]}")
-        return False
+        return None
     limit_s = max(limit_s, 3 * (time.monotonic() - began))
     known = json.loads(told.read_text())
     for name in known["loaded"]:
@@ -267,26 +284,27 @@ def of_module(module: str, count: int, seed: int, folder: Path, limit_s: float) 
             alive.append((mutant.start_pos[0], changed))
     killed = len(mutants) - len(alive) - equal
     print(
-        f"{module}: {killed} of {len(mutants)} killed, {equal} equivalent ({time.monotonic() - began:.0f} s)",
+        f"{module}: {killed} of {killed + len(alive)} killed, {interval(killed, max(killed + len(alive), 1))}, "
+        f"{equal} equivalent ({time.monotonic() - began:.0f} s)",
         flush=True,
     )
     for line, changed in alive:
         for before_line, after_line in changed[:2]:
             print(f"  {line} - {before_line.strip()}\n  {line} + {after_line.strip()}", flush=True)
-    return True
+    return killed, killed + len(alive)
 
 
 def main() -> int:
     """Mutate the named cores, run their tests, and print what lives."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("modules", nargs="*", default=list(CORES), help="all cores by default")
+    parser.add_argument("modules", nargs="*", help="words in the modules' paths; all cores by default")
     parser.add_argument("--count", type=int, default=40, help="mutants of a module")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=int(time.time()), help="by default the clock's seconds")
     parser.add_argument(
         "--timeout", type=float, default=_KILL_S, help="seconds of one run of the tests; longer is killed"
     )
     given = parser.parse_args()
-    good = True
+    print(f"seed {given.seed}, {given.count} mutants of a module", flush=True)
     with tempfile.TemporaryDirectory() as name:
         copied(Path(name))
         os.chdir(name)
@@ -297,9 +315,12 @@ def main() -> int:
         subprocess.run(
             [sys.executable, "-m", "compileall", "-q", "-j", "1", *ROOMS, "tests"], env=os.environ, check=False
         )
-        for module in given.modules:
-            good &= of_module(module, given.count, given.seed, Path(name), given.timeout)
-    return int(not good)
+        chosen = [one for one in CORES if not given.modules or any(word in one for word in given.modules)]
+        results = [of_module(module, given.count, given.seed, Path(name), given.timeout) for module in chosen]
+    counted = [result for result in results if result is not None]
+    killed, count = (sum(result[part] for result in counted) for part in (0, 1))
+    print(f"all: {killed} of {count} killed, {interval(killed, max(count, 1))}")
+    return int(len(counted) < len(results))
 
 
 if __name__ == "__main__":
