@@ -22,7 +22,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddltool import artifacts
-from ddltool.analyzers.answers.emitting.enforcement import to_enforcement
 from ddltool.artifacts import (
     check_writable,
     load,
@@ -565,17 +564,6 @@ def test_code_in_a_job_runs_only_where_it_is_allowed(tmp_path: Path, capsys: pyt
     assert [is_code(name) for name in ("zoo:lenet", "timm:a", "transformers:a", "g.json", "os:abort")] == [
         False
     ] * 4 + [True]
-
-
-def test_more_processes_than_any_cluster_has() -> None:
-    row = Assignment(device_type="A", devices=10**6, ests_per_device=1, local_batch_size=1)
-    plan = Plan(
-        **{"job": "a", "strategy": "bsp", "max_workers": 4, "batch_size": 1, "iteration_s": 1.0, "throughput": 1.0},
-        **{"assignments": [row], "est_count": 10**6, "waste": 0.0, "overload_factor": 1.0, "status": "optimal"},
-        **{"gap": 0.0, "solve_seconds": 0.0},
-    )
-    with pytest.raises(InputError, match="at most 100,000 processes"):
-        to_enforcement(plan)
 
 
 def test_lines_of_devices(tmp_path: Path) -> None:
