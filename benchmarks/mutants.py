@@ -87,6 +87,12 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "if gain > CLEAR_GAIN:": "1 - x is a multiple of 2^-54, and 0.05 is none",
         "elif gain > SMALL_GAIN:": "1 - x is a multiple of 2^-54, and 0.01 is none",
     },
+    "analyzers/step/transfers/timeline.py": {
+        "lanes = range(max(resource, default=0) + 2)": "a resource without ops never runs anything",
+        "return [priority.get(name, - 2) for name in self._names] if priority else [-1] * len(self._names)": (
+            "any number below 0 is none"
+        ),
+    },
     "analyzers/step/transfers/order.py": {
         "for is_needed, time in zip(self._needs, self.recv_time, strict=False):": _ALIKE,
         "if consumer_level <= earliest_levels[source]:": "an equal value takes its own place",
