@@ -100,6 +100,9 @@ EQUIVALENT: dict[str, dict[str, str]] = {
     },
     "analyzers/step/costs/kernel_times.py": {
         "is_unfed = demand.on_tensor & (demand.fed_s <= 0.0)": "no time is below 0",
+        'arithmetic[is_chosen & (kernels.direction >= WEIGHT_GRADIENT)] = _ARITHMETIC[f"{name}/weights"]': (
+            "it is the largest of three"
+        ),
     },
     "analyzers/job/balancing/minmax.py": {
         "if int(numbers.sum()) * total >= 2** 63:": "sums below 2^63 fit in 64 bits too",
