@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-LIMIT_S = 3.0
+LIMIT_S = 2.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _came: list[int] = []
 _told = threading.Event()

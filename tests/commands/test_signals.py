@@ -17,7 +17,7 @@ from ddltool.shipped import folder
 
 LOADS = folder() / "workloads"
 JOBS = ("many.csv", "--cluster", LOADS / "cluster.yaml", "--traces", LOADS / "traces", "--policy", "pollux,ours,sia")
-SCRIPT = "import pathlib, time\npathlib.Path('begun').touch()\nwhile True:\n    time.sleep(0.01)\n"
+SCRIPT = "import time\nwhile True:\n    time.sleep(0.01)\n"
 MODEL = """
 import pathlib, time
 from torch import nn, ones
@@ -25,7 +25,7 @@ from torch import nn, ones
 class Slow(nn.Linear):
     def forward(self, x):
         pathlib.Path('begun').touch()
-        time.sleep(0.2)
+        time.sleep(30)
         return super().forward(x)
 
 def make():
@@ -60,10 +60,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _begun(process: psutil.Process, place: Path, name: str) -> bool:
     """Whether a command is in the middle of its work."""
-    if name in ("plan", "profile", "predict"):
+    if name in ("plan", "profile"):
         return (place / "begun").exists()
-    busy = [process, *process.children()] if name == "simulate sweep" else [process]
-    return max(each.cpu_times().user for each in busy[-1:]) > BUSY_S
+    at_work = process.children() if name in ("simulate sweep", "predict") else [process]  # what the command started
+    return bool(at_work) and at_work[-1].cpu_times().user > BUSY_S
 
 
 @pytest.mark.parametrize("sent", ["SIGINT", "SIGTERM", "SIGTERM to all"])
@@ -97,5 +97,5 @@ def test_a_signal_in_the_middle(place: Path, tmp_path: Path, name: str, sent: st
     assert took_s < 5
     print(f"{name} {sent}: {took_s:.2f} s")
     assert set(os.listdir(place)) - {"begun", "__pycache__"} == before - {"__pycache__"}
-    assert os.listdir(tmp_path) == []
+    assert [name for name in os.listdir(tmp_path) if not name.startswith("torchinductor")] == []  # torch's own cache
     assert set(os.listdir("/dev/shm")) <= shared

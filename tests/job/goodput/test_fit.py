@@ -20,7 +20,15 @@ from hypothesis import strategies as st
 
 from ddltool.analyzers.answers.reporting.charts import drawn
 from ddltool.analyzers.answers.reporting.fit_sections import fit_figures, goodput_map
-from ddltool.analyzers.job.goodput.fit import ASSUMED_ERROR, SLOPE_SPREAD, FitProblem, fit, parameter_intervals
+from ddltool.analyzers.job.goodput.fit import (
+    ASSUMED_ERROR,
+    SLOPE_SPREAD,
+    FitProblem,
+    descend,
+    evaluate,
+    fit,
+    parameter_intervals,
+)
 from ddltool.analyzers.job.goodput.fitted_models import fit_rows
 from ddltool.analyzers.job.goodput.observations import Observations, from_frame
 from ddltool.analyzers.job.goodput.throughput import NAMES, ThroughputParams, grad_time_s, iteration_time_s, log_times
@@ -545,6 +553,21 @@ def test_the_loss_is_that_by_hand(p: ThroughputParams, made: list[tuple[Any, ...
     assert left == pytest.approx(len(made) + share * known - sum(free))
     whole = 0.3 * len(made) + within + share * within_grad
     assert spread == pytest.approx(math.sqrt(whole / left) if left >= 1 else math.inf)
+    at = {name: getattr(p, name) for name in NAMES}
+    off = [times(one[:4])[1] - math.log(one[4]) for one in made]
+    figures = math.sqrt(mean(one**2 for one in off)), mean(abs(math.exp(one) - 1) for one in off), len(made)
+    judged = evaluate(p, rows)
+    assert (judged.rmsle, judged.mape, judged.samples) == pytest.approx(figures)
+
+
+def test_the_fit_is_the_best_of_its_starts() -> None:
+    """Rows whose errors make two minima: from gammas 1.3 and 2 the descent ends in the worse one."""
+    seen = observed(KNOWN, [(1, 1, 8), (1, 2, 8), (1, 2, 32), (1, 4, 32), (2, 4, 64), (2, 8, 16)], 0.3, 55)
+    problem = FitProblem(seen)
+    found, _ = problem.residuals(problem.start_from(fit(seen, slope_spread=math.inf).params))
+    worse, best = (descend(problem, problem.start(gamma)).loss for gamma in (1.3, 3.5))
+    assert found @ found == pytest.approx(best, rel=1e-3)
+    assert worse > 1.05 * best
 
 
 @given(params, st.integers(1, 3), st.integers(1, 8), st.integers(1, 100))
