@@ -325,6 +325,117 @@ def play(events: Sequence[NodeEvent], nodes: int = 1, checkpoint_s: float = 25.0
 # By hand.
 
 
+def second_by_second(
+    specs: Sequence[JobSpec], epochs: int, nodes: int, events: Sequence[NodeEvent], options: Options
+) -> tuple[list[dict[str, float]], list[tuple[float, ...]], int]:
+    """One GPU a node, one replica a job, first in first out: what becomes of each job, the usage, and the rounds.
+
+    In each second ends come first, then nodes go and come, then the policy looks.
+    """
+    jobs = [
+        {"submit": one.submit_s, "left": 10.0 * epochs, "node": -1.0, "from": 0.0, "at": 0.0, "starts": 0.0}
+        | dict.fromkeys(("start", "finish", "failures", "lost", "held", "starting"), 0.0)
+        for one in specs
+    ]
+    up, usage, rounds, here, now = set(range(nodes)), list[tuple[float, ...]](), 0, list[int](), 0
+
+    def let_go(job: dict[str, float]) -> None:
+        job["held"] += now - job["at"]
+        job["starting"] += min(now, job["from"]) - job["at"]
+        job["node"] = -1.0
+
+    def note() -> None:
+        state = (sum(jobs[each]["node"] >= 0 for each in here), len(here), len(up))
+        if not usage or usage[-1][1:] != state:
+            usage.append((now, *state))
+
+    while any(job["finish"] == 0 for job in jobs):
+        looks = False
+        for index in [
+            each for each in here if jobs[each]["node"] >= 0 and jobs[each]["from"] + jobs[each]["left"] == now
+        ]:
+            let_go(jobs[index])
+            jobs[index]["finish"] = now
+            here.remove(index)
+            looks |= options.react
+            note()
+        changes = [event for event in events if event.time_s == now]
+        for event in changes:
+            for job in jobs:
+                if event.kind != "join" and job["node"] == event.node:
+                    trained = max(now - job["from"], 0)
+                    if event.kind == "fail":
+                        assert options.failures is not None
+                        job["failures"] += 1
+                        job["lost"] += trained % options.failures.checkpoint_interval_s
+                        trained -= trained % options.failures.checkpoint_interval_s
+                    job["left"] -= trained
+                    let_go(job)
+            up = up | {event.node} if event.kind == "join" else up - {event.node}
+        if changes:
+            note()
+            looks |= options.react
+        come = [n for n, job in enumerate(jobs) if job["submit"] <= now and job["finish"] == 0 and n not in here]
+        on_time = now > 0 and now % options.interval_s == 0
+        if (here and (looks or on_time)) or (come and (on_time or options.react)):
+            here, rounds = sorted(here + come), rounds + 1
+            for index in sorted(here, key=lambda each: (jobs[each]["submit"], each)):
+                free = sorted(up - {int(job["node"]) for job in jobs})
+                if jobs[index]["node"] < 0 and free:
+                    job = jobs[index]
+                    job["start"] = job["start"] if job["starts"] else now
+                    job |= {
+                        "node": free[0],
+                        "at": now,
+                        "from": now + options.restart_delay_s,
+                        "starts": job["starts"] + 1,
+                    }
+            note()
+        now += 1
+    return jobs, usage, rounds
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(st.integers(0, 150), min_size=1, max_size=4),
+    st.integers(1, 2),
+    st.integers(1, 3),
+    st.lists(st.tuples(st.integers(0, 300), st.integers(0, 1), st.sampled_from(["fail", "leave"])), max_size=2),
+    st.sampled_from([30.0, 60.0]),
+    st.sampled_from([0.0, 30.0]),
+    st.booleans(),
+)
+def test_a_replay_is_that_second_by_second(
+    submits: list[int],
+    nodes: int,
+    epochs: int,
+    gone: list[tuple[int, int, Any]],
+    interval: float,
+    delay: float,
+    react: bool,
+) -> None:
+    gone = [one for n, one in enumerate(gone) if one[1] < nodes and one[1] not in [other[1] for other in gone[:n]]]
+    events = [
+        at(float(when + more), node, kind) for when, node, what in gone for more, kind in ((0, what), (130, "join"))
+    ]
+    events.sort(key=lambda event: event.time_s)
+    failures = NodeFailures(events=tuple(events), checkpoint_interval_s=7.0)
+    options = Options(interval_s=interval, restart_delay_s=delay, react=react, failures=failures)
+    specs = [submitted(str(n), float(when)) for n, when in enumerate(submits)]
+    made = simulate(specs, {"steady": steady(epochs=epochs)}, ClusterSpec.homogeneous(nodes, 1), Fifo(), options)
+    jobs, usage, rounds = second_by_second(specs, epochs, nodes, events, options)
+    for found, job in zip(made.jobs, jobs, strict=True):
+        assert (found.start_s, found.finish_s) == pytest.approx((job["start"], job["finish"]))
+        assert (found.restarts, found.failures) == (job["starts"] - 1, job["failures"])
+        spent = (found.gpu_seconds, found.restart_gpu_seconds, found.lost_gpu_seconds)
+        assert spent == pytest.approx((job["held"], job["starting"], job["lost"]))
+    assert [(used.time_s, used.gpus, used.jobs, used.up) for used in made.usage] == usage
+    assert made.rounds == rounds
+    first, last = min(submits), max(job["finish"] for job in jobs)
+    away = sum(min(max(one[0] + 130, first), last) - min(max(one[0], first), last) for one in gone)
+    assert sum(made.available_gpu_seconds.values()) == pytest.approx(nodes * (last - first) - away)
+
+
 def test_a_failure_costs_what_was_trained_since_the_checkpoint() -> None:
     assert play([]).jobs[0].finish_s == 190.0
     # Fails at 150, 60 s trained, saved at 115 and 140: 10 s lost. Back at 200: the round at 240, training from 270 on.
