@@ -105,6 +105,7 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         ),
     },
     "analyzers/job/balancing/minmax.py": {
+        "solver = solver_for(math.inf, 0)": "any seed proves the same",
         "if int(numbers.sum()) * total >= 2** 63:": "sums below 2^63 fit in 64 bits too",
         "if int(numbers.sum()) * total >= 2** 61:": "both ways are exact for sums below 2^62",
         'numbers = roomiest(found.sizes, np.argsort(~found.sizes, kind="stable"), found.number)': "~x is -x - 1: one order",
@@ -126,6 +127,9 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         ),
         "for device, each in zip(problem.devices, room, strict=False)": _ALIKE,
         "base = problem.affordable(device) + 2": "a larger base keeps the digits' order",
+    },
+    "analyzers/cluster/policies/ours.py": {
+        "for type_index, count, offer in zip(assignment.types, assignment.counts, offers, strict=False)": _ALIKE,
     },
     "analyzers/job/planning/superstep.py": {
         "waits = [met.barrier - k / it.capability_per_s for k, (it, _) in zip(met.iterations, rows, strict=False)]": _ALIKE,

@@ -10,13 +10,16 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ddltool.analyzers.cluster import simulator
 from ddltool.analyzers.cluster.cluster import (
     Allocation,
     ClusterSpec,
@@ -589,6 +592,37 @@ def test_training_that_restarts_undo_and_a_hundred_years_end_the_replay() -> Non
     endless = steady(step_s=3e7, epochs=40)
     with pytest.raises(Infeasible, match=r"after 100 simulated years under policy fifo 1 jobs are not done \(a\)"):
         simulate([submitted("a", 0.0)], {"steady": endless}, two, Fifo(), Options(interval_s=604_800.0))
+
+
+looks = st.tuples(*[st.booleans()] * 3, st.sampled_from([0.0, 0.5, 0.7, 2.0]), st.sampled_from([10.0, 60.0, 400.0]))
+
+
+@given(st.lists(looks, min_size=1, max_size=25), st.booleans())
+def test_the_watchdog_counts_as_written(rounds: list[tuple[bool, bool, bool, float, float]], can_fail: bool) -> None:
+    """Idle for more than 3 rounds, nothing new for more than 5 rounds and 100 s, longer than 1500 s: the first to come."""
+    nodes: Any = SimpleNamespace(returns=False, gone=()) if can_fail else None
+    job: Any = SimpleNamespace(index=0, progress=0.0, allocation=(), spec=submitted("a", 7.0), gpu_types=("gpu",))
+    up, now_s, idle, furthest, gained = ClusterSpec.homogeneous(1, 1), 7.0, 0, 0.0, (0, 0.0)
+    limits = {"_MOST_IDLE_ROUNDS": 3, "_MOST_FUTILE_ROUNDS": 5, "_MOST_FUTILE_S": 100.0, "_LONGEST_S": 1500.0}
+    with mock.patch.multiple(simulator, **limits):
+        watchdog = simulator.Watchdog("fifo", nodes, 7.0)
+        for number, (runs, awaits, returns, job.progress, more_s) in enumerate(rounds, 1):
+            now_s, job.allocation = now_s + more_s, ((0, 1),) if runs else ()
+            if can_fail:
+                nodes.returns = returns
+            idle = 0 if runs or awaits or (can_fail and returns) else idle + 1
+            if job.progress > furthest:
+                furthest, gained = job.progress, (number, now_s)
+            said = "gives no GPUs to 1 jobs .a. any more" if idle > 3 else ""
+            if not said and number - gained[0] > 5 and now_s - gained[1] > 100:
+                said = f"no job has come further for {now_s - gained[1]:.0f} s: "
+                said += "failures undo what is trained" if can_fail else "restarts leave no time"
+            said = said or ("1 jobs are not done" if now_s - 7 > 1500 else "")
+            if said:
+                with pytest.raises(Infeasible, match=said):
+                    watchdog.look([job], up, now_s, awaiting_jobs=awaits)
+                return
+            watchdog.look([job], up, now_s, awaiting_jobs=awaits)
 
 
 def test_jobs_shorter_than_a_round_are_progress() -> None:

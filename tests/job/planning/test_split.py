@@ -21,7 +21,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ddltool.analyzers.answers.emitting.enforcement import to_enforcement
-from ddltool.analyzers.job.balancing.minmax import DeviceCurves, Offer, choose
+from ddltool.analyzers.job.balancing.minmax import DeviceCurves, Offer, _type_samples, choose
 from ddltool.analyzers.job.goodput.throughput import StepTime, ThroughputParams
 from ddltool.analyzers.job.placement.problem import Problem, from_job
 from ddltool.analyzers.job.planning.job_inputs import step_curves
@@ -243,6 +243,18 @@ def test_money_is_spent_where_it_buys_the_batch(seed: int) -> None:
         assert sum(map(mul, prices, made.numbers)) <= budget
         assert sum(made.numbers) <= (offer.max_devices or 0)
     assert choose(curves, offer, most + 1) is None
+
+
+@given(st.lists(st.tuples(st.integers(0, 2**40), st.integers(0, 2**40)), min_size=1, max_size=4), st.integers(1, 2**40))
+def test_samples_beyond_64_bits_reach_the_batch_where_they_do(kinds: list[tuple[int, int]], total: int) -> None:
+    """Products in whole numbers of any length; what one device makes is never more than the batch."""
+    made = [(number, min(size, total)) for number, size in kinds]
+    found = _type_samples(*(np.array(each, dtype=np.int64) for each in zip(*made, strict=True)), total).tolist()
+    exact = [number * size for number, size in made]
+    assert min(sum(found), total) == min(sum(exact), total)
+    if sum(exact) < total:
+        assert found == exact
+    assert all(0 <= one <= other for one, other in zip(found, exact, strict=True))
 
 
 def lb_bsp(tmp_path: Path, text: str) -> Plan:
