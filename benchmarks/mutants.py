@@ -39,7 +39,7 @@ from cosmic_ray.work_item import MutationSpec
 ROOT = Path(__file__).parents[1]
 ROOMS = ("toolkit", "commands", "analyzers", "runtime", "fixtures")
 CORES = {
-    "analyzers/answers/emitting/enforcement.py": "answers/emitting/test_emit.py answers/emitting/test_groups.py",
+    "analyzers/answers/emitting/enforcement.py": "answers/emitting/test_enforcement.py",
     "analyzers/job/goodput/noise_scale.py": "job/goodput/test_noise_scale.py",
     "analyzers/step/transfers/timeline.py": "step/transfers/test_timeline.py step/transfers/test_order.py",
     "analyzers/step/costs/kernel_times.py": "step/costs/test_kernel_times.py",

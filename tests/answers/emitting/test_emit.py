@@ -19,7 +19,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddltool import runtime
-from ddltool.analyzers.answers.emitting import enforcement
 from ddltool.analyzers.answers.emitting.enforcement import not_expressed, to_enforcement
 from ddltool.analyzers.answers.emitting.kubernetes import manifests
 from ddltool.analyzers.answers.emitting.layout import LaunchSettings, cluster_name, label_value, layout, plan_hash
@@ -27,36 +26,13 @@ from ddltool.artifacts import load, save
 from ddltool.errors import InputError
 from ddltool.plans import Assignment, BucketSetting, Enforcement, Plan, PrefetchSetting, StepSettings, Superstep
 from ddltool.runtime.hook.job import loaded
+from tests.answers.emitting.test_enforcement import BLOCKS, plan
 from tests.conftest import Cli
 from tests.helpers.emit_workers import emitted_compiled, emitted_ddp, emitted_fsdp2
 from tests.helpers.processes import free_port
 from tests.helpers.runtime_workers import crew
 
 PATIENCE_S = 100.0
-BLOCKS = [f"layers.{k}" for k in range(4)]
-
-
-def plan(*rows: tuple[str, int, int], **changes: Any) -> Plan:
-    """A plan with (device type, devices, samples per device)."""
-    fields: dict[str, Any] = {
-        "job": "mixed",
-        "strategy": "lb-bsp",
-        "max_workers": 4,
-        "batch_size": 8,
-        "iteration_s": 1.0,
-        "throughput": 4.0,
-        "assignments": [
-            Assignment(device_type=name, devices=count, ests_per_device=0, local_batch_size=size)
-            for name, count, size in rows
-        ],
-        "est_count": 0,
-        "waste": 0.0,
-        "overload_factor": 1.0,
-        "status": "optimal",
-        "gap": 0.0,
-        "solve_seconds": 0.1,
-    }
-    return Plan(**(fields | changes))
 
 
 MIXED = plan(("T4", 1, 4), ("V100", 2, 12))
@@ -406,78 +382,6 @@ def test_the_modules_compile_as_planned(cli: Cli, tmp_path: Path) -> None:
 
 
 # -- what is left out, what is refused
-
-
-@given(
-    st.lists(
-        st.tuples(st.integers(1, 3), st.integers(1, 40), st.integers(0, 2), st.integers(0, 3)), min_size=1, max_size=4
-    )
-)
-def test_every_rank_does_what_its_own_device_is_to_do(rows: list[tuple[int, int, int, int]]) -> None:
-    """Device after device in the order of the assignments, counted one by one."""
-    made = [
-        Assignment(device_type=f"t{n}", devices=devices, ests_per_device=ests, local_batch_size=size, accumulation_steps=passes)
-        for n, (devices, size, ests, passes) in enumerate(rows)
-    ]  # fmt: skip
-    given_plan = plan(assignments=made, est_count=sum(row[0] * row[2] for row in rows), max_workers=1, batch_size=1)
-    enforced = to_enforcement(given_plan, telemetry="t.jsonl")
-    wanted = []
-    for row in made:
-        for _ in range(row.devices):
-            wanted.append(
-                (len(wanted), row.device_type, row.ests_per_device, row.local_batch_size, row.accumulation_steps)
-            )
-    found = [
-        (one.rank, one.device_type, one.ests, one.local_batch_size, one.accumulation_steps) for one in enforced.ranks
-    ]
-    assert found == wanted
-    assert (enforced.world_size, enforced.total_batch_size) == (len(wanted), sum(row[3] for row in wanted))
-    kept = ("job", "strategy", "parameters", "ddp", "fsdp2", "sharding", "superstep")
-    assert [getattr(enforced, name) for name in kept] == [getattr(given_plan, name) for name in kept]
-    assert (enforced.telemetry, enforced.plan_sha256) == ("t.jsonl", plan_hash(given_plan))
-
-
-LAUNCHED = {"hook", "torchrun", "kubernetes", "slurm"}
-FRAMEWORKS = {"torchtitan", "accelerate", "deepspeed"}
-TARGETS = {*LAUNCHED, *FRAMEWORKS, "ddp", "fsdp2"}
-BUCKETS = BucketSetting(bucket_cap_mb=1.0, buckets=[["x"]], step_s=1.0, default_step_s=2.0)
-UNITS = PrefetchSetting(units=BLOCKS, forward={}, backward={}, step_s=1.0, default_step_s=2.0)
-ALONE = {"device_type": "A", "devices": 1, "ests_per_device": 0, "local_batch_size": 1}
-# What a plan has, what that is called, and who can say it.
-SAID: tuple[tuple[Plan, str, set[str]], ...] = (
-    (plan(("A", 2, 1)), "", TARGETS),
-    (plan(("A", 2, 2)), "local batch sizes", TARGETS),
-    (plan(("A", 2, 2), ("A", 1, 3)), "weights of uneven gradients", LAUNCHED),
-    (plan(("A", 1, 1), parameters=[{"name": "x", "size_bytes": 4, "priority": 0}]), "order of parameters", LAUNCHED),
-    (plan(("A", 1, 1), ddp=BUCKETS), "DDP buckets", {*LAUNCHED, "ddp"}),
-    (plan(("A", 1, 1), ddp=BUCKETS, sharding={"kind": "fsdp"}), "", TARGETS),
-    (plan(("A", 1, 1), fsdp2=UNITS), "FSDP2 units and prefetch", {*LAUNCHED, "fsdp2"}),
-    (plan(("A", 1, 1), fsdp2=UNITS, sharding={"kind": "ddp"}), "", TARGETS),
-    (plan(("A", 1, 1), run={"lora": 8}), "LoRA", set()),
-    (plan(("A", 1, 1), sharding={"kind": "fsdp", "checkpointing": [{"module": "x"}]}), "", TARGETS),
-    (plan(assignments=[ALONE | {"accumulation_steps": 1}]), "accumulation steps", {*FRAMEWORKS, "ddp", "fsdp2"}),
-    (plan(assignments=[ALONE | {"ests_per_device": 2}], est_count=2, max_workers=2), "logical workers", set()),
-    (plan(("A", 1, 1), ("B", 1, 1)), "device types", LAUNCHED),
-)
-
-
-@pytest.mark.parametrize(("made", "what", "able"), SAID)
-def test_who_can_say_what(made: Plan, what: str, able: set[str]) -> None:
-    for target in TARGETS:
-        gaps = {gap.partition(":")[0] for gap in not_expressed(made, target)}  # type: ignore[arg-type]
-        assert (what in gaps) == (bool(what) and target not in able), target
-        assert gaps <= {what}
-
-
-def test_more_processes_than_any_cluster_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(
-        InputError, match="are 100,001 devices; a configuration is written for at most 100,000 processes"
-    ):
-        to_enforcement(plan(("A", 100_001, 1)))
-    monkeypatch.setattr(enforcement, "_MOST_RANKS", 3)
-    assert to_enforcement(plan(("A", 3, 1))).world_size == 3
-    with pytest.raises(InputError):
-        to_enforcement(plan(("A", 4, 1)))
 
 
 def test_what_a_target_cannot_say_is_listed(cli: Cli, tmp_path: Path) -> None:
