@@ -25,9 +25,11 @@ from ddltool.analyzers.job.planning.candidates import STRATEGIES, Candidates
 from ddltool.analyzers.job.planning.compare import (
     LEAST_GAIN,
     STALENESS_MARGIN,
+    _all_layouts,
     _Choice,
     _demand_inputs,
     _pareto,
+    _unwaiting_throughput,
     decide,
 )
 from ddltool.analyzers.job.planning.device_search import best_devices
@@ -370,6 +372,20 @@ def test_the_pick_is_that_by_hand(made: list[Any], objective: Any, error: float 
         _pareto([one.option for one in made], candidates, SimpleNamespace(devices=[SimpleNamespace(price_micro=None)]))
         == []
     )  # type: ignore[arg-type]
+
+
+def test_what_waits_and_what_was_looked_at_by_hand() -> None:
+    option = SimpleNamespace(devices={"A": 2, "B": 1}, throughput=5.0, iteration_s=3.0, compute_s=2.0)
+    problem: Any = SimpleNamespace(
+        devices=[SimpleNamespace(name="A", capability_per_s=4), SimpleNamespace(name="B", capability_per_s=0.5)]
+    )
+    rates = {"elastic-bsp": 2 * 4 + 0.5, "goodput": 5.0 * 3 / 2, "bsp": 1.5 + 7.0, "lb-bsp": 1.5 + 7.0}
+    for strategy, rate in rates.items():
+        made: Any = SimpleNamespace(plan=SimpleNamespace(strategy=strategy, waste=1.5, throughput=7.0), option=option)
+        assert _unwaiting_throughput(made, problem) == pytest.approx(rate)
+    one, two, three, none = (SimpleNamespace(missing_bytes=missing) for missing in (0, 4, 0, 2))
+    first, other, last = (SimpleNamespace(layouts=each) for each in ([none, one], [one, two], [three, two]))
+    assert _all_layouts(first, [first, other, last]) == [one, three, none, two]  # type: ignore[arg-type, comparison-overlap]
 
 
 def test_what_an_objective_needs_is_asked_for() -> None:
