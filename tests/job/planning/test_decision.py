@@ -383,7 +383,7 @@ def test_what_waits_and_what_was_looked_at_by_hand() -> None:
     for strategy, rate in rates.items():
         made: Any = SimpleNamespace(plan=SimpleNamespace(strategy=strategy, waste=1.5, throughput=7.0), option=option)
         assert _unwaiting_throughput(made, problem) == pytest.approx(rate)
-    one, two, three, none = (SimpleNamespace(missing_bytes=missing) for missing in (0, 4, 0, 2))
+    one, two, three, none = (SimpleNamespace(number=n, missing_bytes=missing) for n, missing in enumerate((0, 4, 0, 2)))
     first, other, last = (SimpleNamespace(layouts=each) for each in ([none, one], [one, two], [three, two]))
     assert _all_layouts(first, [first, other, last]) == [one, three, none, two]  # type: ignore[arg-type, comparison-overlap]
 

@@ -395,7 +395,7 @@ def test_a_hundred_thousand_devices_of_a_type_cost_no_more_than_one() -> None:
         assert made.iteration_s == pytest.approx(1.0)
         return time.process_time() - begin
 
-    assert min(cpu_s(100_000) for _ in range(3)) < 30 * min(cpu_s(10) for _ in range(3))
+    assert min(cpu_s(100_000) for _ in range(3)) < 30 * max(min(cpu_s(10) for _ in range(3)), 1e-3)  # a clock's tick
 
 
 def test_a_batch_beyond_what_can_be_split(tmp_path: Path) -> None:
