@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from benchmarks import bench_stragglers
 from ddltool.analyzers.answers.reporting.telemetry_section import stragglers_section
 from ddltool.analyzers.job.diagnosing.diagnosis import (
+    _cause,
     _chance_p_value,
     _onset_index,
     _pattern,
@@ -295,6 +296,65 @@ def test_onset_and_pattern_are_those_by_hand(slow: list[bool]) -> None:
     else:
         wanted = ("periodic", round(mean)) if len(gaps) >= 2 and spread <= mean / 4 + 1e-12 else ("transient", None)
     assert _pattern(np.array(slow), onset) == wanted
+
+
+PASS_S = {"input": 0.01, "forward": 0.1, "backward": 0.2, "optimizer": 0.05, "host": 0.01}
+
+
+@pytest.mark.parametrize(
+    ("slower", "beside", "wanted"),
+    [
+        ({"input": 9.0}, {}, "slow input"),
+        ({"host": 9.0}, {}, "slow host"),
+        ({"optimizer": 2.0}, {}, "slow device"),
+        # nothing else is slower: more work; of the optimizer up to 0.35 of the passes' excess counts as none
+        ({"forward": 1.6, "backward": 1.6}, {}, "uneven work"),
+        ({"forward": 1.6, "backward": 1.6, "optimizer": 1.2}, {}, "uneven work"),
+        ({"forward": 1.6, "backward": 1.6, "optimizer": 1.22}, {}, "slow device"),
+        ({"forward": 1.6, "backward": 1.25}, {}, "uneven work"),  # 0.25 is more than 0.4 of 0.6
+        ({"forward": 1.6, "backward": 1.23}, {}, "slow device"),
+        # work that is counted: by more than 2 %, and 0.3 of the time's excess
+        ({"forward": 1.5, "backward": 1.5}, {"work": 1.16}, "uneven work"),
+        ({"forward": 1.5, "backward": 1.5}, {"work": 1.14}, "slow device"),
+        ({"forward": 1.05, "backward": 1.05}, {"work": 1.021}, "uneven work"),
+        ({"forward": 1.05, "backward": 1.05}, {"work": 1.019}, "slow device"),
+        # standing still: 0.3 of the excess of 0.18 s at least
+        ({"forward": 1.6, "backward": 1.6}, {"gap": 0.31 * 0.18}, "slow device"),
+        ({"forward": 1.6, "backward": 1.6}, {"gap": 0.29 * 0.18}, "uneven work"),
+        # now and then: in 40 % of the steps, and 0.6 of the excess of 0.18 s standing still
+        ({"forward": 1.6, "backward": 1.6}, {"gap": 0.61 * 0.18, "every": [0, 1, 5, 8]}, "pauses"),
+        ({"forward": 1.6, "backward": 1.6}, {"gap": 0.59 * 0.18, "every": [0, 1, 5, 8]}, "slow device"),
+        ({"forward": 1.6, "backward": 1.6}, {"gap": 0.61 * 0.18, "every": [0, 1, 3, 5, 8]}, "slow device"),
+        # telemetry has no gaps: alone, and without more work
+        ({"forward": 1.6, "backward": 1.6}, {"every": [0, 3, 5, 8]}, "pauses"),
+        ({"forward": 1.6, "backward": 1.6}, {"every": [0, 1, 5, 8]}, "uneven work"),
+        ({"forward": 1.6, "backward": 1.6}, {"every": [0, 3, 5, 8], "work": 1.5}, "uneven work"),
+        ({"forward": 1.6, "backward": 1.6}, {"every": [0, 3, 5, 8], "work": 1.01}, "pauses"),
+    ],
+)
+def test_a_cause_is_that_of_its_rule(slower: dict[str, float], beside: dict[str, Any], wanted: str) -> None:
+    """Rank 0 of three, in ten steps: in those that are slow each part takes so many times as long as the others'."""
+    slow = np.isin(np.arange(10), beside.get("every", range(10)))
+    grown = {name: np.where(slow, slower.get(name, 1.0), 1.0) for name in PASS_S}
+    parts = {
+        name: np.stack([took * grown[name], np.full(10, took), np.full(10, took)]) for name, took in PASS_S.items()
+    }
+    still = np.zeros((3, 10))
+    work = gap = None
+    if "work" in beside:
+        work = 1.0 + still
+        work[0, slow] = beside["work"]
+    if "gap" in beside:
+        gap = still.copy()
+        gap[0, slow] = beside["gap"]
+    run_ = RankSteps(
+        **{"ranks": (0, 1, 2), "nodes": ("",) * 3, "steps": np.arange(10), "parts": parts, "work": work, "gap_s": gap},
+        **{"wait_s": still, "exposed_s": still, "step_s": still},
+    )
+    excess = sum(parts[name][0] - parts[name][1] for name in PASS_S)
+    pattern = "transient" if "every" in beside else "persistent"
+    most = max(PASS_S, key=lambda name: PASS_S[name] * (slower.get(name, 1.0) - 1))
+    assert _cause(run_, 0, excess, slow, pattern, most) == wanted
 
 
 def test_a_long_first_step_does_not_hide_what_batches_would_win() -> None:
