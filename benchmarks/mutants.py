@@ -92,6 +92,8 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "return [priority.get(name, - 2) for name in self._names] if priority else [-1] * len(self._names)": (
             "any number below 0 is none"
         ),
+        "if now >= _NEVER:": "nothing is later",
+        "if running[successor_lane] is _IDLE:": "small numbers are one object each",
     },
     "analyzers/step/transfers/order.py": {
         "for is_needed, time in zip(self._needs, self.recv_time, strict=False):": _ALIKE,
@@ -129,6 +131,8 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "base = problem.affordable(device) + 2": "a larger base keeps the digits' order",
     },
     "analyzers/cluster/policies/ours.py": {
+        "cost[0, 1:][on_type.speedup[0, 1 : offer.most_replicas + 1] == 0] = np.inf": "no speed is below 0",
+        "cost[1][on_type.speedup[1, : offer.most_replicas + 1] == 0] = np.inf": "no speed is below 0",
         "for type_index, count, offer in zip(assignment.types, assignment.counts, offers, strict=False)": _ALIKE,
     },
     "analyzers/job/planning/superstep.py": {

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from ddltool.analyzers.cluster.cluster import ClusterSpec, count_gpus
 from ddltool.analyzers.cluster.inputs import read_applications, read_workload
 from ddltool.analyzers.cluster.job import Beliefs, SimulatedJob, Tuning, make_jobs
 from ddltool.analyzers.cluster.metrics import IsolatedTimes, summarize
-from ddltool.analyzers.cluster.policies import policies
+from ddltool.analyzers.cluster.policies import ours, policies
 from ddltool.analyzers.cluster.policies.easyscale import EasyScale, EasyScaleHomo
 from ddltool.analyzers.cluster.policies.gangs import Fifo
 from ddltool.analyzers.cluster.policies.optimus import Optimus
@@ -438,6 +439,11 @@ def test_ours_allocates_the_least_total_cost(kinds: list[str], types: int) -> No
     padded = [[*row, *[row[0][:1]] * (len(capacity) - len(row))] for row in tables]
     assert spent == pytest.approx(brute(padded, capacity), rel=2e-4)
     assert policy.allocate([], cluster, 600.0) == {}
+    for most in (1, 3):  # pairs of a job and a node, above which a packing is taken as it is
+        with mock.patch.multiple(ours, _MOST_IMPROVED_PAIRS=most, place_on_type=mock.Mock(return_value=[])):
+            Ours().allocate(jobs, cluster, 60.0)
+            for call in ours.place_on_type.call_args_list:  # type: ignore[attr-defined]
+                assert call.kwargs["effort"] == (100 if len(call.args[0]) * len(cluster.gpus) <= most else 0)
 
 
 def test_ours_lets_the_job_with_less_left_have_more() -> None:
