@@ -64,9 +64,10 @@ def held() -> Iterator[None]:
 def _leave() -> None:
     """Take no signals in a process that was forked off: they are not this command's, and DataLoaders end theirs by SIGTERM."""
     signal.set_wakeup_fd(-1)
-    for number, before in zip(_SIGNALS, (signal.default_int_handler, signal.SIG_DFL), strict=True):
-        if signal.getsignal(number) is _first:
-            signal.signal(number, before)
+    if signal.getsignal(signal.SIGINT) is _first:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGTERM) is _first:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _first(number: int, frame: FrameType | None) -> None:
