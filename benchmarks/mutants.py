@@ -93,6 +93,7 @@ EQUIVALENT: dict[str, dict[str, str]] = {
             "any number below 0 is none"
         ),
         "if now >= _NEVER:": "nothing is later",
+        "if numbers[successor] < -1:": "an op of number -1 is added to the same list by Ready",
         "if running[successor_lane] is _IDLE:": "small numbers are one object each",
     },
     "analyzers/step/transfers/order.py": {

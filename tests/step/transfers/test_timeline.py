@@ -201,6 +201,7 @@ def test_perfetto_events_equal_the_timeline() -> None:
     document = json.loads(json.dumps(to_chrome_trace(graph, timeline, schedule.priority)))
     events = {event["name"]: event for event in document["traceEvents"] if event["ph"] == "X"}
     assert set(events) == set(graph.names)
+    assert {event["pid"] for event in document["traceEvents"]} == {0}
     for op in range(len(graph)):
         event = events[graph.names[op]]
         assert (event["ts"], event["dur"]) == (pytest.approx(timeline.start_s[op] * 1e6), pytest.approx(1e6))
