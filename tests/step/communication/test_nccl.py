@@ -155,10 +155,11 @@ def by_hand(
 SIZES = np.array([4.0 * 1.5**step for step in range(53)])
 
 
+@pytest.mark.parametrize("cards", ["4x100Gbit", "16x400Gbit"])  # what binds: the cards, or what channels carry
 @pytest.mark.parametrize("inside", [name for name in DATASHEET if name != "infinity"])  # AMD's is RCCL's
-def test_times_and_choices_are_those_of_tuning_cc(inside: str) -> None:
+def test_times_and_choices_are_those_of_tuning_cc(inside: str, cards: str) -> None:
     """On one node, two, and more; one process per node, a few, and eight; sizes from 4 B to 5 GiB."""
-    fabric = Fabric(inside=parse_link(inside), between=parse_nic("4x100Gbit"), gpus_per_node=8)
+    fabric = Fabric(inside=parse_link(inside), between=parse_nic(cards), gpus_per_node=8)
     for nodes, per_node in ((1, 2), (1, 8), (2, 1), (2, 2), (2, 8), (3, 1), (3, 8), (5, 2)):
         n = nodes * per_node
         group = fabric.over(n, nodes)
