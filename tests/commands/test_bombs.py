@@ -50,7 +50,8 @@ BOMBS: dict[str, Callable[[], bytes]] = {
     "deep.yaml": lambda: b"x: " + b"[" * 100_000,
     "wide.json": lambda: b'{"kind": "ddltool.plan", "x": [' + b"0," * 20_000_000 + b"0]}",
 }
-COMMANDS = sorted({command for commands in READERS.values() for command in commands if command[0] != "the hook"})
+EVERY = {command for commands in READERS.values() for command in commands}
+COMMANDS = sorted(command for command in EVERY if command[0] != "the hook" and "FILE" in command)
 
 
 @pytest.mark.slow
@@ -68,6 +69,7 @@ def test_no_reader_is_blown_up(place: Path, monkeypatch: pytest.MonkeyPatch, nam
         took_s = time.process_time() - began_s
         grown_mib = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
         print(f"{name} {' '.join(command)}: {took_s:.1f} s, {grown_mib:.0f} MiB: {told.strip()[:120]}")
-        assert (code, told.count("error: "), "internal" in told) == (2, 1, False), (command, told)
+        errors = [line for line in told.splitlines() if line.startswith("error: ")]
+        assert (code, len(errors), "internal" in told) == (2, 1, False), (command, told)
         assert took_s < MOST_S, command
         assert grown_mib < MOST_MIB, command
