@@ -410,6 +410,25 @@ def test_every_place_holds_what_it_does_by_hand(
         assert toy.recompute_s(again, seconds)[n] == sum(2.0**place for place in places)
 
 
+@pytest.mark.parametrize(
+    ("layers", "numbers"),
+    [  # filters, and tiles of 32 x 32 that overlap by the taps less one, of images and of what comes out
+        ([nn.Conv2d(3, 8, (3, 5)), nn.Conv2d(8, 8, 3, stride=2)], 3 * 8 + 2 * (2 * 3) * (3 + 8)),
+        ([nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 3, groups=2)], 0),
+        ([nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, (1, 31))], 4 * 4 + 2 * (2 * 34) * (4 + 4)),
+        ([nn.Conv2d(3, 4, (1, 32))], 0),
+    ],
+)
+def test_the_workspace_is_that_of_the_largest_convolution_that_may_be_transformed(
+    layers: list[nn.Module], numbers: int
+) -> None:
+    made = TrainingStep(
+        name="a", module=nn.Sequential(*layers), inputs=(torch.zeros(2, 3, 40, 70),), loss=lambda y: y.sum()
+    )
+    lifetimes = lifetimes_of(trace_step(lambda: made, mode="training"))
+    assert lifetimes.workspace_bytes() == numbers * 32 * 17 * 8  # half of a real tile's transform, in complex numbers
+
+
 def test_names_of_shardings() -> None:
     assert Sharding.named("hsdp:8", 16) == Sharding(kind="hsdp", shard=8)
     assert Sharding.named("fsdp", 16) == Sharding(kind="fsdp", shard=16)
