@@ -70,6 +70,11 @@ CORES = {
 _NO_SIZE = "no test has 2^30 ends; below, 32 bits hold every place"
 _ALIKE = "both have as many by construction"
 EQUIVALENT: dict[str, dict[str, str]] = {
+    "analyzers/answers/emitting/enforcement.py": {
+        '("weights of uneven gradients", lambda plan: len(_batch_sizes(plan)) != 1, _ENFORCED, _HOOK),': (
+            "every plan has an assignment"
+        ),
+    },
     "analyzers/job/barriers/zipline.py": {
         "place = np.empty(size, dtype=np.int32 if size < 3**31 else np.int64)": _NO_SIZE,
         "place = np.empty(size, dtype=np.int32 if size < 2%31 else np.int64)": "64 bits hold what 32 hold",

@@ -446,26 +446,6 @@ def test_ours_allocates_the_least_total_cost(kinds: list[str], types: int) -> No
                 assert call.kwargs["effort"] == (100 if len(call.args[0]) * len(cluster.gpus) <= most else 0)
 
 
-def test_ours_lets_the_job_with_less_left_have_more() -> None:
-    cluster = ClusterSpec.homogeneous(1, 8, "slow")
-    truth = {
-        "long": application("long", {"slow": 1.0}, epochs=4000, noise=1e4),
-        "short": application("short", {"slow": 1.0}, epochs=400, noise=1e4),
-    }
-    jobs = make_jobs(
-        [submitted("a", 0.0, "long"), submitted("b", 0.0, "short")], truth, Tuning.ADAPTIVE, cluster, pooled=True
-    )
-    for one in jobs:
-        one.reallocate(((0, 4),), 0.0, 0.0)
-        one.retune(0.0, False)
-        one.advance(3.0)
-        one.reallocate((), 3.0, 0.0)
-    made = Ours(lateness=0.0).allocate(jobs, cluster, 60.0)
-    assert count_gpus(made[1]) > count_gpus(made[0]) >= 1
-    equal = Ours(rank_power=0.0).allocate(jobs, cluster, 60.0)
-    assert abs(count_gpus(equal[1]) - count_gpus(equal[0])) <= 1
-
-
 def test_ours_keeps_an_allocation_when_a_restart_does_not_pay() -> None:
     cluster = ClusterSpec.homogeneous(1, 8, "slow")
     jobs = make_jobs([both("a", 0.0)], {"both": APPLICATIONS["both"]}, Tuning.ADAPTIVE, cluster, pooled=True)

@@ -78,7 +78,7 @@ ALONE = {"device_type": "A", "devices": 1, "ests_per_device": 0, "local_batch_si
 # What a plan has, what that is called, and who can say it.
 SAID: tuple[tuple[Plan, str, set[str]], ...] = (
     (plan(("A", 2, 1)), "", TARGETS),
-    (plan(("A", 2, 2)), "local batch sizes", TARGETS),
+    (plan(("A", 2, 2)), "", TARGETS),
     (plan(("A", 2, 2), ("A", 1, 3)), "weights of uneven gradients", LAUNCHED),
     (plan(("A", 1, 1), parameters=[{"name": "x", "size_bytes": 4, "priority": 0}]), "order of parameters", LAUNCHED),
     (plan(("A", 1, 1), ddp=BUCKETS), "DDP buckets", {*LAUNCHED, "ddp"}),

@@ -570,19 +570,6 @@ def test_the_fit_is_the_best_of_its_starts() -> None:
     assert worse > 1.05 * best
 
 
-@given(params, st.integers(1, 3), st.integers(1, 8), st.integers(1, 100))
-def test_jacobian_against_differences(p: ThroughputParams, nodes: int, more: int, batch: int) -> None:
-    values = np.array([getattr(p, name) for name in NAMES])
-    place = (np.array([float(nodes)]), np.array([float(nodes + more - 1)]), np.array([float(batch)]))
-    log_grad, log_step, by_grad, by_step = log_times(values, *place)
-    assert np.exp(log_step[0]) == pytest.approx(float(iteration_time_s(p, nodes, nodes + more - 1, batch)))
-    assert np.exp(log_grad[0]) == pytest.approx(float(grad_time_s(p, batch)))
-    for i in range(7):
-        up, down = (log_times(values * np.exp(h * (np.arange(7) == i)), *place) for h in (1e-5, -1e-5))
-        assert by_grad[0, i] == pytest.approx((up[0][0] - down[0][0]) / 2e-5, abs=1e-6)
-        assert by_step[0, i] == pytest.approx((up[1][0] - down[1][0]) / 2e-5, abs=1e-6)
-
-
 def test_rows_without_any_error_have_intervals_too() -> None:
     """Three rows that the model fits exactly leave it no residual to judge by and one direction flat."""
     rows = Observations(
