@@ -61,6 +61,8 @@ def test_no_reader_is_blown_up(place: Path, monkeypatch: pytest.MonkeyPatch, nam
     if name in BOMBS:
         Path(name).write_bytes(BOMBS[name]())
     for number, command in enumerate((("gate", "FILE", "--metrics"), ("stragglers", "FILE"), *COMMANDS)):
+        if name == "/dev/zero" and command[command.index("FILE") - 1] == "-o":
+            continue  # where a sweep is kept, which a device may take
         if number == 2:
             for function in (artifacts.read_bytes, artifacts.opened.__wrapped__):  # type: ignore[attr-defined]
                 monkeypatch.setattr(function, "__defaults__", (1 << 24,))
