@@ -136,6 +136,12 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "for device, each in zip(problem.devices, room, strict=False)": _ALIKE,
         "base = problem.affordable(device) + 2": "a larger base keeps the digits' order",
     },
+    "analyzers/step/communication/nccl.py": {
+        '"infinity": {"tree": (1.0, 1.9, 4.0), "ring": (1.0, 3.5, 5.7)},': "LL128 does not run over these links",
+        "[1, 1, 1, 1, 0.9, 0.8, 0.7, 0.7, 0.7, 0.7, 0.6, 0.5, 0.4, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1, 1, 2, 1],": (
+            "no message of 256 MiB goes by LL, which has a quarter of the rate"
+        ),
+    },
     "analyzers/cluster/policies/ours.py": {
         "cost[0, 1:][on_type.speedup[0, 1 : offer.most_replicas + 1] == 0] = np.inf": "no speed is below 0",
         "cost[1][on_type.speedup[1, : offer.most_replicas + 1] == 0] = np.inf": "no speed is below 0",
