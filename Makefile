@@ -69,10 +69,10 @@ dist: setup
 	PYTHON=$(abspath $(BIN)/python) REPOSITORY=$(REPOSITORY) .ci/dist
 	ls -l dist
 
-# Small mistakes put into the analyzers' cores, one at a time: which would their tests not see? (an hour)
+# Small mistakes put into the analyzers' cores, one at a time: which would their tests not see? (an hour; CORES="fit nccl")
 mutants: setup
 	$(BIN)/pip install -q -c constraints.txt 'cosmic-ray>=8.4,<9'
-	$(BIN)/python benchmarks/mutants.py
+	$(BIN)/python benchmarks/mutants.py $(CORES)
 
 # Jobs that last while processes come, leave, stall and die: nothing they hold may grow (make soak SECONDS=600).
 SECONDS ?= 3600

@@ -23,9 +23,9 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
-from ddltool import __version__
+from ddltool import __version__, interrupts
 from ddltool.commands.options import VOICE, Quiet, Verbose, is_follower
-from ddltool.errors import DdlToolError, one_line
+from ddltool.errors import DdlToolError, Interrupted, one_line
 
 COMMANDS: dict[str, dict[str, Any]] = tomllib.loads(
     Path(__file__).with_name("commands.toml").read_text(encoding="utf-8")
@@ -194,6 +194,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
         where = error.filename or "output"
         return _fail(f"{where}: cannot be used ({error.strerror or error}); give another place", 2)
     except Exception as error:
+        if interrupts.exit_code() and not isinstance(error, Interrupted):  # what a library makes of it
+            return _fail("interrupted", _INTERRUPTED)
         return _fail(*_line_of(error))
     finally:
         VOICE.quiet = VOICE.verbose = False

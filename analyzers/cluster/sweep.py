@@ -18,7 +18,6 @@ import hashlib
 import json
 import math
 import os
-import signal
 import threading
 import time
 from collections import Counter, deque
@@ -39,6 +38,7 @@ import pandas as pd
 from filelock import FileLock, Timeout
 from scipy.special import stdtrit
 
+from ddltool import interrupts
 from ddltool.analyzers.cluster.cluster import ClusterSpec
 from ddltool.analyzers.cluster.inputs import FittedModel, read_cluster, read_truth, read_workload
 from ddltool.analyzers.cluster.policies import policies as policies_of
@@ -252,7 +252,8 @@ def _run_in_processes(waiting: deque[SweepTask], count: int) -> Generator[SweepC
     try:
         while waiting or running:
             while waiting and len(running) < count:
-                running[pool.submit(run_cell, waiting[0])] = waiting[0]
+                with interrupts.held():  # Ctrl-C is the sweep's to answer
+                    running[pool.submit(run_cell, waiting[0])] = waiting[0]
                 waiting.popleft()
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 record = future.result()
@@ -280,7 +281,6 @@ def _end_with(line: Connection) -> None:
             line.poll(None)
         os._exit(0)
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the sweep's to answer
     threading.Thread(target=watch, daemon=True).start()
 
 

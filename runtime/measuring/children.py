@@ -10,12 +10,11 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from multiprocessing import resource_tracker
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
+from ddltool import interrupts
 from ddltool.errors import DdlToolError, InputError, listed, one_line
 
 # No step takes longer without a sign of life; a hung collective must not hang the user.
@@ -57,7 +56,7 @@ class Children:
         ]
         self._heard_s = time.monotonic()  # when the last message came or went
         try:
-            with _interrupts_held():
+            with interrupts.held():
                 for process in self.processes:
                     process.start()
         except BaseException:
@@ -193,21 +192,6 @@ def _follow_parent() -> None:
         parent.join()
         shutil.rmtree(_folder, ignore_errors=True)
         os._exit(1)
-
-
-@contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """Hold SIGINT back; processes started inside never receive it, for a blocked signal stays blocked across exec.
-
-    The parent receives it too and ends them. A handler set by the child itself would come too late: importing torch
-    takes seconds, and a Ctrl-C then ends in a traceback.
-    """
-    resource_tracker.ensure_running()  # it unblocks SIGINT when it starts its own process
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)  # a Ctrl-C of the meantime is delivered here
 
 
 def in_one_line(error: Exception, source: str) -> DdlToolError:

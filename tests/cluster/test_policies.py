@@ -9,20 +9,22 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddltool.analyzers.cluster import policies as policies_package
-from ddltool.analyzers.cluster.assign import assign
+from ddltool.analyzers.cluster.assign import JobSpeedups, TypeSpeedup, assign
 from ddltool.analyzers.cluster.cluster import ClusterSpec, count_gpus
 from ddltool.analyzers.cluster.inputs import read_applications, read_workload
 from ddltool.analyzers.cluster.job import Beliefs, SimulatedJob, Tuning, make_jobs
 from ddltool.analyzers.cluster.metrics import IsolatedTimes, summarize
-from ddltool.analyzers.cluster.policies import policies
+from ddltool.analyzers.cluster.policies import ours, policies
 from ddltool.analyzers.cluster.policies.easyscale import EasyScale, EasyScaleHomo
 from ddltool.analyzers.cluster.policies.gangs import Fifo
 from ddltool.analyzers.cluster.policies.optimus import Optimus
@@ -338,24 +340,110 @@ def test_ours_looks_at_no_truth_that_a_scheduler_cannot_know(monkeypatch: pytest
     assert len(simulate(jobs, APPLICATIONS, TWO_TYPES, Watch()).jobs) == 5
 
 
-def test_ours_lets_the_job_with_less_left_have_more() -> None:
-    cluster = ClusterSpec.homogeneous(1, 8, "slow")
-    truth = {
-        "long": application("long", {"slow": 1.0}, epochs=4000, noise=1e4),
-        "short": application("short", {"slow": 1.0}, epochs=400, noise=1e4),
-    }
+@st.composite
+def believed(draw: st.DrawFn) -> JobSpeedups:
+    """What is believed of a job that nobody runs: speeds on one type or two, of up to four GPUs."""
+    number = st.sampled_from([0.0, 0.5, 1.0, 1.75, 3.0])
+    most = draw(st.integers(1, 4))
+    by_type = []
+    for name in ("slow", "fast")[: draw(st.integers(1, 2))]:
+        held = draw(st.sampled_from([0, 0, 1, 2, most]))
+        table = np.array([draw(st.lists(number, min_size=5, max_size=5)) for _ in range(2)])
+        table[0, 0] = table[1, 0] = table[1, 1] = 0.0
+        table[0, 1] = max(table[0, 1], 0.5)
+        row = int(held > 1 and draw(st.booleans())) if held else -1
+        by_type.append(TypeSpeedup(gpu_type=name, speedup=table, held=held, held_row=row))
+    age_s = draw(st.sampled_from([0.0, 59.0, 700.0]))
+    job = SimpleNamespace(
+        **{"index": draw(st.integers(0, 2)), "running_from_s": draw(st.sampled_from([0.0, 1000.0, 1025.0]))},
+        **{"allocation": ((0, 1),), "age_s": lambda now_s: age_s},
+    )
+    left = draw(st.sampled_from([None, 0.0, 20.0, 5000.0]))
+    return JobSpeedups(job=job, most_replicas=most, remaining_s=left, by_type=tuple(by_type))  # type: ignore[arg-type]
+
+
+@given(st.lists(believed(), min_size=1, max_size=4), st.sampled_from([120.0, 4000.0]), st.integers(0, 3))
+def test_ours_weighs_and_prices_as_written(offers: list[JobSpeedups], hold_s: float, fair: int) -> None:
+    """Job by job and count by count, in the words of the policy's first paragraph."""
+    policy, now_s = Ours(delay_s=30.0), 1000.0
+    late = []
+    for one in offers:
+        expected_s = one.job.age_s(now_s)
+        if one.remaining_s is not None:
+            count = min(max(1, fair), one.most_replicas)
+            fastest = max(table.speedup[row][count] for table in one.by_type for row in (0, 1))
+            expected_s += one.remaining_s / max(fastest, 1e-3)
+        late.append(max(expected_s, 60.0) ** 0.75)
+    longer = [(-(one.remaining_s or 0.0), -one.job.index, place) for place, one in enumerate(offers)]
+    wanted = []
+    for place in range(len(offers)):
+        before = [late[other[2]] for other in longer if other <= longer[place]]
+        wanted.append((sum(before) / (sum(late) / len(late))) ** 0.8)
+    weights = policy._weights(offers, fair, now_s)
+    assert weights == pytest.approx(wanted)
+
+    for one, weight in zip(offers, weights, strict=True):
+        top = max(float(table.speedup.max()) for table in one.by_type) ** 0.25
+        made = policy._choices(one, weight, hold_s, now_s)
+        assert list(made) == [table.gpu_type for table in one.by_type]
+        for table in one.by_type:
+            costs = made[table.gpu_type]
+
+            def stay_s(speed: float, one: JobSpeedups = one) -> float:
+                return hold_s if one.remaining_s is None or speed == 0 else min(hold_s, one.remaining_s / speed)
+
+            for row, found in enumerate((costs.within, costs.across)):
+                assert len(found) == one.most_replicas + 1
+                for count, cost in enumerate(found):
+                    speed = table.speedup[row, count]
+                    kept = stay_s(speed) / (stay_s(speed) + 30.0)
+                    price = weight * (top - (speed * kept) ** 0.25)
+                    assert cost == pytest.approx(price if speed > 0 or (row, count) == (0, 0) else math.inf)
+            if not table.held:
+                assert (costs.keep, costs.base) == (math.inf, ())
+                continue
+            speed = table.speedup[table.held_row, table.held]
+            starting_s = max(one.job.running_from_s - now_s, 0.0)
+            share = stay_s(speed) / (stay_s(speed) + starting_s) if stay_s(speed) else 0.0
+            assert costs.keep == pytest.approx(weight * (top - (speed * share) ** 0.25))
+            assert costs.base == one.job.allocation
+
+
+@settings(max_examples=15)
+@given(st.lists(st.sampled_from(["both", "quick", "only"]), min_size=1, max_size=3), st.integers(0, 1))
+def test_ours_allocates_the_least_total_cost(kinds: list[str], types: int) -> None:
+    """Every way to give the GPUs of a node or two out, tried one by one; what is given is never dearer."""
+    cluster = (ClusterSpec.homogeneous(1, 3, "slow"), ClusterSpec(gpus=(2, 2), gpu_types=("slow", "fast")))[types]
     jobs = make_jobs(
-        [submitted("a", 0.0, "long"), submitted("b", 0.0, "short")], truth, Tuning.ADAPTIVE, cluster, pooled=True
+        [submitted(str(n), 10.0 * n, kind) for n, kind in enumerate(kinds)], APPLICATIONS, Tuning.ADAPTIVE, cluster
     )
     for one in jobs:
-        one.reallocate(((0, 4),), 0.0, 0.0)
-        one.retune(0.0, False)
-        one.advance(3.0)
-        one.reallocate((), 3.0, 0.0)
-    made = Ours(lateness=0.0).allocate(jobs, cluster, 60.0)
-    assert count_gpus(made[1]) > count_gpus(made[0]) >= 1
-    equal = Ours(rank_power=0.0).allocate(jobs, cluster, 60.0)
-    assert abs(count_gpus(equal[1]) - count_gpus(equal[0])) <= 1
+        one.profile()
+    policy, seen = Ours(), {}
+    choices = policy._choices
+
+    def noted(offer: JobSpeedups, *rest: Any) -> dict[str, JobCosts]:
+        seen[offer.job.index] = (offer, rest, made := choices(offer, *rest))
+        return made
+
+    policy._choices = noted  # type: ignore[method-assign]
+    for now_s, held_s in ((60.0, 120.0), (500.0, 440.0)):  # nobody came or went since the first round
+        given_out = policy.allocate(jobs, cluster, now_s)
+        assert {rest[1] for _, rest, _ in seen.values()} == {held_s}
+    tables = [[made[name].within for name in made] for _, _, made in seen.values()]
+    capacity = [cluster.gpus_of(name) for name in cluster.type_names]
+    spent = 0.0
+    for index, (_, _, made) in seen.items():
+        place = given_out.get(index, ())
+        spent += float(made[cluster.type_of(place) if place else next(iter(made))].within[count_gpus(place)])
+    padded = [[*row, *[row[0][:1]] * (len(capacity) - len(row))] for row in tables]
+    assert spent == pytest.approx(brute(padded, capacity), rel=2e-4)
+    assert policy.allocate([], cluster, 600.0) == {}
+    for most in (1, 3):  # pairs of a job and a node, above which a packing is taken as it is
+        with mock.patch.multiple(ours, _MOST_IMPROVED_PAIRS=most, place_on_type=mock.Mock(return_value=[])):
+            Ours().allocate(jobs, cluster, 60.0)
+            for call in ours.place_on_type.call_args_list:  # type: ignore[attr-defined]
+                assert call.kwargs["effort"] == (100 if len(call.args[0]) * len(cluster.gpus) <= most else 0)
 
 
 def test_ours_keeps_an_allocation_when_a_restart_does_not_pay() -> None:

@@ -10,13 +10,16 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ddltool.analyzers.cluster import simulator
 from ddltool.analyzers.cluster.cluster import (
     Allocation,
     ClusterSpec,
@@ -325,48 +328,117 @@ def play(events: Sequence[NodeEvent], nodes: int = 1, checkpoint_s: float = 25.0
 # By hand.
 
 
-def test_a_failure_costs_what_was_trained_since_the_checkpoint() -> None:
-    assert play([]).jobs[0].finish_s == 190.0
-    # Fails at 150, 60 s trained, saved at 115 and 140: 10 s lost. Back at 200: the round at 240, training from 270 on.
-    made = play([at(150.0, 0, "fail"), at(200.0, 0, "join")])
-    assert made.jobs[0].finish_s == pytest.approx(270.0 + 100.0 - 50.0)
-    assert (made.jobs[0].failures, made.jobs[0].restarts, made.node_failures) == (1, 1, 1)
-    assert made.jobs[0].lost_gpu_seconds == pytest.approx(10.0)
-    assert made.jobs[0].restart_gpu_seconds == 60.0
-    assert made.jobs[0].gpu_seconds == pytest.approx((150 - 60) + (320 - 240))
-    assert made.available_gpu_seconds == {"gpu": pytest.approx(150 + 120)}
+def second_by_second(
+    specs: Sequence[JobSpec], epochs: int, nodes: int, events: Sequence[NodeEvent], options: Options
+) -> tuple[list[dict[str, float]], list[tuple[float, ...]], int]:
+    """One GPU a node, one replica a job, first in first out: what becomes of each job, the usage, and the rounds.
+
+    In each second ends come first, then nodes go and come, then the policy looks.
+    """
+    jobs = [
+        {"submit": one.submit_s, "left": 10.0 * epochs, "node": -1.0, "from": 0.0, "at": 0.0, "starts": 0.0}
+        | dict.fromkeys(("start", "finish", "failures", "lost", "held", "starting"), 0.0)
+        for one in specs
+    ]
+    up, usage, rounds, here, now = set(range(nodes)), list[tuple[float, ...]](), 0, list[int](), 0
+
+    def let_go(job: dict[str, float]) -> None:
+        job["held"] += now - job["at"]
+        job["starting"] += min(now, job["from"]) - job["at"]
+        job["node"] = -1.0
+
+    def note() -> None:
+        state = (sum(jobs[each]["node"] >= 0 for each in here), len(here), len(up))
+        if not usage or usage[-1][1:] != state:
+            usage.append((now, *state))
+
+    while any(job["finish"] == 0 for job in jobs):
+        looks = False
+        for index in [
+            each for each in here if jobs[each]["node"] >= 0 and jobs[each]["from"] + jobs[each]["left"] == now
+        ]:
+            let_go(jobs[index])
+            jobs[index]["finish"] = now
+            here.remove(index)
+            looks |= options.react
+            note()
+        changes = [event for event in events if event.time_s == now]
+        for event in changes:
+            for job in jobs:
+                if event.kind != "join" and job["node"] == event.node:
+                    trained = max(now - job["from"], 0)
+                    if event.kind == "fail":
+                        assert options.failures is not None
+                        job["failures"] += 1
+                        job["lost"] += trained % options.failures.checkpoint_interval_s
+                        trained -= trained % options.failures.checkpoint_interval_s
+                    job["left"] -= trained
+                    let_go(job)
+            up = up | {event.node} if event.kind == "join" else up - {event.node}
+        if changes:
+            note()
+            looks |= options.react
+        come = [n for n, job in enumerate(jobs) if job["submit"] <= now and job["finish"] == 0 and n not in here]
+        on_time = now > 0 and now % options.interval_s == 0
+        if (here and (looks or on_time)) or (come and (on_time or options.react)):
+            here, rounds = sorted(here + come), rounds + 1
+            for index in sorted(here, key=lambda each: (jobs[each]["submit"], each)):
+                free = sorted(up - {int(job["node"]) for job in jobs})
+                if jobs[index]["node"] < 0 and free:
+                    job = jobs[index]
+                    job["start"] = job["start"] if job["starts"] else now
+                    job |= {
+                        "node": free[0],
+                        "at": now,
+                        "from": now + options.restart_delay_s,
+                        "starts": job["starts"] + 1,
+                    }
+            note()
+        now += 1
+    return jobs, usage, rounds
 
 
-def test_epochs_are_undone_too() -> None:
-    # No checkpoint before 200 s of training: all 60 s, six epochs, are lost.
-    made = play([at(150.0, 0, "fail"), at(200.0, 0, "join")], checkpoint_s=200.0)
-    assert made.jobs[0].finish_s == pytest.approx(270.0 + 100.0)
-    assert made.jobs[0].lost_gpu_seconds == pytest.approx(60.0)
-    assert made.jobs[0].useful_samples == 800.0
-
-
-def test_a_node_that_leaves_after_notice_costs_only_the_restart() -> None:
-    made = play([at(150.0, 0, "leave"), at(200.0, 0, "join")])
-    assert made.jobs[0].finish_s == pytest.approx(270.0 + 40.0)
-    assert (made.jobs[0].failures, made.jobs[0].lost_gpu_seconds, made.node_failures) == (0, 0.0, 0)
-
-
-def test_the_job_goes_to_a_node_that_is_up_at_once_with_react() -> None:
-    assert play([at(150.0, 0, "fail")], nodes=2).jobs[0].finish_s == pytest.approx(180.0 + 30.0 + 50.0)
-    # With react it trains from 30 on: 50 s are saved at 100, and it starts again in that very moment.
-    assert play([at(100.0, 0, "fail")], nodes=2, react=True).jobs[0].finish_s == pytest.approx(100.0 + 30.0 + 50.0)
-
-
-def test_a_node_may_join_late_and_a_failure_while_starting_loses_no_training() -> None:
-    made = play([at(0.0, 0, "leave"), at(100.0, 0, "join")])
-    assert made.jobs[0].finish_s == pytest.approx(120.0 + 30.0 + 100.0)
-    early = play([at(80.0, 0, "fail"), at(81.0, 0, "join")])
-    assert early.jobs[0].lost_gpu_seconds == 0.0
-    assert early.jobs[0].finish_s == pytest.approx(120.0 + 30.0 + 100.0)
-
-
-def test_an_end_at_the_moment_of_the_failure_counts() -> None:
-    assert play([at(190.0, 0, "fail")]).jobs[0].finish_s == 190.0
+@settings(max_examples=40)
+@given(
+    st.lists(st.integers(0, 150), min_size=1, max_size=4),
+    st.integers(1, 2),
+    st.integers(1, 3),
+    st.lists(st.tuples(st.integers(0, 300), st.integers(0, 1), st.sampled_from(["fail", "leave"])), max_size=2),
+    st.sampled_from([30.0, 60.0]),
+    st.sampled_from([0.0, 30.0]),
+    st.booleans(),
+)
+def test_a_replay_is_that_second_by_second(
+    submits: list[int],
+    nodes: int,
+    epochs: int,
+    gone: list[tuple[int, int, Any]],
+    interval: float,
+    delay: float,
+    react: bool,
+) -> None:
+    gone = [one for n, one in enumerate(gone) if one[1] < nodes and one[1] not in [other[1] for other in gone[:n]]]
+    events = [
+        at(float(when + more), node, kind) for when, node, what in gone for more, kind in ((0, what), (130, "join"))
+    ]
+    events.sort(key=lambda event: event.time_s)
+    failures = NodeFailures(events=tuple(events), checkpoint_interval_s=7.0)
+    options = Options(interval_s=interval, restart_delay_s=delay, react=react, failures=failures)
+    specs = [submitted(str(n), float(when)) for n, when in enumerate(submits)]
+    made = simulate(specs, {"steady": steady(epochs=epochs)}, ClusterSpec.homogeneous(nodes, 1), Fifo(), options)
+    jobs, usage, rounds = second_by_second(specs, epochs, nodes, events, options)
+    for found, job in zip(made.jobs, jobs, strict=True):
+        assert (found.start_s, found.finish_s) == pytest.approx((job["start"], job["finish"]))
+        assert (found.restarts, found.failures) == (job["starts"] - 1, job["failures"])
+        spent = (found.gpu_seconds, found.restart_gpu_seconds, found.lost_gpu_seconds)
+        assert spent == pytest.approx((job["held"], job["starting"], job["lost"]))
+        assert found.useful_samples == pytest.approx(80.0 * epochs)
+    assert [(used.time_s, used.gpus, used.jobs, used.up) for used in made.usage] == usage
+    assert made.rounds == rounds
+    first, last = min(submits), max(job["finish"] for job in jobs)
+    assert made.node_failures == sum(what == "fail" and when < last for when, _, what in gone)
+    away = sum(min(max(one[0] + 130, first), last) - min(max(one[0], first), last) for one in gone)
+    assert sum(made.available_gpu_seconds.values()) == pytest.approx(nodes * (last - first) - away)
 
 
 def test_what_can_never_end_is_said_so() -> None:
@@ -479,6 +551,37 @@ def test_training_that_restarts_undo_and_a_hundred_years_end_the_replay() -> Non
     endless = steady(step_s=3e7, epochs=40)
     with pytest.raises(Infeasible, match=r"after 100 simulated years under policy fifo 1 jobs are not done \(a\)"):
         simulate([submitted("a", 0.0)], {"steady": endless}, two, Fifo(), Options(interval_s=604_800.0))
+
+
+looks = st.tuples(*[st.booleans()] * 3, st.sampled_from([0.0, 0.5, 0.7, 2.0]), st.sampled_from([10.0, 60.0, 400.0]))
+
+
+@given(st.lists(looks, min_size=1, max_size=25), st.booleans())
+def test_the_watchdog_counts_as_written(rounds: list[tuple[bool, bool, bool, float, float]], can_fail: bool) -> None:
+    """Idle for more than 3 rounds, nothing new for more than 5 rounds and 100 s, longer than 1500 s: the first to come."""
+    nodes: Any = SimpleNamespace(returns=False, gone=()) if can_fail else None
+    job: Any = SimpleNamespace(index=0, progress=0.0, allocation=(), spec=submitted("a", 7.0), gpu_types=("gpu",))
+    up, now_s, idle, furthest, gained = ClusterSpec.homogeneous(1, 1), 7.0, 0, 0.0, (0, 0.0)
+    limits = {"_MOST_IDLE_ROUNDS": 3, "_MOST_FUTILE_ROUNDS": 5, "_MOST_FUTILE_S": 100.0, "_LONGEST_S": 1500.0}
+    with mock.patch.multiple(simulator, **limits):
+        watchdog = simulator.Watchdog("fifo", nodes, 7.0)
+        for number, (runs, awaits, returns, job.progress, more_s) in enumerate(rounds, 1):
+            now_s, job.allocation = now_s + more_s, ((0, 1),) if runs else ()
+            if can_fail:
+                nodes.returns = returns
+            idle = 0 if runs or awaits or (can_fail and returns) else idle + 1
+            if job.progress > furthest:
+                furthest, gained = job.progress, (number, now_s)
+            said = "gives no GPUs to 1 jobs .a. any more" if idle > 3 else ""
+            if not said and number - gained[0] > 5 and now_s - gained[1] > 100:
+                said = f"no job has come further for {now_s - gained[1]:.0f} s: "
+                said += "failures undo what is trained" if can_fail else "restarts leave no time"
+            said = said or ("1 jobs are not done" if now_s - 7 > 1500 else "")
+            if said:
+                with pytest.raises(Infeasible, match=said):
+                    watchdog.look([job], up, now_s, awaiting_jobs=awaits)
+                return
+            watchdog.look([job], up, now_s, awaiting_jobs=awaits)
 
 
 def test_jobs_shorter_than_a_round_are_progress() -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import email
+import json
 import re
 import subprocess
 import sys
 import venv
 import zipfile
+from importlib.metadata import distribution, version
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
@@ -54,6 +57,20 @@ def test_wheel_and_sdist_have_the_same_bytes_each_time(wheel: Path, tmp_path: Pa
     assert again.read_bytes() == wheel.read_bytes()
     first, second = (next(made.parent.glob("ddltool-*.tar.gz")) for made in (wheel, again))
     assert first.read_bytes() == second.read_bytes()
+
+
+def test_the_bill_of_materials_is_what_an_install_brings(wheel: Path, python: Path) -> None:
+    """Every requirement of the wheel, and of those, with versions; in an environment that lacks some it says so."""
+    bill = json.loads(next(wheel.parent.glob("*.cdx.json")).read_text())
+    declared = [Requirement(line) for line in distribution("ddltool").requires or () if "extra ==" not in line]
+    links = {entry["ref"].partition("@")[0]: entry["dependsOn"] for entry in bill["dependencies"]}
+    assert {name.partition("@")[0] for name in links["pkg:pypi/ddltool"]} == {
+        f"pkg:pypi/{one.name}" for one in declared
+    }
+    listed = {entry["purl"]: entry for entry in bill["components"]}
+    assert {name for needed in links.values() for name in needed} == set(listed)
+    assert listed[f"pkg:pypi/numpy@{version('numpy')}"]["licenses"]
+    assert run(python, ROOT / ".ci/sbom").returncode != 0
 
 
 def test_for_an_index_every_link_has_an_address(wheel: Path, tmp_path: Path) -> None:

@@ -20,13 +20,6 @@ _TENSOR: tuple[Target, ...] = ("torchtitan", "accelerate", "deepspeed", "fsdp2",
 _PIPELINE: tuple[Target, ...] = ("torchtitan", "torchrun", "slurm", "kubernetes")
 # What, whether a plan has it, who expresses it, and where to go with the others. The order is that of the output.
 _CONTENTS: tuple[tuple[str, Callable[[Plan], object], tuple[Target, ...], str], ...] = (
-    # Of one sample each, whatever script runs makes the only step there is.
-    (
-        "local batch sizes",
-        lambda plan: _batch_sizes(plan) - {1},
-        (*_ENFORCED, *_FRAMEWORKS, "ddp", "fsdp2"),
-        _HOOK,
-    ),
     ("weights of uneven gradients", lambda plan: len(_batch_sizes(plan)) > 1, _ENFORCED, _HOOK),
     ("order of parameters", lambda plan: any(p.priority is not None for p in plan.parameters), _ENFORCED, _HOOK),
     (
@@ -40,12 +33,6 @@ _CONTENTS: tuple[tuple[str, Callable[[Plan], object], tuple[Target, ...], str], 
         lambda plan: plan.fsdp2 and (plan.sharding is None or plan.sharding.kind != "ddp"),
         (*_ENFORCED, "fsdp2"),
         "emit --target fsdp2",
-    ),
-    (
-        "activation checkpointing",
-        lambda plan: plan.sharding and plan.sharding.checkpointing,
-        (*_ENFORCED, *_FRAMEWORKS, "ddp", "fsdp2"),
-        "emit --target hook and ddltool.runtime.shard do it",
     ),
     (
         "accumulation steps",

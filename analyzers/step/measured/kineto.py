@@ -173,6 +173,7 @@ _NCCL_KERNEL = re.compile(r"[nr]ccl(?:Dev)?Kernel_?[A-Za-z]")
 _PRODUCT = re.compile(r"aten::(mm|addmm|bmm|baddbmm|_?convolution|embedding|_?scaled_dot_product_\w+)$")
 # Brackets that one read of 64 KiB may open without closing them.
 _DEEPEST = 4000
+_LONGEST = 1 << 24  # bytes without the end of a text, in which a parser looks again and again
 # Names of kernels hold control characters now and then, which JSON does not allow.
 _TO_BLANKS = bytes(32 if code < 32 else code for code in range(256))
 
@@ -647,14 +648,22 @@ def _header(path: str | Path) -> dict[str, Any]:
 
 
 class _CleanStream:
-    """A binary stream with blanks for control characters, which refuses deep nesting: a parser is quadratic in depth."""
+    """A binary stream with blanks for control characters, which refuses what a parser takes quadratic time for.
+
+    That are deep nesting and long texts; blanks without an end are refused with the latter.
+    """
 
     def __init__(self, stream: IO[bytes]) -> None:
         self.stream = stream
+        self._unquoted = 0
+        """Bytes since the last that held a quotation mark which is not escaped."""
 
     def read(self, size: int = -1) -> bytes:
-        """Return the next ``size`` bytes, cleaned. Raises ijson's JSONError where they open too many brackets."""
+        """Return the next ``size`` bytes, cleaned. Raises ijson's JSONError where they are too deep, or a text too long."""
         data = self.stream.read(size)
+        self._unquoted = 0 if data.count(b'"') > data.count(b'\\"') else self._unquoted + len(data)
+        if self._unquoted > _LONGEST:
+            raise ijson.JSONError("16 MiB without the end of a text")
         if data.count(b"[") + data.count(b"{") - data.count(b"]") - data.count(b"}") > _DEEPEST:
             raise ijson.JSONError("nested too deeply")
         return data.translate(_TO_BLANKS)

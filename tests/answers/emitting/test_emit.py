@@ -26,36 +26,13 @@ from ddltool.artifacts import load, save
 from ddltool.errors import InputError
 from ddltool.plans import Assignment, BucketSetting, Enforcement, Plan, PrefetchSetting, StepSettings, Superstep
 from ddltool.runtime.hook.job import loaded
+from tests.answers.emitting.test_enforcement import BLOCKS, plan
 from tests.conftest import Cli
 from tests.helpers.emit_workers import emitted_compiled, emitted_ddp, emitted_fsdp2
 from tests.helpers.processes import free_port
 from tests.helpers.runtime_workers import crew
 
 PATIENCE_S = 100.0
-BLOCKS = [f"layers.{k}" for k in range(4)]
-
-
-def plan(*rows: tuple[str, int, int], **changes: Any) -> Plan:
-    """A plan with (device type, devices, samples per device)."""
-    fields: dict[str, Any] = {
-        "job": "mixed",
-        "strategy": "lb-bsp",
-        "max_workers": 4,
-        "batch_size": 8,
-        "iteration_s": 1.0,
-        "throughput": 4.0,
-        "assignments": [
-            Assignment(device_type=name, devices=count, ests_per_device=0, local_batch_size=size)
-            for name, count, size in rows
-        ],
-        "est_count": 0,
-        "waste": 0.0,
-        "overload_factor": 1.0,
-        "status": "optimal",
-        "gap": 0.0,
-        "solve_seconds": 0.1,
-    }
-    return Plan(**(fields | changes))
 
 
 MIXED = plan(("T4", 1, 4), ("V100", 2, 12))

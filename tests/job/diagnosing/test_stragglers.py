@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,17 @@ from hypothesis import strategies as st
 
 from benchmarks import bench_stragglers
 from ddltool.analyzers.answers.reporting.telemetry_section import stragglers_section
-from ddltool.analyzers.job.diagnosing.diagnosis import diagnose, ends, speeds, telemetry
+from ddltool.analyzers.job.diagnosing.diagnosis import (
+    _cause,
+    _chance_p_value,
+    _onset_index,
+    _pattern,
+    _sure_share,
+    diagnose,
+    ends,
+    speeds,
+    telemetry,
+)
 from ddltool.analyzers.job.diagnosing.operations import Pipeline, ideal_s, of_frame, read_operations, what_if
 from ddltool.analyzers.job.diagnosing.traces import of_traces
 from ddltool.analyzers.step.measured.ranks import RankSteps, of_telemetry
@@ -201,6 +213,148 @@ def run_of(compute: np.ndarray) -> RankSteps:
         exposed_s=still,
         step_s=np.broadcast_to(compute.max(axis=0) + 2e-3, compute.shape),
     )
+
+
+def median(values: Iterable[float]) -> float:
+    """The middle of a few numbers, or the mean of the two in the middle."""
+    ordered = sorted(values)
+    return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
+
+
+@given(st.integers(2, 5), st.integers(1, 9), st.integers(0, 10_000))
+def test_the_what_ifs_are_those_by_hand(ranks: int, steps: int, seed: int) -> None:
+    """Step by step and rank by rank, with numbers of one figure, so that many are alike."""
+    chance = np.random.default_rng(seed)
+    parts = {name: chance.integers(1, 9, (ranks, steps)) / 8 for name in ("input", "forward", "backward")}
+    wait, exposed = chance.integers(0, 9, (2, ranks, steps)) / 8
+    own = sum(parts.values())
+    found = diagnose(
+        RankSteps(
+            **{"ranks": tuple(range(ranks)), "nodes": ("",) * ranks, "steps": np.arange(steps), "parts": parts},
+            **{"wait_s": wait, "exposed_s": exposed, "step_s": own + wait + exposed},
+        ),
+        "run",
+    )
+    whole = [median((own + wait + exposed)[:, step]) for step in range(steps)]
+    rest = [max(0.0, whole[step] - max(own[:, step])) for step in range(steps)]
+    average = {name: part.sum() / part.size for name, part in parts.items()}
+    ideal = sum(average.values()) + median(rest)
+    assert found.step_s == pytest.approx(sum(whole) / steps)
+    assert (found.ideal_step_s, found.slowdown) == pytest.approx((ideal, sum(whole) / steps / ideal))
+    assert found.waiting_share == pytest.approx(wait.sum() / ranks / sum(whole))
+    for name, part in parts.items():
+        alone = sum(max(part[:, step]) for step in range(steps)) / steps + ideal - average[name]
+        assert found.classes[name] == pytest.approx(alone / ideal)
+    slowest = max(range(ranks), key=lambda rank: own[rank].sum())  # 3 % of so few is one
+    if found.slowdown > 1.02 and [one.sum() for one in own].count(own[slowest].sum()) == 1:
+        without = own.copy()
+        without[slowest] = sum(average.values())
+        left = sum(max(without[:, step]) + rest[step] for step in range(steps)) / steps
+        assert found.m_w == pytest.approx((found.step_s - left) / (found.step_s - ideal))
+    for rank, split in enumerate(found.splits):
+        saved = 0.0
+        for step in range(steps):
+            others = [own[other, step] for other in range(ranks) if other != rank]
+            mine = min(own[rank, step], median(others))
+            saved += max(0.0, whole[step] - max(*others, mine) - rest[step])
+        assert split.step_if_median_s == pytest.approx((sum(whole) - saved) / steps)
+        assert split.parts_s == pytest.approx({name: sum(part[rank]) / steps for name, part in parts.items()})
+        assert (split.wait_s, split.exposed_s) == pytest.approx((sum(wait[rank]) / steps, sum(exposed[rank]) / steps))
+        assert split.step_s == pytest.approx(sum((own + wait + exposed)[rank]) / steps)
+
+
+def test_chance_and_confidence_are_those_of_all_draws() -> None:
+    """Every draw of a slowest rank, and every draw of steps with replacement, in place of two thousand by chance."""
+    gains = np.array([[0.4, 0.3, 0.0, 0.2, 0.5], [0.0, 0.0, 0.3, 0.0, 0.0], [0.0, 0.1, 0.0, 0.0, 0.0]])
+    step_s = np.array([1.0, 1.2, 0.9, 1.1, 1.3])
+    worst, as_much = gains.max(axis=0), 0
+    for drawn in itertools.product(range(3), repeat=5):
+        costs = [sum(worst[step] for step in range(5) if drawn[step] == rank) for rank in range(3)]
+        as_much += max(costs) >= gains[0].sum() - 1e-9
+    assert _chance_p_value(gains, 0) == pytest.approx(as_much / 3**5, abs=0.012)
+    extra = gains[0] - [median(gains[1:, step]) for step in range(5)]
+    shares = sorted(
+        extra[list(drawn)].sum() / step_s[list(drawn)].sum() for drawn in itertools.product(range(5), repeat=5)
+    )
+    assert _sure_share(gains, 0, step_s) == pytest.approx(shares[len(shares) // 20], abs=0.012)
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=14).filter(any))
+def test_onset_and_pattern_are_those_by_hand(slow: list[bool]) -> None:
+    def score(start: int) -> float:
+        return sum(slow[start:]) ** 1.5 / len(slow[start:])
+
+    places = [step for step, is_slow in enumerate(slow) if is_slow]
+    best = max(map(score, places))
+    onset = _onset_index(np.array(slow))
+    assert onset == next(step for step in places if score(step) > best - 1e-9)
+    since, gaps = slow[onset:], [after - before for before, after in itertools.pairwise(places)]
+    mean = sum(gaps) / max(len(gaps), 1)
+    spread = (sum((gap - mean) ** 2 for gap in gaps) / max(len(gaps), 1)) ** 0.5
+    if sum(since) >= 3 and sum(since) >= 0.6 * len(since) - 1e-9:
+        wanted: tuple[str, int | None] = ("persistent", None)
+    else:
+        wanted = ("periodic", round(mean)) if len(gaps) >= 2 and spread <= mean / 4 + 1e-12 else ("transient", None)
+    assert _pattern(np.array(slow), onset) == wanted
+
+
+PASS_S = {"input": 0.01, "forward": 0.1, "backward": 0.2, "optimizer": 0.05, "host": 0.01}
+
+
+@pytest.mark.parametrize(
+    ("slower", "beside", "wanted"),
+    [
+        ({"input": 9.0}, {}, "slow input"),
+        ({"host": 9.0}, {}, "slow host"),
+        ({"optimizer": 2.0}, {}, "slow device"),
+        # nothing else is slower: more work; of the optimizer up to 0.35 of the passes' excess counts as none
+        ({"forward": 1.6, "backward": 1.6}, {}, "uneven work"),
+        ({"forward": 1.6, "backward": 1.6, "optimizer": 1.2}, {}, "uneven work"),
+        ({"forward": 1.6, "backward": 1.6, "optimizer": 1.22}, {}, "slow device"),
+        ({"forward": 1.6, "backward": 1.25}, {}, "uneven work"),  # 0.25 is more than 0.4 of 0.6
+        ({"forward": 1.6, "backward": 1.23}, {}, "slow device"),
+        # work that is counted: by more than 2 %, and 0.3 of the time's excess
+        ({"forward": 1.5, "backward": 1.5}, {"work": 1.16}, "uneven work"),
+        ({"forward": 1.5, "backward": 1.5}, {"work": 1.14}, "slow device"),
+        ({"forward": 1.05, "backward": 1.05}, {"work": 1.021}, "uneven work"),
+        ({"forward": 1.05, "backward": 1.05}, {"work": 1.019}, "slow device"),
+        # standing still: 0.3 of the excess of 0.18 s at least
+        ({"forward": 1.6, "backward": 1.6}, {"gap": 0.31 * 0.18}, "slow device"),
+        ({"forward": 1.6, "backward": 1.6}, {"gap": 0.29 * 0.18}, "uneven work"),
+        # now and then: in 40 % of the steps, and 0.6 of the excess of 0.18 s standing still
+        ({"forward": 1.6, "backward": 1.6}, {"gap": 0.61 * 0.18, "every": [0, 1, 5, 8]}, "pauses"),
+        ({"forward": 1.6, "backward": 1.6}, {"gap": 0.59 * 0.18, "every": [0, 1, 5, 8]}, "slow device"),
+        ({"forward": 1.6, "backward": 1.6}, {"gap": 0.61 * 0.18, "every": [0, 1, 3, 5, 8]}, "slow device"),
+        # telemetry has no gaps: alone, and without more work
+        ({"forward": 1.6, "backward": 1.6}, {"every": [0, 3, 5, 8]}, "pauses"),
+        ({"forward": 1.6, "backward": 1.6}, {"every": [0, 1, 5, 8]}, "uneven work"),
+        ({"forward": 1.6, "backward": 1.6}, {"every": [0, 3, 5, 8], "work": 1.5}, "uneven work"),
+        ({"forward": 1.6, "backward": 1.6}, {"every": [0, 3, 5, 8], "work": 1.01}, "pauses"),
+    ],
+)
+def test_a_cause_is_that_of_its_rule(slower: dict[str, float], beside: dict[str, Any], wanted: str) -> None:
+    """Rank 0 of three, in ten steps: in those that are slow each part takes so many times as long as the others'."""
+    slow = np.isin(np.arange(10), beside.get("every", range(10)))
+    grown = {name: np.where(slow, slower.get(name, 1.0), 1.0) for name in PASS_S}
+    parts = {
+        name: np.stack([took * grown[name], np.full(10, took), np.full(10, took)]) for name, took in PASS_S.items()
+    }
+    still = np.zeros((3, 10))
+    work = gap = None
+    if "work" in beside:
+        work = 1.0 + still
+        work[0, slow] = beside["work"]
+    if "gap" in beside:
+        gap = still.copy()
+        gap[0, slow] = beside["gap"]
+    run_ = RankSteps(
+        **{"ranks": (0, 1, 2), "nodes": ("",) * 3, "steps": np.arange(10), "parts": parts, "work": work, "gap_s": gap},
+        **{"wait_s": still, "exposed_s": still, "step_s": still},
+    )
+    excess = sum(parts[name][0] - parts[name][1] for name in PASS_S)
+    pattern = "transient" if "every" in beside else "persistent"
+    most = max(PASS_S, key=lambda name: PASS_S[name] * (slower.get(name, 1.0) - 1))
+    assert _cause(run_, 0, excess, slow, pattern, most) == wanted
 
 
 def test_a_long_first_step_does_not_hide_what_batches_would_win() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import sqlite3
+import subprocess
+import sys
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -288,6 +291,48 @@ def test_two_that_recalibrate_at_once_both_count(tmp_path: Path) -> None:
     with Companion(path) as base:
         assert [device.capability_per_s for device in base.meta.devices][:2] == [10.0, 5.0]
         assert base.lookup(counts) is None
+
+
+CORRECTS = """
+import sys
+from pathlib import Path
+from ddltool.companion import Companion
+path, name, first = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
+print("ready", flush=True)
+sys.stdin.read(1)
+for number in range(40):
+    with Companion(path) as base:
+        base.recalibrate({name: first + number})
+        if next(device.capability_per_s for device in base.meta.devices if device.type == name) != first + number:
+            sys.exit("lost")
+"""
+
+
+def test_two_processes_that_correct_it_lose_nothing(tmp_path: Path) -> None:
+    """Eighty corrections, forty of each process: each type has its last, and every one of them counts."""
+    path, firsts = written(tmp_path / "plans.db"), {"T4": 1.5, "P100": 100.5}
+    with contextlib.ExitStack() as stack:
+        both = [
+            stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, "-c", CORRECTS, path, name, str(first)],
+                    **{"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True},
+                )
+            )
+            for name, first in firsts.items()
+        ]
+        assert [one.stdout and one.stdout.readline() for one in both] == ["ready\n"] * 2
+        for one in both:
+            assert one.stdin is not None
+            one.stdin.write("x")
+            one.stdin.flush()
+        for one in both:
+            one.communicate(timeout=100)
+    assert [one.returncode for one in both] == [0, 0]
+    with Companion(path) as base:
+        found = {device.type: device.capability_per_s for device in base.meta.devices}
+        assert found == {"T4": 40.5, "P100": 139.5, "V100": CAPABILITY["V100"]}
+        assert base.meta.generation == 81
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddltool.analyzers.answers.emitting.enforcement import to_enforcement
 from ddltool.analyzers.job.placement import est
 from ddltool.analyzers.job.placement.est import is_feasible, solve_est
 from ddltool.analyzers.job.placement.problem import (
@@ -432,16 +431,6 @@ def test_equal_split_adds_up() -> None:
         waste = sum(speed[name] - size / case.batch_size / step for size, name in shares)
         assert made.waste == pytest.approx(waste, abs=1e-9)
         assert made.world_size <= min(sum(d.count for d in case.devices), case.max_devices or math.inf)
-
-
-def test_enforcement_follows_the_plan() -> None:
-    made = solve_est(problem((3.0, 1.0), (1, 1), 4))
-    ranks = to_enforcement(made).ranks
-    assert [(rank.rank, rank.device_type, rank.ests, rank.local_batch_size) for rank in ranks] == [
-        (0, "t0", 3, 12),
-        (1, "t1", 1, 4),
-    ]
-    assert to_enforcement(made).total_batch_size == made.max_workers * made.batch_size
 
 
 def test_capability_from_measurements() -> None:

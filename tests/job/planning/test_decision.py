@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,8 +21,17 @@ from ddltool.analyzers.job.goodput.throughput import iteration_time_s
 from ddltool.analyzers.job.placement.est import solve_est
 from ddltool.analyzers.job.placement.problem import Problem, from_job
 from ddltool.analyzers.job.placement.steps import best_step, device_counts
-from ddltool.analyzers.job.planning.candidates import Candidates
-from ddltool.analyzers.job.planning.compare import LEAST_GAIN, STALENESS_MARGIN, decide
+from ddltool.analyzers.job.planning.candidates import STRATEGIES, Candidates
+from ddltool.analyzers.job.planning.compare import (
+    LEAST_GAIN,
+    STALENESS_MARGIN,
+    _all_layouts,
+    _Choice,
+    _demand_inputs,
+    _pareto,
+    _unwaiting_throughput,
+    decide,
+)
 from ddltool.analyzers.job.planning.device_search import best_devices
 from ddltool.analyzers.job.planning.exposed import (
     STATES,
@@ -274,6 +284,134 @@ def test_figures_add_up_and_the_pick_follows_its_rule(
     assert len(plan.decision.words) == 4
     assert plan.decision.words[0].startswith("Use ")
     assert [option.why_not == "" for option in plan.decision.options].count(True) == 1
+
+
+@st.composite
+def contenders(draw: st.DrawFn) -> list[Any]:
+    """Candidates that nobody planned, whose values lie close to the margins of each other."""
+    near = st.sampled_from([0.8, 0.905, 0.985, 1.0, 1.015, 1.025, 1.09, 1.11, 1.3])
+    return [
+        SimpleNamespace(
+            option=SimpleNamespace(
+                **{"strategy": draw(st.sampled_from(STRATEGIES)), "throughput": draw(near)},
+                **{"price_per_sample": draw(st.none() | near), "memory_bytes": draw(st.none() | near)},
+                devices={name: draw(st.integers(1, 2)) for name in "AB"[: draw(st.integers(1, 2))]},
+                **{
+                    "group": draw(st.sampled_from([None, SimpleNamespace(size=2)])),
+                    "staleness": draw(st.integers(0, 1)),
+                },
+            ),
+            plan=SimpleNamespace(superstep=draw(st.sampled_from([None, "a"]))),
+        )
+        for _ in range(draw(st.integers(1, 5)))
+    ]
+
+
+OBJECTIVES = ("fastest", "cheapest", "same-bits", "least-memory", "fewest-devices")
+
+
+@given(contenders(), st.sampled_from(OBJECTIVES), st.sampled_from([None, 0.0, 0.03, 0.12]), st.booleans())
+def test_the_pick_is_that_by_hand(made: list[Any], objective: Any, error: float | None, fails: bool) -> None:
+    """Every pair compared in plain arithmetic: who beats whom, who ties, and the simplest of those that nobody beats."""
+    objective = "".join(list(objective))  # as from a command line: equal to the name, and another object
+
+    def slowdown(devices: int) -> float:
+        return 1.0 + 0.01 * devices if fails else 1.0
+
+    candidates: Any = SimpleNamespace(
+        goal=SimpleNamespace(objective=objective, slowdown=slowdown),
+        model=SimpleNamespace(gain_error=lambda first, second: error),
+        **{"progress": lambda option: 32 * option.throughput, "alike": lambda problem: []},
+    )
+    choice, values = _Choice(candidates), []
+    for one in made:
+        longer = slowdown(sum(one.option.devices.values()))
+        values.append(
+            {
+                "cheapest": 1 / (one.option.price_per_sample * longer) if one.option.price_per_sample else 0.0,
+                "least-memory": 0.0 if one.option.memory_bytes is None else 1 / max(one.option.memory_bytes, 1.0),
+                "fewest-devices": 1 / sum(one.option.devices.values()),
+            }.get(objective, 32 * one.option.throughput / longer)
+        )
+        assert choice.value(one.option) == pytest.approx(values[-1])
+    exact = error is None or error == 0 or objective in ("least-memory", "fewest-devices")
+
+    def unsure(first: int, second: int) -> bool:
+        lower, upper = sorted((values[first], values[second]))
+        return not exact and lower > 0 and upper <= lower * (1 + (error or 0.0))
+
+    def beats(first: int, second: int) -> bool:
+        stale = made[first].plan.superstep is not None and made[second].plan.superstep is None
+        return values[first] > values[second] * (1.1 if stale else 1.02) and not unsure(first, second)
+
+    for first, second in itertools.product(range(len(made)), repeat=2):
+        assert choice.unsure(made[first], made[second]) == unsure(first, second)
+        assert choice.beats(made[first], made[second]) == beats(first, second)
+        assert choice.ties(made[first], made[second]) == (not beats(first, second) and not beats(second, first))
+    left = [n for n in range(len(made)) if not any(beats(other, n) for other in range(len(made)))]
+
+    def simpler(n: int) -> tuple[float, ...]:
+        option = made[n].option
+        group = option.group.size if option.group else 0
+        return STRATEGIES.index(option.strategy), group, len(option.devices), -values[n], sum(option.devices.values())
+
+    assert choice.pick(made) is made[min(left, key=simpler)]
+
+    priced = [one.option for one in made if one.option.price_per_sample is not None and not one.option.staleness]
+    costs = []
+    for option in priced:
+        longer = slowdown(sum(option.devices.values()))
+        costs.append((longer / (32 * option.throughput), longer * option.price_per_sample))
+    problem: Any = SimpleNamespace(devices=[SimpleNamespace(price_micro=1)])
+    front = [costs[priced.index(option)] for option in _pareto([one.option for one in made], candidates, problem)]
+    wanted, dearest = [], math.inf
+    for seconds, price in sorted(costs):
+        if price < dearest:
+            wanted.append((seconds, price))
+            dearest = 0.98 * price
+    assert [pytest.approx(one) for one in wanted] == front
+    assert (
+        _pareto([one.option for one in made], candidates, SimpleNamespace(devices=[SimpleNamespace(price_micro=None)]))
+        == []
+    )  # type: ignore[arg-type]
+
+
+def test_what_waits_and_what_was_looked_at_by_hand() -> None:
+    option = SimpleNamespace(devices={"A": 2, "B": 1}, throughput=5.0, iteration_s=3.0, compute_s=2.0)
+    problem: Any = SimpleNamespace(
+        devices=[SimpleNamespace(name="A", capability_per_s=4), SimpleNamespace(name="B", capability_per_s=0.5)]
+    )
+    rates = {"elastic-bsp": 2 * 4 + 0.5, "goodput": 5.0 * 3 / 2, "bsp": 1.5 + 7.0, "lb-bsp": 1.5 + 7.0}
+    for strategy, rate in rates.items():
+        made: Any = SimpleNamespace(plan=SimpleNamespace(strategy=strategy, waste=1.5, throughput=7.0), option=option)
+        assert _unwaiting_throughput(made, problem) == pytest.approx(rate)
+    one, two, three, none = (SimpleNamespace(number=n, missing_bytes=missing) for n, missing in enumerate((0, 4, 0, 2)))
+    first, other, last = (SimpleNamespace(layouts=each) for each in ([none, one], [one, two], [three, two]))
+    assert _all_layouts(first, [first, other, last]) == [one, three, none, two]  # type: ignore[arg-type, comparison-overlap]
+
+
+def test_what_an_objective_needs_is_asked_for() -> None:
+    """A price of every device, a model to look at, a limit to keep; nothing else."""
+    problem: Any = SimpleNamespace(
+        devices=[SimpleNamespace(name="A", price_micro=5), SimpleNamespace(name="B", price_micro=None)]
+    )
+    priced: Any = SimpleNamespace(devices=problem.devices[:1])
+    bare, whole = JobModel(), replace(JobModel(), layouts=SimpleNamespace())  # type: ignore[arg-type]
+    needs = (
+        (Goal(objective="cheapest"), problem, bare, "devices.B.price_per_hour: is missing; the cheapest plan needs"),
+        (Goal(budget=5.0), problem, bare, "devices.B.price_per_hour: is missing; a budget needs"),
+        (Goal(objective="least-memory"), priced, bare, "least-memory needs a model to look at"),
+        (Goal(objective="fewest-devices"), priced, bare, "fewest-devices needs something to keep"),
+    )
+    for goal, asked_of, model, problem_text in needs:
+        with pytest.raises(InputError, match=problem_text):
+            _demand_inputs(goal, asked_of, model)
+    for goal, asked_of, model in (
+        (Goal(), problem, bare),
+        (Goal(objective="cheapest", budget=5.0), priced, bare),
+        (Goal(objective="least-memory"), problem, whole),
+    ):
+        _demand_inputs(goal, asked_of, model)
 
 
 def test_barriers_are_taken_only_when_far_ahead() -> None:

@@ -21,7 +21,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ddltool.analyzers.answers.emitting.enforcement import to_enforcement
-from ddltool.analyzers.job.balancing.minmax import DeviceCurves, Offer, choose
+from ddltool.analyzers.job.balancing.minmax import DeviceCurves, Offer, _type_samples, choose
 from ddltool.analyzers.job.goodput.throughput import StepTime, ThroughputParams
 from ddltool.analyzers.job.placement.problem import Problem, from_job
 from ddltool.analyzers.job.planning.job_inputs import step_curves
@@ -245,6 +245,18 @@ def test_money_is_spent_where_it_buys_the_batch(seed: int) -> None:
     assert choose(curves, offer, most + 1) is None
 
 
+@given(st.lists(st.tuples(st.integers(0, 2**40), st.integers(0, 2**40)), min_size=1, max_size=4), st.integers(1, 2**40))
+def test_samples_beyond_64_bits_reach_the_batch_where_they_do(kinds: list[tuple[int, int]], total: int) -> None:
+    """Products in whole numbers of any length; what one device makes is never more than the batch."""
+    made = [(number, min(size, total)) for number, size in kinds]
+    found = _type_samples(*(np.array(each, dtype=np.int64) for each in zip(*made, strict=True)), total).tolist()
+    exact = [number * size for number, size in made]
+    assert min(sum(found), total) == min(sum(exact), total)
+    if sum(exact) < total:
+        assert found == exact
+    assert all(0 <= one <= other for one, other in zip(found, exact, strict=True))
+
+
 def lb_bsp(tmp_path: Path, text: str) -> Plan:
     """Return the plan of a job.yaml as the command makes it."""
     file = tmp_path / "job.yaml"
@@ -383,7 +395,7 @@ def test_a_hundred_thousand_devices_of_a_type_cost_no_more_than_one() -> None:
         assert made.iteration_s == pytest.approx(1.0)
         return time.process_time() - begin
 
-    assert min(cpu_s(100_000) for _ in range(3)) < 30 * min(cpu_s(10) for _ in range(3))
+    assert min(cpu_s(100_000) for _ in range(3)) < 30 * max(min(cpu_s(10) for _ in range(3)), 1e-3)  # a clock's tick
 
 
 def test_a_batch_beyond_what_can_be_split(tmp_path: Path) -> None:

@@ -7,13 +7,17 @@ import importlib.util
 import os
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
@@ -26,7 +30,12 @@ from torch.utils import _pytree
 
 from ddltool.analyzers.step.costs.checkpointing import cheapest
 from ddltool.analyzers.step.costs.memory import (
+    ACTIVATION,
+    GIVEN,
+    GRADIENT,
+    PARAMETER,
     Checkpointing,
+    ModelBlock,
     Recomputation,
     SavedOps,
     Sharding,
@@ -37,6 +46,7 @@ from ddltool.analyzers.step.tracing.numerics import Numerics
 from ddltool.analyzers.step.tracing.sources import training_step
 from ddltool.analyzers.step.tracing.step import TrainingStep
 from ddltool.analyzers.step.tracing.torch_adapter import trace_any_batch, trace_step
+from ddltool.arrays import Floats
 from ddltool.errors import InputError
 from ddltool.plans import Recomputed
 from ddltool.precision import PrecisionName
@@ -234,6 +244,193 @@ def test_parts_shrink_with_the_shard() -> None:
         lifetimes.peak(Sharding(kind=kind, shard=shard), "adam") for kind, shard in (("zero1", 4), ("ddp", 1))
     )  # type: ignore[arg-type]
     assert ddp.total_bytes - zero1.total_bytes == pytest.approx(0.75 * ddp.parts["optimizer"])
+
+
+@st.composite
+def toys(draw: st.DrawFn) -> tuple[TensorLifetimes, Floats]:
+    """A step of two or three blocks that nobody traced, and the bytes of its storages: powers of two, so that sums tell which.
+
+    One place before the blocks and one after them, then the backward pass in reverse order, and a last place.
+    """
+    counts = draw(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3)), min_size=2, max_size=3))
+    firsts = [1 + sum(forward for forward, _ in counts[:n]) for n in range(len(counts))]
+    backward = 2 + sum(forward for forward, _ in counts)
+    begins = [backward + sum(after for _, after in counts[n + 1 :]) for n in range(len(counts))]
+    nodes = backward + sum(after for _, after in counts) + 1
+    blocks, rows, read = [], [], []  # rows: made, last used in the forward pass, last used, role, owner, product
+
+    def within(low: int, high: int) -> int:
+        return draw(st.integers(low, high))
+
+    rows += [(0, backward - 1, nodes - 1, role, -1, -1) for role in (PARAMETER, GIVEN)]
+    rows.append((within(backward, nodes - 1), 0, nodes - 1, GRADIENT, -1, -1))
+    for n, (first, begin, (forward, after)) in enumerate(zip(firsts, begins, counts, strict=True)):
+        last, end = first + forward - 1, begin + after - 1
+        products = tuple(place for place in range(first, last + 1) if draw(st.booleans()))
+        blocks.append(
+            ModelBlock(
+                **{"name": f"b{n}", "first": first, "last": last, "begins": begin, "ends": end, "products": products},
+                keepable=tuple(range(len(products))),
+            )
+        )
+        rows += [(0, last, end, PARAMETER, n, -1), (within(begin, end), 0, nodes - 1, GRADIENT, n, -1)]
+        for _ in range(within(1, 3)):  # what the block alone uses
+            made = within(first, last)
+            used = within(made, last)
+            is_product = made in products and draw(st.booleans())
+            freed = draw(st.sampled_from([used, within(begin, end)]))
+            rows.append((made, used, freed, ACTIVATION, n, products.index(made) if is_product else -1))
+        source = within(first - 1, first - 1)  # what comes from before it
+        place = within(first, last)
+        read.append((len(rows), n, place))
+        rows.append((source, place, draw(st.sampled_from([place, end])), ACTIVATION, -1, -1))
+        rows.append((within(begin, end), 0, end, ACTIVATION, -1, -1))  # made in its backward pass
+    columns = dict(zip(("alloc", "forward", "free", "role", "owner", "product"), np.array(rows).T, strict=True))
+    traced = SimpleNamespace(graph=SimpleNamespace(meta={}, batch_size=1))
+    lifetimes = TensorLifetimes(
+        **{
+            "traced": traced,
+            "nodes": nodes,
+            "backward": backward,
+            "elements": (1,) * len(rows),
+            "blocks": tuple(blocks),
+        },
+        **{"width": np.ones(len(rows)), "trained_bytes": 2.0 ** (30 + np.arange(len(blocks) + 1)), "kept_share": 2.0},
+        **{"read": np.array(read).reshape(-1, 3), **columns},
+    )
+    return lifetimes, 2.0 ** np.arange(len(rows))
+
+
+def held_by_hand(toy: TensorLifetimes, size: Floats, sharding: Sharding, saved: SavedOps) -> dict[str, list[float]]:
+    """Bytes by part and place, storage by storage, over a program that is written out with what is computed again."""
+    again = {}
+    for n, block in enumerate(toy.blocks):
+        lost = [
+            int(toy.alloc[s])
+            for s in np.flatnonzero((toy.owner == n) & (toy.role == ACTIVATION) & (toy.free >= toy.backward))
+            if block.name in saved and toy.product[s] not in saved[block.name]
+        ]
+        again[n] = max(lost, default=block.first - 1) - block.first + 1
+    program: list[tuple[int, ...]] = []
+    for place in range(toy.nodes):
+        program += [(n, step) for n in again if toy.blocks[n].begins == place for step in range(again[n])]
+        program.append((place,))
+    at, last = {item: position for position, item in enumerate(program)}, len(program) - 1
+    found: dict[str, list[float]] = {}
+
+    def add(part: str, first: int, until: int, count: float) -> None:
+        line = found.setdefault(part, [0.0] * len(program))
+        for position in range(max(first, 0), min(until, last) + 1):
+            line[position] += count
+
+    for s, (role, n, bytes_) in enumerate(zip(toy.role.tolist(), toy.owner.tolist(), size.tolist(), strict=True)):
+        made, used, freed = (at[int(place[s]),] for place in (toy.alloc, toy.forward, toy.free))
+        if role == GIVEN:
+            add("activations", 0, last, bytes_)
+        if role != ACTIVATION:
+            continue
+        step = int(toy.alloc[s]) - toy.blocks[n].first
+        is_kept = n >= 0 and toy.product[s] >= 0 and toy.product[s] in saved.get(toy.blocks[n].name, ())
+        if n < 0 or toy.blocks[n].name not in saved or is_kept:
+            reads = [(b, place) for storage, b, place in toy.read.tolist() if storage == s and again[b]]
+            freed = max([freed, *(at[b, min(place - toy.blocks[b].first, again[b] - 1)] for b, place in reads)])
+            if is_kept:
+                freed = max(freed, at[n, step] if step < again[n] else at[toy.blocks[n].ends,])
+            add("activations", made, freed, bytes_)
+            continue
+        add("activations", made, used, bytes_)
+        if step < again[n]:
+            ends = (
+                freed
+                if toy.free[s] >= toy.backward
+                else at[n, min(int(toy.forward[s]) - toy.blocks[n].first, again[n] - 1)]
+            )
+            add("activations", at[n, step], ends, bytes_)
+    own = {
+        role: {n: sum(size[(toy.role == role) & (toy.owner == n)]) for n in range(-1, len(toy.blocks))}
+        for role in (PARAMETER, GRADIENT)
+    }
+    gradients = [(at[int(toy.alloc[s]),], toy.owner[s], size[s]) for s in np.flatnonzero(toy.role == GRADIENT)]
+    trained, shard = toy.trained_bytes.tolist(), sharding.shard
+    if not sharding.gathers:
+        add("parameters", 0, last, sum(own[PARAMETER].values()))
+        for made, _, bytes_ in gradients:
+            add("gradients", 0 if sharding.sums else made, last, bytes_)
+            add("gradients", made, made if sharding.sums else -1, bytes_)
+        add("optimizer", 0, last, sum(own[GRADIENT].values()) / shard)
+        add("buckets", 0, last if sharding.kind != "none" else -1, sum(trained))
+        return found
+    add("parameters", 0, last, sum(own[PARAMETER].values()) * 2 / shard)
+    add("optimizer", 0, last, sum(own[GRADIENT].values()) * 2 / shard)
+    add("gathered", 0, last, own[PARAMETER][-1])
+    add("gradients", 0, last if sharding.sums else -1, sum(trained) / shard)
+    for made, n, bytes_ in gradients:
+        add("gradients", made, last if n < 0 else at[toy.blocks[n].ends,] + 1, bytes_)
+    for n, block in enumerate(toy.blocks):
+        mine, after = own[PARAMETER][n], toy.blocks[n + 1].first if n + 1 < len(toy.blocks) else toy.backward
+        start, end = at[(n, 0) if again[n] else (block.begins,)], at[block.ends,]
+        add("gathering", at[block.first,] - 1, at[after - 1,], mine)
+        add("gathered", at[block.first,], at[block.last,] if sharding.reshards else end, mine)
+        if sharding.reshards:
+            add("gathered", start, end, mine)
+            add(
+                "gathered",
+                at[block.last,] + 1,
+                start - 1,
+                mine / sharding.forward_shard if sharding.forward_shard else 0,
+            )
+            add("gathering", start, end, own[PARAMETER][n - 1] if n else 0.0)
+        add("reducing", end + 1, at[toy.blocks[n - 1].ends,] if n else last - 1, trained[n])
+        add("gradients", end + 1, end + 1 if sharding.sums else last, trained[n] / shard)
+    return found
+
+
+@given(toys(), st.sampled_from(["none", "ddp", "zero1", "zero2", "fsdp", "fsdp:2", "hsdp:2"]), st.booleans(), st.data())
+def test_every_place_holds_what_it_does_by_hand(
+    made: tuple[TensorLifetimes, Floats], kind: str, sums: bool, data: st.DataObject
+) -> None:
+    toy, size = made
+    saved = {
+        block.name: tuple(n for n in block.keepable if data.draw(st.booleans()))
+        for block in toy.blocks
+        if data.draw(st.booleans())
+    }
+    sharding, again = replace(Sharding.named(kind, WORLD), sums=sums), Recomputation(toy, saved)
+    held = toy.held(again, sharding, "momentum", size)
+    wanted, found = held_by_hand(toy, size, sharding, saved), held.curves()
+    updating = found.pop("updating")
+    assert not updating[:-1].any()
+    for part in wanted.keys() | found.keys():
+        nothing = [0.0] * held.places
+        assert list(found.get(part, nothing)) == pytest.approx(wanted.get(part, nothing)), part
+    peak, curve = held.peak(), np.sum(list(wanted.values()), axis=0) + updating
+    fullest = int(np.flatnonzero(curve == curve.max())[0])
+    assert (peak.total_bytes, peak.curve.tolist()) == (curve[fullest], curve.tolist())
+    assert peak.parts["activations"] == wanted["activations"][fullest]
+    seconds = 2.0 ** np.arange(toy.nodes)
+    for n, (block, length) in enumerate(zip(toy.blocks, again.length, strict=True)):
+        left = {block.products[number] for number in saved.get(block.name, ())}
+        places = [place for place in range(block.first, block.first + length) if place not in left]
+        assert toy.recompute_s(again, seconds)[n] == sum(2.0**place for place in places)
+
+
+@pytest.mark.parametrize(
+    ("layers", "numbers"),
+    [  # filters, and tiles of 32 x 32 that overlap by the taps less one, of images and of what comes out
+        ([nn.Conv2d(3, 8, (3, 5)), nn.Conv2d(8, 8, 3, stride=2)], 3 * 8 + 2 * (2 * 3) * (3 + 8)),
+        ([nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 3, groups=2)], 0),
+        ([nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, (1, 31))], 4 * 4 + 2 * (2 * 34) * (4 + 4)),
+        ([nn.Conv2d(3, 4, (1, 32))], 0),
+    ],
+)
+def test_the_workspace_is_that_of_the_largest_convolution_that_may_be_transformed(
+    layers: list[nn.Module], numbers: int
+) -> None:
+    made = TrainingStep(
+        name="a", module=nn.Sequential(*layers), inputs=(torch.zeros(2, 3, 40, 70),), loss=lambda y: y.sum()
+    )
+    lifetimes = lifetimes_of(trace_step(lambda: made, mode="training"))
+    assert lifetimes.workspace_bytes() == numbers * 32 * 17 * 8  # half of a real tile's transform, in complex numbers
 
 
 def test_names_of_shardings() -> None:

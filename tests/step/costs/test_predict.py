@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -22,21 +25,29 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ddltool.analyzers.step.communication.nccl import Fabric
 from ddltool.analyzers.step.communication.program import program_of
+from ddltool.analyzers.step.costs import predict as predict_module
 from ddltool.analyzers.step.costs.compiling import compiled
 from ddltool.analyzers.step.costs.kernel_times import ARITHMETIC, CARRIED, FEED, TRAFFIC, Constants
 from ddltool.analyzers.step.costs.kernels import INPUT_GRADIENT, WEIGHT_GRADIENT, kernels_of
 from ddltool.analyzers.step.costs.memory import Kind, Sharding
 from ddltool.analyzers.step.costs.model import CostModel, PredictedStep, cost_model, estimate, time_step
 from ddltool.analyzers.step.costs.predict import (
+    ParallelDegrees,
     Placement,
     Setting,
     WorkCurve,
+    _fitting_sizes,
+    gathered_matrices_s,
     measure_work,
     memory_limit_batch,
+    memory_range,
     own_sum_s,
     own_update_s,
     predict,
+    remedy,
     timed_step,
+    timeline,
+    usable_bytes,
 )
 from ddltool.analyzers.step.recording.op_rules import CLASS
 from ddltool.analyzers.step.tracing.factories import step_from
@@ -45,7 +56,7 @@ from ddltool.analyzers.step.tracing.sources import resolve_step, training_step
 from ddltool.analyzers.step.tracing.step import TrainingStep, default_loss
 from ddltool.analyzers.step.tracing.torch_adapter import trace_any_batch, trace_torch
 from ddltool.device import Device, Network
-from ddltool.errors import InputError
+from ddltool.errors import Infeasible, InputError
 from ddltool.graph import COMPUTE, Graph, Op
 from ddltool.links import Link
 from ddltool.precision import PrecisionName
@@ -794,6 +805,147 @@ def test_the_memory_limit_is_the_last_batch_that_fits() -> None:
         assert fits[1] is None
         assert 0.9 * usable < tensors(curve, limit, "sgd") <= usable
     assert memory_limit_batch(curve, DEVICE.model_copy(update={"memory_gib": 1.01}), SETTING) == 0
+
+
+class Sized:
+    """A step of which only the bytes are known: ``lasting`` and ``each`` for every sample, less where state is shared."""
+
+    def __init__(self, lasting: float, each: float) -> None:
+        self.lasting, self.each, self.blocks = lasting, each, ("a",)
+
+    def under(self, sharding: Sharding, compile: bool = False) -> Sized:
+        return self
+
+    def lifetimes(self, size: int) -> Sized:
+        return self
+
+    def runs_at(self, size: int) -> bool:
+        return size != 2
+
+    def peak_bytes(self, size: int, sharding: Sharding, checkpointing: str) -> float:
+        return self.lasting / sharding.shard + size * self.each / {"none": 1, "selective": 2, "full": 4}[checkpointing]
+
+    def held(self, size: int, sharding: Sharding, optimizer: str, checkpointing: str) -> Any:
+        total = self.peak_bytes(size, sharding, checkpointing)
+        reserved = 1.25 * total  # segments take a quarter more than the tensors
+        return SimpleNamespace(
+            peak=lambda: SimpleNamespace(total_bytes=total),
+            reserved_bytes=lambda limit: round(reserved) if reserved <= limit else None,
+        )
+
+
+@given(
+    st.floats(0, 60e9),
+    st.floats(1e7, 40e9),
+    st.sampled_from(["ddp", "zero1", "fsdp"]),
+    st.sampled_from(["none", "selective", "full"]),
+    st.integers(1, 8),
+)
+def test_the_largest_batch_and_what_helps_are_those_of_trying_all(
+    lasting: float, each: float, kind: str, checkpointing: str, replicas: int
+) -> None:
+    """Batches one after the other until one does not fit; changes of options in the order in which they cost least."""
+    sized: Any = Sized(lasting, each)
+    setting = replace(SETTING, sharding=kind, checkpointing=checkpointing)
+
+    def largest(name: str, how: str, count: int) -> int:
+        sharding = replace(SETTING, sharding=name).sharded(count)
+        room = 15 * 2.0**30  # of 16 GiB, less what the driver and a context take
+        return next(n for n in itertools.count() if 1.25 * sized.peak_bytes(n + 1, sharding, how) > room)
+
+    limit = largest(kind, checkpointing, replicas)
+    assert memory_limit_batch(sized, DEVICE, setting, replicas) == limit
+    fits: Any = SimpleNamespace(device=DEVICE)
+    if limit:
+        sizes = [2**power for power in range(40) if 2**power <= limit]
+        assert _fitting_sizes(sized, fits, setting, replicas) == tuple(size for size in sizes if size != 2)
+        return
+    hows = ["none", "selective", "full"]
+    wanted = ""
+    for count in (replicas, *(2**power for power in range(11) if 2**power > replicas)):
+        for name in (kind,) if count == 1 else (kind, "zero1", "fsdp") if count == replicas else ("fsdp",):
+            for how in hows[hows.index(checkpointing) :]:
+                if not wanted and (n := largest(name, how, count)):
+                    wanted = f"--replicas {count} " if count != replicas else ""
+                    wanted += f"--sharding {name} " if name != kind else ""
+                    wanted += f"--checkpointing {how} " if how != checkpointing else ""
+                    wanted = f"with {wanted}a local batch of {n} does"
+    assert remedy(sized, DEVICE, setting, replicas) == wanted
+    with pytest.raises(Infeasible, match=re.escape(wanted or "nor does it sharded over 1,024")):
+        _fitting_sizes(sized, fits, setting, replicas)
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([0.0, 0.01, 0.5, 3.0]), st.integers(0, 4), st.integers(0, 4)),
+        min_size=1,
+        max_size=300,
+    )
+)
+def test_a_timeline_shows_the_fullest_place_of_each_span(places: list[tuple[float, int, int]]) -> None:
+    ends = np.cumsum([took for took, _, _ in places])
+    curves = {"a": np.array([float(one) for _, one, _ in places]), "b": np.array([float(one) for *_, one in places])}
+    curve: Any = SimpleNamespace(
+        lifetimes=lambda size: SimpleNamespace(clock=lambda again, timed: ends, blocks=()),
+        held=lambda *_: SimpleNamespace(
+            curves=lambda: curves, peak=lambda: SimpleNamespace(curve=curves["a"] + curves["b"])
+        ),
+        timed=lambda *_: None,
+    )
+    curve.under = lambda *_: curve
+    row: Any = SimpleNamespace(num_replicas=1, local_batch_size=8, recompute=None)
+    with mock.patch.object(predict_module, "Recomputation"):
+        found = timeline(curve, model(), SETTING, row)
+    fullest: dict[int, int] = {}
+    for place, end in enumerate(ends):  # of 160 equal spans; of equal bytes the last place
+        span = min(int(160 * end / max(ends[-1], 1e-30)), 159)
+        before = fullest.get(span, place)
+        fullest[span] = place if sum(places[place][1:]) >= sum(places[before][1:]) else before
+    kept = sorted(fullest.values())
+    assert found is not None
+    assert found.time_s == [ends[place] for place in kept]
+    wanted = {part: [float(places[place][n]) for place in kept] for n, part in ((1, "a"), (2, "b"))}
+    assert found.parts == {part: held for part, held in wanted.items() if any(held)}
+
+
+@given(
+    st.floats(1, 9), st.floats(0, 1), st.integers(0, 5), st.sampled_from(["none", "ddp", "zero1", "fsdp", "hsdp:2"]),
+    st.integers(1, 3), st.integers(1, 2), st.integers(1, 2),
+)  # fmt: skip
+def test_shares_of_an_update_and_ranges_of_memory_by_hand(
+    whole: float, host: float, matrices: int, kind: str, accumulation: int, tensor: int, pipeline: int
+) -> None:
+    replicas = 1 if kind == "none" else 4
+    sharding = replace(SETTING, sharding=kind, accumulation=accumulation).sharded(replicas)
+    assert sharding.sums == (accumulation > 1)
+    parts = {"none": 1, "ddp": 1, "zero1": 4, "fsdp": 4, "hsdp:2": 2}[kind]
+    graph: Any = SimpleNamespace(
+        meta={"update_s": whole, "update_host_s": host, "sum_s": whole, "sum_launch_s": host}
+        | ({"update_matrices": matrices, "update_matrix_bytes": 8e6} if matrices else {})
+    )
+    split = kind in ("fsdp", "hsdp:2")
+    update = host + (whole - host) / parts if split else whole / parts
+    if matrices:  # the process with most of them
+        update = whole * max(len(range(first, matrices, parts)) for first in range(parts)) / matrices
+    assert own_update_s(graph, sharding) == pytest.approx(update)
+    assert own_sum_s(graph, sharding) == pytest.approx(host + (whole - host) / parts if split else whole)
+    group: Any = SimpleNamespace(reduce_scatter_s=lambda size: size / 1e6)
+    assert gathered_matrices_s(graph, group, sharding) == pytest.approx(2 * 8.0 / parts if matrices else 0.0)
+    spread = ParallelDegrees(tensor=tensor, pipeline=pipeline)
+    kinds = [replicas > 1, kind == "hsdp:2", tensor > 1, pipeline > 1].count(True)
+    assert memory_range(1e9, 2e9, sharding, replicas, 3e8, spread) == (
+        1e9,
+        pytest.approx(1.15 * 2e9 + 2 * 2**30 + 3e8 + kinds * 256 * 2**20),
+    )
+    program: Any = SimpleNamespace(compute_s=whole)
+    with mock.patch.object(predict_module, "_synchronized_pass_s", return_value=whole + 1):
+        again = (whole + 1 if split else whole) * (accumulation - 1)
+        made = replace(SETTING, accumulation=accumulation)
+        assert predict_module.step_of(program, made, ALONE, sharding, host) == pytest.approx(again + whole + 1 + host)
+    ecc = DEVICE.model_copy(update={"ecc": True, "source": "a datasheet"})
+    assert usable_bytes(DEVICE) == 15 * 2**30
+    assert usable_bytes(ecc) == 14 * 2**30
+    assert usable_bytes(ecc.model_copy(update={"source": "given by the user"})) == 15 * 2**30
 
 
 # ---------------------------------------------------------------- how sure
