@@ -89,6 +89,7 @@ class _Ranks:
     """Makes of each trace of a curve the step of one rank of a tensor group, once for each batch size."""
 
     def __init__(self, curve: WorkCurve, layout: ParallelDegrees) -> None:
+        """``curve``: the work of the whole step, of whose traces ranks are made; ``layout``: how many ranks share it."""
         self.curve, self.layout = curve, layout
         self._known: dict[int | None, Rank] = {}
         """What :meth:`rank` has returned, by traced batch size."""
@@ -191,7 +192,7 @@ class ParallelCurve(WorkCurve):
         stages, layout = self._stages_at(batch_size), self.layout
         size = stages.lifetimes.sizes(self.scaled(batch_size))
         forward_s, backward_s = stages.seconds(graph)
-        trained_bytes, bytes_per_s = stages.trained_bytes(size), _memory_rate(model)
+        trained_bytes, bytes_per_s = stages.trained_bytes(size), _memory_rate(model)  # by piece
         # Each backward pass adds its gradients to the buffer, whose sums are read and written.
         backward_s = backward_s + 2.0 * stages.summed_share * trained_bytes / bytes_per_s
         transfer_s = stages.transfer_s(size, setting.fabric, placement)
@@ -330,7 +331,7 @@ class Stages:
         is_sent = np.zeros(len(is_of_forward), dtype=bool)
         for piece in range(self.pieces - 1):
             is_sent |= makes[piece] & reads[piece + 1] & is_of_forward & is_in_block[life.alloc]
-        is_sent_away = is_sent & (makes & ~reads).any(axis=0)
+        is_sent_away = is_sent & (makes & ~reads).any(axis=0)  # some piece makes it and does not read it itself
         return reads | (makes & ~is_sent_away), is_sent
 
     def restarts(self, graph: Graph) -> list[int]:
@@ -470,7 +471,9 @@ class Stages:
         # States, and the float32 copy of a parameter, in copies of the trained parameters.
         copies = state_share(self.rank.traced.graph, optimizer) + (self.has_copies and optimizer != "none")
         held.add("parameters", 0, held.places, size[life.role == PARAMETER])
-        held.add("gradients", made, made + 2, size[is_gradient])
+        held.add(
+            "gradients", made, made + 2, size[is_gradient]
+        )  # where it is made, and where it is added to the buffer
         held.add("gradients", 0, held.places, self.summed_share * trained_bytes)
         held.add("optimizer", 0, held.places, copies * trained_bytes / shard)
 
