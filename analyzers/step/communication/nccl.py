@@ -183,7 +183,7 @@ class Fabric:
 
     @classmethod
     def flat(cls, bytes_per_s: float, latency_s: float) -> Fabric:
-        """Return a fabric of nodes with one process each, behind links of one rate and latency."""
+        """Return a fabric of nodes with one process each, behind links of one rate (bytes per second) and latency (seconds)."""
         link = Link(kind="plain", bytes_per_s=bytes_per_s, latency_s=latency_s)
         return cls(inside=link, between=link)
 
@@ -361,7 +361,7 @@ class Group:
         return any(link.kind != "plain" for link in self._levels)
 
     def _base_us(self, algorithm: Algorithm, protocol: int) -> float:
-        """Return the microseconds of a variant before its first hop."""
+        """Return the microseconds of a variant before its first hop; ``protocol``: an index of ``PROTOCOLS``."""
         return self._generation.start_us + _BASE_US[algorithm][protocol] if self._has_constants else 0.0
 
     def _hop_us(self, link: Link, algorithm: Algorithm, protocol: int) -> float:

@@ -224,7 +224,8 @@ class TensorLifetimes:
     ) -> Peak:
         """Return the most bytes of tensors that one process holds during a step. O(storages + nodes).
 
-        ``saved_ops``: which blocks are checkpointed (none by default), and the products that each keeps.
+        ``optimizer``: a name of ``OPTIMIZERS``. ``saved_ops``: which blocks are checkpointed (none by default), and the
+        products that each keeps. ``batch_size`` None: the traced one.
         """
         return self.held(Recomputation(self, saved_ops or {}), sharding, optimizer, self.sizes(batch_size)).peak()
 
@@ -409,8 +410,8 @@ class TensorLifetimes:
     ) -> None:
         """Add what a process holds that keeps all parameters and gradients: under none, ddp and zero1.
 
-        ``zero1`` alone splits the optimizer's state over the ``sharding.shard`` processes. DDP copies all gradients into
-        buckets, to exchange many at a time; they stay for the whole step.
+        The arguments are those of :meth:`held`. ``zero1`` alone splits the optimizer's state over the ``sharding.shard``
+        processes. DDP copies all gradients into buckets, to exchange many at a time; they stay for the whole step.
         """
         is_parameter, is_gradient = self.role == PARAMETER, self.role == GRADIENT
         bucket_bytes = float(self.trained_bytes.sum())
@@ -450,8 +451,9 @@ class TensorLifetimes:
     ) -> None:
         """Add parameters, gradients and optimizer state of a process that gathers blocks as ``fully_shard`` does.
 
-        A block is gathered into a buffer ("gathering") and copied out of it ("gathered"); its gradients go through the
-        input of a reduce-scatter ("reducing"). What lies outside all blocks stays gathered for the whole step.
+        The arguments are those of :meth:`held`. A block is gathered into a buffer ("gathering") and copied out of it
+        ("gathered"); its gradients go through the input of a reduce-scatter ("reducing"). What lies outside all blocks stays
+        gathered for the whole step.
         """
         # Ends are exclusive. After a block's backward pass, gradients are copied to the reduction's input at its end + 1, and
         # given up with what was reduced there at end + 2.

@@ -511,7 +511,8 @@ def in_flight_passes(stage: int, layout: ParallelDegrees, passes: int) -> float:
 def _warm_up(stage: int, pipeline: int, virtual: int, passes: int) -> int:
     """Return how many forward passes the pieces of a stage have done before its first backward pass begins.
 
-    Under 1F1B that is the number of stages behind it; the interleaved form is Megatron-LM's.
+    Under 1F1B that is the number of stages behind it; the interleaved form is Megatron-LM's. ``pipeline``: GPUs in a row;
+    ``virtual``: pieces of each; ``passes``: micro-batches of a step.
     """
     if virtual == 1:
         return min(pipeline - 1 - stage, passes)
@@ -521,8 +522,9 @@ def _warm_up(stage: int, pipeline: int, virtual: int, passes: int) -> int:
 def play(forward_s: Array, backward_s: Array, pipeline: int, passes: int, transfer_s: float = 0.0) -> Array:
     """Return (pipeline,) when each GPU has done the last backward pass of a step. O(passes x pieces).
 
-    ``forward_s``, ``backward_s``: (pieces,) seconds of a micro-batch in each piece; piece ``i`` is of GPU ``i % pipeline``. A
-    GPU waits while it sends. With uniform pieces the step takes (passes + (pipeline - 1) / virtual) times a micro-batch:
+    ``forward_s``, ``backward_s``: (pieces,) seconds of a micro-batch in each piece; piece ``i`` is of GPU ``i % pipeline``.
+    ``passes``: micro-batches; ``transfer_s``: of one from a piece to the next, for which the sending GPU waits. With uniform
+    pieces the step takes (passes + (pipeline - 1) / virtual) times a micro-batch:
 
     >>> float(play(np.full(4, 1.0), np.full(4, 2.0), pipeline=4, passes=8).max())
     33.0
@@ -552,7 +554,7 @@ def play(forward_s: Array, backward_s: Array, pipeline: int, passes: int, transf
 
 
 def _order(stage: int, pipeline: int, virtual: int, passes: int) -> Sequence[tuple[bool, int, int]]:
-    """Return the passes of a GPU in order, each as (whether it is a forward pass, its piece, its micro-batch).
+    """Return the passes of a GPU (``stage``) in order, each as (whether it is a forward pass, its piece, its micro-batch).
 
     After the warm-up's forward passes, one forward and one backward pass alternate until no forward pass is left. With
     several pieces, ``pipeline`` micro-batches at a time go through all pieces of a GPU, backward from the last piece on.
@@ -563,7 +565,7 @@ def _order(stage: int, pipeline: int, virtual: int, passes: int) -> Sequence[tup
     count, group_length = passes * virtual, pipeline * virtual
 
     def pass_at(step: int, is_forward: bool) -> tuple[bool, int, int]:
-        """Return the GPU's forward or backward pass of that number."""
+        """Return the GPU's forward or backward pass with the number ``step``, counted from 0 in each direction."""
         if virtual == 1:
             return is_forward, stage, step
         group, within = divmod(step, group_length)

@@ -217,7 +217,7 @@ class _Divider:
         return (failed | never_ended) - whole
 
     def _split_product(self, node: Node, weight: Node, how: str) -> None:
-        """Note that a product's weight is split by "rows", "columns" or "vocabulary", and its bias unless by rows.
+        """Note ``how`` a product's weight is split, by "rows", "columns" or "vocabulary", and its bias unless by rows.
 
         The width of a product split by columns has to be divided by the ranks.
         """

@@ -383,7 +383,7 @@ def _processes_sharing_a_batch(step: Recording, ops: list[Op]) -> int:
 
 
 def _has_samples(step: Recording, call: RecordedCall) -> bool:
-    """Return whether a collective moves tensors with a dimension of samples; a mean over the batch has none."""
+    """Return whether a collective moves tensors with a dimension of samples, or of a multiple of them; a mean has none."""
     samples = step.inputs[0][0] if step.inputs else 1
     shapes = [tuple(leaf.tensor.shape) for leaf in tree_leaves(call.args) if isinstance(leaf, Shadow)]
     return any(samples in shape or (len(shape) > 0 and shape[0] % samples == 0) for shape in shapes)

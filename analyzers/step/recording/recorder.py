@@ -168,7 +168,8 @@ class Recorder(TorchDispatchMode):
     """The mode under which a script runs: GPU operations run on fake tensors, which have sizes and no values.
 
     While :attr:`recording` is true every such operation, its storages and its collectives are noted in :attr:`step`.
-    Calls are known by their index among the step's calls, which some names call their place.
+    Calls are known by their index among the step's calls, which some names call their place. Methods take an operator as
+    torch hands it over: ``func``, its ``name`` without namespace and overload, its ``args`` and ``kwargs``.
     """
 
     def __init__(self, gpu: torch.device) -> None:
