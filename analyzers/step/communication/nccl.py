@@ -483,64 +483,33 @@ _Line = tuple[float, float, float]
 """Of one variant: ``start_us``, ``us_per_byte`` and ``fill_us_per_byte``, see :class:`Floor`."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class _FastestVariants:
-    """Each variant of an all-reduce at its fastest in any group that :meth:`Floor.of` bounds, whose arguments these are.
+    """Each variant of an all-reduce at its fastest in any group that :meth:`Floor.of` bounds, with a method for each algorithm.
 
     n is the number of processes of ``used``: those that join only add hops, and bytes over each link. Rates are bytes per
-    microsecond.
+    microsecond; a card that joins can only lower them.
     """
 
-    used: Group
-    fabrics: Sequence[Fabric]
-    most_nodes: int
-
-    @cached_property
-    def generations(self) -> list[_Generation]:
-        """Return the generation of each fabric's GPUs."""
-        return [_GENERATIONS.get(fabric.inside.kind, _ANY) for fabric in self.fabrics]
-
-    @cached_property
-    def start_us(self) -> float:
-        """Return the shortest start of a kernel on any of the fabrics."""
-        return min(generation.start_us for generation in self.generations)
-
-    @cached_property
-    def _has_cards(self) -> bool:
-        """Return whether every link between nodes is a card of a known kind."""
-        return all(fabric.between.kind != "plain" for fabric in self.fabrics)
-
-    @cached_property
-    def _has_constants(self) -> bool:
-        """Return whether NCCL's constants are in the times of every such group, see :attr:`Group._has_constants`."""
-        is_level_inside_used = self.used.replicas > self.used.nodes
-        return self._has_cards or (
-            is_level_inside_used and all(fabric.inside.kind != "plain" for fabric in self.fabrics)
-        )
-
-    @cached_property
-    def _card_rate(self) -> float:
-        """Return the rate of the slowest card so far: one that joins can only be slower than that."""
-        return self.used.fabric.between.bytes_per_s / 1e6
-
-    @cached_property
-    def _tree_rate(self) -> float:
-        """Return the rate of a tree over the nodes: on two nodes half of the data crosses each way, at twice a card's."""
-        return self._card_rate * (2.0 if self.used.nodes == 2 else 1.0)
-
-    @cached_property
-    def _depth(self) -> int:
-        """Return the hops of a binary tree over the nodes."""
-        return math.ceil(math.log2(self.used.nodes))
-
-    @cached_property
-    def _ring_passes(self) -> float:
-        """Return how often a ring passes every byte over a link: ``2 (n - 1) / n``."""
-        return 2.0 * (self.used.replicas - 1) / self.used.replicas
+    def __init__(self, used: Group, fabrics: Sequence[Fabric], most_nodes: int) -> None:
+        """Note what the variants share. The arguments are those of :meth:`Floor.of`."""
+        self.used, self.fabrics = used, fabrics
+        n, nodes = used.replicas, used.nodes
+        self.generations = [_GENERATIONS.get(fabric.inside.kind, _ANY) for fabric in fabrics]
+        self.start_us = min(generation.start_us for generation in self.generations)
+        self.has_cards = all(fabric.between.kind != "plain" for fabric in fabrics)
+        # Whether NCCL's constants are in the times of every such group, see Group._has_constants.
+        self.has_constants = self.has_cards or (n > nodes and all(fabric.inside.kind != "plain" for fabric in fabrics))
+        self.card_rate = used.fabric.between.bytes_per_s / 1e6  # of the slowest card so far
+        self.tree_rate = self.card_rate * (2.0 if nodes == 2 else 1.0)  # on two nodes half of the data crosses each way
+        self.chain = (
+            math.ceil(n / most_nodes) - 1
+        )  # hops through the processes of a node, as few as ``most_nodes`` allow
+        self.depth = math.ceil(math.log2(nodes))  # hops of a binary tree over the nodes
+        self.ring_passes = 2.0 * (n - 1) / n  # how often a ring passes every byte over a link
 
     def _base_us(self, algorithm: Algorithm, protocol: int) -> float:
         """Return the least microseconds before the first hop."""
-        return self.start_us + _BASE_US[algorithm][protocol] if self._has_constants else 0.0
+        return self.start_us + _BASE_US[algorithm][protocol] if self.has_constants else 0.0
 
     def _hops_us(self, algorithm: Algorithm, protocol: int) -> tuple[float, float]:
         """Return the microseconds of the shortest hop of all fabrics, inside a node and between nodes."""
@@ -553,27 +522,26 @@ class _FastestVariants:
         A hop between nodes may cost as little as a tree's, which it does where each node has one process.
         """
         inside_us, between_us = self._hops_us("ring", protocol)
-        inside_us = max(inside_us, _POST_US[protocol]) if self._has_cards else inside_us
+        inside_us = max(inside_us, _POST_US[protocol]) if self.has_cards else inside_us
         between_us = min(between_us, self._hops_us("tree", protocol)[1])
         n, nodes = self.used.replicas, self.used.nodes
         ring_us = 2.0 * ((nodes - 1) * between_us + (n - nodes) * inside_us)
         return (
             self._base_us("ring", protocol) + ring_us,
-            self._ring_passes / (_RING_SHARES[protocol] * self._card_rate),
+            self.ring_passes / (_RING_SHARES[protocol] * self.card_rate),
             0.0,
         )
 
     def tree(self, protocol: int) -> _Line:
         """Return a tree's line: up and down the chain of a node and the tree over the nodes, every byte twice over a card.
 
-        The chain is as short as ``most_nodes`` allow. All its hops pass a first chunk on before the rate is reached.
+        All hops pass a first chunk on before the rate is reached.
         """
         inside_us, between_us = self._hops_us("tree", protocol)
-        chain = math.ceil(self.used.replicas / self.most_nodes) - 1
-        tree_us = 2.0 * (chain * inside_us + self._depth * between_us)
-        is_filled = self._has_constants and protocol  # LL, protocol 0, has no chunks
-        fill = 2.0 * (chain + self._depth) / (_LEAST_CHUNKS * self._tree_rate) if is_filled else 0.0
-        return self._base_us("tree", protocol) + tree_us, 2.0 / (_TREE_SHARES[protocol] * self._tree_rate), fill
+        tree_us = 2.0 * (self.chain * inside_us + self.depth * between_us)
+        is_filled = self.has_constants and protocol  # LL, protocol 0, has no chunks
+        fill = 2.0 * (self.chain + self.depth) / (_LEAST_CHUNKS * self.tree_rate) if is_filled else 0.0
+        return self._base_us("tree", protocol) + tree_us, 2.0 / (_TREE_SHARES[protocol] * self.tree_rate), fill
 
     @property
     def may_use_nvls(self) -> bool:
@@ -587,10 +555,10 @@ class _FastestVariants:
 
     def nvls(self) -> _Line:
         """Return the line of NVLS: a reduction in the switches, and up and down a tree over the nodes at the card's rate."""
-        return self.start_us + _NVLS_US + 2.0 * self._depth * _NVLS_HOP_US, self._ring_passes / self._tree_rate, 0.0
+        return self.start_us + _NVLS_US + 2.0 * self.depth * _NVLS_HOP_US, self.ring_passes / self.tree_rate, 0.0
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Floor:
     """A lower bound on the all-reduces of every group that holds certain processes: the least over ``w`` variants.
 
@@ -615,14 +583,12 @@ class Floor:
         """
         if used.nodes < 2 or any(fabric.measured for fabric in fabrics):
             return None
-        fastest = _FastestVariants(used=used, fabrics=fabrics, most_nodes=most_nodes)
+        fastest = _FastestVariants(used, fabrics, most_nodes)
         lines = [line(protocol) for protocol in range(len(PROTOCOLS)) for line in (fastest.ring, fastest.tree)]
         lines += [fastest.nvls()] if fastest.may_use_nvls else []
-        start_us, us_per_byte, fill_us_per_byte = np.array(lines).T[
-            :, :, None, None
-        ]  # to broadcast over (rows, columns)
-        most_filled_bytes = _LEAST_CHUNKS * _CHUNK_BYTES * min(each.channels for each in fastest.generations)
-        return cls(start_us, us_per_byte, fill_us_per_byte, most_filled_bytes)
+        start_us, us_per_byte, fill = np.array(lines).T[:, :, None, None]  # to broadcast over sizes of up to two axes
+        most = _LEAST_CHUNKS * _CHUNK_BYTES * min(generation.channels for generation in fastest.generations)
+        return cls(start_us=start_us, us_per_byte=us_per_byte, fill_us_per_byte=fill, most_filled_bytes=most)
 
     def all_reduce_s(self, size_bytes: Size) -> Size:
         """Return the seconds below which none of the groups reduces ``size_bytes``, a number or an array of one to two axes."""
