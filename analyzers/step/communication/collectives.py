@@ -47,7 +47,8 @@ MIB = 2**20
 DEFAULT_CAP_MIB = 25.0
 # torch.distributed._DEFAULT_FIRST_BUCKET_BYTES: only the default configuration begins with a small bucket.
 DEFAULT_FIRST_BYTES = 2**20
-# At most so many gradients are looked at as ends of buckets to find the caps worth trying, and so many caps are tried.
+# At most so many gradients are looked at as ends of buckets to find the caps (``bucket_cap_mb``, in MiB) worth trying, and so
+# many caps are tried.
 _MOST_SUMS, _MOST_CAPS = 400, 300
 # More buckets are only worth it from this share of the step on: what a launch costs is not in the ring's formula.
 _WORTHWHILE_SHARE = 0.001
@@ -101,6 +102,7 @@ def plan_ddp(program: Program, group: Communicator) -> DdpFigures:
     capped = [_figures(program, group, assign_buckets(program, cap), cap=cap) for cap in caps]
     fastest = min(plan.step_s for plan in capped)
     near_best = [plan for plan in capped if plan.step_s <= fastest * (1 + _WORTHWHILE_SHARE)]
+    # The default has a small first bucket, which no cap makes, and is not among them.
     best_cap = min(near_best, key=lambda plan: (plan.buckets, plan.step_s))
     if default.step_s <= best_cap.step_s:
         best_cap = default
@@ -141,6 +143,7 @@ def _breakpoints(program: Program) -> list[float]:
 def _fewest_digits(program: Program, cap: float) -> float:
     """Return the cap in MiB with the fewest digits, at most this one, that makes the same buckets; people copy it."""
     cuts = assign_buckets(program, cap)
+    # Rounded down to one digit, to two, ...; a cap that becomes 0 is none.
     candidates = (float(Context(prec=digits, rounding=ROUND_FLOOR).create_decimal(cap)) for digits in range(1, 8))
     return next(
         (candidate for candidate in candidates if candidate and assign_buckets(program, candidate) == cuts), cap
@@ -360,7 +363,7 @@ def compressed_ddp(
     """
     sent = _compressed_sizes(graph, program, compression, memory_bytes_per_s)
     cuts = default_cuts(program)
-    step_s = _finish_s(program, group, sent, cuts)
+    step_s = _finish_compressed_s(program, group, sent, cuts)
     work_s = float((sent.encode_s + sent.between_s + sent.decode_s).sum())
     before_bytes, sent_bytes = float(program.size_bytes.sum()), float((sent.whole + sent.first + sent.second).sum())
     saved = share_saved(step_s, default_s)
@@ -408,7 +411,7 @@ def _compressed_sizes(
         sent_bytes = elements * _WIDTHS["bfloat16"]
         return _CompressedSizes.of(first=sent_bytes, encode_s=work_s * _BF16_ENCODE, decode_s=work_s * _BF16_DECODE)
     rows, columns = matrices(graph, elements)
-    rank = np.minimum(compression.rank, np.minimum(rows, columns))
+    rank = np.minimum(compression.rank, np.minimum(rows, columns))  # no matrix has a larger one than its shorter side
     is_compressed = (rows + columns) * compression.rank * _LEAST_RATE < elements
     # The bytes of work are those of elements of 4 bytes.
     traffic_s = np.where(is_compressed, elements * element_bytes / 4.0, 0.0) / memory_bytes_per_s
@@ -439,14 +442,14 @@ def matrices(graph: Graph, elements: Floats) -> tuple[Floats, Floats]:
     """
     factors: dict[float, tuple[float, float]] = {}  # by number of elements, rows and columns of a weight
     widths: Counter[float] = Counter()
-    # columns: count, m, n, k; single products first, for those of attention, one per head, have no weights
+    # columns: count, m, n, k; single products first: those of attention, one for each head, have no weights
     for count, _, n, k in sorted(graph.gemm[graph.gemm[:, 1] > 0].tolist(), key=lambda product: float(product[0])):
         factors.setdefault(count * n * k, (count * n, k))
         widths.update((n, k))
     common_widths = [width for width, _ in widths.most_common() if width > 1]
     shapes = []
     for size in elements.tolist():
-        size = float(round(size))
+        size = float(round(size))  # bytes over an average width may miss a whole number
         divisor = next((width for width in common_widths if width < size and size % width == 0), None)
         is_vector = size in widths
         shapes.append(factors.get(size) or ((1.0, size) if is_vector or divisor is None else (size / divisor, divisor)))
@@ -454,11 +457,12 @@ def matrices(graph: Graph, elements: Floats) -> tuple[Floats, Floats]:
     return rows, columns
 
 
-def _finish_s(program: Program, group: Communicator, sent: _CompressedSizes, cuts: Sequence[int]) -> float:
+def _finish_compressed_s(program: Program, group: Communicator, sent: _CompressedSizes, cuts: Sequence[int]) -> float:
     """Return the seconds at which the step with compressed buckets ends; ``cuts`` as of :func:`finish_s`.
 
     The device encodes and decodes between the ops of the backward pass, which delays those that follow.
     """
+    # ``network_s`` is when the network is free again, ``encode_delay_s`` by how much encoding has delayed the pass so far.
     decoded_s = network_s = last_decode_s = encode_delay_s = 0.0
     for low, high in itertools.pairwise([0, *cuts]):
         bucket = slice(low, high)

@@ -56,7 +56,7 @@ def plan_fsdp(program: Program, group: Communicator) -> FsdpFigures | None:
     if units_found is None:
         return None
     root, units = units_found
-    depths = sorted({min(depth, len(units)) for depth in DEPTHS})
+    depths = sorted({min(depth, len(units)) for depth in DEPTHS})  # units gathered ahead
     candidates = [simulate_fsdp(root, units, group, ahead, back) for ahead in depths for back in depths]
     default = simulate_fsdp(root, units, group, 1, 1)
     fastest = min(plan.step_s for plan in candidates)
@@ -218,13 +218,13 @@ def simulate_fsdp(
     device_s = network_s + root.forward_s  # the root is gathered before anything runs
     begin_s: list[float] = []  # of each block's forward pass
     for index, unit in enumerate(units):
-        gate_index = index - 1 - forward_depth
+        gate_index = index - 1 - forward_depth  # the block that must have begun before this one may be gathered
         network_s = max(network_s, begin_s[gate_index] if gate_index >= 0 else 0.0) + gather_s[index]
         begin_s.append(max(device_s, network_s))
         device_s = begin_s[-1] + unit.forward_s
     device_s += root.backward_s / 2
     gathered_s = [0.0] * count  # when each block is there for its backward pass
-    issued = 1 if reshard else count  # gathers for the backward pass, from the last block on
+    issued = 1 if reshard else count  # gathers for the backward pass so far, from the last block on
     if reshard:
         network_s = max(network_s, begin_s[-1]) + regather_s[-1]
         gathered_s[-1] = network_s
@@ -251,7 +251,7 @@ def simulate_fsdp(
         network_s = max(network_s, device_s) + group.reduce_scatter_s(root.gradient_bytes)
     total_compute_s = root.forward_s + root.backward_s + sum(unit.forward_s + unit.backward_s for unit in units)
     step_s = max(device_s, network_s)
-    # Blocks gathered at a time: in forward the current one, the one before it, and those ahead.
+    # Blocks gathered at a time: in forward the current one, the one before it, and those ahead; in backward no one before it.
     window = max(forward_depth + 2, backward_depth + 1) if reshard else count
     gathered_bytes = max(sum(sizes[low : low + window]) for low in range(max(1, count - window + 1)))
     return PrefetchFigures(

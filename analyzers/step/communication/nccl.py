@@ -8,6 +8,7 @@ reach (:mod:`ddltool.links`). Where a link is only known by a rate and a latency
 the ring's formula (Patarasuk and Yuan, JPDC 2009) or the tree's.
 
 Sizes are those of the whole: what is gathered on each process, or reduced; all functions broadcast over arrays of bytes.
+Bus bandwidth is what each process sends over its link: it does not depend on how many processes there are.
 """
 
 from __future__ import annotations
@@ -60,8 +61,9 @@ class _Generation:
     ring_ll128: float
     """Of one channel of a ring with the protocol LL128."""
     tree_ll128: tuple[float, float, float]
+    """Of one channel of a tree with LL128."""
     tree: tuple[float, float, float]
-    """Of one channel of a tree, with LL128 and with Simple."""
+    """Of one channel of a tree with Simple."""
     nvls: float = 0.0
     """Bus bandwidth of NVLS over that of rings: 480 GB/s on 8 H100, 840 on 8 B200; 0: no NVLS."""
     gathers: float = 1.0
@@ -150,7 +152,10 @@ class MeasuredCollective:
 
 @dataclass(frozen=True, slots=True)
 class _Variant:
-    """One algorithm of a collective with one protocol, and its cost by size; ``protocol`` indexes ``PROTOCOLS``."""
+    """One algorithm of a collective with one protocol (an index of ``PROTOCOLS``), and its cost by size.
+
+    A rate of ``bytes_per_us`` is of the message's bytes, not of those on the links.
+    """
 
     algorithm: Algorithm
     protocol: int
@@ -178,7 +183,7 @@ class Fabric:
 
     @classmethod
     def flat(cls, bytes_per_s: float, latency_s: float) -> Fabric:
-        """Return a fabric of nodes with one process each, behind links of one rate and latency."""
+        """Return a fabric of nodes with one process each, behind links of one rate (bytes per second) and latency (seconds)."""
         link = Link(kind="plain", bytes_per_s=bytes_per_s, latency_s=latency_s)
         return cls(inside=link, between=link)
 
@@ -224,7 +229,8 @@ class Fabric:
         nodes = nodes or math.ceil(replicas / self.gpus_per_node)
         # one process of each group, all of the same rank within it: as far apart as the groups are
         between = self.over(groups, min(groups, nodes))
-        # all ranks reduce over the groups at once and share the cards of a node
+        # all ranks reduce over the groups at once: a node's cards carry a group for each of its processes, or for each pair of
+        # them where two shard groups lie on the node, and so on
         sharing = max(1, math.ceil(replicas / nodes) * between.nodes // groups)
         return Replicated(inside=self.over(shard), between=between, sharing=sharing if between.nodes > 1 else 1)
 
@@ -300,7 +306,7 @@ class Group:
         Each is latency and bytes over rate, and for trees the time until their chains are full.
         """
         channels = self._generation.channels
-        octave = np.log2(np.maximum(size / 64.0, 1.0))  # columns of the table of corrections
+        octave = np.log2(np.maximum(size / 64.0, 1.0))  # fractional column of _CORRECTION, which begins at 64 bytes
         is_long = size / (channels * self.replicas) >= _PLATEAU_BYTES
         chunk = np.minimum(size / (channels * _LEAST_CHUNKS), _CHUNK_BYTES)
         times_us = np.empty((len(variants), *size.shape))
@@ -355,7 +361,7 @@ class Group:
         return any(link.kind != "plain" for link in self._levels)
 
     def _base_us(self, algorithm: Algorithm, protocol: int) -> float:
-        """Return the microseconds of a variant before its first hop."""
+        """Return the microseconds of a variant before its first hop; ``protocol``: an index of ``PROTOCOLS``."""
         return self._generation.start_us + _BASE_US[algorithm][protocol] if self._has_constants else 0.0
 
     def _hop_us(self, link: Link, algorithm: Algorithm, protocol: int) -> float:
@@ -370,6 +376,7 @@ class Group:
         wired to ``peers`` others use only the links to those that take part.
         """
         inside, few = self.fabric.inside, self._generation.few
+        # a link's rate is what rings of _MANY processes reach: 1 for those
         reached_share = min((1.0 - few / self._per_node) / (1.0 - few / _MANY), 1.0)
         if inside.peers:
             reached_share = min((self._per_node - 1) / inside.peers, 1.0)
@@ -406,6 +413,7 @@ class Group:
                 protocol=protocol,
                 latency_us=self._base_us("ring", protocol) + hops_us,
                 longer_us=hops_us * (plateau - 1.0) if protocol == _SIMPLE and turns > 1 and has_cards else 0.0,
+                # every link carries the share steps / replicas of the message; 1 GB/s is 1e3 bytes per microsecond
                 bytes_per_us=1e3 * min(share * link_gb_per_s, limit) * self.replicas / steps,
             )
 
@@ -471,12 +479,92 @@ class Group:
             yield replace(ring, latency_us=latency_us, bytes_per_us=bytes_per_us)
 
 
+_Line = tuple[float, float, float]
+"""Of one variant: ``start_us``, ``us_per_byte`` and ``fill_us_per_byte``, see :class:`Floor`."""
+
+
+class _FastestVariants:
+    """Each variant of an all-reduce at its fastest in any group that :meth:`Floor.of` bounds, with a method for each algorithm.
+
+    n is the number of processes of ``used``: those that join only add hops, and bytes over each link. Rates are bytes per
+    microsecond; a card that joins can only lower them.
+    """
+
+    def __init__(self, used: Group, fabrics: Sequence[Fabric], most_nodes: int) -> None:
+        """Note what the variants share. The arguments are those of :meth:`Floor.of`."""
+        self.used, self.fabrics = used, fabrics
+        n, nodes = used.replicas, used.nodes
+        self.generations = [_GENERATIONS.get(fabric.inside.kind, _ANY) for fabric in fabrics]
+        self.start_us = min(generation.start_us for generation in self.generations)
+        self.has_cards = all(fabric.between.kind != "plain" for fabric in fabrics)
+        # Whether NCCL's constants are in the times of every such group, see Group._has_constants.
+        self.has_constants = self.has_cards or (n > nodes and all(fabric.inside.kind != "plain" for fabric in fabrics))
+        self.card_rate = used.fabric.between.bytes_per_s / 1e6  # of the slowest card so far
+        self.tree_rate = self.card_rate * (2.0 if nodes == 2 else 1.0)  # on two nodes half of the data crosses each way
+        self.chain = (
+            math.ceil(n / most_nodes) - 1
+        )  # hops through the processes of a node, as few as ``most_nodes`` allow
+        self.depth = math.ceil(math.log2(nodes))  # hops of a binary tree over the nodes
+        self.ring_passes = 2.0 * (n - 1) / n  # how often a ring passes every byte over a link
+
+    def _base_us(self, algorithm: Algorithm, protocol: int) -> float:
+        """Return the least microseconds before the first hop."""
+        return self.start_us + _BASE_US[algorithm][protocol] if self.has_constants else 0.0
+
+    def _hops_us(self, algorithm: Algorithm, protocol: int) -> tuple[float, float]:
+        """Return the microseconds of the shortest hop of all fabrics, inside a node and between nodes."""
+        inside_us = min(self.used._hop_us(fabric.inside, algorithm, protocol) for fabric in self.fabrics)
+        return inside_us, min(self.used._hop_us(fabric.between, algorithm, protocol) for fabric in self.fabrics)
+
+    def ring(self, protocol: int) -> _Line:
+        """Return a ring's line: twice round in ``n - 1`` hops, of which ``nodes - 1`` between nodes, at the card's rate.
+
+        A hop between nodes may cost as little as a tree's, which it does where each node has one process.
+        """
+        inside_us, between_us = self._hops_us("ring", protocol)
+        inside_us = max(inside_us, _POST_US[protocol]) if self.has_cards else inside_us
+        between_us = min(between_us, self._hops_us("tree", protocol)[1])
+        n, nodes = self.used.replicas, self.used.nodes
+        ring_us = 2.0 * ((nodes - 1) * between_us + (n - nodes) * inside_us)
+        return (
+            self._base_us("ring", protocol) + ring_us,
+            self.ring_passes / (_RING_SHARES[protocol] * self.card_rate),
+            0.0,
+        )
+
+    def tree(self, protocol: int) -> _Line:
+        """Return a tree's line: up and down the chain of a node and the tree over the nodes, every byte twice over a card.
+
+        All hops pass a first chunk on before the rate is reached.
+        """
+        inside_us, between_us = self._hops_us("tree", protocol)
+        tree_us = 2.0 * (self.chain * inside_us + self.depth * between_us)
+        is_filled = self.has_constants and protocol  # LL, protocol 0, has no chunks
+        fill = 2.0 * (self.chain + self.depth) / (_LEAST_CHUNKS * self.tree_rate) if is_filled else 0.0
+        return self._base_us("tree", protocol) + tree_us, 2.0 / (_TREE_SHARES[protocol] * self.tree_rate), fill
+
+    @property
+    def may_use_nvls(self) -> bool:
+        """Return whether any fabric has NVLS, and links inside a node that are no faster than those in use already."""
+        # The slowest link decides: a group whose links are slower than a fabric's stays without that fabric's NVLS.
+        slowest_inside = self.used.fabric.inside.bytes_per_s if self.used.replicas > self.used.nodes else math.inf
+        return any(
+            generation.nvls and fabric.inside.bytes_per_s <= slowest_inside
+            for generation, fabric in zip(self.generations, self.fabrics, strict=True)
+        )
+
+    def nvls(self) -> _Line:
+        """Return the line of NVLS: a reduction in the switches, and up and down a tree over the nodes at the card's rate."""
+        return self.start_us + _NVLS_US + 2.0 * self.depth * _NVLS_HOP_US, self.ring_passes / self.tree_rate, 0.0
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Floor:
     """A lower bound on the all-reduces of every group that holds certain processes: the least over ``w`` variants.
 
-    Searches over sets of processes use it to rule out all supersets of a set at once. Arrays are (w, 1, 1). The bound is
-    concave in the size: several messages take no less than one of all their bytes.
+    A variant is an algorithm with a protocol, which takes ``start_us`` and ``us_per_byte`` of the message, and the filling of
+    a tree's chains. Searches over sets of processes use it to rule out all supersets of a set at once. Arrays are (w, 1, 1).
+    The bound is concave in the size: several messages take no less than one of all their bytes.
     """
 
     start_us: Array
@@ -493,47 +581,14 @@ class Floor:
         None: no bound is known, on one node and where measured tables scale the model. Each variant is taken at its fastest:
         the slowest card so far at its full rate, no hop shorter than any link's, the processes spread over ``most_nodes``.
         """
-        # Rates are bytes per microsecond.
-        n, nodes = used.replicas, used.nodes
-        chain = math.ceil(n / most_nodes) - 1  # hops through the processes of a node
-        if nodes < 2 or any(fabric.measured for fabric in fabrics):
+        if used.nodes < 2 or any(fabric.measured for fabric in fabrics):
             return None
-        variants: list[tuple[float, float, float]] = []  # start_us, us_per_byte, fill_us_per_byte
-        card_rate, depth = used.fabric.between.bytes_per_s / 1e6, math.ceil(math.log2(nodes))
-        tree_rate = card_rate * (2.0 if nodes == 2 else 1.0)  # on two nodes half of the data crosses each way
-        ring_passes = 2.0 * (n - 1) / n  # how often a ring passes every byte over a link
-        has_cards = all(fabric.between.kind != "plain" for fabric in fabrics)
-        has_constants = has_cards or (n > nodes and all(fabric.inside.kind != "plain" for fabric in fabrics))
-        generations = [_GENERATIONS.get(fabric.inside.kind, _ANY) for fabric in fabrics]
-        start_us = min(generation.start_us for generation in generations)
-        for protocol in range(len(PROTOCOLS)):  # a ring and a tree with each
-            ring_base_us, tree_base_us = (
-                start_us + _BASE_US[algorithm][protocol] if has_constants else 0.0 for algorithm in ("ring", "tree")
-            )
-            # The shortest hop inside a node and between nodes, over all fabrics.
-            (ring_inside_us, ring_between_us), (tree_inside_us, tree_between_us) = (
-                [
-                    min(used._hop_us(link, algorithm, protocol) for link in links)
-                    for links in zip(*((fabric.inside, fabric.between) for fabric in fabrics), strict=True)
-                ]
-                for algorithm in ("ring", "tree")
-            )
-            ring_inside_us = max(ring_inside_us, _POST_US[protocol]) if has_cards else ring_inside_us
-            ring_us = 2.0 * ((nodes - 1) * min(ring_between_us, tree_between_us) + (n - nodes) * ring_inside_us)
-            variants.append((ring_base_us + ring_us, ring_passes / (_RING_SHARES[protocol] * card_rate), 0.0))
-            tree_us = 2.0 * (chain * tree_inside_us + depth * tree_between_us)
-            fill = 2.0 * (chain + depth) / (_LEAST_CHUNKS * tree_rate) if has_constants and protocol else 0.0
-            variants.append((tree_base_us + tree_us, 2.0 / (_TREE_SHARES[protocol] * tree_rate), fill))
-        slowest_inside = used.fabric.inside.bytes_per_s if n > nodes else math.inf
-        can_use_nvls = (
-            generation.nvls and fabric.inside.bytes_per_s <= slowest_inside
-            for generation, fabric in zip(generations, fabrics, strict=True)
-        )
-        if any(can_use_nvls):
-            variants.append((start_us + _NVLS_US + 2.0 * depth * _NVLS_HOP_US, ring_passes / tree_rate, 0.0))
-        starts_us, us_per_byte, fill = np.array(variants).T[:, :, None, None]
-        most = _LEAST_CHUNKS * _CHUNK_BYTES * min(generation.channels for generation in generations)
-        return cls(start_us=starts_us, us_per_byte=us_per_byte, fill_us_per_byte=fill, most_filled_bytes=most)
+        fastest = _FastestVariants(used, fabrics, most_nodes)
+        lines = [line(protocol) for protocol in range(len(PROTOCOLS)) for line in (fastest.ring, fastest.tree)]
+        lines += [fastest.nvls()] if fastest.may_use_nvls else []
+        start_us, us_per_byte, fill = np.array(lines).T[:, :, None, None]  # to broadcast over sizes of up to two axes
+        most = _LEAST_CHUNKS * _CHUNK_BYTES * min(generation.channels for generation in fastest.generations)
+        return cls(start_us=start_us, us_per_byte=us_per_byte, fill_us_per_byte=fill, most_filled_bytes=most)
 
     def all_reduce_s(self, size_bytes: Size) -> Size:
         """Return the seconds below which none of the groups reduces ``size_bytes``, a number or an array of one to two axes."""
@@ -565,6 +620,7 @@ class Replicated:
 
     def reduce_scatter_s(self, size_bytes: Size) -> Size:
         """Return the seconds to reduce and scatter within the group, and then to reduce each part over the groups."""
+        # the parts that share a card take as long as one message of all their bytes
         part_bytes = size_bytes * (self.sharing / self.inside.replicas)
         return self.inside.reduce_scatter_s(size_bytes) + self.between.all_reduce_s(part_bytes)
 

@@ -79,8 +79,8 @@ def share_saved(step_s: float, before_s: float) -> float:
 def program_of(graph: Graph) -> Program:
     """Return the program view of a timed training graph. O(n + e), and a sort if ops stand before their inputs.
 
-    Ops of several compute resources run one after another; gradients of zero bytes are left out. Raises InputError for an
-    inference graph, for one without sends, and for ops without a duration.
+    Ops of several compute resources run one after another; gradients of zero bytes are left out, unless all are. Raises
+    InputError for an inference graph, for one without sends, and for ops without a duration.
     """
     sends = graph.of_kind(SEND)
     if graph.mode != "training" or not len(sends):
@@ -95,7 +95,7 @@ def program_of(graph: Graph) -> Program:
     sends = sends[graph.size_bytes[sends] > 0] if (graph.size_bytes[sends] > 0).any() else sends
     program_index = np.zeros(n)
     program_index[order] = np.arange(len(order))
-    ready_s, producer_index = np.zeros(n), np.zeros(n)
+    ready_s, producer_index = np.zeros(n), np.zeros(n)  # of an op's inputs the latest end, and the last one's index
     np.maximum.at(ready_s, user, end[source])
     np.maximum.at(producer_index, user, program_index[source])
     # Gradients that are ready at one time, because views that make them take no time, go in the order of their producers.

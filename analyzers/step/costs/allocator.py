@@ -62,7 +62,7 @@ class CachingAllocator:
         size = max(-(-int(size_bytes) // _ROUND), 1) * _ROUND
         is_small = size <= _SMALL
         free_blocks = self._free_blocks[is_small]
-        index = bisect_left(free_blocks, (size, 0))
+        index = bisect_left(free_blocks, (size, 0))  # of equally large ones that at the lowest address
         if index < len(free_blocks):
             _, address = free_blocks.pop(index)
             block = self._block_at[address]
@@ -82,7 +82,10 @@ class CachingAllocator:
     def give_back(self, address: int) -> None:
         """Free the block at an address that :meth:`take` returned, and join it with free neighbours in its segment."""
         block = self._block_at[address]
-        for neighbour in (block.before, block.after):
+        for neighbour in (
+            block.before,
+            block.after,
+        ):  # out of the list first: it is sorted by the sizes from before the join
             if neighbour is not None and neighbour.free:
                 free_blocks = self._free_blocks[neighbour.small]
                 free_blocks.pop(bisect_left(free_blocks, (neighbour.size, neighbour.address)))
@@ -162,7 +165,7 @@ def reserved_bytes(
     """
     frees = [(end, 0, tensor_index) for tensor_index, (_, end, _) in enumerate(spans)]
     makes = [(start, 1, tensor_index) for tensor_index, (start, _, _) in enumerate(spans)]
-    events = sorted(frees + makes)
+    events = sorted(frees + makes)  # by place, and at one place frees (0) before makes (1)
     allocator = CachingAllocator(limit_bytes)
     addresses: dict[int, int] = {}
     try:

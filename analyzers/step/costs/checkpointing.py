@@ -24,8 +24,8 @@ from ddltool.errors import Infeasible
 from ddltool.solver import run, solver_for
 from ddltool.units import show_bytes
 
-# In a block of at most so many products all their sets are tried. In a larger one the products are ranked by the time that
-# they save per byte, and only the sets of the best 0, 1, 2, ... are.
+# In a block of at most so many products (matrix products, convolutions, attention) all their sets are tried. In a larger one
+# they are ranked by the time that they save per byte, and only the sets of the best 0, 1, 2, ... are.
 _EVERY_SET = 5
 # The most sets of products that the solver may choose from, by block.
 _OPTIONS = 8
@@ -118,8 +118,8 @@ def options(lifetimes: TensorLifetimes, seconds: Array, size: Array) -> list[lis
             full_recompute_s = cost_of(())[1]
             alone_costs = [cost_of((product,)) for product in block.keepable]
             seconds_per_byte = [(full_recompute_s - cost) / max(saved_bytes, 1.0) for saved_bytes, cost in alone_costs]
-            by_gain = sorted(range(count), key=lambda place: (-seconds_per_byte[place], place))
-            best_first = [block.keepable[place] for place in by_gain]
+            by_gain = sorted(range(count), key=lambda number: (-seconds_per_byte[number], number))
+            best_first = [block.keepable[number] for number in by_gain]
             sets = [tuple(sorted(best_first[:length])) for length in range(count + 1)]
         front: list[tuple[int, ...]] = []
         fastest_s = np.inf
@@ -129,7 +129,7 @@ def options(lifetimes: TensorLifetimes, seconds: Array, size: Array) -> list[lis
                 fastest_s = cost_s
         # A long front is thinned evenly, with its ends.
         front_indices = np.unique(np.linspace(0, len(front) - 1, min(len(front), _OPTIONS)).round().astype(int))
-        options_by_block.append([front[place] for place in front_indices.tolist()])
+        options_by_block.append([front[number] for number in front_indices.tolist()])
     return options_by_block
 
 
@@ -164,10 +164,8 @@ class _Problem:
         """
         sets = options(lifetimes, seconds, size)
         blocks = list(zip(lifetimes.blocks, sets, strict=True))
-        recompute_s, longest = (
-            [],
-            np.zeros(len(blocks), dtype=np.int64),
-        )  # longest: places of each block's recomputation
+        recompute_s: list[list[float]] = []
+        longest = np.zeros(len(blocks), dtype=np.int64)  # places of each block's longest recomputation
         for index, (block, block_sets) in enumerate(blocks):
             plans = [Recomputation(lifetimes, {block.name: saved}) for saved in block_sets]
             recompute_s.append([float(lifetimes.recompute_s(plan, seconds)[index]) for plan in plans])
@@ -198,6 +196,7 @@ class _Problem:
         """
         # Only ``limited_places`` limit memory in the model; each round adds those at which its solution exceeds the limit.
         limited_places = {int(self.base.argmax())}
+        # The program is cut where a block's backward pass begins; of each span the fullest place is looked at.
         span_ends = np.append(np.sort([block.begins for block in self.lifetimes.blocks]), len(self.base))
         while True:
             model, block_picks, peak = self._model(sorted(limited_places), budget_bytes)
@@ -231,7 +230,9 @@ class _Problem:
         for picks in block_picks:
             model.add_at_most_one(picks)
         is_held = [model.new_bool_var("") for _ in self.shared]
-        for variable, (blocks, _) in zip(is_held, self.shared, strict=True):
+        for variable, (blocks, _) in zip(
+            is_held, self.shared, strict=True
+        ):  # 1 as soon as any of the blocks is recomputed
             for index in blocks:
                 model.add(variable >= cp_model.LinearExpr.sum(block_picks[index]))
         variables = [pick for picks in block_picks for pick in picks] + is_held
@@ -239,7 +240,9 @@ class _Problem:
         for place in places:
             coefficients = [float(value) for block_added in self.added for value in block_added[:, place]]
             coefficients += [float(size[place]) for _, size in self.shared]
-            whole_bytes = [int(np.ceil(value)) for value in coefficients]
+            whole_bytes = [
+                int(np.ceil(value)) for value in coefficients
+            ]  # rounded up: no solution holds more than it says
             model.add(
                 cp_model.LinearExpr.weighted_sum(variables, whole_bytes) + int(np.ceil(self.base[place])) <= limit
             )
@@ -290,10 +293,10 @@ def _sum_shared_inputs(
     its readers has read it. Between two such readings it is there if any of the readers still to come is recomputed: those
     readers are the set. ``reads``: rows of ``lifetimes.read``. ``empty``: the program with slots for all recomputations.
     """
-    freed_at = empty.moved(lifetimes.free) + 1
+    freed_at = empty.moved(lifetimes.free) + 1  # (s,) first place after the last use, without checkpointing
     added: dict[frozenset[int], Array] = {}
     for storage in np.unique(reads[:, 0]).tolist():
-        needed_until = {}
+        needed_until = {}  # by reader, the first place after its recomputation has read the storage
         for index, last_read in reads[reads[:, 0] == storage, 1:].tolist():
             offset = min(last_read - lifetimes.blocks[index].first, int(empty.slots[index]) - 1)
             needed_until[index] = int(empty.start[index]) + offset + 1

@@ -38,7 +38,7 @@ _QUARTER = 4.0
 _ONE_NUMBER = 8.0
 # The partitioner's price of a byte: twice for what no kernel would write otherwise, and a tenth more for each op between it
 # and the backward pass, of which it sees about three where a trace has one; ops farther away than the last cost no more.
-_UNWRITTEN, _AWAY, _FARTHEST = 2.0, 1.1**3, 8
+_UNWRITTEN, _PER_OP_AWAY, _FARTHEST = 2.0, 1.1**3, 8
 # scipy's maximum flow counts in int32: capacities are scaled so that all finite ones together are at most this, and the
 # infinite ones are the largest int32.
 _MOST_FLOW, _INFINITE_FLOW = 2**30, 2**31 - 1
@@ -185,7 +185,7 @@ class _Fuser:
     """
 
     def __init__(self, graph: Graph) -> None:
-        """Sort the ops into kinds ((n,) arrays of bool), and find by op what it reads and which ops read it."""
+        """Sort the ops into kinds ((n,) arrays of bool), find by op what it reads and which ops read it, and cut the step."""
         self.graph = graph
         count = len(graph)
         is_compute = graph.kind == COMPUTE
@@ -209,6 +209,7 @@ class _Fuser:
         read_twice = _READ_TWICE if graph.mode == "training" else ("native_group_norm",)
         self.is_read_twice = np.array([name.startswith(read_twice) for name in names], dtype=bool)
         """(n,) ops that read their inputs in two kernels, one after another."""
+        # Norms and softmaxes: fused kernels that keep the width of what they read, though they reduce within them.
         self.is_norm = np.array(
             [
                 CLASSES[class_of(op_type)] in ("normalisation", "row_normalisation", "softmax")
@@ -230,6 +231,7 @@ class _Fuser:
                 for source in inputs:
                     made_bytes = float((graph.written_bytes if is_compute[source] else graph.size_bytes)[source])
                     source_root = int(root[source])
+                    # Several views of one tensor are read once, as much as the largest of them.
                     reads[source_root] = max(reads.get(source_root, 0.0), made_bytes)
                 whole_bytes = sum(reads.values())
                 if whole_bytes > read_bytes[op] and not is_cast[op]:  # it reads a part of each
@@ -247,7 +249,7 @@ class _Fuser:
             for source in self.reads[op]:
                 self.readers[source].append(op)
         shrinks = self.is_fusible & (_QUARTER * graph.written_bytes < read_bytes) & ~self.is_norm
-        for op in np.flatnonzero(shrinks & self.is_backward).tolist():
+        for op in np.flatnonzero(shrinks & self.is_backward).tolist():  # sums of a parameter's gradient
             self.is_read_twice[op] |= bool(sent[op] or any(sent[reader] for reader in self.readers[op]))
         is_cheap = self.is_fusible & (_QUARTER * read_bytes < graph.written_bytes) & ~self.is_random
         self.ends = self.is_fusible & (graph.written_bytes <= _ONE_NUMBER) & (read_bytes > _ONE_NUMBER)
@@ -278,6 +280,7 @@ class _Fuser:
                     if own_leader >= 0:
                         kernel_reads[own_leader][source] = max(kernel_reads[own_leader].get(source, 0.0), size)
         has_reader = np.array([bool(readers) for readers in self.readers])
+        # A kernel that is not fused writes its output whoever reads it; what nobody reads is the step's result.
         written |= self.is_op & (~has_reader | self.sent | self.saved | ~self.is_fusible)
         for op in self.order:
             if leader[op] >= 0:
@@ -285,7 +288,7 @@ class _Fuser:
                 made_bytes = float(self.graph.written_bytes[op]) if written[op] else 0.0
                 traffic[leader[op]] += made_bytes + second_read_bytes + float(self.own_bytes[op])
         traffic += [sum(reads.values()) for reads in kernel_reads]
-        for op in reversed(self.order):
+        for op in reversed(self.order):  # from the last on, so that chains of ops in place pass it on to their first
             if self.graph.op_type[op].endswith("_"):  # it works in place: its output is its first input's storage
                 overwritten = next(iter(self.reads[op]), -1)
                 if overwritten >= 0:
@@ -374,8 +377,9 @@ class _Fuser:
         count = len(self.graph)
         saved = np.zeros(count, dtype=bool)
         forward = [op for op in self.order if not self.is_backward[op]]
+        # Those that the backward pass reads, and all that they are computed from.
         needed = {op for op in forward if any(self.is_backward[reader] for reader in self.readers[op])}
-        for op in reversed(forward):  # what recomputation may start from
+        for op in reversed(forward):
             if op in needed:
                 needed.update(source for source in self.reads[op] if self.is_op[source])
         chosen = [op for op in forward if op in needed]
@@ -395,7 +399,8 @@ class _Fuser:
         edges: list[tuple[int, int, float]] = []
         for op in chosen:
             is_unwritten = self.is_fusible[op] and all(self.is_fusible[reader] for reader in self.readers[op])
-            price = float(self.graph.written_bytes[op]) * _AWAY ** min(distance[op], _FARTHEST)
+            price = float(self.graph.written_bytes[op]) * _PER_OP_AWAY ** min(distance[op], _FARTHEST)
+            # At least 1: an output of no bytes is not kept for nothing.
             edges.append((node_in[op], node_out[op], max(price, 1.0) * (_UNWRITTEN if is_unwritten else 1.0)))
             if op in read_late or self._is_banned(op):
                 edges.append((source, node_in[op], np.inf))
@@ -457,7 +462,7 @@ def _reachable(edges: Sequence[tuple[int, int, float]], count: int, source: int,
     """Return (count,) which of the nodes 0 to ``count - 1`` the source reaches once the flow to the sink is maximal.
 
     ``edges``: (from, to, capacity), infinite for an edge that must not be cut. The edges from a reached node to one that is
-    not reached are the minimum cut.
+    not reached are the minimum cut. Capacities are scaled to integers, each of at least 1.
     """
     start, end, capacity = (np.array(column) for column in zip(*edges, strict=True))
     is_finite = np.isfinite(capacity)
@@ -483,7 +488,9 @@ def _uses_channels_last(graph: Graph) -> bool:
     is_convolution &= graph.gemm[:, 1] > 0
     if not is_convolution.any() or (graph.kind == COMPUTE).sum() >= _NODES_EACH * is_convolution.sum():
         return False
-    groups, _, outputs, taps = graph.gemm[is_convolution].T
+    groups, _, outputs, taps = graph.gemm[
+        is_convolution
+    ].T  # of one group: output channels; input channels times filter taps
     is_grouped = (groups > 1) & (outputs > 1)
     if graph.mode == "inference":
         grouped_share = graph.flops[is_convolution][is_grouped].sum() / graph.flops[is_convolution].sum()

@@ -63,9 +63,9 @@ class Case:
     count: Array
     """(k,) how often each runs."""
     ops: int
-    """Ops that launch kernels."""
+    """Ops that launch kernels; each takes the host ``issue_s``."""
     views: int
-    """Ops that do not."""
+    """Ops that do not, and take the host the share ``VIEW`` of that."""
     tensors: int
     """Parameter tensors that are updated."""
     generation: str
@@ -104,7 +104,7 @@ class Belief:
 def names(generations: Sequence[str], settings: Sequence[str] = ()) -> list[str]:
     """Return the names of all constants in the order in which they are fitted, such as "arithmetic:attention/tensor".
 
-    Each of ``generations`` has a factor for each unit, and each of ``settings`` has seconds of its own.
+    Each of ``generations`` has a factor for each unit, and each of ``settings`` (see :class:`Case`) has seconds of its own.
     """
     shares = [
         *(f"arithmetic:{n}" for n in ARITHMETIC),
@@ -207,7 +207,8 @@ class _Stack:
             flat_index = self.case[is_nonzero] * columns_count + column[is_nonzero]
             flat += np.bincount(flat_index, weights=slope[is_nonzero], minlength=len(flat))
         slopes = flat.reshape(-1, columns_count)
-        # From the device's seconds to those of the pass, by the chain rule; then what depends on the host alone.
+        # From the device's seconds to those of the pass, by the chain rule; then what depends on the host alone. At the end all
+        # are divided by the step's seconds, which makes d seconds to d log(seconds).
         device_s, host_s = self._per_case(kernels_s), self.host_s(belief)
         pass_s, case_index = _combine_host_and_device(device_s, host_s), np.arange(len(host_s))
         slopes *= ((_combine_host_and_device(device_s * (1.0 + _STEP), host_s) - pass_s) / (_STEP * device_s))[:, None]
@@ -216,7 +217,7 @@ class _Stack:
         tensors_s = self._tensors_s(belief)
         slopes[:, column_of["update_s"]] += tensors_s
         added_s = self._added_s(belief)
-        if self.settings:
+        if self.settings:  # the last columns; a case without a setting adds 0 to the first of them
             slopes[case_index, columns_count - len(self.settings) + np.maximum(self.setting, 0)] += added_s
         slopes /= (pass_s + tensors_s + added_s)[:, None]
         return slopes
@@ -286,6 +287,7 @@ class _Stack:
 
     def _added_s(self, belief: Belief) -> Array:
         """Return (cases,) the seconds that each case's setting adds."""
+        # The 0 at the end is what the index -1, a case without a setting, finds.
         setting_s = np.array([*(belief.settings.get(name, _ADDED_S) for name in self.settings), 0.0])
         added_s: Array = setting_s[self.setting]
         return added_s
@@ -366,6 +368,7 @@ def fit(cases: Sequence[Case], prior: Belief, *, first: Belief | None = None, ro
         """Return (cases + free, free) the derivatives of the residuals by the logarithms."""
         belief = belief_at(logs)
         roots = np.sqrt(1.0 + errors(belief) ** 2)
+        # The derivative of the softened error by the error e, with r = sqrt(1 + e^2): sqrt((1 + r) / 2) / r.
         case_rows = stack.slopes(belief)[:, is_free] * (weights * np.sqrt((1.0 + roots) / 2.0) / roots)[:, None]
         return np.concatenate([case_rows, np.diag(1.0 / spread[is_free])])
 
@@ -514,7 +517,7 @@ def refit(cases: Sequence[Case], prior: Belief) -> Belief:
     # The shipped factors of a generation may lie beyond: large caches, and libraries that compute less than they are asked for.
     largest_factors = {unit: max(prior_factors[unit], _MOST[unit] / reached_shares[unit]) for unit in UNITS}
     posterior = fit(cases, prior)
-    for _ in UNITS:
+    for _ in UNITS:  # each round fixes at least one of the factors
         bounded_factors = {
             unit: largest_factors[unit] for unit in UNITS if posterior.generations[OWN][unit] > largest_factors[unit]
         }

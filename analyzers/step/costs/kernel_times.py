@@ -34,6 +34,7 @@ _KEPT = 0.5
 # Peaks this many times float32's are those of matrix units, from Volta on.
 _MATRIX_UNIT = 1.5
 _WITHOUT_MATRIX_UNITS = ("Kepler", "Maxwell", "Pascal")
+# The power of the norm that joins a kernel's arithmetic and traffic: the longer of them, and softly where they are alike.
 _SOFTNESS = 3.0
 # cuDNN's kernels for many groups in channels_last: groups in whole warps, and few channels each.
 _WARP, _NARROW = 32, 32
@@ -209,7 +210,7 @@ def demand_of(kernels: Kernels, device: Device, *, precision: str = "fp32", brie
 
     Products are padded to tiles and filled up to waves of them, and clocks are those that the power limit allows.
     ``precision``: as in :class:`Numerics`. ``brief``: the kernels run by themselves for milliseconds, so that matrix units keep
-    the boost clock.
+    the boost clock. Of a device whose clock or multiprocessors are not known (0), what depends on them takes no time.
     """
     peak, on_tensor = _peaks(kernels, device, precision)
     matrix_clock = (
@@ -230,13 +231,14 @@ def demand_of(kernels: Kernels, device: Device, *, precision: str = "fp32", brie
         & (kernels.kind != CLASS["recurrent"])
     )
     flops = kernels.flops.copy()
+    # A tile's start and end in steps of its inner loop: a multiprocessor's operations in _EDGE cycles over those of a step.
     edge_steps = (
         _EDGE * peak / (2.0 * _TILES[0][0] * _TILES[0][1]) / (device.multiprocessors * device.clock_hz or np.inf)
     )
     flops[is_tiled] = tiled_flops(kernels.gemm[is_tiled], device.multiprocessors, edge_steps[is_tiled])
     is_recurrent = has_shape & (device.multiprocessors > 0) & (kernels.kind == CLASS["recurrent"])
     if is_recurrent.any():  # the steps run one after another: each alone fills the device, or does not
-        one_turn = kernels.gemm[is_recurrent] * [0.0, 1.0, 1.0, 1.0] + [1.0, 0.0, 0.0, 0.0]
+        one_turn = kernels.gemm[is_recurrent] * [0.0, 1.0, 1.0, 1.0] + [1.0, 0.0, 0.0, 0.0]  # with a count of 1
         flops[is_recurrent] *= tiled_flops(one_turn, device.multiprocessors, edge_steps[is_recurrent]) / (
             2.0 * one_turn.prod(axis=1)
         )
@@ -252,7 +254,9 @@ def demand_of(kernels: Kernels, device: Device, *, precision: str = "fp32", brie
         flops * _SCORE_COLUMNS / np.maximum(kernels.gemm[:, 3], 1.0),
         flops,
     )
-    every_cycle = device.multiprocessors * device.clock_hz or np.inf
+    every_cycle = (
+        device.multiprocessors * device.clock_hz or np.inf
+    )  # of all multiprocessors, in a second at boost clock
     cycles_per_s = clock_share * every_cycle
     return Demand(
         arithmetic_s=np.where(is_product, flops / np.where(is_grouped, grouped_peak, peak), 0.0),
@@ -293,6 +297,7 @@ def sustained(device: Device, *, matrix: bool, share: float = 1.0) -> float:
     if not (drawn and cycles_per_s and device.power_w):
         return 1.0
     float16_peak = device.peak_for("float16")
+    # GeForce: told by matrix units of the halved rate or less, with a fifth of room for a datasheet's other clocks.
     is_halved = (
         device.architecture not in _WITHOUT_MATRIX_UNITS
         and _MATRIX_UNIT * device.peak_flops["float32"] < float16_peak <= 1.2 * _HALVED * cycles_per_s
@@ -300,7 +305,7 @@ def sustained(device: Device, *, matrix: bool, share: float = 1.0) -> float:
     drawn_w = 1e-9 * cycles_per_s * drawn[matrix and not is_halved]
     if matrix:
         drawn_w *= share + (1.0 - share) * _WAITING
-    if device.architecture in _WITHOUT_MATRIX_UNITS:
+    if device.architecture in _WITHOUT_MATRIX_UNITS:  # the table's watts are of 64 lanes, each of 2 operations a cycle
         drawn_w *= device.peak_flops["float32"] / cycles_per_s / 128.0
     clock: float = (device.power_w / drawn_w) ** _CLOCK_BY_POWER
     return min(_BEYOND_BOOST if is_halved else 1.0, clock)
@@ -356,6 +361,7 @@ def tiled_flops(gemm: Array, multiprocessors: int, edge: Array | float) -> Array
         for tile_m, tile_n in ((side, other_side), (other_side, side))
     }:
         tiles = count * np.ceil(m / rows) * np.ceil(n / columns)
+        # As many parts of the inner dimension as give every processor a tile, none shorter than _SPLIT.
         parts = np.where(
             tiles < processors, np.minimum(np.ceil(processors / tiles), np.maximum(1.0, np.floor(k / _SPLIT))), 1.0
         )
@@ -403,7 +409,7 @@ def _index_constants(kernels: Kernels, on_tensor: NDArray[np.bool_]) -> tuple[ND
         arithmetic[is_chosen & on_tensor] = _ARITHMETIC[f"{name}/tensor"]
         arithmetic[is_chosen & ~on_tensor] = _ARITHMETIC[f"{name}/vector"]
     is_uneven = (gemm[:, 1:] % _ALIGNED != 0).any(axis=1) & (gemm[:, 1] > 0)
-    # Elements read at a time; a width may hold a part of a scale, and is no power of two then.
+    # Elements read at a time; a width may hold a part of a scale, and is no power of two then: rounded down to one.
     read_together = 2.0 ** np.floor(np.log2(_READ_BYTES / kernels.width))
     is_misread = (gemm[:, 1:] % read_together[:, None] != 0).any(axis=1) & (gemm[:, 1] > 0)
     is_on_tensor_product = (kinds == CLASS["matrix_product"]) & on_tensor
@@ -439,7 +445,7 @@ def _index_constants(kernels: Kernels, on_tensor: NDArray[np.bool_]) -> tuple[ND
 
 def _is_torch_depthwise(kernels: Kernels) -> NDArray[np.bool_]:
     """Return (k,) whether a depthwise convolution in channels_first runs in torch's own kernels."""
-    gemm = kernels.gemm
+    gemm = kernels.gemm  # count (channels), m, n, k, whose order depends on the direction (kernels_of)
     channels, is_forward = gemm[:, 0], kernels.direction == FORWARD
     taps = np.where(is_forward, gemm[:, 3], gemm[:, 2])
     positions = np.where(kernels.direction == WEIGHT_GRADIENT, gemm[:, 3], gemm[:, 1])

@@ -132,6 +132,7 @@ def _read_again(op_types: Sequence[str], read_bytes: Array, gemm: Array, trainin
         if "softmax" in name and gemm[op, 0]:
             tensors = 2.0 if "backward" in name else 1.0  # what it reads of a row
             if row_bytes[op] / tensors > _ROW_BYTES:
+                # Backward softmax reads both of its tensors twice, log-softmax the gradient, which is half of what it reads.
                 times[op] = 2.0 if tensors == 1.0 else 0.5 if "log" in name else 1.0
         elif name.endswith("_norm_backward") or (training and name in ("native_batch_norm", "native_group_norm")):
             times[op] = 1.0
@@ -160,16 +161,17 @@ def kernels_of(graph: Graph) -> Kernels:
     is_bfloat16 = np.array([name == "bfloat16" for name in dtype], dtype=bool)
     is_native = is_batch_norm & is_bfloat16
     kind[is_native] = CLASS["native_normalisation"]
-    times = _read_again(op_types, moved_bytes - written, gemm, graph.mode == "training")
+    times_again = _read_again(op_types, moved_bytes - written, gemm, graph.mode == "training")
     # Forward its statistics (Welford's) take as long as another reading; backward they are summed at twice the rate.
     is_backward_norm = np.array([op_type.endswith("_backward") for op_type in op_types], dtype=bool)
-    times[is_native] = np.where(is_backward_norm, 0.0, 2.0)[is_native]
-    moved_bytes += times * (moved_bytes - written)
+    times_again[is_native] = np.where(is_backward_norm, 0.0, 2.0)[is_native]
+    moved_bytes += times_again * (moved_bytes - written)
+    # A cast to a type twice to four times as wide, with some room for what is no multiple.
     is_cast = np.array([normal_type(op_type) in ("to_copy", "copy") for op_type in op_types], dtype=bool)
     read = moved_bytes - written
     kind[is_cast & (written > 1.5 * read) & (written < 4.5 * read)] = CLASS["widening"]
     is_convolution = kind == CLASS["convolution"]
-    kind[is_convolution & (gemm[:, 0] > 1)] = CLASS["grouped_convolution"]
+    kind[is_convolution & (gemm[:, 0] > 1)] = CLASS["grouped_convolution"]  # gemm's columns: groups, m, n, k
     kind[is_convolution & (gemm[:, 0] > 1) & (gemm[:, 2] <= 1)] = CLASS["depthwise_convolution"]
     is_backward = is_convolution & np.array([op_type.endswith("_backward") for op_type in op_types], dtype=bool)
     is_attention = (kind == CLASS["attention"]) & (gemm[:, 1] > 0)
@@ -177,14 +179,17 @@ def kernels_of(graph: Graph) -> Kernels:
     products = np.array([5.0 if op_type.endswith("_backward") else 2.0 for op_type in op_types])
     product_flops = 2.0 * gemm.prod(axis=1)
     flops[is_attention] = (products * product_flops)[is_attention]  # less than counted, under a causal mask
+    # Twice the operations of one product, or once: 1.5 lies between.
     is_double = is_backward & (flops > 1.5 * product_flops) & (product_flops > 0)
     direction = np.where(is_backward, WEIGHT_GRADIENT, FORWARD).astype(np.int8)
-    # The gradient of the input and that of the weights: each reads the output's gradient and one more tensor.
+    # The gradient of the input and that of the weights: each reads the output's gradient and one more tensor, so that the
+    # output's gradient, counted once so far, is read twice.
     output_bytes = gemm[is_double, 0] * gemm[is_double, 1] * gemm[is_double, 2] * width[is_double]
     half_bytes = (moved_bytes[is_double] + output_bytes) / 2.0
     count, m, n, k = gemm[is_double].T
     flops[is_double] /= 2.0
     moved_bytes[is_double] = half_bytes
+    # Of the weights' gradient (n, k) the inner dimension is m; of the input's (m, k), below, it is n.
     gemm[is_backward] = gemm[is_backward][:, [0, 2, 3, 1]]
     order = np.argsort(np.concatenate([ops, ops[is_double]]), kind="stable")
 

@@ -139,9 +139,11 @@ class TensorLifetimes:
 
     traced: TracedStep
     nodes: int
+    """Places of the traced program."""
     backward: int
     """The first place of the backward pass."""
     elements: tuple[int, ...]
+    """(s,) at the traced batch size."""
     width: Array
     """Bytes of one element."""
     alloc: Places
@@ -230,7 +232,8 @@ class TensorLifetimes:
     ) -> Peak:
         """Return the most bytes of tensors that one process holds during a step. O(storages + nodes).
 
-        ``saved_ops``: which blocks are checkpointed (none by default), and the products that each keeps.
+        ``optimizer``: a name of ``OPTIMIZERS``. ``saved_ops``: which blocks are checkpointed (none by default), and the
+        products that each keeps. ``batch_size`` None: the traced one.
         """
         return self.held(Recomputation(self, saved_ops or {}), sharding, optimizer, self.sizes(batch_size)).peak()
 
@@ -255,6 +258,7 @@ class TensorLifetimes:
     def every_block(self, checkpointing: Checkpointing) -> dict[str, tuple[int, ...]]:
         """Return the saved products of every block under one kind of checkpointing; {}: nothing is checkpointed.
 
+        ``full`` saves none of a block's products, ``selective`` all that may be kept.
         Raises InputError for a model without a list of blocks.
         """
         if checkpointing == "none":
@@ -366,7 +370,7 @@ class TensorLifetimes:
         """Add the step's inputs and activations to ``held``, over the places of the program with ``recomputation``.
 
         Activations outside checkpointed blocks live as traced, saved ones until their recomputation reads them. Dropped ones
-        are held twice: until their last use in the forward pass, and from their recomputation on.
+        (those that are computed again) are held twice: until their last use in the forward pass, and once they are made again.
 
         Args:
             held: what they are added to, as the part "activations".
@@ -403,6 +407,7 @@ class TensorLifetimes:
         first, length, start = recomputation.first[owner], recomputation.length[owner], recomputation.start[owner]
         offsets = self.alloc[dropped] - first
         last_use = start + np.minimum(self.forward[dropped] - first, length - 1) + 1
+        # What the backward pass reads stays until then; what only the recomputation reads, until its last use in it.
         freed_again = np.where(self.free[dropped] >= self.backward, freed[dropped], last_use)
         is_recomputed = offsets < length
         recomputed_bytes = size[dropped][is_recomputed]
@@ -413,8 +418,8 @@ class TensorLifetimes:
     ) -> None:
         """Add what a process holds that keeps all parameters and gradients: under none, ddp and zero1.
 
-        ``zero1`` alone splits the optimizer's state over the ``sharding.shard`` processes. DDP copies all gradients into
-        buckets, to exchange many at a time; they stay for the whole step.
+        The arguments are those of :meth:`held`. ``zero1`` alone splits the optimizer's state over the ``sharding.shard``
+        processes. DDP copies all gradients into buckets, to exchange many at a time; they stay for the whole step.
         """
         is_parameter, is_gradient = self.role == PARAMETER, self.role == GRADIENT
         bucket_bytes = float(self.trained_bytes.sum())
@@ -441,7 +446,7 @@ class TensorLifetimes:
         ``size`` (s,): the bytes of the storages, gradients as wide as their parameters are kept.
         """
         update, gradients = OPTIMIZERS[optimizer], np.flatnonzero(self.role == GRADIENT)
-        if update.each is not None:
+        if update.each is not None:  # its states follow from the parameters' shapes
             shares = {parameter.name: state_shares(parameter, optimizer) for parameter in self.trained}
             states = ([size[g] * share for share in shares.get(self.gradient_of[g], ())] for g in gradients.tolist())
             return np.array([state for each in states for state in each], dtype=np.float64)
@@ -454,9 +459,12 @@ class TensorLifetimes:
     ) -> None:
         """Add parameters, gradients and optimizer state of a process that gathers blocks as ``fully_shard`` does.
 
-        A block is gathered into a buffer ("gathering") and copied out of it ("gathered"); its gradients go through the
-        input of a reduce-scatter ("reducing"). What lies outside all blocks stays gathered for the whole step.
+        The arguments are those of :meth:`held`. A block is gathered into a buffer ("gathering") and copied out of it
+        ("gathered"); its gradients go through the input of a reduce-scatter ("reducing"). What lies outside all blocks stays
+        gathered for the whole step.
         """
+        # Ends are exclusive. After a block's backward pass, gradients are copied to the reduction's input at its end + 1, and
+        # given up with what was reduced there at end + 2.
         is_parameter, is_gradient = self.role == PARAMETER, self.role == GRADIENT
         alloc, end, shard = recomputation.moved(self.alloc), held.places, sharding.shard
         reduced_bytes = self.trained_bytes  # (blocks + 1,)
@@ -817,7 +825,7 @@ class _Reader:
         touch a storage that it owns.
         """
         backward_places: list[list[int]] = [[] for _ in self.spans]
-        for place in range(self.backward, len(self.nodes) - 1):
+        for place in range(self.backward, len(self.nodes) - 1):  # the last node is the program's output
             for owner in {self.storages[index].owner for index in storages_by_place[place]} - {-1}:
                 backward_places[owner].append(place)
         if not all(backward_places):

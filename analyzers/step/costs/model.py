@@ -53,6 +53,8 @@ BRANCHES = (
 def memory_words(precision: str, optimizer: str, copied: bool = False) -> str:
     """Return in words what a precision stands for, and the bytes of each parameter with its gradient and optimizer states.
 
+    ``precision``: a name of :class:`Numerics`, ``optimizer``: of ``OPTIMIZERS``.
+
     ``copied``: whether ops read parameters in a half type, and the optimizer updates copies of them in float32.
 
     >>> memory_words("bf16", "adamw")
@@ -61,8 +63,8 @@ def memory_words(precision: str, optimizer: str, copied: bool = False) -> str:
     'bf16-pure: everything in bfloat16, 4 bytes a parameter with its gradient'
     """
     update, kept = OPTIMIZERS[optimizer], precision_of(precision)
-    if update.each is not None and not copied:
-        pair = 2 * kept.width
+    if update.each is not None and not copied:  # adafactor or muon, whose states follow from shapes
+        pair = 2 * kept.width  # a parameter and its gradient
         words = f"{pair:g} bytes a parameter with adafactor, and a number for each row and column of a matrix"
         if optimizer == "muon":
             words = f"{1.5 * pair:g} bytes a parameter of the blocks' matrices with muon, {2 * pair:g} of the rest with adamw"
@@ -181,11 +183,12 @@ def time_step(
     summed = memory_kernels((3.0 * graph.size_bytes[graph.of_kind(SEND)]).tolist())
     sum_kernels_s = seconds(demand_of(summed, device), constants)
     is_host_bound = float(issue_s.sum()) > float(op_s.sum())
-    sum_launch_s = constants.issue_s if is_host_bound else constants.start_s
+    sum_launch_s = constants.issue_s if is_host_bound else constants.start_s  # what one kernel takes at least
     all_issue_s = np.concatenate([issue_s, update_issue_s])
     all_op_s = np.concatenate([op_s, update_op_s])
-    # Between two restarts the host issues ops ahead of the device; at a restart both begin together.
-    waits = [len(op_s) + place for place in update.waits if place < len(update_op_s)]
+    # Between two restarts the host issues ops ahead of the device; at a restart both begin together. A wait after the last
+    # kernel of the update holds up nothing.
+    waits = [len(op_s) + kernel for kernel in update.waits if kernel < len(update_op_s)]
     bounds = [0, *(exchanges.restarts if exchanges is not None else ()), *waits, len(all_op_s)]
     end_s = np.zeros(len(all_op_s))
     for begin, end in pairwise(bounds):
@@ -283,7 +286,7 @@ class CostModel:
 
     @property
     def relative_error(self) -> float:
-        """Half the width of the interval as a share of the prediction."""
+        """Half the width of the interval of a step bound by the device, as a share of the prediction."""
         return (self.residuals.high - self.residuals.low) / 2.0
 
 
@@ -297,7 +300,7 @@ def cost_model(device: Device, calibration: CalibrationTable) -> CostModel:
     """Return the cost model of a device: with its own fit if a user calibrated it, else with its generation's factors.
 
     A CPU has neither, and is taken to reach its datasheet. How sure predictions are depends on what was measured: steps on
-    this very device, steps on its generation, or none.
+    this very device, steps on its generation, or none. A device whose figures the user gives is none that was measured.
     """
     of_all = tuple(calibration.residuals[kind] for kind in _OF_ALL)
     own_fit = device.fitted

@@ -157,7 +157,10 @@ def _algorithms(group: Group, size_bytes: float) -> Sequence[Algorithm]:
 
 
 def _ranged(operation: str, time_s: float, residuals: Residuals, limit: str) -> OperationTime:
-    """Return the time of an operation with the range in which 80 % of measurements are expected, by ``residuals``."""
+    """Return the time of an operation with the range in which 80 % of measurements are expected, by ``residuals``.
+
+    ``limit``: what limits it, in words.
+    """
     return OperationTime(
         operation=operation,
         time_s=time_s,

@@ -26,7 +26,7 @@ Row = tuple[str, str, float, Gemm]
 """A kernel: the type of its op, the type that it works in, the bytes that it moves, and its product."""
 VIEW_OP, WAIT = "view", "wait"
 """Op types of rows that are no kernel: a view, which the host makes all the same, and a number that the host waits for."""
-# Muon's iterations, and bytes of the type that they compute in.
+# Muon's Newton-Schulz iterations, and the bytes of an element of bfloat16, in which they compute.
 _STEPS, _HALF = 5, 2.0
 
 
@@ -39,10 +39,11 @@ class Parameter:
     width: float
     """Bytes of an element."""
     dtype: str
+    """torch's name of its type, such as ``float32``."""
     count: float
     rows: float
     columns: float
-    """It is ``count`` matrices of so many rows and columns; a vector has no rows."""
+    """It is ``count`` matrices of so many rows and columns; a vector has 0 of both, and is ``columns`` long."""
     hidden: bool
     """Whether it is one matrix in one of the model's blocks, or in a model that has none: one that Muon takes."""
 
@@ -83,10 +84,16 @@ class Optimizer:
 
 
 def _muon(parameter: Parameter) -> Iterator[Row]:
-    """Yield the kernels of Muon's update of one matrix: momentum, five Newton-Schulz iterations in bfloat16, the step."""
+    """Yield the kernels of Muon's update of one matrix: momentum, five Newton-Schulz iterations in bfloat16, the step.
+
+    The matrix is transposed where it has more rows than columns, so that the product with itself is as small as it can be.
+    """
     size, kept, half_type = parameter.size_bytes, parameter.dtype, "bfloat16"
     m, n = sorted((parameter.rows, parameter.columns))
-    whole, gram = _HALF * m * n, _HALF * m * m
+    whole, gram = (
+        _HALF * m * n,
+        _HALF * m * m,
+    )  # bytes of the matrix (m, n) in bfloat16, and of its product with itself (m, m)
     transposed = [_view] if parameter.rows > parameter.columns else []
     yield "lerp_", kept, 3 * size, NO_GEMM
     yield "lerp", kept, 3 * size, NO_GEMM
@@ -108,7 +115,8 @@ def _muon(parameter: Parameter) -> Iterator[Row]:
 
 def _adafactor(parameter: Parameter) -> Iterator[Row]:
     """Yield the kernels of Adafactor's update of one parameter; its two norms are read by the host."""
-    size, width, one = parameter.size_bytes, parameter.width, parameter.width * max(parameter.count, 1.0)
+    size, width = parameter.size_bytes, parameter.width
+    one = width * max(parameter.count, 1.0)  # bytes of one number for each of its matrices
 
     def kernel(op_type: str, moved_bytes: float, gemm: Gemm = NO_GEMM) -> Row:
         """Return a kernel in the parameter's type."""
@@ -121,7 +129,9 @@ def _adafactor(parameter: Parameter) -> Iterator[Row]:
 
     yield from norm()
     if parameter.rows:
-        row, column = (size * share for share in _factored(parameter))
+        row, column = (
+            size * share for share in _factored(parameter)
+        )  # bytes of a number for each row, for each column
         for part in (row, column):
             yield kernel("linalg_vector_norm", size + part)
             yield from (kernel(*each) for each in (("pow_", 2 * part), ("div_", 2 * part), ("lerp_", 3 * part)))
@@ -140,7 +150,7 @@ _wait: Row = (WAIT, "", 0.0, NO_GEMM)
 
 
 def _factored(parameter: Parameter) -> tuple[float, ...]:
-    """Return the bytes of Adafactor's states as shares of a parameter's: a number for each row and column, or a copy."""
+    """Return the bytes of Adafactor's states as shares of a parameter's: a number a row and a column; of a vector, a copy."""
     return (1.0 / parameter.columns, 1.0 / parameter.rows) if parameter.rows else (1.0,)
 
 
@@ -224,7 +234,10 @@ def update_of(graph: Graph, optimizer: str) -> IssuedUpdate:
 
 
 def _together(update: Optimizer, width: float, size_bytes: float, tensors: int) -> Iterator[Row]:
-    """Yield the kernels over all tensors, of so many bytes and such a width in all."""
+    """Yield the kernels of an update that goes over all ``tensors`` at once, ``size_bytes`` together.
+
+    ``width``: bytes of an element.
+    """
     counter_bytes = float(update.counters * tensors)
     if counter_bytes:
         yield "pointwise", "float32", 2.0 * counter_bytes, NO_GEMM  # read and written
@@ -246,25 +259,28 @@ def _one_by_one(parameters: tuple[Parameter, ...], optimizer: str) -> IssuedUpda
 
 
 def _issued(rows: list[Row]) -> IssuedUpdate:
-    """Return the update of so many rows."""
+    """Return the update of these rows, in which views and waits stand before the kernel that follows them."""
     kernels: list[Row] = []
     views: list[int] = []
     waits: list[int] = []
-    made = 0
+    views_since = 0  # the last kernel
     for row in rows:
         if row[0] == WAIT:
             waits.append(len(kernels))
         elif row[0] == VIEW_OP:
-            made += 1
+            views_since += 1
         else:
             kernels.append(row)
-            views.append(made)
-            made = 0
+            views.append(views_since)
+            views_since = 0
     return IssuedUpdate(kernels=kernels_of_rows(kernels), views=np.array(views, dtype=np.int64), waits=tuple(waits))
 
 
 def state_shares(parameter: Parameter, optimizer: str) -> tuple[float, ...]:
-    """Return the bytes of each state of a parameter as shares of its own, for an optimizer that goes by shapes."""
+    """Return the bytes of each state of a parameter as shares of its own, for an optimizer that goes by shapes.
+
+    A parameter that the optimizer does not take has AdamW's states: two copies, and a counter of steps.
+    """
     update, rest = OPTIMIZERS[optimizer], OPTIMIZERS["adamw"]
     if update.shares is not None and update.takes(parameter):
         return update.shares(parameter)
@@ -272,7 +288,10 @@ def state_shares(parameter: Parameter, optimizer: str) -> tuple[float, ...]:
 
 
 def state_share(graph: Graph, optimizer: str) -> float:
-    """Return the bytes of all states of an optimizer as a share of the trained parameters'."""
+    """Return the bytes of all states of an optimizer as a share of the trained parameters'.
+
+    Raises InputError for an optimizer that goes by shapes where the graph does not say them.
+    """
     update = OPTIMIZERS[optimizer]
     if update.each is None:
         return update.state_share(precision_of(graph.meta.get("precision")).width)
@@ -300,4 +319,5 @@ def temporaries(parameters: tuple[Parameter, ...], optimizer: str) -> tuple[floa
         )
         return max(sizes, key=sum, default=())
     own = [(each.size_bytes,) * (1 if each.rows else 2) for each in taken]
+    # torch's loop still holds the estimate of the parameter before when it makes the next one's.
     return max(((before[0], *now) for before, now in pairwise([(0.0,), *own])), key=sum, default=())

@@ -92,6 +92,7 @@ class _Ranks:
     """Makes of each trace of a curve the step of one rank of a tensor group, once for each batch size."""
 
     def __init__(self, curve: WorkCurve, layout: ParallelDegrees) -> None:
+        """``curve``: the work of the whole step, of whose traces ranks are made; ``layout``: how many ranks share it."""
         self.curve, self.layout = curve, layout
         self._known: dict[int | None, Rank] = {}
         """What :meth:`rank` has returned, by traced batch size."""
@@ -194,7 +195,7 @@ class ParallelCurve(WorkCurve):
         stages, layout = self._stages_at(batch_size), self.layout
         size = stages.lifetimes.sizes(self.scaled(batch_size))
         forward_s, backward_s = stages.seconds(graph)
-        trained_bytes, bytes_per_s = stages.trained_bytes(size), _memory_rate(model)
+        trained_bytes, bytes_per_s = stages.trained_bytes(size), _memory_rate(model)  # by piece
         # Each backward pass adds its gradients to the buffer, whose sums are read and written.
         backward_s = backward_s + 2.0 * stages.summed_share * trained_bytes / bytes_per_s
         transfer_s = stages.transfer_s(size, setting.fabric, placement)
@@ -333,7 +334,7 @@ class Stages:
         is_sent = np.zeros(len(is_of_forward), dtype=bool)
         for piece in range(self.pieces - 1):
             is_sent |= makes[piece] & reads[piece + 1] & is_of_forward & is_in_block[life.alloc]
-        is_sent_away = is_sent & (makes & ~reads).any(axis=0)
+        is_sent_away = is_sent & (makes & ~reads).any(axis=0)  # some piece makes it and does not read it itself
         return reads | (makes & ~is_sent_away), is_sent
 
     def restarts(self, graph: Graph) -> list[int]:
@@ -473,7 +474,9 @@ class Stages:
         # States, and the float32 copy of a parameter, in copies of the trained parameters.
         copies = state_share(self.rank.traced.graph, optimizer) + (self.has_copies and optimizer != "none")
         held.add("parameters", 0, held.places, size[life.role == PARAMETER])
-        held.add("gradients", made, made + 2, size[is_gradient])
+        held.add(
+            "gradients", made, made + 2, size[is_gradient]
+        )  # where it is made, and where it is added to the buffer
         held.add("gradients", 0, held.places, self.summed_share * trained_bytes)
         held.add("optimizer", 0, held.places, copies * trained_bytes / shard)
 
@@ -511,7 +514,8 @@ def in_flight_passes(stage: int, layout: ParallelDegrees, passes: int) -> float:
 def _warm_up(stage: int, pipeline: int, virtual: int, passes: int) -> int:
     """Return how many forward passes the pieces of a stage have done before its first backward pass begins.
 
-    Under 1F1B that is the number of stages behind it; the interleaved form is Megatron-LM's.
+    Under 1F1B that is the number of stages behind it; the interleaved form is Megatron-LM's. ``pipeline``: GPUs in a row;
+    ``virtual``: pieces of each; ``passes``: micro-batches of a step.
     """
     if virtual == 1:
         return min(pipeline - 1 - stage, passes)
@@ -521,8 +525,9 @@ def _warm_up(stage: int, pipeline: int, virtual: int, passes: int) -> int:
 def play(forward_s: Array, backward_s: Array, pipeline: int, passes: int, transfer_s: float = 0.0) -> Array:
     """Return (pipeline,) when each GPU has done the last backward pass of a step. O(passes x pieces).
 
-    ``forward_s``, ``backward_s``: (pieces,) seconds of a micro-batch in each piece; piece ``i`` is of GPU ``i % pipeline``. A
-    GPU waits while it sends. With uniform pieces the step takes (passes + (pipeline - 1) / virtual) times a micro-batch:
+    ``forward_s``, ``backward_s``: (pieces,) seconds of a micro-batch in each piece; piece ``i`` is of GPU ``i % pipeline``.
+    ``passes``: micro-batches; ``transfer_s``: of one from a piece to the next, for which the sending GPU waits. With uniform
+    pieces the step takes (passes + (pipeline - 1) / virtual) times a micro-batch:
 
     >>> float(play(np.full(4, 1.0), np.full(4, 2.0), pipeline=4, passes=8).max())
     33.0
@@ -552,7 +557,7 @@ def play(forward_s: Array, backward_s: Array, pipeline: int, passes: int, transf
 
 
 def _order(stage: int, pipeline: int, virtual: int, passes: int) -> Sequence[tuple[bool, int, int]]:
-    """Return the passes of a GPU in order, each as (whether it is a forward pass, its piece, its micro-batch).
+    """Return the passes of a GPU (``stage``) in order, each as (whether it is a forward pass, its piece, its micro-batch).
 
     After the warm-up's forward passes, one forward and one backward pass alternate until no forward pass is left. With
     several pieces, ``pipeline`` micro-batches at a time go through all pieces of a GPU, backward from the last piece on.
@@ -563,7 +568,7 @@ def _order(stage: int, pipeline: int, virtual: int, passes: int) -> Sequence[tup
     count, group_length = passes * virtual, pipeline * virtual
 
     def pass_at(step: int, is_forward: bool) -> tuple[bool, int, int]:
-        """Return the GPU's forward or backward pass of that number."""
+        """Return the GPU's forward or backward pass with the number ``step``, counted from 0 in each direction."""
         if virtual == 1:
             return is_forward, stage, step
         group, within = divmod(step, group_length)

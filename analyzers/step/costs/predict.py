@@ -577,7 +577,8 @@ def _predict_row(
 ) -> PredictedRow:
     """Return the predicted time, throughput, memory and price of one placement at local batch ``size``.
 
-    ``step``: the timed step with its recomputation. ``source``: the model's name.
+    ``step``: the timed step with its recomputation. ``source``: the model's name. Raises InputError for a batch size beyond
+    the largest at which the step is traced.
     """
     graph, program = step.graph, step.program
     sharding = setting.sharded(placement.num_replicas)
@@ -810,11 +811,13 @@ def timeline(curve: WorkCurve, model: CostModel, setting: Setting, row: Predicte
         return None
     end_s = lifetimes.clock(Recomputation(lifetimes, saved_ops), curve.timed(size, model, setting))
     bytes_by_part, total_bytes = held.curves(), held.peak().curve
+    # The end of the last place lies in the last span; a step without any time is no division by 0.
     span_index = np.minimum((_MOMENTS * end_s / max(end_s[-1], 1e-30)).astype(np.int64), _MOMENTS - 1)
     order = np.lexsort((total_bytes, span_index))  # by span, and by bytes within a span
     is_last_of_span = np.append(np.diff(span_index[order]) > 0, True)
     fullest_places = np.sort(order[is_last_of_span])
     fullest_bytes = {part: part_bytes[fullest_places] for part, part_bytes in bytes_by_part.items()}
+    # Sums of what is added and freed may end a little below 0 by rounding.
     return MemoryTimeline(
         num_replicas=row.num_replicas,
         local_batch_size=size,

@@ -31,10 +31,12 @@ _COLLECTIVE = "c10d."
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StreamedStep:
-    """The simulated times of a recorded step's compute ops, in seconds from its start."""
+    """The simulated times of a recorded step's ``c`` compute ops, in seconds from its start."""
 
     start_s: NDArray[np.float64]
+    """(c,)"""
     end_s: NDArray[np.float64]
+    """(c,)"""
     host_s: float
     """In which the host issues the ops."""
     alone_s: float
@@ -157,6 +159,7 @@ def _play(
     for place, position in enumerate(positions.tolist()):
         host_s += float(issue_s[place])
         stream = int(graph.resource[position])
+        # What takes the device no time, such as a view, is not launched, and keeps nothing waiting for the host.
         start_s = max(stream_free_s.get(stream, 0.0), host_s if seconds[place] > 0 else 0.0)
         for source in graph.inputs_of(position).tolist():
             if (source_place := place_of[source]) >= 0 and graph.resource[source] != stream:
@@ -240,7 +243,7 @@ def _timeline(recorded: Recorded, step: StreamedStep, row: PredictedRow) -> Memo
     ``row``: the step's prediction, whose replicas and batch size the timeline names.
     """
     places = len(step.end_s)
-    total_bytes, at_s = recorded.held_bytes(places), np.maximum.accumulate(step.end_s)
+    total_bytes, at_s = recorded.held_bytes(places), np.maximum.accumulate(step.end_s)  # ops of several streams overlap
     span = np.minimum((_MOMENTS * at_s / max(step.step_s, 1e-30)).astype(np.int64), _MOMENTS - 1)
     order = np.lexsort((total_bytes, span))  # by span, and by bytes within a span
     is_last_of_span = np.append(np.diff(span[order]) > 0, True)

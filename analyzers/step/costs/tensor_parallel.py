@@ -158,7 +158,7 @@ class _Divider:
         """Decide which weights are split: fill ``split``, and ``widths`` with what the ranks then have to divide.
 
         A product that turns out not to begin a chain is left whole, which may change what the others are: all is tried again
-        without it, until no product fails. Raises InputError if no product is left.
+        without it, until no product fails. There are ever fewer to fail. Raises InputError if no product is left.
         """
         whole: set[Node] = set()
         while failed := self._try_chains(whole):
@@ -217,7 +217,7 @@ class _Divider:
         return (failed | never_ended) - whole
 
     def _split_product(self, node: Node, weight: Node, how: str) -> None:
-        """Note that a product's weight is split by "rows", "columns" or "vocabulary", and its bias unless by rows.
+        """Note ``how`` a product's weight is split, by "rows", "columns" or "vocabulary", and its bias unless by rows.
 
         The width of a product split by columns has to be divided by the ranks.
         """
@@ -256,6 +256,8 @@ class _Divider:
         """
         is_fused = base_name(node.target) not in _BATCHED
         shapes = [tuple(value_of(source).shape) for source in node.all_input_nodes[:3]]
+        # Fused: (batch, heads, tokens, width). A batched product: (batch x heads, tokens, width) by (batch x heads, width,
+        # tokens), of which the width is taken to be the shortest side.
         width = shapes[0][-1] if is_fused else min(min(shape[-2:]) for shape in shapes)
         heads = shapes[0][-3] if is_fused else shapes[0][0] // (self.traced.graph.batch_size or 1)
         self.widths["heads of attention"] = heads
@@ -410,7 +412,7 @@ class _Divider:
             if key not in known:
                 known[key] = distinct.setdefault(_issued_cut(node, cuts, self.ranks), len(distinct))
             calls[name] = known[key]
-        work = np.stack([graph.flops, graph.size_bytes, graph.written_bytes])
+        work = np.stack([graph.flops, graph.size_bytes, graph.written_bytes])  # (3, ops)
         gemm = graph.gemm.copy()
         costs = [cost_of(call) for call in distinct]
         for op, name in enumerate(graph.names):
@@ -420,7 +422,7 @@ class _Divider:
         split = {self.parameters[node] for node in self.split if node in self.parameters}
         for op in np.flatnonzero((graph.kind == RECV) | (graph.kind == SEND)).tolist():
             if graph.parameter[op] in split:
-                work[1, op] /= self.ranks  # size_bytes
+                work[1, op] /= self.ranks  # its size_bytes, as each rank holds a part
         flops, size_bytes, written_bytes = work
         divided = replace(graph, flops=flops, size_bytes=size_bytes, written_bytes=written_bytes, gemm=gemm)
         return replace(traced, graph=divided, issued=tuple(distinct), calls=calls, _traces={})
@@ -437,7 +439,7 @@ class _Divider:
             cuts: dict[Node, int | None] = dict.fromkeys(tensors)
             cuts[factors[0]] = (-1 if right else -2) if left else None
             cuts[factors[1]] = (-2 if left else -1) if right else None
-            if left != right:
+            if left != right:  # the result keeps the cut; where both are cut it is a whole partial sum
                 cuts |= {node: -2 if left else -1}
                 cuts |= {source: -1 for source in tensors[:-1] if self._is_bias(source) and source in self.divided}
             return cuts

@@ -42,7 +42,7 @@ class RankRun:
     """Synchronisation of the gradients."""
     step_s: float
     error: float
-    """Of ``compute_s``, relative."""
+    """Half the interquartile range of ``compute_s`` over its median."""
     overhead_s: float = 0.0
     """Step time without compute, waiting and synchronisation: the rank's optimizer and loader."""
     mean_step_s: float = 0.0
@@ -141,7 +141,9 @@ def read_run(frame: pd.DataFrame, where: str, tell: Tell = log_remark) -> Run:
 def _steady_rows(rows: pd.DataFrame) -> pd.DataFrame:
     """Return a run's rows after warm-up, without those of a smaller batch, as an epoch's last step has."""
     steps = np.sort(rows["step"].unique())
-    first_step = steps[WARMUP_STEPS] if len(steps) > 2 * WARMUP_STEPS else steps[0]
+    first_step = (
+        steps[WARMUP_STEPS] if len(steps) > 2 * WARMUP_STEPS else steps[0]
+    )  # a short run would lose most of its steps
     full_batch = rows.groupby("rank")["batch"].transform("max")
     steady_rows: pd.DataFrame = rows[(rows["step"] >= first_step) & (rows["batch"] == full_batch) & (rows["batch"] > 0)]
     return steady_rows

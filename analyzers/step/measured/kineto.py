@@ -107,6 +107,7 @@ class TraceSpans:
         if not len(self):
             return span_of
         end_s = self.start_s + self.duration_s
+        # -1 indexes the last span, whose end does not count: the first condition is false there.
         while (ended := np.flatnonzero((span_of >= 0) & (end_s[span_of] < time_s))).size:
             span_of[ended] = self.parent[span_of[ended]]  # the latest start has ended: look in its parent
         return span_of
@@ -237,10 +238,15 @@ class RankTrace:
     """One rank's trace for the comparison of ranks; seconds on the rank's clock since ``epoch_s``."""
 
     where: str
+    """The file, for errors and remarks."""
     rank: int | None
+    """None where the trace does not say it."""
     node: str
+    """The machine's name, "" where the trace does not say it."""
     epoch_s: float
+    """When the trace's first event began, by the rank's clock: all its other times count from then."""
     names: tuple[str, ...]
+    """The distinct names of spans; ``spans.key`` points here."""
     spans: TraceSpans
     steps: ProfiledSteps
     groups: tuple[str, ...]

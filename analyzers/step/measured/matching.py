@@ -137,7 +137,9 @@ def with_measured(fallback: Graph, durations: Floats, measured: Flags) -> Graph:
     is_compute = fallback.kind == COMPUTE
     is_unmeasured = is_compute & np.isnan(durations)
     has_both = measured & (durations > 0) & (fallback.duration_s > 0)
-    ratio = np.divide(durations, fallback.duration_s, out=np.ones(len(fallback)), where=has_both)
+    ratio = np.divide(
+        durations, fallback.duration_s, out=np.ones(len(fallback)), where=has_both
+    )  # read where both are known
     types = np.array(fallback.op_type)
     seconds = np.where(is_compute, durations, fallback.duration_s)
     for name in np.unique(types[is_unmeasured]):
@@ -257,5 +259,7 @@ def _unmatched_calls(
     outside = trace.marked(lambda name: name.startswith(_OUTSIDE_RANGES))
     is_outside_top = (outside | spans.below(outside))[top]
     total_s, unmatched_s = float(time[top[~is_outside_top]].sum()), unmatched_s[~is_outside_top]
-    lost_s = float(unmatched_s.sum() + spans.with_nested(doubted_s)[top[~is_outside_top]].sum())
+    lost_s = float(
+        unmatched_s.sum() + spans.with_nested(doubted_s)[top[~is_outside_top]].sum()
+    )  # of matched calls, too
     return tuple(rows_by_time), max(total_s - lost_s, 0.0) / total_s if total_s > 0 else 0.0

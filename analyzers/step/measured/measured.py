@@ -155,7 +155,7 @@ def apply_times(graph: Graph, times: OpTimes, network: Network) -> Graph:
     meta = {**graph.meta, "oracle": "measured", "timed_calls": times.distinct, **links}
     nominal = np.where(is_transfer, network.latency_s + graph.size_bytes / bytes_per_s, roofline)
     fallback = replace(graph, meta={**meta, "parameter_servers": network.parameter_servers})
-    seconds = np.array([times.seconds.get(name, np.nan) for name in graph.names])
+    seconds = np.array([times.seconds.get(name, np.nan) for name in graph.names])  # NaN: not measured
     seconds[~is_costly] = 0.0
     marks: list[Estimate] = ["rule" for _ in graph.names]
     return with_measured(fallback.with_durations(nominal, marks), seconds, is_measured)

@@ -75,6 +75,7 @@ class RankSteps:
             name: np.add(whole_s - self.after[name], carried(self.after[name])) for name, whole_s in self.parts.items()
         }
         own_s: Floats = np.sum(list(parts.values()), axis=0)
+        # The step's longest gap, if it lies before the last collective; else what was longest there is not known, and counts 0.
         gap_before_s = np.where(self.gap_s > self.gap_after_s, self.gap_s, 0.0)
         gap_s = np.maximum(gap_before_s, carried(self.gap_after_s))
         step_s = own_s + self.wait_s + self.exposed_s
@@ -111,6 +112,7 @@ def of_telemetry(frame: pd.DataFrame, where: str, tell: Tell = log_remark) -> Ra
     rows = check_rows(frame, where, tell)
     rows = rows[rows["batch"] > 0]
     ranks = sorted({int(rank) for rank in rows["rank"]})
+    # By rank, then step, without steps that a rank lacks: each column is then an array of (ranks, steps).
     common_rows = rows.drop_duplicates(["rank", "step"], keep="last").sort_values(["rank", "step"])
     common_rows = common_rows[common_rows.groupby("step")["rank"].transform("size") == len(ranks)]
     if len(ranks) < 2 or common_rows.empty:

@@ -28,7 +28,7 @@ END_COLUMNS = ("worker", "iteration", "end_s")
 MOST_S = 1e15
 # Above this, floats skip whole numbers.
 MOST_ITERATIONS = 2**53 - 1
-# Fewer iterations do not tell how workers differ.
+# After fewer iterations it is not known how workers differ.
 _LEAST_WARM_UP = 20
 
 
@@ -182,7 +182,9 @@ def _from_sync(frame: pd.DataFrame, where: str) -> WorkerIterations:
     steps = steps.assign(worker=worker.astype(np.int64).astype(str))
     names, ends, _ = _rows_by_worker(steps, ("worker", "step", "time_s"), where)
     _, waits, _ = _rows_by_worker(steps, ("worker", "step", "wait_s"), where, least=0.0, ascending=False)
-    lengths = [np.diff(ends_s) - waits_s[1:] for ends_s, waits_s in zip(ends, waits, strict=True)]
+    lengths = [
+        np.diff(ends_s) - waits_s[1:] for ends_s, waits_s in zip(ends, waits, strict=True)
+    ]  # without the first step
     for name, worker_lengths in zip(names, lengths, strict=True):
         if not len(worker_lengths) or worker_lengths.min() <= 0:
             problem = "has one step" if not len(worker_lengths) else "waited longer than a step took"
@@ -287,5 +289,5 @@ class SpeedTrace:
 
 
 def default_warm_up(iterations: int, wanted: int) -> int:
-    """Return how many iterations to leave out as warm-up: ``wanted``, or half of a shorter trace, and never below 20."""
+    """Return how many of a trace's iterations to leave out as warm-up: ``wanted``, or half of them if less, but at least 20."""
     return max(_LEAST_WARM_UP, min(wanted, iterations // 2))

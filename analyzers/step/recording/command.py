@@ -155,8 +155,9 @@ def _shortened_place(place: str) -> str:
 def _run_child(arguments: list[str], limit_s: float, name: str, shows: bool, ended: threading.Event) -> str:
     """Run the child process to its end; return the line in which it says why it recorded nothing, "" where it said none.
 
-    ``name``: the command in messages. The child leads a process group of its own, so that at the limit, or once
-    ``ended`` is set, the processes that it started are killed with it. Raises InputError after ``limit_s`` seconds.
+    For a child that a signal ended, the line names the signal. ``name``: the command in messages. The child leads a
+    process group of its own, so that at the limit, or once ``ended`` is set, the processes that it started are killed with
+    it. Raises InputError after ``limit_s`` seconds.
     """
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
     child = subprocess.Popen(
@@ -195,5 +196,7 @@ def _relay(stream: IO[str], failures: list[str], shows: bool) -> None:
         before, mark, failure = line.rstrip("\n").partition(_FAILURE_MARK)
         if mark:
             failures.append(failure)
-        if shows and (before or not mark):
+        if shows and (
+            before or not mark
+        ):  # a line that is the mark and the reason alone is for the parent, not the user
             sys.stderr.write(f"\x1b[2m{before}\x1b[0m\n" if dims else f"{before}\n")

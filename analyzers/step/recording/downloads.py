@@ -216,7 +216,7 @@ def _diffusers_models(module: Any, device: torch.device) -> None:
 
 
 def _without_weights(module: Any) -> None:
-    """Let timm's models keep the weights that they are made with."""
+    """Let timm's models keep the weights that they are made with; ``module`` is the one of timm's that loads trained ones."""
     module.load_pretrained = lambda *_, **__: None
 
 
@@ -285,7 +285,10 @@ def _inert_metrics(module: Any) -> None:
 
 
 def _blank_tokenizers(module: Any) -> None:
-    """Let well-known models whose tokenizers are not here have one that splits words into pieces of two or three letters."""
+    """Let well-known models whose tokenizers are not here have one that splits words into pieces of up to three letters.
+
+    ``module`` is ``transformers.tokenization_utils_base``.
+    """
     load_cached = module.PreTrainedTokenizerBase.from_pretrained.__func__
 
     def from_pretrained(cls: Any, /, name: Any, *args: Any, **kwargs: Any) -> Any:
@@ -310,7 +313,7 @@ _LEAST_TOKENS = 1000
 
 
 def _tokenizer_of_pieces(name: str, known_fields: dict[str, Any]) -> Any:
-    """Return a tokenizer that splits words into pieces of two or three letters: about as many tokens as real ones make.
+    """Return a tokenizer that splits words into pieces of up to three letters: about as many tokens as real ones make.
 
     ``known_fields``: those of the model's configuration; their ``model_type`` says the special tokens and the longest
     input.

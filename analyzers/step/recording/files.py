@@ -29,7 +29,7 @@ class Overlay:
         self._not_redirected = (str(scratch.parent), *_DEVICES, *cache_paths)
 
     def written(self, path: Any) -> Any:
-        """Return where a file is to be written for a path; the folders above it are made."""
+        """Return where a file is to be written for a path, and make the folders above it; itself if :meth:`owns` it."""
         placed = self._path_in_scratch(path)
         if placed != path:
             _makedirs(os.path.dirname(placed), exist_ok=True)
@@ -58,8 +58,8 @@ _FILE_EXISTS = 17
 def overlay(scratch: Path) -> None:
     """Redirect what this process writes from now on to a folder, from which it then reads it; other files stay as they are.
 
-    A file that is changed in place is copied there first. ``torch.save`` writes nothing, since tensors have no values
-    here.
+    Functions of ``builtins``, ``io``, ``os`` and torch are replaced for good. A file that is changed in place is copied
+    there first. ``torch.save`` writes nothing, since tensors have no values here.
     """
     import torch
 

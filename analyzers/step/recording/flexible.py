@@ -42,9 +42,10 @@ def stand_in_flexible_attention(module: Any) -> None:
         rows, columns = BLOCK_SIZE if isinstance(BLOCK_SIZE, tuple) else (BLOCK_SIZE, BLOCK_SIZE)
         shape = (B or 1, H or 1, -(-Q_LEN // rows), -(-KV_LEN // columns))  # numbers of blocks, rounded up
         count = torch.empty(shape[:3], dtype=torch.int32, device=device or "cuda")
-        places = torch.empty(shape, dtype=torch.int32, device=device or "cuda")
+        indices = torch.empty(shape, dtype=torch.int32, device=device or "cuda")
+        # Number and indices of the blocks that a mask cuts through, and again of those that it leaves whole.
         return module.BlockMask.from_kv_blocks(
-            count, places, count, places, (rows, columns), mask_mod, (Q_LEN, KV_LEN), compute_q_blocks=False
+            count, indices, count, indices, (rows, columns), mask_mod, (Q_LEN, KV_LEN), compute_q_blocks=False
         )
 
     module.flex_attention, module.create_block_mask = flex_attention, create_block_mask

@@ -128,7 +128,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         """Return the gradients of input, weight and bias, None for the other arguments and for those that need none."""
-        (values, scale, weight, weight_scale), ctx.kept = ctx.kept, None
+        (values, scale, weight, weight_scale), ctx.kept = ctx.kept, None  # given up, so that their memory is free
         gradient = gradients[0].contiguous()
         cast, cast_scale = _scaled(gradient, _GRADIENTS)
         needs_input, _, _, needs_weight, needs_bias, _ = ctx.needs_input_grad
@@ -136,7 +136,7 @@ class _Linear(torch.autograd.Function):
         if needs_input:
             columns = torch.ops.ddltool.to_float8(weight, weight_scale, _VALUES, True)
             input_gradient = torch._scaled_mm(cast, columns, cast_scale, weight_scale, out_dtype=ctx.dtype)
-        if needs_weight:
+        if needs_weight:  # copies in the other layout: the first factor lies by rows, the second by columns
             rows, columns = cast.t().contiguous(), values.t().contiguous().t()
             weight_gradient = torch._scaled_mm(rows, columns, cast_scale, scale, out_dtype=ctx.dtype)
         bias_gradient = gradient.sum(0) if needs_bias else None

@@ -56,15 +56,15 @@ class RecordedOps:
 def ops_of(step: Recording, *, given: Mapping[str, Shadow] = MappingProxyType({})) -> RecordedOps:
     """Return the ops of a recorded step with their costs and inputs.
 
-    An op depends on the ops that made its tensors, and on the last one that wrote in place to their storages. A
-    parameter's first reader depends on ``recv/<parameter>``. ``given``: parameters by name that get a placeholder
-    even where the step reads none of them. Equal calls are costed once.
+    An op depends on the ops that made its tensors, and on the last one that wrote in place to their storages. What reads
+    a parameter before any op has written to it depends on ``recv/<parameter>``. ``given``: parameters by name that get a
+    placeholder even where the step reads none of them. Equal calls are costed once.
     """
     reader = _Reader(step)
-    parameter_of = {reader.placeholder_of(shadow): name for name, shadow in given.items()}
+    parameter_of = {reader.maker_of(shadow): name for name, shadow in given.items()}
     nodes = [reader.node_of(call) for call in step.calls]
     for name, shadow in step.parameters.items():
-        parameter_of |= dict.fromkeys(reader.read_of(shadow.storage), name)
+        parameter_of |= dict.fromkeys(reader.placeholders_of(shadow.storage), name)
     producer: dict[Node, str | None] = dict.fromkeys(reader.placeholders)
     producer |= {node: f"recv/{name}" for node, name in parameter_of.items()}
     ops: list[Op] = []
@@ -85,7 +85,7 @@ def ops_of(step: Recording, *, given: Mapping[str, Shadow] = MappingProxyType({}
         for source in node.all_input_nodes:
             if (writer := written_by.get(_storage(source))) is not None:
                 inputs.setdefault(writer)
-        written_by |= {shadow.tensor.untyped_storage()._cdata: name for shadow in shadows_of(_written(call))}
+        written_by |= {shadow.tensor.untyped_storage()._cdata: name for shadow in shadows_of(_written_arguments(call))}
         # A cost depends on the call's properties alone, so it is worked out once for each distinct call.
         cost_key = issued(node)
         issued_of[name] = index_of_issued.setdefault(cost_key, len(costs))
@@ -112,6 +112,7 @@ def ops_of(step: Recording, *, given: Mapping[str, Shadow] = MappingProxyType({}
         program=reader.program,
         nodes=nodes,
         ops=ops,
+        # A parameter may have several placeholders, one for each view: reversed, so that its first one stays.
         given={name: node for node, name in reversed(parameter_of.items())},
         issued=tuple(index_of_issued),
         issued_of=issued_of,
@@ -186,7 +187,7 @@ class _Reader:
 
     def node_of(self, call: RecordedCall) -> Node:
         """Return the node of the next call; each tensor of a call that returns several gets a ``getitem`` node of its own."""
-        args, kwargs = _mapped(call.args, self.placeholder_of), _mapped(call.kwargs, self.placeholder_of)
+        args, kwargs = _mapped(call.args, self.maker_of), _mapped(call.kwargs, self.maker_of)
         name = base_name(call.target)
         node = self.program.create_node("call_function", call.target, args, kwargs, name=name)
         node.meta["val"] = _mapped(call.output, lambda shadow: shadow.tensor)
@@ -200,18 +201,18 @@ class _Reader:
                 maker = self.program.create_node("call_function", operator.getitem, (node, index), name="getitem")
                 maker.meta["val"] = output.tensor
             self._node_of_tensor[_view_of(output)] = maker
-        for shadow in shadows_of((call.output, _written(call))):
+        for shadow in shadows_of((call.output, _written_arguments(call))):
             self.writers[shadow.storage] = self._calls_read
         self._calls_read += 1
         self._first_call = self._first_call or node
         return node
 
-    def read_of(self, storage: int) -> list[Node]:
+    def placeholders_of(self, storage: int) -> list[Node]:
         """Return the placeholders of a storage that lives from before the step, one for each way in which it is viewed."""
         return self._placeholders_of_storage.get(storage, [])
 
-    def placeholder_of(self, shadow: Shadow) -> Node:
-        """Return the node that made a tensor.
+    def maker_of(self, shadow: Shadow) -> Node:
+        """Return the node that made a tensor last.
 
         A tensor that no call has made gets a placeholder, because it was there before the step.
         """
@@ -254,7 +255,7 @@ def _view_of(shadow: Shadow) -> tuple[Any, ...]:
     return shadow.storage, tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype
 
 
-def _written(call: RecordedCall) -> list[Any]:
+def _written_arguments(call: RecordedCall) -> list[Any]:
     """Return the arguments that a call writes to in place, as the operator's schema declares them."""
     schema = getattr(call.target, "_schema", None)
     if schema is None or not schema.is_mutable:
@@ -369,7 +370,7 @@ def _processes_sharing_a_batch(step: Recording, ops: list[Op]) -> int:
         read = {leaf.storage for leaf in tree_leaves((call.args, dict(call.kwargs))) if isinstance(leaf, Shadow)}
         is_activation = op.gemm[1] > 0 or "embedding" in op.op_type or bool(read & activations)
         if is_activation:
-            written = tree_leaves((call.output, call.args if call.exchange else _written(call)))
+            written = tree_leaves((call.output, call.args if call.exchange else _written_arguments(call)))
             activations |= {leaf.storage for leaf in written if isinstance(leaf, Shadow)}
         if call.exchange is not None and len(call.exchange.ranks) > 1:
             if not is_activation and call.exchange.name == "all_gather":
@@ -382,7 +383,7 @@ def _processes_sharing_a_batch(step: Recording, ops: list[Op]) -> int:
 
 
 def _has_samples(step: Recording, call: RecordedCall) -> bool:
-    """Return whether a collective moves tensors with a dimension of samples; a mean over the batch has none."""
+    """Return whether a collective moves tensors with a dimension of samples, or of a multiple of them; a mean has none."""
     samples = step.inputs[0][0] if step.inputs else 1
     shapes = [tuple(leaf.tensor.shape) for leaf in tree_leaves(call.args) if isinstance(leaf, Shadow)]
     return any(samples in shape or (len(shape) > 0 and shape[0] % samples == 0) for shape in shapes)
@@ -423,13 +424,13 @@ def _layout_of(call: RecordedCall) -> Layout:
     name = base_name(call.target)
     if class_of(name) not in _OF_IMAGES:
         return ""
-    told: list[Layout] = []
-    for argument in call.args[1:3] if name == "convolution_backward" else call.args:
+    layouts: list[Layout] = []
+    for argument in call.args[1:3] if name == "convolution_backward" else call.args:  # of it, image and weight
         if not isinstance(argument, Shadow) or (layout := _LAYOUTS.get(argument.tensor.dim())) is None:
             continue
         is_last, is_first = argument.tensor.is_contiguous(memory_format=layout), argument.tensor.is_contiguous()
         if is_last != is_first:
-            told.append("channels_last" if is_last else "channels_first")
-    if class_of(name) == CLASS["convolution"] and "channels_last" in told:
+            layouts.append("channels_last" if is_last else "channels_first")
+    if class_of(name) == CLASS["convolution"] and "channels_last" in layouts:
         return "channels_last"
-    return told[0] if told else ""
+    return layouts[0] if layouts else ""

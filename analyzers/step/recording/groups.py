@@ -202,7 +202,10 @@ class _StandInDdp(nn.Module):
         self._skipped = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self._hook: tuple[Any, Callable[..., Any]] | None = None
         bucket_bytes = int((_BUCKET_MIB if bucket_cap_mb is None else bucket_cap_mb) * _MIB)
-        self._limits = (_FIRST_BUCKET_BYTES if bucket_cap_mb is None else bucket_bytes), bucket_bytes
+        self._limits = (
+            (_FIRST_BUCKET_BYTES if bucket_cap_mb is None else bucket_bytes),
+            bucket_bytes,
+        )  # as of _in_buckets
         trained = [p for n, p in module.named_parameters() if p.requires_grad and n not in self._skipped]
         self._finds_unused = find_unused_parameters and not static_graph
         # Torch fills buckets in the order of the first gradients, unless it looks for those that do not come.
@@ -224,7 +227,7 @@ class _StandInDdp(nn.Module):
             parameter.register_post_accumulate_grad_hook(self._gradient_arrived)
 
     def _take_buckets(self, buckets: list[list[Tensor]]) -> None:
-        """Use these buckets from now on; no gradient has come for them yet."""
+        """Use these buckets from now on; no gradient has come for them yet, and their flat tensors are made anew."""
         self._buckets = buckets
         self._bucket_of = {id(parameter): number for number, bucket in enumerate(buckets) for parameter in bucket}
         self._flat_buckets: dict[int, Tensor] = {}
@@ -302,7 +305,7 @@ class _StandInDdp(nn.Module):
                 # Divided while it is copied, as torch does: the sum over ranks is then their mean.
                 torch.mul(parameter.grad, 1.0 / dist.get_world_size(self.process_group), out=own_part)
             elif parameter.grad.untyped_storage()._cdata != flat.untyped_storage()._cdata:
-                parameter.grad = own_part
+                parameter.grad = own_part  # a view of the bucket from now on: no values have to be copied here
             awaited.discard(id(parameter))
             if self._arrival_order is not None:
                 self._arrival_order.append(parameter)
@@ -379,7 +382,9 @@ def _parameters_behind(outputs: Any) -> set[int]:
         node = open_nodes.pop()
         if node is not None and node not in visited:
             visited.add(node)
-            parameters.add(id(getattr(node, "variable", None)))
+            parameters.add(
+                id(getattr(node, "variable", None))
+            )  # of a node that accumulates a gradient; id(None) is no one's
             open_nodes.extend(earlier_node for earlier_node, _ in node.next_functions)
     return parameters
 

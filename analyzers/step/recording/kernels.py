@@ -77,8 +77,8 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_s
 
     def folded(part: Tensor, each: int) -> Tensor:
         """Return (sequences, tokens of each, heads, width) for (tokens, heads, width), with padding at the end."""
-        filled = sequences * each - part.shape[0]
-        padded = functional.pad(part, (0, 0, 0, 0, 0, filled)) if filled else part
+        missing = sequences * each - part.shape[0]
+        padded = functional.pad(part, (0, 0, 0, 0, 0, missing)) if missing else part
         return padded.view(sequences, each, *part.shape[1:])
 
     out = attention(
@@ -153,6 +153,7 @@ class LayerNorm(nn.LayerNorm):
     """torch's LayerNorm, with the arguments that the packages give theirs."""
 
     def __init__(self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True, **_: Any) -> None:
+        """Take the packages' arguments; those that torch does not know are ignored."""
         super().__init__(normalized_shape, eps=eps, elementwise_affine=elementwise_affine)
 
 
@@ -196,10 +197,14 @@ def fused(optimizer: type[torch.optim.Optimizer], *names: str) -> type[torch.opt
     """
 
     class Fused(optimizer):  # type: ignore[misc,valid-type]
+        """The optimizer with ``fused=True``."""
+
         def __init__(self, params: Any, lr: float = 1e-3, **asked: Any) -> None:
+            """Pass on those of the arguments that are in ``names``."""
             super().__init__(params, lr=lr, fused=True, **{name: asked[name] for name in names if name in asked})
 
         def zero_grad(self, set_to_none: bool = True) -> None:
+            """Forget the gradients, or set them to zero."""
             super().zero_grad(set_to_none)
 
     Fused.__name__ = optimizer.__name__
@@ -277,6 +282,7 @@ class OneState(OneStateOfOneByte):
     """bitsandbytes' optimizers that keep a momentum alone, in float32."""
 
     def __init__(self, *args: Any, **asked: Any) -> None:
+        """Take bitsandbytes' arguments, but for the least size of a state of 8 bits."""
         super().__init__(*args, **(asked | {"min_8bit_size": sys.maxsize}))  # no parameter is large enough for 8 bits
 
 
@@ -551,6 +557,7 @@ def _wandb() -> dict[str, Any]:
             self.__dict__.update(values if isinstance(values, Mapping) else vars(values))
 
         def __getitem__(self, key: str) -> Any:
+            """Return the value of a key. Raises KeyError for an unknown one."""
             return self.__dict__[key]
 
     config = Config()

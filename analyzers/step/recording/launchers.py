@@ -80,7 +80,8 @@ def launched(command: Sequence[str], gpus_per_node: int) -> Launched:
 def _python(words: list[str], gpus_per_node: int) -> Launched:
     """Return what plain ``python`` starts: its own options are passed over, up to the script or to ``-m`` and a module.
 
-    A launcher that is started as a module (``python -m torch.distributed.run``) is read as that launcher.
+    A launcher that is started as a module (``python -m torch.distributed.run``) is read as that launcher. ``words`` are used
+    up. Raises InputError for ``-c``, and without a script.
     """
     while words and words[0].startswith("-"):
         option = words.pop(0)
@@ -100,7 +101,7 @@ def _python(words: list[str], gpus_per_node: int) -> Launched:
 
 
 def _torchrun(words: list[str], gpus_per_node: int) -> Launched:
-    """Return what ``torchrun`` starts, its options read by its own parser."""
+    """Return what ``torchrun`` starts, its options read by its own parser. Raises InputError for options that it refuses."""
     from torch.distributed.run import get_args_parser
 
     options = _parsed(get_args_parser(), words, "torchrun")
@@ -137,7 +138,7 @@ def _accelerate(words: list[str], gpus_per_node: int) -> Launched:
 
 
 def _parsed(parser: Any, words: list[str], name: str) -> Any:
-    """Return the options that a launcher's parser reads. Raises InputError in the parser's own words.
+    """Return the options that a launcher's parser reads; the parser is changed. Raises InputError in the parser's own words.
 
     ``name``: the launcher in messages.
     """
@@ -151,5 +152,5 @@ def _parsed(parser: Any, words: list[str], name: str) -> Any:
 
 
 def in_this_process(found: Launched) -> None:
-    """Set the environment of rank 0."""
+    """Set the environment variables of rank 0 in this process, which keeps its others."""
     os.environ.update(found.variables())

@@ -37,7 +37,7 @@ class Call:
     name: str
     """Without namespace and overload: ``convolution``, ``Conv``."""
     inputs: Sequence[Shape | None]
-    """Shapes by place; None for what is no tensor, or of unknown shape."""
+    """Shapes in the order of the arguments; None for what is no tensor, or of unknown shape."""
     output: Shape | None
     named: Mapping[str, Any] = field(default_factory=dict)
     """aten's arguments by name, tensors as shapes; ONNX's attributes."""
@@ -50,7 +50,7 @@ class Call:
     """Whether torch marks the op as element-wise."""
 
     def shape(self, place: int) -> Shape | None:
-        """Return the shape of the input at ``place``, None where there is none or it is unknown."""
+        """Return the shape of the input with the index ``place``, None where there is none or it is unknown."""
         return self.inputs[place] if place < len(self.inputs) else None
 
 
@@ -171,7 +171,9 @@ def _rows(call: Call) -> Gemm:
     shape = named.get("self", named.get("input", named.get("grad_output")))
     if not isinstance(shape, tuple) or not shape:
         return NO_GEMM
-    if name.startswith("nll_loss"):
+    if name.startswith(
+        "nll_loss"
+    ):  # a row for each target: the classes are dimension 1, or the only one of a single sample
         return (float(math.prod(shape) // max(1, shape[-1 if len(shape) < 3 else 1])), 0.0, 0.0, 1.0)
     if name in _SOFTMAXES and named.get("dim") in (-1, len(shape) - 1):
         width = shape[-1]
@@ -341,7 +343,7 @@ def _attention(call: Call) -> Product | None:
     width = (score_products * score_width + value_products * value_width) / products
     flops = 2.0 * products * heads * queries * keys * width
     if arguments.get("dropout_p"):
-        width += _DROPOUT_COLUMNS["backward" in call.name]
+        width += _DROPOUT_COLUMNS["backward" in call.name]  # False, True: 0, 1
     is_causal = bool(arguments.get("is_causal", False)) and queries > 1
     return flops, (float(heads), float(queries), keys / 2 if is_causal else float(keys), width)
 

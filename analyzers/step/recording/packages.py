@@ -93,6 +93,7 @@ class Inert:
         """Let errors pass."""
 
     def __mro_entries__(self, _bases: Any) -> tuple[type, ...]:
+        """Let a class that derives from it derive from nothing."""
         return ()
 
     def __instancecheck__(self, _: object) -> bool:
@@ -111,10 +112,13 @@ class Inert:
 
 
 class _Package(ModuleType):
-    """A module that is stood in for. ``known``: its names and those of its submodules, dotted; None for an inert one."""
+    """A module that is stood in for."""
 
     def __init__(self, name: str, known: Mapping[str, Any] | None) -> None:
-        """Begin a package without files."""
+        """Begin a package without files.
+
+        ``known``: what it holds, by dotted names that begin with the package's; None for an inert one.
+        """
         super().__init__(name)
         self._known = known
         self.__path__: list[str] = []  # what has a path may have submodules
@@ -174,6 +178,7 @@ class _StandIns(MetaPathFinder, Loader):
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Return the stand-in. Raises ImportError for a submodule that a package with arithmetic does not hold."""
         stand_in = self._known.get(spec.name.partition(".")[0])
+        # The dots keep "apex" from being found in "apexes".
         self._used(next(name for name in self._names if f"{spec.name}.".startswith(f"{name}.")))
         if (
             stand_in is not None

@@ -33,13 +33,15 @@ from ddltool.errors import InputError
 CUDA = torch.device("cuda", 0)
 # What a torch without CUDA says of its version: that of the wheels of torch 2.13, which torchvision compares with its own.
 _CUDA = "13.0"
-# What is stood in for is the process's, so only one thread poses at a time; it may pose once more within its block.
+# What is stood in for is the process's, so only one thread poses at a time; it may pose once more within its block. Others
+# wait for so many seconds.
 _TURN, _TURN_S = threading.RLock(), 600.0
 _IMAGE_DIMENSIONS = 3
 """An image is (channels, height, width); detectors take a list of images, not a batch."""
 _RNG_STATE_BYTES = 16
 """The size of the state of CUDA's random numbers."""
 _LEAST_ELAPSED_MS = 1e-3
+"""The least time between two events."""
 
 
 class PosedBackend(ModuleType):
@@ -111,7 +113,7 @@ class Event:
     def __init__(self, *_: Any, **__: Any) -> None:
         """Stand for what the current stream has been given so far."""
         self.recorded_s = time.perf_counter()
-        self.place = Stream.recorder.last_place(Stream.recorder.stream)
+        self.place = Stream.recorder.last_place(Stream.recorder.stream)  # the index of that call; None: there is none
         self.device = CUDA
 
     def record(self, stream: Any = None) -> None:
@@ -538,7 +540,10 @@ def _stand_in_autocast(stand_ins: _StandIns, gpu: torch.device, cache: Autocast)
         original = getattr(torch, name)
 
         def ask_of_device(*args: Any, _original: Any = original) -> Any:
-            """Call torch's function for the registered device where CUDA, or no device, is named."""
+            """Call torch's function for the registered device where CUDA, or no device, is named.
+
+            ``_original`` is bound as a default, so that it stays this name's function.
+            """
             if args and isinstance(args[0], str):
                 args = (device_type_here(args[0]), *args[1:])
             return _original(*(args or (gpu.type,)))
@@ -600,7 +605,7 @@ def _stand_in_modules(stand_ins: _StandIns, pose: Pose) -> None:
         stand_ins.set(module, DataParallel=_data_parallel_of(pose))
     torch.__future__.set_swap_module_params_on_conversion(True)
     stand_ins.set(torch, compile=_compiled)
-    stand_ins.set(nn.Module, compile=lambda self, *_, **__: _compiled(self) and None)
+    stand_ins.set(nn.Module, compile=lambda self, *_, **__: _compiled(self) and None)  # notes it, and returns None
     # Checkpointing compares the tensors that a recomputation saves with those saved first, by shape, type and device. A
     # tensor's device depends here on who asks, so it is left out.
     checks = checkpoint._allowed_determinism_checks_to_fns
@@ -719,9 +724,9 @@ def _compiled(model: Any = None, **_: Any) -> Any:
 def _swap(first: Tensor, second: Tensor) -> None:
     """Exchange two tensors, one of the CPU and one of the device, as torch's own function does for two of one class.
 
-    ``Module.to`` calls it for each parameter. Attributes that the script has set on a parameter stay on it.
+    ``Module.to`` calls it with each parameter as ``first``, on which attributes that the script has set stay.
     """
-    if type(first) is not type(second):
+    if type(first) is not type(second):  # a tensor of the device is fake, one of the CPU is not
         first.__class__, second.__class__ = type(second), type(first)
     attributes, other_attributes = first.__dict__, second.__dict__
     kept = dict(attributes)

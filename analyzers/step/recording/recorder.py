@@ -121,15 +121,19 @@ class RecordedCall:
     """One operation on GPU tensors, in which every tensor is a :class:`Shadow`, or a collective."""
 
     target: Any
+    """torch's operator."""
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     output: Any
     phase: Phase
     module: str
+    """The innermost module whose forward pass is under way, by its name; "": none is."""
     stream: int
+    """0 for the default stream, above for others; a collective's is below 0, by its group."""
     waits: tuple[int, ...] = ()
     """Places of calls of other streams that end before this one starts."""
     exchange: Collective | None = None
+    """None: it is no collective."""
 
 
 @dataclass(slots=True)
@@ -147,7 +151,7 @@ class Recording:
     assumed: Counter[str] = field(default_factory=Counter)
     """How often a value that only a run knows was read, by ``file:line``."""
     host_waits: list[int] = field(default_factory=list)
-    """Places of calls that the host waited for before it went on."""
+    """Places (indices) of calls that the host waited for before it went on."""
     inputs: list[tuple[int, ...]] = field(default_factory=list)
     """The shape of the first tensor that the model gets, of every pass; the model: the called module with most to train."""
     tokens: bool = False
@@ -164,7 +168,8 @@ class Recorder(TorchDispatchMode):
     """The mode under which a script runs: GPU operations run on fake tensors, which have sizes and no values.
 
     While :attr:`recording` is true every such operation, its storages and its collectives are noted in :attr:`step`.
-    Calls are known by their index among the step's calls, which some names call their place.
+    Calls are known by their index among the step's calls, which some names call their place. Methods take an operator as
+    torch hands it over: ``func``, its ``name`` without namespace and overload, its ``args`` and ``kwargs``.
     """
 
     def __init__(self, gpu: torch.device) -> None:
@@ -337,7 +342,7 @@ class Recorder(TorchDispatchMode):
             self.step.tokens = any(is_whole for _, is_whole in passes)
             for root in self.roots.values():
                 for name, parameter in root.named_parameters():
-                    name = name.removeprefix("module.")
+                    name = name.removeprefix("module.")  # what data parallelism wraps around the model
                     if self._lives(value := _local(parameter)):
                         self.step.parameters.setdefault(name, self.shadow_of(value))
                     gradient = self._gradients.get(id(parameter))
@@ -430,7 +435,12 @@ class Recorder(TorchDispatchMode):
         """Return fake tensors of the shapes that an op gives on the CPU, with ones for all values that are not known."""
         with _disable_current_modes():
             real_args, real_kwargs = tree_map_only(Tensor, self._value_or_ones, (args, kwargs))
-            if name in ("unique", "_unique2", "unique_dim", "unique_consecutive"):  # all elements count as different
+            if name in (
+                "unique",
+                "_unique2",
+                "unique_dim",
+                "unique_consecutive",
+            ):  # ones would be one: all count as different
                 first = tensors[0]
                 positions = torch.arange(first.numel()).reshape(first.shape).to(first.dtype)
                 real_args = (positions, *real_args[1:])
@@ -529,7 +539,9 @@ class Recorder(TorchDispatchMode):
             """Note that the storage is freed after the last call so far."""
             if self.recording:
                 record.freed = len(self.step.calls) - 1
-            if key in self._storages and self._storages[key][0] is record:
+            if (
+                key in self._storages and self._storages[key][0] is record
+            ):  # else another storage has the identifier by now
                 del self._storages[key]
 
         self._storages[key] = (record, weakref.ref(storage, freed))
@@ -582,7 +594,7 @@ class Recorder(TorchDispatchMode):
         if call_index >= _MAX_CALLS:
             raise MemoryError(f"a step of more than {_MAX_CALLS:,} operations")
         with _disable_current_modes():
-            shadowed = tree_map_only(Tensor, self._shadow, values)
+            shadowed = tree_map_only(Tensor, self._shadow_if_on_gpu, values)
         in_backward = torch._C._current_graph_task_id() != -1  # -1: autograd runs no backward pass
         waits = tuple(sorted(self._waiting.pop(stream, ())))
         args, kwargs, output = shadowed
@@ -593,7 +605,7 @@ class Recorder(TorchDispatchMode):
         self._last_place[stream] = call_index
         return call_index
 
-    def _shadow(self, tensor: Tensor) -> Any:
+    def _shadow_if_on_gpu(self, tensor: Tensor) -> Any:
         """Return the shadow of a GPU tensor, None for a tensor of the CPU, which takes no part in the step's memory."""
         return self.shadow_of(tensor) if self._is_on_gpu(tensor) else None
 

@@ -4,6 +4,9 @@ Of a list of blocks that differ in their numbers alone, :class:`EqualBlocks` lea
 :func:`repeated` puts the others between them into the recording. It demands that three blocks in a row did the same to the
 same tensors, each one block further; so a block may use what all share, its own, and its neighbours'. Anything else raises
 :class:`NotAlike`, and the step is recorded as it is.
+
+A place is the index of a call. The copied block is block 2 of the six; in the whole recording it becomes blocks 2, 3, ..., and
+those after it move up by as many as were left out (``added``).
 """
 
 from __future__ import annotations
@@ -37,12 +40,15 @@ class EqualBlocks:
     """Blocks of a module's list, each of ``period`` members, that differ in nothing but their numbers."""
 
     parent: nn.Module
+    """The module that has the list as its ``attribute``."""
     attribute: str
     path: str
+    """The list's name in the outermost module: ``model.layers``."""
     first: int
     """The member with which they begin."""
     period: int
     count: int
+    """Blocks, those included that are not recorded."""
 
     @property
     def added(self) -> int:
@@ -51,7 +57,7 @@ class EqualBlocks:
 
     @contextmanager
     def shortened(self) -> Iterator[None]:
-        """Leave six of the blocks in the module's list while the block runs."""
+        """Leave six of the blocks in the module's list within the ``with`` block: the first three and the last three."""
         whole = self.parent._modules[self.attribute]
         assert isinstance(whole, nn.ModuleList)
         begin = self.first + (_COPIED + 1) * self.period
@@ -64,19 +70,25 @@ class EqualBlocks:
             self.parent._modules[self.attribute] = whole
 
     def block_of(self, name: str, count: int) -> int | None:
-        """Return the number of the block, one of ``count``, whose parameter or module has a name; None: of no block."""
+        """Return the number of the block that a parameter or module belongs to by its name; None: to none of ``count`` blocks.
+
+        ``count``: the blocks that the module has, six where it is shortened.
+        """
         found = re.match(re.escape(self.path) + r"\.(\d+)(?:\.|$)", name)
         block = (int(found[1]) - self.first) // self.period if found else -1
         return block if 0 <= block < count else None
 
     def recorded(self, name: str) -> str:
-        """Return the name in the shortened module of what a name of the whole module means."""
+        """Return the name in the shortened module that stands for a name of the whole module.
+
+        Blocks that are not recorded are stood for by the copied one, and those after them moved down by ``added``.
+        """
         number = re.match(re.escape(self.path) + r"\.(\d+)(?:\.|$)", name)
         block = (int(number[1]) - self.first) // self.period if number else -1
         return self.moved(name, max(_COPIED - block, -self.added)) if block > _COPIED else name
 
     def moved(self, name: str, by: int) -> str:
-        """Return the name of the same parameter or module so many blocks further."""
+        """Return the name of the same parameter or module ``by`` blocks further; the name must be in the list."""
         number, _, rest = name.removeprefix(f"{self.path}.").partition(".")
         moved = f"{self.path}.{int(number) + by * self.period}"
         return f"{moved}.{rest}" if rest else moved
@@ -106,7 +118,11 @@ def equal_blocks(module: nn.Module) -> EqualBlocks | None:
 
 
 def _longest_run(members: nn.ModuleList, config: Any) -> tuple[int, int, int] | None:
-    """Return the first member, the period and the number of a list's equal blocks, None for too few of them."""
+    """Return the first member, the period and the number of a list's equal blocks, None for six or fewer of them.
+
+    The shortest period that gives enough blocks is taken. ``config``: the model's; its lists with an entry for each member
+    (such as kinds of layers) must repeat, too, and layers that are dropped at random are never equal.
+    """
     lists = [
         value
         for value in (vars(config) if config is not None else {}).values()
@@ -117,20 +133,20 @@ def _longest_run(members: nn.ModuleList, config: Any) -> tuple[int, int, int] | 
     for period in range(1, _LONGEST_PERIOD + 1):
         alike = [
             all(values[index] == values[index + period] for values in lists)
-            and _alike(members[index], members[index + period], period)
+            and _is_alike(members[index], members[index + period], period)
             for index in range(len(members) - period)
         ]
-        best, begin = (0, 0), 0
-        for index, is_alike in enumerate([*alike, False]):
+        longest, begin = (0, 0), 0  # (length, -begin): of equally long runs of likeness the first
+        for index, is_alike in enumerate([*alike, False]):  # the last ends a run at the end of the list
             if not is_alike:
-                best, begin = max(best, (index - begin, -begin)), index + 1
-        count = best[0] // period + 1
+                longest, begin = max(longest, (index - begin, -begin)), index + 1
+        count = longest[0] // period + 1  # so many pairs of neighbours are alike, of one block more
         if count > _KEPT:
-            return -best[1], period, count
+            return -longest[1], period, count
     return None
 
 
-def _alike(one: nn.Module, other: nn.Module, apart: int) -> bool:
+def _is_alike(one: nn.Module, other: nn.Module, apart: int) -> bool:
     """Return whether two modules so many numbers apart are of the same parts, sizes and settings."""
     if type(one) is not type(other) or one._modules.keys() != other._modules.keys():
         return False
@@ -141,26 +157,31 @@ def _alike(one: nn.Module, other: nn.Module, apart: int) -> bool:
     first_rest, second_rest = ({k: v for k, v in vars(part).items() if k not in parts} for part in (one, other))
     if first_rest.keys() != second_rest.keys():
         return False
-    if not all(_same(first_rest[name], second_rest[name], _numbers(name, apart)) for name in first_rest):
+    if not all(_same(first_rest[name], second_rest[name], _difference_allowed(name, apart)) for name in first_rest):
         return False
     return all(
-        first is second or (first is not None and second is not None and _alike(first, second, apart))
+        first is second or (first is not None and second is not None and _is_alike(first, second, apart))
         for first, second in zip(one._modules.values(), other._modules.values(), strict=True)
     )
 
 
 def _form(tensor: Tensor | None) -> tuple[Any, ...] | None:
+    """Return what has to be equal of two tensors whose values do not count; None for None."""
     if tensor is None:
         return None
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
 
 
-def _numbers(name: str, apart: int) -> int:
+def _difference_allowed(name: str, apart: int) -> int:
+    """Return by how much an attribute of that name may differ between modules ``apart`` numbers apart: 0 unless it numbers."""
     return apart if any(part in name for part in _NUMBERS) else 0
 
 
 def _same(one: Any, other: Any, apart: int) -> bool:
-    """Return whether two settings are the same, or numbers so far apart."""
+    """Return whether two settings are equal, or whole numbers of which the second is greater by ``apart``.
+
+    Settings of unknown types count as different unless they are one object.
+    """
     if one is other:
         return True
     if type(one) is not type(other):
@@ -180,6 +201,8 @@ class _Home:
 
     block: int
     slot: tuple[Any, ...]
+    """("given", name in block 0) of a parameter or buffer, else (part, offset of the call in it, number of the storage that
+    the call makes); equal for the storages of two blocks that stand for each other."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -194,19 +217,25 @@ class Repeated:
 def repeated(step: Recording, blocks: EqualBlocks, owned: Mapping[str, Shadow]) -> Repeated:
     """Return the recording of a shortened module with the blocks that were left out.
 
-    ``owned``: the shortened module's parameters and buffers by name. Raises :class:`NotAlike`.
+    ``owned``: the shortened module's parameters and buffers by name. Raises :class:`NotAlike` where the recorded blocks did
+    not do the same, or the step waits for other streams or read assumed values.
     """
     return _Copier(step, blocks, owned).result()
 
 
 class _Copier:
-    """Regions of the calls, ``(part, block)``, hold the forward (0) and the backward pass (1) of a block; others None."""
+    """Copies the calls of one block: :meth:`result` has them.
+
+    The calls are cut into regions, one after another. A region is ``(part, block)`` where it holds the forward (part 0) or
+    the backward pass (part 1) of a block, and None before, between and after the blocks.
+    """
 
     def __init__(self, step: Recording, blocks: EqualBlocks, owned: Mapping[str, Shadow]) -> None:
+        """Cut the recording into regions, and check that the blocks are alike. The arguments are those of :func:`repeated`."""
         if step.assumed or any(call.waits or call.exchange or call.stream for call in step.calls):
             raise NotAlike("what other streams wait for is not copied")
         self.step, self.blocks, self.owned, self.calls = step, blocks, owned, step.calls
-        given: dict[int, _Home | None] = {}
+        given: dict[int, _Home | None] = {}  # by storage number; None: of no block, or tied between several
         for name, shadow in owned.items():
             block = blocks.block_of(name, _KEPT)
             home = None if block is None else _Home(block, ("given", blocks.moved(name, -block)))
@@ -216,14 +245,22 @@ class _Copier:
             raise NotAlike("what the host waits for in a block is not copied")
         self._find_homes(given)
         self.clones: dict[tuple[int, tuple[Any, ...]], RecordedStorage] = {}
+        """Storages of blocks that were not recorded, by block and slot."""
         self.tensors: dict[tuple[Any, ...], Shadow] = {}
-        self.added_places = self._place_regions()
+        """Tensors in other storages than the recorded ones, by storage number, shape, strides, offset and type."""
+        self.new_region_begins = self._place_regions()
+        """(regions,) where each recorded region begins in the whole recording."""
         self.storages = [
-            replace(record, made=self._made(record), freed=self._freed(record)) for record in step.storages
+            replace(record, made=self._new_made(record), freed=self._new_freed(record)) for record in step.storages
         ]
 
     def _find_regions(self, given: Mapping[int, int]) -> None:
-        """Find where the passes of the blocks begin: each at the first call in its module, or that reads what is its."""
+        """Find where the passes of the blocks begin: set ``begins`` and ``regions``, both by region.
+
+        A forward pass begins at the first call in the block's module, a backward pass at the first call that reads what the
+        block owns: the storages ``given`` (number to block), and those that its forward pass makes. Raises NotAlike for blocks
+        that do not run one after another.
+        """
         calls = self.calls
         forward_end = next((place for place, call in enumerate(calls) if call.phase != "forward"), len(calls))
         forward: dict[int, int] = {}
@@ -241,6 +278,7 @@ class _Copier:
         for place in range(forward_end, len(calls)):
             for shadow in (*shadows_of(calls[place].args), *shadows_of(calls[place].kwargs)):
                 block = owners.get(shadow.storage)
+                # What block 0 makes may be shared by all (a mask, angles): its own pass begins after those of all others.
                 if block is not None and not (block == 0 and len(backward) < _KEPT - 1):
                     backward.setdefault(block, place)
         numbers = list(range(_KEPT))
@@ -257,12 +295,17 @@ class _Copier:
         ]
 
     def _region(self, place: int) -> int:
+        """Return the index of the region that the call at a place lies in."""
         return bisect_right(self.begins, place) - 1
 
     def _find_homes(self, given: Mapping[int, _Home | None]) -> None:
-        """Find the home of every storage; what blocks use that are no neighbours of its home belongs to none."""
+        """Find the home of every storage: set ``homes`` by number (None or missing: of no block) and its inverse ``by_home``.
+
+        What blocks use that are no neighbours of its home belongs to none: all share it. Raises NotAlike where a block
+        between the first and the last made it. ``given``: the homes of parameters and buffers.
+        """
         homes: dict[int, _Home | None] = dict(given)
-        counted: dict[int, int] = {}
+        counted: dict[int, int] = {}  # by place, the number of the last storage seen that the call makes
         for record in self.step.storages:
             if record.number in homes or record.made < 0:
                 continue
@@ -283,18 +326,23 @@ class _Copier:
         self.by_home = {home: number for number, home in homes.items() if home is not None}
 
     def _place_regions(self) -> list[int]:
-        """Set where every pass begins in the recording of all blocks; check that three blocks in a row run alike."""
+        """Set where every pass begins in the recording of all blocks; check that three blocks in a row run alike.
+
+        Return (regions,) where each region begins there; of the copied block's, where the copy does that keeps its number.
+        Raises NotAlike.
+        """
         ends = [*self.begins[1:], len(self.calls)]
         index_of = {where: index for index, where in enumerate(self.regions) if where is not None}
         lengths = [end - begin for begin, end in zip(self.begins, ends, strict=True)]
         self.new_begins: dict[tuple[int, int], int] = {}
+        """By part and number of the block among all."""
         self.order: list[tuple[int, int]] = []
         """Index of a region and by how many blocks it moves, in the order of the whole recording."""
         added, place = self.blocks.added, 0
         fixed: list[int] = []
         for index, where in enumerate(self.regions):
             moves = [0] if where is None or where[1] <= _COPIED else [added]
-            if where is not None and where[1] == _COPIED:
+            if where is not None and where[1] == _COPIED:  # its copies; the backward pass goes through them in reverse
                 moves = list(range(added + 1) if where[0] == 0 else range(added, -1, -1))
             for by in moves:
                 if where is not None:
@@ -316,14 +364,16 @@ class _Copier:
                 if lengths[middle] != lengths[other]:
                     raise NotAlike("blocks run different operations")
                 for offset in range(lengths[middle]):
-                    self._check(self.calls[self.begins[middle] + offset], self.calls[self.begins[other] + offset], by)
+                    self._demand_alike(
+                        self.calls[self.begins[middle] + offset], self.calls[self.begins[other] + offset], by
+                    )
         return fixed
 
-    def _check(self, call: RecordedCall, other: RecordedCall, by: int) -> None:
-        """Raise NotAlike unless a call does to the tensors of its block what ``call`` does, so many blocks away."""
+    def _demand_alike(self, call: RecordedCall, other: RecordedCall, by: int) -> None:
+        """Raise NotAlike unless ``other`` does to the tensors of its block what ``call`` does ``by`` blocks before it."""
         if call.target is not other.target or call.phase != other.phase:
             raise NotAlike("blocks run different operations")
-        if self._module(call.module, by) != other.module:
+        if self._module_moved(call.module, by) != other.module:
             raise NotAlike("blocks run in different modules")
         pairs = ((call.args, other.args), (dict(call.kwargs), dict(other.kwargs)), (call.output, other.output))
         for one, two in pairs:
@@ -331,6 +381,10 @@ class _Copier:
                 raise NotAlike(f"blocks run {call.target} differently")
 
     def _matches(self, one: Any, two: Any, by: int) -> bool:
+        """Return whether two values of calls are equal, and tensors in them the same of blocks that are ``by`` apart.
+
+        A tensor that belongs to no block has to be the same one.
+        """
         if isinstance(one, Shadow):
             if not isinstance(two, Shadow) or _form(one.tensor) != _form(two.tensor):
                 return False
@@ -351,7 +405,10 @@ class _Copier:
         return bool(one is two or one == two)
 
     def _ends_alike(self, one: int, two: int, by: int) -> bool:
-        """Return whether two storages of equal size are freed at the same call, or at the same one of each block."""
+        """Return whether two storages are equally large, and freed at the same call, or at the same one of each block.
+
+        Where neither is the copied block's, only the pass in which they are freed has to be the same: they are not copied.
+        """
         first, second = self.step.storages[one], self.step.storages[two]
         if first.size_bytes != second.size_bytes:
             return False
@@ -365,39 +422,55 @@ class _Copier:
             return False
         return (
             there[1] - where[1] == by and second.freed - self.begins[other] == first.freed - self.begins[region]
-        ) or _COPIED not in (self.homes_block(one), self.homes_block(two))
+        ) or _COPIED not in (self._block_of_storage(one), self._block_of_storage(two))
 
-    def homes_block(self, number: int) -> int:
+    def _block_of_storage(self, number: int) -> int:
         """Return the block of a storage, -1 for none."""
         home = self.homes.get(number)
         return -1 if home is None else home.block
 
-    def _module(self, name: str, by: int) -> str:
+    def _module_moved(self, name: str, by: int) -> str:
+        """Return the name of the same module ``by`` blocks further; that of a module outside the blocks as it is."""
         return name if self.blocks.block_of(name, _KEPT) is None else self.blocks.moved(name, by)
 
     def _new_block(self, block: int) -> int:
+        """Return the number among all blocks of a recorded one."""
         return block if block <= _COPIED else block + self.blocks.added
 
     def _new_place(self, place: int, block: int | None, moved_block: int) -> int:
-        """Return the place of the call at a place, seen from a block (None: from none) that moves to another number."""
+        """Return where the call at a place stands in the whole recording.
+
+        A call of the same block as ``block``, or of a neighbour, moves with it: ``moved_block`` is the number of ``block``
+        among all. ``block`` None: the call stays where its region does. -1 (before the step) stays -1.
+        """
         if place < 0:
             return place
         region = self._region(place)
         offset, where = place - self.begins[region], self.regions[region]
         if where is None or block is None or abs(where[1] - block) > 1:
-            return self.added_places[region] + offset
+            return self.new_region_begins[region] + offset
         return self.new_begins[where[0], moved_block + where[1] - block] + offset
 
-    def _made(self, record: RecordedStorage) -> int:
+    def _new_made(self, record: RecordedStorage) -> int:
+        """Return the place in the whole recording at which a recorded storage is made."""
         home = self.homes.get(record.number)
-        return self._new_place(record.made, *_seen(home, self._new_block))
+        return self._new_place(record.made, *_block_and_its_new_number(home, self._new_block))
 
-    def _freed(self, record: RecordedStorage) -> int | None:
+    def _new_freed(self, record: RecordedStorage) -> int | None:
+        """Return the place in the whole recording after which a recorded storage is freed; None: it outlives the step."""
         home = self.homes.get(record.number)
-        return None if record.freed is None else self._new_place(record.freed, *_seen(home, self._new_block))
+        return (
+            None
+            if record.freed is None
+            else self._new_place(record.freed, *_block_and_its_new_number(home, self._new_block))
+        )
 
     def _storage(self, number: int, by: int) -> RecordedStorage:
-        """Return the storage that is so many blocks after that of a number, in numbers of all blocks."""
+        """Return the storage that is ``by`` blocks after the recorded one with a number; the storage itself if of no block.
+
+        One of a block that was not recorded is made when it is first asked for, from the copied block's. Raises NotAlike for
+        a storage that the block lacks.
+        """
         home = self.homes.get(number)
         if home is None:
             return self.storages[number]
@@ -426,7 +499,7 @@ class _Copier:
         return self.clones[key]
 
     def _moved(self, value: Any, by: int) -> Any:
-        """Return a call's values with every tensor that many blocks further."""
+        """Return a call's values with every tensor ``by`` blocks further."""
         if isinstance(value, Shadow):
             storage = self._storage(value.storage, by)
             if storage.number == value.storage:
@@ -453,7 +526,7 @@ class _Copier:
             where = self.regions[index]
             for call in self.calls[self.begins[index] : ends[index]]:
                 if where is None:
-                    calls.append(replace(call, **self._outside(call)))
+                    calls.append(replace(call, **self._demand_not_copied(call)))
                     continue
                 calls.append(
                     replace(
@@ -461,18 +534,20 @@ class _Copier:
                         args=self._moved(call.args, by),
                         kwargs=self._moved(call.kwargs, by),
                         output=self._moved(call.output, by),
-                        module=self._module(call.module, by),
+                        module=self._module_moved(call.module, by),
                     )
                 )
         host_waits = [self._new_place(place, None, 0) for place in self.step.host_waits]
         recording = replace(self.step, calls=calls, storages=self.storages, host_waits=host_waits)
         return Repeated(recording=recording, shadow_of=self._owned)
 
-    def _outside(self, call: RecordedCall) -> dict[str, Any]:
-        """Return the tensors of a call of no block: those of the copied block would be of any of its copies."""
+    def _demand_not_copied(self, call: RecordedCall) -> dict[str, Any]:
+        """Return the values of a call of no block. Raises NotAlike where one is of the copied block: it could be any copy's."""
         values = {"args": call.args, "kwargs": call.kwargs, "output": call.output}
         if any(
-            self.homes_block(shadow.storage) == _COPIED for value in values.values() for shadow in shadows_of(value)
+            self._block_of_storage(shadow.storage) == _COPIED
+            for value in values.values()
+            for shadow in shadows_of(value)
         ):
             raise NotAlike("what a block made is used outside")
         return values
@@ -489,5 +564,6 @@ class _Copier:
         return moved
 
 
-def _seen(home: _Home | None, new_block: Callable[[int], int]) -> tuple[int | None, int]:
+def _block_and_its_new_number(home: _Home | None, new_block: Callable[[int], int]) -> tuple[int | None, int]:
+    """Return the last two arguments of :meth:`_Copier._new_place` for what is at home there."""
     return (None, 0) if home is None else (home.block, new_block(home.block))

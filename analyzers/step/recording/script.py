@@ -184,10 +184,10 @@ def _follow_parent(parent: int) -> None:
 
 
 def _raised(error: Exception, window: StepWindow) -> int:
-    """Say that the script raised an error, with the first line of its text; return the exit status.
+    """Write to stderr that the script raised an error, with the first line of its text; return the exit status.
 
-    The traceback goes to stderr first. Semicolons become commas, because the parent process takes what follows one
-    for the remedy.
+    The traceback goes there first. Semicolons become commas, because the parent process takes what follows one for the
+    remedy.
     """
     traceback.print_exception(error)
     text = str(error).strip()
@@ -196,10 +196,10 @@ def _raised(error: Exception, window: StepWindow) -> int:
 
 
 def _raised_at(error: BaseException) -> str:
-    """Return where an error without a text was raised: ``at train.py:3 (loss.backward())``."""
+    """Return where an error without a text was raised: ``at train.py:3 (loss.backward())``; "" for one without a traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f"at {Path(frames[-1].filename).name}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
-    return place.replace(";", ",")
+    return place.replace(";", ",")  # as in _raised
 
 
 _NETWORK = re.compile(

@@ -60,7 +60,7 @@ class StepWindow:
         """Note that something was updated; if it was for the first time, the step under way is not like the next."""
         if id(updated) not in self._seen:
             self._seen[id(updated)] = updated
-            self._is_steady = not self.updates
+            self._is_steady = not self.updates  # before the first update ends no step is under way
 
     def _watch_averages(self) -> None:
         """Let averaged weights (``AveragedModel``) count as something that is updated: their first update copies."""

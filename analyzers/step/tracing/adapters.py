@@ -44,8 +44,8 @@ class LoraLinear(nn.Module):
 def with_lora(step: TrainingStep, rank: int, numerics: Numerics) -> TrainingStep:
     """Return the step with its module's weights frozen and adapters of a rank beside its linear layers; the module is changed.
 
-    Raises InputError for a model without linear layers beside its head, and for one whose linear layers are a small
-    part of it.
+    ``numerics``: of the step; under autocast the frozen weights become the half type. Raises InputError for a model without
+    linear layers beside its head, and for one whose linear layers are a small part of it.
     """
     module = step.module
     module.requires_grad_(False)
@@ -62,6 +62,7 @@ def with_lora(step: TrainingStep, rank: int, numerics: Numerics) -> TrainingStep
     if not replaced:
         raise InputError("--lora", f"{step.name} has no linear layers beside its head", "leave it out")
     elements = {name: weight.numel() for name, weight in module.named_parameters()}
+    # ``base`` is the frozen layer in a LoraLinear, which may be the model itself.
     share = sum(count for name, count in elements.items() if ".base." in f".{name}") / sum(elements.values())
     if share < _LEAST_ADAPTED:
         problem = f"the linear layers of {step.name} hold {share:.0%} of its parameters: the rest would stay as it is"

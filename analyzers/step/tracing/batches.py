@@ -72,7 +72,9 @@ def divided(module: nn.Module, batch: Any) -> Parts:
         return Parts(batch)
     positional = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
     # A parameter whose default is a flag or a number is a setting; data come in those without a default, or with None.
-    settings = [index for index, one in enumerate(positional) if one.default not in (one.empty, None)]
+    settings = [
+        index for index, one in enumerate(positional) if one.default not in (one.empty, None)
+    ]  # data end at the first
     takes_all = any(one.kind is one.VAR_POSITIONAL for one in parameters)
     count = len(batch) if takes_all else min(len(batch), *settings[:1], len(positional))
     needed = sum(one.default is one.empty for one in positional)
@@ -109,7 +111,10 @@ def _single_tensor(rest: Any) -> Tensor | None:
 
 
 def fed(step: TrainingStep, parts: Parts) -> TrainingStep:
-    """Return the step on a batch: its inputs, and the loss on its targets, the module's own or the default one."""
+    """Return the step on a batch: its inputs, and the loss on its targets, the module's own or the default one.
+
+    A module that takes the batch as one mapping is changed to take it by keywords.
+    """
     inputs, keywords = as_arguments(parts.example)
     loss: Callable[[Any], Tensor] = step.loss
     if parts.targets is not None:

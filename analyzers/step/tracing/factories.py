@@ -123,8 +123,9 @@ def factory_step(source: str) -> TrainingStep:
 def fed_step(model: Any, batch: Any, name: str) -> TrainingStep:
     """Return the step of a model on a batch of its DataLoader.
 
-    ``model`` is a module, a function that makes one, or the step of a model that was named. Example inputs that come
-    with a module are replaced by the batch.
+    ``model`` is a module, a function that makes one, or the step of a model that was named, whose module is changed. Example
+    inputs that come with a module are replaced by the batch. ``name``: of the step, and in errors. Raises InputError for what
+    is no model, and for a batch that does not fit it.
     """
     if isinstance(model, TrainingStep):
         vars(model.module).pop("forward", None)  # a named model's forward was bound to the inputs made for it
@@ -144,7 +145,8 @@ def fed_step(model: Any, batch: Any, name: str) -> TrainingStep:
 def held_step(model: Any, name: str) -> TrainingStep:
     """Return the step of a module, of (module, example inputs) or of a function that returns either.
 
-    A module is traced as a copy without weights: the caller's module stays unchanged, and no memory is taken.
+    A module is traced as a copy without weights: the caller's module stays unchanged, and no memory is taken. Raises
+    InputError for what is no model, and for a module that cannot be copied.
     """
     if callable(model) and not isinstance(model, nn.Module):
         with _user_errors(name, "the function raised", "it must work when called without arguments"):
@@ -224,7 +226,10 @@ def _user_errors(source: str, problem: str, remedy: str) -> Iterator[None]:
 
 
 def _import_module(name: str, source: str) -> Any:
-    """Return an imported module of the installed packages or the working folder. Raises InputError when its import fails."""
+    """Return an imported module of the installed packages or the working folder, which is put on the path.
+
+    Raises InputError when the import fails.
+    """
     folder = str(Path.cwd())
     if folder not in sys.path:
         sys.path.insert(0, folder)  # as `python -m` does, so that a package in the working folder is found
@@ -243,7 +248,9 @@ def _import_file(location: str, source: str) -> Any:
         raise InputError(source, f"no such file: {location}", "give the path of a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(path.resolve().parent))
-    sys.modules.setdefault(path.stem, module)
+    sys.modules.setdefault(
+        path.stem, module
+    )  # its classes may be pickled by its name; an imported package keeps its own
     with _user_errors(source, f"{location} cannot be loaded:", "it must import without errors"):
         spec.loader.exec_module(module)
     return module

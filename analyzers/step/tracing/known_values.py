@@ -111,7 +111,7 @@ class AssumedValues(TorchFunctionMode):
 
         Known values can also be printed, and made into lists.
         """
-        if not args:
+        if not args:  # such as a function of keywords alone, which reads no tensor here
             return func(**(kwargs or {}))
         # First what is assumed of all numbers, then what reads known values: masks, texts, lists.
         if func in (torch.isfinite, Tensor.isfinite):
@@ -173,7 +173,7 @@ def bind(
 
     def forward_by_position(*tensors: Tensor) -> Any:
         """Call the module's own forward by names; in a trace, with the inputs' values known."""
-        if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+        if not any(isinstance(tensor, FakeTensor) for tensor in tensors):  # no trace: a step that really runs
             return forward(**named_inputs(tensors))
         with KnownValues() as known, AssumedValues(known):
             for tensor, value in zip(tensors, inputs.values(), strict=True):

@@ -94,9 +94,9 @@ def load_graph(
     Args:
         mode: ``training`` or ``inference``; None: the default.
         batch_size: samples of the step; None: those of the example inputs or the file.
-        bindings: sizes of an ONNX file's symbolic dimensions.
-        numerics: precision and layout of a torch source.
-        sequence_length: tokens in each sample of a torch source.
+        bindings: sizes of an ONNX file's symbolic dimensions by name.
+        numerics: precision and layout of a torch source; None: float32 as torch runs it.
+        sequence_length: tokens in each sample of a torch source; None: the source's own.
 
     Raises InputError when the source does not exist, does not run or has no such mode.
     """
@@ -129,7 +129,7 @@ def load_graph(
 def training_step(source: str, batch_size: int) -> TrainingStep:
     """Return a real training step of a torch SOURCE at a batch size: its weights are allocated and initialised.
 
-    Raises InputError for a graph or ONNX file.
+    Raises InputError for a graph or ONNX file, and as :func:`resolve_step` does.
     """
     if is_graph_file(source) or is_onnx_file(source):
         raise InputError(source, "cannot be trained here", "give a torch source: zoo:NAME, file.py:factory, ...")

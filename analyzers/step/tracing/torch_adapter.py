@@ -89,6 +89,7 @@ class TracedStep:
     largest: int | None = None
     """The largest batch size that is traced, for a step that issues more ops for more samples; None: no limit."""
     _traces: dict[int, TracedStep] = field(default_factory=dict)
+    """What :meth:`traced_at` has traced, by batch size."""
 
     def at(self, batch_size: int) -> Graph:
         """Return the graph at another batch size: its work scaled from this trace, or read from a new trace where that fails.
@@ -191,13 +192,13 @@ def trace_any_batch(
     if like is not None and like.prime is not None:
         return replace(_trace_at(step, like.graph.batch_size, mode, numerics), prime=like.prime, sizes=like.sizes)
     small, small_outputs = _SMALL, _forward_outputs(step, _SMALL, mode, numerics)
-    if small_outputs is None:
+    if small_outputs is None:  # it does not run at 3 samples
         small, small_outputs = _MULTIPLE, _forward_outputs(step, _MULTIPLE, mode, numerics)
     tensors = [*step.module.parameters(), *step.module.buffers()]
     prime = prime_batch([*(size for tensor in tensors for size in tensor.shape), *_sizes(small_outputs or ())])
     traced_batch = prime if small == _SMALL else _MULTIPLE * prime
     traced = _trace_at(step, traced_batch, mode, numerics)
-    if traced.graph.batch_size is None or small_outputs is None:
+    if traced.graph.batch_size is None or small_outputs is None:  # nothing to compare: traced at every batch size
         return traced
     large, large_outputs = _LARGE, _forward_outputs(step, _LARGE, mode, numerics)
     if large_outputs is None or (
@@ -260,6 +261,7 @@ def _is_proportional(
 
     def scales(small: int, large: int) -> bool:
         """Return whether two dimensions are in the ratio of the batches to a power of 0 to 3."""
+        # Products of integers: a quotient would be rounded.
         return any(small * large_batch**power == large * small_batch**power for power in range(_HIGHEST_POWER + 1))
 
     def dimensions_in(shapes: tuple[tuple[int, ...], ...]) -> Iterator[int]:
@@ -436,7 +438,7 @@ def _record(
         kept = {name: numerics.kept(value) for name, value in weights.items()}
         kept_bytes = {name: float(value.nbytes) for name, value in kept.items()}
         kept_types = {name: str(value.dtype).removeprefix("torch.") for name, value in kept.items()}
-        del kept
+        del kept  # tensors that live on would count in the step's memory; so ``weights`` are used up below
         needs_gradient = {name: value.requires_grad for name, value in step.module.named_parameters()}
         parameters = {
             name: numerics.cast(weights.pop(name)).requires_grad_(needs_gradient[name]) for name in kept_bytes
@@ -556,7 +558,7 @@ def _to_graph(
     """
     recording, kept_bytes = recorded.recording, recorded.kept_bytes
     recorded_ops = ops_of(recording, given=recorded.parameters)
-    recorded_ops.program.output(())
+    recorded_ops.program.output(())  # the program's end, which reads nothing
     recvs = [transfer("recv", name, kept_bytes[name]) for name in recorded.parameters]
     producers = {name: recorded_ops.last_writer.get(shadow.storage) for name, shadow in recorded.gradients.items()}
     sends = [

@@ -187,11 +187,11 @@ def _model_class(config: Any, model_type: str) -> tuple[str, Any]:
 
     def class_name_for(task: str) -> Any:
         """Return the name of the type's class for a task ("" for none), None where transformers has none."""
-        table = vars(auto).get(f"MODEL_{task and f'FOR_{task}_'}MAPPING_NAMES", {})
+        table = vars(auto).get(f"MODEL_{task and f'FOR_{task}_'}MAPPING_NAMES", {})  # MODEL_MAPPING_NAMES for no task
         class_names = table.get(model_type)
         return class_names[0] if isinstance(class_names, (tuple, list)) else class_names
 
-    for head in _TABLES["heads"]:
+    for head in _TABLES["heads"]:  # by preference
         # A type that can predict masked tokens is an encoder, which is trained as a classifier.
         task = "SEQUENCE_CLASSIFICATION" if head == "ENCODER" and class_name_for("MASKED_LM") else head
         class_name = None if task == "ENCODER" else class_name_for(task)
@@ -370,6 +370,7 @@ class _InputMaker:
             return candidates
         arguments = [_method_inputs(getattr(owner, method), candidate) for candidate in candidates]
         accepted = self._first_accepted(owner, method, arguments)
+        # By identity, since == compares tensors' elements.
         pairs = zip(candidates, arguments, strict=True)  # of all inputs, and of those among them that the tower takes
         return [next(candidate for candidate, tower_inputs in pairs if tower_inputs is accepted)]
 
@@ -520,7 +521,9 @@ class _InputMaker:
             "qformer_input_ids": tokens,
         }
         inputs["global_attention_mask"] = (torch.arange(self.length, device="cpu") == 0).long()[None]
-        channels = _first_attribute((self.config,), "num_input_channels", "input_size", default=1)
+        channels = _first_attribute(
+            (self.config,), "num_input_channels", "input_size", default=1
+        )  # of a series of values
         steps = _first_attribute((self.config,), "context_length", default=_TEXT_LENGTH)
         inputs["past_values"] = _floats(1, steps, channels)
         required = (

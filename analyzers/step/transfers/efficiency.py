@@ -96,7 +96,7 @@ def _order_by_joins(graph: Graph, problem: ShopProblem, *, by_load: bool) -> tup
     rule. Times are whole units.
     """
     recvs = problem.of_kind(RECV)
-    loads: dict[int, int] = {}  # by join, as bits: compute time of the blocks that wait for it
+    loads: dict[int, int] = {}  # by join (bit k: the k-th recv), the compute time of the blocks that wait for it
     blocks = sorted(problem.head) or [op for op in range(len(problem)) if problem.kind[op] != RECV]
     for block in blocks:
         if needed_recvs := problem.needed[block]:
@@ -318,7 +318,7 @@ class MakespanBounds:
         ``best_s`` takes the place of L: E against the best that any schedule could reach.
         """
         spread_s = self.upper_s - (self.lower_s if best_s is None else best_s)
-        if spread_s <= 1e-12 * max(self.upper_s, 1e-300):
+        if spread_s <= 1e-12 * max(self.upper_s, 1e-300):  # no more than rounding leaves of U - U
             return None
         return min(1.0, max(0.0, (self.upper_s - makespan_s) / spread_s))
 
@@ -502,6 +502,7 @@ def verdict(comparison: Comparison) -> TraceVerdict:
     gain = comparison.gain
     ceiling = 1.0 - limits.lower_s / limits.upper_s
     heavier, lighter = ("computation", "communication")[:: -1 if limits.transfer_s > limits.compute_s else 1]
+    # Where the lighter one takes no time, the ratio is beyond _ONE_SIDED, not a division by 0.
     ratio = max(limits.transfer_s, limits.compute_s) / max(min(limits.transfer_s, limits.compute_s), 1e-300)
     balance = f"{heavier} takes {ratio:.1f} times as long as {lighter}"
     if ratio < _BALANCED or ratio > _ONE_SIDED:

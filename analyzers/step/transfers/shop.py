@@ -261,7 +261,7 @@ def _join_blocks(problem: ShopProblem, block: Sequence[int], head: set[int], las
     inputs = {
         key: {block[source] for op in ops for source in problem.inputs[op]} - {key} for key, ops in members.items()
     }
-    for key, sources in _head_edges(problem, block, head).items():
+    for key, sources in _head_edges(problem, block, head).items():  # other recvs, and the edges within H as they were
         inputs[key] = sources | (inputs[key] & head)
     for key in last:
         inputs[key] |= {other for other in members if problem.kind[other] == COMPUTE and other != key}
@@ -293,7 +293,7 @@ def _head_edges(problem: ShopProblem, block: Sequence[int], head: set[int]) -> d
     for rank, key in enumerate(by_size):
         needed_recvs, covered_recvs = needed[key], 0
         edges[key] = set()
-        for other in reversed(by_size[:rank]):
+        for other in reversed(by_size[:rank]):  # large subsets first: few edges then cover much
             other_recvs = needed[other]
             if other_recvs & ~needed_recvs == 0 and other_recvs & ~covered_recvs:
                 edges[key].add(other)

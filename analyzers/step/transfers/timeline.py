@@ -102,7 +102,8 @@ def play(
         numbers: (n,) priorities; negative: the op has none, and may be picked at any time.
         chance: decides among ops that may be picked.
     """
-    # A lane runs one op at a time, until ``until``: the next event is the least of these.
+    # A lane runs one op at a time, until ``until``: the next event is the least of these. ``pending`` are the inputs of each
+    # op that have not ended; lists of ready ops are taken out of ``ready``, because calls of its methods take the most time.
     pending = list(inputs)
     lanes = range(max(resource, default=0) + 1)
     ready = [Ready() for _ in lanes]
@@ -151,7 +152,7 @@ def play(
                         unnumbered[successor_lane].append(successor)
                     else:
                         ready[successor_lane].add(successor, numbers[successor])
-            has_endings = now in until
+            has_endings = now in until  # of another lane, at the same instant
         picking_lanes.sort()
 
 
