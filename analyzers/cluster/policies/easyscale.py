@@ -114,7 +114,7 @@ class EasyScale:
                     continue
                 index, gpu_type = cheapest
                 counts = Counter(dict(allocations[index]))
-                # Of its nodes with that type the one where it has fewest: it may then leave that node.
+                # Of its nodes with that type the one where it has fewest: it may then leave that node, and span fewer.
                 node = min((count, node) for node, count in counts.items() if cluster.gpu_types[node] == gpu_type)[1]
                 allocations[index] = tuple((counts - Counter([node])).items())
                 # It has become smaller, and may ask again.

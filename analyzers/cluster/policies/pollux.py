@@ -88,7 +88,7 @@ class Pollux:
         return goodput[0, : most + 1], goodput[1, : most + 1], float(goodput[row, held]) if held else 0.0
 
     def cost(self, speedups: Floats) -> Floats:
-        """Return the summands of the power mean of speedups, with the sign that makes a smaller sum better.
+        """Return the summands of the power mean of ``speedups``, of its shape, with the sign that makes a smaller sum better.
 
         At power 0 they are logarithms, the limit; the offset keeps the power of a job without GPUs finite.
         """

@@ -77,6 +77,7 @@ class JobTable:
     alone: float
     """Mini-batches per second with every device to itself."""
     weight: float
+    """Of the job's share in the sum over all jobs."""
 
     def share(self, devices: Sequence[int]) -> float | None:
         """Return the job's share on ``devices`` (T,): its throughput there over that with every device to itself.
@@ -164,6 +165,8 @@ def solve_jobs(
         weights: of the jobs, above 0; None: equal.
         objective: "sum" maximises the weighted sum of throughputs relative to the job alone, where a job may wait;
             "max-min" maximises the smallest relative throughput, then the sum.
+        time_limit_s: seconds for all programs together; the best sharing by then is returned.
+        seed: of the solver that finds what each job reaches alone.
     """
     started = time.perf_counter()
     deadline = started + time_limit_s
@@ -281,8 +284,9 @@ def job_table(problem: Problem, names: Sequence[str], devices: Ints, weight: flo
     )
     type_indices = tuple(list(names).index(device.name) for device in problem.devices)
     first_step = int(np.searchsorted(table.seconds, float(alone_step) * (1 - _SAME)))
-    last_step = int(np.searchsorted(table.seconds, float(problem.slowest_step) * (1 + _SAME), side="right"))
-    group_starts, group_ends = _group_bounds(table.seconds[first_step : max(last_step, first_step + 1)], _MAX_GROUPS)
+    end_step = int(np.searchsorted(table.seconds, float(problem.slowest_step) * (1 + _SAME), side="right"))
+    # At least the first one, also where the job needs all devices to be fast enough.
+    group_starts, group_ends = _group_bounds(table.seconds[first_step : max(end_step, first_step + 1)], _MAX_GROUPS)
     capacities = np.zeros((len(group_ends), len(names)), dtype=np.int64)
     capacities[:, list(type_indices)] = table.capacities[first_step + group_ends]
     available = np.zeros(len(names), dtype=np.int64)
@@ -415,17 +419,17 @@ class _Lines:
     jobs: Ints
     """(L,) index of the job."""
     workers: Ints
-    """(L,)"""
+    """(L,) ESTs of the job."""
     job_weights: Floats
-    """(L,)"""
+    """(L,) weight of the job."""
     best_shares: Floats
-    """(L,)"""
+    """(L,) the job's share with the fastest step of the line's group."""
     capacities: Ints
-    """(L, T)"""
+    """(L, T) ESTs of one device in the slowest step of the group; 0 for types that the line does not use."""
     available: Ints
-    """(L, T)"""
+    """(L, T) devices that the job may use; 0 for types that the line does not use."""
     speeds: Floats
-    """(L, T) share of one device that computes without a pause."""
+    """(L, T) the share that one device brings the job if it computes without a pause."""
     limit_shares: Floats
     """(2, L, T) fraction of the job's limits that one device uses: of the number of devices, and of the hourly price."""
 
@@ -471,7 +475,7 @@ class _Lines:
     def constraints(self, *, with_rounded_cuts: bool) -> csr_matrix:
         """Return the (R, L + L + L T) matrix A of the constraints ``A (picked, share, count) <= 0`` within single lines.
 
-        ``picked`` (L,) tells which lines are used, ``share`` (L,) their shares, ``count`` (L, T) their devices.
+        ``picked`` (L,) tells which lines are used, ``share`` (L,) their shares, ``count`` (L, T) their devices; A has R rows.
         ``with_rounded_cuts`` adds Chvatal-Gomory cuts: implied by whole devices, and tighter for fractions of them.
         """
         from scipy import sparse
@@ -533,7 +537,7 @@ def solve_sharing(
 
     ``must_serve_all`` picks one line for each job, else a job may wait. ``first_feasible`` returns the first sharing found,
     with no more devices for a job than hold it alone. The variables of L lines are ``picked`` (L,), 0 or 1, ``share`` (L,),
-    and ``count`` (L, T), whole numbers.
+    and ``count`` (L, T), whole numbers. ``limit_s``: seconds for HiGHS.
     """
     from scipy import optimize, sparse  # of all plans only these need it
 

@@ -83,12 +83,13 @@ def smallest_step(
     for type_index, (weight, count) in enumerate(zip(weights, counts, strict=True)):
         if not count:
             continue
+        # Invariant: the smallest k with capacity lies in [low, high]. Below low even the capacities before rounding down are
+        # too small in all; rounding takes less than one EST from each device, so that maxP + devices before it are enough.
         low = -(-max_workers * weight // total_weight)
-        # Invariant: the smallest k with capacity lies in [low, high]; no k past the best step time so far matters.
         high = est_caps[type_index]
         if is_floor_sum:
             high = min(-(-(max_workers + device_count) * weight // total_weight), max_workers)
-        if best is not None:
+        if best is not None:  # no k past the best step time so far matters: that time in this type's units, rounded up
             best_k, best_type = best
             high = min(high, -(-best_k * weight // weights[best_type]))
         if low > high or not (is_floor_sum or has_capacity(high, weight)):
@@ -112,7 +113,7 @@ def best_step(problem: Problem, counts: Counts | None = None) -> Fraction | None
     vectors = [tuple(device.count for device in devices) if counts is None else counts]
     if counts is None and problem.single_type:
         vectors = [tuple(device.count * (device is only_device) for device in devices) for only_device in devices]
-    bounds = limits if any(limits) else None
+    bounds = limits if any(limits) else None  # None where no type has a limit: the bisection is then shorter
     candidates = [
         smallest_step(weights, vector, problem.max_workers, bounds, max_devices) for vector in vectors if any(vector)
     ]
@@ -186,6 +187,7 @@ class StepTable:
         low = np.zeros(len(vectors), dtype=np.int64)
         high = np.full(len(vectors), len(self.multiples), dtype=np.int64)
         for _ in range(len(self.multiples).bit_length() + 1):
+            # At most S - 1: a vector that no row is long enough for ends at S, which is no row.
             middle = np.minimum((low + high) // 2, len(self.multiples) - 1)
             fits = np.einsum("vt,vt->v", vectors, self.capacities[middle]) >= self.max_workers
             low, high = np.where((low < high) & ~fits, middle + 1, low), np.where((low < high) & fits, middle, high)
@@ -248,6 +250,7 @@ def step_table(
     # smaller one has no larger capacities.
     row_order = np.lexsort((capacities.sum(axis=1), seconds))
     capacities, seconds = capacities[row_order], seconds[row_order]
+    # Of rows with the same capacities only the first, the shortest step, can be a best step.
     is_new_row = np.append(True, (capacities[1:] != capacities[:-1]).any(axis=1))
     return StepTable(
         capabilities=capabilities,
@@ -285,7 +288,7 @@ def _capacity_column(weight: int, weights: Sequence[int], limits: Sequence[int],
             column = (
                 np.arange(1, step_count + 1, dtype=np.int64) * weight // other_weight
                 if other_weight < 2**62
-                else np.zeros(step_count, int)
+                else np.zeros(step_count, int)  # the quotients are below 1
             )
         else:
             column = np.fromiter(
