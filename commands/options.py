@@ -182,7 +182,7 @@ def integers(
 ) -> tuple[int, ...]:
     """Return the whole numbers in a text such as ``1,2,4``; ``where``: the option, for errors.
 
-    ``once``: each counts once. ``ordered``: they are sorted, where each counts once; else they stay as they stand.
+    ``once``: repeats are dropped. ``ordered``: the numbers are sorted, which needs ``once``; else they stay as they stand.
     Raises InputError for anything that is no whole number from ``least`` to ``most``.
     """
     remedy = "write for example 1,2,4" if least else "write for example 0,1,4"

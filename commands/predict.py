@@ -52,6 +52,7 @@ _RECORDED = ("limit", "keep_files")
 
 
 def _sizes(text: str, where: str) -> tuple[int, ...] | None:
+    """Return the batch sizes in a text such as ``8,16``; None for ``auto``, which tries them up to the memory limit."""
     return None if text == "auto" else integers(text, where, ordered=False)
 
 
@@ -206,6 +207,7 @@ def show_predict(call: VerbCall[PredictResult], output: Path | None = None, as_j
 
 
 def _counts(where: str, given: Sequence[int] | int) -> tuple[int, ...]:
+    """Return one number, or several, as a tuple. Raises InputError, named ``where``, unless all are from 1 to 2**31."""
     numbers = (given,) if isinstance(given, int) else tuple(given)
     for count in numbers:
         if not isinstance(count, int) or not 1 <= count <= _LARGEST:

@@ -186,6 +186,7 @@ def declared(function: Callable[..., Any], name: str, panels: Mapping[str, str])
     }
     flags = {key: _flags(key, remark)[-1] for key, remark in remarks.items() if "argument" not in remark}
     spelling = {key: flags.get(key) or remark["argument"] for key, remark in remarks.items()}
+    # How errors of a function call its parameter: by its name, or in words ("time limit" for time_limit_s).
     fields = {field: flag for key, flag in flags.items() for field in (key, key.removesuffix("_s").replace("_", " "))}
 
     def command(context: typer.Context, **values: Any) -> Any:

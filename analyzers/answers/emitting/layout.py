@@ -30,7 +30,9 @@ class EqualNodes:
     nodes: int
     processes_per_node: int
     first_node: int
+    """Rank of the first node; the others follow."""
     first_rank: int
+    """Rank of its first process; the others follow, node by node."""
 
     @property
     def processes(self) -> int:
@@ -143,7 +145,7 @@ def layout(plan: Plan, devices_per_node: Mapping[str, int] | int | None = None) 
     taken to stand on one node (``assumed``). Raises InputError for a type that the plan does not use, for counts below
     one, and for nodes that hold no whole number of tensor groups.
     """
-    devices_per_rank = plan.processes // plan.world_size
+    devices_per_rank = plan.processes // plan.world_size  # more than one where ranks are groups
     # (device type, single devices) of neighbouring assignments of one type, in the order of the ranks.
     device_runs = [
         (name, devices_per_rank * sum(row.devices for row in rows))

@@ -474,6 +474,7 @@ def _family_figures(name: str, cells: Sequence[Cell]) -> Iterator[Metric]:
         yield Metric(name=f"{name}/{cell.key}", value=cell.median, unit="s", measured=True, cells=(cell,))
 
 
+# By kind; each takes the record, or the document of a kind without one, and what to call it in errors.
 _COMPUTED_FIGURES: dict[str, Callable[[Any, str], Iterator[Metric]]] = {
     "ddltool.graph": _graph_figures,
     "ddltool.trace": _trace_figures,

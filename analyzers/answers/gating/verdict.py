@@ -345,7 +345,8 @@ def hold(
     """Check an artifact against the baseline file ``target`` by the rules ``texts``, else by those of the file ``config``.
 
     ``level`` None: the configured one. With ``update`` the current artifact is its own baseline, so that absolute
-    limits still hold; a baseline that is missing or broken is then no error.
+    limits still hold; a baseline that is missing or broken is then no error. Nothing is written. Raises InputError for a
+    baseline that is missing, broken or of another kind, and for rules that do not fit.
     """
     figures = extract(document_of(current), "current")
     settings = read_config(config, required=False)
@@ -383,7 +384,7 @@ def document_of(current: Any) -> Mapping[str, Any]:
 def write_baseline(current: Any, target: Path) -> None:
     """Write the baseline atomically. Raises InputError when a table is not named .csv or a document not .json.
 
-    ``current``: a file, which is copied, or what a program holds.
+    ``current``: a file, which is copied, or what a program holds. The folder of ``target`` is made where it is missing.
     """
     is_file = isinstance(current, (str, Path))
     tabular = is_table(Path(current)) if is_file else isinstance(current, pd.DataFrame)

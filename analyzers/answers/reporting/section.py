@@ -139,13 +139,13 @@ def pictured(caption: str, table: Table, *figures: Figure) -> Picture:
     return Picture(figures=figures, caption=caption, label=table.label, table=table)
 
 
-def some(drawn: int, of: Sequence[object], noun: str) -> str:
-    """Return a remark that only ``drawn`` things of a list are drawn; "" where all are.
+def some(drawn: int, things: Sequence[object], noun: str) -> str:
+    """Return a remark that only ``drawn`` of the ``things``, called ``noun``, are drawn; "" where all are.
 
     >>> some(2, "abc", "lines"), some(3, "abc", "lines")
     (' 2 of 3 lines are drawn.', '')
     """
-    return f" {drawn} of {len(of)} {noun} are drawn." if len(of) > drawn else ""
+    return f" {drawn} of {len(things)} {noun} are drawn." if len(things) > drawn else ""
 
 
 def filled(table: Table) -> Table:
