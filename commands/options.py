@@ -24,7 +24,7 @@ Remark = dict[str, Any]
 
 
 def within(least: int, most: int | None = None) -> Remark:
-    """Return what a type says of a whole number from ``least`` to ``most``, ends included; None: without upper limit."""
+    """Return what a type says of a whole number from ``least`` to ``most``, ends included; None: no upper limit."""
     ends = f"[{least}<=x<={most}]" if most is not None else f"[x>={least}]"
     return {"metavar": f"N {ends}", "reader": number(least, math.inf if most is None else most, whole=True)}
 

@@ -180,7 +180,11 @@ def _recorded_step(
     tell: Tell,
     stage: Stage,
 ) -> Graph:
-    """Return the graph of a command's step, recorded now, or of a file that holds one."""
+    """Return the graph of a command's step, recorded now as if on ``device`` within ``limit_s`` seconds, or of a file with one.
+
+    Raises InputError for a graph that was traced and not recorded. ``tell`` is given what was assumed of values that only a
+    run knows; ``keep_files``: what the script writes stays on the disk.
+    """
     if is_command(source):
         with stage(f"recording {' '.join(words_of(source))}"):
             graph = record(source, device, gpus_per_node=gpus_per_node, limit_s=limit_s, keep_files=keep_files)

@@ -240,7 +240,8 @@ def _flags(name: str, said: Remark) -> list[str]:
 def _option(parameter: inspect.Parameter, said: Remark, panel: str | None) -> inspect.Parameter:
     """Return a parameter as typer takes it: an argument or option, by its annotation and the words that are ``said`` of it.
 
-    ``panel``: the title of the group that help shows it in; None: no group.
+    The remarks in an ``Annotated`` type say what its text may be: mappings of typer's own settings, choices, or a reader of
+    (text, option). ``panel``: the title of the group that help shows it in; None: no group.
     """
     annotated = get_origin(parameter.annotation) is Annotated
     annotation, *remarks = get_args(parameter.annotation) if annotated else (parameter.annotation,)
@@ -259,6 +260,7 @@ def _option(parameter: inspect.Parameter, said: Remark, panel: str | None) -> in
         settings.setdefault("reader", number(whole=kind is int))
     if read := settings.pop("reader", None):
         kind, where = str, argument or flags[-1]
+        # typer parses defaults too, which are values already.
         settings["parser"] = lambda given: read(given, where) if isinstance(given, str) else given
         settings.setdefault("metavar", argument or "N")
     default = parameter.default

@@ -250,7 +250,7 @@ class Companion:
             yield
 
     def _stored(self) -> CompanionMeta:
-        """Return the meta document as it stands in the file now."""
+        """Return the meta document as it stands in the file now. Raises InputError where it cannot be read."""
         row = self._base.execute("SELECT document FROM meta").fetchone()
         document = None
         with contextlib.suppress(ValueError, TypeError):  # no row, or in a damaged file one without a text

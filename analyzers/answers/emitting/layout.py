@@ -191,7 +191,7 @@ def _per_node(plan: Plan, types: list[str], devices_per_node: Mapping[str, int] 
     """Return how many single devices a node has, by device type, for the types of which that is known.
 
     The user's word (``devices_per_node``) comes first, then what the plan says, then its processes spread over its
-    nodes.
+    nodes. Raises InputError where the user names a type that is not among ``types``, or fewer devices than one.
     """
     if devices_per_node is None:
         if plan.run is not None and plan.run.gpus_per_node is not None:

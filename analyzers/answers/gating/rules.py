@@ -100,7 +100,8 @@ def _parse_value(value_text: str, op: str, where: str) -> tuple[float | str, str
     """Return a rule's value as (value, dimension, sign).
 
     The value is a number in SI base units, or a text as written; the dimension is "s", "bytes", "%" or ""; the sign is
-    "", "+" or "-". ``op``: only == and != take a text. ``where``: the rule, for errors.
+    "", "+" or "-". ``op``: only == and != take a text. ``where``: the rule, for errors. Raises InputError for what is no
+    number, an unknown unit, and a number beyond floats.
     """
     match = _NUMBER.fullmatch(value_text)
     if match is None:

@@ -424,7 +424,10 @@ def _lanes_axis(names: Sequence[str]) -> alt.Y:
 
 
 def _bars(figure: Bars, slots: Slots) -> Chart:
-    """Return the chart of a horizontal bar, or dot, for each named value, with its interval, value in words, and a level."""
+    """Return the chart of a horizontal bar, or dot, for each named value, with its interval, value in words, and a level.
+
+    ``slots``: as of :func:`spec`.
+    """
     names = _names([name for name, _ in figure.rows])
     values = [value for _, value in figure.rows]
     interval_ends = [end for pair in figure.intervals if pair is not None for end in pair]
@@ -452,6 +455,7 @@ def _bars(figure: Bars, slots: Slots) -> Chart:
     legend = _legend(["", ""]) if figure.marked is not None and any(figure.marked[1]) else None
     colour = alt.Color("kind:N", scale=alt.Scale(domain=kinds, range=colours), legend=legend)
     tips = _tips({"name:N": "name", "shown:N": "value"} | ({"interval:N": "interval"} if interval_ends else {}))
+    # Layers from the back to the front: bars, whiskers, texts, the level.
     chart = _chart(rows).encode(y=_lanes_axis(names), x=x)
     if figure.dots:
         layers = [chart.mark_point(filled=True, size=70).encode(color=colour, tooltip=tips)]

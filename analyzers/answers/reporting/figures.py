@@ -178,7 +178,7 @@ class Explorer(_Figure):
 
 
 def explorer(points: Sequence[Point], unit: str) -> list[Explorer]:
-    """Return the points as one figure; none where there is nothing to compare."""
+    """Return the points as one figure; none where there is nothing to compare. ``unit``: of their rates, samples or tokens."""
     priced = all(point.price is not None for point in points)
     title = f"{unit.capitalize()} per second against {'money' if priced else 'memory'}"
     return [Explorer(title=title, headed=True, points=points, unit=unit, priced=priced)] if len(points) > 1 else []

@@ -97,7 +97,8 @@ def tabled(
 ) -> Table:
     """Return a table with a row for each record and a column for each entry of ``columns``.
 
-    ``names``: the header and the cells of a column before the others. ``layout``: further fields of :class:`Table`.
+    ``label``: where the figures come from. ``names``: the header and the cells of a column before the others. ``layout``:
+    further fields of :class:`Table`.
     """
     rows = [[_shown(record, column) for column in columns.values()] for record in records]
     header = list(columns)

@@ -50,7 +50,7 @@ class Pollux:
     def choice(self, job: SimulatedJob, jobs: int, cluster: ClusterSpec, now_s: float) -> JobCosts:
         """Return the cost of each number of GPUs for one job; ``jobs``: how many jobs share the cluster.
 
-        A new allocation counts with the restart factor, the current one (``keep``) without.
+        A new allocation counts with the restart factor at ``now_s``, the current one (``keep``) without.
         """
         most_replicas = min(job.most_replicas, _MOST_REPLICAS)
         within, across, held = self.speedups(job, most_replicas, math.ceil(cluster.total_gpus / jobs), cluster)

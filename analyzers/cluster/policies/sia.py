@@ -26,7 +26,7 @@ _IDLE_COST_RATIO = 1.1
 
 
 class Sia:
-    """See the module. ``exponent`` is p, ``delay_s`` is what a restart costs in seconds."""
+    """The policy that the module describes. ``exponent`` is p, ``delay_s`` is what a restart costs in seconds."""
 
     name = "sia"
     tuning = Tuning.ADAPTIVE

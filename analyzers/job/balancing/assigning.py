@@ -58,8 +58,8 @@ def lower_bound(costs: Floats, speeds: Floats) -> float:
 def lpt(costs: Floats, speeds: Floats) -> Ints:
     """Return the (n,) rank of each sample by longest processing time first: each goes where it would end earliest.
 
-    Never above 4/3 - 1/(3 m) of the best with equal speeds (Graham, 1969), 2 - 2/(m + 1) with others (Gonzalez, Ibarra and
-    Sahni, 1977). O(n m).
+    ``costs`` (n,) of the samples, ``speeds`` (m,) of the ranks. Never above 4/3 - 1/(3 m) of the best with equal speeds
+    (Graham, 1969), 2 - 2/(m + 1) with others (Gonzalez, Ibarra and Sahni, 1977). O(n m).
     """
     places, loads = np.zeros(len(costs), dtype=np.int64), np.zeros(len(speeds))
     for sample in np.argsort(-costs, kind="stable"):
@@ -70,7 +70,7 @@ def lpt(costs: Floats, speeds: Floats) -> Ints:
 
 
 def karmarkar_karp(costs: Floats, ranks: int) -> Ints:
-    """Return the (n,) rank of each sample on ``ranks`` ranks of equal speed, by the largest differencing method.
+    """Return the (n,) rank of each sample, of (n,) ``costs``, on m = ``ranks`` ranks of equal speed, by largest differencing.
 
     At first each sample is a partial assignment of its own. The two whose loads differ most between ranks are joined, the
     largest load of one with the smallest of the other, until one is left (Karmarkar and Karp, 1982).

@@ -294,7 +294,8 @@ def _passes(job: LengthsJob) -> int:
 def _in_order(job: LengthsJob, lengths: Ints, ranks: Ints, padded: bool) -> list[list[Ints]]:
     """Return rank -> pass -> lengths, the samples of a rank in their given order.
 
-    ``lengths`` (B,) of the batch's samples, ``ranks`` (B,) the rank of each.
+    ``lengths`` (B,) of the batch's samples, ``ranks`` (B,) the rank of each; ``padded``: whether padding counts as tokens where
+    these are limited.
     """
     by_rank = [lengths[ranks == rank] for rank in range(len(job.speeds))]
     if job.max_tokens is None:
@@ -336,7 +337,8 @@ def _fitting(lengths: Ints, most_tokens: int, padded: bool) -> list[Ints]:
 def _grouped(job: LengthsJob, batches: Ints) -> Iterator[list[list[Ints]]]:
     """Yield each step as rank -> pass -> lengths, as transformers' ``group_by_length`` makes them.
 
-    The (K, B) lengths of ``batches`` are sorted within stretches of some batches of one rank, then dealt to ranks in turn.
+    The (K, B) lengths of ``batches`` are sorted within stretches of some batches of one rank, then dealt to ranks in turn, so
+    that what all ranks compute at a time is about equally long.
     """
     flat, ranks = batches.ravel(), len(job.speeds)
     rank_batch = max(batches.shape[1] // ranks, 1)

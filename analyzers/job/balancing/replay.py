@@ -89,7 +89,10 @@ def replay_equal(trace: SpeedTrace, total: int, *, since: int = 0) -> Outcome:
 
 
 def replay_oracle(trace: SpeedTrace, total: int, *, since: int = 0) -> Outcome:
-    """Return the outcome of batches in proportion to each iteration's speeds, known beforehand: no sizing is better."""
+    """Return the outcome of batches in proportion to each iteration's speeds, known beforehand: no sizing is better.
+
+    ``total``: samples of all workers; ``since``: the first iteration that counts.
+    """
     actual = trace.speed[since:]
     times = np.array([(proportional(speeds, total) / speeds).max() for speeds in actual])
     return Outcome(iteration_s=times, predicted=actual, actual=actual)
@@ -260,10 +263,10 @@ def redundant(clock: Clock, need: Callable[[Ints], Floats], total: int, backups:
 def work_shifting(clock: Clock, total: int, overhead: float = 0.005) -> SchemeResult:
     """Return the result of a scheme like FlexRR on CPU workers: who is done takes work from stragglers within the iteration.
 
-    Progress is checked 100 times per (equal-split) iteration, in one that lasts longer each hundredth of its time so far. A
-    worker that has ended takes 5 % of a batch from the one with most left, provided that one lags by more than 20 % of a
-    batch; each transfer costs the helper ``overhead`` of the iteration before it begins. Samples must be processed one by one
-    for this, which the figures do not charge for.
+    ``total``: samples of all workers in an iteration. Progress is checked 100 times per (equal-split) iteration, in one
+    that lasts longer each hundredth of its time so far. A worker that has ended takes 5 % of a batch from the one with most
+    left, provided that one lags by more than 20 % of a batch; each transfer costs the helper ``overhead`` of the iteration
+    before it begins. Samples must be processed one by one for this, which the figures do not charge for.
     """
     workers = clock.rates.shape[1]
     batch = total / workers

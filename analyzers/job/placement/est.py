@@ -87,14 +87,14 @@ def solve_est(
 ) -> Plan:
     """Return the plan of highest throughput, then fewest devices, then least waste, with ``top_k - 1`` alternatives.
 
-    ``objective`` sets another order of ``OBJECTIVES``; what it leaves out of the default order follows. Of plans equal in
-    all, the one that uses most devices of the type whose name comes first. Alternatives use other numbers of devices; each is
-    proven the next best, so there are fewer when the different plans or the time (``time_limit_s`` in all) run out.
-    ``status`` is "optimal" when all of that is proven, so that it repeats; ``gap`` is the part of the step time that a
-    faster plan could save at most, under the values reached in the objectives before the throughput; 0 in a "feasible"
-    plan: only what comes after the throughput is open. Raises Infeasible, naming a smallest set of requirements that
-    cannot be kept together, NotProven when there was no time at all,
-    InputError for a ``top_k`` below 1 or an impossible ``objective``.
+    Waste is the capability of the used devices that no EST (logical worker) takes. ``objective`` sets another order of
+    ``OBJECTIVES``; what it leaves out of the default order follows. Of plans equal in all, the one that uses most devices
+    of the type whose name comes first. Alternatives use other numbers of devices; each is proven the next best, so there
+    are fewer when the different plans or the time (``time_limit_s`` in all) run out. ``status`` is "optimal" when all of
+    that is proven, so that it repeats; ``gap`` is the part of the step time that a faster plan could save at most, under
+    the values reached in the objectives before the throughput; 0 in a "feasible" plan: only what comes after the throughput
+    is open. Raises Infeasible, naming a smallest set of requirements that cannot be kept together, NotProven when there was
+    no time at all, InputError for a ``top_k`` below 1 or an impossible ``objective``.
 
     >>> from ddltool.analyzers.job.placement.problem import DeviceType
     >>> offered = (DeviceType(name="T4", count=4, capability_per_s=Fraction(1)),
@@ -341,7 +341,7 @@ def _refine_later_objectives(search: Search, solution: Solution, objective_names
 
 
 def fit(search: Search, step: Fraction) -> Counts | None:
-    """Return (T,) device counts that hold every EST in a step of ``step`` seconds; None: proven that there are none.
+    """Return (T,) device counts that hold every EST (logical worker) in a step of ``step`` seconds; None: proven that none do.
 
     Raises OutOfTime where the solver finds neither.
     """

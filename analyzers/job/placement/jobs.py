@@ -276,6 +276,7 @@ def job_table(problem: Problem, names: Sequence[str], devices: Ints, weight: flo
     """Return the table of one job; ``names`` and ``devices`` (T,) are the shared types and how many there are.
 
     ``alone_step``: the smallest step time with all of them. Steps that are faster, or too slow for the job, are left out.
+    ``weight``: of the job's share in the sum over all jobs.
     """
     table = step_table(
         tuple(device.capability_per_s for device in problem.devices),
@@ -336,7 +337,7 @@ def _merit(tables: Sequence[JobTable], devices: Sharings, smallest_first: bool) 
 
 
 def _greedy_sharing(tables: Sequence[JobTable], counts: Ints) -> Sharings:
-    """Return a sharing to begin with, made without a solver.
+    """Return a sharing of ``counts`` (T,) devices to begin with, made without a solver.
 
     Each job in turn takes the offer with which it has the largest share, as far as devices are left: one device of one type, or
     an equal part of all types. A job waits where no offer keeps its constraints.
@@ -355,9 +356,9 @@ def _greedy_sharing(tables: Sequence[JobTable], counts: Ints) -> Sharings:
 def _highest_floor(tables: Sequence[JobTable], counts: Ints, deadline: float) -> tuple[float, float, Sharings | None]:
     """Return the highest share that all jobs reach at once, an upper bound on it, and the sharing that reaches it.
 
-    A share is a job's throughput over that of the job alone; a floor is a share that all jobs must reach. The sharing is None
-    where no program found one. The lowest floor is tried first, whatever the deadline. Then a bisection finds the highest floor
-    with a sharing, and a second one above it the lowest floor proven impossible.
+    ``counts`` (T,): shared devices. A share is a job's throughput over that of the job alone; a floor is a share that all
+    jobs must reach. The sharing is None where no program found one. The lowest floor is tried first, whatever the deadline.
+    Then a bisection finds the highest floor with a sharing, and a second one above it the lowest floor proven impossible.
     """
     floors = np.unique(np.concatenate([table.best_shares for table in tables]))
     best_sharing: Sharings | None = None
@@ -402,7 +403,7 @@ def _highest_floor(tables: Sequence[JobTable], counts: Ints, deadline: float) ->
 
 
 def find_floor_sharing(tables: Sequence[JobTable], counts: Ints, floor: float) -> Answer:
-    """Return a sharing in which all jobs reach about the share ``floor`` of their throughput alone.
+    """Return a sharing of ``counts`` (T,) devices in which all jobs reach about the share ``floor`` of their throughput alone.
 
     The answer's bound is -infinity where that is proven impossible; its devices are None where no sharing was found.
     """

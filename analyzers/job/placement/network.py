@@ -240,7 +240,7 @@ def _across_nodes(
 
 
 def _compute_time(problem: Problem, seed: int, devices: int) -> _ComputeTimes | None:
-    """Return the smallest computing time f with at most ``devices`` devices, and a lower bound on it, in seconds.
+    """Return the smallest computing time f with at most ``devices`` devices, and a lower bound on it, exact seconds.
 
     None: so many devices cannot hold every EST. The two differ only where a price limit makes a solver necessary, whose time
     ran out.

@@ -66,9 +66,10 @@ def proposals(
 ) -> list[Proposal]:
     """Return the ``top_k`` scale-outs by devices of one type, highest speedup per device first (role 2).
 
-    On equal speedup per device, more devices first, then the type's name. Only counts that make the job faster than
-    one device fewer are proposed. A homogeneous job only asks for the type that it holds. Raises InputError as
-    :func:`best_throughput` does, and for a ``top_k`` below 1.
+    ``held`` and ``free``: devices by type that the job has, and could get; the others as in :func:`best_throughput`. On
+    equal speedup per device, more devices first, then the type's name. Only counts that make the job faster than one device
+    fewer are proposed. A homogeneous job only asks for the type that it holds. Raises InputError as :func:`best_throughput`
+    does, and for a ``top_k`` below 1.
     """
     if top_k < 1:
         raise InputError("top_k", f"is {top_k}", "ask for one proposal at least")

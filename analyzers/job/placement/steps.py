@@ -1,9 +1,10 @@
 """Step times and EST capacities in whole numbers: what every planner of this package is built on.
 
-In a step of T seconds a device of capability C has room for ``floor(C T)`` ESTs (EasyScale, Equation 1). So the best step
-time on given devices is the smallest of the numbers ``k / C_i`` in which they have room for every EST: one bisection
-(:func:`smallest_step`), or, for many vectors of devices at once, a table of all those numbers (:class:`StepTable`).
-:func:`evaluate` distributes the ESTs and returns a plan's figures, checked from scratch after every solve.
+An EST is EasyScale's logical worker; those of one device take turns. In a step of T seconds a device of capability C (ESTs
+per second) has room for ``floor(C T)`` of them (EasyScale, Equation 1). So the best step time on given devices is the
+smallest of the numbers ``k / C_i`` in which they have room for every EST: one bisection (:func:`smallest_step`), or, for
+many vectors of devices at once, a table of all those numbers (:class:`StepTable`). :func:`evaluate` distributes the ESTs
+and returns a plan's figures, checked from scratch after every solve.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def smallest_step(
     limits: Sequence[int | None] | None = None,
     max_devices: int | None = None,
 ) -> tuple[int, int] | None:
-    """Return (k, i) such that ``k / C_i`` is the smallest step time with capacity for ``max_workers`` ESTs.
+    """Return (k, i) such that ``k / C_i`` is the smallest step time with capacity for ``max_workers`` ESTs (logical workers).
 
     None means that no step is long enough, because ESTs or devices are limited. For each type i a bisection finds the least k;
     it starts from bounds that follow from ``x - 1 < floor(x) <= x``, so it takes a few integer operations.
@@ -129,7 +130,7 @@ def best_step(problem: Problem, counts: Counts | None = None) -> Fraction | None
 def distribute_ests(
     capacities: Sequence[int], counts: Sequence[int], workers: int, speeds: Sequence[int]
 ) -> list[list[tuple[int, int]]]:
-    """Return for each of T types its rows (devices, ESTs on each of them), most ESTs first.
+    """Return for each of T types its rows (devices, ESTs, which are logical workers, on each of them), most ESTs first.
 
     Every device is filled to its capacity; the surplus over ``workers`` is then taken from the slowest types, evenly within a
     type.
