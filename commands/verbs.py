@@ -170,15 +170,16 @@ def declared(function: Callable[..., Any], name: str, panels: Mapping[str, str])
     remarks of a type reads the text. A bool is a flag. Before the function runs, the files that it writes are held against
     those that it reads; an error that names a parameter names its option. Raises KeyError for a parameter without words.
     """
-    words = _WORDS["shared"] | _WORDS.get(name, {})
+    words = _WORDS["shared"] | _WORDS.get(name, {})  # False: the command line leaves the parameter out
     parameters = dict(inspect.signature(function, eval_str=True).parameters)
     taken = {key for key in parameters if key not in _LISTENERS and words[key] is not False}
+    # A verb's show function, and its parameters, which the verb itself need not have.
     show, shown = None, set[str]()
     if "as_json" not in parameters:
         show = getattr(sys.modules[function.__module__], f"show_{function.__name__}")
         _call, *of_show = inspect.signature(show, eval_str=True).parameters.values()
         shown = {parameter.name for parameter in of_show}
-        # What both have stands where the showing function has it, as the verb says it.
+        # What both have stands where the showing function has it, as the verb says it: type, remarks and default.
         verb_alone = {key: parameters[key] for key in parameters if key in taken - shown}
         parameters = verb_alone | {parameter.name: parameters.get(parameter.name, parameter) for parameter in of_show}
     remarks: dict[str, Remark] = {

@@ -580,23 +580,8 @@ def _explorer(figure: Explorer, slots: Slots) -> Chart:
     A filled point fits, a hollow one does not. The legend filters as well; scales stay as they are for all points.
     ``picked``: the row of the point that a page's script enlarges.
     """
-    traits = [*figure.points[0].traits, "memory"]
-    rows: list[Row] = []
-    for point in figure.points:
-        values = [name_of(value) if isinstance(value, str) else value for value in point.traits.values()]
-        values.append("fits" if point.fits else "does not fit")
-        spent = (point.price or 0.0) if figure.priced else point.memory_bytes / 2**30
-        low, high = point.range_s
-        row = {
-            "row": len(rows),
-            "what": name_of(point.name, 80),
-            "name": str(values[0]),
-            "x": _short(spent),
-            "y": _short(point.rate),
-        }
-        row |= {"step": show_seconds(point.step_s), "needs": show_bytes(point.memory_bytes)}
-        row |= {"range": "-" if low is None or high is None else show_span(low, high)}
-        rows.append(row | {f"trait{place}": value for place, value in enumerate(values)})
+    traits, rows = [*figure.points[0].traits, "memory"], _explorer_rows(figure)
+    # Vega's expression of what is shown, with a clause for each control; null is its entry "all".
     shown, parameters = "true", [alt.param(name="picked", value=-1)]
     for place, trait in enumerate(traits):
         field = f"trait{place}"
@@ -645,6 +630,27 @@ def _explorer(figure: Explorer, slots: Slots) -> Chart:
     chart = alt.layer(*layers, data=alt.Data(values=rows))  # type: ignore[no-untyped-call]
     chart = chart.transform_filter(shown).transform_filter(by_name).add_params(*parameters)
     return chart.properties(height=320, usermeta={"key": 7 * max(map(len, names)) + 48})
+
+
+def _explorer_rows(figure: Explorer) -> list[Row]:
+    """Return a row of data for each point: x is its price or memory (GiB), y its rate, ``trait0``, ... its traits.
+
+    The last of these says whether it fits in memory.
+    """
+    rows: list[Row] = []
+    for index, point in enumerate(figure.points):
+        values = [name_of(value) if isinstance(value, str) else value for value in point.traits.values()]
+        values.append("fits" if point.fits else "does not fit")
+        spent = (point.price or 0.0) if figure.priced else point.memory_bytes / 2**30
+        low, high = point.range_s
+        row: Row = {
+            **{"row": index, "what": name_of(point.name, 80), "name": str(values[0])},
+            **{"x": _short(spent), "y": _short(point.rate)},
+            **{"step": show_seconds(point.step_s), "needs": show_bytes(point.memory_bytes)},
+            "range": "-" if low is None or high is None else show_span(low, high),
+        }
+        rows.append(row | {f"trait{place}": value for place, value in enumerate(values)})
+    return rows
 
 
 def _explored_axis(rows: Sequence[Row], field: str, title: str) -> dict[str, Any]:

@@ -80,7 +80,7 @@ class Pollux:
         widest = max(most, fair_count, held)
         goodput = job.goodput_table(widest)
         if goodput is None:
-            linear = np.arange(widest + 1) / fair_count * scale
+            linear = np.arange(widest + 1) / fair_count * scale  # the same on one node and on several
             return linear[: most + 1], linear[: most + 1].copy(), float(linear[held])
         goodput = goodput * (scale / goodput[0, fair_count])
         # Row 0: on one node, row 1: across nodes.

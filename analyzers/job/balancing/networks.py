@@ -93,6 +93,7 @@ class NeuralNetwork(Trained):
             self.settings.most_steps,
             len(train_and_validation[1][1]),
         )
+        # Copies, as an expanded tensor is one piece of memory for all workers, and training changes each worker's own.
         self.weights = {
             name: value.expand(self.workers, *value.shape[1:]).clone() for name, value in common_weights.items()
         }
@@ -204,7 +205,7 @@ def _uniform(shape: tuple[int, ...], fan_in: int, generator: torch.Generator) ->
     """
     bound = fan_in**-0.5
     worker_values = torch.empty(shape[1:], dtype=torch.float64).uniform_(-bound, bound, generator=generator)
-    return worker_values.expand(shape).clone()
+    return worker_values.expand(shape).clone()  # memory of its own for each worker, whose weights part in training
 
 
 def _samples(kind: str, scaled: Floats) -> tuple[Floats, Floats]:

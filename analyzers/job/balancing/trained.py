@@ -172,6 +172,7 @@ class Trained:
         """
         if self._background_training is not None:
             return
+        # A shallow copy: training replaces what it learns and changes nothing else, but the rows go on growing meanwhile.
         trained_copy = copy.copy(self)
         trained_copy._rows = self._rows.copy()
         trained_copy._background_training = None

@@ -116,14 +116,14 @@ def solve_est(
         objective=check_objective(problem, objective),
     )
     if time_limit_s <= 0 or not _append_next_solution(search):
-        if search.exhausted:
+        if search.exhausted:  # proven: there is no plan
             raise _conflict_error_of(problem, seed)
         raise NotProven(f"no plan was found within {time_limit_s:g} s; allow more with --time-limit")
     while len(search.found) < top_k and search.found[-1].proven and _append_next_solution(search):
         pass
     best, *other_solutions = search.found
     alternatives = [evaluate(problem, other.counts) for other in other_solutions if other.proven]
-    gap = float(1 - best.bound_s / best.step_s)
+    gap = float(1 - best.bound_s / best.step_s)  # exact fractions: 0 only where the step is proven
     seconds = time.perf_counter() - started
     plan = plan_of(problem, evaluate(problem, best.counts), optimal=best.proven, gap=gap, solve_seconds=seconds)
     return plan.model_copy(update={"alternatives": alternatives})

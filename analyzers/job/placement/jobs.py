@@ -173,6 +173,7 @@ def solve_jobs(
     names = sorted((name for name, count in devices.items() if count > 0), key=natural_key)
     counts = np.array([devices[name] for name in names], dtype=np.int64)
     tables = _tables(problems, names, counts, weights or [1.0] * len(problems), seed)
+    # No share passes 1, that of the job alone.
     chosen, floor_bound, must_serve_all = _greedy_sharing(tables, counts), 1.0, False
     if objective == "max-min":
         floor_deadline = time.perf_counter() + _FLOOR_SHARE * (deadline - time.perf_counter())
@@ -188,7 +189,8 @@ def solve_jobs(
         limit_s=max(0.05, deadline - time.perf_counter()),
     )
     if program_sharing is not None:
-        # Without a floor that all jobs reach, the largest sum may let a job wait that the greedy sharing serves.
+        # HiGHS may stop at its limit with less than there was; and without a floor that all jobs reach, the largest sum may
+        # let a job wait that the greedy sharing serves.
         smallest_first = objective == "max-min" and not must_serve_all
         chosen = max(chosen, program_sharing, key=lambda sharing: _merit(tables, sharing, smallest_first))
     shares = _shares_of(tables, chosen)
@@ -203,6 +205,7 @@ def solve_jobs(
         for table, row_counts, share in zip(tables, chosen, shares, strict=True)
     ]
     status = "optimal" if gap == 0 else "feasible"
+    # In floats a bound may lie just below what was reached; where that is proven best, it is the bound.
     bound = max(bound, value) if gap else value
     return JointPlan(
         objective=objective, value=value, bound=bound, gap=gap, status=status, solve_seconds=seconds, jobs=jobs
