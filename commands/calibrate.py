@@ -90,6 +90,8 @@ def _read_steps(
         known: the table by which other names of the device are recognised.
         batch_size: of profiler traces (.json), which lack it; None without traces.
         conditions: the model, precision and optimizer for rows without them; see ``measured_rows``.
+
+    Raises InputError for traces without a batch size, a batch size without traces, and what cannot be read.
     """
     traces = [path for path in tables if ending(path) == ".json"]
     if traces and batch_size is None:

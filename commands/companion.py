@@ -181,6 +181,8 @@ def _write_patch(
         per_node: devices of one node; a count above it is a multiple of it.
         resource: the resource name that the patch requests, None for no request.
         remarks: receives the sentences to print.
+
+    Raises Infeasible where no single type holds the job.
     """
     candidates: list[tuple[float, int, str]] = []
     types = [device.type for device in database.meta.devices]

@@ -49,7 +49,8 @@ Finding = tuple[str, dict[str, Any]]
 def demo(output: Path = Path("ddltool-demo"), seed: Seed = 0, as_json: bool = False) -> None:
     """Trace, order, profile, fit, plan, enforce a real two-process training run, and report. About a minute.
 
-    ``output``: the folder of all artifacts. Each step reads the files of the steps before it.
+    ``output``: the folder of all artifacts. Each step reads the files of the steps before it. Raises ModuleNotFoundError,
+    before the first step, for a package that a later one needs.
     """
     # The last steps need these packages: a missing one is an error before the first step.
     for package in ("altair", "vl_convert", "sklearn"):
@@ -241,6 +242,7 @@ def _report(output: Path, seed: int) -> Finding:
     return report_file.name, {"report": str(report_file)}
 
 
+# In this order; each takes the folder of artifacts and the seed, and returns what it found.
 STEPS = {
     "trace": _trace,
     "profile": _profile,

@@ -118,7 +118,7 @@ def emit(
 
 
 def show_emit(call: VerbCall[EmitResult], as_json: bool = False) -> None:
-    """Say what was written, and what the target has no words for."""
+    """Say what was written, and what the target has no words for. Raises InputError for JSON where the text goes to stdout."""
     if as_json and str(call["output"]) == "-":
         raise InputError("--json", "cannot share stdout with -o -", "give -o a file name")
     written = call()

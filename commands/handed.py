@@ -33,18 +33,22 @@ def on_cluster(job: Job, cluster: Cluster) -> Job:
         groups = [group for group in cluster.nodes if group.devices.type == offer.type]
         per_node = min(group.devices.count for group in groups)
         offers.append(offer.model_copy(update={"per_node": per_node, "link": groups[0].link, "nic": groups[0].nic}))
+    # model_copy checks nothing, so the new fields are checked here.
     return job.model_copy(update={"devices": [DeviceOffer.model_validate(one.model_dump()) for one in offers]})
 
 
 def card_of(cluster: Cluster) -> str | None:
-    """Return the slowest network card of a cluster as ``--bandwidth`` has it; None where one is not measured."""
+    """Return the slowest network card of a cluster as ``--bandwidth`` has it (``100Gbit``); None where one is not measured."""
     cards = [group.nic_gbit for group in cluster.nodes]
     return None if None in cards else f"{min(card for card in cards if card):g}Gbit"
 
 
 @contextmanager
 def named(model: Source, batch: Any = None) -> Iterator[str]:
-    """Let a text stand for a model, with a batch for it, within the block."""
+    """Yield a text that stands for a model, with a batch for it, wherever a source is named within the block.
+
+    ``batch``: what a DataLoader yields; None: none is given. Raises InputError for what is no batch.
+    """
     if batch is None:
         with holding(model) as text:
             yield text
@@ -57,7 +61,10 @@ def named(model: Source, batch: Any = None) -> Iterator[str]:
 
 
 def total_batch(batch: Any, devices: str) -> int:
-    """Return the samples of a step of which each device takes a batch."""
+    """Return the samples of a step in which each of the ``devices``, such as ``8xH100``, takes a ``batch`` of this size.
+
+    Raises InputError where no device is offered.
+    """
     from ddltool.analyzers.step.tracing.batches import samples_in
 
     counts = [offer.count or 0 for offer in offered(devices)]

@@ -24,7 +24,7 @@ Remark = dict[str, Any]
 
 
 def within(least: int, most: int | None = None) -> Remark:
-    """Return what a type says of a whole number from ``least`` to ``most``, ends included; None: without upper limit."""
+    """Return what a type says of a whole number from ``least`` to ``most``, ends included; None: no upper limit."""
     ends = f"[{least}<=x<={most}]" if most is not None else f"[x>={least}]"
     return {"metavar": f"N {ends}", "reader": number(least, math.inf if most is None else most, whole=True)}
 
@@ -182,7 +182,7 @@ def integers(
 ) -> tuple[int, ...]:
     """Return the whole numbers in a text such as ``1,2,4``; ``where``: the option, for errors.
 
-    ``once``: each counts once. ``ordered``: they are sorted, where each counts once; else they stay as they stand.
+    ``once``: repeats are dropped. ``ordered``: the numbers are sorted, which needs ``once``; else they stay as they stand.
     Raises InputError for anything that is no whole number from ``least`` to ``most``.
     """
     remedy = "write for example 1,2,4" if least else "write for example 0,1,4"

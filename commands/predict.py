@@ -51,6 +51,7 @@ _RECORDED = ("limit", "keep_files")
 
 
 def _sizes(text: str, where: str) -> tuple[int, ...] | None:
+    """Return the batch sizes in a text such as ``8,16``; None for ``auto``, which tries them up to the memory limit."""
     return None if text == "auto" else integers(text, where, ordered=False)
 
 
@@ -174,7 +175,11 @@ def _recorded_step(
     tell: Tell,
     stage: Stage,
 ) -> Graph:
-    """Return the graph of a command's step, recorded now, or of a file that holds one."""
+    """Return the graph of a command's step, recorded now as if on ``device`` within ``limit_s`` seconds, or of a file with one.
+
+    Raises InputError for a graph that was traced and not recorded. ``tell`` is given what was assumed of values that only a
+    run knows; ``keep_files``: what the script writes stays on the disk.
+    """
     if is_command(source):
         with stage(f"recording {' '.join(words_of(source))}"):
             graph = record(source, device, gpus_per_node=gpus_per_node, limit_s=limit_s, keep_files=keep_files)
@@ -201,6 +206,7 @@ def show_predict(call: VerbCall[PredictResult], output: Path | None = None, as_j
 
 
 def _counts(where: str, given: Sequence[int] | int) -> tuple[int, ...]:
+    """Return one number, or several, as a tuple. Raises InputError, named ``where``, unless all are from 1 to 2**31."""
     numbers = (given,) if isinstance(given, int) else tuple(given)
     for count in numbers:
         if not isinstance(count, int) or not 1 <= count <= _LARGEST:

@@ -198,7 +198,10 @@ def _prints_elsewhere() -> Iterator[None]:
 
 
 def _budget(memory: str | float, device: str) -> float:
-    """Return how many bytes a search for the memory limit may use: a number, a text such as ``2GiB``, or ``all`` of a GPU."""
+    """Return how many bytes a search for the memory limit may use: a number, a text such as ``2GiB``, or ``all`` of a GPU.
+
+    Raises InputError for any other text, and for ``all`` of a CPU (``device``: cpu or cuda).
+    """
     if not isinstance(memory, str):
         return memory
     if memory != "all":

@@ -65,7 +65,7 @@ def ddltool_graph(ddltool_dir: Path) -> Callable[[str], Graph]:
     """Read a graph of the folder by name: ``ddltool_graph("resnet50.graph.json.gz")``."""
     from ddltool.graph import read_graph
 
-    return lambda name: _told(lambda: read_graph(_inside(ddltool_dir, name)))
+    return lambda name: _or_fail(lambda: read_graph(_inside(ddltool_dir, name)))
 
 
 @pytest.fixture(scope="session")
@@ -74,7 +74,7 @@ def ddltool_plan(ddltool_dir: Path) -> Callable[[str], Plan]:
     from ddltool.artifacts import load
     from ddltool.plans import Plan
 
-    return lambda name: _told(lambda: load(_inside(ddltool_dir, name), Plan))
+    return lambda name: _or_fail(lambda: load(_inside(ddltool_dir, name), Plan))
 
 
 @pytest.fixture(scope="session")
@@ -82,7 +82,7 @@ def ddltool_profile(ddltool_dir: Path) -> Callable[[str], pd.DataFrame]:
     """Read a profile of the folder by name: ``ddltool_profile("profile.csv")``."""
     from ddltool.profiles import read_profile
 
-    return lambda name: _told(lambda: read_profile(_inside(ddltool_dir, name)))
+    return lambda name: _or_fail(lambda: read_profile(_inside(ddltool_dir, name)))
 
 
 @pytest.fixture
@@ -115,24 +115,25 @@ def assert_gate(
     ) -> GateResult:
         """Return the verdict on ``current``, or fail the test with a line for each failed check.
 
-        ``baseline_name``: a file in the folder of baselines. ``rules`` and ``level``: None for the configured ones.
+        ``baseline_name``: a file in the folder of baselines, which ``--ddltool-update`` writes. ``rules`` and ``level``: None
+        for the configured ones.
         """
         __tracebackhide__ = True
-        target = _told(lambda: _inside(ddltool_dir, baseline_name))
-        verdict = _told(lambda: hold(current, target, rules or (), level, update=update, config=config))
+        target = _or_fail(lambda: _inside(ddltool_dir, baseline_name))
+        verdict = _or_fail(lambda: hold(current, target, rules or (), level, update=update, config=config))
         if not verdict.passed:
             failed = "\n".join(f"  {sentence(check)}" for check in verdict.failed)
             hint = "" if update else "\nto accept it: pytest --ddltool-update"
             count = f"{len(verdict.failed)} of {len(verdict.checks)}"
             pytest.fail(f"{count} checks failed against {target}:\n{failed}{hint}", pytrace=False)
         if update:
-            _told(lambda: write_once(current, target))
+            _or_fail(lambda: write_once(current, target))
         return verdict
 
     return gate
 
 
-def _told(call: Callable[[], T]) -> T:
+def _or_fail(call: Callable[[], T]) -> T:
     """Return what the call returns; an error that ddltool explains fails the test in one line, without a traceback."""
     __tracebackhide__ = True
     try:

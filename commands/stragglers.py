@@ -30,7 +30,7 @@ def stragglers(
 
     ``sources``: one trace for each rank, folders of these, the hook's telemetry, or one table of operations (.parquet).
     ``feed``: the folder into which the inputs of the remedies' commands are written. ``batch_size``: samples of a rank,
-    for these.
+    for these. Raises InputError for sources that do not go together or cannot be read.
     """
     paths = _trace_files(sources)
     check_outputs(paths, {"-o": output})

@@ -131,10 +131,11 @@ def trace(
         fabric = own_fabric(graph)
     else:
         known = known_devices(devices_file).device(device)
-        several = bandwidth is None and (link is not None or own_link(known).kind.startswith("nvlink"))
+        # Modules with NVLink stand several to a board; a bandwidth alone is that between nodes of one GPU.
+        is_board = bandwidth is None and (link is not None or own_link(known).kind.startswith("nvlink"))
         fabric = fabric_of(
             known,
-            gpus_per_node=gpus_per_node or (DEVICES_PER_NODE if several else 1),
+            gpus_per_node=gpus_per_node or (DEVICES_PER_NODE if is_board else 1),
             link=link,
             nic=nic,
             bandwidth=bandwidth,

@@ -170,15 +170,16 @@ def declared(function: Callable[..., Any], name: str, panels: Mapping[str, str])
     remarks of a type reads the text. A bool is a flag. Before the function runs, the files that it writes are held against
     those that it reads; an error that names a parameter names its option. Raises KeyError for a parameter without words.
     """
-    words = _WORDS["shared"] | _WORDS.get(name, {})
+    words = _WORDS["shared"] | _WORDS.get(name, {})  # False: the command line leaves the parameter out
     parameters = dict(inspect.signature(function, eval_str=True).parameters)
     taken = {key for key in parameters if key not in _LISTENERS and words[key] is not False}
+    # A verb's show function, and its parameters, which the verb itself need not have.
     show, shown = None, set[str]()
     if "as_json" not in parameters:
         show = getattr(sys.modules[function.__module__], f"show_{function.__name__}")
         _call, *of_show = inspect.signature(show, eval_str=True).parameters.values()
         shown = {parameter.name for parameter in of_show}
-        # What both have stands where the showing function has it, as the verb says it.
+        # What both have stands where the showing function has it, as the verb says it: type, remarks and default.
         verb_alone = {key: parameters[key] for key in parameters if key in taken - shown}
         parameters = verb_alone | {parameter.name: parameters.get(parameter.name, parameter) for parameter in of_show}
     remarks: dict[str, Remark] = {
@@ -186,6 +187,7 @@ def declared(function: Callable[..., Any], name: str, panels: Mapping[str, str])
     }
     flags = {key: _flags(key, remark)[-1] for key, remark in remarks.items() if "argument" not in remark}
     spelling = {key: flags.get(key) or remark["argument"] for key, remark in remarks.items()}
+    # How errors of a function call its parameter: by its name, or in words ("time limit" for time_limit_s).
     fields = {field: flag for key, flag in flags.items() for field in (key, key.removesuffix("_s").replace("_", " "))}
 
     def command(context: typer.Context, **values: Any) -> Any:
@@ -239,7 +241,8 @@ def _flags(name: str, said: Remark) -> list[str]:
 def _option(parameter: inspect.Parameter, said: Remark, panel: str | None) -> inspect.Parameter:
     """Return a parameter as typer takes it: an argument or option, by its annotation and the words that are ``said`` of it.
 
-    ``panel``: the title of the group that help shows it in; None: no group.
+    The remarks in an ``Annotated`` type say what its text may be: mappings of typer's own settings, choices, or a reader of
+    (text, option). ``panel``: the title of the group that help shows it in; None: no group.
     """
     annotated = get_origin(parameter.annotation) is Annotated
     annotation, *remarks = get_args(parameter.annotation) if annotated else (parameter.annotation,)
@@ -258,6 +261,7 @@ def _option(parameter: inspect.Parameter, said: Remark, panel: str | None) -> in
         settings.setdefault("reader", number(whole=kind is int))
     if read := settings.pop("reader", None):
         kind, where = str, argument or flags[-1]
+        # typer parses defaults too, which are values already.
         settings["parser"] = lambda given: read(given, where) if isinstance(given, str) else given
         settings.setdefault("metavar", argument or "N")
     default = parameter.default

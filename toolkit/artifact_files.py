@@ -213,7 +213,10 @@ def read_artifact(path: Path) -> dict[str, Any]:
 
 
 def checked_document(document: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return a document as it is; the rows of a profile (as ``ddltool profile --json`` prints it) are checked first."""
+    """Return a document as it is; the rows of a profile (as ``ddltool profile --json`` prints it) are checked first.
+
+    Raises InputError, named ``where``, for rows that are none, or break the profile's schema.
+    """
     if document.get("kind") != "ddltool.profile":
         return document
     import pandas as pd

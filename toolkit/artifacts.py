@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 
 SCHEMA_VERSION = 1
-_IS_IT = Field(ge=SCHEMA_VERSION, le=SCHEMA_VERSION, json_schema_extra={"const": SCHEMA_VERSION})
-Version = Annotated[int, Strict(), _IS_IT]
+_THIS_VERSION = Field(ge=SCHEMA_VERSION, le=SCHEMA_VERSION, json_schema_extra={"const": SCHEMA_VERSION})
+Version = Annotated[int, Strict(), _THIS_VERSION]
 """Not a Literal, which takes true for 1."""
 # Most unpacked bytes of a document in memory, of a file that is read line by line, of one such line.
 LONGEST_TEXT, LONGEST_STREAM, _LONGEST_LINE = 1 << 29, 1 << 33, 1 << 20
@@ -155,7 +155,7 @@ def opened(path: str | Path, max_bytes: int = LONGEST_STREAM) -> Iterator[io.Buf
     path = Path(path)
     if str(path) == _STDIN:
         with _name_read_errors(path):
-            data = _whole(sys.stdin.buffer)
+            data = _all_of_stdin(sys.stdin.buffer)
             stdin: Any = io.BytesIO(data)
             unpacked = gzip.GzipFile(fileobj=stdin) if data[:2] == _GZIP else stdin
             yield io.BufferedReader(_BoundedBytes(unpacked, path, max_bytes), _READ_AT_ONCE)
@@ -172,8 +172,11 @@ def opened(path: str | Path, max_bytes: int = LONGEST_STREAM) -> Iterator[io.Buf
 
 
 @lru_cache(maxsize=1)
-def _whole(stream: Any) -> bytes:
-    """Return all bytes of standard input; it is read once and kept, as it cannot be read again."""
+def _all_of_stdin(stream: Any) -> bytes:
+    """Return all bytes of standard input, ``stream``; it is read once and kept, as it cannot be read again.
+
+    Raises InputError for more than ``LONGEST_TEXT`` bytes.
+    """
     data: bytes = stream.read(LONGEST_TEXT + 1)
     if len(data) > LONGEST_TEXT:
         raise InputError(_STDIN, f"holds more than {show_bytes(LONGEST_TEXT)}", "give it as a file")
@@ -491,7 +494,7 @@ def _fill_and_rename(handle: IO[bytes], data: bytes, target: Path, mode: int | N
             os.fsync(handle.fileno())
         os.chmod(handle.name, stat.S_IMODE(mode) if mode is not None else 0o666 & ~_read_umask())
         os.replace(handle.name, target)
-    except BaseException:
+    except BaseException:  # Ctrl-C too
         with contextlib.suppress(OSError):
             os.unlink(handle.name)
         raise

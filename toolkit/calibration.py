@@ -10,6 +10,7 @@ from ddltool.artifacts import Artifact, Record
 from ddltool.quantities import Count, Duration, NonNegative, Positive
 
 Shares = dict[str, Positive]
+"""Factors by unit, class of kernel or architecture; 1 changes nothing."""
 # What a generation or a device has factors on: matrix units, float32 units, memory.
 UNITS = ("tensor", "vector", "memory")
 
@@ -24,7 +25,7 @@ class Residuals(Record):
     what: str = Field(description="what was left out of the fit")
 
     @model_validator(mode="after")
-    def _about_the_prediction(self) -> Residuals:
+    def _check_range(self) -> Residuals:
         """Refuse a range of measured over predicted that does not hold the prediction itself, 1."""
         if not self.low <= 1.0 <= self.high:
             raise ValueError(f"low is {self.low:g} and high {self.high:g}; the prediction itself, 1, lies between them")
@@ -43,7 +44,7 @@ class DeviceFit(Record):
 
     @field_validator("units")
     @classmethod
-    def _every_unit(cls, units: dict[str, float]) -> dict[str, float]:
+    def _check_units(cls, units: dict[str, float]) -> dict[str, float]:
         """Refuse factors that are not exactly those of the three units."""
         if set(units) != set(UNITS):
             raise ValueError(f"has {', '.join(sorted(units)) or 'nothing'}; give exactly {', '.join(UNITS)}")

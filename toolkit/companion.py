@@ -161,7 +161,7 @@ class Companion:
         base = self._base
         base.execute("PRAGMA trusted_schema = OFF")
         base.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST_VALUE)
-        deadline = [0.0]
+        deadline = [0.0]  # a list, so that the function below can change what the other one reads
 
         def set_deadline(_statement: str) -> None:
             """Give the statement that begins ten seconds; ``_statement`` is its text, which SQLite passes."""
@@ -250,7 +250,7 @@ class Companion:
             yield
 
     def _stored(self) -> CompanionMeta:
-        """Return the meta document as it stands in the file now."""
+        """Return the meta document as it stands in the file now. Raises InputError where it cannot be read."""
         row = self._base.execute("SELECT document FROM meta").fetchone()
         document = None
         with contextlib.suppress(ValueError, TypeError):  # no row, or in a damaged file one without a text

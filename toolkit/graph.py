@@ -117,6 +117,7 @@ class Recorded:
         """
         start = np.maximum(np.array(self.made, dtype=np.int64), 0)
         end = np.array([places - 1 if place is None else place for place in self.freed], dtype=np.int64)
+        # One that ends before it starts, unused, counts as living at its first place alone.
         return start, np.maximum(end, start), np.array(self.storage_bytes, dtype=np.float64)
 
     def held_bytes(self, places: int, part: str | None = None) -> NDArray[np.float64]:
@@ -146,6 +147,7 @@ class Graph:
     duration_s: NDArray[np.float64]
     """(n,) seconds; NaN where not estimated."""
     flops: NDArray[np.float64]
+    """(n,), as the other columns of ops; :class:`Op` says what each holds."""
     size_bytes: NDArray[np.float64]
     parameter: tuple[str | None, ...]
     op_type: tuple[str, ...]
@@ -524,6 +526,7 @@ def assign_channels(graph: Graph, servers: int) -> Graph:
     used_channels = sorted(set(channel_of.values()))
     names = tuple([f"channel:{resource_number}" for resource_number in used_channels] + compute_names)
     index_of_resource = {name: resource_number for resource_number, name in enumerate(names)}
+    # 0 for channels that are left out: every op on one is a transfer, and gets its channel below.
     new_index = np.array([index_of_resource.get(name, 0) for name in graph.resource_names], dtype=graph.resource.dtype)
     resource = new_index[graph.resource]
     for op in transfers:

@@ -39,7 +39,7 @@ class JobState(Artifact):
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        """Hold what fields say of each other."""
+        """Refuse node lists of unequal length, a job without GPUs, both or neither of what is left, and M0 above the limit."""
         if len(self.held) != len(self.free):
             raise ValueError(f"free has {len(self.free)} nodes, held has {len(self.held)}; one number per node in both")
         if not sum(self.held):

@@ -52,13 +52,13 @@ def _demand_names(what: str, names: Iterable[str], known: Collection[str] = ()) 
         seen.add(name)
 
 
-def _demand_equal(what: str, given: float, parts: float, of: str) -> None:
-    """Raise ValueError where a figure ``given`` in a plan is not what its ``parts`` make, but for rounding.
+def _demand_equal(what: str, given: float, sum_of_parts: float, words: str) -> None:
+    """Raise ValueError where a figure ``given`` in a plan is not the ``sum_of_parts``, but for rounding.
 
-    ``what``: the figure's field; ``of``: the words before the other number, such as "the assignments have".
+    ``what``: the figure's field; ``words``: those before the other number, such as "the assignments have".
     """
-    if not math.isclose(given, parts, rel_tol=1e-6):
-        raise ValueError(f"{what} is {given:.10g}, but {of} {parts:.10g}")
+    if not math.isclose(given, sum_of_parts, rel_tol=1e-6):
+        raise ValueError(f"{what} is {given:.10g}, but {words} {sum_of_parts:.10g}")
 
 
 class Assignment(Record):

@@ -121,7 +121,8 @@ def _device_with_source(entry: Any, known: DeviceTable, where: str, inside: str)
 def _parse_device(entry: Any, known: DeviceTable, where: str, inside: str) -> Device:
     """Return the device of an entry; fields that it lacks are those of the device that it names as ``like``.
 
-    ``known``: the devices that it may name. Single rates of ``peak_flops`` may be replaced too.
+    ``known``: the devices that it may name. Single rates of ``peak_flops`` may be replaced too. Raises InputError, with the
+    place ``inside`` the file ``where``, for a wrong field and for an unknown device.
     """
     if not isinstance(entry, Mapping) or "like" not in entry:
         return parse_record(entry, Device, where, inside)

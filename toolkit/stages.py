@@ -16,7 +16,7 @@ Tell = Callable[[str], None]
 
 @contextmanager
 def quietly(title: str, total: int | None = None) -> Iterator[Advance]:
-    """Surround work that nobody watches: yields a function that takes the progress and shows nothing."""
+    """Surround work that nobody watches: a :data:`Stage` whose function takes the progress and shows nothing."""
     yield lambda done, remark="": None
 
 

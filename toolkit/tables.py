@@ -159,7 +159,8 @@ def numbers(
     values = pd.to_numeric(cells, errors="coerce").to_numpy(dtype=np.float64, copy=True)
     is_empty = (cells.isna() | cells.isin(["None"])).to_numpy() if missing else np.zeros(len(cells), dtype=bool)
     if cells.dtype.kind not in "iuf":
-        # Of a CSV such a column has texts, one of them no number; what is a text or true in JSON is none.
+        # A CSV's column comes as texts where one of them is no number: all texts, and the others are numbers. In JSON "4" and
+        # true are no numbers, though to_numeric takes them: refused, and shown with their quotes.
         quoted = cells.map(lambda cell: isinstance(cell, (str, bool))).to_numpy(dtype=bool)
         if not (quoted | cells.isna().to_numpy()).all() or np.isfinite(values[quoted]).all():
             cells = cells.where(~(quoted & np.isfinite(values)), cells.map(repr))

@@ -105,7 +105,7 @@ def runs_of(frame: pd.DataFrame) -> pd.Series[Any]:
     runs_begun = is_first_of_run.groupby(rank, dropna=False).cumsum()
     # Counted back from each rank's last run, which is 0: ranks may have missed earlier ones.
     run_number: pd.Series[Any] = runs_begun - runs_begun.groupby(rank, dropna=False).transform("max")
-    if "world_size" in frame.columns:
+    if "world_size" in frame.columns:  # rows of another number of processes belong to a run before
         world_sizes = pd.to_numeric(frame["world_size"], errors="coerce")
         run_number -= world_sizes != world_sizes.iloc[-1]
     return run_number.sub(run_number.min())
@@ -155,6 +155,7 @@ class BarrierRow(SyncEvent):
     workers: list[Count]
     """The members when it was decided; the other lists have one entry for each."""
     iterations: list[Count]
+    """How many each made in the superstep."""
     predicted_end_s: list[Change]
     """When each was to begin to wait; empty in the warm-up."""
     end_s: list[Change | None]
@@ -192,10 +193,13 @@ class SummaryRow(SyncEvent):
     event: Literal["summary"] = "summary"
     policy: str
     steps: list[Count]
+    """Of each worker."""
     updates: Count
     updates_per_s: NonNegative
     wait_s: list[Seconds]
+    """How long each worker waited for others in all."""
     staleness: dict[int, Count]
+    """How many gradients had each staleness."""
 
 
 SyncRow = StepRow | BarrierRow | LeftRow | JoinedRow | SummaryRow

@@ -73,7 +73,10 @@ def assumptions(settings: LaunchSettings, plan: Plan) -> list[str]:
 
 
 def _train_job(plan: Plan, layout: ProcessLayout, settings: LaunchSettings) -> dict[str, Any]:
-    """Return a TrainJob (Kubeflow Trainer v2), whose runtime's torch policy gives torchrun its PET_ variables."""
+    """Return a TrainJob (Kubeflow Trainer v2), whose runtime's torch policy gives torchrun its PET_ variables.
+
+    Raises InputError where the ``layout`` has unlike nodes, as a TrainJob has one kind.
+    """
     if len(layout.groups) > 1:
         groups_text = "; ".join(group.text for group in layout.groups)
         raise InputError("TrainJob", f"has one kind of node, the plan needs {groups_text}", "use --kind JobSet")

@@ -30,7 +30,9 @@ class EqualNodes:
     nodes: int
     processes_per_node: int
     first_node: int
+    """Rank of the first node; the others follow."""
     first_rank: int
+    """Rank of its first process; the others follow, node by node."""
 
     @property
     def processes(self) -> int:
@@ -143,7 +145,7 @@ def layout(plan: Plan, devices_per_node: Mapping[str, int] | int | None = None) 
     taken to stand on one node (``assumed``). Raises InputError for a type that the plan does not use, for counts below
     one, and for nodes that hold no whole number of tensor groups.
     """
-    devices_per_rank = plan.processes // plan.world_size
+    devices_per_rank = plan.processes // plan.world_size  # more than one where ranks are groups
     # (device type, single devices) of neighbouring assignments of one type, in the order of the ranks.
     device_runs = [
         (name, devices_per_rank * sum(row.devices for row in rows))
@@ -189,7 +191,7 @@ def _per_node(plan: Plan, types: list[str], devices_per_node: Mapping[str, int] 
     """Return how many single devices a node has, by device type, for the types of which that is known.
 
     The user's word (``devices_per_node``) comes first, then what the plan says, then its processes spread over its
-    nodes.
+    nodes. Raises InputError where the user names a type that is not among ``types``, or fewer devices than one.
     """
     if devices_per_node is None:
         if plan.run is not None and plan.run.gpus_per_node is not None:

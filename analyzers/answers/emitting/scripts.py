@@ -30,9 +30,9 @@ CORES = 4
 def torchrun_script(plan: Plan, layout: ProcessLayout, settings: LaunchSettings, *, gaps: Sequence[str]) -> str:
     """Return a bash script that starts a node's processes; it is run once on every node.
 
-    What the script is given is appended to the training script's arguments. On several nodes it
-    asks for ``NODE_RANK`` and ``MASTER_ADDR``, and a node's rank decides how many processes it starts. torchrun's
-    static rendezvous numbers the processes node by node, so rank r is rank r of the plan.
+    What the script is given is appended to the training script's arguments. ``gaps``: what it leaves out of the plan, said
+    in its comments. On several nodes it asks for ``NODE_RANK`` and ``MASTER_ADDR``, and a node's rank decides how many
+    processes it starts. torchrun's static rendezvous numbers the processes node by node, so rank r is rank r of the plan.
     """
     return _filled("torchrun.sh", plan, gaps, layout, script=shlex.join(settings.script))
 

@@ -139,7 +139,7 @@ def _escape_command(text: str, special: str = "") -> str:
     ``special``: further characters to encode, the delimiters of a command's properties.
     """
     text = harmless(text)
-    for character in "%\r\n" + special:
+    for character in "%\r\n" + special:  # % first, as the codes of the others have one
         text = text.replace(character, f"%{ord(character):02X}")
     return text
 
@@ -167,5 +167,6 @@ def summary(verdict: GateResult, subject: str) -> str:
 
 def _escape_markdown(text: str) -> str:
     """Return text that Markdown shows as it is: no HTML, no emphasis, no table cell ends in it."""
+    # & first, as the others' replacements have one.
     escaped = harmless(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return re.sub(r"([\\`*_\[\]|~])", r"\\\1", escaped)

@@ -360,7 +360,10 @@ def _demo_figures(document: Mapping[str, Any], where: str) -> Iterator[Metric]:
 
 
 def _user_figures(document: Mapping[str, Any], where: str) -> Iterator[Metric]:
-    """Yield a user's own figures (numbers or lists of repeats by name); the end of a name tells the unit."""
+    """Yield a user's own figures (numbers or lists of repeats by name); the end of a name tells the unit.
+
+    Raises InputError for anything else.
+    """
     if not isinstance(document["figures"], Mapping):
         raise InputError(f"{where}:figures", "is no mapping", "give {name: number, or list of repeats}")
     yield from _nested_figures(document["figures"], "", where)
@@ -369,7 +372,7 @@ def _user_figures(document: Mapping[str, Any], where: str) -> Iterator[Metric]:
 def _nested_figures(values: Mapping[str, Any], prefix: str, where: str) -> Iterator[Metric]:
     """Yield a metric for each number, or list of repeats, of a mapping; nested names are joined by ``/``.
 
-    ``prefix``: what stands before the names; ``where``: the file, for errors.
+    ``prefix``: what stands before the names; ``where``: the file, for errors. Raises InputError for any other value.
 
     >>> [metric.name for metric in _nested_figures({"loss": {"last": 0.5}}, "", "file")]
     ['loss/last']
@@ -474,6 +477,7 @@ def _family_figures(name: str, cells: Sequence[Cell]) -> Iterator[Metric]:
         yield Metric(name=f"{name}/{cell.key}", value=cell.median, unit="s", measured=True, cells=(cell,))
 
 
+# By kind; each takes the record, or the document of a kind without one, and what to call it in errors.
 _COMPUTED_FIGURES: dict[str, Callable[[Any, str], Iterator[Metric]]] = {
     "ddltool.graph": _graph_figures,
     "ddltool.trace": _trace_figures,

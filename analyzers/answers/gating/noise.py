@@ -100,6 +100,7 @@ def past_limit(
     if error == 0:
         p = 0.0 if log_excess > 0 else 1.0
     else:
+        # The share of draws that are as far out; the figure itself counts as one, so that p is never 0 by chance.
         p = max((1 + DRAWS - int(np.searchsorted(sample, log_excess / error))) / (DRAWS + 1) for sample in null_draws)
     critical = max(float(sample[min(int(DRAWS * (1 - level)), DRAWS - 1)]) for sample in null_draws)
     low_ratio, high_ratio = np.exp(

@@ -85,7 +85,8 @@ def parse_rule(text: str, where: str = "--rule", *, optional: bool = False) -> R
     if direction and (op != "<=" or isinstance(value, str) or value < 0 or sign):
         raise InputError(where, f"{text!r} is no rule", f"write {metric} {direction} <= 5%, the amount without sign")
     if not direction and sign and dimension == "%" and not isinstance(value, str):
-        # A bound on the signed change: ">= -5%" is a decrease of at most 5 %.
+        # A bound on the signed change: ">= -5%" is a decrease of at most 5 %. Other pairs of operator and sign, such as
+        # ">= +5%", hold only for what has become better.
         if (op, value <= 0) != (">=", True) and (op, value >= 0) != ("<=", True):
             remedy = f"write {metric} >= -5% or {metric} <= +5%; a target is an absolute limit"
             raise InputError(where, f"{text!r} would demand an improvement", remedy)
@@ -99,7 +100,8 @@ def _parse_value(value_text: str, op: str, where: str) -> tuple[float | str, str
     """Return a rule's value as (value, dimension, sign).
 
     The value is a number in SI base units, or a text as written; the dimension is "s", "bytes", "%" or ""; the sign is
-    "", "+" or "-". ``op``: only == and != take a text. ``where``: the rule, for errors.
+    "", "+" or "-". ``op``: only == and != take a text. ``where``: the rule, for errors. Raises InputError for what is no
+    number, an unknown unit, and a number beyond floats.
     """
     match = _NUMBER.fullmatch(value_text)
     if match is None:

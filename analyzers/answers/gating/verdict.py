@@ -47,7 +47,7 @@ def judge(
     ``baseline`` None: only absolute limits. A measured figure with repeats fails only when it is past its limit beyond
     noise. ``level``: at most this share of gates whose figures truly keep their limits raises any alarm; it is divided
     by the number of tests (Bonferroni). Raises InputError for rules that do not fit the metrics and for a rule on
-    changes without a baseline. ``where``: where the rules are from.
+    changes without a baseline. ``where``: where the rules are from; ``seed``: of the simulated noise.
     """
     pairs: list[_RuleOnMetric] = []
     for rule in rules:
@@ -316,7 +316,8 @@ def figures_of(given: Iterable[Any]) -> Figures:
 def baselines_of(current: Sequence[Any], given: Sequence[Any], settings: GateConfig | None) -> list[Any]:
     """Return the baselines: those ``given``, else the configured one.
 
-    A folder is replaced by its files of the same names as the current artifacts.
+    A folder is replaced by its files of the same names as the current artifacts. ``settings``: the configuration; None: there
+    is none.
     """
     paths = given
     if not given and settings is not None and settings.baseline is not None:
@@ -345,7 +346,8 @@ def hold(
     """Check an artifact against the baseline file ``target`` by the rules ``texts``, else by those of the file ``config``.
 
     ``level`` None: the configured one. With ``update`` the current artifact is its own baseline, so that absolute
-    limits still hold; a baseline that is missing or broken is then no error.
+    limits still hold; a baseline that is missing or broken is then no error. Nothing is written. Raises InputError for a
+    baseline that is missing, broken or of another kind, and for rules that do not fit.
     """
     figures = extract(document_of(current), "current")
     settings = read_config(config, required=False)
@@ -365,7 +367,10 @@ def hold(
 
 
 def document_of(current: Any) -> Mapping[str, Any]:
-    """Return an artifact (path, graph, data frame, record or mapping) as a document with its kind."""
+    """Return an artifact (path, graph, data frame, record or mapping) as a document with its kind.
+
+    Raises InputError for anything else, and for a file that cannot be read.
+    """
     if isinstance(current, (str, Path)):
         return read_artifact(Path(current))
     if isinstance(current, Graph):
@@ -383,7 +388,7 @@ def document_of(current: Any) -> Mapping[str, Any]:
 def write_baseline(current: Any, target: Path) -> None:
     """Write the baseline atomically. Raises InputError when a table is not named .csv or a document not .json.
 
-    ``current``: a file, which is copied, or what a program holds.
+    ``current``: a file, which is copied, or what a program holds. The folder of ``target`` is made where it is missing.
     """
     is_file = isinstance(current, (str, Path))
     tabular = is_table(Path(current)) if is_file else isinstance(current, pd.DataFrame)

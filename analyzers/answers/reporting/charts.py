@@ -266,7 +266,7 @@ def _rule(axis: str, values: Sequence[tuple[str, float]], colour: alt.Color, das
     return [_chart(rows).mark_rule(strokeWidth=1.5).encode(**channel, color=colour, strokeDash=dash)]
 
 
-def _beyond(known_until: float | None, last: float) -> list[alt.Chart]:
+def _veil_beyond(known_until: float | None, last: float) -> list[alt.Chart]:
     """Return layers that veil the picture from ``known_until`` to ``last``, where no data support it; none for None."""
     if known_until is None or known_until >= last:
         return []
@@ -284,12 +284,12 @@ def _beyond(known_until: float | None, last: float) -> list[alt.Chart]:
     ]
 
 
-def _whole(is_whole: bool) -> dict[str, Any]:
-    """Return an axis' options: where its values are counts, ticks at whole numbers alone."""
+def _tick_options(is_whole: bool) -> dict[str, Any]:
+    """Return an axis' options: where its values are counts (``is_whole``), ticks at whole numbers alone."""
     return {"tickMinStep": 1, "format": ",d"} if is_whole else {}
 
 
-def _x_of(figure: Lines, values: np.ndarray[Any, Any]) -> tuple[alt.Scale, alt.Axis]:
+def _x_scale_and_axis(figure: Lines, values: np.ndarray[Any, Any]) -> tuple[alt.Scale, alt.Axis]:
     """Return the scale and the axis of x, with its marks at values that people read; ``values`` (n,): all x that are drawn."""
     low, high = (float(values.min()), float(values.max())) if values.size else (1.0, 1.0)
     if figure.x_axis == "bytes":
@@ -302,7 +302,7 @@ def _x_of(figure: Lines, values: np.ndarray[Any, Any]) -> tuple[alt.Scale, alt.A
         return alt.Scale(type="log", nice=False), alt.Axis(values=marks, labelExpr=_TIMES, grid=False)
     if figure.x_axis == "log" and low > 0:
         return alt.Scale(type="log", nice=False), alt.Axis(format=_NUMBER, tickCount=6, grid=False)
-    axis = alt.Axis(grid=False, tickCount=8, **_whole("x" in figure.whole))
+    axis = alt.Axis(grid=False, tickCount=8, **_tick_options("x" in figure.whole))
     return alt.Scale(zero=False, nice=False, padding=6 if figure.draw == "points" else 0), axis
 
 
@@ -390,9 +390,9 @@ def _colour_and_dash(
 def _line_axes(figure: Lines, lines: Sequence[Line], unit: str) -> tuple[alt.X, alt.Y]:
     """Return the x and y of lines; ``unit``: that of y, "" for none."""
     all_x = np.concatenate([*(line.x for line in lines), *(line.dots[0] for line in lines if line.dots)])
-    x_scale, x_axis = _x_of(figure, all_x)
+    x_scale, x_axis = _x_scale_and_axis(figure, all_x)
     y_scale = alt.Scale(type="log", nice=False) if figure.log_y else alt.Scale(zero=True)
-    y_axis = alt.Axis(tickCount=6, gridOpacity=0.6, **_whole("y" in figure.whole))
+    y_axis = alt.Axis(tickCount=6, gridOpacity=0.6, **_tick_options("y" in figure.whole))
     return (
         alt.X("x:Q", scale=x_scale, axis=x_axis, title=figure.xlabel),
         alt.Y("y:Q", scale=y_scale, axis=y_axis, title=_titled(figure.ylabel, unit)),
@@ -424,7 +424,10 @@ def _lanes_axis(names: Sequence[str]) -> alt.Y:
 
 
 def _bars(figure: Bars, slots: Slots) -> Chart:
-    """Return the chart of a horizontal bar, or dot, for each named value, with its interval, value in words, and a level."""
+    """Return the chart of a horizontal bar, or dot, for each named value, with its interval, value in words, and a level.
+
+    ``slots``: as of :func:`spec`.
+    """
     names = _names([name for name, _ in figure.rows])
     values = [value for _, value in figure.rows]
     interval_ends = [end for pair in figure.intervals if pair is not None for end in pair]
@@ -452,6 +455,7 @@ def _bars(figure: Bars, slots: Slots) -> Chart:
     legend = _legend(["", ""]) if figure.marked is not None and any(figure.marked[1]) else None
     colour = alt.Color("kind:N", scale=alt.Scale(domain=kinds, range=colours), legend=legend)
     tips = _tips({"name:N": "name", "shown:N": "value"} | ({"interval:N": "interval"} if interval_ends else {}))
+    # Layers from the back to the front: bars, whiskers, texts, the level.
     chart = _chart(rows).encode(y=_lanes_axis(names), x=x)
     if figure.dots:
         layers = [chart.mark_point(filled=True, size=70).encode(color=colour, tooltip=tips)]
@@ -576,23 +580,8 @@ def _explorer(figure: Explorer, slots: Slots) -> Chart:
     A filled point fits, a hollow one does not. The legend filters as well; scales stay as they are for all points.
     ``picked``: the row of the point that a page's script enlarges.
     """
-    traits = [*figure.points[0].traits, "memory"]
-    rows: list[Row] = []
-    for point in figure.points:
-        values = [name_of(value) if isinstance(value, str) else value for value in point.traits.values()]
-        values.append("fits" if point.fits else "does not fit")
-        spent = (point.price or 0.0) if figure.priced else point.memory_bytes / 2**30
-        low, high = point.range_s
-        row = {
-            "row": len(rows),
-            "what": name_of(point.name, 80),
-            "name": str(values[0]),
-            "x": _short(spent),
-            "y": _short(point.rate),
-        }
-        row |= {"step": show_seconds(point.step_s), "needs": show_bytes(point.memory_bytes)}
-        row |= {"range": "-" if low is None or high is None else show_span(low, high)}
-        rows.append(row | {f"trait{place}": value for place, value in enumerate(values)})
+    traits, rows = [*figure.points[0].traits, "memory"], _explorer_rows(figure)
+    # Vega's expression of what is shown, with a clause for each control; null is its entry "all".
     shown, parameters = "true", [alt.param(name="picked", value=-1)]
     for place, trait in enumerate(traits):
         field = f"trait{place}"
@@ -608,8 +597,10 @@ def _explorer(figure: Explorer, slots: Slots) -> Chart:
     by_name = alt.selection_point(name="legend", fields=["name"], bind="legend")
     colours, shapes = ([kinds[place % len(kinds)] for place in range(len(names))] for kinds in (SERIES, _SHAPES))
     xlabel = "price of a million samples ($)" if figure.priced else "memory of a process (GiB)"
-    x, y = alt.X("x:Q", **_wide(rows, "x", xlabel)), alt.Y("y:Q", **_wide(rows, "y", f"{figure.unit} per second"))
+    x = alt.X("x:Q", **_explored_axis(rows, "x", xlabel))
+    y = alt.Y("y:Q", **_explored_axis(rows, "y", f"{figure.unit} per second"))
     best_first: list[Any] = [alt.SortField("x"), alt.SortField("y", order="descending")]
+    # Of points in order of x the frontier keeps those whose y is above all before: the running maximum rises there.
     frontier = alt.Chart().transform_filter(fits).transform_window(best="max(y)", sort=best_first, frame=[None, 0])
     frontier = frontier.transform_window(before="lag(best)", sort=best_first)
     frontier = frontier.transform_filter("!isValid(datum.before) || datum.y > datum.before").encode(x=x, y=y)
@@ -641,10 +632,32 @@ def _explorer(figure: Explorer, slots: Slots) -> Chart:
     return chart.properties(height=320, usermeta={"key": 7 * max(map(len, names)) + 48})
 
 
-def _wide(rows: Sequence[Row], field: str, title: str) -> dict[str, Any]:
-    """Return scale, axis and title of a field over all rows, logarithmic where they are far apart."""
+def _explorer_rows(figure: Explorer) -> list[Row]:
+    """Return a row of data for each point: x is its price or memory (GiB), y its rate, ``trait0``, ... its traits.
+
+    The last of these says whether it fits in memory.
+    """
+    rows: list[Row] = []
+    for index, point in enumerate(figure.points):
+        values = [name_of(value) if isinstance(value, str) else value for value in point.traits.values()]
+        values.append("fits" if point.fits else "does not fit")
+        spent = (point.price or 0.0) if figure.priced else point.memory_bytes / 2**30
+        low, high = point.range_s
+        row: Row = {
+            **{"row": index, "what": name_of(point.name, 80), "name": str(values[0])},
+            **{"x": _short(spent), "y": _short(point.rate)},
+            **{"step": show_seconds(point.step_s), "needs": show_bytes(point.memory_bytes)},
+            "range": "-" if low is None or high is None else show_span(low, high),
+        }
+        rows.append(row | {f"trait{place}": value for place, value in enumerate(values)})
+    return rows
+
+
+def _explored_axis(rows: Sequence[Row], field: str, title: str) -> dict[str, Any]:
+    """Return the arguments of X or Y for a field: scale, axis and title over all rows, logarithmic where they are far apart."""
     low, high = min(row[field] for row in rows), max(row[field] for row in rows)
     is_log = low > 0 and high > 5 * low
+    # With a fifth of room beyond both ends; a linear axis begins at 0.
     domain = [low / 1.2, high * 1.2] if is_log else [0, 1.1 * high or 1.0]
     marks = _log_marks(*domain) if is_log else alt.Undefined
     scale = alt.Scale(type="log" if is_log else alt.Undefined, domain=domain, nice=False)
@@ -667,7 +680,7 @@ def _heat(figure: Heat, slots: Slots) -> Chart:
         for y, value in zip(figure.y, column, strict=True)
         if np.isfinite(value)
     ]
-    x_axis = alt.Axis(grid=False, tickCount=8, **_whole(True))
+    x_axis = alt.Axis(grid=False, tickCount=8, **_tick_options(True))
     x_scale = alt.Scale(nice=False, zero=False, clamp=True, domain=[figure.x[0] - 0.5, figure.x[-1] + 0.5])
     x = alt.X("left:Q", scale=x_scale, axis=x_axis, title=figure.xlabel)
     y_range = [float(figure.y[0] / ratio), float(figure.y[-1] * ratio)]
@@ -687,7 +700,7 @@ def _heat(figure: Heat, slots: Slots) -> Chart:
         best_line.mark_line(color="#ffffff", strokeWidth=4),
         best_line.mark_line(color="#000000", strokeWidth=1.5),
         best_line.mark_point(color="#000000", filled=True, size=30).encode(tooltip=best_tips),
-        *_beyond(figure.known, float(figure.x[-1])),
+        *_veil_beyond(figure.known, float(figure.x[-1])),
     ]
     for name, x_at in figure.marks:
         mark = _chart([{"name": name, "at": x_at}]).mark_rule(color="var(--red)", strokeDash=[5, 4], strokeWidth=2)

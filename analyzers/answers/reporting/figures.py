@@ -96,12 +96,14 @@ class Bars(_Figure):
     log: bool = False
     """Logarithmic, bars begin at ``level``; all values are above zero."""
     intervals: Sequence[tuple[float, float] | None] = ()
+    """(low, high) of each value, drawn as whiskers; None: none is known. Empty: of no value."""
     dots: bool = False
     """Dots in place of bars, for what has no zero."""
     marked: tuple[str, Sequence[bool]] | None = None
     """A kind, and which bars are of it: these have another colour; the others are ``unmarked``."""
     unmarked: str = ""
     family: str = ""
+    """As of :class:`Lines`; each bar then has a colour of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +138,7 @@ class Heat(_Figure):
     xlabel: str
     ylabel: str
     what: str
+    """The words for ``values``, over their scale of colours."""
     marks: Sequence[tuple[str, float]] = ()
     known: float | None = None
     """Beyond this x no data support what is drawn."""
@@ -175,7 +178,7 @@ class Explorer(_Figure):
 
 
 def explorer(points: Sequence[Point], unit: str) -> list[Explorer]:
-    """Return the points as one figure; none where there is nothing to compare."""
+    """Return the points as one figure; none where there is nothing to compare. ``unit``: of their rates, samples or tokens."""
     priced = all(point.price is not None for point in points)
     title = f"{unit.capitalize()} per second against {'money' if priced else 'memory'}"
     return [Explorer(title=title, headed=True, points=points, unit=unit, priced=priced)] if len(points) > 1 else []

@@ -62,6 +62,7 @@ def islands_section(plan: IslandsPlan, name: str = "") -> Section:
 
 
 def _verdict(plan: IslandsPlan) -> Verdict:
+    """Return the verdict: meet in every step where that is as fast, else after how many, with the call that does it."""
     best, meeting = plan.best, plan.synchronous[0]
     gain = faster_than(meeting.step_s / best.overlapped_s - 1)
     if plan.good_enough:
@@ -104,16 +105,18 @@ def _by_speed(plan: IslandsPlan) -> list[str]:
 
 def _state(plan: IslandsPlan) -> str:
     """Return what the outer state takes on each device, and whether there is room."""
-    held = dict.fromkeys(show_bytes(size) for size in sorted(one.outer_bytes for one in plan.islands))
-    text = f"Outer parameters and momentum: {' to '.join([*held][:1] + [*held][1:][-1:])} on each device"
-    short = [one for one in plan.islands if one.free_bytes is not None and one.free_bytes < 0]
-    if short:
-        names = ", ".join(f"{one.devices} lacks {show_bytes(-(one.free_bytes or 0.0))}" for one in short)
+    sizes = sorted(one.outer_bytes for one in plan.islands)
+    span = dict.fromkeys((show_bytes(sizes[0]), show_bytes(sizes[-1])))  # one text where both read alike
+    text = f"Outer parameters and momentum: {' to '.join(span)} on each device"
+    too_small = [one for one in plan.islands if one.free_bytes is not None and one.free_bytes < 0]
+    if too_small:
+        names = ", ".join(f"{one.devices} lacks {show_bytes(-(one.free_bytes or 0.0))}" for one in too_small)
         return f"{text}; {names}: shard it, or keep it in the host's memory."
     return f"{text}; it fits." if all(one.free_bytes is not None for one in plan.islands) else f"{text}."
 
 
 def _range(loss: PublishedLoss) -> str:
+    """Return a published range of relative changes of the loss in percent: "-0.2..+1.3 %"."""
     return f"{100 * loss.low:+.1f}..{100 * loss.high:+.1f} %"
 
 
@@ -131,6 +134,7 @@ def _losses(plan: IslandsPlan) -> list[str]:
 
 
 def _size(parameters: float) -> str:
+    """Return a number of parameters as models are called by: "1.3B", "150M"."""
     return f"{parameters / 1e9:.3g}B" if parameters >= 1e9 else f"{parameters / 1e6:.3g}M"
 
 
@@ -140,7 +144,8 @@ def _figure(plan: IslandsPlan) -> Lines:
     lines = []
     for row in plan.rows[:_DRAWN]:
         steps = [(one.step_by_speed_s if row.way == "samples" else one.step_s) or one.step_s for one in plan.islands]
-        made = sum(taken * one.samples for taken, one in zip(row.inner_steps, plan.islands, strict=True))
+        # Of all islands in a round; steps are shown per total batch of samples.
+        samples = sum(taken * one.samples for taken, one in zip(row.inner_steps, plan.islands, strict=True))
         seconds = []
         for rate in rates:
             exchange = FragmentExchange(
@@ -157,7 +162,7 @@ def _figure(plan: IslandsPlan) -> Lines:
                 fragments=plan.outer.fragments,
                 overlap=row.overlap,
             )
-            seconds.append(rounds.round_s * plan.total_batch / made)
+            seconds.append(rounds.round_s * plan.total_batch / samples)
         lines.append(Line(label=f"H = {row.outer_every:,}", x=rates * 8e-6, y=np.array(seconds)))
     return Lines(
         lines=lines,

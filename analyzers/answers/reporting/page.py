@@ -96,7 +96,7 @@ _DRAWING = "<!-- drawing -->"
 def _drawing(charts: Sequence[Spec]) -> str:
     """Return the specifications as a block of data, and the script that draws them."""
     data = json.dumps({"config": CONFIG, "charts": charts}, separators=(",", ":"))
-    for letter in "<>&":
+    for letter in "<>&":  # JSON's escapes: no text of an artifact can then end the block
         data = data.replace(letter, f"\\u{ord(letter):04x}")
     return f'<script type="application/json" id="charts">{data}</script>\n<script>{script()}</script>'
 
@@ -121,10 +121,12 @@ class _Grid:
     """A table's cells: the head, and the rest, which is folded and capped."""
 
     named: str
+    """Its caption."""
     header: list[Cell]
     head: list[list[Cell]]
     rest: list[list[Cell]]
     rest_said: str
+    """How many rows are folded, and how many are left out."""
 
 
 def _grid(table: Table) -> _Grid:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from ddltool.analyzers.answers.reporting.figures import Bars, Explorer, Point, explorer
 from ddltool.analyzers.answers.reporting.section import Column, Section, Verdict, pictured, tabled
 from ddltool.analyzers.step.costs.model import memory_words
-from ddltool.graph_results import PredictedRow, PredictResult
+from ddltool.graph_results import PredictedRow, PredictionAssumptions, PredictResult
 from ddltool.precision import precision_of
 from ddltool.units import show_bytes, show_rate, show_seconds, show_span
 
@@ -100,21 +100,7 @@ def _answer(result: PredictResult) -> str:
 def _remarks(result: PredictResult) -> list[str]:
     """Return what was assumed, what does not fit, what waits for the host, and how far off such predictions were."""
     assumed, rows = result.assumptions, result.rows
-    settings = ["channels_last"] if assumed.channels_last else []
-    settings += ["compiled" if assumed.compile else "eager"]
-    settings += [f"{assumed.accumulation} passes a step"] if assumed.accumulation > 1 else []
-    settings += [f"{assumed.sequence_length} tokens a sample"] if assumed.sequence_length else []
-    settings += [f"up to {assumed.gpus_per_node} GPUs a node"] if any(row.num_gpus > 1 for row in rows) else []
-    settings += ["sequence parallel"] if assumed.sequence_parallel else []
-    settings += [f"{assumed.virtual_stages} interleaved stages a GPU"] if assumed.virtual_stages > 1 else []
-    settings += (
-        [f"sharding {assumed.sharding}"]
-        if assumed.sharding != "recorded" and any(row.num_replicas > 1 for row in rows)
-        else []
-    )
-    settings += [f"checkpointing {assumed.checkpointing}"] if assumed.checkpointing != "none" else []
-    if any(row.num_nodes > 1 for row in rows):
-        settings.append(f"{show_bytes(assumed.bandwidth_bytes_per_s)}/s between nodes")
+    settings = _settings(assumed, rows)
     if assumed.optimizer == "recorded":
         lines = [
             f"The script's own step: {precision_of(assumed.precision).words or assumed.precision}; {', '.join(settings)}."
@@ -163,6 +149,24 @@ def _remarks(result: PredictResult) -> list[str]:
             + ("; wider where the host has a part." if waiting else ".")
         )
     return lines
+
+
+def _settings(assumed: PredictionAssumptions, rows: Sequence[PredictedRow]) -> list[str]:
+    """Return in words how the steps were taken to be trained; what is the default, or has no part in any row, is left out."""
+    is_replicated = any(row.num_replicas > 1 for row in rows)
+    words = {
+        "channels_last": assumed.channels_last,
+        "compiled" if assumed.compile else "eager": True,
+        f"{assumed.accumulation} passes a step": assumed.accumulation > 1,
+        f"{assumed.sequence_length} tokens a sample": assumed.sequence_length,
+        f"up to {assumed.gpus_per_node} GPUs a node": any(row.num_gpus > 1 for row in rows),
+        "sequence parallel": assumed.sequence_parallel,
+        f"{assumed.virtual_stages} interleaved stages a GPU": assumed.virtual_stages > 1,
+        f"sharding {assumed.sharding}": assumed.sharding != "recorded" and is_replicated,
+        f"checkpointing {assumed.checkpointing}": assumed.checkpointing != "none",
+        f"{show_bytes(assumed.bandwidth_bytes_per_s)}/s between nodes": any(row.num_nodes > 1 for row in rows),
+    }
+    return [text for text, is_said in words.items() if is_said]
 
 
 def _repeated(row: PredictedRow) -> str:

@@ -32,7 +32,10 @@ from ddltool.graph_results import PredictResult
 
 
 def found_in(artifact: Any) -> ReadArtifact:
-    """Return an artifact as the report knows it: read from a file, or as a program holds it."""
+    """Return an artifact as the report knows it: read from a file, or as a program holds it.
+
+    Raises InputError for what has no section, and for a file that cannot be read.
+    """
     if isinstance(artifact, (str, Path)):
         return read_any(Path(artifact))
     if isinstance(artifact, Graph):

@@ -97,7 +97,8 @@ def tabled(
 ) -> Table:
     """Return a table with a row for each record and a column for each entry of ``columns``.
 
-    ``names``: the header and the cells of a column before the others. ``layout``: further fields of :class:`Table`.
+    ``label``: where the figures come from. ``names``: the header and the cells of a column before the others. ``layout``:
+    further fields of :class:`Table`.
     """
     rows = [[_shown(record, column) for column in columns.values()] for record in records]
     header = list(columns)
@@ -139,13 +140,13 @@ def pictured(caption: str, table: Table, *figures: Figure) -> Picture:
     return Picture(figures=figures, caption=caption, label=table.label, table=table)
 
 
-def some(drawn: int, of: Sequence[object], noun: str) -> str:
-    """Return a remark that only ``drawn`` things of a list are drawn; "" where all are.
+def some(drawn: int, things: Sequence[object], noun: str) -> str:
+    """Return a remark that only ``drawn`` of the ``things``, called ``noun``, are drawn; "" where all are.
 
     >>> some(2, "abc", "lines"), some(3, "abc", "lines")
     (' 2 of 3 lines are drawn.', '')
     """
-    return f" {drawn} of {len(of)} {noun} are drawn." if len(of) > drawn else ""
+    return f" {drawn} of {len(things)} {noun} are drawn." if len(things) > drawn else ""
 
 
 def filled(table: Table) -> Table:

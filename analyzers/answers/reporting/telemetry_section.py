@@ -310,7 +310,7 @@ def stragglers_section(result: StragglersResult, name: str) -> Section:
 
 
 def _splits(result: StragglersResult) -> Picture:
-    """Return where each rank's step goes: a table, over the ranks' timeline or, where there is none, bars of their waiting."""
+    """Return where each rank's step goes: a table, under the ranks' timeline or, where there is none, bars of their waiting."""
     columns: dict[str, Column[RankSplit]] = {"step": "step_s", "waiting": "wait_s", "if median": "step_if_median_s"}
     columns |= {part: _seconds_of(part) for part in result.splits[0].parts_s}
     columns["exposed"] = "exposed_s"
@@ -347,7 +347,9 @@ def _telemetry_verdict(steady: pd.DataFrame) -> Verdict:
     ``steady``: the rows after the warm-up.
     """
     low, middle, high = steady["step_s"].quantile([0.25, 0.5, 0.75])
-    waiting = float(steady["wait_s"].sum() / max(steady["step_s"].sum(), 1e-300))
+    waiting = float(
+        steady["wait_s"].sum() / max(steady["step_s"].sum(), 1e-300)
+    )  # steps without samples may take no time
     return Verdict(
         answer=f"A step took {show_seconds(middle)}; {waiting:.0%} of it waiting for others (measured).",
         sure=f"half of all between {show_seconds(low)} and {show_seconds(high)}",

@@ -45,8 +45,8 @@ class EasyScale:
     def allocate(self, jobs: Sequence[SimulatedJob], cluster: ClusterSpec, now_s: float) -> Mapping[int, Allocation]:
         """Return the allocations for the next interval, by job index; a job keeps what it holds unless something else pays.
 
-        Jobs whose last growth did not pay fall back, jobs without a GPU get one of another's, and what is free goes to the
-        proposals of most gain, round by round (EasyScale, section 3.4).
+        ``now_s``: the round's time. Jobs whose last growth did not pay fall back, jobs without a GPU get one of another's,
+        and what is free goes to the proposals of most gain, round by round (EasyScale, section 3.4).
         """
         allocations = {job.index: job.allocation for job in jobs if job.allocation}
         for job in jobs:
@@ -114,7 +114,7 @@ class EasyScale:
                     continue
                 index, gpu_type = cheapest
                 counts = Counter(dict(allocations[index]))
-                # Of its nodes with that type the one where it has fewest: it may then leave that node.
+                # Of its nodes with that type the one where it has fewest: it may then leave that node, and span fewer.
                 node = min((count, node) for node, count in counts.items() if cluster.gpu_types[node] == gpu_type)[1]
                 allocations[index] = tuple((counts - Counter([node])).items())
                 # It has become smaller, and may ask again.
@@ -172,5 +172,5 @@ class EasyScaleHomo(EasyScale):
 
 
 def _join(first: Allocation, more: Allocation) -> Allocation:
-    """Return two allocations as one, nodes ascending."""
+    """Return two allocations, each (node, GPUs) pairs, as one: the GPUs of a node that both have added up, nodes ascending."""
     return tuple(sorted((Counter(dict(first)) + Counter(dict(more))).items()))

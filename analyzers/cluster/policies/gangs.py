@@ -97,7 +97,7 @@ class Tiresias:
         Adds the service of the interval that has passed, and moves the jobs that have reached the threshold down.
         """
         by_index = {job.index: job for job in jobs}
-        # Finished jobs leave the queues, new ones come to the end of the first.
+        # Finished jobs leave the queues, new ones (without service yet) come to the end of the first.
         first_queue, second_queue = ([index for index in queue if index in by_index] for queue in self.queues)
         first_queue += [index for index in by_index if index not in self.service]
         for index in by_index:

@@ -43,7 +43,10 @@ class Optimus:
         return allocations
 
     def count(self, jobs: Sequence[SimulatedJob], gpus: int) -> dict[int, int]:
-        """Return the number of GPUs of each job, by job index, out of ``gpus``: one each, then greedily to the largest gain."""
+        """Return the number of GPUs of each job, by job index, out of ``gpus``: one each, then greedily to the largest gain.
+
+        Where there are fewer GPUs than jobs, the first jobs of the workload get one. Nobody gets one that saves nothing.
+        """
         replicas = {job.index: int(position < gpus) for position, job in enumerate(jobs)}
         free_count = gpus - sum(replicas.values())
         # A heap of (negative seconds saved by one more replica, position in the workload, replicas now): the largest gain

@@ -42,7 +42,7 @@ _LEAST_SPEEDUP, _LEAST_BELIEVED_SPEEDUP = 1e-9, 1e-3
 
 
 class Ours:
-    """See the module. ``delay_s`` is what a restart costs; ``pools`` turns the sharing within an application on."""
+    """The policy that the module describes. ``delay_s``: what a restart costs; ``pools``: jobs of an application share."""
 
     name = "ours"
     tuning = Tuning.ADAPTIVE
@@ -70,8 +70,8 @@ class Ours:
     def allocate(self, jobs: Sequence[SimulatedJob], cluster: ClusterSpec, now_s: float) -> Mapping[int, Allocation]:
         """Return the allocations for the next interval.
 
-        Each job's costs of every count of GPUs go into one optimum: over the counts of the one type
-        (:func:`place_on_type`), or first over types and counts (:func:`assign`) and then over the places on each type.
+        ``now_s``: the round's time. Each job's costs of every count of GPUs go into one optimum: over the counts of the one
+        type (:func:`place_on_type`), or first over types and counts (:func:`assign`) and then over the places on each type.
         """
         if not jobs:
             return {}

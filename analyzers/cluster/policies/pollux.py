@@ -50,7 +50,7 @@ class Pollux:
     def choice(self, job: SimulatedJob, jobs: int, cluster: ClusterSpec, now_s: float) -> JobCosts:
         """Return the cost of each number of GPUs for one job; ``jobs``: how many jobs share the cluster.
 
-        A new allocation counts with the restart factor, the current one (``keep``) without.
+        A new allocation counts with the restart factor at ``now_s``, the current one (``keep``) without.
         """
         most_replicas = min(job.most_replicas, _MOST_REPLICAS)
         within, across, held = self.speedups(job, most_replicas, math.ceil(cluster.total_gpus / jobs), cluster)
@@ -80,7 +80,7 @@ class Pollux:
         widest = max(most, fair_count, held)
         goodput = job.goodput_table(widest)
         if goodput is None:
-            linear = np.arange(widest + 1) / fair_count * scale
+            linear = np.arange(widest + 1) / fair_count * scale  # the same on one node and on several
             return linear[: most + 1], linear[: most + 1].copy(), float(linear[held])
         goodput = goodput * (scale / goodput[0, fair_count])
         # Row 0: on one node, row 1: across nodes.
@@ -88,7 +88,7 @@ class Pollux:
         return goodput[0, : most + 1], goodput[1, : most + 1], float(goodput[row, held]) if held else 0.0
 
     def cost(self, speedups: Floats) -> Floats:
-        """Return the summands of the power mean of speedups, with the sign that makes a smaller sum better.
+        """Return the summands of the power mean of ``speedups``, of its shape, with the sign that makes a smaller sum better.
 
         At power 0 they are logarithms, the limit; the offset keeps the power of a job without GPUs finite.
         """

@@ -26,7 +26,7 @@ _IDLE_COST_RATIO = 1.1
 
 
 class Sia:
-    """See the module. ``exponent`` is p, ``delay_s`` is what a restart costs in seconds."""
+    """The policy that the module describes. ``exponent`` is p, ``delay_s`` is what a restart costs in seconds."""
 
     name = "sia"
     tuning = Tuning.ADAPTIVE
@@ -68,7 +68,7 @@ class Sia:
             name: np.array([_is_configuration(count, size) for count in range(offer.most_replicas + 1)])
             for name, size in node_sizes.items()
         }
-        # Goodputs are taken relative to one GPU of the type that is slowest for this job.
+        # Goodputs are taken relative to one GPU of the type that is slowest for this job (row 0: within a node; column: GPUs).
         single_gpu_speedup = min(float(on_type.speedup[0, 1]) for on_type in offer.by_type)
         costs_by_type = {}
         largest_cost = 0.0
@@ -104,7 +104,7 @@ class Sia:
             cost = np.where(allowed & (relative_goodput > 0), cost, np.inf)
             held_goodput = on_type.speedup[on_type.held_row, on_type.held] / single_gpu_speedup
             keep_cost = float(held_goodput**self.exponent) if on_type.held else np.inf
-        # What does not fit within a node; and across nodes, what would.
+        # Row 0 is within a node, row 1 across nodes: none for what does not fit within a node, and across for what would.
         cost[0, node_size + 1 :] = np.inf
         cost[1, : node_size + 1] = np.inf
         return JobCosts(within=cost[0], across=cost[1], base=job.allocation if on_type.held else (), keep=keep_cost)

@@ -58,8 +58,8 @@ def lower_bound(costs: Floats, speeds: Floats) -> float:
 def lpt(costs: Floats, speeds: Floats) -> Ints:
     """Return the (n,) rank of each sample by longest processing time first: each goes where it would end earliest.
 
-    Never above 4/3 - 1/(3 m) of the best with equal speeds (Graham, 1969), 2 - 2/(m + 1) with others (Gonzalez, Ibarra and
-    Sahni, 1977). O(n m).
+    ``costs`` (n,) of the samples, ``speeds`` (m,) of the ranks. Never above 4/3 - 1/(3 m) of the best with equal speeds
+    (Graham, 1969), 2 - 2/(m + 1) with others (Gonzalez, Ibarra and Sahni, 1977). O(n m).
     """
     places, loads = np.zeros(len(costs), dtype=np.int64), np.zeros(len(speeds))
     for sample in np.argsort(-costs, kind="stable"):
@@ -70,14 +70,14 @@ def lpt(costs: Floats, speeds: Floats) -> Ints:
 
 
 def karmarkar_karp(costs: Floats, ranks: int) -> Ints:
-    """Return the (n,) rank of each sample on ``ranks`` ranks of equal speed, by the largest differencing method.
+    """Return the (n,) rank of each sample, of (n,) ``costs``, on m = ``ranks`` ranks of equal speed, by largest differencing.
 
     At first each sample is a partial assignment of its own. The two whose loads differ most between ranks are joined, the
     largest load of one with the smallest of the other, until one is left (Karmarkar and Karp, 1982).
     Never above 4/3 - 1/(3 m) of the best (Michiels et al., 2003). O(n m log m).
     """
-    # A partial assignment is (- difference of its loads, tie-breaker, (load, samples) of each rank by rising load). Samples are
-    # a tree of nested pairs, so that joining two takes no copying.
+    # A partial assignment is (- difference of its loads, tie-breaker, (load, samples) of each rank by rising load): the heap
+    # gives the largest difference first. Samples are a tree of nested pairs, so that joining two takes no copying.
     nothing: Any = ()
     waiting = [
         (-cost, sample, [(0.0, nothing)] * (ranks - 1) + [(cost, (sample, nothing))])
@@ -86,10 +86,10 @@ def karmarkar_karp(costs: Floats, ranks: int) -> Ints:
     heapq.heapify(waiting)
     while len(waiting) > 1:
         (_, tie_breaker, first), (_, _, second) = heapq.heappop(waiting), heapq.heappop(waiting)
-        joined = [(a + b, (left, right)) for (a, left), (b, right) in zip(first, reversed(second), strict=True)]
-        joined.sort(key=lambda part: part[0])
-        smallest_load, largest_load = joined[0][0], joined[-1][0]
-        heapq.heappush(waiting, (smallest_load - largest_load, tie_breaker, joined))
+        loads = [(a + b, (left, right)) for (a, left), (b, right) in zip(first, reversed(second), strict=True)]
+        loads.sort(key=lambda load: load[0])
+        smallest_load, largest_load = loads[0][0], loads[-1][0]
+        heapq.heappush(waiting, (smallest_load - largest_load, tie_breaker, loads))
     places = np.zeros(len(costs), dtype=np.int64)
     (_, _, whole_assignment) = waiting[0]
     for rank, (_, tree) in enumerate(whole_assignment):
@@ -118,6 +118,7 @@ def balanced(costs: Floats, speeds: Floats, passes: int = 1) -> Ints:
     if is_differenced(costs, speeds):
         choices.append(karmarkar_karp(costs, ranks))
     best = min(choices, key=lambda places: float(seconds_of(costs, places, speeds).max()))
+    # Each rank gets as many samples as passes at least, so that none of its passes is empty.
     return in_passes(costs, filled(costs, best, ranks, passes), ranks, passes)
 
 
@@ -134,7 +135,7 @@ def in_passes(costs: Floats, places: Ints, ranks: int, passes: int) -> Ints:
         samples = np.flatnonzero(places == rank)
         pass_of = filled(costs[samples], lpt(costs[samples], np.ones(passes)), passes)
         costliest_first = np.argsort(-np.bincount(pass_of, costs[samples], minlength=passes), kind="stable")
-        rank_and_pass[samples] += np.argsort(costliest_first)[pass_of]
+        rank_and_pass[samples] += np.argsort(costliest_first)[pass_of]  # the inverse: each pass's position by its cost
     return rank_and_pass
 
 
@@ -190,7 +191,7 @@ def _cut_at(costs: list[float], speeds: list[float], limit: float) -> list[int] 
     for speed in speeds:
         cuts.append(begin)
         if begin < len(costs):
-            begin += int(limit * speed / costs[begin] + _SAME)
+            begin += int(limit * speed / costs[begin] + _SAME)  # a quotient just below a whole number counts as that
     return cuts if begin >= len(costs) else None
 
 
@@ -229,6 +230,7 @@ def solve(costs: Floats, speeds: Floats, limit_s: float, seed: int = 0, gap: flo
         return unsolved
     unit_times = np.floor(costs[:, None] / speeds * (_UNITS / bound)).astype(np.int64)  # (n, m)
     model = cp_model.CpModel()
+    # Between the bound, less what rounding takes from the n costs (below one unit each), and the assignment there is.
     end = model.new_int_var(_UNITS - len(costs), int(seconds / bound * _UNITS), "end")
     order = np.argsort(-costs, kind="stable").tolist()
     are_alike = np.ptp(speeds) == 0

@@ -48,7 +48,8 @@ def cost_of_model(
 
     Args:
         source: of the model.
-        precision: of the computation, by name.
+        device: its name in the shipped table.
+        precision: of the computation, by name (see ``ddltool.precision``).
         longest: tokens of the longest sample.
         replicas: data-parallel ranks.
         sharded: whether parameters are sharded (FSDP) and not replicated (DDP).
@@ -71,6 +72,7 @@ def fitted(lengths: Floats, added_s: Floats, once_s: float) -> SampleCost:
 
     Coefficients are 0 or more, and relative errors count. ``once_s``: seconds of a step whatever its samples.
     """
+    # Over the seconds that are to come out: the terms then shall add up to 1, and what they lack is the relative error.
     relative_terms = np.stack([lengths, lengths**2, np.ones_like(lengths)], axis=1) / added_s[:, None]
     scale = relative_terms.max(axis=0)  # brings the columns to one size, for the solver's tolerance
     coefficients = nnls(relative_terms / scale, np.ones_like(lengths))[0] / scale

@@ -48,7 +48,10 @@ IN_THE_BATCH = ("padded", "sorted", "unpadded", "lpt", "karmarkar_karp", "cp_sat
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleCost:
-    """What a sample of L tokens costs, ``per_token L + per_square L^2 + per_sample``; what passes and steps cost besides."""
+    """What a sample of L tokens costs, ``per_token L + per_square L^2 + per_sample``; what passes and steps cost besides.
+
+    All in one unit: seconds, or what one token costs in products with weights (the defaults).
+    """
 
     per_token: float = 1.0
     per_square: float = DEFAULT_PER_SQUARE
@@ -77,6 +80,7 @@ class LengthsJob:
     speeds: Floats
     """(R,) of the ranks, relative to one another."""
     total_batch: int
+    """Samples of all ranks in a step."""
     cost: SampleCost = SampleCost()
     passes: int = 1
     """Passes of each rank in a step."""
@@ -92,12 +96,14 @@ class LengthsJob:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TimedSteps:
-    """What K steps took: all (K,)."""
+    """What K steps took: arrays (K,), times in the unit of the job's :class:`SampleCost`."""
 
     seconds: Floats
+    """Until the slowest rank ends, the cost of the step itself included."""
     busy: Floats
     """Mean over ranks of the time they compute."""
     tokens: Floats
+    """Of all samples, without padding."""
     computed: Floats
     """Tokens with padding."""
     most_tokens: int
@@ -117,8 +123,9 @@ class WaysCompared:
     gaps: list[float]
     """Of each batch: how far its assignment may be above the best, as a share of it."""
     solver_s: float
+    """Seconds that the solver took for all batches."""
     first: list[list[Ints]]
-    """By rank and pass: the lengths."""
+    """By rank and pass: the lengths, in tokens, of the first batch."""
 
 
 def draw(lengths: Ints, counts: Ints, total: int, batches: int, seed: int) -> Ints:
@@ -287,7 +294,8 @@ def _passes(job: LengthsJob) -> int:
 def _in_order(job: LengthsJob, lengths: Ints, ranks: Ints, padded: bool) -> list[list[Ints]]:
     """Return rank -> pass -> lengths, the samples of a rank in their given order.
 
-    ``lengths`` (B,) of the batch's samples, ``ranks`` (B,) the rank of each.
+    ``lengths`` (B,) of the batch's samples, ``ranks`` (B,) the rank of each; ``padded``: whether padding counts as tokens where
+    these are limited.
     """
     by_rank = [lengths[ranks == rank] for rank in range(len(job.speeds))]
     if job.max_tokens is None:
@@ -329,7 +337,8 @@ def _fitting(lengths: Ints, most_tokens: int, padded: bool) -> list[Ints]:
 def _grouped(job: LengthsJob, batches: Ints) -> Iterator[list[list[Ints]]]:
     """Yield each step as rank -> pass -> lengths, as transformers' ``group_by_length`` makes them.
 
-    The (K, B) lengths of ``batches`` are sorted within stretches of some batches of one rank, then dealt to ranks in turn.
+    The (K, B) lengths of ``batches`` are sorted within stretches of some batches of one rank, then dealt to ranks in turn, so
+    that what all ranks compute at a time is about equally long.
     """
     flat, ranks = batches.ravel(), len(job.speeds)
     rank_batch = max(batches.shape[1] // ranks, 1)
@@ -351,6 +360,7 @@ def _packed(job: LengthsJob, lengths: Ints, pack: int) -> dict[str, TimedSteps]:
     costs as much as one sample of that length, with masks as much as its pieces. Empty where there is not one whole step.
     """
     ends = np.cumsum(lengths)
+    # A piece ends where its sample does, or its sequence; its last token tells which sequence it is in.
     cuts = np.union1d(ends, np.arange(pack, int(ends[-1]) + 1, pack))
     pieces, sequences = np.diff(cuts, prepend=0), (cuts - 1) // pack
     ranks, passes = len(job.speeds), job.passes if job.max_tokens is None else max(job.max_tokens // pack, 1)

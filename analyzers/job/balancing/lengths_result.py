@@ -26,7 +26,8 @@ def lengths_result(
     """Return the record of a comparison.
 
     Args:
-        table: (n,) lengths of the file and how many samples have each.
+        job: ranks, passes and the cost of a sample.
+        table: two (n,) arrays: the lengths in the file, in tokens, and how many samples have each.
         found: the ways that were tried, and their times.
         today: the way whose tokens per second are 1. Raises InputError where it was not tried.
         seed: of the drawn batches and the bootstrap.

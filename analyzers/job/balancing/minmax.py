@@ -55,7 +55,7 @@ class Curves(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class DeviceCurves:
-    """``launch + per_sample * max(x, saturation) + communication``, all (n,) arrays; made by :meth:`of`.
+    """``launch + per_sample * max(x, saturation) + communication`` seconds for x samples; (n,) arrays, made by :meth:`of`.
 
     With accumulation a batch above the memory limit is made in as few and as equal parts as fit, each with its own
     launch; gradients travel once.
@@ -147,12 +147,15 @@ class Offer:
     """The offered devices of K types, and the limits on the devices in use."""
 
     counts: tuple[int, ...]
+    """Of each type."""
     max_devices: int | None = None
+    """Most devices in use; None: all."""
     prices: tuple[int, ...] | None = None
     """Whole prices of one device of each type; None: they cost nothing."""
     budget: int = 0
     """Most that all used devices may cost; read where there are prices."""
     single_type: bool = False
+    """Whether all devices in use must be of one type."""
 
 
 class Row(NamedTuple):
@@ -257,6 +260,7 @@ def _fill_greedily(curves: Curves, numbers: Counts, total: int) -> tuple[Counts,
         assert earliest is not None  # the limits admit the total
         sizes_before, sizes_at_end = earliest.before, earliest.sizes
     last_samples = _type_samples(numbers, sizes_at_end - sizes_before, total)  # samples that end exactly at the optimum
+    # Not all of these may be needed to reach the total: the first types take theirs until it is reached.
     last_samples_before = np.concatenate(([0], np.cumsum(last_samples)[:-1]))
     return (
         sizes_before,

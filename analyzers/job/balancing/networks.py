@@ -93,6 +93,7 @@ class NeuralNetwork(Trained):
             self.settings.most_steps,
             len(train_and_validation[1][1]),
         )
+        # Copies, as an expanded tensor is one piece of memory for all workers, and training changes each worker's own.
         self.weights = {
             name: value.expand(self.workers, *value.shape[1:]).clone() for name, value in common_weights.items()
         }
@@ -204,11 +205,11 @@ def _uniform(shape: tuple[int, ...], fan_in: int, generator: torch.Generator) ->
     """
     bound = fan_in**-0.5
     worker_values = torch.empty(shape[1:], dtype=torch.float64).uniform_(-bound, bound, generator=generator)
-    return worker_values.expand(shape).clone()
+    return worker_values.expand(shape).clone()  # memory of its own for each worker, whose weights part in training
 
 
 def _samples(kind: str, scaled: Floats) -> tuple[Floats, Floats]:
-    """Return (n, s, f) inputs and (n, s) targets of (k, 3, n) scaled rows, s = k - 2.
+    """Return (n, s, f) inputs and (n, s) targets of (k, 3, n) scaled rows of speed, CPU and memory; s = k - 2.
 
     Recurrent networks see the two past speeds, oldest first; NARX also sees CPU and memory of those and of the row.
     """
@@ -223,8 +224,9 @@ def _samples(kind: str, scaled: Floats) -> tuple[Floats, Floats]:
 def _forward(kind: str, weights: Mapping[str, Tensor], inputs: Tensor) -> Tensor:
     """Return the networks' (n, s) outputs, scaled speeds, for (n, s, f) inputs: n workers, s samples, f features.
 
-    A NARX network is one hidden layer over all features. In a recurrent network each feature is one past iteration, oldest
-    first; an LSTM has four gates, side by side in one product.
+    ``kind``: rnn, lstm or narx; ``weights``: name -> (n, ...), as :func:`initial_weights` names them. A NARX network is one
+    hidden layer over all features. In a recurrent network each feature is one past iteration, oldest first; an LSTM has
+    four gates, side by side in one product.
     """
     if kind == "narx":
         state = torch.tanh(torch.baddbmm(weights["bias"], inputs, weights["in"]))

@@ -89,7 +89,10 @@ def replay_equal(trace: SpeedTrace, total: int, *, since: int = 0) -> Outcome:
 
 
 def replay_oracle(trace: SpeedTrace, total: int, *, since: int = 0) -> Outcome:
-    """Return the outcome of batches in proportion to each iteration's speeds, known beforehand: no sizing is better."""
+    """Return the outcome of batches in proportion to each iteration's speeds, known beforehand: no sizing is better.
+
+    ``total``: samples of all workers; ``since``: the first iteration that counts.
+    """
     actual = trace.speed[since:]
     times = np.array([(proportional(speeds, total) / speeds).max() for speeds in actual])
     return Outcome(iteration_s=times, predicted=actual, actual=actual)
@@ -132,7 +135,10 @@ class SchemeResult:
 
 
 class Clock:
-    """Cumulative work of n workers over time, with rates that are constant within each of K rows."""
+    """Cumulative work of n workers over time, with rates that are constant within each of K rows.
+
+    Work is in samples, or in whatever the rates count; time in seconds from the begin of the first row.
+    """
 
     def __init__(self, rates: Floats, row_s: Floats) -> None:
         """Sum up the work at the rows' ends.
@@ -257,17 +263,17 @@ def redundant(clock: Clock, need: Callable[[Ints], Floats], total: int, backups:
 def work_shifting(clock: Clock, total: int, overhead: float = 0.005) -> SchemeResult:
     """Return the result of a scheme like FlexRR on CPU workers: who is done takes work from stragglers within the iteration.
 
-    Progress is checked 100 times per (equal-split) iteration, in one that lasts longer each hundredth of its time so far. A
-    worker that has ended takes 5 % of a batch from the one with most left, provided that one lags by more than 20 % of a
-    batch; each transfer costs the helper ``overhead`` of the iteration before it begins. Samples must be processed one by one
-    for this, which the figures do not charge for.
+    ``total``: samples of all workers in an iteration. Progress is checked 100 times per (equal-split) iteration, in one
+    that lasts longer each hundredth of its time so far. A worker that has ended takes 5 % of a batch from the one with most
+    left, provided that one lags by more than 20 % of a batch; each transfer costs the helper ``overhead`` of the iteration
+    before it begins. Samples must be processed one by one for this, which the figures do not charge for.
     """
     workers = clock.rates.shape[1]
     batch = total / workers
     now_s, iterations = 0.0, 0
     while now_s < clock.horizon_s and iterations < MOST_SHIFTING_PER_ROW * len(clock.rates):
         rates = clock.rates[clock.row(now_s)]
-        iteration_s = float((batch / rates).max())
+        iteration_s = float((batch / rates).max())  # with equal batches, nothing being shifted
         check_s = iteration_s / FLEXRR_CHECKS
         samples_left = np.full(workers, batch)
         # Before the first worker ends nothing is shifted.
@@ -280,10 +286,11 @@ def work_shifting(clock: Clock, total: int, overhead: float = 0.005) -> SchemeRe
             idle = np.flatnonzero(samples_left <= _ROUNDING * batch)
             stragglers = np.argsort(-samples_left, kind="stable")
             stragglers = stragglers[samples_left[stragglers] > FLEXRR_TRIGGER * batch][: len(idle)]
-            # The fastest helpers first; the delay of a transfer is work that its helper does not do.
+            # One straggler for each helper, the fastest helpers first; a transfer's delay is work that its helper does not do.
             helpers = idle[np.argsort(-done[idle], kind="stable")][: len(stragglers)]
             samples_left[stragglers] -= FLEXRR_CHUNK * batch
             samples_left[helpers] += FLEXRR_CHUNK * batch + overhead * iteration_s * done[helpers] / check_s
+            # When the last one ends, if all end before the next check: each after its share of the time until then.
             end_s = elapsed_s + check_s * float(
                 np.max(np.where(samples_left > 0, np.minimum(1.0, samples_left / done), 0.0))
             )
@@ -334,6 +341,7 @@ def lb_bsp_oracle(clock: Clock, total: int) -> SchemeResult:
 
 
 WORKERS_PER_BACKUP = 16
+"""Workers for each redundant one: the paper adds two to 32."""
 
 
 def compare(trace: SpeedTrace, total: int, predictor: SpeedPredictor) -> dict[str, SchemeResult]:

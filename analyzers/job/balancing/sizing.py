@@ -19,7 +19,7 @@ MOST_SAMPLES = 10**12
 
 
 def equal(workers: int, total: int, limits: ArrayLike | None = None, least: int = 1) -> Ints:
-    """Return (n,) batch sizes as equal as possible with sum ``total``; see :func:`proportional`."""
+    """Return the batch sizes of n ``workers``, as equal as possible with sum ``total``; the rest as :func:`proportional`."""
     return proportional(np.ones(workers), total, limits, least)
 
 

@@ -172,6 +172,7 @@ class Trained:
         """
         if self._background_training is not None:
             return
+        # A shallow copy: training replaces what it learns and changes nothing else, but the rows go on growing meanwhile.
         trained_copy = copy.copy(self)
         trained_copy._rows = self._rows.copy()
         trained_copy._background_training = None
@@ -200,12 +201,12 @@ class Trained:
             self.ready = True
 
     def _train(self) -> None:
-        """Fit the model of every worker to the rows of the window."""
+        """Fit the model of every worker to the rows of the window; for a subclass to say how."""
         raise NotImplementedError
 
     def _advance(self, speed: Floats) -> None:
         """Update the state with the (n,) speeds of one more iteration between two trainings."""
 
     def _forecast(self, cpu: Floats, memory: Floats) -> Floats:
-        """Return (n,) forecast speeds of the next iteration from the (n,) readings at its start."""
+        """Return (n,) forecast speeds of the next iteration from the (n,) readings at its start; for a subclass to say how."""
         raise NotImplementedError

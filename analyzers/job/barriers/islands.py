@@ -31,12 +31,15 @@ class FragmentExchange:
     """
 
     elements: int
+    """Numbers of the outer state."""
     islands: int
     link: Link
     bits: int = 32
+    """Of each number as it is sent: 4, 8, 16 or 32."""
     fragments: int = 1
 
     def __post_init__(self) -> None:
+        """Raise InputError for other bits, and for more fragments than numbers."""
         if self.bits not in BITS:
             raise InputError("outer_bits", f"is {self.bits}", "give 4, 8, 16 or 32")
         if not 1 <= self.fragments <= max(self.elements, 1):
@@ -68,12 +71,18 @@ class Rounds:
     """
 
     step_s: Sequence[float]
+    """Seconds of an island's inner step."""
     every: Sequence[int]
+    """Inner steps of an island in a round."""
     fragment_s: float
+    """Seconds that one fragment is on its way."""
     fragments: int = 1
+    """Of the outer state, each sent once a round."""
     overlap: int = 0
+    """Inner steps after which a sent fragment's average is waited for; 0: at once."""
 
     def __post_init__(self) -> None:
+        """Raise InputError as the class says."""
         fewest = min(self.every)
         if fewest < 1:
             raise InputError("outer_every", f"has {fewest}", "give 1 inner step or more")
@@ -91,7 +100,7 @@ class Rounds:
 
     @property
     def round_s(self) -> float:
-        """Return the seconds of a round in the long run."""
+        """Return the seconds of a round in the long run: the mean distance of rounds' last fragments, after a transient."""
         starts = self.starts_s(_LAST)
         return (starts[-1] - starts[_FIRST * self.fragments - 1]) / (_LAST - _FIRST)
 
@@ -101,35 +110,40 @@ class Rounds:
         return max(self.round_s - self.compute_s, 0.0)
 
     def starts_s(self, rounds: int) -> list[float]:
-        """Return when each fragment of so many rounds is sent, in seconds from the first step on; (rounds x fragments)."""
+        """Return when each fragment of so many rounds is sent, in seconds from the first step on: rounds x fragments."""
         islands = [_Island(step_s) for step_s in self.step_s]
-        free_s, starts = 0.0, []
+        link_free_s, starts = 0.0, []
         for number in range(rounds * self.fragments):
-            whole, part = divmod(number, self.fragments)
-            places = [whole * steps + (part + 1) * steps // self.fragments for steps in self.every]
-            arrivals_s = [island.come_to(place) for island, place in zip(islands, places, strict=True)]
-            starts.append(max(*arrivals_s, free_s))
-            free_s = starts[-1] + self.fragment_s
-            for island, place in zip(islands, places, strict=True):
-                island.awaited.append((place + self.overlap, free_s))
+            round_number, fragment = divmod(number, self.fragments)
+            # Counted from the start: the step of each island after which this fragment is sent.
+            sent_after = [round_number * steps + (fragment + 1) * steps // self.fragments for steps in self.every]
+            arrivals_s = [island.come_to(step) for island, step in zip(islands, sent_after, strict=True)]
+            starts.append(max(*arrivals_s, link_free_s))
+            link_free_s = starts[-1] + self.fragment_s
+            for island, step in zip(islands, sent_after, strict=True):
+                island.awaited.append((step + self.overlap, link_free_s))
         return starts
 
 
 @dataclass(slots=True)
 class _Island:
-    """Where an island is: after ``step`` inner steps at ``time_s``, with the averages that it waits for by their steps."""
+    """Where an island is: after ``step`` inner steps of ``step_s`` seconds at ``time_s``."""
 
     step_s: float
     step: int = 0
     time_s: float = 0.0
     awaited: deque[tuple[int, float]] = field(default_factory=deque)
+    """Averages on their way, in the order of sending: after which step each is waited for, and when it is there (seconds)."""
 
-    def come_to(self, place: int) -> float:
-        """Take steps up to ``place`` and return when that is; what is awaited there itself is awaited after sending."""
-        while self.awaited and self.awaited[0][0] < place:
+    def come_to(self, step_reached: int) -> float:
+        """Take the steps up to ``step_reached``, waits included, and return when they are done, in seconds.
+
+        Averages that are waited for after that very step stay in ``awaited``: the next fragment is sent before the wait.
+        """
+        while self.awaited and self.awaited[0][0] < step_reached:
             step, ready_s = self.awaited.popleft()
             self.time_s = max(self.time_s + (step - self.step) * self.step_s, ready_s)
             self.step = step
-        self.time_s += (place - self.step) * self.step_s
-        self.step = place
+        self.time_s += (step_reached - self.step) * self.step_s
+        self.step = step_reached
         return self.time_s

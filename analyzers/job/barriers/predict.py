@@ -16,7 +16,9 @@ from ddltool.arrays import Floats
 from ddltool.errors import InputError
 
 EMA_ALPHA = 0.2
+"""Weight of the latest length in the moving average."""
 WINDOW = 10
+"""Lengths that the mean is of."""
 # Older lengths weigh less than rounding does: 0.8 ** 200 is 4e-20.
 _EMA_MEMORY = 200
 

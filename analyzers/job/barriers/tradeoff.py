@@ -89,7 +89,7 @@ class _Scan:
     def best(self, objective: Objective, max_gap: int | None) -> Barrier:
         """Return the barrier that is best for ``objective`` with an iteration gap of at most ``max_gap``; None: no bound.
 
-        Of barriers that are equal but for rounding the earliest is returned.
+        Of barriers that are equal but for rounding the earliest is returned. Raises InputError for a negative ``max_gap``.
         """
         if max_gap is not None and max_gap < 0:
             raise InputError("max_gap", f"is {max_gap}", "the bound on the iteration gap is 0 or more")
@@ -100,7 +100,7 @@ class _Scan:
             objective_values, iterations = self._total(in_use_s)
             horizon_s = float(self.barriers_s[-1]) - self.base_s
             rounding = self.ends.workers * (self.ends.rounding_s + _RELATIVE * horizon_s)
-            if objective == "per_iteration":
+            if objective == "per_iteration":  # the first barrier has the fewest iterations, and so the largest error
                 objective_values, rounding = objective_values / iterations, rounding / float(iterations[0])
         choice = int(np.argmax(objective_values <= objective_values.min() + rounding))
         return self.ends.barrier(self.ends.count(in_use_s <= self.barriers_s[choice]))

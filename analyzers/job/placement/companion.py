@@ -20,6 +20,7 @@ from ddltool.errors import InputError, did_you_mean
 
 # A database of more vectors is filled on demand: one plan takes microseconds to compute.
 LARGEST_BUILD = 2_000_000
+# Vectors that are worked off at once.
 _CHUNK = 200_000
 
 
@@ -29,8 +30,11 @@ def meta_of(problem: Problem) -> CompanionMeta:
     Counts are limited to ``max_workers`` devices of a type, as each runs an EST at least. Raises InputError for constraints
     that a database does not hold: price, number of devices, throughput.
     """
-    limits = {"max_devices": problem.max_devices, "max_price_per_hour": problem.max_price_micro}
-    limits["min_throughput"] = None if problem.min_throughput is None else 1
+    limits = {
+        "max_devices": problem.max_devices,
+        "max_price_per_hour": problem.max_price_micro,
+        "min_throughput": problem.min_throughput,
+    }
     for name, limit in limits.items():
         if limit is not None:
             raise InputError(f"constraints.{name}", "is not kept in a companion database", "leave it out, or use plan")
@@ -79,7 +83,7 @@ def build(meta: CompanionMeta) -> tuple[list[CompanionPlan], Ints]:
         flat_indices = np.arange(start, min(vector_count, start + _CHUNK))
         vectors = np.stack(np.unravel_index(flat_indices, sizes), axis=1).astype(np.int64)
         step_indices, used_counts = table.best_steps(vectors, homogeneous=meta.homogeneous)
-        # One whole number for each different plan: its step time and the devices in use.
+        # One whole number for each different plan: its step time and the devices in use, as digits in mixed base.
         codes = step_indices * vector_count + np.ravel_multi_index(tuple(used_counts.T), sizes)
         unique_codes, first_rows, inverse = np.unique(codes, return_index=True, return_inverse=True)
         unique_plan_indices = np.empty(len(unique_codes), dtype=np.int64)

@@ -44,9 +44,10 @@ _LISTED_STEPS = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Solution:
-    """(T,) devices of each type and their smallest step time."""
+    """Numbers of devices and their smallest step time."""
 
     counts: Counts
+    """(T,) devices of each of the T types in use."""
     step_s: Fraction
     bound_s: Fraction
     """No plan is faster than this."""
@@ -60,9 +61,12 @@ class Search:
 
     problem: Problem
     deadline: float
+    """Seconds, of ``time.perf_counter``."""
     seed: int
     objective: tuple[str, ...] = DEFAULT_OBJECTIVE
+    """Most important first; see ``OBJECTIVES``."""
     found: list[Solution] = field(default_factory=list)
+    """Best first; none is found again."""
     exhausted: bool = False
     """Whether CP-SAT has proven that there is no other solution."""
     fixed: dict[str, int] = field(default_factory=dict)
@@ -83,14 +87,14 @@ def solve_est(
 ) -> Plan:
     """Return the plan of highest throughput, then fewest devices, then least waste, with ``top_k - 1`` alternatives.
 
-    ``objective`` sets another order of ``OBJECTIVES``; what it leaves out of the default order follows. Of plans equal in
-    all, the one that uses most devices of the type whose name comes first. Alternatives use other numbers of devices; each is
-    proven the next best, so there are fewer when the different plans or the time (``time_limit_s`` in all) run out.
-    ``status`` is "optimal" when all of that is proven, so that it repeats; ``gap`` is the part of the step time that a
-    faster plan could save at most, under the values reached in the objectives before the throughput; 0 in a "feasible"
-    plan: only what comes after the throughput is open. Raises Infeasible, naming a smallest set of requirements that
-    cannot be kept together, NotProven when there was no time at all,
-    InputError for a ``top_k`` below 1 or an impossible ``objective``.
+    Waste is the capability of the used devices that no EST (logical worker) takes. ``objective`` sets another order of
+    ``OBJECTIVES``; what it leaves out of the default order follows. Of plans equal in all, the one that uses most devices
+    of the type whose name comes first. Alternatives use other numbers of devices; each is proven the next best, so there
+    are fewer when the different plans or the time (``time_limit_s`` in all) run out. ``status`` is "optimal" when all of
+    that is proven, so that it repeats; ``gap`` is the part of the step time that a faster plan could save at most, under
+    the values reached in the objectives before the throughput; 0 in a "feasible" plan: only what comes after the throughput
+    is open. Raises Infeasible, naming a smallest set of requirements that cannot be kept together, NotProven when there was
+    no time at all, InputError for a ``top_k`` below 1 or an impossible ``objective``.
 
     >>> from ddltool.analyzers.job.placement.problem import DeviceType
     >>> offered = (DeviceType(name="T4", count=4, capability_per_s=Fraction(1)),
@@ -112,14 +116,14 @@ def solve_est(
         objective=check_objective(problem, objective),
     )
     if time_limit_s <= 0 or not _append_next_solution(search):
-        if search.exhausted:
+        if search.exhausted:  # proven: there is no plan
             raise _conflict_error_of(problem, seed)
         raise NotProven(f"no plan was found within {time_limit_s:g} s; allow more with --time-limit")
     while len(search.found) < top_k and search.found[-1].proven and _append_next_solution(search):
         pass
     best, *other_solutions = search.found
     alternatives = [evaluate(problem, other.counts) for other in other_solutions if other.proven]
-    gap = float(1 - best.bound_s / best.step_s)
+    gap = float(1 - best.bound_s / best.step_s)  # exact fractions: 0 only where the step is proven
     seconds = time.perf_counter() - started
     plan = plan_of(problem, evaluate(problem, best.counts), optimal=best.proven, gap=gap, solve_seconds=seconds)
     return plan.model_copy(update={"alternatives": alternatives})
@@ -224,10 +228,12 @@ def _fastest_solution(search: Search) -> Solution | None:
     """
     problem = search.problem
     capabilities = [device.capability_per_s for device in problem.devices]
+    # The next best is no faster than the last, unless an objective before the throughput has become worse from that to this.
     lower_s = search.found[-1].step_s if search.found and not search.fixed else _lower_bound(problem)
     if lower_s is None or lower_s > problem.slowest_step:
         return None
     counts = _near_best_counts(search)
+    # Ask for the lower bound itself where it is likely reached: without a price limit, or by a plan as fast as the last.
     if counts is None or (search.found and step_time_of(problem, counts) > lower_s):
         if (exact_counts := fit(search, lower_s)) is not None:
             return Solution(counts=exact_counts, step_s=lower_s, bound_s=lower_s, proven=True)
@@ -270,7 +276,8 @@ def _near_best_counts(search: Search) -> Counts | None:
     """Return (T,) device counts that are probably near the best, as a first upper bound on the step time; None: no guess.
 
     Candidates are the fastest and the cheapest devices that the price limit buys or, after a first solution, one device more or
-    less than in the last. The best of those that the constraints allow is returned.
+    less than in the last. The best of those that the constraints allow is returned. Without a price limit the first solution
+    needs no guess, because its lower bound is exact; none is made where leading objectives (``search.fixed``) might forbid it.
     """
     problem = search.problem
     if search.fixed or not (search.found or problem.max_price_micro):
@@ -334,7 +341,7 @@ def _refine_later_objectives(search: Search, solution: Solution, objective_names
 
 
 def fit(search: Search, step: Fraction) -> Counts | None:
-    """Return (T,) device counts that hold every EST in a step of ``step`` seconds; None: proven that there are none.
+    """Return (T,) device counts that hold every EST (logical worker) in a step of ``step`` seconds; None: proven that none do.
 
     Raises OutOfTime where the solver finds neither.
     """
@@ -425,6 +432,7 @@ def _capability_in_use(
     weights = [int(device.capability_per_s * common) for device in problem.devices]
     digits: list[cp_model.LinearExpr] = []
     carry: cp_model.LinearExpr | int = 0
+    # One turn for each digit, the lowest first: digit = (sum of the weights' digits + carry) mod base, as in adding on paper.
     while max(weights) * problem.device_limit >= _LARGEST_SUM:
         carried = model.new_int_var(0, problem.device_limit + 1, "carried")
         digit = model.new_int_var(0, _DIGIT - 1, "digit")

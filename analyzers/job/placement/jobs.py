@@ -77,6 +77,7 @@ class JobTable:
     alone: float
     """Mini-batches per second with every device to itself."""
     weight: float
+    """Of the job's share in the sum over all jobs."""
 
     def share(self, devices: Sequence[int]) -> float | None:
         """Return the job's share on ``devices`` (T,): its throughput there over that with every device to itself.
@@ -164,12 +165,15 @@ def solve_jobs(
         weights: of the jobs, above 0; None: equal.
         objective: "sum" maximises the weighted sum of throughputs relative to the job alone, where a job may wait;
             "max-min" maximises the smallest relative throughput, then the sum.
+        time_limit_s: seconds for all programs together; the best sharing by then is returned.
+        seed: of the solver that finds what each job reaches alone.
     """
     started = time.perf_counter()
     deadline = started + time_limit_s
     names = sorted((name for name, count in devices.items() if count > 0), key=natural_key)
     counts = np.array([devices[name] for name in names], dtype=np.int64)
     tables = _tables(problems, names, counts, weights or [1.0] * len(problems), seed)
+    # No share passes 1, that of the job alone.
     chosen, floor_bound, must_serve_all = _greedy_sharing(tables, counts), 1.0, False
     if objective == "max-min":
         floor_deadline = time.perf_counter() + _FLOOR_SHARE * (deadline - time.perf_counter())
@@ -185,7 +189,8 @@ def solve_jobs(
         limit_s=max(0.05, deadline - time.perf_counter()),
     )
     if program_sharing is not None:
-        # Without a floor that all jobs reach, the largest sum may let a job wait that the greedy sharing serves.
+        # HiGHS may stop at its limit with less than there was; and without a floor that all jobs reach, the largest sum may
+        # let a job wait that the greedy sharing serves.
         smallest_first = objective == "max-min" and not must_serve_all
         chosen = max(chosen, program_sharing, key=lambda sharing: _merit(tables, sharing, smallest_first))
     shares = _shares_of(tables, chosen)
@@ -200,6 +205,7 @@ def solve_jobs(
         for table, row_counts, share in zip(tables, chosen, shares, strict=True)
     ]
     status = "optimal" if gap == 0 else "feasible"
+    # In floats a bound may lie just below what was reached; where that is proven best, it is the bound.
     bound = max(bound, value) if gap else value
     return JointPlan(
         objective=objective, value=value, bound=bound, gap=gap, status=status, solve_seconds=seconds, jobs=jobs
@@ -273,6 +279,7 @@ def job_table(problem: Problem, names: Sequence[str], devices: Ints, weight: flo
     """Return the table of one job; ``names`` and ``devices`` (T,) are the shared types and how many there are.
 
     ``alone_step``: the smallest step time with all of them. Steps that are faster, or too slow for the job, are left out.
+    ``weight``: of the job's share in the sum over all jobs.
     """
     table = step_table(
         tuple(device.capability_per_s for device in problem.devices),
@@ -281,8 +288,9 @@ def job_table(problem: Problem, names: Sequence[str], devices: Ints, weight: flo
     )
     type_indices = tuple(list(names).index(device.name) for device in problem.devices)
     first_step = int(np.searchsorted(table.seconds, float(alone_step) * (1 - _SAME)))
-    last_step = int(np.searchsorted(table.seconds, float(problem.slowest_step) * (1 + _SAME), side="right"))
-    group_starts, group_ends = _group_bounds(table.seconds[first_step : max(last_step, first_step + 1)], _MAX_GROUPS)
+    end_step = int(np.searchsorted(table.seconds, float(problem.slowest_step) * (1 + _SAME), side="right"))
+    # At least the first one, also where the job needs all devices to be fast enough.
+    group_starts, group_ends = _group_bounds(table.seconds[first_step : max(end_step, first_step + 1)], _MAX_GROUPS)
     capacities = np.zeros((len(group_ends), len(names)), dtype=np.int64)
     capacities[:, list(type_indices)] = table.capacities[first_step + group_ends]
     available = np.zeros(len(names), dtype=np.int64)
@@ -332,7 +340,7 @@ def _merit(tables: Sequence[JobTable], devices: Sharings, smallest_first: bool) 
 
 
 def _greedy_sharing(tables: Sequence[JobTable], counts: Ints) -> Sharings:
-    """Return a sharing to begin with, made without a solver.
+    """Return a sharing of ``counts`` (T,) devices to begin with, made without a solver.
 
     Each job in turn takes the offer with which it has the largest share, as far as devices are left: one device of one type, or
     an equal part of all types. A job waits where no offer keeps its constraints.
@@ -351,9 +359,9 @@ def _greedy_sharing(tables: Sequence[JobTable], counts: Ints) -> Sharings:
 def _highest_floor(tables: Sequence[JobTable], counts: Ints, deadline: float) -> tuple[float, float, Sharings | None]:
     """Return the highest share that all jobs reach at once, an upper bound on it, and the sharing that reaches it.
 
-    A share is a job's throughput over that of the job alone; a floor is a share that all jobs must reach. The sharing is None
-    where no program found one. The lowest floor is tried first, whatever the deadline. Then a bisection finds the highest floor
-    with a sharing, and a second one above it the lowest floor proven impossible.
+    ``counts`` (T,): shared devices. A share is a job's throughput over that of the job alone; a floor is a share that all
+    jobs must reach. The sharing is None where no program found one. The lowest floor is tried first, whatever the deadline.
+    Then a bisection finds the highest floor with a sharing, and a second one above it the lowest floor proven impossible.
     """
     floors = np.unique(np.concatenate([table.best_shares for table in tables]))
     best_sharing: Sharings | None = None
@@ -398,7 +406,7 @@ def _highest_floor(tables: Sequence[JobTable], counts: Ints, deadline: float) ->
 
 
 def find_floor_sharing(tables: Sequence[JobTable], counts: Ints, floor: float) -> Answer:
-    """Return a sharing in which all jobs reach about the share ``floor`` of their throughput alone.
+    """Return a sharing of ``counts`` (T,) devices in which all jobs reach about the share ``floor`` of their throughput alone.
 
     The answer's bound is -infinity where that is proven impossible; its devices are None where no sharing was found.
     """
@@ -415,17 +423,17 @@ class _Lines:
     jobs: Ints
     """(L,) index of the job."""
     workers: Ints
-    """(L,)"""
+    """(L,) ESTs of the job."""
     job_weights: Floats
-    """(L,)"""
+    """(L,) weight of the job."""
     best_shares: Floats
-    """(L,)"""
+    """(L,) the job's share with the fastest step of the line's group."""
     capacities: Ints
-    """(L, T)"""
+    """(L, T) ESTs of one device in the slowest step of the group; 0 for types that the line does not use."""
     available: Ints
-    """(L, T)"""
+    """(L, T) devices that the job may use; 0 for types that the line does not use."""
     speeds: Floats
-    """(L, T) share of one device that computes without a pause."""
+    """(L, T) the share that one device brings the job if it computes without a pause."""
     limit_shares: Floats
     """(2, L, T) fraction of the job's limits that one device uses: of the number of devices, and of the hourly price."""
 
@@ -471,7 +479,7 @@ class _Lines:
     def constraints(self, *, with_rounded_cuts: bool) -> csr_matrix:
         """Return the (R, L + L + L T) matrix A of the constraints ``A (picked, share, count) <= 0`` within single lines.
 
-        ``picked`` (L,) tells which lines are used, ``share`` (L,) their shares, ``count`` (L, T) their devices.
+        ``picked`` (L,) tells which lines are used, ``share`` (L,) their shares, ``count`` (L, T) their devices; A has R rows.
         ``with_rounded_cuts`` adds Chvatal-Gomory cuts: implied by whole devices, and tighter for fractions of them.
         """
         from scipy import sparse
@@ -533,7 +541,7 @@ def solve_sharing(
 
     ``must_serve_all`` picks one line for each job, else a job may wait. ``first_feasible`` returns the first sharing found,
     with no more devices for a job than hold it alone. The variables of L lines are ``picked`` (L,), 0 or 1, ``share`` (L,),
-    and ``count`` (L, T), whole numbers.
+    and ``count`` (L, T), whole numbers. ``limit_s``: seconds for HiGHS.
     """
     from scipy import optimize, sparse  # of all plans only these need it
 

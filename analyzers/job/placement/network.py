@@ -96,9 +96,9 @@ def solve_on_nodes(
 ) -> Plan:
     """Return the plan of smallest step, synchronisation included, with the best of the other choices as alternatives.
 
-    The choices are one device, one node, and several nodes. ``params`` gives the synchronisation times, a fit's (one per
-    device type would differ in its computing times only, which are not used) or those of known links; across nodes they are
-    taken to be no shorter than on one. ``iteration_s`` and ``throughput`` include synchronising, ``overload_factor`` does
+    The choices are one device, one node, and several nodes. ``params`` gives the synchronisation times, a fit's (only those of
+    its parameters that are about synchronising and overlap are used) or those of known links; across nodes they are taken to
+    be no shorter than on one. ``iteration_s`` and ``throughput`` include synchronising, ``overload_factor`` does
     not, ``waste`` counts the devices' time in it as idle. Every constraint holds as for ``solve_est``. Raises
     Infeasible as it does, InputError when a type has no nodes.
     """
@@ -141,7 +141,7 @@ def solve_on_nodes(
 
 
 def nodes_needed(counts: Mapping[str, int], nodes: Sequence[NodeGroup]) -> int:
-    """Return the fewest nodes that hold ``counts`` devices of each type; a node holds one type.
+    """Return the fewest nodes that hold ``counts``, devices by type; a node holds one type.
 
     The largest nodes of a type are filled first. Raises InputError when there are not enough nodes.
     """
@@ -208,7 +208,10 @@ def _across_nodes(
     unproven_s = math.inf
 
     def step_s(devices: int) -> float:
-        """Return the step with at most so many devices, infinite where they hold too little; notes an unproven bound."""
+        """Return the seconds of a step with at most so many devices, infinite where they cannot hold every EST.
+
+        Lowers ``unproven_s`` to what the step may be at best where the solver's time ran out.
+        """
         nonlocal unproven_s
         if (times := compute_times(devices)) is None:
             return math.inf
@@ -228,6 +231,7 @@ def _across_nodes(
     bound_s = min(best_step_s, unproven_s, math.inf if unopened_s is None else unopened_s)
     plan = solve_est(replace(problem, max_devices=best_devices), seed=seed)
     counts = counts_of(problem, plan)
+    # The plan may use fewer devices than it may, and fit on one node: its own step then is the one that counts.
     needed, compute_s = nodes_needed(device_counts(plan), nodes), step_time_of(problem, counts)
     plan_step_s = steps.step_s(float(compute_s), needed, sum(counts))
     proven = plan.status == "optimal"
@@ -236,7 +240,7 @@ def _across_nodes(
 
 
 def _compute_time(problem: Problem, seed: int, devices: int) -> _ComputeTimes | None:
-    """Return the smallest computing time f with at most ``devices`` devices, and a lower bound on it, in seconds.
+    """Return the smallest computing time f with at most ``devices`` devices, and a lower bound on it, exact seconds.
 
     None: so many devices cannot hold every EST. The two differ only where a price limit makes a solver necessary, whose time
     ran out.

@@ -57,16 +57,19 @@ class Problem:
     """
 
     job: str
+    """Its name, for results and errors."""
     max_workers: int
     batch_size: int
+    """Samples of one EST in a step."""
     devices: tuple[DeviceType, ...]
     single_type: bool = False
     """Use one device type only: asked for, or needed for the same bits on any number of devices."""
     max_devices: int | None = None
+    """Most devices in all; None: any number."""
     max_price_micro: int | None = None
     """Limit of what a plan costs in an hour, in millionths. With it, every device type has a price."""
     min_throughput: Fraction | None = None
-    """Logical mini-batches per second that an EST plan must reach."""
+    """Logical mini-batches per second that an EST plan must reach; None: any."""
     left_out: tuple[DeviceType, ...] = ()
     """Offered types without the memory for one EST."""
     single_type_reason: str = "homogeneous"
@@ -343,11 +346,14 @@ def _check_field_given(offers: Sequence[DeviceOffer], field: str, limit: float |
 
 
 class Requirement(NamedTuple):
-    """Something that job.yaml asks for and could be left out; ``without`` makes the same problem without it."""
+    """Something that job.yaml asks for and could be left out."""
 
     name: str
+    """The constraint's name in job.yaml."""
     text: str
+    """What it asks for, in an error's words."""
     without: Callable[[Problem], Problem]
+    """Returns the same problem without it."""
 
 
 def requirements(problem: Problem) -> list[Requirement]:
@@ -436,7 +442,7 @@ def _workers(problem: Problem) -> str:
 
 
 def _joined(parts: Iterable[str]) -> str:
-    """Return the parts joined by commas; beyond eight only their number is said."""
+    """Return the parts of an error's text joined by commas; of those beyond the eighth only how many they are."""
     shown = list(parts)
     return ", ".join(shown[:8]) + (f" and {len(shown) - 8} more" if len(shown) > 8 else "")
 

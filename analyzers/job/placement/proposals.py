@@ -66,15 +66,16 @@ def proposals(
 ) -> list[Proposal]:
     """Return the ``top_k`` scale-outs by devices of one type, highest speedup per device first (role 2).
 
-    On equal speedup per device, more devices first, then the type's name. Only counts that make the job faster than
-    one device fewer are proposed. A homogeneous job only asks for the type that it holds. Raises InputError as
-    :func:`best_throughput` does, and for a ``top_k`` below 1.
+    ``held`` and ``free``: devices by type that the job has, and could get; the others as in :func:`best_throughput`. On
+    equal speedup per device, more devices first, then the type's name. Only counts that make the job faster than one device
+    fewer are proposed. A homogeneous job only asks for the type that it holds. Raises InputError as :func:`best_throughput`
+    does, and for a ``top_k`` below 1.
     """
     if top_k < 1:
         raise InputError("top_k", f"is {top_k}", "ask for one proposal at least")
     offered = _checked_names(capability, free, max_workers)
     names_held = _checked_names(capability, held, max_workers)
-    if homogeneous and names_held:
+    if homogeneous and names_held:  # it runs on one of several held types: the one with most throughput
         kept_name = max(names_held, key=lambda name: best_throughput(capability, {name: held[name]}, max_workers))
         offered, names_held = [name for name in offered if name == kept_name], [kept_name]
     if not offered:
@@ -150,7 +151,7 @@ def _throughputs_with_added(
         np.int64
     )
     vectors[:, names.index(name)] += np.arange(1, max_added + 1)
-    if max_workers * len(names) > _LARGEST_TABLE:
+    if max_workers * len(names) > _LARGEST_TABLE:  # then one bisection for each number of added devices
         weights = _weights(capabilities)
         smallest_steps = [smallest_step(weights, counts, max_workers) for counts in vectors.tolist()]
         return [_throughput(capabilities[step[1]], step[0], max_workers) for step in smallest_steps if step is not None]
@@ -171,5 +172,8 @@ def _table(capabilities: tuple[float, ...], max_workers: int) -> StepTable:
 
 
 def _throughput(capability: float, k: int, max_workers: int) -> float:
-    """Return the mini-batches per second of ``max_workers`` ESTs in a step of ``k / capability`` seconds, rounded once."""
+    """Return the mini-batches per second of ``max_workers`` ESTs in a step of ``k / capability`` seconds.
+
+    It is exact until a single rounding at the end, so that equal throughputs compare as equal.
+    """
     return float(max_workers * exact(capability) / k)

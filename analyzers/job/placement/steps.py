@@ -1,9 +1,10 @@
 """Step times and EST capacities in whole numbers: what every planner of this package is built on.
 
-In a step of T seconds a device of capability C has room for ``floor(C T)`` ESTs (EasyScale, Equation 1). So the best step
-time on given devices is the smallest of the numbers ``k / C_i`` in which they have room for every EST: one bisection
-(:func:`smallest_step`), or, for many vectors of devices at once, a table of all those numbers (:class:`StepTable`).
-:func:`evaluate` distributes the ESTs and returns a plan's figures, checked from scratch after every solve.
+An EST is EasyScale's logical worker; those of one device take turns. In a step of T seconds a device of capability C (ESTs
+per second) has room for ``floor(C T)`` of them (EasyScale, Equation 1). So the best step time on given devices is the
+smallest of the numbers ``k / C_i`` in which they have room for every EST: one bisection (:func:`smallest_step`), or, for
+many vectors of devices at once, a table of all those numbers (:class:`StepTable`). :func:`evaluate` distributes the ESTs
+and returns a plan's figures, checked from scratch after every solve.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def smallest_step(
     limits: Sequence[int | None] | None = None,
     max_devices: int | None = None,
 ) -> tuple[int, int] | None:
-    """Return (k, i) such that ``k / C_i`` is the smallest step time with capacity for ``max_workers`` ESTs.
+    """Return (k, i) such that ``k / C_i`` is the smallest step time with capacity for ``max_workers`` ESTs (logical workers).
 
     None means that no step is long enough, because ESTs or devices are limited. For each type i a bisection finds the least k;
     it starts from bounds that follow from ``x - 1 < floor(x) <= x``, so it takes a few integer operations.
@@ -83,12 +84,13 @@ def smallest_step(
     for type_index, (weight, count) in enumerate(zip(weights, counts, strict=True)):
         if not count:
             continue
+        # Invariant: the smallest k with capacity lies in [low, high]. Below low even the capacities before rounding down are
+        # too small in all; rounding takes less than one EST from each device, so that maxP + devices before it are enough.
         low = -(-max_workers * weight // total_weight)
-        # Invariant: the smallest k with capacity lies in [low, high]; no k past the best step time so far matters.
         high = est_caps[type_index]
         if is_floor_sum:
             high = min(-(-(max_workers + device_count) * weight // total_weight), max_workers)
-        if best is not None:
+        if best is not None:  # no k past the best step time so far matters: that time in this type's units, rounded up
             best_k, best_type = best
             high = min(high, -(-best_k * weight // weights[best_type]))
         if low > high or not (is_floor_sum or has_capacity(high, weight)):
@@ -112,7 +114,7 @@ def best_step(problem: Problem, counts: Counts | None = None) -> Fraction | None
     vectors = [tuple(device.count for device in devices) if counts is None else counts]
     if counts is None and problem.single_type:
         vectors = [tuple(device.count * (device is only_device) for device in devices) for only_device in devices]
-    bounds = limits if any(limits) else None
+    bounds = limits if any(limits) else None  # None where no type has a limit: the bisection is then shorter
     candidates = [
         smallest_step(weights, vector, problem.max_workers, bounds, max_devices) for vector in vectors if any(vector)
     ]
@@ -128,7 +130,7 @@ def best_step(problem: Problem, counts: Counts | None = None) -> Fraction | None
 def distribute_ests(
     capacities: Sequence[int], counts: Sequence[int], workers: int, speeds: Sequence[int]
 ) -> list[list[tuple[int, int]]]:
-    """Return for each of T types its rows (devices, ESTs on each of them), most ESTs first.
+    """Return for each of T types its rows (devices, ESTs, which are logical workers, on each of them), most ESTs first.
 
     Every device is filled to its capacity; the surplus over ``workers`` is then taken from the slowest types, evenly within a
     type.
@@ -186,6 +188,7 @@ class StepTable:
         low = np.zeros(len(vectors), dtype=np.int64)
         high = np.full(len(vectors), len(self.multiples), dtype=np.int64)
         for _ in range(len(self.multiples).bit_length() + 1):
+            # At most S - 1: a vector that no row is long enough for ends at S, which is no row.
             middle = np.minimum((low + high) // 2, len(self.multiples) - 1)
             fits = np.einsum("vt,vt->v", vectors, self.capacities[middle]) >= self.max_workers
             low, high = np.where((low < high) & ~fits, middle + 1, low), np.where((low < high) & fits, middle, high)
@@ -248,6 +251,7 @@ def step_table(
     # smaller one has no larger capacities.
     row_order = np.lexsort((capacities.sum(axis=1), seconds))
     capacities, seconds = capacities[row_order], seconds[row_order]
+    # Of rows with the same capacities only the first, the shortest step, can be a best step.
     is_new_row = np.append(True, (capacities[1:] != capacities[:-1]).any(axis=1))
     return StepTable(
         capabilities=capabilities,
@@ -285,7 +289,7 @@ def _capacity_column(weight: int, weights: Sequence[int], limits: Sequence[int],
             column = (
                 np.arange(1, step_count + 1, dtype=np.int64) * weight // other_weight
                 if other_weight < 2**62
-                else np.zeros(step_count, int)
+                else np.zeros(step_count, int)  # the quotients are below 1
             )
         else:
             column = np.fromiter(
