@@ -47,7 +47,7 @@ def demo(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ddltool.commands.profile.profile", partial(profile, warmup=0))
-        less = {"BATCH_SIZES": (1, 2, 3, 4), "REPLICAS": (1,), "REPEATS": 1, "SAMPLES": 2, "finish": train}
+        less = {"BATCH_SIZES": (1, 2, 3, 4), "REPLICAS": (1,), "REPEATS": 1, "SAMPLES": 2, "run_script": train}
         for name, value in less.items():
             patch.setattr(commands, name, value)
         with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.redirect_stderr(io.StringIO()) as told:

@@ -1021,8 +1021,8 @@ def test_rows_say_that_they_are_predicted(cli: Cli, tmp_path: Path) -> None:
     assert places == [[1, 1], [1, 2], [2, 8]]
     text = cli("predict", "zoo:cifarnet", "--device", "H100", "--batch-sizes", 8, "--precision", "bf16").out
     assert "Assumed: bf16: autocast over float32 parameters, 16 bytes a parameter with adam" in " ".join(text.split())
-    assert text.splitlines()[1].startswith("Fastest here: ")
-    assert "predicted." in text.splitlines()[1]
+    assert text.splitlines()[0].startswith("Fastest here: ")
+    assert "predicted." in text.splitlines()[0]
     assert "Host-bound, the GPU waits for Python: H100 at batch 8" in text
     assert max(len(line) for line in text.splitlines() if "│" in line or "─" in line) <= 80
 
