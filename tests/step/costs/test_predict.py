@@ -941,7 +941,8 @@ def test_shares_of_an_update_and_ranges_of_memory_by_hand(
     with mock.patch.object(predict_module, "_synchronized_pass_s", return_value=whole + 1):
         again = (whole + 1 if split else whole) * (accumulation - 1)
         made = replace(SETTING, accumulation=accumulation)
-        assert predict_module.step_of(program, made, ALONE, sharding, host) == pytest.approx(again + whole + 1 + host)
+        found = predict_module.step_of(program, made, ALONE, sharding, host, lambda group: group)
+        assert found == pytest.approx(again + whole + 1 + host)
     ecc = DEVICE.model_copy(update={"ecc": True, "source": "a datasheet"})
     assert usable_bytes(DEVICE) == 15 * 2**30
     assert usable_bytes(ecc) == 14 * 2**30
