@@ -66,6 +66,7 @@ class PredictedDevice(Part):
 
     saturation_batch: Count | None
     memory_limit_batch: Count
+    remedy: str = Field(default="", description="where no sample fits, the least change of options by which one does")
     has_precision: bool = Field(description="whether its datasheet has a rate for what the precision computes in")
     price_per_hour: NonNegative | None
     error: Residuals

@@ -87,7 +87,10 @@ def _answer(result: PredictResult) -> str:
     if best is None:
         largest_batches = {name: device.memory_limit_batch for name, device in result.devices.items()}
         fitting = ", ".join(f"{batch} on {name}" for name, batch in largest_batches.items() if batch)
-        at_most = f"at most: {fitting}." if fitting else "one sample does not either."
+        helps = next((device.remedy for device in result.devices.values() if device.remedy), "")
+        at_most = (
+            f"at most: {fitting}." if fitting else "one sample does not either" + (f"; {helps}." if helps else ".")
+        )
         return f"None of these fits, by estimate; {at_most}"
     rate = f"{show_rate(best.samples_per_s)} samples/s"
     rate += f", {show_rate(best.tokens_per_s)} tokens/s" if best.tokens_per_s else ""

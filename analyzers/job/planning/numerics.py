@@ -70,7 +70,8 @@ def best_of(jobs: Sequence[Job], planned: Callable[[Job], Plan], goal: Goal) -> 
         )
         for place, outcome in sorted(enumerate(outcomes), key=lambda each: (each[0] != best, costs[each[0]]))
     ]
-    words = [*plan.decision.words, _sentence(rows, goal)]
+    answer, *others = plan.decision.words
+    words = [f"With {names[best]}: {answer[0].lower()}{answer[1:]}", *others, _sentence(rows, goal)]
     decision = plan.decision.model_copy(update={"words": words, "named": rows})
     return jobs[best], plan.model_copy(update={"decision": decision})
 

@@ -118,7 +118,7 @@ def _write(window: StepWindow, request: Mapping[str, Any], started_s: float) -> 
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             step.seconds = time.perf_counter() - started_s
             step.world_size = world_size()
-            step.tf32 = torch.backends.cuda.matmul.allow_tf32 or torch.get_float32_matmul_precision() != "highest"
+            step.tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"  # which the older settings change, too
             if step.calls:
                 write_graph(graph_of(step, request["label"]), Path(request["out"]))
                 status = 0

@@ -60,6 +60,7 @@ def test_the_fastest_of_the_named_is_picked_and_each_has_its_figures() -> None:
     assert plan.iteration_s == 0.72
     assert plan.decision is not None
     assert [(row.name, row.saves) for row in plan.decision.named] == [("fp8", 0.0), ("bf16", pytest.approx(0.28))]
+    assert plan.decision.words[0].startswith("With fp8: ")
     assert plan.decision.words[-1] == "You named 2 choices; best is fp8. fp8: 720 ms; bf16: 1 s, 39% more."
 
 

@@ -1028,6 +1028,17 @@ def test_rows_say_that_they_are_predicted(cli: Cli, tmp_path: Path) -> None:
     assert max(len(line) for line in text.splitlines() if "│" in line or "─" in line) <= 80
 
 
+def test_where_no_sample_fits_the_answer_says_what_would(cli: Cli, tmp_path: Path) -> None:
+    spec = "kind: ddltool.devices\ndevices:\n  - {name: Tiny, like: T4, memory_gib: 3}\n"
+    (tmp_path / "tiny.yaml").write_text(spec)
+    asked = ("predict", "zoo:vgg19", "--device", "Tiny", "--devices-file", tmp_path / "tiny.yaml")
+    refused = cli(*asked)
+    assert refused.code == 3
+    helps = re.search(r"with --replicas \d+ --sharding fsdp a local batch of \d+ does", refused.err)
+    assert helps is not None
+    assert helps[0] in " ".join(cli(*asked, "--batch-sizes", 1).out.split())
+
+
 def test_batches_beyond_the_memory_are_shown_and_marked(cli: Cli) -> None:
     rows = cli("predict", "zoo:bert_small", "--device", "T4", "--batch-sizes", "16,1000000", "--json").document["rows"]
     assert [row["fits"] for row in rows] == [True, False]

@@ -29,6 +29,8 @@ import sys, pathlib, torch
 from torch import nn
 torch.manual_seed(0)
 device = "cuda" if torch.cuda.is_available() else "cpu"
+if "tf32" in sys.argv:
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
 net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.LayerNorm(64), nn.Linear(64, 8)).to(device)
 if "ddp" in sys.argv:
     torch.distributed.init_process_group("nccl")
@@ -61,6 +63,12 @@ def recorded(folder: Path, *words: str) -> Graph:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         return record(list(words), gpus_per_node=8)
+
+
+def test_tf32_may_be_asked_for_by_torch_s_newer_setting(folder: Path) -> None:
+    """Which makes torch refuse to say what its older settings hold: transformers uses the newer ones to compile."""
+    assert recorded(folder, "python", "train.py", "tf32").meta["precision"] == "tf32"
+    assert recorded(folder, "python", "train.py").meta["precision"] == "fp32"
 
 
 def facts(graph: Graph) -> Recorded:
