@@ -145,11 +145,16 @@ def _remarks(result: PredictResult) -> list[str]:
     # Devices with the same error share a sentence.
     for error in dict.fromkeys(device.error for device in result.devices.values()):
         where = _names([name for name, device in result.devices.items() if device.error == error])
+        is_wider = any(
+            row.predicted_low_s is not None and row.predicted_low_s < (error.low - 0.01) * row.step_time_s
+            for row in rows
+            if result.devices[row.device].error == error
+        )
         basis = f"{error.rows} measured steps, predicted without {error.what}" if error.rows else error.what
         lines.append(
             f"How sure on {where}: 80 % {'lay' if error.rows else 'should lie'} between {error.low:.2f} and "
             f"{error.high:.2f} times the prediction, half of them within {error.median_error:.0%} ({basis})"
-            + ("; wider where the host has a part." if waiting else ".")
+            + ("; wider where the host has a part." if waiting else "; wider as in the table." if is_wider else ".")
         )
     return lines
 
