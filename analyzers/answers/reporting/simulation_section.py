@@ -73,7 +73,8 @@ def simulation_section(document: SimulationDocument, name: str, *, details: bool
         blocks.append(_job_table(records))
     remarks = [*document.assumptions, *([document.conversion] if document.conversion else [])]
     sentences = [f"{lead} Simulated from {document.truth}.", *few(remarks)]
-    return Section(title=f"Simulation: {name}", lead=sentences, blocks=blocks, verdict=_simulation_verdict(document))
+    verdict = _simulation_verdict(document)
+    return Section(title=f"Simulation: {name}", lead=[verdict.answer, *sentences], blocks=blocks, verdict=verdict)
 
 
 Records = Mapping[str, PolicyRecord]
@@ -305,7 +306,9 @@ def sweep_section(sweep: SweepDocument, name: str) -> Section:
         columns = {"workload": "workload", "policy": "policy", "seed": "seed:d"}
         columns |= {"why": lambda cell: cell.error or "no figures"}  # type: ignore[dict-item]
         blocks.append(tabled("Replays that failed", "read", failed, columns, text_columns=2))
-    return Section(title=f"Sweep: {name}", lead=[lead], blocks=blocks, verdict=_sweep_verdict(sweep))
+    verdict = _sweep_verdict(sweep)
+    answers = [] if verdict is None else [verdict.answer]
+    return Section(title=f"Sweep: {name}", lead=[*answers, lead], blocks=blocks, verdict=verdict)
 
 
 Means = tuple[str, str, int, SweepFigures]
