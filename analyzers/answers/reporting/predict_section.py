@@ -87,11 +87,10 @@ def _answer(result: PredictResult) -> str:
     if best is None:
         largest_batches = {name: device.memory_limit_batch for name, device in result.devices.items()}
         fitting = ", ".join(f"{batch} on {name}" for name, batch in largest_batches.items() if batch)
-        helps = next((device.remedy for device in result.devices.values() if device.remedy), "")
-        at_most = (
-            f"at most: {fitting}." if fitting else "one sample does not either" + (f"; {helps}." if helps else ".")
-        )
-        return f"None of these fits, by estimate; {at_most}"
+        if fitting:
+            return f"None of these fits, by estimate; at most: {fitting}."
+        helps = next((f"; {device.remedy}" for device in result.devices.values() if device.remedy), "")
+        return f"None of these fits, by estimate; one sample does not either{helps}."
     rate = f"{show_rate(best.samples_per_s)} samples/s"
     rate += f", {show_rate(best.tokens_per_s)} tokens/s" if best.tokens_per_s else ""
     where = f"{best.num_gpus} x {best.device}" if best.num_gpus > 1 else best.device

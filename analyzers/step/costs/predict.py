@@ -384,12 +384,14 @@ def predict_on(
         saturated_sizes = [
             row.local_batch_size for row in smallest_replica_rows if row.samples_per_s >= _SATURATED * best_rate
         ]
-        limit = memory_limit_batch(curve, model.device, setting, max(replicas))
-        is_alone = setting.layout.gpus == 1 and not setting.budget_bytes
+        helps = ""
+        if not fitting_rows and setting.layout.gpus == 1 and not setting.budget_bytes:
+            holds_none = not memory_limit_batch(curve, model.device, setting, max(replicas))
+            helps = remedy(curve, model.device, setting, max(replicas)) if holds_none else ""
         devices[model.device.name] = PredictedDevice(
             saturation_batch=min(saturated_sizes, default=None),
             memory_limit_batch=memory_limit_batch(curve, model.device, setting, predicted[0].num_replicas),
-            remedy=remedy(curve, model.device, setting, max(replicas)) if not limit and is_alone else "",
+            remedy=helps,
             has_precision=precision_of(meta.get("precision")).computes in model.device.peak_flops,
             price_per_hour=model.device.price_per_hour,
             error=model.residuals,

@@ -11,21 +11,18 @@ from math import prod
 from types import MappingProxyType
 from typing import Any, Literal, cast
 
-import torch
 from torch import Tensor
 from torch.fx import Graph as FxGraph
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
 from ddltool.analyzers.step.recording.op_rules import CLASS, Cost, class_of, normal_type
-from ddltool.analyzers.step.recording.recorder import RecordedCall, Recording, Shadow, shadows_of
+from ddltool.analyzers.step.recording.recorder import LAYOUTS, RecordedCall, Recording, Shadow, shadows_of
 from ddltool.analyzers.step.recording.torch_costs import Issued, base_name, cost_of, issued
 from ddltool.graph import Gemm, Graph, Layout, Op, Recorded
 
 _TOKEN_DIMENSIONS = 2
 """A batch of token sequences has two dimensions: (samples, tokens)."""
-_LAYOUTS = {4: torch.channels_last, 5: torch.channels_last_3d}
-"""The layout with channels last of images, of dimensions (samples, channels, height, width), and of volumes."""
 _OF_IMAGES = tuple(CLASS[name] for name in ("convolution", "normalisation", "pooling"))
 """Classes of kernels whose time depends on that layout."""
 
@@ -426,7 +423,7 @@ def _layout_of(call: RecordedCall) -> Layout:
         return ""
     layouts: list[Layout] = []
     for argument in call.args[1:3] if name == "convolution_backward" else call.args:  # of it, image and weight
-        if not isinstance(argument, Shadow) or (layout := _LAYOUTS.get(argument.tensor.dim())) is None:
+        if not isinstance(argument, Shadow) or (layout := LAYOUTS.get(argument.tensor.dim())) is None:
             continue
         is_last, is_first = argument.tensor.is_contiguous(memory_format=layout), argument.tensor.is_contiguous()
         if is_last != is_first:

@@ -44,6 +44,8 @@ _TO_SPARSE_ARGUMENT = 3
 """So many arguments after it comes whether the gradient is sparse."""
 _IMAGE_ARGUMENT = {"convolution": 0, "convolution_backward": 1}
 """The index of a convolution's image among its arguments; the weight follows it."""
+LAYOUTS = {4: torch.channels_last, 5: torch.channels_last_3d}
+"""The layout with channels last of images, of dimensions (samples, channels, height, width), and of volumes."""
 _CALLERS_SEARCHED = 13
 """Frames to look through for who reads a value: between a script's call and the mode lie a few of torch's own."""
 # Operators that make a tensor without reading data.
@@ -676,8 +678,7 @@ def _as_cudnn_lays_out(name: str, args: tuple[Any, ...], output: Any) -> Any:
     of the CPU and of CUDA alone. ``name``: ``convolution`` or ``convolution_backward``.
     """
     image, weight = args[_IMAGE_ARGUMENT[name] : _IMAGE_ARGUMENT[name] + 2]
-    layouts = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the dimensions of images and of volumes
-    layout = layouts.get(image.dim())
+    layout = LAYOUTS.get(image.dim())
     if layout is None or not any(
         tensor.is_contiguous(memory_format=layout) and not tensor.is_contiguous() for tensor in (image, weight)
     ):
