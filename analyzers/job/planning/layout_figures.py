@@ -8,10 +8,10 @@ different types take shares of the batch with which all end together (LB-BSP, Eq
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import cycle
 from typing import Any, Literal, Self, cast
 
 from ddltool.analyzers.job.balancing.minmax import DeviceCurves, Row, spread
@@ -50,8 +50,9 @@ Accept = Callable[[Layout], bool]
 WAYS: tuple[Checkpointing, ...] = ("none", "selective", "full")
 # Factor on lower bounds that extrapolate linearly, because samples of larger batches take a little less time each.
 SURE = 0.9
-# Time limit of the solver that chooses which activations to recompute, in seconds.
-_CHOOSING_S = 3.0
+# Time limit of the solver that chooses which activations to recompute, in seconds, and the relative gap that ends it: a
+# thousandth of a per cent of a step is worth no proof.
+_CHOOSING_S, _CHOOSING_GAP = 3.0, 1e-4
 GIB = 2.0**30
 WHOLE = Sharding(kind="none")
 # From this ratio of the host's time to the device's on, the host may decide the step: its time is known to within 60 %.
@@ -539,6 +540,7 @@ class LayoutFigures:
                 budget_bytes,
                 batch_samples,
                 _CHOOSING_S,
+                _CHOOSING_GAP,
             )
         except Infeasible:  # no choice fits, or none was found within _CHOOSING_S
             return None
@@ -570,21 +572,30 @@ class LayoutFigures:
         return LayoutCandidate(layout=layout, sharding=sharding, recompute=recompute)
 
     def _most_samples(self, sharding: Sharding, recompute: str, name: str, upper: int) -> int:
-        """Return the most samples of a pass, up to ``most``, that a device of a type holds, by bisection; 0: not even one."""
-        largest = self.work.traced.largest
-        upper = upper if largest is None else min(upper, largest)
+        """Return the most samples of a pass, up to ``upper``, that a device of a type holds; 0: not even one.
 
-        def is_too_large(samples: int) -> bool:
-            return self._peak(sharding, recompute, samples) > self.kinds[name].usable_bytes
-
-        if not is_too_large(upper):
-            return upper
-        if is_too_large(1):
+        Memory grows with the samples nearly on a line, so most tries are where a line through the ends crosses the limit; every
+        third halves what is left, which bounds the search where it does not.
+        """
+        largest, usable_bytes = self.work.traced.largest, self.kinds[name].usable_bytes
+        low, high = 1, upper if largest is None else min(upper, largest)
+        low_bytes, high_bytes = (self._peak(sharding, recompute, samples) for samples in (low, high))
+        if high_bytes <= usable_bytes:
+            return high
+        if low_bytes > usable_bytes:
             return 0
-        low, high = 1, 2
-        while high <= upper and not is_too_large(high):
-            low, high = high, 2 * high
-        return bisect_left(range(min(high, upper)), True, lo=low + 1, key=is_too_large) - 1
+        for halves in cycle((False, False, True)):
+            if high - low <= 1:
+                break
+            share = (usable_bytes - low_bytes) / (high_bytes - low_bytes)
+            tried = (low + high) // 2 if halves or high_bytes == math.inf else low + int(share * (high - low))
+            tried = min(max(tried, low + 1), high - 1)
+            needed_bytes = self._peak(sharding, recompute, tried)
+            if needed_bytes > usable_bytes:
+                high, high_bytes = tried, needed_bytes
+            else:
+                low, low_bytes = tried, needed_bytes
+        return low
 
     def _peak(self, sharding: Sharding, recompute: str, size: int) -> float:
         """Return the peak bytes of a process in a pass of ``size`` samples."""

@@ -63,6 +63,7 @@ def cheapest(
     budget_bytes: float,
     batch_size: int | None = None,
     limit_s: float = _LIMIT_S,
+    gap: float = 0.0,
 ) -> CheckpointingChoice:
     """Return the recomputation of least time that keeps a step's tensors within a budget of bytes.
 
@@ -74,13 +75,14 @@ def cheapest(
         budget_bytes: the most bytes of tensors at one time.
         batch_size: local samples; None: as many as were traced.
         limit_s: time limit of the search; the best choice found by then is returned with its bound.
+        gap: a choice proven to be within this share of the least time ends the search.
 
     Raises Infeasible, with the least bytes that any choice holds, if no choice fits or none is found in time.
     """
     problem = _Problem.of(lifetimes, seconds, sharding, optimizer, lifetimes.sizes(batch_size))
     deadline = time.perf_counter() + limit_s
     try:
-        choice, bound_s = problem.solve(budget_bytes, deadline)
+        choice, bound_s = problem.solve(budget_bytes, deadline, gap)
     except Infeasible:
         smallest, _ = problem.solve(None, time.perf_counter() + limit_s)
         least, budget = show_bytes(float(problem.curve(smallest).max())), show_bytes(budget_bytes)
@@ -188,8 +190,8 @@ class _Problem:
             shared=_sum_shared_inputs(lifetimes, empty, read_by_several, size),
         )
 
-    def solve(self, budget_bytes: float | None, deadline: float) -> tuple[list[int], float]:
-        """Return the cheapest choice within a budget, and a lower bound on the seconds of any choice.
+    def solve(self, budget_bytes: float | None, deadline: float, gap: float = 0.0) -> tuple[list[int], float]:
+        """Return the cheapest choice within a budget, to a relative ``gap``, and a lower bound on the seconds of any choice.
 
         ``budget_bytes`` None: return the choice that needs least memory; the second value then has no meaning. Raises
         Infeasible if no choice fits, and if none is found before ``deadline`` (of ``time.perf_counter``).
@@ -201,6 +203,7 @@ class _Problem:
         while True:
             model, block_picks, peak = self._model(sorted(limited_places), budget_bytes)
             solver = solver_for(max(deadline - time.perf_counter(), 0.1), 0)
+            solver.parameters.relative_gap_limit = gap
             status = run(solver, model)
             if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
                 raise Infeasible("no choice fits")
@@ -214,7 +217,7 @@ class _Problem:
             ]
             exceeded_places = {place for place in fullest_places if curve[place] > limit} - limited_places
             if not exceeded_places:
-                is_proven = status == cp_model.OPTIMAL  # then cost and bound differ by rounding alone
+                is_proven = status == cp_model.OPTIMAL and not gap  # then cost and bound differ by rounding alone
                 return choice, self.cost_s(choice) if is_proven else solver.best_objective_bound * _UNIT_S
             limited_places |= exceeded_places
 

@@ -329,6 +329,18 @@ class TensorLifetimes:
         return places
 
     @cached_property
+    def block_numbers(self) -> dict[str, int]:
+        """Return the index of every block by its name."""
+        return {block.name: index for index, block in enumerate(self.blocks)}
+
+    @cached_property
+    def block_places(self) -> tuple[Places, Places, Places]:
+        """Return three times (blocks,): the forward passes' first places, and the backward passes' first and last places."""
+        places = [(block.first, block.begins, block.ends) for block in self.blocks]
+        first, begins, ends = np.array(places, dtype=np.int64).reshape(-1, 3).T
+        return first, begins, ends
+
+    @cached_property
     def owned(self) -> list[Places]:
         """Return by block the indices of the activations that its forward pass alone uses."""
         activations = np.flatnonzero((self.role == ACTIVATION) & (self.owner >= 0))
@@ -397,7 +409,7 @@ class TensorLifetimes:
         offsets = self.alloc[kept] - recomputation.first[owner]
         # A saved product is held until the recomputation reads it. One that the recomputation does not reach is held until
         # the end of the block's backward pass.
-        backward_ends = recomputation.moved(np.array([block.ends for block in self.blocks], dtype=np.int64))[owner]
+        backward_ends = recomputation.moved(self.block_places[2])[owner]
         is_reached = offsets < recomputation.length[owner]
         last_place = np.where(is_reached, recomputation.start[owner] + offsets, backward_ends)
         freed[kept] = np.maximum(freed[kept], last_place + 1)
@@ -476,47 +488,31 @@ class TensorLifetimes:
         held.add("gathered", 0, end, size[is_parameter & (self.owner < 0)])
         is_root_gradient = is_gradient & (self.owner < 0)
         held.add("gradients", alloc[is_root_gradient], end, size[is_root_gradient])
-        block_bytes = [float(size[is_parameter & (self.owner == index)].sum()) for index in range(len(self.blocks))]
-        backward_ends = [int(recomputation.moved(np.array(block.ends))) for block in self.blocks]
-        for block_index, block in enumerate(self.blocks):
-            next_index = block_index - 1 if block_index else None  # the block whose backward pass is next
-            # What was gathered is copied out, and kept until the next block has been gathered.
-            copied_until = self.blocks[block_index + 1].first if block_index + 1 < len(self.blocks) else self.backward
-            held.add("gathering", block.first - 1, copied_until, (1.0 + copied_share) * block_bytes[block_index])
-            held.add(
-                "gathered",
-                block.first,
-                block.last + 1 if sharding.reshards else backward_ends[block_index] + 1,
-                block_bytes[block_index],
-            )
-            if sharding.reshards:
-                held.add(
-                    "gathered",
-                    recomputation.start[block_index],
-                    backward_ends[block_index] + 1,
-                    block_bytes[block_index],
-                )
-                if sharding.forward_shard:
-                    held.add(
-                        "gathered",
-                        block.last + 1,
-                        recomputation.start[block_index],
-                        block_bytes[block_index] / sharding.forward_shard,
-                    )
-                held.add(
-                    "gathering",
-                    recomputation.start[block_index],
-                    backward_ends[block_index] + 1,
-                    (1.0 + copied_share) * block_bytes[next_index] if next_index is not None else 0.0,
-                )
-            is_own_gradient = is_gradient & (self.owner == block_index)
-            # A block gives up its parameters before it reduces, and the input of the reduction before it.
-            held.add("gradients", alloc[is_own_gradient], backward_ends[block_index] + 2, size[is_own_gradient])
-            reduced_until = backward_ends[next_index] + 1 if next_index is not None else end - 1
-            held.add("reducing", backward_ends[block_index] + 1, reduced_until, float(reduced_bytes[block_index]))
-            is_sent_on = sharding.sums or sharding.on_host  # to the sum, or to the host
-            summed_at = backward_ends[block_index] + 2 if is_sent_on else end
-            held.add("gradients", backward_ends[block_index] + 1, summed_at, float(reduced_bytes[block_index]) / shard)
+        is_of_block = is_parameter & (self.owner >= 0)
+        # All by block, one entry for each.
+        block_bytes = np.bincount(self.owner[is_of_block], size[is_of_block], minlength=len(self.blocks))
+        first, _, ends = self.block_places
+        last = np.array([block.last for block in self.blocks], dtype=np.int64)
+        backward_ends, starts = recomputation.moved(ends), recomputation.start
+        # The block before is next in the backward pass.
+        next_bytes = np.append(0.0, block_bytes[:-1])
+        # What was gathered is copied out, and kept until the next block has been gathered.
+        copied_until = np.append(first[1:], self.backward)
+        held.add("gathering", first - 1, copied_until, (1.0 + copied_share) * block_bytes)
+        held.add("gathered", first, last + 1 if sharding.reshards else backward_ends + 1, block_bytes)
+        if sharding.reshards:
+            held.add("gathered", starts, backward_ends + 1, block_bytes)
+            if sharding.forward_shard:
+                held.add("gathered", last + 1, starts, block_bytes / sharding.forward_shard)
+            held.add("gathering", starts, backward_ends + 1, (1.0 + copied_share) * next_bytes)
+        # A block gives up its parameters before it reduces, and the input of the reduction before it.
+        is_own = is_gradient & (self.owner >= 0)
+        held.add("gradients", alloc[is_own], backward_ends[self.owner[is_own]] + 2, size[is_own])
+        reduced_until = np.append(end - 1, backward_ends[:-1] + 1)
+        held.add("reducing", backward_ends + 1, reduced_until, reduced_bytes[:-1])
+        is_sent_on = sharding.sums or sharding.on_host  # to the sum, or to the host
+        summed_at = backward_ends + 2 if is_sent_on else end
+        held.add("gradients", backward_ends + 1, summed_at, reduced_bytes[:-1] / shard)
         if sharding.on_host:
             return
         if sharding.sums:
@@ -551,15 +547,16 @@ class Recomputation:
         ``saved_ops``: by checkpointed block the numbers of the products that it saves; other blocks are not checkpointed.
         """
         blocks = lifetimes.blocks
-        self.first = np.array([block.first for block in blocks], dtype=np.int64)
+        self.first, self._begins, _ = lifetimes.block_places
         """(blocks,) the first place of the forward pass."""
-        checkpointed = np.array([block.name in saved_ops for block in blocks], dtype=bool)
         most_products = max((len(block.products) for block in blocks), default=0)
         self.saved = np.zeros((len(blocks), 1 + most_products), dtype=bool)
         """(blocks, products + 1) which products are saved; the last column is that of no product."""
-        for block_index, block in enumerate(blocks):
-            self.saved[block_index, list(saved_ops.get(block.name, ()))] = True
-        owned = [lifetimes.owned[index] for index in np.flatnonzero(checkpointed).tolist()]
+        owned = []
+        for name, products in saved_ops.items():
+            block_index = lifetimes.block_numbers[name]
+            self.saved[block_index, list(products)] = True
+            owned.append(lifetimes.owned[block_index])
         activations = np.sort(np.concatenate(owned)) if owned else np.zeros(0, dtype=np.int64)
         is_saved = self.saved[lifetimes.owner[activations], lifetimes.product[activations]]
         self.dropped, self.kept = activations[~is_saved], activations[is_saved]
@@ -571,7 +568,6 @@ class Recomputation:
         np.maximum.at(self.length, owner, lifetimes.alloc[needed] - self.first[owner] + 1)
         self.slots = self.length if slots is None else slots
         self._nodes = lifetimes.nodes
-        self._begins = np.array([block.begins for block in blocks], dtype=np.int64)
 
     @cached_property
     def _shift(self) -> Places:
@@ -616,12 +612,6 @@ class Held:
         if part not in self._change:
             self._change[part] = np.zeros(self.places + 1)
         changes = self._change[part]
-        if isinstance(size, float):  # most calls add one tensor of a block, for which arrays are slow
-            begin, stop = (min(max(int(place), 0), self.places) for place in (start, end))
-            changes[begin] += size
-            changes[stop] -= size
-            self._spans.append((part, np.array([begin]), np.array([stop]), np.array([size])))
-            return
         starts, ends, sizes = np.broadcast_arrays(np.asarray(start), np.asarray(end), np.asarray(size, dtype=float))
         starts, ends = np.clip(starts, 0, self.places), np.clip(ends, 0, self.places)
         np.add.at(changes, starts, sizes)

@@ -296,6 +296,8 @@ def _dtype(tensors: Sequence[Sized]) -> str:
 
 def tensors_of(values: Any) -> list[Tensor]:
     """Return the distinct tensors in nested lists, tuples and mappings; for a sparse tensor its indices and values."""
+    if isinstance(values, Tensor) and values.layout != torch.sparse_coo:  # most ops make one tensor
+        return [values]
     tensor_by_id: dict[int, Tensor] = {}
 
     def collect(value: Any) -> None:
