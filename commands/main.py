@@ -25,7 +25,7 @@ from typer.main import get_command
 
 from ddltool import __version__, interrupts
 from ddltool.commands.options import VOICE, Quiet, Verbose, is_follower
-from ddltool.errors import DdlToolError, Interrupted, one_line
+from ddltool.errors import DdlToolError, InputError, Interrupted, one_line
 
 COMMANDS: dict[str, dict[str, Any]] = tomllib.loads(
     Path(__file__).with_name("commands.toml").read_text(encoding="utf-8")
@@ -83,7 +83,20 @@ def _type_shown(parameter: Any, ctx: Any) -> str | None:
 
 
 class _Command(_PlainHelp, TyperCommand):
-    """A command."""
+    """A command whose options stand once each, but for those that take a list."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the arguments into ``ctx`` and return those left over.
+
+        Raises InputError for an option that is given twice: the parser would keep the last one and drop the others unsaid.
+        """
+        _, _, in_order = self.make_parser(ctx).parse_args(args=list(args))
+        for option in set(in_order):
+            is_single = option.param_type_name == "option" and not (option.multiple or option.is_flag or option.count)
+            if is_single and in_order.count(option) > 1:
+                remedy = "give it once; of several values, all in one text with commas"
+                raise InputError(option.opts[-1], "is given twice", remedy)
+        return super().parse_args(ctx, args)
 
 
 def _check_models(args: list[str]) -> None:

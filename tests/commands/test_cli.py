@@ -205,6 +205,8 @@ def test_bad_graphs(cli: Cli, folder: Path) -> None:
         ("plan FOLDER/job.yaml --strategy magic", "--strategy: unknown strategy 'magic'", 2),
         ("plan FOLDER/zero.yaml", "zero.yaml: no devices are offered: every count is 0", 3),
         ("plan FOLDER/job.yaml --strategy est --prefer ,", "--prefer: ',' names no objective", 2),
+        ("plan FOLDER/job.yaml --price T4=1 --price V100=2", "--price: is given twice; give it once", 2),
+        ("plan FOLDER/job.yaml --seed 1 --bandwidth 10Gbit --seed=1", "--seed: is given twice; give it once", 2),
         ("doctor --overhead ''", "--overhead: names no script", 2),
         ("plan FOLDER/memory.yaml", "memory_per_worker_gib: one worker needs 99 GiB; T4 has 16, V100 has 16", 3),
         ("fit FOLDER/graph.json", "graph.json: is not a CSV table (it begins like JSON)", 2),
