@@ -152,9 +152,10 @@ def declare_torchvision() -> torch.library.Library | None:
     if spec is None or spec.origin is None:
         return None
     try:
-        for library_path in Path(spec.origin).parent.glob("_C.*"):
-            torch.ops.load_library(str(library_path))
-            return None
+        for library_path in Path(spec.origin).parent.glob("_C*"):  # "_C_stable.so" since torchvision 0.29
+            if library_path.suffix in (".so", ".pyd", ".dylib"):
+                torch.ops.load_library(str(library_path))
+                return None
     except OSError:
         pass  # built for another torch (with CUDA, say): the ops are declared below without kernels
     library = torch.library.Library("torchvision", "DEF")

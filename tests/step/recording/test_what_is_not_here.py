@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
+from ddltool.analyzers.step.recording import vision
 from ddltool.analyzers.step.recording.command import assumed, record
 from ddltool.analyzers.step.recording.kernels import PACKAGES
 from ddltool.analyzers.step.recording.packages import ABSENT, Inert, missing
@@ -203,6 +205,18 @@ for _ in range(2):
     assert ops["aten.nms"] == 2  # the proposals of each image
     assert ops["aten.roi_align"] == ops["aten._roi_align_backward"] > 0
     assert graph.batch_size == 2
+
+
+@pytest.mark.parametrize("name", ["_C.so", "_C.cpython-313-x86_64-linux-gnu.so", "_C_stable.so"])
+def test_a_torchvision_that_loads_is_left_to_itself(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for made in (name, "_C.pyi", "__init__.py"):
+        (tmp_path / made).write_text("")
+    spec = ModuleSpec("torchvision", None, origin=str(tmp_path / "__init__.py"))
+    loaded: list[str] = []
+    monkeypatch.setattr(vision.importlib.util, "find_spec", lambda _: spec)
+    monkeypatch.setattr(torch.ops, "load_library", loaded.append)
+    assert vision.declare_torchvision.__wrapped__() is None
+    assert loaded == [str(tmp_path / name)]
 
 
 def test_a_pipeline_s_first_stage_and_flexible_attention_record(recorded: Recording) -> None:
