@@ -216,19 +216,6 @@ def test_hundreds_of_jobs_all_get_something() -> None:
     assert made.gap < 0.03
 
 
-@pytest.mark.parametrize("objective", ["sum", "max-min"])
-def test_there_is_an_answer_with_a_bound_without_any_time(objective: Sharing) -> None:
-    devices = {"a": 30, "b": 30}
-    jobs = many(24, devices, (4, 8, 200))
-    made = solve_jobs(jobs, devices, objective=objective, time_limit_s=1e-9)
-    check(jobs, devices, made)
-    assert made.value > 0
-    assert made.gap == pytest.approx(1 - made.value / made.bound)
-    longer = solve_jobs(jobs, devices, objective=objective, time_limit_s=0.5)
-    assert made.value <= longer.bound + 1e-9
-    assert made.bound >= longer.value - 1e-9
-
-
 @pytest.mark.slow
 def test_many_jobs_are_shared_close_to_the_bound() -> None:
     random = Random(11)
@@ -338,15 +325,6 @@ def small_cases(number: int) -> Iterator[tuple[list[Problem], dict[str, int], tu
             continue
         number -= 1
         yield some, devices, (best, floor)
-
-
-def unlimited(name: str) -> Problem:
-    """A job without limits."""
-    rates = {"a": (3, 2), "b": (2, 3)}
-    offered = tuple(
-        DeviceType(name=kind, count=n, capability_per_s=Fraction(rate)) for kind, (n, rate) in rates.items()
-    )
-    return Problem(job=name, max_workers=4, batch_size=2, devices=offered)
 
 
 def is_honest(some: list[Problem], devices: dict[str, int], made: JointPlan, best: float) -> bool:
