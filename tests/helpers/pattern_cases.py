@@ -1127,9 +1127,6 @@ def noise_of_the_ranks_own(script: Script) -> list[Tensor]:
 
 loops(
     DIFFERS,
-    {
-        "rate of one rank at step 5": rate_of_one_rank_at_step_5,
-        "noise of the ranks own": noise_of_the_ranks_own,
-    },
+    {"rate of one rank at step 5": rate_of_one_rank_at_step_5, "noise of the ranks own": noise_of_the_ranks_own},
     LONG,
 )
