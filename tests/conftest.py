@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import functools
 import gc
 import json
 import multiprocessing
@@ -183,16 +182,6 @@ def children_start_quickly() -> Iterator[None]:
         patch.setattr(command, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": starter}))
         yield
     starter.close()
-
-
-@pytest.fixture(autouse=True, scope="session")
-def shipped_models_are_traced_once() -> Iterator[None]:
-    """Keep every trace of a model that ships, where the product keeps the last few."""
-    predict = sys.modules.get("ddltool.analyzers.step.costs.predict")
-    with pytest.MonkeyPatch.context() as patch:
-        if predict is not None:
-            patch.setattr(predict, "_zoo_work", functools.cache(predict._zoo_work.__wrapped__))
-        yield
 
 
 @pytest.fixture(autouse=True, scope="session")
