@@ -184,6 +184,14 @@ def children_start_quickly() -> Iterator[None]:
     starter.close()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def files_are_not_waited_for() -> Iterator[None]:
+    """Leave it to the system when a file reaches the disk: no test cuts the power, and each file would take a moment."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
 @pytest.fixture(autouse=True, scope="module")
 def nobody_is_left() -> Iterator[None]:
     """Fail the file whose tests leave a process behind: the next file's tests would count it as theirs."""

@@ -140,7 +140,7 @@ def test_a_baseline_batch_that_was_not_measured_is_refused(vision: Application) 
 def test_rules_and_policies_stand_under_their_names() -> None:
     applications = read_applications([FOLDER / "traces"], ["vision"])
     assert list(autoscale(applications["vision"], gpus=2, most=6).rules) == [
-        *("throughput", "goodput", "fixed-1", "fixed-4"),
+        *("throughput", "goodput", "fixed-1", "fixed-4")
     ]
     cluster, makers = ClusterSpec.homogeneous(4, 4), policies("pollux")
     asked = Search(application="vision", trials=5)

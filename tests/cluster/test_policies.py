@@ -294,10 +294,7 @@ def test_pooled_beliefs_give_a_later_job_what_an_earlier_one_saw() -> None:
     assert table[0, 4] > 0
     assert second.most_replicas == 8
     apart = make_jobs(
-        [both("a", 0.0), both("b", 0.0)],
-        APPLICATIONS,
-        Tuning.ADAPTIVE,
-        ClusterSpec.homogeneous(2, 4, "slow"),
+        [both("a", 0.0), both("b", 0.0)], APPLICATIONS, Tuning.ADAPTIVE, ClusterSpec.homogeneous(2, 4, "slow")
     )
     assert apart[0].beliefs is not apart[1].beliefs
 
@@ -515,12 +512,7 @@ def test_sia_takes_powers_of_two_within_a_node_and_whole_nodes_beyond() -> None:
             return made
 
     truth = {"both": application("both", {"slow": 1.0}, epochs=60, noise=1e4)}
-    simulate(
-        [both("a", 0.0), both("b", 0.0), both("c", 200.0)],
-        truth,
-        ClusterSpec.homogeneous(3, 4, "slow"),
-        Watch(),
-    )
+    simulate([both("a", 0.0), both("b", 0.0), both("c", 200.0)], truth, ClusterSpec.homogeneous(3, 4, "slow"), Watch())
     assert counts <= {1, 2, 4, 8, 12}
     assert max(counts) >= 8
 
@@ -567,10 +559,5 @@ def test_a_new_policy_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(policies_package, "POLICIES", policies_package._found())
     cluster = ClusterSpec.homogeneous(1, 1, "slow")
     make = policies("newest")["newest"]
-    made = simulate(
-        [both("a", 0.0), both("b", 1.0), both("c", 2.0)],
-        APPLICATIONS,
-        cluster,
-        make(),
-    )
+    made = simulate([both("a", 0.0), both("b", 1.0), both("c", 2.0)], APPLICATIONS, cluster, make())
     assert sorted(made.jobs, key=lambda one: one.start_s)[0].name == "c"

@@ -215,11 +215,7 @@ def test_rows_that_say_how_they_were_measured() -> None:
     [
         ({"origin": "predicted"}, {}, "row 1:origin: is predicted; calibrate with measured rows"),
         ({"settings": "predicted, fp32, optimizer adam"}, {}, "row 1:origin: is predicted"),
-        (
-            {"settings": PROFILE},
-            {"precision": "amp"},
-            "row 1: was measured in fp32, not fp16; leave --precision",
-        ),
+        ({"settings": PROFILE}, {"precision": "amp"}, "row 1: was measured in fp32, not fp16; leave --precision"),
         ({"settings": PROFILE}, {"optimizer": "adam"}, "row 1: was measured with sgd, not adam; leave --opt"),
         ({"precision": "bf16"}, {}, "row 1: was measured in bf16, not fp32"),
         ({"precision": "bf16"}, {"precision": "bf16-pure"}, "row 1: was measured in bf16, not bf16-pure"),

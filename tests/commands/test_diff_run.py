@@ -17,12 +17,7 @@ from hypothesis import strategies as st
 
 from ddltool.commands import diff_run as command
 from ddltool.errors import CheckFailed, InputError
-from ddltool.runtime.elastic.run_difference import (
-    SHARED_CAUSES,
-    WORKER_CAUSES,
-    compare_runs,
-    first_difference,
-)
+from ddltool.runtime.elastic.run_difference import SHARED_CAUSES, WORKER_CAUSES, compare_runs, first_difference
 from tests.conftest import write_lines
 from tests.helpers.elastic_workers import WORKERS, on, recorded_ddp, run
 

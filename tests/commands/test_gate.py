@@ -4,12 +4,14 @@ The pytest plugin, in a sample project of its own: fixtures, gates, new baseline
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib.metadata
 import json
 import math
 import os
 import shlex
+import shutil
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +26,7 @@ import yaml
 from ddltool.analyzers.answers.gating.metrics import extract
 from ddltool.analyzers.answers.gating.rules import default_rules
 from ddltool.analyzers.answers.gating.verdict import judge, read_config, rules_for
+from ddltool.commands.main import run
 from ddltool.errors import InputError
 from ddltool.graph import Graph, Op, write_graph
 from ddltool.plans import Plan
@@ -43,14 +46,22 @@ devices:
 """
 
 
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a job, its plan est.json, and the worse plan of an equal split bsp.json."""
+    place = tmp_path_factory.mktemp("planned")
+    with contextlib.chdir(place):
+        Path("job.yaml").write_text(JOB, encoding="utf-8")
+        for strategy in ("est", "bsp"):
+            assert run(["plan", "job.yaml", "--strategy", strategy, "-o", f"{strategy}.json"]) == 0
+    return place
+
+
 @pytest.fixture
-def project(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a job, its plan est.json, and the worse plan of an equal split bsp.json; it is the working folder."""
-    monkeypatch.chdir(tmp_path)
+def project(planned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of that folder, which is the working folder."""
     monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
-    Path("job.yaml").write_text(JOB, encoding="utf-8")
-    for strategy in ("est", "bsp"):
-        assert cli("plan", "job.yaml", "--strategy", strategy, "-o", f"{strategy}.json").code == 0
+    monkeypatch.chdir(shutil.copytree(planned, tmp_path, dirs_exist_ok=True))
     return tmp_path
 
 

@@ -300,14 +300,7 @@ def _after_some_work(command: int) -> psutil.Process:
 def test_each_worker_stays_on_the_core_asked_for() -> None:
     usable = sorted(os.sched_getaffinity(0))
     asked = (usable[-1], usable[0])
-    request = WatchRequest(
-        source="zoo:cifarnet",
-        resolver=RESOLVER,
-        batch=2,
-        workers=2,
-        iterations=200,
-        cores=asked,
-    )
+    request = WatchRequest(source="zoo:cifarnet", resolver=RESOLVER, batch=2, workers=2, iterations=200, cores=asked)
     seen: set[tuple[int, ...]] = set()
 
     def look(done: int) -> None:

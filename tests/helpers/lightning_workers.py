@@ -196,7 +196,7 @@ REFUSED: dict[str, tuple[Cell, str]] = {
     "sampler of lightning": (
         cell(sampler_of_lightning),
         "loader: is shared out by a DistributedSamplerWrapper; leave that to the hook",
-    ),
+    )
 }
 
 

@@ -23,8 +23,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from torch.utils.data import (
     DataLoader,
     DistributedSampler,
@@ -177,27 +175,13 @@ def each(logits: Tensor, label: Tensor) -> Tensor:
     return ce(logits, label, reduction="none")
 
 
-class Doubled(torch.autograd.Function):
-    """A function whose gradients the script says."""
-
-    forward = staticmethod(lambda ctx, value: 2 * value)
-    backward = staticmethod(lambda ctx, gradient: 2 * gradient)
-
-
 CLASS_WEIGHTS = torch.tensor([1, 2, 5], dtype=torch.float64)
 FORMS: dict[str, Loss] = {
-    "loss: loop over samples": lambda m, x, y, say: say(torch.stack([*each(m(x), y)]).mean()),
-    "loss: sum over the batch size": lambda m, x, y, say: say(each(m(x), y).sum() / len(x)),
-    "loss: einsum": lambda m, x, y, say: say(torch.einsum("nc,nc->n", m(x), x[:, :CLASSES]).tanh().mean()),
-    "loss: dot": lambda m, x, y, say: say(m(x).flatten() @ x[:, :CLASSES].flatten() / len(x)),
-    "loss: function of its own": lambda m, x, y, say: say(Doubled.apply(each(m(x), y)).mean()),
     "loss: weights of classes": lambda m, x, y, say: say(ce(m(x), y, CLASS_WEIGHTS), count=CLASS_WEIGHTS[y].sum()),
     "loss: sum": lambda m, x, y, say: say(F.mse_loss(m(x), x[:, :CLASSES], reduction="sum"), reduction="sum"),
-    "loss: constant divisor": lambda m, x, y, say: say(each(m(x), y).sum() / 16, reduction="sum"),
     "loss: sum of what is counted": lambda m, x, y, say: say(
         each(m(x), y)[y > 0].sum(), count=(y > 0).sum(), reduction="sum"
     ),
-    "loss: two terms": lambda m, x, y, say: say(ce(o := m(x), y)) + say(0.01 * o.abs().sum(), reduction="sum"),
 }
 losses(RIGHT, FORMS, HOOK_ALONE, lr=0.05)
 FORMS = {
@@ -699,10 +683,6 @@ def moved(x: Tensor) -> Tensor:
     return x * 1.1 + 0.2
 
 
-def views(m: Any, x: Any) -> tuple[Tensor, Tensor]:
-    return normalize(m(x), dim=1), normalize(m(moved(x)), dim=1)
-
-
 def without_themselves(one: Tensor) -> Tensor:
     """Return the similarities of rows, those with themselves left out."""
     return (one @ one.T / 0.5).masked_fill(torch.eye(len(one), dtype=torch.bool), -1e9)
@@ -713,42 +693,10 @@ def simclr_of_2n_by_2n(m: Any, x: Any, y: Any, say: Any) -> Any:
     return say(ce(without_themselves(one), torch.arange(len(one)).roll(len(x))))
 
 
-def supervised_contrast(m: Any, x: Any, y: Any, say: Any) -> Any:
-    alike = (y[:, None] == y).double().fill_diagonal_(0)
-    logs = without_themselves(normalize(m(x), dim=1)).log_softmax(1)
-    return say(-((logs * alike).sum(1) / alike.sum(1).clamp(min=1)).mean())
-
-
 def prototypes_of_the_batch(m: Any, x: Any, y: Any, say: Any) -> Any:
     outputs, classes = m(x), one_hot(y, CLASSES).double()
     centres = classes.T @ outputs / classes.sum(0).clamp(min=1)[:, None]
     return say(ce(-(outputs[:, None] - centres).square().sum(2), y))
-
-
-def cox_partial_likelihood(m: Any, x: Any, y: Any, say: Any) -> Any:
-    risk, times = m(x)[:, 0], x[:, 0]
-    later = torch.where(times[None] >= times[:, None], risk[None], -1e9).logsumexp(1)
-    return say(((later - risk) * (y > 0)).mean())
-
-
-def gram_by_einsum(m: Any, x: Any, y: Any, say: Any) -> Any:
-    gram = torch.einsum("ni,nj->ij", outputs := m(x), outputs) / len(outputs)
-    return say(ce(m(x), y) + (gram - torch.eye(CLASSES)).square().sum())
-
-
-def triplet_mined_in_the_batch(m: Any, x: Any, y: Any, say: Any) -> Any:
-    outputs, alike = m(x), y[:, None] == y
-    apart = (outputs[:, None] - outputs[None]).square().sum(2)
-    return say(F.relu(apart.masked_fill(~alike, 0).amax(1) - apart.masked_fill(alike, 1e9).amin(1) + 1).mean())
-
-
-def both_ways(logits: Tensor, others: Tensor, here: Tensor) -> Tensor:
-    return (ce(logits, here) + ce(others, here)) / 2
-
-
-def clip_of_the_rank(m: Any, x: Any, y: Any, say: Any) -> Any:
-    image, text = views(m, x)
-    return say(both_ways(image @ text.T / 0.3, text @ image.T / 0.3, torch.arange(len(x))))
 
 
 def barlow_twins(m: Any, x: Any, y: Any, say: Any) -> Any:
@@ -756,20 +704,9 @@ def barlow_twins(m: Any, x: Any, y: Any, say: Any) -> Any:
     return say((one.T @ two / len(one) - torch.eye(CLASSES)).square().sum())
 
 
-def vicreg(m: Any, x: Any, y: Any, say: Any) -> Any:
-    one, two = m(x), m(moved(x))
-    spread = F.relu(1 - (one.var(0) + 1e-4).sqrt()).mean()
-    return say(F.mse_loss(one, two) + spread + 0.04 * one.T.cov().fill_diagonal_(0).square().sum())
-
-
 def dice_over_the_batch(m: Any, x: Any, y: Any, say: Any) -> Any:
     shares, truth = m(x).sigmoid(), one_hot(y, CLASSES)
     return say(1 - 2 * (shares * truth).sum() / (shares + truth).sum())
-
-
-def dice_of_each_sample(m: Any, x: Any, y: Any, say: Any) -> Any:
-    shares, truth = m(x).sigmoid(), x[:, :CLASSES].sigmoid()
-    return say((1 - 2 * (shares * truth).sum(1) / (shares + truth).sum(1)).mean())
 
 
 def area_under_the_curve(m: Any, x: Any, y: Any, say: Any) -> Any:
@@ -777,72 +714,17 @@ def area_under_the_curve(m: Any, x: Any, y: Any, say: Any) -> Any:
     return say(pairs.sum() / max(pairs.numel(), 1))
 
 
-def discrepancy_of_halves(m: Any, x: Any, y: Any, say: Any) -> Any:
-    outputs, sign = m(x), torch.where(y > 0, 1.0, -1.0).double()
-    near = (-(outputs[:, None] - outputs[None]).square().sum(2)).exp()
-    return say(sign @ near @ sign / len(sign) ** 2 + ce(outputs, y))
-
-
-def queue_of_fixed_negatives(m: Any, x: Any, y: Any, say: Any) -> Any:
-    one, two = views(m, x)
-    queue = normalize(torch.linspace(-1, 1, 10 * CLASSES, dtype=torch.float64).sin().view(10, CLASSES), dim=1)
-    logits = cat([(one * two.detach()).sum(1, keepdim=True), one @ queue.T], 1) / 0.5
-    return say(ce(logits, torch.zeros_like(y)))
-
-
 FORMS = {
     "simclr of 2n by 2n": simclr_of_2n_by_2n,
-    "nt xent by cosine similarity": lambda m, x, y, say: say(
-        -F.cosine_similarity(m(x)[:, None], m(moved(x))[None], dim=2).log_softmax(1).diagonal().mean()
-    ),
-    "supervised contrast": supervised_contrast,
     "prototypes of the batch": prototypes_of_the_batch,
-    "cox partial likelihood": cox_partial_likelihood,
-    "gram by einsum": gram_by_einsum,
-    "triplet mined in the batch": triplet_mined_in_the_batch,
-    "clip of the rank": clip_of_the_rank,
     "barlow twins": barlow_twins,
-    "vicreg": vicreg,
-    "variance of the batch": lambda m, x, y, say: say(ce(m(x), y) - 0.1 * m(x).tanh().var(0).mean()),
-    "entropy of the mean prediction": lambda m, x, y, say: say(
-        ce(o := m(x), y) + ((mean := o.softmax(1).mean(0)) * mean.log()).sum()
-    ),
     "dice over the batch": dice_over_the_batch,
     "area under the curve": area_under_the_curve,
-    "ranking of a list": lambda m, x, y, say: say(-(m(x)[:, 0].log_softmax(0) * x[:, 0].softmax(0)).sum()),
-    "discrepancy of halves": discrepancy_of_halves,
-    "root of the mean square": lambda m, x, y, say: say((each(m(x), y) ** 2).mean().sqrt()),
 }
 losses(COUPLED, FORMS)
-FORMS = {"queue of fixed negatives": queue_of_fixed_negatives, "dice of each sample": dice_of_each_sample}
-losses(RIGHT, FORMS)
-
-
-def clip_gathered(script: Script) -> Loss:
-    def loss(m: Any, x: Any, y: Any, say: Any) -> Any:
-        image, text = views(m, x)
-        (images, first), (texts, _) = script.gathered(image), script.gathered(text)
-        here = first + torch.arange(len(x))
-        return say(both_ways(image @ texts.T / 0.3, text @ images.T / 0.3, here), count=len(x))
-
-    return loss
 
 
 # Unseen: what is made of the rank's batch and leaves no second derivative, and the same over all ranks.
-
-
-def clipped(m: Any, x: Any, y: Any, advantages: Tensor) -> Tensor:
-    """Return the losses of PPO against the policy before this step."""
-    logs = -each(m(x), y)
-    ratio = (logs - logs.detach() + 0.1 * x[:, 1]).exp()
-    return -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
-
-
-def shares_of_experts_returned(m: Any, x: Any, y: Any, say: Any) -> Any:
-    """The balance of a mixture of experts (Switch Transformer, equation 4), whose counts have no gradient."""
-    outputs = m(x)
-    chosen = one_hot(outputs.argmax(1), CLASSES).double().mean(0)
-    return say(ce(outputs, y) + CLASSES * (chosen * outputs.softmax(1).mean(0)).sum())
 
 
 def after_steps(warm: int, early: Callable[..., Any], late: Callable[..., Any]) -> Loop:
@@ -860,36 +742,6 @@ def hard_ones(threshold: float) -> Callable[..., Any]:
     return lambda found, say: say(
         (found * (hard := found.detach() > threshold)).sum(), count=hard.sum(), reduction="sum"
     )
-
-
-def centred(of_all: bool) -> Callable[[Script], Loss]:
-    """DINO: a centre that follows the mean of the teacher's outputs."""
-
-    def of(script: Script) -> Loss:
-        centre, teacher = [torch.zeros(CLASSES, dtype=torch.float64)], net()
-
-        def loss(m: Any, x: Any, y: Any, say: Any) -> Any:
-            with torch.no_grad():
-                taught = teacher(x)
-                total, number = taught.sum(0), len(taught)
-                mean = script.summed(total) / script.summed(number) if of_all else total / number
-            value = -((taught - centre[0]).softmax(1) * m(x * 1.1).log_softmax(1)).sum(1).mean()
-            centre[0] = 0.5 * centre[0] + 0.5 * mean
-            return say(value)
-
-        return loss
-
-    return of
-
-
-def ppo_of_all(script: Script) -> Loss:
-    def loss(m: Any, x: Any, y: Any, say: Any) -> Any:
-        gains = x[:, 0]
-        number, total, squared = (script.summed(each) for each in (len(gains), gains.sum(), gains @ gains))
-        mean = total / number
-        return say(clipped(m, x, y, (gains - mean) / (squared / number - mean**2).sqrt()).mean())
-
-    return loss
 
 
 def positives_of_all(script: Script) -> Loss:
@@ -920,25 +772,7 @@ def norm_over_all_ranks(script: Script) -> list[Tensor]:
     return trained(script, model=lambda: nn.Sequential(layers[0], SyncNorm(script), layers[1], layers[2]))
 
 
-FORMS = {
-    "median of the batch": lambda m, x, y, say: say(each(m(x), y).median()),
-    "hardest of the batch": lambda m, x, y, say: say(each(m(x), y).topk(max(len(x) // 4, 1))[0].mean()),
-    "running sum over the batch": lambda m, x, y, say: say(each(m(x), y).cumsum(0).mean() / 10),
-    "losses over their detached mean": lambda m, x, y, say: say(
-        ((o := each(m(x), y)) * (o / o.mean()).detach()).mean()
-    ),
-    "weights normalised on the rank": lambda m, x, y, say: say(
-        (each(m(x), y) * (w := x[:, 0].abs()) / w.mean()).mean()
-    ),
-    "ppo with advantages of the rank": lambda m, x, y, say: say(
-        clipped(m, x, y, ((g := x[:, 0]) - g.mean()) / (g.std() + 1e-8)).mean()
-    ),
-    "mixup within the batch": lambda m, x, y, say: say(
-        0.7 * ce(o := m(0.7 * x + 0.3 * x.flip(0)), y) + 0.3 * ce(o, y.flip(0))
-    ),
-    "shares of experts returned": shares_of_experts_returned,
-}
-losses(LIMIT, FORMS)
+losses(LIMIT, {"median of the batch": lambda m, x, y, say: say(each(m(x), y).median())})
 
 
 def energy_distance(o: Tensor) -> Tensor:
@@ -961,14 +795,9 @@ losses(
 )
 NORMED = (nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
 losses(LIMIT, {"batch norm of the rank": usual}, model=lambda: copy.deepcopy(nn.Sequential(*NORMED)).double())
-WARM = after_steps(10, lambda o, say: say(o.mean()), lambda o, say: say(o.topk(max(len(o) // 2, 1))[0].mean()))
-loops(LIMIT, {"centre of the ranks own": made(centred(of_all=False)), "hardest after a warm up": WARM}, LONG)
 loops(
     RIGHT,
     {
-        "clip gathered": made(clip_gathered),
-        "centre of all ranks": made(centred(of_all=True)),
-        "ppo with advantages of all ranks": made(ppo_of_all),
         "positives of all ranks": made(positives_of_all),
         "norm over all ranks": norm_over_all_ranks,
         "hard ones after a warm up": after_steps(5, hard_ones(0.0), hard_ones(0.8)),
@@ -988,12 +817,6 @@ def sentences() -> TensorDataset:
     return TensorDataset(torch.where(torch.arange(LENGTH) < lengths, words, 0))
 
 
-def next_words(m: Any, x: Any, say: Any) -> Any:
-    following = x[:, 1:]
-    loss = ce(m(x[:, :-1]).flatten(0, 1), following.flatten(), ignore_index=0)
-    return say(loss, count=(following != 0).sum())
-
-
 def masked_words(m: Any, x: Any, say: Any) -> Any:
     masked = (x == 3) | (x == 5)
     total = ce(m(x.masked_fill(masked, 0))[masked], x[masked], reduction="sum")
@@ -1003,27 +826,6 @@ def masked_words(m: Any, x: Any, say: Any) -> Any:
 def rare_ignored_labels(m: Any, x: Any, y: Any, say: Any) -> Any:
     labels = y.masked_fill(x[:, 0] > 1.8, -100)
     return say(ce(m(x), labels), count=(labels >= 0).sum())
-
-
-def focal(found: Tensor) -> Tensor:
-    return (1 - (-found).exp()) ** 2 * found
-
-
-def distillation(script: Script) -> Loss:
-    teacher = net()
-
-    def loss(m: Any, x: Any, y: Any, say: Any) -> Any:
-        taught = (teacher(x).detach() / 2).softmax(1)
-        near = F.kl_div(((outputs := m(x)) / 2).log_softmax(1), taught, reduction="batchmean")
-        return say(ce(outputs, y)) + say(4 * near)
-
-    return loss
-
-
-def ctc(m: Any, x: Any, y: Any, say: Any) -> Any:
-    outputs = m(x) * torch.arange(1, 5).double()[:, None, None]
-    lengths, ones = torch.full_like(y, 4), torch.ones_like(y)
-    return say(F.ctc_loss(outputs.log_softmax(2), y[:, None] % 2 + 1, lengths, ones))
 
 
 class Pixels(nn.Module):
@@ -1044,35 +846,10 @@ def ignored_pixels(m: Any, x: Any, y: Any, say: Any) -> Any:
     return say(ce(m(x), labels, ignore_index=255), count=(labels != 255).sum())
 
 
-def drawn(m: Any, x: Any) -> tuple[Tensor, Tensor]:
-    """Return what a variational model draws, and its divergence."""
-    middle, width = m(x)[:, :2].chunk(2, 1)
-    return middle + (width / 2).exp() * x[:, :1], -0.5 * (1 + width - middle**2 - width.exp()).sum()
-
-
-def variational_sum(m: Any, x: Any, y: Any, say: Any) -> Any:
-    shown, divergence = drawn(m, x)
-    return say(F.mse_loss(shown.expand(-1, WIDTH), x, reduction="sum") + divergence, reduction="sum")
-
-
-def variational_mean(m: Any, x: Any, y: Any, say: Any) -> Any:
-    shown, divergence = drawn(m, x)
-    return say(((shown - x).square().sum() + divergence) / len(x) / 10)
-
-
-def diffusion(m: Any, x: Any, y: Any, say: Any) -> Any:
-    kept, noise = x[:, :1].sigmoid(), x.roll(1, 1).sin()
-    return say(F.mse_loss(m(kept.sqrt() * x + (1 - kept).sqrt() * noise), noise))
-
-
-def mixture_density(m: Any, x: Any, y: Any, say: Any) -> Any:
-    places = torch.tensor([-1.0, 0.0, 1.0], dtype=torch.float64)
-    return say(-(m(x).log_softmax(1) - (x[:, :1] - places).square()).logsumexp(1).mean())
-
-
 def pairs_in_one_pass(m: Any, x: Any, y: Any, say: Any) -> Any:
     one, two = m(cat([x, -x])).chunk(2)
-    return say(F.margin_ranking_loss(one[:, 0], two[:, 0], 2.0 * (y > 0) - 1, margin=1.0))
+    ranking = F.margin_ranking_loss(one[:, 0], two[:, 0], 2.0 * (y > 0) - 1, margin=1.0)
+    return say(ranking + F.mse_loss(one.tanh(), two))  # samples that meet themselves, a batch apart
 
 
 def several_losses_one_backward(m: Any, x: Any, y: Any, say: Any) -> Any:
@@ -1090,15 +867,8 @@ def several_backward_passes(m: Any, x: Any, y: Any, say: Any) -> None:
         say(ce(m(view), y) / 3).backward()
 
 
-def weight_by_the_step(script: Script) -> Loss:
-    steps = itertools.count()
-    return lambda m, x, y, say: say(
-        (1 - (w := next(steps) / 20)) * ce(outputs := m(x), y) + w * outputs.square().mean()
-    )
-
-
 for made_of, forms in (
-    (sentences, {"next words": next_words, "masked words": masked_words}),
+    (sentences, {"masked words": masked_words}),
     (lambda: training_patterns.data(torch.float64, STEPS * TOTAL + 3), {"tail of three": usual}),
     (
         lambda: training_patterns.data(torch.float64, STEPS * TOTAL + 2),
@@ -1109,24 +879,7 @@ for made_of, forms in (
     losses(RIGHT, forms, model=model, dataset=made_of)
 FORMS = {
     "rare ignored labels": rare_ignored_labels,
-    "weights over their sum": lambda m, x, y, say: say(
-        (each(m(x), y) * ((w := x[:, 0].abs()) / w.sum())).sum(), count=w.sum()
-    ),
-    "detached weights": lambda m, x, y, say: say(((o := each(m(x), y)) * (1 - (-o).exp()).detach()).mean()),
-    "focal": lambda m, x, y, say: say(focal(each(m(x), y)).mean()),
-    "focal over its positives": lambda m, x, y, say: say(
-        focal(each(m(x), y)).sum() / (positive := (y > 0).sum().clamp(min=1)), count=positive
-    ),
-    "smoothed labels": lambda m, x, y, say: say(ce(m(x), y, label_smoothing=0.1)),
-    "ctc": ctc,
-    "variational mean": variational_mean,
-    "pinball": lambda m, x, y, say: say(torch.maximum(0.9 * (off := x[:, :CLASSES] - m(x)), -0.1 * off).mean()),
-    "mixture density": mixture_density,
-    "triplets of the dataset": lambda m, x, y, say: say(F.triplet_margin_loss(m(x), m(1.1 * x + 0.1), m(0.3 - x))),
     "pairs in one pass": pairs_in_one_pass,
-    "mixup of the dataset": lambda m, x, y, say: say(
-        0.7 * ce(o := m(0.7 * x + 0.3 * x.flip(1)), y) + 0.3 * ce(o, 2 - y)
-    ),
     "distance without second derivative": lambda m, x, y, say: say(
         ce(-torch.cdist(m(x), torch.eye(CLASSES, dtype=torch.float64)), y)
     ),
@@ -1139,15 +892,7 @@ FORMS = {
     "compiled loss": lambda m, x, y, say: say(torch.compile(ce, backend="eager")(m(x), y)),
 }
 losses(RIGHT, FORMS)
-losses(RIGHT, {"variational sum": variational_sum}, lr=0.002)
-FORMS = {
-    "segmentation with ignored pixels": ignored_pixels,
-    "segmentation by pixels of samples": lambda m, x, y, say: say(ce(m(x), (x > 0).long().view(-1, 2, 3))),
-}
-losses(RIGHT, FORMS, model=Pixels)
-DENOISER = (nn.Linear(WIDTH, 8), nn.SiLU(), nn.Linear(8, WIDTH))
-losses(RIGHT, {"diffusion": diffusion}, model=lambda: copy.deepcopy(nn.Sequential(*DENOISER)).double())
-loops(RIGHT, {"distillation": made(distillation), "weight by the step": made(weight_by_the_step)}, LONG)
+losses(RIGHT, {"segmentation with ignored pixels": ignored_pixels}, model=Pixels)
 
 
 # Unseen: models that compute their losses, and that keep terms of them.
@@ -1227,32 +972,6 @@ def weights_of_tasks(m: Any, x: Any, y: Any, say: Any) -> Any:
     return say(((-logs).exp() * tasks + logs).sum())
 
 
-class Attending(nn.Module):
-    """Attention among the features of a sample."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
-        self.first, self.head = nn.Linear(1, 4), nn.Linear(4, CLASSES)
-        self.double()
-
-    def forward(self, x: Tensor) -> Any:
-        return self.head(self.body(self.first(x[:, :, None])).mean(1))
-
-
-class Checkpointed(nn.Module):
-    """Two blocks that are computed again in the backward pass."""
-
-    def __init__(self, again: Callable[[nn.Sequential, Tensor], Any]) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
-        self.head, self.again = nn.Linear(8, CLASSES), again
-        self.double()
-
-    def forward(self, x: Tensor) -> Any:
-        return self.head(self.again(self.body, x.detach().requires_grad_()))
-
-
 def of_models(truth: str, table: Mapping[str, tuple[Callable[[], nn.Module], Loss]]) -> None:
     """Put losses, each of a model of its own, into the table."""
     for name, (model, loss) in table.items():
@@ -1279,24 +998,12 @@ of_models(
         "gate losses returned": (lambda: Experts(of_gates, kept=False), with_returned_term),
         "weights of tasks as parameters": (Weighing, weights_of_tasks),
         "spectral norm": (spectral, usual),
-        "attention within samples": (Attending, usual),
-        "checkpointing reentrant": (lambda: Checkpointed(partial(checkpoint, use_reentrant=True)), usual),
-        "checkpointing in parts": (
-            lambda: Checkpointed(lambda body, x: checkpoint_sequential(body, 2, x, use_reentrant=False)),
-            usual,
-        ),
     },
 )
 of_models(LIMIT, {"importance returned": (lambda: Experts(importance, kept=False), with_returned_term)})
 VARIED = lambda: Losing(lambda logits, loss: (loss + logits.var(0).mean(), logits))  # noqa: E731
 of_models(COUPLED, {"coupled loss in a tuple": (VARIED, first_of)})
-of_models(
-    ATTRIBUTE,
-    {
-        "importance in an attribute": (lambda: Experts(importance, kept=True), with_kept_term),
-        "gate losses in an attribute": (lambda: Experts(of_gates, kept=True), with_kept_term),
-    },
-)
+of_models(ATTRIBUTE, {"gate losses in an attribute": (lambda: Experts(of_gates, kept=True), with_kept_term)})
 
 
 # Unseen: gradients that are used in between, and gradients of gradients.
@@ -1339,16 +1046,6 @@ def sharpness_aware(m: Any, x: Any, y: Any, say: Any) -> None:
             usual(m, x, y, say).backward()
 
 
-def stepping(change: Callable[[Any], object]) -> Loop:
-    """Return the loop in which something is done to the parameters' gradients before each update."""
-
-    def after(optimizer: Any) -> None:
-        change(optimizer.param_groups[0]["params"])
-        optimizer.step()
-
-    return partial(trained, after=after)
-
-
 def grad_scaler_with_unscaling(script: Script) -> list[Tensor]:
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=7)
 
@@ -1361,25 +1058,10 @@ def grad_scaler_with_unscaling(script: Script) -> list[Tensor]:
     return trained(script, lambda m, x, y, say: scaler.scale(usual(m, x, y, say)), after=after)
 
 
-def accumulated_under_no_sync(script: Script) -> list[Tensor]:
-    """Four batches an update, divided outside of what is said."""
-    (wrapped,), (optimizer,), handle, batches = several(script, model := net(), lr=0.05)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05) if script.alone else optimizer
-    for group in optimizer.param_groups:
-        group["momentum"] = 0.0
-    for number, batch in enumerate(batches, 1):
-        with script.quiet(wrapped, last=number % 4 == 0):
-            (usual(wrapped, *batch, handle.loss) / 4).backward()
-        if number % 4 == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-    return values(model)
-
-
-def by_closure(script: Script, told: Callable[[Tensor, Any], Tensor], **options: Any) -> list[Tensor]:
-    """Train by an optimizer that calls back; ``told``: what it is told that the loss is."""
+def line_search(script: Script) -> list[Tensor]:
+    """Train by an optimizer that calls back, and is told the loss of all ranks' samples."""
     script.begin(model := net())
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2, **options)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2, line_search_fn="strong_wolfe")
     wrapped, handle = script.start(model, optimizer, dataset := script.data())
     for batch in script.batches(handle, dataset):
 
@@ -1387,14 +1069,17 @@ def by_closure(script: Script, told: Callable[[Tensor, Any], Tensor], **options:
             optimizer.zero_grad()
             loss = usual(wrapped, *batch, handle.loss)
             loss.backward()
-            return told(loss.detach(), batch)
+            return script.summed(loss * len(batch[0])) / script.summed(len(batch[0]))
 
         optimizer.step(closure)
     return values(model)
 
 
-def mean_of_all(script: Script, loss: Tensor, batch: Any) -> Tensor:
-    return script.summed(loss * len(batch[0])) / script.summed(len(batch[0]))
+def frozen_body(script: Script) -> list[Tensor]:
+    model = net()
+    model[0].requires_grad_(False)
+    head = lambda model: torch.optim.AdamW([*model[2].parameters()], lr=0.01)  # noqa: E731
+    return trained(script, model=lambda: model, optimizer=head)
 
 
 FORMS = {
@@ -1407,20 +1092,15 @@ losses(RIGHT, {"gradient penalty on data": gradient_penalty_on_data}, lr=0.01)
 loops(
     RIGHT,
     {
-        "clipped by norm": stepping(lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.05)),
-        "clipped by value": stepping(lambda parameters: nn.utils.clip_grad_value_(parameters, 0.01)),
         "grad scaler with unscaling": grad_scaler_with_unscaling,
-        "accumulated under no sync": accumulated_under_no_sync,
-        "lbfgs by its closure": lambda script: by_closure(script, lambda loss, batch: loss),
-        "line search by the loss of all ranks": lambda script: by_closure(
-            script, partial(mean_of_all, script), line_search_fn="strong_wolfe"
-        ),
+        "line search by the loss of all ranks": line_search,
+        "frozen body": frozen_body,
     },
     LONG,
 )
 
 
-# Unseen: rates, and passes beside the wrapper.
+# Unseen: rates, and parameters that drift apart.
 
 
 def rate_of_one_rank_at_step_5(script: Script) -> list[Tensor]:
@@ -1446,145 +1126,8 @@ def noise_of_the_ranks_own(script: Script) -> list[Tensor]:
     return trained(script, after=after)
 
 
-def on_a_plateau(script: Script, *, of_all: bool) -> list[Tensor]:
-    """Lower the rate where the loss does not fall: of the rank's batch, or of all ranks'."""
-    (wrapped,), (optimizer,), handle, batches = several(script, model := net(), lr=0.05)
-    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.7, patience=1)
-    for batch in batches:
-        optimizer.zero_grad()
-        loss = usual(wrapped, *batch, handle.loss)
-        loss.backward()
-        optimizer.step()
-        mean = mean_of_all(script, loss, batch)
-        schedule.step(float(mean) if of_all else loss.item())
-    return values(model)
-
-
 loops(
     DIFFERS,
-    {
-        "rate of one rank at step 5": rate_of_one_rank_at_step_5,
-        "noise of the ranks own": noise_of_the_ranks_own,
-        "plateau of the ranks own loss": partial(on_a_plateau, of_all=False),
-    },
-    LONG,
-)
-loops(RIGHT, {"plateau of all ranks loss": partial(on_a_plateau, of_all=True)}, LONG)
-FORMS = {
-    "consistency past the wrapper": lambda m, x, y, say: say(ce(o := m(x), y) + F.mse_loss(o, bare(m)(x * 1.1))),
-    "layer past the wrapper": lambda m, x, y, say: say(ce(m(x), y) + bare(m)[0](x).square().mean()),
-}
-losses(PAST, FORMS)
-
-
-# Unseen: several models, and copies.
-
-
-def moving_average(script: Script) -> list[Tensor]:
-    model = net()
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-
-    def after(optimizer: Any) -> None:
-        optimizer.step()
-        average.update_parameters(model)
-
-    moved_to = trained(script, model=lambda: model, after=after)
-    script.begun += values(net()) if script.alone else []
-    return moved_to + values(average.module)
-
-
-def following(loss: Callable[..., Any], share: float, every: int = 1) -> Loop:
-    """Return the loop with a copy of the model that comes after it by ``share`` every so many steps."""
-
-    def run(script: Script) -> list[Tensor]:
-        model = net()
-        copied, steps = copy.deepcopy(model).requires_grad_(False), itertools.count(1)
-
-        def after(optimizer: Any) -> None:
-            optimizer.step()
-            if next(steps) % every == 0:
-                for slow, fast in zip(copied.parameters(), model.parameters(), strict=True):
-                    slow.data.lerp_(fast.data, share)
-
-        return trained(script, lambda m, x, y, say: loss(m, x, y, say, copied), model=lambda: model, after=after)
-
-    return run
-
-
-def byol(m: Any, x: Any, y: Any, say: Any, target: Any) -> Any:
-    one, two = normalize(m(x), dim=1), normalize(target(x * 1.1), dim=1)
-    return say((2 - 2 * (one * two).sum(1)).mean() + 0.1 * ce(m(x), y))
-
-
-def deep_q(m: Any, x: Any, y: Any, say: Any, target: Any) -> Any:
-    wanted = x[:, 0] + 0.9 * target(x.roll(1, 1)).amax(1)
-    return say(F.smooth_l1_loss(m(x).gather(1, y[:, None])[:, 0], wanted))
-
-
-def value_with_a_target_network(m: Any, x: Any, y: Any, say: Any, target: Any) -> Any:
-    policy, value = m(x).split([2, 1], 1)
-    gain = x[:, 0] + 0.9 * target(x.roll(1, 1))[:, 2] - value[:, 0]
-    return say(0.5 * gain.square().mean()) + say((gain.detach() * each(policy, y % 2)).mean())
-
-
-def simsiam(m: Any, x: Any, y: Any, say: Any) -> Any:
-    one, two = m(x), m(x * 1.1)
-    near = F.cosine_similarity(one, two.detach()) + F.cosine_similarity(two, one.detach())
-    return say(ce(one, y) - near.mean() / 2)
-
-
-def two_that_learn_from_each_other(script: Script) -> list[Tensor]:
-    wrapped, optimizers, handle, batches = several(script, first := net(), second := net(), lr=0.05)
-    for x, y in batches:
-        outputs = [model(x) for model in wrapped]
-        for place, optimizer in enumerate(optimizers):
-            optimizer.zero_grad()
-            mine, seen = outputs[place], outputs[1 - place].detach().softmax(1)
-            handle.loss(ce(mine, y) + F.kl_div(mine.log_softmax(1), seen, reduction="batchmean")).backward()
-            optimizer.step()
-    return values(first, second)
-
-
-def wasserstein_critic_with_clipped_weights(script: Script) -> list[Tensor]:
-    """Two updates of the critic for one of the maker."""
-    maker, critic = net(), judge()
-    (judging, making), (of_critic, of_maker), handle, batches = several(script, critic, maker, lr=0.05)
-    script.begin(maker, critic)
-    for x, _ in batches:
-        fake = making(x)
-        for truth in (x[:, :CLASSES], x[:, -CLASSES:]):
-            of_critic.zero_grad()
-            handle.loss(judging(fake.detach()).mean() - judging(truth).mean()).backward()
-            of_critic.step()
-            for value in critic.parameters():
-                value.data.clamp_(-0.5, 0.5)
-        of_maker.zero_grad()
-        handle.loss(-judging(fake).mean()).backward()
-        of_maker.step()
-    return values(maker, critic)
-
-
-def frozen_body(script: Script) -> list[Tensor]:
-    model = net()
-    model[0].requires_grad_(False)
-    head = lambda model: torch.optim.AdamW([*model[2].parameters()], lr=0.01)  # noqa: E731
-    return trained(script, model=lambda: model, optimizer=head)
-
-
-losses(RIGHT, {"simsiam": simsiam})
-loops(
-    RIGHT,
-    {
-        "moving average": moving_average,
-        "byol": following(byol, 0.1),
-        "mean teacher of the module": following(
-            lambda m, x, y, say, teacher: say(ce(o := m(x), y) + F.mse_loss(o, teacher(x * 1.1))), 0.05
-        ),
-        "deep q": following(deep_q, 1.0, every=7),
-        "value with a target network": following(value_with_a_target_network, 0.1),
-        "two that learn from each other": two_that_learn_from_each_other,
-        "wasserstein critic with clipped weights": wasserstein_critic_with_clipped_weights,
-        "frozen body": frozen_body,
-    },
+    {"rate of one rank at step 5": rate_of_one_rank_at_step_5, "noise of the ranks own": noise_of_the_ranks_own},
     LONG,
 )

@@ -155,13 +155,6 @@ def loss_of_a_function(run: Run) -> Trainer:
     return trained(run, Judge(), points(), options={"compute_loss_func": loss}, gradient_accumulation_steps=2)
 
 
-class OwnLoss(Trainer):
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        return F.cross_entropy(model(**inputs)["logits"], inputs["labels"])
-
-
 class Pairs(Trainer):
     """Holds each sample against all others of the batch."""
 
@@ -212,17 +205,6 @@ def trained_twice(run: Run) -> Trainer:
     trainer = trained(run, Judge(), points())
     trainer.train()
     return trainer
-
-
-def bert(run: Run) -> Trainer:
-    """Takes ``num_items_in_batch``, and does not use it."""
-    config = transformers.BertConfig(
-        vocab_size=WORDS, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=12, num_labels=3,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
-    texts = [{"input_ids": one["words"], "labels": int(one["words"].sum()) % 3} for one in Texts()]  # type: ignore[attr-defined]
-    model = transformers.BertForSequenceClassification(config).double()
-    return trained(run, model, texts, gradient_accumulation_steps=2)
 
 
 def masked_words(run: Run) -> Trainer:
@@ -276,11 +258,9 @@ OTHER = (
     r"loss: is neither a sum divided by num_items_in_batch nor a mean over samples or labels; say self\.hook\.loss\("
 )
 CELLS: dict[str, Cell] = {
-    "labels of all ranks": cell(lambda run: trained(run, Writer(), Texts(), average_tokens_across_devices=True)),
     "labels of all ranks accumulated": cell(
         lambda run: trained(run, Writer(), Texts(), average_tokens_across_devices=True, gradient_accumulation_steps=2)
     ),
-    "labels of the rank": cell(lambda run: trained(run, Writer(), Texts(), average_tokens_across_devices=False)),
     "labels of the rank accumulated": cell(
         lambda run: trained(run, Writer(), Texts(), average_tokens_across_devices=False, gradient_accumulation_steps=2)
     ),
@@ -288,26 +268,17 @@ CELLS: dict[str, Cell] = {
     "mean over samples accumulated": cell(lambda run: trained(run, Judge(), points(), gradient_accumulation_steps=3)),
     "labels in planned passes": cell(lambda run: in_passes(run, Writer(), Texts())),
     "samples in planned passes": cell(lambda run: in_passes(run, Judge(), points())),
-    "labels by length": cell(lambda run: trained(run, Writer(), Texts(), lengths=lengths_of(Texts()))),
     "labels by length accumulated": cell(
         lambda run: trained(run, Writer(), Texts(), lengths=lengths_of(Texts()), gradient_accumulation_steps=2)
     ),
     "labels by length in planned passes": cell(
         lambda run: in_passes(run, Writer(), Texts(), lengths=Lengths(lengths_of(Texts()), padded=True))
     ),
-    "mean over labels by length": cell(
-        lambda run: trained(run, ForgetfulWriter(), Texts(), lengths=lengths_of(Texts()))
-    ),
-    "mean over samples by length": cell(lambda run: trained(run, EachText(), Texts(), lengths=lengths_of(Texts()))),
     "number of labels not used": cell(
         lambda run: trained(
             run, ForgetfulJudge(), points(), average_tokens_across_devices=True, gradient_accumulation_steps=2
         )
     ),
-    "number of labels not used nor averaged": cell(
-        lambda run: trained(run, ForgetfulJudge(), points(), average_tokens_across_devices=False)
-    ),
-    "mean over labels": cell(lambda run: trained(run, ForgetfulWriter(), Texts())),
     "mean over labels accumulated": cell(
         lambda run: trained(run, ForgetfulWriter(), Texts(), gradient_accumulation_steps=2)
     ),
@@ -316,7 +287,6 @@ CELLS: dict[str, Cell] = {
     "masked words": cell(masked_words),
     "loss said": cell(lambda run: trained(run, Judge(), points(), base=SaidLoss, gradient_accumulation_steps=2)),
     "loss of a function": cell(loss_of_a_function),
-    "loss of a method": cell(lambda run: trained(run, ForgetfulJudge(), points(), base=OwnLoss)),
     "schedule and adafactor": cell(
         lambda run: trained(run, Judge(), points(), optim="adafactor", lr_scheduler_type="cosine", warmup_steps=2)
     ),
@@ -327,7 +297,6 @@ CELLS: dict[str, Cell] = {
     "stream": cell(lambda run: trained(run, Judge(), Stream(points()), max_steps=7)),
     "checkpoint resumed": cell(checkpoint_resumed),
     "trained twice": cell(trained_twice),
-    "bert": cell(bert),
     "llama": cell(llama),
 }
 REFUSED: dict[str, tuple[Cell, str]] = {

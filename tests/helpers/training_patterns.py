@@ -379,9 +379,7 @@ MAKERS: dict[str, Callable[[torch.dtype], Pattern]] = {
         loss=lambda model, batch: classified(model, (batch[0].unflatten(1, (3, 2)).transpose(0, 1), batch[1])),
     ),
     "dict_batches": lambda dtype: ordinary(
-        dtype,
-        loss=lambda model, batch: classified(model, (batch["inputs"], batch["targets"])),
-        dataset=Mappings(dtype),
+        dtype, loss=lambda model, batch: classified(model, (batch["inputs"], batch["targets"])), dataset=Mappings(dtype)
     ),
     "iterable_dataset": lambda dtype: ordinary(dtype, dataset=Endless()),
     "loss_with_parameters": lambda dtype: loss_with_parameters(dtype, True),

@@ -36,7 +36,7 @@ APART: dict[str, set[str]] = {
 """Packages that stand lower and are none of one's business all the same."""
 EXEMPT = {
     # What a user names as zoo:NAME ships; who resolves names looks there, and nobody else.
-    ("ddltool.analyzers.step.tracing.sources", "ddltool.fixtures.zoo"),
+    ("ddltool.analyzers.step.tracing.sources", "ddltool.fixtures.zoo")
 }
 # The doors belong to the package: `python -m ddltool` hands over to the command line, `import ddltool` to the functions.
 DOORS = {"ddltool", "ddltool.__main__"}

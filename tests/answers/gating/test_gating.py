@@ -338,12 +338,7 @@ def own(**figures: Any) -> dict[str, Any]:
     return {"kind": "ddltool.figures", "figures": figures}
 
 
-@given(
-    st.sampled_from(["increase", "decrease", "change"]),
-    st.floats(0.1, 1e6),
-    st.floats(0.1, 1e6),
-    st.floats(0, 99),
-)
+@given(st.sampled_from(["increase", "decrease", "change"]), st.floats(0.1, 1e6), st.floats(0.1, 1e6), st.floats(0, 99))
 def test_percent_rules_say_what_arithmetic_says(direction: str, now: float, before: float, percent: float) -> None:
     moved = 100 * (now - before) / before
     worse = {"increase": moved, "decrease": -moved, "change": abs(moved)}[direction]

@@ -41,9 +41,7 @@ def shares(draw: st.DrawFn) -> tuple[list[float], int, list[int] | None, int]:
 
 
 @given(shares())
-def test_proportional_sizes_keep_total_bounds_and_quota(
-    case: tuple[list[float], int, list[int] | None, int],
-) -> None:
+def test_proportional_sizes_keep_total_bounds_and_quota(case: tuple[list[float], int, list[int] | None, int]) -> None:
     """Checked against the exact shares in rational numbers, found by setting bounds one after the other."""
     speeds, total, limits, least = case
     sizes = proportional(speeds, total, limits, least)

@@ -17,10 +17,7 @@ from ddltool.analyzers.job.goodput.throughput import efficiency
 from ddltool.errors import InputError
 
 splits = st.builds(
-    Split,
-    world_size=st.integers(1, 20),
-    total_batch_size=st.integers(1, 300),
-    accumulation_steps=st.integers(0, 8),
+    Split, world_size=st.integers(1, 20), total_batch_size=st.integers(1, 300), accumulation_steps=st.integers(0, 8)
 )
 limits = st.integers(1, 12).flatmap(
     lambda most: st.builds(

@@ -70,11 +70,7 @@ def test_every_vector_has_the_best_plan(tmp_path: Path, homogeneous: bool) -> No
 
 
 def test_limits_on_a_device_leave_vectors_without_a_plan(tmp_path: Path) -> None:
-    job = Job(
-        name="j",
-        max_workers=5,
-        devices=[DeviceOffer(type="T4", count=4, capability_per_s=1.0, max_ests=2)],
-    )
+    job = Job(name="j", max_workers=5, devices=[DeviceOffer(type="T4", count=4, capability_per_s=1.0, max_ests=2)])
     meta = meta_of(from_job(job, {"T4": 1.0}))
     with Companion(written(tmp_path / "plans.db", meta)) as base:
         found = [base.lookup((count,)) for count in range(5)]

@@ -478,12 +478,7 @@ def test_an_equal_split_takes_the_time_of_its_curves() -> None:
     from ddltool.analyzers.job.planning.split import plan_lb_bsp
 
     problem = from_job(
-        Job(
-            name="j",
-            max_workers=4,
-            batch_size=8,
-            devices=[DeviceOffer(type="A", count=4, capability_per_s=3.0)],
-        ),
+        Job(name="j", max_workers=4, batch_size=8, devices=[DeviceOffer(type="A", count=4, capability_per_s=3.0)]),
         {"A": 3.0},
     )
     for saturation, seconds in ((0, 0.05 + 8 * 0.01), (20, 0.05 + 20 * 0.01)):
@@ -558,12 +553,7 @@ def limited_problem(random: Random) -> Problem:
 def key(case: Problem, entry: tuple[tuple[int, ...], Fraction, int], order: tuple[str, ...]) -> list[object]:
     counts, step, price = entry
     speed = sum((d.capability_per_s * n for d, n in zip(case.devices, counts, strict=True)), Fraction(0))
-    figures = {
-        "throughput": step,
-        "devices": sum(counts),
-        "price": price,
-        "waste": speed - case.max_workers / step,
-    }
+    figures = {"throughput": step, "devices": sum(counts), "price": price, "waste": speed - case.max_workers / step}
     return [*(figures[name] for name in order), [-count for count in counts]]
 
 

@@ -54,7 +54,11 @@ def setting_of(made: Layouts, layout: Layout, degrees: ParallelDegrees) -> Setti
 
 def curve_of(setting: Setting) -> WorkCurve:
     """A stage holds most where as many passes are in flight as there are stages."""
-    most = Setting(fabric=setting.fabric, accumulation=setting.layout.pipeline, layout=setting.layout)
+    return stage_of(Setting(fabric=setting.fabric, accumulation=setting.layout.pipeline, layout=setting.layout))
+
+
+@functools.cache
+def stage_of(most: Setting) -> WorkCurve:
     return parallel_curve(work(), most)
 
 

@@ -68,10 +68,7 @@ def profile(path: Path, device: str, spread: float = SPREAD) -> None:
             "sync_time_s": 0.0,
             "peak_memory_bytes": 1e9,
             "step_time_s": [LAUNCH_S + SAMPLE_S * 64, LAUNCH_S + SAMPLE_S * 128],
-            "step_time_spread_s": [
-                2 * spread * (LAUNCH_S + SAMPLE_S * 64),
-                2 * spread * (LAUNCH_S + SAMPLE_S * 128),
-            ],
+            "step_time_spread_s": [2 * spread * (LAUNCH_S + SAMPLE_S * 64), 2 * spread * (LAUNCH_S + SAMPLE_S * 128)],
         }
     )
     table.to_csv(path, index=False)

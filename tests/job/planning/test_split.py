@@ -277,11 +277,7 @@ devices:
 
 @pytest.mark.parametrize(
     ("most", "step_s", "rows"),
-    [
-        (1, 0.5, {("Slow", 128): 1}),
-        (2, 0.25, {("Slow", 64): 2}),
-        (3, 56 / 256, {("Fast", 16): 1, ("Slow", 56): 2}),
-    ],
+    [(1, 0.5, {("Slow", 128): 1}), (2, 0.25, {("Slow", 64): 2}), (3, 56 / 256, {("Fast", 16): 1, ("Slow", 56): 2})],
 )
 def test_a_fast_device_with_little_memory_is_not_taken_for_its_speed(
     most: int, step_s: float, rows: dict[tuple[str, int], int], tmp_path: Path

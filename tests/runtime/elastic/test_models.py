@@ -226,10 +226,7 @@ def test_a_second_ctrl_c_ends_at_once(handlers: None) -> None:
     trainer = trainer_of(net())
     trainer.stop_on()
     signal.raise_signal(signal.SIGINT)
-    with (
-        mock.patch.object(stopping, "SAME_CTRL_C_S", -1.0),
-        pytest.raises(KeyboardInterrupt),
-    ):
+    with mock.patch.object(stopping, "SAME_CTRL_C_S", -1.0), pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
     signal.raise_signal(signal.SIGTERM)
 

@@ -71,10 +71,7 @@ ADVICE = "give a map-style dataset, or leave dataset out and load hook.local_bat
             "model: is a OptimizedModule, not a DistributedDataParallel; "
             "give the model that torch.nn.parallel.DistributedDataParallel(model) or runtime.shard returns",
         ),
-        (
-            "part of the ranks",
-            "model: is averaged over 1 of the 2 processes; wrap it with the default process group",
-        ),
+        ("part of the ranks", "model: is averaged over 1 of the 2 processes; wrap it with the default process group"),
         ("unsized", f"dataset: is a Unsized without a length; {ADVICE}"),
         (
             "small",

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from ddltool.errors import InputError
 from tests.helpers.pattern_cases import Experts, each, importance, squares, with_kept_term
-from tests.helpers.pattern_workers import HOOK, TOTAL, Script, bare, net, trained
+from tests.helpers.pattern_workers import HOOK, Script, bare, net, trained
 from tests.helpers.runtime_workers import crew
 from tests.helpers.training_patterns import Tied, every_token, sequences, tokens
 
@@ -61,21 +61,11 @@ AT_ONCE: dict[str, Claim] = {
 BY_COMPARISON: dict[str, Claim] = {
     "a sum as a mean": lambda m, x, y, say: say(each(m(x), y).sum() / 20),
     "a mean as a sum": lambda m, x, y, say: say(ce(m(x), y), reduction="sum"),
-    "a mean as an average": lambda m, x, y, say: say(ce(m(x), y), reduction="average"),
-    "a mean as a sum of what is counted": lambda m, x, y, say: say(20 * ce(m(x), y), count=len(x), reduction="sum"),
     "a mean with the count 1": lambda m, x, y, say: say(ce(m(x), y), count=1),
-    "the count of the other rank": lambda m, x, y, say: say(ce(m(x), y), count=max(TOTAL - len(x), 1)),
-    "the count squared": lambda m, x, y, say: say(ce(m(x), y), count=len(x) ** 2),
-    "weights over their sum as samples": lambda m, x, y, say: say(weighed(m, x, y)),
     "ignored labels as samples": lambda m, x, y, say: say(ce(m(x), labelled(x, y))),
-    "samples with the count of labels": lambda m, x, y, say: say(ce(m(x), y), count=(labelled(x, y) >= 0).sum()),
     "a penalty as a sum": lambda m, x, y, say: say(ce(m(x), y)) + say(0.05 * squares(bare(m)), reduction="sum"),
-    "a term as an average": lambda m, x, y, say: two(m, x, y, say, lambda term: say(term, reduction="average")),
-    "the first half as samples": lambda m, x, y, say: say(each(m(x), y)[: len(x) // 2].mean()),
     "a detached mean of the rank": lambda m, x, y, say: say(((o := each(m(x), y)) * (o / o.mean()).detach()).mean()),
     "tokens as samples": lambda m, x, say: say(every_token(m, [x])),
-    "samples as tokens": lambda m, x, say: say(ce(m(x).mean(1), x[:, 0]), count=tokens([x])),
-    "a sum over tokens as a mean": lambda m, x, say: say(every_token(m, [x]) * tokens([x]) / 50),
 }
 RIGHT: dict[str, Claim] = {
     "a mean": lambda m, x, y, say: say(ce(m(x), y)),

@@ -103,8 +103,7 @@ def kinds() -> LossKinds:
 @pytest.mark.parametrize("items", [None, 40, torch.tensor(40)])
 @pytest.mark.parametrize("scale", [0.02, 1.0])
 @pytest.mark.parametrize(
-    ("made", "kind"),
-    [(of_labels, "labels"), (of_shifted, "shifted labels"), (of_samples, "samples")],
+    ("made", "kind"), [(of_labels, "labels"), (of_shifted, "shifted labels"), (of_samples, "samples")]
 )
 def test_means_are_told_apart(made: Made, kind: str, scale: float, items: Any, half: bool) -> None:
     """Also near the start of a training, where all labels' losses are almost alike, and whether or not a number is given."""

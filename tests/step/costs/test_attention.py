@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 import ddltool as dt
@@ -48,9 +50,11 @@ def test_where_it_has_no_part(cli: Cli, arguments: tuple[str, ...], line: str) -
     assert line in cli("predict", *arguments, "--device", "A100").error_line
 
 
-def test_a_plan_takes_it_too(cli: Cli) -> None:
-    asked = ("transformers:gpt2", "--devices", "A100=1", "--batch-size", "4", "--precision", "bf16", "--json")
-    steps = [cli("plan", *asked, "--attention", name).document["iteration_s"] for name in ("eager", "sdpa")]
+def test_a_plan_takes_it_too(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "n_layer": 2}')
+    asked = (f"transformers:{tmp_path / 'config.json'}", "--devices", "A100=1")
+    sized = ("--batch-size", "4", "--precision", "bf16", "--json")
+    steps = [cli("plan", *asked, *sized, "--attention", name).document["iteration_s"] for name in ("eager", "sdpa")]
     assert steps[0] > steps[1]
-    line = cli("plan", "transformers:gpt2", "--devices", "A100=1", "--attention", "flash").error_line
+    line = cli("plan", *asked, "--attention", "flash").error_line
     assert "attention: flash has no kernel for fp32" in line

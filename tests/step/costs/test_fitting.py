@@ -140,9 +140,7 @@ def test_generations_and_settings_have_constants_of_their_own() -> None:
     cases = [make_case(random, generation=name, error=0.01) for name in ("Ampere", "Hopper") for _ in range(20)]
     cases += [make_case(random, setting="slow host", error=0.01) for _ in range(10)]
     truth = replace(
-        PRIOR,
-        generations={"Hopper": {"tensor": 0.8, "vector": 1.0, "memory": 1.25}},
-        settings={"slow host": 0.2},
+        PRIOR, generations={"Hopper": {"tensor": 0.8, "vector": 1.0, "memory": 1.25}}, settings={"slow host": 0.2}
     )
     held = replace(PRIOR, spread={"*": 0.01, **dict.fromkeys(UNITS, 0.5), "setting": 2.0})
     found = fit(measured(cases, truth), held)

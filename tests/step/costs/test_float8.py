@@ -122,10 +122,7 @@ def test_a_layer_moves_what_a_count_by_hand_says() -> None:
     graph, size = layer(), ROWS * HIDDEN
     weight, number = WIDTH * HIDDEN, 4.0
     # Input and weight are read for their largest values, and again to be cast; so is the gradient of the output.
-    assert moved(graph, "aten.float8_scale", "forward") == [
-        (2 * size + number, number),
-        (2 * weight + number, number),
-    ]
+    assert moved(graph, "aten.float8_scale", "forward") == [(2 * size + number, number), (2 * weight + number, number)]
     assert moved(graph, "aten.to_float8", "forward") == [(3 * size + number, size), (3 * weight + number, weight)]
     result = 2 * ROWS * WIDTH
     bias = 2 * WIDTH
@@ -293,10 +290,7 @@ def test_a_model_without_such_layers_is_refused() -> None:
     with pytest.raises(InputError, match="narrow: has no linear layer for float8 among 1; give bf16: widths must"):
         trace_step(
             lambda: TrainingStep(
-                name="narrow",
-                module=nn.Linear(64, 64),
-                inputs=(torch.zeros(8, 64),),
-                loss=lambda y: y.mean(),
+                name="narrow", module=nn.Linear(64, 64), inputs=(torch.zeros(8, 64),), loss=lambda y: y.mean()
             ),
             mode="training",
             numerics=Numerics("fp8"),

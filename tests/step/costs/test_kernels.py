@@ -100,10 +100,7 @@ def test_batch_norm_reads_its_input_for_the_statistics_too(
         for place, op in enumerate(kernels.op)
         if "batch_norm" in graph.op_type[op]
     }
-    assert found == {
-        False: (kind, pytest.approx(forward, rel=0.02)),
-        True: (kind, pytest.approx(backward, rel=0.02)),
-    }
+    assert found == {False: (kind, pytest.approx(forward, rel=0.02)), True: (kind, pytest.approx(backward, rel=0.02))}
 
 
 class Permuted(nn.Module):

@@ -24,14 +24,7 @@ def graph(dtype: str = "float32") -> Graph:
     """Ops for a device of 100 FLOP/s (400 in half precision) and 10 bytes a second; only products count as arithmetic."""
     ops = [
         Op(name="r", kind="recv", resource="channel:0", size_bytes=50.0, parameter="w"),
-        Op(
-            name="bound by flops",
-            kind="compute",
-            flops=300.0,
-            inputs=("r",),
-            estimate="rule",
-            op_type="aten.mm",
-        ),
+        Op(name="bound by flops", kind="compute", flops=300.0, inputs=("r",), estimate="rule", op_type="aten.mm"),
         Op(
             name="bound by memory",
             kind="compute",

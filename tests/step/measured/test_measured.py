@@ -59,10 +59,7 @@ def real_step(step: TrainingStep) -> float:
 
 @pytest.mark.parametrize(
     ("build", "real"),
-    [
-        (conv_step, conv_step),
-        (lambda: resolve_step("zoo:gpt_small"), lambda: training_step("zoo:gpt_small", 1)),
-    ],
+    [(conv_step, conv_step), (lambda: resolve_step("zoo:gpt_small"), lambda: training_step("zoo:gpt_small", 1))],
     ids=["convolutions", "gpt_small"],
 )
 def test_the_ops_add_up_to_a_real_step(build: Callable[[], TrainingStep], real: Callable[[], TrainingStep]) -> None:
@@ -154,7 +151,7 @@ def test_ops_that_take_indices_run() -> None:
     assert dict(times.failed) == {}
     seen = {found.graph.op_type[found.graph.names.index(name)] for name in times.seconds}
     wanted = {
-        *("embedding", "embedding_dense_backward", "index", "index_put", "gather", "scatter_add", "nll_loss_forward"),
+        *("embedding", "embedding_dense_backward", "index", "index_put", "gather", "scatter_add", "nll_loss_forward")
     }
     assert {f"aten.{name}" for name in wanted} <= {name.replace("_unsafe_", "") for name in seen}
 

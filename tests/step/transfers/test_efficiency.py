@@ -46,12 +46,7 @@ CLOSE = 1e-9  # seconds; the simulator counts in picoseconds
 
 
 def run_of(
-    graph: Graph,
-    *,
-    order: Schedule | None = None,
-    iterations: int = 10,
-    seed: int = 0,
-    **cluster: float,
+    graph: Graph, *, order: Schedule | None = None, iterations: int = 10, seed: int = 0, **cluster: float
 ) -> ClusterRun:
     made = Cluster(**cluster)  # type: ignore[arg-type]
     return simulate_cluster(graph, made, order=order, iterations=iterations, seed=seed)
