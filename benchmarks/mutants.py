@@ -112,6 +112,9 @@ EQUIVALENT: dict[str, dict[str, str]] = {
             "it is the largest of three"
         ),
     },
+    "analyzers/step/costs/memory.py": {
+        "starts[is_temporary].tolist(), ends[is_temporary].tolist(), sizes[is_temporary].tolist(), strict=False": _ALIKE,
+    },
     "analyzers/job/balancing/minmax.py": {
         "solver = solver_for(math.inf, 0)": "any seed proves the same",
         "if int(numbers.sum()) * total >= 2** 63:": "sums below 2^63 fit in 64 bits too",
