@@ -227,6 +227,15 @@ def test_arrays_are_as_kernels_one_by_one(device: Device, precision: str) -> Non
         for direction in (FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)
         for dtype in ("float32", "float16", "int64")
     ]
+    made += [  # channels, taps and columns at their thresholds
+        {**{"kind": kind, "direction": direction, "dtype": "float16", "last": kind == "grouped_convolution"},
+         **{"flops": 3e9, "bytes": moved, "width": 2.0, "gemm": np.array([groups, *[extent] * 3])}}
+        for kind in ("grouped_convolution", "depthwise_convolution")
+        for direction in (FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)
+        for groups in (31.0, 32.0, 33.0, 511.0, 512.0)
+        for extent in (1.0, 8.0, 9.0, 25.0, 32.0, 33.0)
+        for moved in (6 * groups * extent, 6 * groups * extent + 2)
+    ]  # fmt: skip
     kernels = Kernels(
         op=np.arange(len(made)),
         kind=np.array([CLASS[str(each["kind"])] for each in made], dtype=np.int8),
