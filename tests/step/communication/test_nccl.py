@@ -214,6 +214,16 @@ def test_what_is_chosen_follows_the_size() -> None:
         assert "LL128" not in {group.chosen("all_reduce", 2.0**octave)[1] for octave in range(34)}
 
 
+def test_boards_of_eight_use_the_links_to_those_that_take_part() -> None:
+    """Of eight that are wired to each other n use the links to n - 1, however many a node has room for."""
+    fabric = Fabric(inside=parse_link("infinity"), between=parse_nic("100Gbit"), gpus_per_node=16)
+    whole = 1e15 / fabric.over(8).all_gather_s(1e15) * 7 / 8
+    assert whole <= fabric.inside.bytes_per_s
+    for n in range(2, 17):
+        rate = 1e15 / fabric.over(n).all_gather_s(1e15) * (n - 1) / n
+        assert rate == pytest.approx(min((n - 1) / 7, 1) * whole, rel=1e-6)
+
+
 @st.composite
 def fabrics(draw: st.DrawFn) -> Fabric:
     inside = parse_link(draw(st.sampled_from([*DATASHEET, "20GB/s"])))
