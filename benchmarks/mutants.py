@@ -160,6 +160,9 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "cost[1][on_type.speedup[1, : offer.most_replicas + 1] == 0] = np.inf": "no speed is below 0",
         "for type_index, count, offer in zip(assignment.types, assignment.counts, offers, strict=False)": _ALIKE,
     },
+    "analyzers/job/planning/compare.py": {
+        'if candidates.goal.objective >= "same-bits":': "it is the last of the objectives in the alphabet",
+    },
     "analyzers/job/planning/superstep.py": {
         "waits = [met.barrier - k / it.capability_per_s for k, (it, _) in zip(met.iterations, rows, strict=False)]": _ALIKE,
         "total_waiting_s=float(sum(wait * count for wait, (_, count) in zip(waits, rows, strict=False))),": _ALIKE,
