@@ -70,6 +70,9 @@ CORES = {
 _NO_SIZE = "no test has 2^30 ends; below, 32 bits hold every place"
 _ALIKE = "both have as many by construction"
 EQUIVALENT: dict[str, dict[str, str]] = {
+    "analyzers/job/goodput/noise_scale.py": {
+        "moments = dict(zip(_MOMENTS, self._moments.tolist(), strict=False))": _ALIKE,
+    },
     "analyzers/answers/emitting/enforcement.py": {
         '("weights of uneven gradients", lambda plan: len(_batch_sizes(plan)) != 1, _ENFORCED, _HOOK),': (
             "every plan has an assignment"

@@ -155,7 +155,7 @@ def by_hand(
 SIZES = np.array([4.0 * 1.5**step for step in range(53)])
 
 
-@pytest.mark.parametrize("cards", ["4x100Gbit", "16x400Gbit"])  # what binds: the cards, or what channels carry
+@pytest.mark.parametrize("cards", ["0.1Gbit", "4x100Gbit", "16x400Gbit"])  # what binds: cards, or what channels carry
 @pytest.mark.parametrize("inside", [name for name in DATASHEET if name != "infinity"])  # AMD's is RCCL's
 def test_times_and_choices_are_those_of_tuning_cc(inside: str, cards: str) -> None:
     """On one node, two, and more; one process per node, a few, and eight; sizes from 4 B to 5 GiB."""
