@@ -70,6 +70,9 @@ CORES = {
 _NO_SIZE = "no test has 2^30 ends; below, 32 bits hold every place"
 _ALIKE = "both have as many by construction"
 EQUIVALENT: dict[str, dict[str, str]] = {
+    "analyzers/job/goodput/noise_scale.py": {
+        "moments = dict(zip(_MOMENTS, self._moments.tolist(), strict=False))": _ALIKE,
+    },
     "analyzers/answers/emitting/enforcement.py": {
         '("weights of uneven gradients", lambda plan: len(_batch_sizes(plan)) != 1, _ENFORCED, _HOOK),': (
             "every plan has an assignment"
@@ -93,6 +96,10 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "elif gain > SMALL_GAIN:": "1 - x is a multiple of 2^-54, and 0.01 is none",
     },
     "analyzers/step/transfers/timeline.py": {
+        "starts, ends = [ 1] * len(times), [0] * len(times)": "every op runs, and gets its own",
+        "return [priority.get(name, -1) for name in self._names] if priority else [not 1] * len(self._names)": (
+            "one number for all ops is none"
+        ),
         "lanes = range(max(resource, default=0) + 2)": "a resource without ops never runs anything",
         "return [priority.get(name, - 2) for name in self._names] if priority else [-1] * len(self._names)": (
             "any number below 0 is none"
@@ -107,12 +114,21 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "levels, earliest_levels = [ 1] * len(graph), [_NEVER] * len(graph)": "levels are compared with each other only",
     },
     "analyzers/step/costs/kernel_times.py": {
+        "is_bound: NDArray[np.bool_] = (demand.arithmetic_of >= -1) & np.array(is_of_library)[demand.arithmetic_of]": (
+            "the last of ARITHMETIC is torch's own"
+        ),
         "is_unfed = demand.on_tensor & (demand.fed_s <= 0.0)": "no time is below 0",
         'arithmetic[is_chosen & (kernels.direction >= WEIGHT_GRADIENT)] = _ARITHMETIC[f"{name}/weights"]': (
             "it is the largest of three"
         ),
     },
+    "analyzers/step/costs/memory.py": {
+        "starts[is_temporary].tolist(), ends[is_temporary].tolist(), sizes[is_temporary].tolist(), strict=False": _ALIKE,
+    },
     "analyzers/job/balancing/minmax.py": {
+        "later_state = _earliest_state(lambda sizes: 0 != fewest(sizes) <= number <= largest(sizes), curves, 0, most)": (
+            "no number is below 0"
+        ),
         "solver = solver_for(math.inf, 0)": "any seed proves the same",
         "if int(numbers.sum()) * total >= 2** 63:": "sums below 2^63 fit in 64 bits too",
         "if int(numbers.sum()) * total >= 2** 61:": "both ways are exact for sums below 2^62",
@@ -146,6 +162,9 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "cost[0, 1:][on_type.speedup[0, 1 : offer.most_replicas + 1] == 0] = np.inf": "no speed is below 0",
         "cost[1][on_type.speedup[1, : offer.most_replicas + 1] == 0] = np.inf": "no speed is below 0",
         "for type_index, count, offer in zip(assignment.types, assignment.counts, offers, strict=False)": _ALIKE,
+    },
+    "analyzers/job/planning/compare.py": {
+        'if candidates.goal.objective >= "same-bits":': "it is the last of the objectives in the alphabet",
     },
     "analyzers/job/planning/superstep.py": {
         "waits = [met.barrier - k / it.capability_per_s for k, (it, _) in zip(met.iterations, rows, strict=False)]": _ALIKE,

@@ -21,6 +21,8 @@ def main() -> None:
         print("error: interrupted", file=sys.stderr)  # noqa: T201
         code = 130
     interrupts.told()
+    # The interpreter looks through all of them again before it ends, which takes a second of a command that has loaded torch.
+    gc.freeze()
     raise SystemExit(interrupts.exit_code() if code == 130 else code)
 
 

@@ -335,10 +335,14 @@ def load(path: str | Path, model: type[A]) -> A:
 def _first_validation_error(error: ValidationError, model: type[BaseModel], where: str, inside: str = "") -> InputError:
     """Return an InputError for one of pydantic's errors: an unknown field if there is one, else the first.
 
-    ``where`` and ``inside``: as of :func:`parse_record`. Of several errors it says how many more there are.
+    A field's own limits come before the agreement of several fields. ``where`` and ``inside``: as of
+    :func:`parse_record`. Of several errors it says how many more there are.
     """
-    # A misspelt field is both unknown and missing; the unknown one is what the reader must mend.
-    problem_found = min(error.errors(), key=lambda problem: problem["type"] not in UNKNOWN_FIELD)
+    # A misspelt field is both unknown and missing; the unknown one is what the reader must mend. Only validators, which
+    # compare fields, raise ValueError.
+    problem_found = min(
+        error.errors(), key=lambda problem: (problem["type"] not in UNKNOWN_FIELD, problem["type"] == "value_error")
+    )
     field = inside
     # The path of the field as people write it: devices[0].type.
     for part in problem_found["loc"]:

@@ -175,7 +175,9 @@ def test_first_in_first_out_by_hand() -> None:
     cluster, applications = ClusterSpec.homogeneous(1, 1), {"steady": steady()}
     jobs = [submitted("a", 5.0), submitted("b", 10.0)]
     # Seen at 60, restart delay until 90, 2 epochs of 10 steps of 1 s; the next round is at 120.
-    assert finishes(simulate(jobs, applications, cluster, Fifo())) == [110.0, 170.0]
+    told: list[tuple[int, float]] = []  # finished jobs, and when
+    found = simulate(jobs, applications, cluster, Fifo(), on_round=lambda *round_: told.append(round_))
+    assert (finishes(found), told) == ([110.0, 170.0], [(0, 60.0), (1, 120.0)])
     quick = Options(react=True, restart_delay_s=0.0)
     assert finishes(simulate(jobs, applications, cluster, Fifo(), quick)) == [25.0, 45.0]
     late = simulate([submitted("a", 1000.0)], applications, cluster, Fifo(), Options(interval_s=300.0))

@@ -336,6 +336,10 @@ def test_every_number_of_every_kind_has_two_limits() -> None:
                 assert {"minimum", "maximum"} <= set(option), (kind, leaf.way)
 
 
+ROW = {
+    **{"num_replicas": 1, "num_nodes": 1, "local_batch_size": 1, "accumulation_steps": 0, "total_batch_size": 2},
+    **{"goodput_per_s": 1.0, "speedup": 1.0},
+}
 NONSENSE: tuple[tuple[str, schemas.Path, Any, str], ...] = (
     ("plan-est", ("est_count",), 9, "est_count is 9, but the assignments have 8"),
     ("plan-est", ("assignments", 0, "devices"), 3, "est_count is 8, but the assignments have 6"),
@@ -358,6 +362,8 @@ NONSENSE: tuple[tuple[str, schemas.Path, Any, str], ...] = (
     ("plan-goodput", ("assignments", 0, "local_batch_size"), 70, "goodput.total_batch_size is 1120, but the"),
     ("plan-goodput", ("goodput", "device_type"), "K80", "goodput.device_type: 'K80' is not known"),
     ("plan-goodput", ("goodput", "scaling", 1, "num_nodes"), 3, "num_nodes is 3, more than num_replicas, 2"),
+    ("plan-goodput", ("goodput", "scaling"), [ROW], "goodput.scaling[0]: total_batch_size is 2, but the passes of all"),
+    ("plan-goodput", ("goodput", "scaling"), [ROW, {**ROW, "speedup": -1.0}], "goodput.scaling[1].speedup: is -1.0"),
     ("enforce", ("ranks", 0, "local_batch_size"), 63, "total_batch_size is 256 but the ranks' batches add up to 255"),
     ("enforce", ("ranks", 0, "rank"), 1, "ranks must be 0 to 3 in order"),
     ("enforce", ("plan_sha256",), "f" * 63, "plan_sha256: is 'ffff"),

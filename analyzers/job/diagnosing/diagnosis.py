@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 
 from ddltool.analyzers.step.measured.ranks import COMPUTE, RankSteps
-from ddltool.analyzers.step.measured.worker_tables import default_warm_up
+from ddltool.analyzers.step.measured.worker_tables import LEAST_WARM_UP
 from ddltool.arrays import Flags, Floats
 from ddltool.results import Drawn, RankSplit, StragglerFinding, StragglersResult
 from ddltool.telemetry import TelemetryRow
@@ -463,7 +463,7 @@ def _remedy(
     """
     if cause in ("slow device", "uneven work", "thermal drift"):
         gain = min(balanced_gain(run), max(share, median_share))
-        if len(run.steps) <= default_warm_up(0, 0):  # too short to replay
+        if len(run.steps) <= LEAST_WARM_UP:  # too short to replay
             command = f"ddltool plan job.yaml --strategy lb-bsp --telemetry {feeds.telemetry}"
             return f"Balanced batches would win {gain:.0%} back (predicted): {command}", gain, command
         follow_up = " and follow it while it runs with ddltool.runtime.balance" if cause == "thermal drift" else ""

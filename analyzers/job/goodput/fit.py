@@ -501,7 +501,11 @@ class _Profile:
         Its ``reason`` says why the rows set no limit at all; it is empty where they do.
         """
         lowest, highest = (1.0, _LARGEST_GAMMA) if index == GAMMA else (0.0, math.inf)
-        end_logs = (self._end(index, -1.0), self._end(index, 1.0)) if self.problem.free[index] else (None, None)
+        end_logs = (
+            (self._end(index, is_upper=False), self._end(index, is_upper=True))
+            if self.problem.free[index]
+            else (None, None)
+        )
         low, high = (
             limit if end is None else math.exp(end) for end, limit in zip(end_logs, (lowest, highest), strict=True)
         )
@@ -510,14 +514,14 @@ class _Profile:
             reason = "the rows fit as well with any value"
         return ParameterInterval(low=low, high=high if math.isfinite(high) else None, reason=reason)
 
-    def _end(self, index: int, side: float) -> float | None:
+    def _end(self, index: int, *, is_upper: bool) -> float | None:
         """Return the logarithm of a parameter at which its interval ends; None: it does not end before the parameter's bound.
 
         The interval ends where the fit, with all other parameters refitted, is ``quantile`` standard errors worse than the
         best one. Steps away from the best fit double until one is beyond the end; between the last two a root is sought.
-        ``index``: of the parameter; ``side``: -1 below the best fit, 1 above it.
+        ``index``: of the parameter; ``is_upper``: whether the end above the best fit is sought, not the one below.
         """
-        bound = float(self.problem.high[index] if side > 0 else self.problem.low[index])
+        bound = float(self.problem.high[index] if is_upper else self.problem.low[index])
         centre, point = float(self.start.point[index]), self.start.point.copy()
 
         @cache  # a refit starts where the last one ended: the same value must not get another sign later
@@ -536,7 +540,7 @@ class _Profile:
         )  # neither nothing nor more than a factor e^2
         inner = centre
         while inner != bound:
-            outer = min(inner + step, bound) if side > 0 else max(inner - step, bound)
+            outer = min(inner + step, bound) if is_upper else max(inner - step, bound)
             if excess(outer) > 0:
                 if excess(inner) >= 0:
                     return inner  # within rounding of the end

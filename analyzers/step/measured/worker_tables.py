@@ -29,7 +29,7 @@ MOST_S = 1e15
 # Above this, floats skip whole numbers.
 MOST_ITERATIONS = 2**53 - 1
 # After fewer iterations it is not known how workers differ.
-_LEAST_WARM_UP = 20
+LEAST_WARM_UP = 20
 
 
 def read_speeds(path: Path, tell: Tell, frame: pd.DataFrame | None = None) -> SpeedTrace:
@@ -290,4 +290,4 @@ class SpeedTrace:
 
 def default_warm_up(iterations: int, wanted: int) -> int:
     """Return how many of a trace's iterations to leave out as warm-up: ``wanted``, or half of them if less, but at least 20."""
-    return max(_LEAST_WARM_UP, min(wanted, iterations // 2))
+    return max(LEAST_WARM_UP, min(wanted, iterations // 2))

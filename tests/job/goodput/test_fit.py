@@ -570,6 +570,17 @@ def test_the_fit_is_the_best_of_its_starts() -> None:
     assert worse > 1.05 * best
 
 
+def test_intervals_begin_again_where_a_better_fit_is_met() -> None:
+    """From a worse minimum than the fit's, as a fit of other starts would give."""
+    seen = observed(KNOWN, [(1, 1, 8), (1, 2, 8), (1, 2, 32), (1, 4, 32), (2, 4, 64), (2, 8, 16)], 0.3, 55)
+    problem = FitProblem(seen)
+    worse, best = (problem.params(descend(problem, problem.start(gamma)).point) for gamma in (1.3, 3.5))
+    found, wanted = (parameter_intervals(seen, each).intervals for each in (worse, best))
+    for name in NAMES:
+        assert found[name].low == pytest.approx(wanted[name].low, rel=1e-2)
+        assert highest(found[name]) == pytest.approx(highest(wanted[name]), rel=1e-2)
+
+
 def test_rows_without_any_error_have_intervals_too() -> None:
     """Three rows that the model fits exactly leave it no residual to judge by and one direction flat."""
     rows = Observations(

@@ -235,6 +235,10 @@ def test_guards() -> None:
     # Opposite gradients cancel: their mean is zero, and rounding below zero counts as zero.
     assert differenced_terms(0.25, 0.25, -0.25 - 1e-9, 4) == NoiseTerms(sqr=-0.25, var_per_sample=2.0)
     assert calm.count == 1  # nothing bad was taken
+    forgetful = NoiseScaleEstimator(0.0)
+    for sqr in (1.0, 2.0):
+        forgetful.add(NoiseTerms(sqr=sqr, var_per_sample=3.0))
+        assert forgetful.terms == NoiseTerms(sqr=sqr, var_per_sample=3.0)
     for smoothing in (1.0, -0.5):
         with pytest.raises(InputError, match="smoothing"):
             NoiseScaleEstimator(smoothing)

@@ -13,6 +13,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -294,7 +295,7 @@ def contenders(draw: st.DrawFn) -> list[Any]:
         SimpleNamespace(
             option=SimpleNamespace(
                 **{"strategy": draw(st.sampled_from(STRATEGIES)), "throughput": draw(near)},
-                **{"price_per_sample": draw(st.none() | near), "memory_bytes": draw(st.none() | near)},
+                **{"price_per_sample": draw(st.none() | st.just(0.0) | near), "memory_bytes": draw(st.none() | near)},
                 devices={name: draw(st.integers(1, 2)) for name in "AB"[: draw(st.integers(1, 2))]},
                 **{
                     "group": draw(st.sampled_from([None, SimpleNamespace(size=2)])),
@@ -305,6 +306,31 @@ def contenders(draw: st.DrawFn) -> list[Any]:
         )
         for _ in range(draw(st.integers(1, 5)))
     ]
+
+
+def front_by_hand(costs: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Of (seconds, price) each that costs 2 % less than any faster one of the front."""
+    front: list[tuple[float, float]] = []
+    for seconds, price in sorted(costs):
+        if all(price < 0.98 * before for _, before in front):
+            front.append((seconds, price))
+    return front
+
+
+def test_of_many_options_the_front_is_that_by_hand() -> None:
+    chance = np.random.default_rng(0)
+    costs = [(float(one), (2 - float(one)) * float(two)) for one, two in chance.uniform(0.9, 1.1, (200, 2))]
+    made: Any = [
+        SimpleNamespace(price_per_sample=price, staleness=0, seconds=seconds, devices={}) for seconds, price in costs
+    ]
+    candidates: Any = SimpleNamespace(
+        goal=SimpleNamespace(slowdown=lambda devices: 1.0),
+        **{"progress": lambda option: 1 / option.seconds, "alike": lambda problem: []},
+    )
+    problem: Any = SimpleNamespace(devices=[])
+    front = [(option.seconds, option.price_per_sample) for option in _pareto(made, candidates, problem)]  # type: ignore[attr-defined]
+    assert len(front) > 5
+    assert front == front_by_hand(costs)
 
 
 OBJECTIVES = ("fastest", "cheapest", "same-bits", "least-memory", "fewest-devices")
@@ -325,10 +351,10 @@ def test_the_pick_is_that_by_hand(made: list[Any], objective: Any, error: float 
     )
     choice, values = _Choice(candidates), []
     for one in made:
-        longer = slowdown(sum(one.option.devices.values()))
+        longer, price = slowdown(sum(one.option.devices.values())), one.option.price_per_sample
         values.append(
             {
-                "cheapest": 1 / (one.option.price_per_sample * longer) if one.option.price_per_sample else 0.0,
+                "cheapest": 0.0 if price is None else 1 / max(price * longer, 1e-300),
                 "least-memory": 0.0 if one.option.memory_bytes is None else 1 / max(one.option.memory_bytes, 1.0),
                 "fewest-devices": 1 / sum(one.option.devices.values()),
             }.get(objective, 32 * one.option.throughput / longer)
@@ -364,12 +390,7 @@ def test_the_pick_is_that_by_hand(made: list[Any], objective: Any, error: float 
         costs.append((longer / (32 * option.throughput), longer * option.price_per_sample))
     problem: Any = SimpleNamespace(devices=[SimpleNamespace(price_micro=1)])
     front = [costs[priced.index(option)] for option in _pareto([one.option for one in made], candidates, problem)]
-    wanted, dearest = [], math.inf
-    for seconds, price in sorted(costs):
-        if price < dearest:
-            wanted.append((seconds, price))
-            dearest = 0.98 * price
-    assert [pytest.approx(one) for one in wanted] == front
+    assert [pytest.approx(one) for one in front_by_hand(costs)] == front
     assert (
         _pareto([one.option for one in made], candidates, SimpleNamespace(devices=[SimpleNamespace(price_micro=None)]))
         == []

@@ -155,7 +155,7 @@ def by_hand(
 SIZES = np.array([4.0 * 1.5**step for step in range(53)])
 
 
-@pytest.mark.parametrize("cards", ["4x100Gbit", "16x400Gbit"])  # what binds: the cards, or what channels carry
+@pytest.mark.parametrize("cards", ["0.1Gbit", "4x100Gbit", "16x400Gbit"])  # what binds: cards, or what channels carry
 @pytest.mark.parametrize("inside", [name for name in DATASHEET if name != "infinity"])  # AMD's is RCCL's
 def test_times_and_choices_are_those_of_tuning_cc(inside: str, cards: str) -> None:
     """On one node, two, and more; one process per node, a few, and eight; sizes from 4 B to 5 GiB."""
@@ -190,11 +190,14 @@ def test_nothing_is_faster_than_the_floor_which_slow_cards_reach(inside: str) ->
         assert 1e6 * floor.all_reduce_s(SIZES) == pytest.approx(smooth, rel=1e-9)
         assert 1e6 * floor.all_reduce_s(SIZES[30]) == pytest.approx(smooth[30])
         assert flat.all_reduce_s(SIZES) == pytest.approx(plain.over(nodes).all_reduce_s(SIZES))
-    for n, nodes, more, spread in itertools.product((2, 3, 9, 16), (2, 3), (0, 1, 8), (0, 1, 5)):
+    # NCCL's constants are in a time where any link in use is known by more than its rate.
+    known = replace(fabric, between=plain.between)
+    nets = (fabric, known, replace(known, inside=Link(kind="plain", bytes_per_s=1e11)))
+    for net, n, nodes, more, spread in itertools.product(nets, (2, 3, 9, 16), (2, 3), (0, 1, 8), (0, 1, 5)):
         if n >= nodes:
-            floor = Floor.of(fabric.over(n, nodes), [fabric], nodes + spread)
+            floor = Floor.of(net.over(n, nodes), [net], nodes + spread)
             assert floor is not None
-            joined = fabric.over(max(n + more, nodes + spread), nodes + spread).all_reduce_s(SIZES)
+            joined = net.over(max(n + more, nodes + spread), nodes + spread).all_reduce_s(SIZES)
             assert (floor.all_reduce_s(SIZES) <= joined * (1 + 1e-9)).all()
     assert Floor.of(fabric.over(8), [fabric], 2) is None  # on one node nothing is known of those who join
 
@@ -209,6 +212,16 @@ def test_what_is_chosen_follows_the_size() -> None:
     for inside, between in (("pcie4", A100.between), ("nvlink3", Fabric.flat(1e9, 5e-5).between)):
         group = Fabric(inside=parse_link(inside), between=between, gpus_per_node=8).over(16)
         assert "LL128" not in {group.chosen("all_reduce", 2.0**octave)[1] for octave in range(34)}
+
+
+def test_boards_of_eight_use_the_links_to_those_that_take_part() -> None:
+    """Of eight that are wired to each other n use the links to n - 1, however many a node has room for."""
+    fabric = Fabric(inside=parse_link("infinity"), between=parse_nic("100Gbit"), gpus_per_node=16)
+    whole = 1e15 / fabric.over(8).all_gather_s(1e15) * 7 / 8
+    assert whole <= fabric.inside.bytes_per_s
+    for n in range(2, 17):
+        rate = 1e15 / fabric.over(n).all_gather_s(1e15) * (n - 1) / n
+        assert rate == pytest.approx(min((n - 1) / 7, 1) * whole, rel=1e-6)
 
 
 @st.composite

@@ -133,7 +133,7 @@ def asks_cudnn(kernel: Mapping[str, object]) -> bool:
         INPUT_GRADIENT: (sides[1], sides[0]),
         WEIGHT_GRADIENT: (sides[1], sides[2]),
     }[kernel["direction"]]  # type: ignore[index]
-    one_to_one = float(kernel["bytes"]) / 4 <= 3 * channels * positions  # type: ignore[arg-type]
+    one_to_one = float(kernel["bytes"]) / float(kernel["width"]) <= 3 * channels * positions  # type: ignore[arg-type]
     return kernel["dtype"] == "float16" and channels >= 32 and taps in (1, 9, 25) and (one_to_one or channels >= 512)
 
 
@@ -143,7 +143,7 @@ def by_hand(
     """Return the seconds of one kernel, in words of the class's own rules; ``products``: their share of the step."""
     layout = "channels_last" if kernel["last"] else "channels_first"
     kind, gemm = str(kernel["kind"]), tuple(float(side) for side in kernel["gemm"])  # type: ignore[attr-defined]
-    flops, moved = float(kernel["flops"]), float(kernel["bytes"])  # type: ignore[arg-type]
+    flops, moved, width = (float(kernel[name]) for name in ("flops", "bytes", "width"))  # type: ignore[arg-type]
     vector, dtype = device.peak_flops["float32"], str(kernel["dtype"])
     peak, tensor = peak_of(kernel, device, precision)
     cycles = device.multiprocessors * device.clock_hz
@@ -158,9 +158,9 @@ def by_hand(
     share, rate = None, f"{kind}/{layout}" if f"{kind}/{layout}" in TRAFFIC else kind
     if kind in ("matrix_product", "attention", "recurrent"):
         share = f"{kind}/{unit}"
-        if kind == "matrix_product" and tensor:  # elements of 4 bytes: four are read at a time
+        if kind == "matrix_product" and tensor:  # of 16 bytes as many elements as a power of two: 4, 8, 8 and 16
             share += "/tf32" if dtype == "float32" else ""
-            if shaped and any(side % 4 for side in gemm[1:]):
+            if shaped and any(side % {4.0: 4, 2.0: 8, 1.5: 8, 1.0: 16}[width] for side in gemm[1:]):
                 share = f"matrix_product/{'odd' if any(side % 2 for side in gemm[1:]) else 'misaligned'}"
     elif kind == "convolution":
         share = f"convolution/tensor/{layout}" if tensor else "convolution/vector"
@@ -203,7 +203,7 @@ def by_hand(
 
 
 EXTENTS = np.array([[1.0] * 4] * 4 + [[1.0, 0.0, 0.0, 0.0], [0.0] * 4])  # products; rows that are none; nothing known
-SIDES = (1.0, 7.0, 8.0, 9.0, 25.0, 31.0, 32.0, 33.0, 64.0, 100.0, 256.0, 512.0, 4096.0)
+SIDES = (1.0, 6.0, 7.0, 8.0, 9.0, 25.0, 31.0, 32.0, 33.0, 64.0, 100.0, 256.0, 512.0, 4096.0)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "fp16"])
@@ -221,11 +221,21 @@ def test_arrays_are_as_kernels_one_by_one(device: Device, precision: str) -> Non
             "flops": chance.choice([0.0, 1e6, 3e9]),
             "bytes": chance.choice([0.0, 1e4, 1e6, 5e7]),
             "gemm": chance.choice(SIDES, 4) * EXTENTS[chance.integers(6)],
+            "width": chance.choice([1.0, 1.5, 2.0, 4.0]),
         }
         for kind in (*CLASSES, *grouped)
         for direction in (FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)
         for dtype in ("float32", "float16", "int64")
     ]
+    made += [  # channels, taps and columns at their thresholds
+        {**{"kind": kind, "direction": direction, "dtype": "float16", "last": kind == "grouped_convolution"},
+         **{"flops": 3e9, "bytes": moved, "width": 2.0, "gemm": np.array([groups, *[extent] * 3])}}
+        for kind in ("grouped_convolution", "depthwise_convolution")
+        for direction in (FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)
+        for groups in (31.0, 32.0, 33.0, 511.0, 512.0)
+        for extent in (1.0, 8.0, 9.0, 25.0, 32.0, 33.0)
+        for moved in (6 * groups * extent, 6 * groups * extent + 2)
+    ]  # fmt: skip
     kernels = Kernels(
         op=np.arange(len(made)),
         kind=np.array([CLASS[str(each["kind"])] for each in made], dtype=np.int8),
@@ -233,7 +243,7 @@ def test_arrays_are_as_kernels_one_by_one(device: Device, precision: str) -> Non
         flops=np.array([each["flops"] for each in made], dtype=float),
         moved_bytes=np.array([each["bytes"] for each in made], dtype=float),
         gemm=np.array([each["gemm"] for each in made], dtype=float),
-        width=np.full(len(made), 4.0),
+        width=np.array([each["width"] for each in made], dtype=float),
         is_channels_last=np.array([each["last"] for each in made], dtype=bool),
         dtype=tuple(str(each["dtype"]) for each in made),
         ops=len(made),

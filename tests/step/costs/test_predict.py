@@ -937,6 +937,8 @@ def test_shares_of_an_update_and_ranges_of_memory_by_hand(
         1e9,
         pytest.approx(1.15 * 2e9 + 2 * 2**30 + 3e8 + kinds * 256 * 2**20),
     )
+    recorded = memory_range(1e9, 0.0, Sharding(kind="none"), 4, 0.0)  # a script's own replicas
+    assert recorded == (1e9, 2 * 2**30 + 256 * 2**20)
     program: Any = SimpleNamespace(compute_s=whole)
     with mock.patch.object(predict_module, "_synchronized_pass_s", return_value=whole + 1):
         again = (whole + 1 if split else whole) * (accumulation - 1)

@@ -204,7 +204,7 @@ def test_perfetto_events_equal_the_timeline() -> None:
     assert {event["pid"] for event in document["traceEvents"]} == {0}
     for op in range(len(graph)):
         event = events[graph.names[op]]
-        assert (event["ts"], event["dur"]) == (pytest.approx(timeline.start_s[op] * 1e6), pytest.approx(1e6))
+        assert (event["ts"], event["dur"]) == pytest.approx((timeline.start_s[op] * 1e6, 1e6), rel=1e-9)
         assert (event["args"]["kind"] == "recv") == (graph.kind[op] == RECV) == ("priority" in event["args"])
     lanes = {event["args"]["name"]: event["tid"] for event in document["traceEvents"] if event["name"] == "thread_name"}
     assert {event["tid"] for name, event in events.items() if name.startswith("op")} == {lanes["compute:0"]}
