@@ -32,8 +32,9 @@ def predict_section(result: PredictResult) -> Section:
     if replicated:
         columns["sync"] = lambda row: show_seconds(row.sync_time_s) if row.num_replicas > 1 else None
     columns["memory"] = lambda row: show_bytes(row.reserved_bytes) + ("" if row.fits else " !")
-    columns |= {"per 1M": "price_per_million_samples:.3g"} if priced else {}
+    columns |= {"$ per 1M": "price_per_million_samples:.3g"} if priced else {}
     title = f"Training steps on {_names(list(result.devices))}"
+    title += f"; per s{' and per 1M' if priced else ''}: samples"
     table = tabled(title, "predicted", rows, columns, spare=("MFU", "sync"))
     drawn = rows[:_BARS_DRAWN]
     figure = Bars(
@@ -67,7 +68,9 @@ def explored(choices: Sequence[tuple[PredictedRow, Mapping[str, str | int], str]
             range_s=(row.predicted_low_s, row.predicted_high_s),
             rate=getattr(row, f"{unit}_per_s"),
             memory_bytes=row.reserved_bytes,
-            price=row.price_per_million_samples,
+            price=None
+            if row.price_per_million_samples is None
+            else row.price_per_million_samples * row.samples_per_s / getattr(row, f"{unit}_per_s"),
             fits=row.fits,
             command=command,
         )
