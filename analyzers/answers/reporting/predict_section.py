@@ -14,6 +14,8 @@ from ddltool.units import show_bytes, show_rate, show_seconds, show_span
 # Names of more devices than these are counted.
 _DEVICES_NAMED = 6
 _BARS_DRAWN = 24
+# A share of the step from which waiting for the host is told.
+_WAITS = 0.1
 
 
 def predict_section(result: PredictResult) -> Section:
@@ -132,18 +134,9 @@ def _remarks(result: PredictResult) -> list[str]:
     ]
     if lacking := [name for name, device in result.devices.items() if not device.has_precision]:
         lines.append(f"{', '.join(lacking)}: no rate for {assumed.precision} in the datasheet; float32's is taken.")
-    # The batches by device at which the GPU waits for the host.
-    waiting = {
-        row.device: sorted(
-            {other.local_batch_size for other in rows if other.host_bound and other.device == row.device}
-        )
-        for row in rows
-        if row.host_bound
-    }
-    if waiting:
-        where = "; ".join(f"{name} at batch {', '.join(map(str, sizes))}" for name, sizes in waiting.items())
+    if waiting := _waiting(rows):
         helps = "a larger batch helps" if assumed.compile else "--compile or a larger batch helps"
-        lines.append(f"Host-bound, the GPU waits for Python: {where}; {helps}.")
+        lines.append(f"The GPU waits for Python: {waiting}; {helps}.")
     # Devices with the same error share a sentence.
     for error in dict.fromkeys(device.error for device in result.devices.values()):
         where = _names([name for name, device in result.devices.items() if device.error == error])
@@ -159,6 +152,20 @@ def _remarks(result: PredictResult) -> list[str]:
             + ("; wider where the host has a part." if waiting else "; wider as in the table." if is_wider else ".")
         )
     return lines
+
+
+def _waiting(rows: Sequence[PredictedRow]) -> str:
+    """Return by device the batches at which the GPU waits for the host, and for how much of the step; "" for none."""
+    share_by_batch = dict[str, dict[int, float]]()
+    for row in rows:
+        if row.host_wait_s >= _WAITS * row.step_time_s:
+            shares = share_by_batch.setdefault(row.device, {})
+            share = row.host_wait_s / row.step_time_s
+            shares[row.local_batch_size] = max(share, shares.get(row.local_batch_size, 0.0))
+    return "; ".join(
+        f"{device} at batch {', '.join(f'{batch} ({share:.0%} of the step)' for batch, share in sorted(shares.items()))}"
+        for device, shares in share_by_batch.items()
+    )
 
 
 def _settings(assumed: PredictionAssumptions, rows: Sequence[PredictedRow]) -> list[str]:
