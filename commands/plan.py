@@ -44,6 +44,7 @@ from ddltool.artifacts import check_outputs, read_document, save, to_yaml, write
 from ddltool.commands.handed import Devices, devices_text, is_model, named, on_cluster, total_batch
 from ddltool.commands.options import (
     AS_TEXT,
+    IN_SCRIPT,
     OPTIMIZER,
     VOICE,
     LocalLink,
@@ -360,7 +361,7 @@ def plan(
     if is_command(job) or recorded is not None:
         if not is_command(job):
             refuse("the plan of a file's step", _COMMAND, instead="give the command that trains after --")
-        demand_part("the plan of a recorded step", _STEP | _COMMAND)
+        demand_part("the plan of a recorded step", _STEP | _COMMAND, instead=IN_SCRIPT)
         if devices is None:
             raise InputError("--devices", "is missing", "name those of a node, such as 8xH100")
         check_outputs([str(job)] if isinstance(job, str) else [], {"-o": output})

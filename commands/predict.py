@@ -19,6 +19,7 @@ from ddltool.analyzers.step.tracing.sources import Source, is_graph_file, name_o
 from ddltool.commands.options import (
     AS_TEXT,
     DEVICES,
+    IN_SCRIPT,
     OPTIMIZER,
     LocalLink,
     Precision,
@@ -119,7 +120,7 @@ def predict(
     ]
     models = [cost_model(device_spec, calibration()) for device_spec in devices]
     if isinstance(source, Graph) or is_command(source) or is_graph_file(source):
-        refuse("a recorded step", ("batch", *_MODELLED))
+        refuse("a recorded step", ("batch", *_MODELLED), instead=IN_SCRIPT)
         graph = _recorded_step(source, devices[0], gpus_per_node, limit, keep_files, tell, stage)
         return _reproducible(predict_recorded(graph, list(zip(models, fabrics, strict=True)), graph.name), source)
     refuse("a step that is traced", _RECORDED)

@@ -93,7 +93,7 @@ def test_names_however_written(written: str, name: str) -> None:
 
 def test_an_unknown_name_is_told_with_the_nearest() -> None:
     assert name_key("NVIDIA") == "nvidia"
-    no_gpu = "cpu is no GPU, and the steps of a CPU are measured, not predicted; ddltool profile SOURCE -o profile.csv, which fit and plan read"
+    no_gpu = "cpu is no GPU, and the steps of a CPU are measured, not predicted; ddltool profile SOURCE"
     for name, message in (
         ("cpu", no_gpu),
         ("V1000", 'unknown device .V1000.; did you mean "V100"'),

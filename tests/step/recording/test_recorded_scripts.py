@@ -340,7 +340,11 @@ def test_the_command_line_answers(
     assert np.all([row["step_time_s"] > 0 and row["fits"] for row in rows])
     assert "Assumed: 2 values" in answered.err
     assert run(["predict", "--device", "H100", "--precision", "bf16", "--", "python", "train.py"]) == 2
-    assert "--precision: has no part in a recorded step" in capsys.readouterr().err
+    assert (
+        "--precision: has no part in a recorded step; leave it out, and put torch.autocast" in capsys.readouterr().err
+    )
+    assert run(["predict", "--device", "H100", "--compile", "--", "python", "train.py"]) == 2
+    assert "leave it out, and put torch.compile(model) in the script\n" in capsys.readouterr().err
 
 
 def test_convolutions_keep_channels_last_as_cudnn_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
