@@ -30,6 +30,7 @@ from ddltool.analyzers.step.communication.collectives import DEFAULT_CAP_MIB
 from ddltool.analyzers.step.communication.fabrics import BANDWIDTH, between_nodes, own_link, tests_in
 from ddltool.analyzers.step.communication.nccl import Fabric
 from ddltool.analyzers.step.costs.model import cost_model, estimate, memory_words
+from ddltool.analyzers.step.costs.numerics import least_that_fit, smaller_numerics
 from ddltool.analyzers.step.costs.optimizers import state_share
 from ddltool.analyzers.step.measured.feedback import Run, read_run
 from ddltool.analyzers.step.tracing.determinism import scan
@@ -349,8 +350,8 @@ def _layouts(job: Job, folder: Path, fabrics: Mapping[str, Fabric]) -> Layouts |
 def would_fit(job: Job, job_file: Path, options: PlanOptions, holds: Callable[[Layouts], bool]) -> list[str]:
     """Return what of the job, changed alone, would let its devices hold a step, as options of ``ddltool plan``.
 
-    Each is computed as a plan is: an 8-bit optimizer, LoRA of rank 16, and the longest half, quarter, ... of the samples'
-    length. ``holds``: whether layouts have one that fits.
+    Each is computed as a plan is: an 8-bit optimizer, parameters in a half type, both where neither does, LoRA of rank 16, and
+    the longest half, quarter, ... of the samples' length. ``holds``: whether layouts have one that fits.
     """
     quiet = replace(options, tell=lambda _: None)
     fabrics = _fabrics_or_assumed(job, job_file.parent, quiet)
@@ -364,11 +365,10 @@ def would_fit(job: Job, job_file: Path, options: PlanOptions, holds: Callable[[L
         except InputError:  # no adapters for this model, or no such length
             return False
 
-    found = []
-    if job.optimizer != "adamw-8bit" and job.lora is None and fits(optimizer="adamw-8bit"):
-        found.append("--optimizer adamw-8bit")
-    if job.lora is None and fits(lora=_RANK):
-        found.append(f"--lora {_RANK}")
+    table = devices_of(job, str(job_file))
+    specs = [table.device(offer.type, "devices") for offer in job.devices if offer.count]
+    changes = smaller_numerics(job.precision, job.optimizer, job.lora, specs)
+    found = least_that_fit(changes, lambda change: fits(**change))
     from ddltool.analyzers.job.planning.layouts import job_work  # it loads torch
 
     length = job.sequence_length or job_work(job).traced.graph.meta.get("tokens_per_sample")
@@ -510,8 +510,8 @@ def checkpoint_bytes(job: Job, folder: Path, graph: Graph | None) -> float | Non
     return graph.trained_bytes * (1 + state_share(graph, job.optimizer))
 
 
-# What is tried where nothing fits: adapters of this rank, samples of no fewer tokens.
-_RANK, _SHORTEST = 16, 256
+# Where nothing fits, samples of no fewer tokens than this are tried.
+_SHORTEST = 256
 _OFFER = re.compile(r"((?P<times>[0-9]{1,7})x)?(?P<type>[^=,@]+?)(=(?P<count>[0-9]{1,7}))?(@(?P<price>[0-9.]{1,12}))?")
 
 
