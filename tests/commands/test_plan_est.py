@@ -482,6 +482,27 @@ def test_a_saved_job_has_the_answer_of_the_options_that_it_was_made_of(
     assert first == second
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [("predict", "--device", "Small"), ("plan", "--devices", "1xSmall", "--batch-size", 1, "--offload", "none")],
+)
+def test_each_remedy_where_nothing_fits_fits(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: tuple[object, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("config.json").write_text(json.dumps(TINY | {"vocab_size": 32000, "hidden_size": 512}))
+    Path("own.yaml").write_text("kind: ddltool.devices\ndevices: [{name: Small, like: RTX4090, memory_gib: 1.42}]\n")
+    command = (*asked, "--devices-file", "own.yaml", "transformers:config.json")
+    refused = cli(*command)
+    assert refused.code == 3
+    options = re.search(r"(?:it fits|on these devices) with (.*)\n", refused.err)
+    assert options is not None, refused.err
+    remedies = options[1].split(" or ")
+    assert "--precision bf16-pure" in remedies
+    for remedy in remedies:
+        assert cli(*command, *remedy.split()).code == 0, remedy
+
+
 def test_what_no_job_holds_is_to_be_given_again(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run_of = ("--samples", "1M", "--strategy", "bsp", "--latency", "1ms", "--bandwidth", "1Gbit")
