@@ -26,21 +26,22 @@ def devices_text(devices: Devices) -> str:
 def on_cluster(job: Job, cluster: Cluster) -> Job:
     """Return the job with the devices of a cluster as they stand in its nodes.
 
-    Of groups of nodes with one device type, the fewest devices per node and the first links count.
+    Of groups of nodes with one device type, the fewest devices per node, the first link and card, and the slowest of measured
+    cards count. What the job says of its own devices goes before them.
     """
     offers = []
     for offer in job.devices:
         groups = [group for group in cluster.nodes if group.devices.type == offer.type]
-        per_node = min(group.devices.count for group in groups)
-        offers.append(offer.model_copy(update={"per_node": per_node, "link": groups[0].link, "nic": groups[0].nic}))
+        measured = min((group.nic_gbit for group in groups if group.nic_gbit is not None), default=None)
+        joined: dict[str, Any] = {
+            "per_node": min(group.devices.count for group in groups),
+            "link": offer.link or groups[0].link,
+        }
+        if offer.nic is None and offer.nic_gbit is None:
+            joined |= {"nic": groups[0].nic} if measured is None else {"nic_gbit": measured}
+        offers.append(offer.model_copy(update=joined))
     # model_copy checks nothing, so the new fields are checked here.
     return job.model_copy(update={"devices": [DeviceOffer.model_validate(one.model_dump()) for one in offers]})
-
-
-def card_of(cluster: Cluster) -> str | None:
-    """Return the slowest network card of a cluster as ``--bandwidth`` has it (``100Gbit``); None where one is not measured."""
-    cards = [group.nic_gbit for group in cluster.nodes]
-    return None if None in cards else f"{min(card for card in cards if card):g}Gbit"
 
 
 @contextmanager

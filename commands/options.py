@@ -291,6 +291,24 @@ def _model_names(typed: str) -> list[str]:
     return []
 
 
+IN_SCRIPT: Mapping[str, str] = {
+    name: f"leave it out, and {how} in the script"
+    for name, how in {
+        "batch_sizes": "set the batch size",
+        "batch_size": "set the batch size",
+        "precision": "put torch.autocast, or bf16=True of its trainer,",
+        "channels_last": "put model.to(memory_format=torch.channels_last)",
+        "compile": "put torch.compile(model)",
+        "optimizer": "make the optimizer",
+        "accumulation": "accumulate gradients",
+        "sharding": "put FSDP2's fully_shard(model)",
+        "checkpointing": "put torch.utils.checkpoint, or gradient_checkpointing=True of its trainer,",
+        "sequence_length": "cut the samples",
+        "lora": "put peft's get_peft_model",
+        "attention": "put attn_implementation=",
+    }.items()
+} | {"replicas": "leave it out, and start the script by torchrun --nproc-per-node N"}
+"""What would be right for an option beside a command that trains, whose script says by itself how a step is computed."""
 AS_TEXT: Remark = {"type": str, "autocompletion": _model_names}
 """Of a parameter that a program gives a model, and the command line its name."""
 AS_FILES: Remark = {"type": list[Path]}

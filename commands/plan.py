@@ -29,6 +29,7 @@ from ddltool.analyzers.job.planning.job_inputs import (
     samples_of,
     scanned,
     with_prices,
+    written_in,
 )
 from ddltool.analyzers.job.planning.numerics import best_of, combinations
 from ddltool.analyzers.job.planning.options import Goal, PlanOptions
@@ -40,9 +41,10 @@ from ddltool.analyzers.step.costs.model import CostModel, cost_model
 from ddltool.analyzers.step.recording.command import LIMIT_S, is_command
 from ddltool.analyzers.step.tracing.sources import Source, is_graph_file
 from ddltool.artifacts import check_outputs, read_document, save, to_yaml, write_text
-from ddltool.commands.handed import Devices, card_of, devices_text, is_model, named, on_cluster, total_batch
+from ddltool.commands.handed import Devices, devices_text, is_model, named, on_cluster, total_batch
 from ddltool.commands.options import (
     AS_TEXT,
+    IN_SCRIPT,
     OPTIMIZER,
     VOICE,
     LocalLink,
@@ -87,6 +89,8 @@ _MODEL = {
     "nic",
     "save_job",
 }
+# What a job.yaml holds of the options, and what is no part of an answer.
+_SAVED = {*_MODEL, *_ALL, "bandwidth"} - {"strategy", "graph"}
 _MOST_SAMPLES = 1e30
 _FAILURES = {
     "mtbf_s",
@@ -357,7 +361,7 @@ def plan(
     if is_command(job) or recorded is not None:
         if not is_command(job):
             refuse("the plan of a file's step", _COMMAND, instead="give the command that trains after --")
-        demand_part("the plan of a recorded step", _STEP | _COMMAND)
+        demand_part("the plan of a recorded step", _STEP | _COMMAND, instead=IN_SCRIPT)
         if devices is None:
             raise InputError("--devices", "is missing", "name those of a node, such as 8xH100")
         check_outputs([str(job)] if isinstance(job, str) else [], {"-o": output})
@@ -396,6 +400,7 @@ def plan(
             batch_size=batch_size,
             link=link,
             nic=nic,
+            bandwidth=bandwidth,
             devices_file=devices_file,
             sequence_length=sequence_length,
             compile=compile,
@@ -405,7 +410,6 @@ def plan(
         jobs = [described(**numerics) for numerics in _named_numerics(precision, optimizer, lora)]
         if cluster is not None:
             jobs = [on_cluster(one, cluster) for one in jobs]
-            bandwidth = bandwidth or card_of(cluster)
         job = jobs[0]
         split = f"{counted(job.max_workers * job.batch_size, 'sample')} a step, {job.max_workers} x {job.batch_size}"
         tell(f"note: {split} for logical workers" + ("; --batch-size says otherwise" if batch_size is None else ""))
@@ -471,7 +475,9 @@ def plan(
         words += given_options({"job", "devices", "output", "save_job", "time_limit_s", *_RUN})
         result = result.model_copy(update={"command": words})
     if save_job is not None:
-        write_text(save_job, to_yaml(known_job))
+        write_text(save_job, to_yaml(written_in(known_job, Path(save_job).parent)))
+        if again := [word for word in given_options(_SAVED) if word.startswith("--")]:
+            tell(f"note: {save_job} does not hold {', '.join(again)}: give that again with it")
     if output is not None:
         save(result, output)
     return result

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, cast, get_args
 
 from ddltool.analyzers.answers.reporting.predict_section import predict_section
 from ddltool.analyzers.step.communication.fabrics import fabric_of
 from ddltool.analyzers.step.costs.model import cost_model, demand_float8
+from ddltool.analyzers.step.costs.numerics import least_that_fit, smaller_numerics
 from ddltool.analyzers.step.costs.parallel import parallel_curve
-from ddltool.analyzers.step.costs.predict import ParallelDegrees, Setting, predict_on, predicted_profile, work_of
+from ddltool.analyzers.step.costs.predict import (
+    ParallelDegrees,
+    Setting,
+    memory_limit_batch,
+    predict_on,
+    predicted_profile,
+    work_of,
+)
 from ddltool.analyzers.step.costs.recorded import predict_recorded
 from ddltool.analyzers.step.recording.command import LIMIT_S, assumed, is_command, record, words_of
 from ddltool.analyzers.step.tracing.batches import Fed, samples_in
@@ -19,6 +28,7 @@ from ddltool.analyzers.step.tracing.sources import Source, is_graph_file, name_o
 from ddltool.commands.options import (
     AS_TEXT,
     DEVICES,
+    IN_SCRIPT,
     OPTIMIZER,
     LocalLink,
     Precision,
@@ -31,7 +41,7 @@ from ddltool.commands.options import (
 from ddltool.commands.output import answer
 from ddltool.commands.verbs import VerbCall, given_options, is_given, refuse, verb
 from ddltool.device import DEVICES_PER_NODE, Device, DeviceTable
-from ddltool.errors import InputError
+from ddltool.errors import Infeasible, InputError
 from ddltool.graph import Graph, read_graph
 from ddltool.graph_results import PredictResult
 from ddltool.job import Attention
@@ -119,7 +129,7 @@ def predict(
     ]
     models = [cost_model(device_spec, calibration()) for device_spec in devices]
     if isinstance(source, Graph) or is_command(source) or is_graph_file(source):
-        refuse("a recorded step", ("batch", *_MODELLED))
+        refuse("a recorded step", ("batch", *_MODELLED), instead=IN_SCRIPT)
         graph = _recorded_step(source, devices[0], gpus_per_node, limit, keep_files, tell, stage)
         return _reproducible(predict_recorded(graph, list(zip(models, fabrics, strict=True)), graph.name), source)
     refuse("a step that is traced", _RECORDED)
@@ -150,7 +160,23 @@ def predict(
     if remark := curve.traced.graph.meta.get("note"):
         tell(f"note: {remark}")
     curve = parallel_curve(curve, settings[0])
-    predicted = predict_on(curve, list(zip(models, settings, strict=True)), sizes, counts, name_of(source))
+
+    def fits(change: Mapping[str, Any]) -> bool:
+        """Return whether one sample fits every device with other numerics."""
+        changed = [replace(one, optimizer=change.get("optimizer", optimizer)) for one in settings]
+        rank, kept = change.get("lora", lora), replace(numerics, precision=change.get("precision", precision))
+        with stage(f"trying {' '.join(f'{name} {value}' for name, value in change.items())}"):
+            work = work_of(cast(Source, source), kept, sequence_length, rank, attention)
+        work = parallel_curve(work, changed[0])
+        pairs = zip(devices, changed, strict=True)
+        return all(memory_limit_batch(work, spec, setting, max(counts)) for spec, setting in pairs)
+
+    try:
+        predicted = predict_on(curve, list(zip(models, settings, strict=True)), sizes, counts, name_of(source))
+    except Infeasible as error:
+        found = least_that_fit(smaller_numerics(numerics.precision, optimizer, lora, devices), fits)
+        also = f"; it fits with {' or '.join(found)}" if found else ""
+        raise Infeasible(f"{error}{also}") from None
     return _reproducible(predicted, source)
 
 

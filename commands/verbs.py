@@ -120,7 +120,7 @@ def given_options(without: Collection[str]) -> list[str]:
     return words
 
 
-def demand_part(mode: str, allowed: Collection[str], *, instead: str = "leave it out") -> None:
+def demand_part(mode: str, allowed: Collection[str], *, instead: str | Mapping[str, str] = "leave it out") -> None:
     """Raise InputError for the first given parameter that is not ``allowed``, as it has no part in ``mode``.
 
     A default value that is given counts too: who gives it expects something of it. ``instead``: what would be right.
@@ -130,15 +130,16 @@ def demand_part(mode: str, allowed: Collection[str], *, instead: str = "leave it
     )
 
 
-def refuse(mode: str, names: Collection[str], *, instead: str = "leave it out") -> None:
+def refuse(mode: str, names: Collection[str], *, instead: str | Mapping[str, str] = "leave it out") -> None:
     """Raise InputError for the first given parameter among ``names``, which have no part in ``mode``.
 
-    ``instead``: what would be right.
+    ``instead``: what would be right, of all or by parameter, where that is not to leave it out.
     """
     question = _asked.get()
     for name in question.given:
         if name in names:
-            raise InputError(question.spelling.get(name, name), f"has no part in {mode}", instead)
+            remedy = instead if isinstance(instead, str) else instead.get(name, "leave it out")
+            raise InputError(question.spelling.get(name, name), f"has no part in {mode}", remedy)
 
 
 class VerbCall(Generic[Result]):

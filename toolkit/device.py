@@ -118,6 +118,13 @@ class Device(Record):
         return self.peak_flops.get(name, self.peak_flops["float32"])
 
 
+# Of a CPU where a GPU is asked for: what is wrong, and what would be right.
+_NO_GPU = (
+    "is no GPU, and the steps of a CPU are measured, not predicted",
+    "ddltool profile SOURCE -o profile.csv, which fit and plan read as it is",
+)
+
+
 class DeviceTable(Artifact):
     """The known device types (kind ``ddltool.devices``)."""
 
@@ -140,6 +147,8 @@ class DeviceTable(Artifact):
         ``where``: the option or field that names it, for errors.
         """
         device = self.find(name)
+        if device is None and name_key(name).startswith("cpu"):
+            raise InputError(where, f"{name} {_NO_GPU[0]}", _NO_GPU[1])
         if device is None:
             raise InputError(
                 where, f"unknown device {name!r}", did_you_mean(name, [spec.name for spec in self.devices])
@@ -150,7 +159,7 @@ class DeviceTable(Artifact):
         """Return the device of that name; see :meth:`find`. Raises InputError naming the nearest, and for a CPU."""
         device = self.device(name, where)
         if device.architecture == "CPU" or device.name.startswith("cpu"):
-            raise InputError(where, f"{device.name} is no GPU", "measure a CPU instead: ddltool profile SOURCE")
+            raise InputError(where, f"{device.name} {_NO_GPU[0]}", _NO_GPU[1])
         return device
 
     def with_devices(self, own: list[Device]) -> DeviceTable:

@@ -54,7 +54,8 @@ class PredictedRow(Part):
     samples_per_s: NonNegative = Field(description="of all replicas")
     tokens_per_s: NonNegative | None
     mfu: NonNegative = Field(description="share of the step that products would take at the device's dense peak")
-    host_bound: bool
+    host_bound: bool = Field(description="the host takes 90 % of the device's time or more to issue its operations")
+    host_wait_s: Seconds = Field(default=0.0, description="of the step, in which the device waits for the host")
     price_per_million_samples: NonNegative | None
     accumulation_steps: Count
     source: str

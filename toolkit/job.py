@@ -37,6 +37,7 @@ class Linked(Record):
     nic: str | None = Field(
         default=None, description="cards of a node for RDMA, by datasheet: 200Gbit in all, or 8x200Gbit"
     )
+    nic_gbit: Positive | None = Field(default=None, description="network card as measured, Gbit/s, without RDMA")
 
     @field_validator("link", "nic")
     @classmethod
@@ -48,6 +49,13 @@ class Linked(Record):
         except InputError as error:
             raise ValueError(f"{error.problem}; {error.remedy}") from None
         return text
+
+    @model_validator(mode="after")
+    def _one_card(self) -> Self:
+        """Refuse a network card that is said twice, by datasheet and as measured."""
+        if self.nic is not None and self.nic_gbit is not None:
+            raise ValueError("has both nic and nic_gbit; give one of the two")
+        return self
 
 
 class DeviceOffer(Linked):
@@ -254,14 +262,6 @@ class NodeGroup(Linked):
     name: Name
     count: Devices = 1
     devices: NodeDevices
-    nic_gbit: Positive | None = Field(default=None, description="network card as measured, Gbit/s, without RDMA")
-
-    @model_validator(mode="after")
-    def _one_card(self) -> Self:
-        """Refuse a network card that is said twice, by datasheet and as measured."""
-        if self.nic is not None and self.nic_gbit is not None:
-            raise ValueError(f"{self.name} has both nic and nic_gbit; give one of the two")
-        return self
 
 
 class Cluster(Artifact):

@@ -307,7 +307,12 @@ class Verification(Result):
     @property
     def complete(self) -> bool:
         """Whether the run can tell if the plan was right: all its processes are there, on the devices that it names."""
-        return not self.missing_ranks and not any(check.other_device for check in self.ranks)
+        return not self.missing_ranks and not self.elsewhere
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether a process ran on another device than planned, so that its times say nothing of the plan's."""
+        return any(check.other_device for check in self.ranks)
 
     @property
     def followed(self) -> bool:

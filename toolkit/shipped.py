@@ -133,7 +133,16 @@ def _parse_device(entry: Any, known: DeviceTable, where: str, inside: str) -> De
     like_device = known.device(entry["like"], like_place)
     # Rates that are given replace the other device's one by one.
     if isinstance(given_fields.get("peak_flops"), Mapping):
-        given_fields["peak_flops"] = {**like_device.peak_flops, **given_fields["peak_flops"]}
+        given = dict(given_fields["peak_flops"])
+        # Tensor cores have one rate for both half types: who gives one of them means the pair.
+        for one, other in (("float16", "bfloat16"), ("bfloat16", "float16")):
+            if (
+                one in given
+                and other not in given
+                and len({like_device.peak_flops.get(name) for name in (one, other)}) == 1
+            ):
+                given[other] = given[one]
+        given_fields["peak_flops"] = {**like_device.peak_flops, **given}
     inherited_fields = {**like_device.model_dump(exclude=_NOT_INHERITED), "source": f"{GIVEN}, like {like_device.name}"}
     return parse_record({**inherited_fields, **given_fields}, Device, where, inside)
 

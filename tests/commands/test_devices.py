@@ -93,7 +93,12 @@ def test_names_however_written(written: str, name: str) -> None:
 
 def test_an_unknown_name_is_told_with_the_nearest() -> None:
     assert name_key("NVIDIA") == "nvidia"
-    for name, message in (("V1000", 'unknown device .V1000.; did you mean "V100"'), ("", "unknown device ''")):
+    no_gpu = "cpu is no GPU, and the steps of a CPU are measured, not predicted; ddltool profile SOURCE"
+    for name, message in (
+        ("cpu", no_gpu),
+        ("V1000", 'unknown device .V1000.; did you mean "V100"'),
+        ("", "unknown device ''"),
+    ):
         with pytest.raises(InputError, match=f"--device: {message}"):
             TABLE.device(name)
 
@@ -133,7 +138,14 @@ def test_like_takes_over_all_that_is_not_said(tmp_path: Path) -> None:
     assert mine.model_dump(exclude={"name", "memory_gib", "peak_flops", "source", "title", "aliases"}) == (
         shipped.model_dump(exclude={"name", "memory_gib", "peak_flops", "source", "title", "aliases"})
     )
-    assert mine.peak_flops == {**shipped.peak_flops, "float16": 156e12}
+    assert mine.peak_flops == {**shipped.peak_flops, "float16": 156e12, "bfloat16": 156e12}  # one rate for both
+    for entry, rates in (
+        ("like: A100, peak_flops: {bfloat16: 1e14}", (1e14, 1e14)),
+        ("like: A100, peak_flops: {float16: 1e14, bfloat16: 5e13}", (1e14, 5e13)),
+        ("like: V100, peak_flops: {float16: 1e14}", (1e14, None)),  # it has none in bfloat16
+    ):
+        own = known_devices(table_of(tmp_path, f"{{name: own, {entry}}}")).device("own").peak_flops
+        assert (own["float16"], own.get("bfloat16")) == rates
     assert (mine.memory_gib, mine.title, mine.aliases, mine.source) == (20, "", [], "given by the user, like A100")
     assert (twin.memory_gib, twin.price_per_hour, twin.title) == (20, 2, "Twin")
     assert sum(name_key(device.name) == "a100" for device in table.devices) == 1, (

@@ -74,6 +74,10 @@ def test_a_knob_is_turned_where_it_stands_and_as_it_is_written(
         (("--vary", "--tp 1,,2", "--devices", "8xH100"), "--vary: '--tp 1,,2' has no values; write"),
         (("--vary", "--a-b 1", "--vary", "a_b=2", "--devices", "8xH100"), "--vary: gives a_b twice; name"),
         (("--vary", f"--tp {','.join(map(str, range(65)))}", "--devices", "8xH100"), "--vary: makes 65 combinations; try"),
+        (
+            ("--devices", "8xH100", "--compile"),
+            "--compile: has no part in the plan of a recorded step; leave it out, and put torch.compile(model) in the script",
+        ),
         (("--devices", "8xH100", "--strategy", "bsp"), "--strategy: has no part in the plan of a recorded step; leave"),
         (("--devices", "8xH100", "zoo:resnet50_v1"), "the command after -- is what the step is of; leave out the other"),
         (("--devices", "4xH100"), "--devices: 4xH100 is a node of 4, and the command starts 8 processes on each; write 8xH100"),

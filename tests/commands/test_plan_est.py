@@ -10,14 +10,17 @@ import re
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 
 from ddltool.analyzers.job.planning.failures import Failures
-from ddltool.analyzers.job.planning.job_inputs import job_of
+from ddltool.analyzers.job.planning.job_inputs import job_of, written_in
 from ddltool.commands.main import run
+from ddltool.commands.plan import _SAVED as SAVED_IN_JOB
 from ddltool.errors import InputError
 from ddltool.goodput_model import ThroughputParams
 from ddltool.graph import read_graph
-from ddltool.job import Job
+from ddltool.job import DeviceOffer, Job
 from tests.conftest import Cli
 
 JOB = """
@@ -438,6 +441,78 @@ def test_what_a_run_lacks_is_said(cli: Cli, options: tuple[object, ...], error: 
 def test_a_run_that_failures_never_let_end_is_refused(cli: Cli) -> None:
     asked = ("plan", GRAPH, "--devices", "V100=4", "--bandwidth", "10Gbit", "--samples", "1M", "--mtbf", "10s")
     cli(*asked).refuses("fails every", "takes 60 s and a restart 300 s: less than 1% of the time trains", code=3)
+
+
+TINY = {
+    "model_type": "llama", "vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64,
+}  # fmt: skip
+# A value of each option that a saved job holds.
+SAVED: dict[str, tuple[object, ...]] = {
+    "nodes": ("--nodes", 3), "batch_size": ("--batch-size", 24), "precision": ("--precision", "bf16"),
+    "sequence_length": ("--sequence-length", 32), "optimizer": ("--optimizer", "adamw-8bit"), "compile": ("--compile",),
+    "attention": ("--attention", "eager"), "offload": ("--offload", "optimizer"), "lora": ("--lora", 4),
+    "link": ("--link", "pcie3"), "nic": ("--nic", "25Gbit"), "bandwidth": ("--bandwidth", "2.34Gbit"),
+    "price": ("--price", "H100=2.5"), "devices_file": ("--devices-file", "own.yaml"),
+}  # fmt: skip
+
+
+def test_each_option_that_a_saved_job_holds_is_tried_below() -> None:
+    beside = {"job", "devices", "save_job", "output", "as_json", "allow_code", "seed", "time_limit_s"}
+    assert {*SAVED} == SAVED_IN_JOB - beside
+
+
+@pytest.mark.slow
+@settings(max_examples=8, phases=[Phase.generate], suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(names=st.sets(st.sampled_from(sorted(SAVED)), min_size=1, max_size=5))
+def test_a_saved_job_has_the_answer_of_the_options_that_it_was_made_of(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: set[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("config.json").write_text(json.dumps(TINY))
+    Path("own.yaml").write_text("kind: ddltool.devices\ndevices: [{name: OwnGPU, like: V100, memory_gib: 3}]\n")
+    said = [word for name in sorted(names) for word in SAVED[name] if {"nic", "bandwidth"} - names or name != "nic"]
+    devices = "4xH100,2xOwnGPU" if "devices_file" in names else "4xH100,2xA100"
+    direct = cli("plan", "transformers:config.json", "--devices", devices, *said, "--save", "job.yaml", "--json")
+    from_file = cli("plan", "job.yaml", "--json")
+    assert (direct.code, from_file.code) == (0, 0), direct.err + from_file.err
+    first, second = (json.loads(found.out) for found in (direct, from_file))
+    for name in ("command", "solve_seconds"):
+        del first[name], second[name]
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [("predict", "--device", "Small"), ("plan", "--devices", "1xSmall", "--batch-size", 1, "--offload", "none")],
+)
+def test_each_remedy_where_nothing_fits_fits(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: tuple[object, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("config.json").write_text(json.dumps(TINY | {"vocab_size": 32000, "hidden_size": 512}))
+    Path("own.yaml").write_text("kind: ddltool.devices\ndevices: [{name: Small, like: RTX4090, memory_gib: 1.42}]\n")
+    command = (*asked, "--devices-file", "own.yaml", "transformers:config.json")
+    refused = cli(*command)
+    assert refused.code == 3
+    options = re.search(r"(?:it fits|on these devices) with (.*)\n", refused.err)
+    assert options is not None, refused.err
+    remedies = options[1].split(" or ")
+    assert "--precision bf16-pure" in remedies
+    for remedy in remedies:
+        assert cli(*command, *remedy.split()).code == 0, remedy
+
+
+def test_what_no_job_holds_is_to_be_given_again(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_of = ("--samples", "1M", "--strategy", "bsp", "--latency", "1ms", "--bandwidth", "1Gbit")
+    found = cli("plan", "zoo:cifarnet", "--devices", "2xA100", *run_of, "--save", "a.yaml")
+    assert "note: a.yaml does not hold --strategy, --samples, --latency: give that again with it\n" in found.err
+    model = Job(name="a", model="transformers:a/config.json", max_workers=1, devices=[DeviceOffer(type="A100")])
+    assert written_in(model, Path("jobs")).model == "transformers:../a/config.json"
+    assert written_in(model.model_copy(update={"model": "a.graph.json"}), Path("a")).model == "../a.graph.json"
+    cards = cli("plan", "zoo:cifarnet", "--devices", "2xA100", "--bandwidth", "1Gbit", "--nic", "1Gbit")
+    assert cards.err == "error: --nic: does not go with --bandwidth; cards by datasheet, or a rate as measured\n"
 
 
 def test_options_of_a_short_job_have_no_part_beside_a_file(cli: Cli, tmp_path: Path) -> None:

@@ -596,7 +596,7 @@ def _explorer(figure: Explorer, slots: Slots) -> Chart:
     names = list(dict.fromkeys(row["name"] for row in rows))
     by_name = alt.selection_point(name="legend", fields=["name"], bind="legend")
     colours, shapes = ([kinds[place % len(kinds)] for place in range(len(names))] for kinds in (SERIES, _SHAPES))
-    xlabel = "price of a million samples ($)" if figure.priced else "memory of a process (GiB)"
+    xlabel = f"price of a million {figure.unit} ($)" if figure.priced else "memory of a process (GiB)"
     x = alt.X("x:Q", **_explored_axis(rows, "x", xlabel))
     y = alt.Y("y:Q", **_explored_axis(rows, "y", f"{figure.unit} per second"))
     best_first: list[Any] = [alt.SortField("x"), alt.SortField("y", order="descending")]
@@ -611,7 +611,7 @@ def _explorer(figure: Explorer, slots: Slots) -> Chart:
         "y:Q": f"{figure.unit}/s",
         "needs:N": "needs",
     }
-    titles |= {"x:Q": "$ per 1M"} if figure.priced else {}
+    titles |= {"x:Q": f"$/M {figure.unit}"} if figure.priced else {}
     points = alt.Chart().encode(
         x=x,
         y=y,

@@ -467,14 +467,19 @@ def _each(layout: Layout) -> str:
     return f"{sizes}x{layout.passes}" if layout.passes > 1 else sizes
 
 
+def _items(plan: Plan, decision: Decision) -> tuple[str, float]:
+    """Return in what speeds and prices are said, tokens where a sample has a known number of them, and those of a step."""
+    return ("tokens", decision.step_tokens) if decision.step_tokens else ("samples", plan.max_workers * plan.batch_size)
+
+
 def _choices_picture(plan: Plan, decision: Decision) -> Picture:
     """Return bars of the throughput of :func:`_choices` over their table: memory, step, rate, hours and cost of each.
 
     Rates are in tokens where the model's samples have a known length; hours and cost are of the whole run where it is known,
-    else the cost is of a million samples.
+    else the cost is of a million of them.
     """
-    choices, tokens = _choices(plan, decision), decision.step_tokens
-    samples = plan.max_workers * plan.batch_size
+    choices, samples = _choices(plan, decision), plan.max_workers * plan.batch_size
+    unit, items = _items(plan, decision)
     run, picked_s = decision.run, choices[0].step_s or math.inf
     dearer = 1.0  # with failures, checkpoints and spares
     if run is not None and run.price is not None and choices[0].price_per_sample:
@@ -482,7 +487,7 @@ def _choices_picture(plan: Plan, decision: Decision) -> Picture:
     has_goodput = any(option.goodput_per_s is not None for option in decision.options)
 
     def rate(row: _Choice) -> float | None:
-        return None if not row.step_s else row.samples / row.step_s * (tokens / samples if tokens else 1.0)
+        return None if not row.step_s else row.samples / row.step_s * items / samples
 
     def hours(row: _Choice) -> str | None:
         if run is None or not row.step_s:
@@ -492,10 +497,10 @@ def _choices_picture(plan: Plan, decision: Decision) -> Picture:
     def price(row: _Choice) -> str | None:
         if row.price_per_sample is None or not row.step_s:
             return None
-        amount = row.price_per_sample * (1e6 if run is None else dearer * run.samples)
+        amount = row.price_per_sample * (1e6 * samples / items if run is None else dearer * run.samples)
         return f"${amount / 1000:,.1f}k" if amount >= _THOUSANDS else show_money(amount)
 
-    rate_name = "tokens/s" if tokens else "samples/s"
+    rate_name = f"{unit}/s"
     columns: dict[str, Column[_Choice]] = {
         "redo": lambda row: _REDONE.get(row.checkpointing, row.checkpointing) or None,
         "on": lambda row: " + ".join(f"{count} {name}" for name, count in row.devices.items()),
@@ -504,14 +509,13 @@ def _choices_picture(plan: Plan, decision: Decision) -> Picture:
         "step": lambda row: "no room" if row.missing_bytes else show_seconds(row.step_s),
         rate_name: lambda row: None if (found := rate(row)) is None else show_rate(found),
         "hours": hours,
-        "cost" if run is not None else "per 1M": price,
+        "cost" if run is not None else f"$/M {unit}": price,
         "remark": lambda row: row.remark or None,
     }
     captioned = ["What was compared; the first is this plan"]
     captioned += ["redo: activations computed again"] if any(row.checkpointing for row in choices) else []
     captioned += ["each: samples x passes"] if any(row.each for row in choices) else []
     captioned += ["GiB: of tensors"] if any(row.memory_bytes for row in choices) else []
-    captioned += ["per 1M: cost of a million samples"] if run is None and any(price(row) for row in choices) else []
     captioned += ["with a noise scale, plans are ranked by useful samples per second (-v)"] if has_goodput else []
     table = filled(
         tabled(
@@ -531,7 +535,7 @@ def _choices_picture(plan: Plan, decision: Decision) -> Picture:
             (f"{', '.join(filter(None, (row.how, row.checkpointing)))} on {columns['on'](row)}", rate(row) or 0.0)  # type: ignore[operator]
             for row in drawn
         ],
-        xlabel="tokens per second" if tokens else "samples per second",
+        xlabel=f"{unit} per second",
         title="Throughput by choice",
         level=None if usual is None else ("usual", rate(usual) or 0.0),
     )
@@ -541,7 +545,7 @@ def _choices_picture(plan: Plan, decision: Decision) -> Picture:
 
 def _explorer(plan: Plan, decision: Decision, choices: Sequence[_Choice]) -> list[Explorer]:
     """Return the choices of the table and all other layouts with a step as one figure; none where there is but one."""
-    samples, tokens = plan.max_workers * plan.batch_size, decision.step_tokens
+    samples, (unit, items) = plan.max_workers * plan.batch_size, _items(plan, decision)
     rows = dict[tuple[object, ...], _Choice]()
     for row in (*choices, *(_of_layout(layout, float(samples)) for layout in decision.layouts)):
         rows.setdefault((*row.key, row.each), row)
@@ -555,15 +559,15 @@ def _explorer(plan: Plan, decision: Decision, choices: Sequence[_Choice]) -> lis
             },
             step_s=row.step_s,
             range_s=row.range_s,
-            rate=row.samples / row.step_s * (tokens / samples if tokens else 1.0),
+            rate=row.samples / row.step_s * items / samples,
             memory_bytes=row.memory_bytes,
-            price=None if row.price_per_sample is None else 1e6 * row.price_per_sample,
+            price=None if row.price_per_sample is None else 1e6 * row.price_per_sample * samples / items,
             command=_command(plan, row),
         )
         for row in rows.values()
         if row.step_s and row.memory_bytes is not None
     ]
-    return explorer(points, "tokens" if tokens else "samples")
+    return explorer(points, unit)
 
 
 # Options that mean the same to plan and to predict.
@@ -606,7 +610,7 @@ def _command(plan: Plan, row: _Choice) -> str:
 
 def _named_table(plan: Plan, decision: Decision) -> Table:
     """Return the best plan of each of the numerics that the user named, the picked one first."""
-    items = decision.step_tokens or plan.max_workers * plan.batch_size
+    samples, (unit, items) = plan.max_workers * plan.batch_size, _items(plan, decision)
 
     def of(show: Callable[[Option], str | None]) -> Column[Named]:
         return lambda row: None if row.option is None else show(row.option)
@@ -616,9 +620,11 @@ def _named_table(plan: Plan, decision: Decision) -> Table:
         "on": of(lambda option: " + ".join(f"{count} {name}" for name, count in option.devices.items())),
         "GiB": of(lambda option: None if option.memory_bytes is None else f"{option.memory_bytes / 2**30:.1f}"),
         "step": lambda row: "no room" if row.option is None else show_seconds(row.option.iteration_s),
-        "tokens/s" if decision.step_tokens else "samples/s": of(lambda option: show_rate(items / option.iteration_s)),
-        "per 1M": of(
-            lambda option: None if option.price_per_sample is None else show_money(option.price_per_sample * 1e6)
+        f"{unit}/s": of(lambda option: show_rate(items / option.iteration_s)),
+        f"$/M {unit}": of(
+            lambda option: (
+                None if option.price_per_sample is None else show_money(option.price_per_sample * 1e6 * samples / items)
+            )
         ),
     }
     names = ("you named", [row.name for row in decision.named])

@@ -14,6 +14,8 @@ from ddltool.units import show_bytes, show_rate, show_seconds, show_span
 # Names of more devices than these are counted.
 _DEVICES_NAMED = 6
 _BARS_DRAWN = 24
+# A share of the step from which waiting for the host is told.
+_WAITS = 0.1
 
 
 def predict_section(result: PredictResult) -> Section:
@@ -32,8 +34,9 @@ def predict_section(result: PredictResult) -> Section:
     if replicated:
         columns["sync"] = lambda row: show_seconds(row.sync_time_s) if row.num_replicas > 1 else None
     columns["memory"] = lambda row: show_bytes(row.reserved_bytes) + ("" if row.fits else " !")
-    columns |= {"per 1M": "price_per_million_samples:.3g"} if priced else {}
+    columns |= {"$ per 1M": "price_per_million_samples:.3g"} if priced else {}
     title = f"Training steps on {_names(list(result.devices))}"
+    title += f"; per s{' and per 1M' if priced else ''}: samples"
     table = tabled(title, "predicted", rows, columns, spare=("MFU", "sync"))
     drawn = rows[:_BARS_DRAWN]
     figure = Bars(
@@ -67,7 +70,9 @@ def explored(choices: Sequence[tuple[PredictedRow, Mapping[str, str | int], str]
             range_s=(row.predicted_low_s, row.predicted_high_s),
             rate=getattr(row, f"{unit}_per_s"),
             memory_bytes=row.reserved_bytes,
-            price=row.price_per_million_samples,
+            price=None
+            if row.price_per_million_samples is None
+            else row.price_per_million_samples * row.samples_per_s / getattr(row, f"{unit}_per_s"),
             fits=row.fits,
             command=command,
         )
@@ -129,18 +134,9 @@ def _remarks(result: PredictResult) -> list[str]:
     ]
     if lacking := [name for name, device in result.devices.items() if not device.has_precision]:
         lines.append(f"{', '.join(lacking)}: no rate for {assumed.precision} in the datasheet; float32's is taken.")
-    # The batches by device at which the GPU waits for the host.
-    waiting = {
-        row.device: sorted(
-            {other.local_batch_size for other in rows if other.host_bound and other.device == row.device}
-        )
-        for row in rows
-        if row.host_bound
-    }
-    if waiting:
-        where = "; ".join(f"{name} at batch {', '.join(map(str, sizes))}" for name, sizes in waiting.items())
+    if waiting := _waiting(rows):
         helps = "a larger batch helps" if assumed.compile else "--compile or a larger batch helps"
-        lines.append(f"Host-bound, the GPU waits for Python: {where}; {helps}.")
+        lines.append(f"The GPU waits for Python: {waiting}; {helps}.")
     # Devices with the same error share a sentence.
     for error in dict.fromkeys(device.error for device in result.devices.values()):
         where = _names([name for name, device in result.devices.items() if device.error == error])
@@ -156,6 +152,20 @@ def _remarks(result: PredictResult) -> list[str]:
             + ("; wider where the host has a part." if waiting else "; wider as in the table." if is_wider else ".")
         )
     return lines
+
+
+def _waiting(rows: Sequence[PredictedRow]) -> str:
+    """Return by device the batches at which the GPU waits for the host, and for how much of the step; "" for none."""
+    share_by_batch = dict[str, dict[int, float]]()
+    for row in rows:
+        if row.host_wait_s >= _WAITS * row.step_time_s:
+            shares = share_by_batch.setdefault(row.device, {})
+            share = row.host_wait_s / row.step_time_s
+            shares[row.local_batch_size] = max(share, shares.get(row.local_batch_size, 0.0))
+    return "; ".join(
+        f"{device} at batch {', '.join(f'{batch} ({share:.0%} of the step)' for batch, share in sorted(shares.items()))}"
+        for device, shares in share_by_batch.items()
+    )
 
 
 def _settings(assumed: PredictionAssumptions, rows: Sequence[PredictedRow]) -> list[str]:

@@ -282,21 +282,23 @@ def verification_section(result: Verification, name: str) -> Section:
     Failures (a rank missing, on another device, or with another batch; an error beyond the limit) stand in the lead.
     """
     step = result.iteration
+    compared = f"predicted over measured step {error_text(step.predicted_s, step.measured_s)}"
+    if result.elsewhere:
+        compared = "not the plan's devices, so its times are not held against the measured ones"
     lead = [
-        f"{shortened(result.telemetry, 60)} against {shortened(result.plan, 60)}: predicted over measured step "
-        f"{error_text(step.predicted_s, step.measured_s)}; half of the measured steps took {show_seconds(step.low_s)} to "
-        f"{show_seconds(step.high_s)}.",
+        f"{shortened(result.telemetry, 60)} against {shortened(result.plan, 60)}: {compared}; half of the measured steps took "
+        f"{show_seconds(step.low_s)} to {show_seconds(step.high_s)}.",
         "The prediction comes without an error of its own."
         if result.known_error is None
         else f"Predicted compute is known to within {result.known_error:.0%}, synchronisation without an error.",
     ]
     refits = few(result.refit) or ["nothing to fit again: the plan's figures hold"]
     lead += [f"{words[:1].upper()}{words[1:].rstrip('.')}." for words in refits]
-    if result.max_error is not None:
+    if result.max_error is not None and not result.elsewhere:
         relation = "within" if abs(step.error) <= result.max_error else "beyond"
         lead.append(f"Step time off by {abs(step.error):.1%}: {relation} the limit of {100 * result.max_error:.3g}%.")
-        if not result.complete:
-            lead.append("FAILED: not the whole run on the planned devices (see above).")
+    if result.max_error is not None and not result.complete:
+        lead.append("FAILED: not the whole run on the planned devices (see above).")
     if not result.followed:
         lead.append("FAILED: the run did not follow the plan (see above).")
     bars: list[tuple[str, float]] = []
@@ -366,6 +368,8 @@ def verified_table(result: Verification, caption: str) -> Table:
 
     def error(times: VerifiedTime | VerifiedRank) -> str:
         """Return a part's relative error in words; "in the noise" where it is no larger than the steps' own differences."""
+        if result.elsewhere:
+            return "-"
         off_s = 0.0 if times.predicted_s is None else abs(times.predicted_s - times.measured_s)
         is_small = times is not step and times.predicted_s and off_s <= noise_s
         return "in the noise" if is_small else error_text(times.predicted_s, times.measured_s)
@@ -425,7 +429,8 @@ def gate_section(result: GateResult, name: str) -> Section:
 def _verification_verdict(result: Verification) -> Verdict:
     """Return the verdict on a run against its plan: the step measured and predicted, and what to fit again."""
     step = result.iteration
-    answer = f"The step took {show_seconds(step.measured_s)}, predicted {show_seconds(step.predicted_s)} ({step.error:+.1%})."
+    share = "on other devices" if result.elsewhere else error_text(step.predicted_s, step.measured_s)
+    answer = f"The step took {show_seconds(step.measured_s)}, predicted {show_seconds(step.predicted_s)} ({share})."
     refits = few(result.refit, 1)
     return Verdict(
         answer=answer,

@@ -18,7 +18,7 @@ from ddltool.units import show_seconds
 ACCEPTED = 0.15
 # Factor between the ratios of measured to predicted of two ranks up to which these count as one ratio.
 _SAME_RATIO = 1.5
-# Ratio from which on errors are shown without tenths of a percent, and another device is suspected.
+# Ratio from which on errors are shown as factors, and another device is suspected.
 _MANIFOLD = 5.0
 # Share of the compute time below which a difference of two times is rounding; most ranks that one sentence names.
 _ROUNDING, _RANKS_NAMED = 1e-12, 8
@@ -27,15 +27,15 @@ _ROUNDING, _RANKS_NAMED = 1e-12, 8
 def error_text(predicted_s: float | None, measured_s: float) -> str:
     """Return how far a prediction is off in percent of the measured time, ``-`` where either is missing or 0.
 
-    A prediction several times too long is shown without tenths of a percent.
+    A prediction several times too long is shown as that factor.
 
     >>> error_text(0.11, 0.1), error_text(36.0, 0.1), error_text(0.001, 0.1), error_text(0.0, 0.1)
-    ('+10.0%', '+35,900%', '-99.0%', '-')
+    ('+10.0%', 'x 360', '-99.0%', '-')
     """
     if predicted_s is None or predicted_s <= 0 or measured_s <= 0:
         return "-"
     ratio = predicted_s / measured_s
-    return f"{ratio - 1:+.1%}" if ratio < _MANIFOLD else f"{ratio - 1:+,.0%}"
+    return f"{ratio - 1:+.1%}" if ratio < _MANIFOLD else f"x {ratio:,.3g}"
 
 
 def verify(
@@ -81,7 +81,10 @@ def verify(
         run = _joint_step(plan, run)
         predicted_s, sync_s = plan.iteration_s, 0.0
     error = predicted_s / run.iteration_s - 1
-    refit = _what_to_refit(checks, run, sync_s, known_error, ACCEPTED if max_error is None else max_error)
+    accepted = ACCEPTED if max_error is None else max_error
+    elsewhere = any(check.other_device for check in checks)  # then times of steps are not the plan's to explain
+    refit = [*_deviations(checks, missing_ranks), *_what_to_refit(checks, run, sync_s, known_error, accepted)]
+    refit += [] if elsewhere or plan.superstep else _unexplained_time(run, other_s)
     result = Verification(
         job=plan.job,
         plan=names[0],
@@ -99,11 +102,7 @@ def verify(
         ranks=checks,
         missing_ranks=missing_ranks,
         known_error=known_error,
-        refit=[
-            *_deviations(checks, missing_ranks),
-            *refit,
-            *([] if plan.superstep else _unexplained_time(run, other_s)),
-        ],
+        refit=refit,
         max_error=max_error,
         passed=True,
     )
@@ -181,10 +180,14 @@ def _deviations(checks: Sequence[VerifiedRank], missing: Sequence[int]) -> Itera
         noun = "rank" if len(missing) == 1 else "ranks"
         share = f"{len(missing)} of {len(checks) + len(missing)} processes"
         yield f"no rows of {noun} {ranks_text} ({share}): this is only part of the run; give the telemetry of all"
+    moved: dict[tuple[str, str], list[int]] = {}
     for check in checks:
         if check.other_device:
-            device_text = f"rank {check.rank} was planned on {check.planned_device}, ran on {check.device}"
-            yield f"{device_text}: the run did not follow the plan; give --goodput FILE of the devices it ran on"
+            moved.setdefault((check.planned_device, check.device), []).append(check.rank)
+    for (planned_device, device), ranks in moved.items():
+        who = f"rank {ranks[0]} was" if len(ranks) == 1 else f"{len(ranks)} of {len(checks)} ranks were"
+        where = f"{who} planned on {planned_device}, ran on {device}"
+        yield f"{where}: the run did not follow the plan; give --goodput FILE of the devices it ran on"
     for check in checks:
         if check.batch != check.planned_batch:
             batch_text = f"{check.batch} samples per step, the plan gives it {check.planned_batch}"
@@ -219,6 +222,8 @@ def _what_to_refit(
             f"the compute times behind the prediction are known to within {known_error:.0%} only, more than {accepted:.0%}: "
             "profile again with more repeats and nothing else running"
         )
+    if any(check.other_device for check in checks):
+        return
     measured_text = f"{show_seconds(run.sync_s)} per step"
     if len(checks) > 1 and sync_s is None:
         yield f"the plan leaves synchronisation out; measured {measured_text}: plan with a network or a fit"

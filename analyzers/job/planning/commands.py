@@ -197,7 +197,7 @@ def plan_command(
         first = next(one for one in tried if one.given)
         problem, _, remedy = (first.failure or "").partition("; ")
         raise InputError(first.command, problem, remedy)
-    for line in lines[:1]:  # of the others, much the same
+    for line in sorted(lines, key=len)[-1:]:  # the others say much the same
         tell(line)
     return _ranked(shlex.join(words), knobs, tried)
 

@@ -6,6 +6,7 @@ Start at :func:`knowledge_of`. ``tell`` is called with remarks for the user.
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ from ddltool.analyzers.step.communication.collectives import DEFAULT_CAP_MIB
 from ddltool.analyzers.step.communication.fabrics import BANDWIDTH, between_nodes, own_link, tests_in
 from ddltool.analyzers.step.communication.nccl import Fabric
 from ddltool.analyzers.step.costs.model import cost_model, estimate, memory_words
+from ddltool.analyzers.step.costs.numerics import least_that_fit, smaller_numerics
 from ddltool.analyzers.step.costs.optimizers import state_share
 from ddltool.analyzers.step.measured.feedback import Run, read_run
 from ddltool.analyzers.step.tracing.determinism import scan
@@ -44,7 +46,7 @@ from ddltool.precision import precision_of
 from ddltool.profiles import read_profile
 from ddltool.shipped import calibration, devices, devices_of, with_specs
 from ddltool.tables import read_table
-from ddltool.units import counted, parse_latency
+from ddltool.units import counted, parse_bandwidth, parse_latency
 
 if TYPE_CHECKING:
     from ddltool.analyzers.job.planning.layouts import Layouts
@@ -59,6 +61,16 @@ def read_with_specs(job_or_file: Path | Job, devices_file: Path | None, *, allow
     if scheme == "transformers" and name.endswith(".json"):
         job = job.model_copy(update={"model": f"transformers:{file.parent / name}"})
     return with_specs(job, str(file), devices_file)
+
+
+def written_in(job: Job, folder: Path) -> Job:
+    """Return the job as a file in ``folder`` says it: what :func:`read_with_specs` and plans read from there."""
+    scheme, _, name = str(job.model).partition(":")
+    if scheme == "transformers" and name.endswith(".json"):
+        return job.model_copy(update={"model": f"transformers:{os.path.relpath(name, folder)}"})
+    if job.model is not None and is_graph_file(job.model):
+        return job.model_copy(update={"model": os.path.relpath(job.model, folder)})
+    return job
 
 
 def step_curves(job: Job, job_file: Path) -> dict[str, StepTime]:
@@ -338,8 +350,8 @@ def _layouts(job: Job, folder: Path, fabrics: Mapping[str, Fabric]) -> Layouts |
 def would_fit(job: Job, job_file: Path, options: PlanOptions, holds: Callable[[Layouts], bool]) -> list[str]:
     """Return what of the job, changed alone, would let its devices hold a step, as options of ``ddltool plan``.
 
-    Each is computed as a plan is: an 8-bit optimizer, LoRA of rank 16, and the longest half, quarter, ... of the samples'
-    length. ``holds``: whether layouts have one that fits.
+    Each is computed as a plan is: an 8-bit optimizer, parameters in a half type, both where neither does, LoRA of rank 16, and
+    the longest half, quarter, ... of the samples' length. ``holds``: whether layouts have one that fits.
     """
     quiet = replace(options, tell=lambda _: None)
     fabrics = _fabrics_or_assumed(job, job_file.parent, quiet)
@@ -353,11 +365,10 @@ def would_fit(job: Job, job_file: Path, options: PlanOptions, holds: Callable[[L
         except InputError:  # no adapters for this model, or no such length
             return False
 
-    found = []
-    if job.optimizer != "adamw-8bit" and job.lora is None and fits(optimizer="adamw-8bit"):
-        found.append("--optimizer adamw-8bit")
-    if job.lora is None and fits(lora=_RANK):
-        found.append(f"--lora {_RANK}")
+    table = devices_of(job, str(job_file))
+    specs = [table.device(offer.type, "devices") for offer in job.devices if offer.count]
+    changes = smaller_numerics(job.precision, job.optimizer, job.lora, specs)
+    found = least_that_fit(changes, lambda change: fits(**change))
     from ddltool.analyzers.job.planning.layouts import job_work  # it loads torch
 
     length = job.sequence_length or job_work(job).traced.graph.meta.get("tokens_per_sample")
@@ -450,12 +461,13 @@ def fabrics_of(job: Job, folder: Path, options: PlanOptions, timed_for: Link | N
 
 def _slowest_card(groups: Sequence[NodeGroup], offer: DeviceOffer, latency: str) -> Link | None:
     """Return the slowest link between nodes of a type; None where any node's link is not known."""
+    cards = [(group.nic_gbit, group.nic or offer.nic) for group in groups] or [(offer.nic_gbit, offer.nic)]
     links = [
-        between_nodes(None, f"{group.nic_gbit}Gbit", latency, ("", "", "--latency"))
-        if group.nic_gbit is not None
-        else between_nodes(group.nic or offer.nic, None, None, ("nic", "", ""))
-        for group in groups
-    ] or [between_nodes(offer.nic, None, None, ("nic", "", ""))]
+        between_nodes(nic, None, None, ("nic", "", ""))
+        if gbit is None
+        else between_nodes(None, f"{gbit}Gbit", latency, ("", "", "--latency"))
+        for gbit, nic in cards
+    ]
     known_links = [link for link in links if link is not None]
     return min(known_links, key=lambda link: link.bytes_per_s) if len(known_links) == len(links) else None
 
@@ -498,8 +510,8 @@ def checkpoint_bytes(job: Job, folder: Path, graph: Graph | None) -> float | Non
     return graph.trained_bytes * (1 + state_share(graph, job.optimizer))
 
 
-# What is tried where nothing fits: adapters of this rank, samples of no fewer tokens.
-_RANK, _SHORTEST = 16, 256
+# Where nothing fits, samples of no fewer tokens than this are tried.
+_SHORTEST = 256
 _OFFER = re.compile(r"((?P<times>[0-9]{1,7})x)?(?P<type>[^=,@]+?)(=(?P<count>[0-9]{1,7}))?(@(?P<price>[0-9.]{1,12}))?")
 
 
@@ -560,6 +572,7 @@ def job_of(
     batch_size: int | None = None,
     link: str | None = None,
     nic: str | None = None,
+    bandwidth: str | None = None,
     devices_file: Path | None = None,
     precision: str | None = None,
     optimizer: str | None = None,
@@ -576,8 +589,12 @@ def job_of(
         devices: for example ``A100=8,V100=4``, or ``A100=8@2.5`` with a price per hour.
         nodes: nodes in all, each of one type, dealt in proportion to the devices; None: 8 devices on each.
         batch_size: samples of a step on all devices together; None: 8 per device.
+        bandwidth: the network between nodes as measured; ``nic``: their cards by datasheet.
         devices_file: specifications of the user's own types.
     """
+    if nic is not None and bandwidth is not None:
+        raise InputError("--nic", "does not go with --bandwidth", "cards by datasheet, or a rate as measured")
+    nic_gbit = None if bandwidth is None else parse_bandwidth(bandwidth) * 8 / 1e9
     counts: dict[str, int] = {}
     prices: dict[str, float | None] = {}
     for offer in offered(devices):
@@ -609,7 +626,13 @@ def job_of(
             batch_size=samples // workers,
             devices=[
                 DeviceOffer(
-                    type=name, count=count, per_node=per_node[name], link=link, nic=nic, price_per_hour=prices[name]
+                    type=name,
+                    count=count,
+                    per_node=per_node[name],
+                    link=link,
+                    nic=nic,
+                    nic_gbit=nic_gbit,
+                    price_per_hour=prices[name],
                 )
                 for name, count in counts.items()
             ],

@@ -110,6 +110,11 @@ class PredictedStep:
         return float(self.end_s[-1]) if len(self.end_s) else 0.0
 
     @property
+    def pass_host_s(self) -> float:
+        """Seconds of the pass in which the device waits for the host to issue an op."""
+        return max(0.0, self.pass_s - float(self.op_s.sum()))
+
+    @property
     def step_s(self) -> float:
         """Seconds of the pass and the update."""
         return self.pass_s + self.update_s
@@ -400,6 +405,7 @@ def estimate(
         "latency_s": network.latency_s,
         "parameter_servers": network.parameter_servers,
         "optimizer": optimizer,
+        "pass_host_s": step.pass_host_s,
         "update_s": step.update_s,
         "update_host_s": step.update_host_s,
         **_whole_matrices(graph, optimizer),

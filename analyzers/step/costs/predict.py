@@ -591,6 +591,7 @@ def _predict_row(
     time = curve.step_time(graph, program, model, setting, placement, size)
     step_s = time.step_s
     library_share = float(graph.meta.get("library_share") or 0.0)
+    waits_s = {name: float(graph.meta.get(name) or 0.0) for name in ("pass_host_s", "update_host_s")}
     low_s, high_s = model.interval(step_s, host_share=host_share, library_share=library_share, compiled=setting.compile)
     samples, tokens = placement.num_replicas * size * setting.accumulation, graph.meta.get("tokens_per_sample")
     held = curve.held(size, sharding, setting.optimizer, step.saved_ops)
@@ -626,6 +627,7 @@ def _predict_row(
         tokens_per_s=samples * float(tokens) / step_s if isinstance(tokens, (int, float)) else None,
         mfu=setting.accumulation * products_s(graph, model.device) / setting.layout.pipeline / step_s,
         host_bound=host_share > HOST_BOUND,
+        host_wait_s=min(step_s, setting.accumulation * waits_s["pass_host_s"] + waits_s["update_host_s"]),
         price_per_million_samples=None
         if price is None
         else price * placement.num_replicas * placement.gpus / 3600 / (samples / step_s) * 1e6,

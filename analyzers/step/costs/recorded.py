@@ -215,6 +215,7 @@ def _predict_row(
         tokens_per_s=samples * float(tokens) / step.step_s if isinstance(tokens, (int, float)) else None,
         mfu=products_s(graph, model.device) / step.step_s,
         host_bound=timed.host_bound,
+        host_wait_s=min(step.step_s, timed.pass_host_s + timed.update_host_s),
         price_per_million_samples=None if price is None else price * replicas / 3600 / (samples / step.step_s) * 1e6,
         accumulation_steps=recorded.passes - 1,
         source=source,

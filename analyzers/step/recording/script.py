@@ -37,7 +37,7 @@ from ddltool.analyzers.step.recording.packages import ABSENT, INSTEAD, missing, 
 from ddltool.analyzers.step.recording.posing import posed, recording_modules, register_device
 from ddltool.analyzers.step.recording.recorder import Recorder
 from ddltool.analyzers.step.recording.vision import declare_torchvision
-from ddltool.analyzers.step.recording.window import StepWindow
+from ddltool.analyzers.step.recording.window import StepWindow, note_short
 from ddltool.errors import InputError
 from ddltool.graph import write_graph
 
@@ -119,6 +119,7 @@ def _write(window: StepWindow, request: Mapping[str, Any], started_s: float) -> 
             step.seconds = time.perf_counter() - started_s
             step.world_size = world_size()
             step.tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"  # which the older settings change, too
+            note_short(step)
             if step.calls:
                 write_graph(graph_of(step, request["label"]), Path(request["out"]))
                 status = 0

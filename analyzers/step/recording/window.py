@@ -6,9 +6,11 @@ so for a loop in this process.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -17,8 +19,9 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ddltool.analyzers.step.recording.graph_of import graph_of
+from ddltool.analyzers.step.recording.packages import NOTE
 from ddltool.analyzers.step.recording.posing import posed, recording_modules, register_device
-from ddltool.analyzers.step.recording.recorder import Recorder
+from ddltool.analyzers.step.recording.recorder import Recorder, Recording
 from ddltool.errors import InputError
 from ddltool.graph import Graph
 
@@ -127,6 +130,31 @@ class StepWindow:
             self.then()
 
 
+# How a trainer of a library calls the passes of an update, from a method of its own or of what it drives.
+_PASSES = (
+    ("Trainer", "args.gradient_accumulation_steps"),
+    ("AcceleratedOptimizer", "gradient_state.num_steps"),
+    ("Trainer", "accumulate_grad_batches"),
+)
+
+
+def note_short(step: Recording) -> None:
+    """Note in a recorded step that it has fewer passes than a trainer was told to make: its data set ended before.
+
+    To be called while the step's last update runs, within whose methods the trainer (transformers, accelerate, Lightning) is.
+    """
+    asked, frame = 0, sys._getframe()
+    while (outer := frame.f_back) is not None:
+        frame, own = outer, outer.f_locals.get("self")
+        for name, path in _PASSES:
+            if name in {base.__name__ for base in type(own).__mro__}:
+                with suppress(AttributeError):
+                    asked = max(asked, attrgetter(path)(own))
+    if 0 < (passes := len(step.inputs)) < asked:
+        text = f"the step has {passes} of the {asked} passes that accumulate gradients, because the data set ends there"
+        step.assumed[f"{NOTE}{text}; give more samples"] = 1
+
+
 @dataclass(slots=True)
 class RecordedBlock:
     """The object that :func:`record` gives its block, to ask for the graph after it."""
@@ -168,6 +196,7 @@ def record(name: str = "step") -> Iterator[RecordedBlock]:
         """Make the graph once the step has ended; a step without calls on the GPU leaves none."""
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             recorder.step.tf32 = torch.get_float32_matmul_precision() != "highest"
+            note_short(recorder.step)
             if recorder.step.calls:
                 block._graph = graph_of(recorder.step, name)
 

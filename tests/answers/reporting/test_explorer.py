@@ -20,6 +20,7 @@ from ddltool.analyzers.answers.reporting.predict_section import predict_section
 from ddltool.analyzers.answers.reporting.section import Picture, Section
 from ddltool.artifact_files import read
 from ddltool.commands.main import run
+from ddltool.units import show_money
 from tests.helpers.browser import chromium, needs_chromium
 
 PREDICT = "ddltool predict zoo:cifarnet --device A100,L4 --batch-sizes 4,64,100000 --compile"
@@ -105,6 +106,11 @@ def test_every_predicted_row_is_a_point_whose_command_gives_it_again(
     priced = explored(predict_section(alone.model_copy(update={"rows": alone.rows * 2})))
     assert priced is not None
     assert priced.title == "Samples per second against money"
+    told = again.model_copy(update={"price_per_million_samples": 2.0, "tokens_per_s": 128 * again.samples_per_s})
+    of_tokens = explored(predict_section(alone.model_copy(update={"rows": [told] * 2})))
+    assert of_tokens is not None
+    assert (of_tokens.unit, of_tokens.points[0].price) == ("tokens", pytest.approx(2.0 / 128))
+    assert '"price of a million tokens ($)"' in json.dumps(spec(of_tokens))
 
 
 def test_every_layout_of_a_plan_is_a_point_whose_command_gives_it_again(
@@ -121,6 +127,17 @@ def test_every_layout_of_a_plan_is_a_point_whose_command_gives_it_again(
     again = explored(plan_section(made(by_verb["plan"].command, tmp_path / "again.json", capsys), "plan.json"))
     assert again is not None
     assert list(again.points) == list(figure.points)
+    # A price is of what the speed beside it counts.
+    [samples, tokens] = [
+        next(block.table for block in plan_section(each, "a").blocks if isinstance(block, Picture))
+        for each in (plan, plan.model_copy(update={"decision": plan.decision.model_copy(update={"step_tokens": 2560})}))
+    ]
+    assert [table.header[-3:] for table in (samples, tokens)] == [
+        ["samples/s", "$/M samples", "remark"],
+        ["tokens/s", "$/M tokens", "remark"],
+    ]
+    price = next(option.price_per_sample for option in plan.decision.options if not option.why_not)
+    assert [table.rows[0][-2] for table in (samples, tokens)] == [show_money(1e6 * price), show_money(1e5 * price)]
 
 
 @needs_chromium

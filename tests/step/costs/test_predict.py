@@ -680,13 +680,15 @@ def test_the_device_runs_behind_the_host(ops: list[tuple[float, bool]], issue_s:
         for place, (seconds, view) in enumerate(ops)
     ]  # fmt: skip
     step = time_step(Graph.from_ops("queue", "inference", rows), DEVICE, replace(PLAIN, issue_s=issue_s))
-    host = device = 0.0
+    host = device = idle = 0.0
     for seconds, view in ops:
         busy = seconds if not view and seconds * 1e11 > 0 else 0.0
         host += issue_s if busy else issue_s / 4
         if busy:
+            idle += max(host - device, 0.0)
             device = max(device, host) + busy
     assert step.pass_s == pytest.approx(device, rel=1e-9, abs=1e-12)
+    assert step.pass_host_s == pytest.approx(idle, rel=1e-9, abs=1e-9 * device)
 
 
 @pytest.mark.parametrize("name", ["resnet32", "bert_small"])
@@ -699,6 +701,9 @@ def test_more_samples_take_longer_and_a_faster_device_less(name: str) -> None:
     assert rates == sorted(rates)
     assert rows[0].host_bound
     assert not rows[-1].host_bound
+    waits = [row.host_wait_s / row.step_time_s for row in rows]
+    assert waits[0] > 0.2
+    assert waits[-1] < 0.01
     assert all(0 < row.mfu < 1 for row in rows)
     at_512 = {
         kind: predict(curve, model(kind), SETTING, [512], [ALONE])[0].step_time_s for kind in ("K80", "V100", "H100")
@@ -1026,7 +1031,11 @@ def test_rows_say_that_they_are_predicted(cli: Cli, tmp_path: Path) -> None:
     assert "Assumed: bf16: autocast over float32 parameters, 16 bytes a parameter with adam" in " ".join(text.split())
     assert text.splitlines()[0].startswith("Fastest here: ")
     assert "predicted." in text.splitlines()[0]
-    assert "Host-bound, the GPU waits for Python: H100 at batch 8" in text
+    [row] = cli(
+        "predict", "zoo:cifarnet", "--device", "H100", "--batch-sizes", 8, "--precision", "bf16", "--json"
+    ).document["rows"]
+    share = f"{row['host_wait_s'] / row['step_time_s']:.0%} of the step"
+    assert f"The GPU waits for Python: H100 at batch 8 ({share}); --compile" in " ".join(text.split())
     assert max(len(line) for line in text.splitlines() if "│" in line or "─" in line) <= 80
 
 

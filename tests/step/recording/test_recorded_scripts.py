@@ -162,6 +162,34 @@ def test_a_value_that_only_a_run_knows_is_named(folder: Path) -> None:
     assert f"Assumed: {count} value" in str(assumed(graph))
 
 
+ACCUMULATES = """
+import sys
+import torch
+from accelerate import Accelerator
+accelerator = Accelerator(gradient_accumulation_steps=4)
+net = torch.nn.Linear(64, 64)
+loader = torch.utils.data.DataLoader(torch.randn(int(sys.argv[1]), 64), batch_size=4)
+net, optimizer, loader = accelerator.prepare(net, torch.optim.SGD(net.parameters()), loader)
+for _ in range(3):
+    for batch in loader:
+        with accelerator.accumulate(net):
+            accelerator.backward(net(batch).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(("samples", "passes", "said"), [(8, 2, "The step has 2 of the 4 passes"), (16, 4, "")])
+def test_a_data_set_that_ends_before_the_passes_of_a_step_is_told(
+    samples: int, passes: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").write_text(ACCUMULATES)
+    monkeypatch.chdir(tmp_path)
+    graph = record(["python", "train.py", str(samples)])
+    assert facts(graph).passes == passes
+    assert assumed(graph).partition(" that accumulate")[0] == said
+
+
 def test_what_the_script_writes_does_not_stay(folder: Path) -> None:
     recorded(folder, "python", "train.py")
     assert not (folder / "log.txt").exists()
@@ -312,7 +340,11 @@ def test_the_command_line_answers(
     assert np.all([row["step_time_s"] > 0 and row["fits"] for row in rows])
     assert "Assumed: 2 values" in answered.err
     assert run(["predict", "--device", "H100", "--precision", "bf16", "--", "python", "train.py"]) == 2
-    assert "--precision: has no part in a recorded step" in capsys.readouterr().err
+    assert (
+        "--precision: has no part in a recorded step; leave it out, and put torch.autocast" in capsys.readouterr().err
+    )
+    assert run(["predict", "--device", "H100", "--compile", "--", "python", "train.py"]) == 2
+    assert "leave it out, and put torch.compile(model) in the script\n" in capsys.readouterr().err
 
 
 def test_convolutions_keep_channels_last_as_cudnn_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
