@@ -107,7 +107,7 @@ class StepTimings:
 
 
 def resolve_step(resolver: str) -> Callable[[str, int], ResolvedStep]:
-    """Return the function that ``resolver``, ``package.module:function``, names; it makes a step of a source and a batch size."""
+    """Return the function that ``resolver``, ``package.module:function``, names; it makes a step of (source, batch size)."""
     module, _, function = resolver.partition(":")
     builder: Callable[[str, int], ResolvedStep] = getattr(importlib.import_module(module), function)
     return builder
