@@ -17,8 +17,8 @@ every rank. The agent times passes and steps, estimates the gradient noise scale
 throughput model every so often beside the training. Then it changes total batch, local batch and accumulation at a step
 boundary, on all ranks alike; the learning rate follows by a rule (Pollux, Qiao et al., OSDI 2021, job level).
 
-A learning-rate schedule that counts steps is given to the agent (``scheduler=``), which moves it by samples, because
-larger batches make fewer steps. One that counts epochs stays in the loop.
+A learning-rate schedule that counts steps is given to the agent (``scheduler=``), which steps it by the samples done,
+because larger batches make fewer steps. One that counts epochs stays in the loop.
 """
 
 from __future__ import annotations
@@ -55,21 +55,21 @@ from ddltool.runtime.processes.stopping import refuse_in_one_line
 
 OFF, HOLD = "DDLTOOL_OFF", "DDLTOOL_HOLD"
 WARMUP_STEPS = 3
-"""Steps after a start whose times are left out: they allocate and fill caches."""
+"""Number of steps after a start whose times are left out, because they allocate memory and fill caches."""
 FIRST_NOISE_EVERY = 10
-"""The noise is sampled every so many steps until what that costs is known."""
+"""Steps between samples of the noise until the cost of sampling is known."""
 ALIASES = {"square-root": "sqrt", "square_root": "sqrt"}
 log = logging.getLogger(__name__)
 
 
 class Batches:
-    """An iterator that knows how many batches there are at most: trainers that lack the number fetch a batch ahead."""
+    """An iterator with a length, the most batches that may come: trainers fetch a batch ahead where there is no length."""
 
     def __init__(self, source: Iterator[Any], most: int) -> None:
         self._source, self._most = source, most
 
     def __iter__(self) -> Iterator[Any]:
-        """Return itself: the batches come once."""
+        """Return this iterator itself, so the batches come only once."""
         return self
 
     def __next__(self) -> Any:
@@ -77,52 +77,52 @@ class Batches:
         return next(self._source)
 
     def __len__(self) -> int:
-        """Return how many batches there were at most at the beginning."""
+        """Return the most batches that could come when the iterator was made; it does not count down."""
         return self._most
 
     def close(self) -> None:
-        """Stop the iteration where it is; the batch in hand is left untrained."""
+        """End the iteration; a batch that the loop holds stays untrained."""
         if isinstance(self._source, Generator):
             self._source.close()
 
 
 class GoodputAgent(Watcher):
-    """Tunes one job's batch while it trains. All ranks make the same one, after DDP and before the first step.
+    """Tunes one job's batch while it trains. All ranks make the same agent, after DDP and before the first step.
 
-    With the environment variable DDLTOOL_OFF=1 the agent only hands out batches of the initial size and averages
-    gradients; with DDLTOOL_HOLD=1 it does all its work and changes nothing. Once training runs, a failure of the
-    agent's own work is one warning and the present batch stays.
+    With the environment variable DDLTOOL_OFF=1 the agent only hands out batches of the initial size and weights losses;
+    with DDLTOOL_HOLD=1 it does all its work but does not change the batch. When measuring or deciding fails during
+    training, a warning is logged once and the present batch stays.
 
     Args:
         model: ``DistributedDataParallel`` without a communication hook, or with one process any module.
-        optimizer: torch's, or what accelerate wraps around it. Its ``lr`` stays the rate at ``initial_batch_size``, for
+        optimizer: torch's, or accelerate's wrapper of it. Its ``lr`` stays the rate at ``initial_batch_size``, for
             schedulers to change: the rule's factor multiplies it inside ``optimizer.step()`` only, so factors never
             compound.
-        dataset: map-style, the same on every rank; or its number of samples, with :attr:`sampler` in a loader of the
-            script's own that :meth:`batches` gets.
-        initial_batch_size: total batch M0 that the learning rate was tuned for, and the smallest one used.
+        dataset: map-style, the same on every rank; or its number of samples, where :meth:`batches` gets a loader of the
+            script's own with :attr:`sampler`.
+        initial_batch_size: total batch M0 for which the learning rate was tuned, and the smallest one used.
         max_batch_size: largest total batch.
-        max_local_batch_size, min_local_batch_size: samples per rank and pass, which memory limits.
+        max_local_batch_size, min_local_batch_size: limits of the samples per rank and pass; memory sets the upper one.
         max_accumulation_steps: most passes of a step before its last; None: any number.
         scheduler: a learning-rate schedule that counts steps of ``initial_batch_size`` samples. After each update the
-            agent steps it as often as the samples done are worth, so it ends with the samples as it would at that
-            batch. "by hand": the script sets rates by :attr:`progress` itself. None: the schedule, if any, counts
-            epochs.
+            agent steps it until it has made as many steps as a run at M0 for the same samples. "by hand": the script
+            sets rates itself, by :attr:`progress`. None: the schedule, if any, counts epochs.
         rule: how the learning rate follows the batch: adascale, linear, sqrt (or square-root), legw, constant, or a
             registered rule.
-        warmup_epochs: of the learning rate at M0, stretched by the rule (legw).
+        warmup_epochs: epochs of learning-rate warmup at M0, which the rule may stretch (legw).
         interval_s: seconds between decisions; longer where a fit would cost more than the overhead allows.
-        interval_steps: decide after every so many steps instead, whatever it costs.
+        interval_steps: decide after every this many steps instead, whatever it costs.
         overhead: share of the time that measuring and deciding may take.
         noise_every: sample the gradient noise every so many steps; None: as often as the overhead allows; 0: never.
-        smoothing: of the noise scale, per observation.
-        min_gain: share of goodput by which a change must promise to be better.
+        smoothing: smoothing factor of the noise scale, per observation.
+        min_gain: share of the present goodput by which a batch's predicted goodput must exceed it for a change.
         adapt: False: measure and decide, but change nothing.
-        background: fit in a thread beside training, and apply the result at the next look; False: at once.
+        background: fit in a thread beside training, and apply the result at a later look; False: at once.
         shuffle, seed: the order of samples: ``torch.randperm`` from ``seed + epoch``.
-        telemetry: a JSON Lines file for one row per rank and step (kind ``ddltool.telemetry``).
+        telemetry: a JSON Lines file for one row per rank and step (kind ``ddltool.telemetry``); None: none.
 
-    Raises InputError, on all ranks, for arguments that cannot be; Infeasible when no batch fits the ranks.
+    Raises InputError, on all ranks, for arguments that are invalid or differ between ranks; Infeasible when the ranks
+    cannot share any batch within the limits.
     """
 
     def __init__(
@@ -151,9 +151,9 @@ class GoodputAgent(Watcher):
         seed: int = 0,
         telemetry: str | os.PathLike[str] | None = None,
     ) -> None:
-        """Check the arguments on all ranks, choose the first split of the batch, and hook into model and optimizer.
+        """Check the arguments, choose the first split of the batch, and register hooks on model and optimizer.
 
-        The checks exchange messages, so all ranks construct the agent together.
+        All ranks construct the agent together, because the checks exchange messages.
         """
         refuse_in_one_line()
         job = DistributedJob.this()
@@ -189,7 +189,7 @@ class GoodputAgent(Watcher):
         start = split_near(initial_batch_size, job.world_size, limits)
         self.sampler = VariableBatchSampler(samples, start, job.rank, shuffle, seed, whole=True)
         self.progress = 0.0
-        """Steps at the initial batch that the steps made are worth (with AdaScale its scale-invariant steps)."""
+        """Number of steps at the initial batch that make the same progress by the rule (AdaScale: scale-invariant steps)."""
         self._cuda = is_cuda(model)
         self._pass_under_way: Pass | None = None
         self._last_backward_pass: Pass | None = None
@@ -221,17 +221,18 @@ class GoodputAgent(Watcher):
             self._recorder = StepRecorder(TelemetryFile.of(telemetry, job, device_of(model)), cuda=self._cuda)
         optimizer.register_step_pre_hook(self._before_update)
         self._scaler.open(model, optimizer)
-        # Behind the scaler's own post-step hook, which refuses an update in which the ranks differ.
+        # Registered after the scaler's own post-step hook, which refuses an update in which the ranks differ.
         optimizer.register_step_post_hook(self._after_update)
 
     # What a training loop uses.
 
     def batches(self, epoch: int, loader: DataLoader[Any] | None = None, **options: Any) -> Batches:
-        """Return an iterator over this rank's batches of what is left of ``epoch``: all of it, or the rest after a restart.
+        """Return an iterator over this rank's batches of ``epoch``: all of it, or the rest after a restart.
 
-        ``options`` go to ``DataLoader`` (``num_workers``, ``collate_fn``); or ``loader`` is one made with
-        ``batch_sampler=agent.sampler``. An epoch that the agent has completed has no batches. Batches that workers
-        fetched ahead keep their size when the batch size changes. Raises InputError without a dataset or a loader.
+        ``loader``: one made with ``batch_sampler=agent.sampler``; None: one is made here, and ``options`` (such as
+        ``num_workers``, ``collate_fn``) go to ``DataLoader``. An epoch before the agent's present one has no batches.
+        Batches that data workers fetched ahead keep their size when the batch size changes. Raises InputError without a
+        dataset or a loader, and for a loader with another sampler.
         """
         if loader is None and self._dataset is None:
             raise InputError("dataset", "is only a number", "give batches() a loader made with agent.sampler")
@@ -241,19 +242,19 @@ class GoodputAgent(Watcher):
             return Batches(iter(()), 0)
         self.sampler.set_epoch(epoch)
         if loader is None:
-            # The dataset is checked above; a sized one is what DataLoader takes.
+            # The dataset is not None, as checked above.
             loader = DataLoader(self._dataset, batch_sampler=self.sampler, **options)  # type: ignore[arg-type]
         batches_left = len(self.sampler)
-        if self._chooser.adapts:  # the batch may become the smallest again, which makes the most batches
+        if self._chooser.adapts:  # the batch may become the smallest one again, which makes the most batches
             samples_left = self.sampler.dataset_size - self.sampler.position
             batches_left = max(batches_left, -(-samples_left // self._limits.initial_batch_size))
         return Batches(self._passes(loader), batches_left)
 
     def _passes(self, loader: DataLoader[Any]) -> Iterator[Any]:
-        """Yield the loader's batches, and time a pass for each: it lasts until the loop asks for the next batch.
+        """Yield the loader's batches, and treat each as a pass that lasts until the loop requests the next batch.
 
-        Raises InputError where batches are fetched ahead of training, and for an optimizer that the agent does not
-        know.
+        Raises InputError if the second batch is requested before a backward pass on the first (fetching ahead), and as
+        :meth:`_refuse_other_optimizer` does.
         """
         batches, is_first = iter(loader), True
         other_optimizer_hook = None
@@ -287,22 +288,22 @@ class GoodputAgent(Watcher):
 
     @property
     def samples(self) -> int:
-        """Samples of the present batch that count; 0 between batches, and where a rank without samples only takes part."""
+        """Samples of the present batch that count: 0 between batches, and for a filler batch of a rank without samples."""
         return 0 if self._pass_under_way is None else self._pass_under_way.samples
 
     @property
     def total_batch_size(self) -> int:
-        """Samples of all ranks in a full step, at the step under way or the next."""
+        """Samples of all ranks in a full step: of the step under way, between steps of the next."""
         return self._chooser.split_at(self._current_step()).total_batch_size
 
     @property
     def accumulation_steps(self) -> int:
-        """Passes of a full step before its last, which makes the update."""
+        """Number of passes of a full step before the last one, which makes the update."""
         return self._chooser.split_at(self._current_step()).accumulation_steps
 
     @property
     def noise_scale(self) -> float | None:
-        """The smoothed gradient noise scale in samples, as of the last look; None while unknown."""
+        """The smoothed gradient noise scale in samples at the last look; None while unknown."""
         return self._chooser.noise_scale
 
     @property
@@ -312,30 +313,33 @@ class GoodputAgent(Watcher):
 
     @property
     def decision(self) -> BatchDecision | None:
-        """The result of the last fit, on rank 0; None elsewhere and before the first."""
+        """The result of the last fit, on rank 0; None elsewhere, before the first fit, and after one without a result."""
         return self._chooser.decision
 
     @property
     def learning_rate_factor(self) -> float:
-        """The number by which the learning rate is multiplied in the step under way: 1 at the initial batch size."""
+        """The factor of the learning rate in the step under way, between steps in the next; 1 at the initial batch size."""
         current_pass = self._pass_under_way
         total = self.total_batch_size if current_pass is None or current_pass.is_full else current_pass.step_samples
         return self._learning_rate_factor_at(total)
 
     def loss(self, loss: Tensor, *, count: float | Tensor | None = None, reduction: Reduction = "mean") -> Tensor:
-        """Return ``loss``, of the same value, with gradients weighted by the batch's share of the step's samples.
+        """Return ``loss`` with its value unchanged and its gradients weighted by the batch's share of the step's samples.
 
-        The sum over all passes and ranks is then the gradient of the mean over all samples of the step, though passes
-        differ in size.
+        Summed over all passes and ranks, the gradients are then that of the mean over all samples of the step, although
+        passes differ in size. With ``count``, they are that of the mean over all things counted: each pass is weighted
+        by its count over the step's samples, and at the end of the last pass gradients are multiplied by the step's
+        samples over all ranks' and passes' counts, whose sum is known only then.
 
         Args:
             loss: a mean over the batch.
             count: the number of things (tokens, label weights) that the loss is a mean over, where these are not the
-                samples; it is needed in all passes of a step or in none.
+                samples; needed in all passes of a step or in none. In the last pass all ranks call this together.
             reduction: as in :meth:`~ddltool.runtime.hook.loss_scaling.LossScaler.loss`.
 
-        Raises InputError outside of :meth:`batches`, for a reduction other than mean in a step of several passes, and
-        on all ranks for a loss that is a mean over something else.
+        Raises InputError outside of :meth:`batches`, for a reduction other than mean without a count in a step of
+        several passes, and for a count in some passes only. A loss that is measured to be something else than it is
+        said to be is refused after the update, on all ranks.
         """
         current_pass = self._pass_under_way
         if current_pass is None:
@@ -346,30 +350,30 @@ class GoodputAgent(Watcher):
         self._pass_with_loss = current_pass
         if count is None:
             return self._scaler.loss(loss, reduction=reduction)
-        count_here = float(count) if current_pass.samples else 0.0
+        count_here = float(count) if current_pass.samples else 0.0  # a filler batch counts for nothing
         self._pass_counts.append(count_here)
         if current_pass.is_last:
             self._set_gradient_factor(current_pass)
         return self._scaler.loss(loss, count=count_here, of=float(current_pass.step_samples), reduction=reduction)
 
     def _set_gradient_factor(self, current_pass: Pass) -> None:
-        """Set the factor that turns gradients weighted by samples into gradients weighted by the losses' counts.
+        """Set the factor that turns gradients divided by the step's samples into ones divided by the sum of all counts.
 
-        The scaler divides by the step's samples. The mean that was asked for divides by the counts of all ranks and
-        passes, whose sum is known only in the last pass. All ranks call this together. Raises InputError where some
-        passes had no count.
+        All ranks call this together in a step's last pass, which is the first to know all counts. If they are all 0, the
+        factor is 1. Raises InputError if some passes had no count.
         """
         if len(self._pass_counts) != current_pass.passes:
             raise InputError("backward", "was given a count in some passes of a step only", "give it in all of them")
         total = sum(count for (count,) in self._job.numbers(sum(self._pass_counts)))
         self._gradient_factor = current_pass.step_samples / total if total else 1.0
 
-    # What the scaler tells of backward passes.
+    # Calls of the loss scaler, whose watcher this is, during backward passes.
 
     def begin_backward(self) -> None:
-        """Begin a backward pass; the scaler calls this.
+        """Prepare for a backward pass that begins: in a step's last pass, to see this rank's own gradients.
 
-        Raises InputError when the gradients of the step's earlier passes were changed.
+        Raises InputError for a DDP model outside of :meth:`batches`, and if the gradients of the step's earlier passes
+        were changed or cleared.
         """
         current_pass = self._pass_under_way
         if current_pass is None and self._ddp_model is not None:
@@ -383,16 +387,16 @@ class GoodputAgent(Watcher):
                 raise InputError("gradients", problem, "clear and clip them where agent.complete is true")
 
     def note_complete(self) -> None:
-        """Note that this rank's gradients are complete, which ends its own computation; DDP still waits for the others'."""
+        """Note that this rank's gradients are complete, while DDP still waits for those of other ranks."""
         if self._pass_under_way is not None and self._timed_step is not None and self._ddp_model is not None:
             self._timed_step.exchanges[-1].note_ready()
             self._noise.complete(self._pass_under_way, self._gradient_factor)
 
     def end_backward(self) -> None:
-        """Note that a backward pass is over, the exchange of its gradients included; the scaler calls this.
+        """Note that a backward pass is over, the exchange of its gradients included.
 
-        After a pass that is not the step's last, one gradient is remembered, to tell later whether the loop has changed
-        it. After the last one, gradients are corrected by the counts that :meth:`loss` was given.
+        After a pass that is not the step's last, one gradient and its version are remembered, to find out whether the
+        loop changes it. After the last one, gradients are multiplied by the factor of the counts given to :meth:`loss`.
         """
         current_pass = self._pass_under_way
         if current_pass is None or self._finished_pass is current_pass:
@@ -410,7 +414,7 @@ class GoodputAgent(Watcher):
             self._note_backward_end(current_pass, self._timed_step)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs beside model, optimizer and scheduler: numbers, strings and tensors only.
+        """Return what a checkpoint needs besides model, optimizer and scheduler: numbers, strings and tensors only.
 
         Save it on rank 0, between ``optimizer.step()`` and the next batch; ``torch.load(weights_only=True)`` reads it.
         """
@@ -430,11 +434,11 @@ class GoodputAgent(Watcher):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint, which any number of processes may have written.
+        """Continue from a state of :meth:`state_dict`, which a job of any number of processes may have saved.
 
-        The total batch stays the same where this job's ranks can share it; otherwise it becomes the nearest that they
-        can. Raises InputError for a state of another dataset, order or initial batch, or for what is no state, and then
-        changes nothing.
+        The total batch stays if this job's ranks can share it; otherwise it becomes the nearest that they can, with a
+        warning on rank 0. Raises InputError for a state of another dataset, order or initial batch and for anything
+        that is not a state, and Infeasible if the ranks can share no batch; then nothing is changed.
         """
         if not isinstance(state, Mapping) or state.get("version") != 1:
             raise InputError("agent state", "is none of version 1", "give what state_dict returned")
@@ -448,7 +452,7 @@ class GoodputAgent(Watcher):
             self.sampler.load_state_dict(state["sampler"], split)
             try:
                 self._chooser.load_state(state)
-            except Exception:  # nothing of a broken state is taken
+            except Exception:  # the sampler must not keep a part of a broken state
                 self.sampler.load_state_dict(*sampler_before)
                 raise
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -465,9 +469,10 @@ class GoodputAgent(Watcher):
         self._pass_under_way = self._finished_pass = self._timed_step = None
 
     def close(self) -> None:
-        """Write telemetry that is held back and end the agent's thread, as also happens at exit. More calls do nothing.
+        """Write telemetry that is still buffered, end the agent's thread, and remove its hooks from the model.
 
-        The batch under way, if any, is left, and other optimizers may step again.
+        It also happens at exit, and more calls do nothing. A batch under way is abandoned, and other optimizers may
+        step again.
         """
         self._pass_under_way = None
         if self._recorder is not None:
@@ -478,18 +483,18 @@ class GoodputAgent(Watcher):
     # A pass and a step, from inside.
 
     def _current_step(self) -> int:
-        """Return the number of the step under way, between steps that of the next one.
+        """Return the number of the step under way; between steps, that of the next one.
 
-        A step is over with its update, though the loop may still hold its last batch.
+        A step is over after its update, although the loop may still hold its last batch.
         """
         current_pass = self._pass_under_way
         return self.sampler.step if current_pass is None or self._finished_pass is not None else current_pass.step
 
     def _begin_pass(self, current_pass: Pass, start: Stamp) -> None:
-        """Begin the pass of a batch that the loader has just yielded; ``start`` is when its fetching began.
+        """Begin the pass of a batch that the loader has just yielded; ``start``: the moment when fetching it began.
 
-        The loss scaler gets the pass's samples, DDP learns whether to reduce its gradients, and the clocks of the pass
-        start.
+        The loss scaler is told the pass's samples, and DDP whether to reduce its gradients; unless the agent is off,
+        timing and noise sampling start.
         """
         self._pass_under_way, self._finished_pass = current_pass, None
         # Earlier batches are forgotten: only the present one may be trained on.
@@ -498,7 +503,7 @@ class GoodputAgent(Watcher):
         if current_pass.number == 0:
             self._pass_counts, self._gradient_factor = [], 1.0
         if self._ddp_model is not None:
-            self._ddp_model.require_backward_grad_sync = current_pass.is_last  # as no_sync() does around both passes
+            self._ddp_model.require_backward_grad_sync = current_pass.is_last  # what DDP's no_sync() sets
         if self.is_off:
             return
         self._noise.begin(current_pass)
@@ -508,9 +513,9 @@ class GoodputAgent(Watcher):
             self._timed_step.exchanges.append(Exchange(current_pass.samples, current_pass.samples, start, self._cuda))
 
     def _note_backward_end(self, current_pass: Pass, timed: TimedStep) -> None:
-        """Note the end of a pass's backward in its times, and take the gradient norms of a sampled step.
+        """Note the end of a pass's backward in ``timed``, and take the gradient norms of a sampled step.
 
-        A failure of the sampling is one warning; only a broken connection between ranks is raised.
+        If sampling fails, a warning is logged once; only the error of a broken connection between ranks is raised.
         """
         exchange = timed.exchanges[-1]
         if exchange.ready is None:
@@ -527,9 +532,9 @@ class GoodputAgent(Watcher):
         timed.own_s += self._noise.take_spent_s()
 
     def _end_pass(self) -> None:
-        """End the pass, as the loop asks for the next batch.
+        """End the present pass, because the loop requests the next batch.
 
-        A step's last pass that no update followed (AMP skips the update after an overflow) ends its step all the same.
+        If it is a step's last one and no update followed (AMP skips the update after an overflow), the step ends too.
         """
         current_pass = self._pass_under_way
         if current_pass is not None and current_pass.is_last and self._finished_pass is not current_pass:
@@ -541,15 +546,16 @@ class GoodputAgent(Watcher):
     ) -> None:
         """Check that the update comes at the right moment, and multiply the learning rates by the rule's factor.
 
-        The optimizer's pre-step hook; :meth:`_after_update` restores the rates. Raises InputError before a step's last
-        pass, without its backward, and for a loss that :meth:`loss` has not weighted.
+        This is the optimizer's pre-step hook; :meth:`_after_update` restores the rates. Between steps it does nothing.
+        Raises InputError before a step's last pass, before that pass's backward, and for a loss that did not come
+        through :meth:`loss`.
         """
         current_pass = self._pass_under_way
         if current_pass is None or self._finished_pass is current_pass:
             return
         if not current_pass.is_last:
             raise InputError("optimizer.step", "came before the step's last pass", "call it if agent.complete")
-        # A closure runs forward and backward inside of the update, so neither can have come before it.
+        # A closure runs forward and backward inside the update, so neither can have come before it.
         has_closure = any(value is not None for value in (*arguments[1:], *keywords.values()))
         if self._last_backward_pass is not current_pass and not has_closure:
             remedy = "call agent.loss(loss).backward() first"
@@ -557,7 +563,7 @@ class GoodputAgent(Watcher):
         if self._pass_with_loss is not current_pass and not has_closure:
             remedy = "write loss = agent.loss(loss) before loss.backward()"
             raise InputError("loss", "did not come through agent.loss", remedy)
-        self._is_updating = True  # optimizers inside of it, as in ZeroRedundancyOptimizer, may step meanwhile
+        self._is_updating = True  # meanwhile optimizers inside this one may step, as in ZeroRedundancyOptimizer
         if not self.is_off:
             factor = self.learning_rate_factor
             self._rates_to_restore = [group["lr"] for group in optimizer.param_groups]
@@ -566,7 +572,7 @@ class GoodputAgent(Watcher):
                 group["lr"] = group["lr"] * factor
 
     def _after_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Restore the learning rates that :meth:`_before_update` has multiplied, and end the step: the post-step hook."""
+        """Restore the learning rates that :meth:`_before_update` multiplied, and end the step: the post-step hook."""
         self._is_updating = False
         if self._rates_to_restore is not None:
             for group, rate in zip(optimizer.param_groups, self._rates_to_restore, strict=True):
@@ -577,9 +583,10 @@ class GoodputAgent(Watcher):
             self._finish_step(current_pass, updated=True)
 
     def _refuse_other_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Raise InputError when a second optimizer steps in a step of uneven batches or several passes.
+        """Raise InputError if another optimizer steps within a step of uneven batches or several passes.
 
-        The gradients of its model were averaged without weights, because the agent weighs only those of its own model.
+        The gradients of its parameters were averaged without weights, because the agent weights only its own model's
+        losses. This is a hook before every optimizer's step.
         """
         current_pass = self._pass_under_way
         if current_pass is None or optimizer is self._optimizer or self._is_updating:
@@ -591,10 +598,10 @@ class GoodputAgent(Watcher):
             raise InputError("optimizer", problem, "train one wrapped model that has all parts, with one optimizer")
 
     def _refuse_stepwise_schedule(self, current_pass: Pass, rates: list[Any]) -> None:
-        """Raise InputError when the base learning ``rates`` change within an epoch, though the batch may grow.
+        """Raise InputError if the base learning ``rates`` (by group) have changed within an epoch, while the batch may grow.
 
-        Such a schedule counts steps, and larger batches make fewer of them. It is allowed where the agent moves the
-        schedule itself, and where the script sets rates by hand.
+        Such a schedule counts steps, of which larger batches make fewer. It is allowed where the agent steps the
+        schedule itself, where the script sets rates by hand, and where the batch does not change.
         """
         rates_before, self._last_rates = self._last_rates, (current_pass.epoch, list(map(float, rates)))
         is_allowed = self._scheduler is not None or self._is_scheduled_by_hand or not self._chooser.adapts
@@ -606,7 +613,7 @@ class GoodputAgent(Watcher):
             raise InputError("the learning rate", problem, remedy)
 
     def _step_schedule(self) -> None:
-        """Step the schedule as often as a run at the initial batch would have, which has done the same samples."""
+        """Step the schedule until it has made as many steps as a run at the initial batch would for the same samples."""
         if self._scheduler is None:
             return
         dataset_size, initial_batch = self.sampler.dataset_size, self._limits.initial_batch_size
@@ -617,10 +624,10 @@ class GoodputAgent(Watcher):
             self._schedule_steps += 1
 
     def _finish_step(self, current_pass: Pass, *, updated: bool) -> None:
-        """End a step: count its samples, move the schedule, keep its times, and look at the measurements when due.
+        """End a step: count its samples, step the schedule, keep its times, and look at the measurements if that is due.
 
-        ``updated`` is False where the optimizer left the step out: the samples are done, but no progress was made. The
-        first steps after a start and an epoch's smaller last step are not measured.
+        ``updated`` is False if the update was skipped: the samples are done, but no progress was made. Times of the
+        first steps after a start and of an epoch's smaller last step are not kept.
         """
         end = stamp(self._cuda)
         factor = self._learning_rate_factor_at(current_pass.step_samples)
@@ -642,11 +649,11 @@ class GoodputAgent(Watcher):
             self._chooser.look()
 
     def _write_telemetry(self, recorder: StepRecorder, timed: TimedStep, end: Stamp, **more: Any) -> None:
-        """Write a step's row, with the columns of ``more`` added.
+        """Write a step's telemetry row, with ``more`` as further columns.
 
-        Waiting for the slowest rank counts as part of ``sync_s``: telling the two apart would take another collective.
+        Waiting for the slowest rank counts as part of ``sync_s``, because telling them apart would take a collective.
         """
-        for exchange in timed.exchanges:
+        for exchange in timed.exchanges:  # as if the slowest rank had been ready with this one
             exchange.arrived_s = exchange.ready.host_s if exchange.ready is not None else None
         if not timed.first_pass.step_start:  # the step's first sample is the epoch's first
             recorder.begin_epoch()
@@ -656,8 +663,8 @@ class GoodputAgent(Watcher):
     def _learning_rate_factor_at(self, total: int) -> float:
         """Return the rule's factor of the learning rate, warmup included, at a batch of ``total`` samples.
 
-        It is 1 while the rule lacks statistics, and for a batch below the initial one, such as an epoch's smaller last
-        step.
+        It is 1 while the rule lacks gradient statistics. A batch below the initial one, such as an epoch's smaller last
+        step, counts as the initial one.
         """
         statistics = self._chooser.statistics
         if self._rule.needs_statistics and statistics is None:

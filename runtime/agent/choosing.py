@@ -1,7 +1,7 @@
-"""What the goodput agent measures and how it decides: times, the fit, the next batch, and when to look for one.
+"""Keeps the goodput agent's measurements and makes its decisions: times, the fit, the next batch, and when to look again.
 
-Start at :func:`decide`, which has no processes and no tensors, so that a decision can be repeated from a checkpoint's
-numbers. :class:`Chooser` asks for decisions while the job trains, and brings all ranks to the same setting.
+Start at :func:`decide`, a plain function of numbers, so that a decision can be repeated from a checkpoint.
+:class:`Chooser` asks for decisions while the job trains, and gives all ranks the same setting.
 """
 
 from __future__ import annotations
@@ -40,57 +40,57 @@ from ddltool.runtime.processes.job import DistributedJob
 from ddltool.runtime.processes.step_times import Exchange, Stamp, seconds_between
 
 DURATIONS_KEPT = 65
-"""Latest step durations whose median says how often the noise can be sampled: an odd number has a middle one."""
+"""Number of latest step durations whose median says how often the noise can be sampled; odd, so that one is in the middle."""
 LONGEST_WAIT_STEPS = 10_000_000
-"""A look at the measurements is at most so many steps away."""
+"""Most steps to the next look at the measurements."""
 TIMES_KEPT = 64
-"""Latest times per allocation and local batch; what is fitted is their median."""
-FULL_STEP, PASS = 0, 1  # kinds of times; numbers, as they stand in a checkpoint's tensor
+"""Number of latest times kept per configuration; their median is fitted."""
+FULL_STEP, PASS = 0, 1  # kinds of times, as numbers because a checkpoint keeps them in a tensor
 FIRST_LOOK = 10
 """Steps before the first look."""
 FIT_WAIT_S = 0.25
-"""A fit beside training is asked for its result after about so long."""
+"""Seconds after which the result of a fit beside training is looked for."""
 ASSUMED_FIT_S = 0.05
-"""CPU seconds of a fit and search before the first was made."""
+"""CPU seconds of a fit and search that are assumed before the first was made."""
 NOISE_SHARE, FIT_SHARE = 0.35, 0.25
-"""Parts of the overhead allowed for norms and for fits; the rest is for what every step costs."""
+"""Shares of the allowed overhead for norms and for fits; the rest is for the cost of every step."""
 LEAST_OBSERVATIONS = 5
-"""Of the noise scale, before it decides anything."""
+"""Number of observations of the noise scale before it is used."""
 PENDING_KEPT = 256
-"""Steps whose times wait on the device to be read; of more, the oldest are dropped."""
+"""Most steps whose times wait on the device to be read; of more, the oldest are dropped."""
 Key = tuple[int, int, int, int]
-"""(nodes, replicas, local batch, kind of time)."""
+"""A configuration and kind of time: (nodes, replicas, local batch, FULL_STEP or PASS)."""
 log = logging.getLogger(__name__)
 
 
 class StepTimeHistory:
-    """Measured times by configuration: of the synchronising part of full steps, and of passes without it."""
+    """Measured times by configuration: of the last pass of full steps, with reduction and update, and of passes alone."""
 
     def __init__(self) -> None:
         self._times: defaultdict[Key, deque[float]] = defaultdict(partial(deque, maxlen=TIMES_KEPT))
 
     def add(self, nodes: int, replicas: int, local_batch: int, kind: int, seconds: float) -> None:
-        """Keep one measured time, in seconds, of a configuration: nodes, replicas and samples per replica (``local_batch``).
+        """Keep a measured time of a configuration: nodes, replicas and samples per replica and pass (``local_batch``).
 
         ``kind`` FULL_STEP: the last pass of a step, with reduction and update; PASS: a pass alone. Times that are not
-        finite and above 0 are left out.
+        finite, or not above 0, are dropped.
         """
         if math.isfinite(seconds) and seconds > 0:
             self._times[nodes, replicas, local_batch, kind].append(seconds)
 
     def __len__(self) -> int:
-        """Return the number of configurations with a full step."""
+        """Return the number of configurations with a time of a full step."""
         return sum(1 for key in self._times if key[3] == FULL_STEP)
 
     @property
     def largest_local_batch(self) -> int:
-        """The largest local batch with a time, 0 without any."""
+        """The largest local batch that has a time; 0 if there are none."""
         return max((key[2] for key in self._times), default=0)
 
     def observations(self) -> Observations:
-        """Return one row per configuration that has a full step, as arrays of shape (n,); times are medians in seconds.
+        """Return arrays (n,) with an entry per configuration that has a full step; times are medians in seconds.
 
-        The time of a pass alone is NaN where none was measured.
+        The time of a pass alone is NaN if none was measured.
         """
         rows = []
         for (nodes, replicas, batch, kind), times in sorted(self._times.items()):
@@ -108,7 +108,7 @@ class StepTimeHistory:
         )
 
     def rows(self) -> list[list[float]]:
-        """Return all times kept, as [nodes, replicas, local batch, kind, seconds], oldest first per configuration."""
+        """Return all times kept, as rows [nodes, replicas, local batch, kind, seconds], oldest first per configuration."""
         return [[*map(float, key), seconds] for key, times in sorted(self._times.items()) for seconds in times]
 
     def load_rows(self, rows: Iterable[Sequence[float]]) -> None:
@@ -122,7 +122,7 @@ class StepTimeHistory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchDecision:
-    """How to share out steps from now on, the goodput that is expected of it, and the fitted model."""
+    """How ranks share steps from now on, the best goodput that the fitted model predicts, and the model's parameters."""
 
     split: Split
     goodput_per_s: float
@@ -139,21 +139,21 @@ def decide(
     largest_tried: int,
     min_gain: float,
 ) -> BatchDecision | None:
-    """Return the batch of highest goodput on the present ranks; None where nothing can be said yet.
+    """Return the batch of highest goodput on the present ranks; None if the noise, times or limits allow no answer.
 
     Fits the throughput model to all times (Pollux, section 4.1) and maximises goodput over local batch and accumulation
-    (Equation 13). What the model says beyond the batches that were tried is extrapolation, so neither the total nor the
-    local batch may be more than twice the largest tried (Pollux's rule for replicas, applied to batches). Raises what
-    the fit and the search raise.
+    (Equation 13). Beyond the batches that were tried the model extrapolates, so neither the total nor the local batch
+    may be more than twice the largest tried (Pollux's rule for replicas, applied to batches). Raises what the fit and
+    the search raise.
 
     Args:
-        times: what was measured.
-        nodes: machines in the job.
-        present: how the ranks share a step now; also the result's split where no change is worth it.
+        times: the measured times.
+        nodes: number of machines in the job.
+        present: how the ranks share a step now; it is kept where no change is worth it.
         limits: of total and local batch.
         noise_scale: gradient noise scale in samples; None: unknown.
         largest_tried: largest total batch of a step so far, in samples.
-        min_gain: share of goodput by which a change must promise to be better.
+        min_gain: share of the present goodput by which the best one must exceed it for a change.
     """
     if noise_scale is None or not len(times):
         return None
@@ -161,7 +161,7 @@ def decide(
     total_limit = min(limits.max_batch_size, max(2 * largest_tried, initial_batch, replicas))
     local_limit = min(limits.max_local_batch_size, max(2 * times.largest_local_batch, limits.min_local_batch_size))
     explored = replace(limits, max_batch_size=total_limit, max_local_batch_size=local_limit)
-    passes = present.accumulation_steps  # those without an update, beside the last
+    passes = present.accumulation_steps  # passes before the last, which alone makes the update
     local_batch = -(-present.total_batch_size // (replicas * (passes + 1)))  # rounded up
     noise = {"noise_scale": noise_scale, "initial_batch_size": initial_batch}
     present_goodput = float(goodput_per_s(params, nodes, replicas, local_batch, passes, **noise))
@@ -169,7 +169,7 @@ def decide(
         best = tune_one(params, nodes, replicas, explored, noise_scale=noise_scale)
     except Infeasible:
         return None
-    # ranks may differ by a sample, so a total that equal batches only reach beyond the limit is cut back to it
+    # The search has equal batches on all ranks, which may exceed the limit; ranks may differ by a sample, so it is cut back.
     total = min(best.total_batch_size, explored.max_batch_size)
     best_split = Split(world_size=replicas, total_batch_size=total, accumulation_steps=best.accumulation_steps)
     is_better = best.goodput_per_s > present_goodput * (1 + min_gain)
@@ -178,9 +178,9 @@ def decide(
 
 
 def split_near(total: int, replicas: int, limits: BatchLimits) -> Split:
-    """Return how the ranks share ``total`` samples, or the nearest total that they can share within the limits.
+    """Return how ``replicas`` ranks share ``total`` samples, or the nearest total that they can share within the limits.
 
-    Of two totals at equal distance it is the smaller. Raises Infeasible when there is none at all.
+    Of two totals at equal distance the smaller is taken. Raises Infeasible if there is none.
     """
     smallest, largest = limits.initial_batch_size, limits.max_batch_size
     total = min(max(total, smallest), largest)
@@ -197,21 +197,24 @@ def split_near(total: int, replicas: int, limits: BatchLimits) -> Split:
 
 @dataclass(kw_only=True, slots=True)
 class TimedStep:
-    """One optimizer step of this rank while it is made: one exchange per pass, of which the last has the reduction."""
+    """The times of one optimizer step of this rank, filled in while it is made."""
 
     first_pass: Pass
-    """The pass of the step's first batch; it tells the step's number, position and samples."""
+    """The pass of the step's first batch, which has the step's number, position and samples."""
     exchanges: list[Exchange]
+    """One for each pass so far; that of the last pass includes the reduction."""
     end: Stamp | None = None
+    """The moment after the update; None: the step is under way."""
     own_s: float = 0.0
-    """What sampling the noise took of it."""
+    """Seconds of the step that sampling the noise took."""
 
     def record(self, times: StepTimeHistory, nodes: int, replicas: int) -> float:
-        """Add this step's times to ``times``, once the device has passed its end; return the seconds of the whole step.
+        """Add this step's times to ``times``, and return the seconds of the whole step; 0 if it has not ended.
 
-        The last pass, with reduction and update, gives a full step's time, without what sampling the noise took. The
-        passes before it give times of a pass alone. With one pass and several replicas, a pass's time is what comes
-        before this rank waits for the others.
+        Blocks until the device has passed the step's end. The last pass, with reduction and update, gives a full step's
+        time, without the time of sampling the noise; the passes before it give times of a pass alone. With one pass and
+        several replicas, the time of a pass alone is that until this rank waits for the others. A rank without samples
+        in the last pass adds nothing.
         """
         last, end = self.exchanges[-1], self.end
         if end is None:
@@ -229,7 +232,7 @@ class TimedStep:
 
 
 class AgentPolicy(Record):
-    """How often to look at the measurements and when to change; the arguments of the same names of the agent."""
+    """How often to look at the measurements and when to change; fields as the GoodputAgent's arguments of these names."""
 
     interval_s: float = Field(gt=0)
     interval_steps: int | None = Field(ge=1)
@@ -242,24 +245,38 @@ class AgentPolicy(Record):
 
 
 class _Setting(NamedTuple):
-    """What rank 0 chooses at a look, as numbers that can be sent; ``total`` 0: no change; NaN: unknown."""
+    """What rank 0 chooses at a look, as numbers that can be sent; NaN: unknown, or no change."""
 
     first_step: float
-    """First step that no rank has handed out."""
+    """First step that no rank has handed out, from which a new split counts."""
     look_at: float
+    """Number of the step after which to look again."""
     noise_every: float = math.nan
+    """Sample the noise every so many steps."""
     total: float = 0
+    """Total batch from ``first_step`` on; 0: no change."""
     accumulation: float = 0
+    """Accumulation steps that belong to ``total``."""
     sqr: float = math.nan
     var: float = math.nan
+    """``sqr`` and ``var`` of :class:`GradientStatistics`."""
     noise_scale: float = math.nan
+    """Gradient noise scale in samples."""
 
 
 class Chooser:
     """Looks at the measurements every so often, fits on rank 0, and gives all ranks the same setting at the same step.
 
-    A look is one round of consensus, at a step that was agreed on at the look before. The fit runs in a thread of rank
-    0 between two looks. The setting takes effect at the first step that no rank has handed out yet.
+    A look is one round of consensus, at a step that all ranks agreed on at the look before. The fit runs in a thread of
+    rank 0 between two looks. A new split takes effect at the first step that no rank has handed out yet.
+
+    Attributes:
+        look_at: number of the step at which to call :meth:`look`, the same on all ranks.
+        times, estimator: the measurements of this rank.
+        statistics, noise_scale: what all ranks know of the gradient noise since the last look; None: nothing yet.
+        largest_tried: largest total batch of a step so far, in samples.
+        changes: changes of the batch, as (first step, total batch, accumulation steps).
+        decision: the result of the last fit; rank 0 only.
     """
 
     def __init__(
@@ -272,7 +289,10 @@ class Chooser:
         noise: NoiseSampler,
         estimator: NoiseScaleEstimator,
     ) -> None:
-        """Prepare to choose for the ranks of ``job`` on ``nodes`` machines; ``sampler`` and ``noise`` get what is chosen."""
+        """Prepare to choose for the ranks of ``job`` on ``nodes`` machines.
+
+        A new split is given to ``sampler`` and a new sampling interval to ``noise``, whose norms go to ``estimator``.
+        """
         self._job, self._nodes, self._limits, self._policy = job, nodes, limits, policy
         self._sampler, self._noise = sampler, noise
         self._consensus = Consensus(job, self._choose)
@@ -304,19 +324,22 @@ class Chooser:
         return split
 
     def restart(self) -> None:
-        """Begin to count steps and time anew, at a start and after loading a checkpoint."""
+        """Count steps and time anew: at a start and after loading a checkpoint."""
         self._timed_steps.clear()
         self.look_at = self._sampler.step + (self._policy.interval_steps or FIRST_LOOK)
-        self._last_look = (self._sampler.step, time.perf_counter())  # from which the seconds of a step follow
+        self._last_look = (self._sampler.step, time.perf_counter())  # gives the seconds per step since then
         self._began_s = time.perf_counter()
         self._fit_count = 0
 
     def add(self, timed: TimedStep) -> None:
-        """Keep a full step that was made, to read its times at the next look."""
+        """Keep a full step that has ended, to read its times at the next look."""
         self._timed_steps.append(timed)
 
     def read(self) -> None:
-        """Read the noise observations and step times that are still on the device; the host waits for it."""
+        """Read the noise observations and step times that are still on the device; blocks until it has made them.
+
+        A failure is logged once; what was not read is lost.
+        """
         try:
             self._noise.drain(self.estimator)
             while self._timed_steps:
@@ -327,15 +350,16 @@ class Chooser:
             self.warn("reading the measurements", error)
 
     def look(self) -> None:
-        """Read the measurements and agree with all ranks on the next setting. All ranks call this after the same step.
+        """Read the measurements, agree with all ranks on the next setting, and apply it.
 
-        The setting says when to look again, how often to sample the noise, the noise figures and, after a fit, a new
-        split of the batch. Raises ConsensusError when a rank is gone.
+        All ranks call this after the same step, and wait for rank 0's choice. The setting says when to look again, how
+        often to sample the noise, the noise figures and, after a fit, a new split of the batch. Raises ConsensusError
+        when a rank is gone.
         """
         self.read()
         step = self._sampler.step
         agreed = self._consensus.propose(lambda: np.array([self._sampler.next_step], dtype=np.float64))
-        assert agreed is not None  # a consensus that does not go on behind training has its choice at once
+        assert agreed is not None  # None comes only from a consensus behind training
         setting = _Setting(*agreed)  # NaN and 0 mean: no change
         self.look_at = max(int(setting.look_at), step + 1)
         if math.isfinite(setting.noise_every):
@@ -352,10 +376,10 @@ class Chooser:
         self._last_look = (step, time.perf_counter())
 
     def _choose(self, rows: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return rank 0's setting for all ranks, as an array of :class:`_Setting`'s fields; the consensus calls this on rank 0.
+        """Return the setting for all ranks, as an array of :class:`_Setting`'s fields; the consensus calls this on rank 0.
 
-        ``rows`` (n, 1): each rank's first step that it has not handed out yet; at the largest of them all ranks can
-        change. A failure leaves everything as it is until a later look.
+        ``rows``: (n, 1), each rank's first step that it has not handed out yet; at the largest of them all ranks can
+        change. After a failure, which is logged once, the setting changes nothing and asks for another look.
         """
         first_step, step = float(rows.max()), self._sampler.step
         try:
@@ -365,10 +389,9 @@ class Chooser:
             return np.array(_Setting(first_step, step + FIRST_LOOK))
 
     def _next_setting(self, first_step: float, step: int) -> _Setting:
-        """Return rank 0's setting by what is known now: a finished fit's split, the noise figures, the step of the next look.
+        """Return the setting that follows from a finished fit, the noise and the time, and start a fit if one is due.
 
-        ``first_step``: the first step that no rank has handed out, where a new split takes effect; ``step``: the
-        present one.
+        ``first_step``: the first step that no rank has handed out; ``step``: number of the next step of this rank.
         """
         step_s = (time.perf_counter() - self._last_look[1]) / max(step - self._last_look[0], 1)
         decision, is_fitting = self._finished_decision()
@@ -384,15 +407,15 @@ class Chooser:
         return setting
 
     def _known_noise_scale(self) -> float | None:
-        """Return the gradient noise scale in samples, None while there are too few observations of it to decide by."""
+        """Return the gradient noise scale in samples; None while it has fewer than LEAST_OBSERVATIONS observations."""
         return self.estimator.noise_scale if self.estimator.count >= LEAST_OBSERVATIONS else None
 
     def _steps_to_next(self, step_s: float, is_fitting: bool) -> int:
         """Return after how many steps of ``step_s`` seconds to look again, at least 1.
 
-        While a fit runs, its result is fetched soon. Before the first fit, the wait lasts until training has gone on
-        long enough to pay for one. Afterwards it lasts for the interval, or longer where a fit costs more than the
-        overhead allows.
+        With the policy's ``interval_steps`` it is that number. Otherwise: while a fit runs, its result is looked for
+        soon; before the first fit, training must have lasted long enough to pay for one; after it, the wait is the
+        policy's interval, or longer where a fit costs more than the overhead allows.
         """
         policy = self._policy
         if policy.interval_steps is not None:
@@ -406,17 +429,18 @@ class Chooser:
         return max(1, min(math.ceil(wanted_s / max(step_s, 1e-6)), LONGEST_WAIT_STEPS))  # 1e-6: no division by zero
 
     def _affordable_s(self) -> float:
-        """Return the seconds of training that pay for one fit, by the share of the time that fits may take."""
+        """Return the seconds of training of which one fit takes no more than the share that fits may take."""
         return self.fit_cost_s / (FIT_SHARE * self._policy.overhead)
 
     def _elapsed_s(self) -> float:
-        """Return the seconds since the start, or since a checkpoint was loaded."""
+        """Return the seconds since the start or the last loaded checkpoint."""
         return time.perf_counter() - self._began_s
 
     def _next_noise_interval(self) -> int:
-        """Return every how many steps to sample the noise: as the user says, or as often as its share of the overhead pays for.
+        """Return every how many steps to sample the noise.
 
-        Until its cost is known, the present interval stays.
+        That is the policy's ``noise_every``, or else as often as the noise's share of the overhead allows; until the
+        cost of sampling is known, the present interval.
         """
         policy = self._policy
         if policy.noise_every is not None:
@@ -427,10 +451,10 @@ class Chooser:
         return affordable_interval(self._noise.cost_s, step_s, NOISE_SHARE * policy.overhead)
 
     def _finished_decision(self) -> tuple[BatchDecision | None, bool]:
-        """Return (a finished fit's decision, whether a fit is under way); start a fit when one is due.
+        """Return (a finished fit's decision, whether a fit is under way); start a fit if none is and it is affordable.
 
-        The decision is None where none is ready or the fit failed. A fit gets a copy of the times, as it may run in a
-        thread.
+        The decision is None if no fit has finished since the last call, or it has failed or found nothing. Without a
+        background thread the fit runs here.
         """
         if self._running_fit is not None:
             if not self._running_fit.done():
@@ -438,12 +462,12 @@ class Chooser:
             fitting, self._running_fit = self._running_fit, None
             self.decision = fitting.result()
             return self.decision, False
-        # The first fit is paid for by the training done so far; later ones are spaced.
+        # The first fit must be affordable after the training so far; later ones are affordable because looks are spaced.
         if self._policy.interval_steps is None and not self._fit_count and self._elapsed_s() < self._affordable_s():
             return None, False
         work = partial(
             decide,
-            copy.deepcopy(self.times),
+            copy.deepcopy(self.times),  # because the fit may run in a thread while times are added
             self._nodes,
             self.split_at(self._sampler.next_step),
             self._limits,
@@ -461,7 +485,7 @@ class Chooser:
         return None, True
 
     def _run_fit(self, work: Callable[[], BatchDecision | None]) -> BatchDecision | None:
-        """Run ``work`` and return its decision, None when it fails; note the CPU seconds that it took."""
+        """Run ``work`` and return its decision; None if it fails, which is logged once. Notes the CPU seconds of the fit."""
         start = time.thread_time()
         try:
             return work()
@@ -473,14 +497,14 @@ class Chooser:
             self._fit_count += 1
 
     def warn(self, what: str, error: BaseException) -> None:
-        """Log, once for each kind of work (``what``), that it failed; training goes on with the present setting."""
+        """Log a warning, once for each kind of work (``what``), that it has failed and the present batch stays."""
         if what not in self._warned:
             self._warned.add(what)
-            reason = one_line(str(error))[:200] or type(error).__name__  # some of torch's messages are pages
+            reason = one_line(str(error))[:200] or type(error).__name__  # some of torch's messages are pages long
             log.warning("goodput agent: %s failed (%s); the present batch stays", what, reason)
 
     def close(self) -> None:
-        """End the consensus and the thread of fits; the result of a fit under way is not waited for."""
+        """End the consensus and the thread of fits, without waiting for a fit under way. More calls do nothing."""
         atexit.unregister(self.close)
         self._consensus.close()
         if self._fit_thread is not None:
@@ -488,7 +512,10 @@ class Chooser:
             self._fit_thread = self._running_fit = None
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint needs: numbers and a tensor of shape (times, 5); NaN stands for what is not known."""
+        """Return what a checkpoint needs: numbers, and the times as a tensor (times, 5); NaN means unknown.
+
+        It first reads the measurements, as :meth:`read` does.
+        """
         self.read()
         rows = self.times.rows()
         return {
@@ -501,7 +528,10 @@ class Chooser:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Take up what :meth:`state` returned. Raises KeyError, TypeError, ValueError or InputError for anything else."""
+        """Continue with a state that :meth:`state` returned, and count steps and time anew.
+
+        Raises KeyError, TypeError, ValueError, AttributeError or InputError for anything else.
+        """
         rows = state["observations"].tolist()
         sqr, var, noise_scale = (float(state[name]) for name in ("sqr", "var", "noise_scale"))
         largest_tried = int(state["largest_tried"])

@@ -1,17 +1,16 @@
-"""Estimates gradient noise from norms of gradients that training makes anyway, on every k-th step. Start at
-:class:`NoiseSampler`.
+"""Estimates gradient noise from norms of training's own gradients, on every k-th step. Start at :class:`NoiseSampler`.
 
-The noise follows from gradients of two batch sizes (:mod:`ddltool.analyzers.job.goodput.noise_scale`); which two
-depends on the job:
+The noise follows from the squared norms of gradients of two batch sizes, a small and a big one
+(:mod:`ddltool.analyzers.job.goodput.noise_scale`). Which two depends on the job:
 
-- several replicas: each rank's own gradient, seen as it is accumulated and before DDP takes it, and the reduced
+- several replicas: each rank's own gradient, seen when it is accumulated and before DDP averages it, and the averaged
   gradient.
 - one replica with accumulation: the gradient after the first pass, and that of the whole step.
-- one replica without: the gradients of two consecutive steps, which needs a copy of one for the time of a step.
+- one replica without: the gradients of two consecutive steps (a *pair*), which needs a copy of one for a step's time.
 
 Parameters have hooks in sampled steps only. A step that is not sampled costs a comparison of integers; a sampled one
-reads each gradient twice, and sends one number beside the gradients. How often to sample follows from the measured
-cost.
+reads each gradient twice, and sends one number in addition to the gradients. How often to sample follows from the
+measured cost.
 """
 
 from __future__ import annotations
@@ -34,17 +33,19 @@ from ddltool.runtime.processes.batches import Pass
 from ddltool.runtime.processes.step_times import Stamp, seconds_between, stamp
 
 COSTS_KEPT = 9
-"""Latest sampled steps whose median cost says how often to sample: an odd number has a middle one."""
+"""Number of latest sampled steps whose median cost says how often to sample; odd, so that one is in the middle."""
 MOST_STEPS = 1000
-"""The noise is sampled at least once in so many steps."""
+"""The noise is sampled at least once in this many steps."""
 SAMPLES_HELD = 256
-"""Norms are read from the device when a decision wants them, or when there are this many."""
+"""Most observations that wait on the device to be read; of more, the oldest are dropped."""
 
 
 class Norms(NamedTuple):
-    """One observation, still on the device: squared norms of shape (2,), or with their difference's of shape (3,)."""
+    """One observation, still on the device."""
 
     values: Tensor
+    """Squared norms of the small and the big batch's gradient, (2,); of a pair: of the first, the second and their
+    difference, (3,)."""
     small: float
     """Samples behind the first norm."""
     big: float
@@ -53,7 +54,7 @@ class Norms(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Previous:
-    """The gradient of the step before, for one replica without accumulation."""
+    """The first step of a pair: its number and samples, its gradients times the scales P, and their squared norm."""
 
     step: int
     samples: int
@@ -63,11 +64,11 @@ class _Previous:
 
 
 class Preconditioner:
-    """The factor P by which the optimizer scales each coordinate of the gradient, where it has one.
+    """The factor P by which the optimizer scales each coordinate of the gradient (Pollux, section 3.1).
 
-    Known are optimizers that keep ``exp_avg_sq`` (Adam, AdamW, NAdam, RAdam: P is ``1 / (sqrt(v / (1 - beta2^step)) +
-    eps)``) or ``square_avg`` (RMSprop: ``1 / (sqrt(v) + eps)``). All others, and the first step, have P = 1 (Pollux,
-    section 3.1).
+    For optimizers with the state v = ``exp_avg_sq`` (Adam, AdamW, NAdam, RAdam) P is ``1 / (sqrt(v / (1 - beta2^step))
+    + eps)``; with v = ``square_avg`` (RMSprop) it is ``1 / (sqrt(v) + eps)``; for all others, and before the first
+    update, 1. P is computed once per sampled step: :meth:`forget` ends its validity.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -78,19 +79,23 @@ class Preconditioner:
 
     @property
     def is_pending(self) -> bool:
-        """Whether the optimizer will have scales only after its first update.
+        """Whether the optimizer has no scales yet, but will after its first update.
 
-        Norms taken before would have P = 1, which is another unit than that of all later ones.
+        Norms taken before would have P = 1, and so another unit than all later ones.
         """
+        # Adam and its variants have the option "betas", RMSprop "alpha".
         groups = self._optimizer.param_groups
         return not self._optimizer.state and any("betas" in group or "alpha" in group for group in groups)
 
     def forget(self) -> None:
-        """Drop the scales of the last step; the next call of :meth:`scales` reads the optimizer's state again."""
+        """Drop the cached scales; the next call of :meth:`scales` reads the optimizer's state again."""
         self._scale_by_id: dict[int, Tensor | None] = {}
 
     def scales(self, parameters: Sequence[nn.Parameter]) -> list[Tensor] | None:
-        """Return P for each parameter, in the parameter's shape; None where P is 1 for all."""
+        """Return P for each parameter, in the parameter's shape; None if P is 1 for all.
+
+        A parameter's P is computed at the first call and cached until :meth:`forget`.
+        """
         for parameter in parameters:
             if id(parameter) not in self._scale_by_id:
                 self._scale_by_id[id(parameter)] = self._scale(parameter)
@@ -101,8 +106,8 @@ class Preconditioner:
         return [torch.ones_like(parameter) if scale is None else scale for scale, parameter in pairs]
 
     def _scale(self, parameter: nn.Parameter) -> Tensor | None:
-        """Return P of one parameter, in its shape, from the optimizer's mean of squared gradients; None where P is 1."""
-        # Never through [] on the state: it is a defaultdict, and an empty entry would change what a checkpoint holds.
+        """Return P of one parameter, in its shape, from the optimizer's mean of squared gradients; None if P is 1."""
+        # Not [] on the state: it is a defaultdict, and the empty entry that [] makes would get into checkpoints.
         state: dict[str, Any] = self._optimizer.state.get(parameter, {})
         moment = state.get("exp_avg_sq", state.get("square_avg"))
         index = self._group_index.get(id(parameter))
@@ -121,9 +126,9 @@ class Preconditioner:
 
 
 def squared_norm(tensors: Sequence[Tensor], scales: Sequence[Tensor] | None = None) -> Tensor:
-    """Return the squared length of all tensors together, ``sum |p t|^2`` with ``scales`` p, as a tensor of shape ().
+    """Return ``sum |p t|^2`` over all ``tensors`` t and their ``scales`` p (None: 1), a tensor of shape ().
 
-    It is float32 at least and stays on the device, for which the host does not wait.
+    It is float64 for float64 tensors, else float32, and stays on the device, for which the host does not wait.
     """
     if not tensors:
         return torch.zeros(())
@@ -135,13 +140,16 @@ def squared_norm(tensors: Sequence[Tensor], scales: Sequence[Tensor] | None = No
 
 
 class NoiseSampler:
-    """Takes the norms of sampled steps and hands observations to an estimator.
+    """Takes the norms of gradients in sampled steps, and gives observations to an estimator.
+
+    Each pass calls :meth:`begin` and :meth:`after_pass`; a step's last pass also calls :meth:`begin_last_backward`,
+    :meth:`complete` and :meth:`finish`.
 
     Args:
-        parameters: what is trained.
-        optimizer: where the scale of each coordinate comes from (Adam's, for example).
+        parameters: the trained parameters.
+        optimizer: its state gives the scale P of each coordinate (:class:`Preconditioner`).
         world_size: number of replicas.
-        group: their process group; None with one replica.
+        group: the replicas' process group; None with one replica.
         every: sample every so many steps; 0: never.
 
     Attributes:
@@ -158,7 +166,7 @@ class NoiseSampler:
         group: dist.ProcessGroup | None,
         every: int = 1,
     ) -> None:
-        """Prepare to sample; nothing is hooked in before a sampled step."""
+        """Prepare to sample; no hooks are registered before a sampled step."""
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._preconditioner = Preconditioner(optimizer)
         self._world_size = world_size
@@ -169,26 +177,26 @@ class NoiseSampler:
         self._observations: list[Norms] = []
         self._step_spans: list[tuple[Stamp, Stamp]] = []  # (start, end) of the work of sampling in this step
         self._spans_by_step: deque[list[tuple[Stamp, Stamp]]] = deque(maxlen=COSTS_KEPT)
-        self._spent_s = 0.0  # the host's seconds since `take_spent_s`
+        self._spent_s = 0.0  # seconds of the host since the last `take_spent_s`
         self._previous: _Previous | None = None
         self._hooks: list[Any] = []
         self._forget_step()
 
     def _forget_step(self) -> None:
-        """Drop everything that belongs to one sampled step: its hooks, its norms, and the scales of the optimizer."""
+        """Drop all state of one sampled step: hooks, norms, and the optimizer's scales."""
         self._is_step_sampled = False
         self._remove_hooks()
         self._local_norms: list[Tensor] = []
-        # The squared norm of the small batch and its number of samples; 0 samples: the norm is not used.
+        # (squared norm of the small batch's gradient, its samples); 0 samples: the norm is not used.
         self._small_batch_norm: tuple[Tensor, float] | None = None
         self._reduction: dist.Work | None = None
         self._preconditioner.forget()
 
     def _is_sampled(self, current_pass: Pass) -> bool:
-        """Return whether this step is sampled: every k-th full step.
+        """Return whether the step of ``current_pass`` is sampled: every k-th step (k: ``every``), if it is a full one.
 
         One replica without accumulation has only one batch size, so the step after it is sampled too: the two make a
-        pair.
+        pair. No step is sampled before the optimizer has its scales.
         """
         if not self.every or not current_pass.is_full or self._preconditioner.is_pending:
             return False
@@ -200,13 +208,15 @@ class NoiseSampler:
         if current_pass.number == 0:
             self._forget_step()
             self._is_step_sampled = self._is_sampled(current_pass)
-            if self._previous is None or self.every == 1:  # else a pair's second, whose cost counts with the first's
+            if (
+                self._previous is None or self.every == 1
+            ):  # else it is a pair's second, whose cost is added to the first's
                 self._step_spans = []
 
     def after_pass(self, current_pass: Pass) -> None:
-        """Take the squared norm of the small batch's gradient: after a step's first pass, where one replica accumulates.
+        """With one replica that accumulates, take the squared norm of the small batch's gradient after a step's first pass.
 
-        The gradient carries the weight of its pass, which is divided out.
+        The gradient is weighted by its pass's share of the step, which is divided out.
         """
         if self._is_step_sampled and self._world_size == 1 and current_pass.passes > 1 and current_pass.number == 0:
             with self._measured_time():
@@ -214,28 +224,30 @@ class NoiseSampler:
                 self._small_batch_norm = squared_norm(*self._gradients()) / current_pass.weight**2, first
 
     def begin_last_backward(self) -> None:
-        """Begin a step's last backward pass: hook into each parameter, to see this rank's gradient before DDP averages it."""
+        """With several replicas, hook into each parameter before a step's last backward pass.
+
+        So this rank's own gradients are seen before DDP averages them.
+        """
         if self._is_step_sampled and self._group is not None:
             self._local_norms = []
             trained = [value for value in self._parameters if value.requires_grad]
             self._hooks = [value.register_post_accumulate_grad_hook(self._record_squared_norm) for value in trained]
 
     def _record_squared_norm(self, parameter: Tensor) -> None:
-        """Record the squared norm of one parameter's own gradient: a hook that runs when the gradient is accumulated."""
+        """Record the squared norm of one parameter's gradient on this rank: a hook that runs when it is accumulated."""
         with self._measured_time():
             try:
                 assert isinstance(parameter, nn.Parameter)
                 gradients = [] if parameter.grad is None else [parameter.grad]
                 self._local_norms.append(squared_norm(gradients, self._preconditioner.scales([parameter])))
-            except Exception:  # the other ranks wait for this rank's number: NaN says that there is none
+            except Exception:  # the other ranks wait for a number of this rank, so it must send one: NaN
                 self._local_norms.append(torch.full((), math.nan, device=parameter.device))
 
     def complete(self, current_pass: Pass, correction: float) -> None:
-        """Sum the rank's own squared norms over all ranks, in the background: the small batch's norm.
+        """Start the sum over all ranks of their own squared norms, which is the small batch's squared norm.
 
-        Call it when this rank's gradients are complete. ``correction``: the factor that the averaged gradients are
-        multiplied by afterwards. Gradients carry the weight of the rank's share of the step's samples, which is
-        divided out; squared norms weigh by that share. DDP's mean brings the number of replicas, squared.
+        Call it with several replicas when this rank's gradients are complete; the sum runs in the background.
+        ``correction``: the factor by which the averaged gradients will be multiplied.
         """
         if self._is_step_sampled and self._group is not None:
             with self._measured_time():
@@ -243,6 +255,8 @@ class NoiseSampler:
                 sizes = current_pass.split.sizes_of(current_pass.step_samples).sum(axis=1)
                 own_share = float(sizes[dist.get_rank(self._group)]) / current_pass.step_samples
                 squared = torch.stack(self._local_norms).sum() if self._local_norms else torch.full((), math.nan)
+                # A gradient here is n x share x the mean gradient of the rank's samples (n ranks, because DDP will divide
+                # by n), so its squared norm is divided by (n x share)^2; the ranks are averaged with weights `share`.
                 small = squared * correction**2 / (own_share * self._world_size**2)
                 self._small_batch_norm = small, current_pass.step_samples / len(sizes) if sizes.min() else 0.0
                 self._reduction = dist.all_reduce(small, group=self._group, async_op=True)
@@ -254,9 +268,9 @@ class NoiseSampler:
         self._hooks = []
 
     def finish(self, current_pass: Pass) -> None:
-        """Take the squared norm of the step's complete gradients, before the optimizer uses them, and keep the observation.
+        """Take the squared norm of the step's complete gradients and keep the observation; call it before the update.
 
-        Where there is no second batch size, two consecutive steps make one observation.
+        Without a second batch size, two consecutive steps make one observation.
         """
         if not self._is_step_sampled:
             return
@@ -270,16 +284,17 @@ class NoiseSampler:
                     self._store_observation(torch.stack([small, big]), samples, current_pass.step_samples)
             elif self._world_size == 1 and current_pass.passes == 1:
                 self._finish_pair(current_pass)
-        # The first step of a pair is not an observation yet: its spans go on with the second's.
+        # The first step of a pair is not an observation yet: its spans are counted with the second's.
         if self._previous is None or self.every == 1:
             self._spans_by_step.append(self._step_spans)
         self._forget_step()
 
     def _finish_pair(self, current_pass: Pass) -> None:
-        """Make an observation of two consecutive steps of one replica, or keep the first step's gradient for the second.
+        """Make an observation of this step and the one before, or keep this step's gradient as the first of a pair.
 
-        The second step's gradient is scaled by the first's P, so that both have one unit. The norm of their difference
-        gives their inner product.
+        It is kept where the step before is not a pair's first with the same samples and number of gradients, and with
+        every step sampled. Both gradients are scaled by the first step's P, so that they have one unit. From the norm
+        of their difference their inner product follows.
         """
         previous, self._previous = self._previous, None
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
@@ -287,7 +302,7 @@ class NoiseSampler:
         if previous is not None and (previous.step, previous.samples, len(previous.gradients)) == pair_of:
             scaled = gradients if previous.scales is None else list(torch._foreach_mul(gradients, previous.scales))
             squared = squared_norm(scaled)
-            torch._foreach_sub_(previous.gradients, scaled)  # in place, for nobody needs the copy any more
+            torch._foreach_sub_(previous.gradients, scaled)  # in place, as the copy is not needed any more
             values = torch.stack([previous.squared, squared, squared_norm(previous.gradients)])
             self._store_observation(values, current_pass.step_samples, current_pass.step_samples)
             if self.every > 1:  # the pair is complete; with every step sampled, this one begins the next pair
@@ -306,13 +321,13 @@ class NoiseSampler:
             )
 
     def _gradients(self) -> tuple[list[Tensor], list[Tensor] | None]:
-        """Return the gradients of the parameters that have one, and the optimizer's scale P for each; None: 1 for all."""
+        """Return (gradients of the parameters that have one, their scales P or None if all are 1)."""
         trained = [parameter for parameter in self._parameters if parameter.grad is not None]
         gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
         return gradients, self._preconditioner.scales(trained)
 
     def _store_observation(self, values: Tensor, small: float, big: float) -> None:
-        """Keep an observation, still on the device; the last ``SAMPLES_HELD`` are kept. ``small`` and ``big`` are samples."""
+        """Keep an observation, still on the device, and drop the oldest beyond SAMPLES_HELD; arguments as in :class:`Norms`."""
         self._observations.append(Norms(values.detach(), small, big))
         del self._observations[:-SAMPLES_HELD]
 
@@ -320,12 +335,12 @@ class NoiseSampler:
         """Give the estimator the observations since the last call, and update :attr:`cost_s`.
 
         Here, and only here, the host waits for the device. An observation that is not finite (an overflow under loss
-        scaling) is left out.
+        scaling, or a failed hook) is left out.
         """
         observations, self._observations = self._observations, []
         for norms in observations:
             first_norm, second_norm, *difference_norm = norms.values.double().tolist()
-            with suppress(InputError):
+            with suppress(InputError):  # raised for norms that are not finite
                 if difference_norm:  # |a - b|^2 = |a|^2 + |b|^2 - 2 a.b
                     inner_product = (first_norm + second_norm - difference_norm[0]) / 2
                     estimator.add(differenced_terms(first_norm, second_norm, inner_product, norms.big))
@@ -338,13 +353,13 @@ class NoiseSampler:
             self.cost_s = statistics.median(seconds)
 
     def take_spent_s(self) -> float:
-        """Return the host's seconds that sampling took since the last call."""
+        """Return the seconds of the host that sampling took since the last call."""
         spent, self._spent_s = self._spent_s, 0.0
         return spent
 
     @contextmanager
     def _measured_time(self) -> Iterator[None]:
-        """Count the block's time as spent on sampling."""
+        """Count the block's time as spent on sampling; an exception in the block leaves it uncounted."""
         start = stamp(self._cuda)
         yield
         end = stamp(self._cuda)
@@ -355,7 +370,7 @@ class NoiseSampler:
 def affordable_interval(cost_s: float, step_s: float, share: float) -> int:
     """Return the smallest k for which ``cost_s`` on every k-th step of ``step_s`` seconds is at most ``share`` of the time.
 
-    It is at most :data:`MOST_STEPS`.
+    It is at most :data:`MOST_STEPS`, and 1 if an argument is not above 0.
 
     >>> affordable_interval(0.002, 0.05, 0.005)
     8
@@ -363,5 +378,5 @@ def affordable_interval(cost_s: float, step_s: float, share: float) -> int:
     if not (cost_s > 0 and step_s > 0 and share > 0):
         return 1
     interval = cost_s / (step_s * share)
-    # 1e-12: a whole number that rounding has made a little larger is not rounded up to the next.
+    # 1e-12: so that a whole number that rounding has made a little larger is not rounded up to the next one.
     return MOST_STEPS if not math.isfinite(interval) else max(1, min(MOST_STEPS, math.ceil(interval * (1 - 1e-12))))

@@ -8,9 +8,9 @@
         balancer.set_epoch(epoch)
         ...                                  # the training loop stays as it is
 
-After optimizer steps every rank reports its samples and seconds. Rank 0 chooses sizes with the same sum, which all
-ranks use from the next step on that no loader has loaded yet. Losses are weighed by samples, so the result is the mean
-over all samples whatever the sizes. Sizes change between steps only.
+After optimizer steps every rank reports its samples and seconds. Rank 0 chooses sizes with the same sum. All ranks use
+them from the first step on that no rank's loader has loaded yet. Losses are weighted by samples, so gradients are the
+mean over all samples whatever the sizes. Sizes change between steps only.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ from ddltool.telemetry import BalanceEvent
 log = logging.getLogger(__name__)
 Cluster = Literal["cpu", "gpu"]
 MOST_BLOCKING = 16
-"""With more ranks, sizes are chosen behind the next step, for all to wait would take too long."""
+"""With more ranks, sizes are chosen while the next step runs, because waiting for all reports would take too long."""
 MOST_STEPS_UNREPORTED = 20
-"""Ranks report their speed at least once in so many steps."""
+"""Ranks report their speed at least once in this many steps."""
 MOST_SAMPLES = 10**12
-"""The largest number of samples that is taken for one: what is larger is a mistake."""
+"""The largest number of samples that is accepted; a larger one is a mistake."""
 LEAST_NORMALIZED = 2
-"""BatchNorm divides by the deviation within the batch; of one sample without extent there is none, and torch refuses it."""
-# In a job a worker that has become slow holds up all others until the sizes follow, so both ways notice lasting changes.
+"""Fewest samples under BatchNorm: it divides by the batch's standard deviation, and torch refuses a single sample."""
+# A worker that has become slow holds up all others until the sizes follow, so both ways notice lasting changes.
 LIVE_LEARNING = PredictorSettings(background=True, restart_after=3)
 LIVE_TRIAL = algorithm2.Algorithm2Settings(renew=True)
 
@@ -76,26 +76,26 @@ class BalanceOptions:
     """How to balance. The same on every rank."""
 
     cluster: Cluster = "cpu"
-    """``cpu``: sizes by predicted speeds, chosen while all wait; ``gpu``: Algorithm 2, chosen behind the next step."""
+    """``cpu``: sizes by predicted speeds, while all ranks wait; ``gpu``: by Algorithm 2, while the next step runs."""
     predictor: str = "ema"
     """For ``cpu``: last, ema, arima, rnn, lstm or narx."""
     learning: PredictorSettings | None = None
-    """How a predictor learns; None: as the paper has it, networks in the background, and EMA, theirs before they have
-    learned too, begins anew after three steps that show a lasting change."""
+    """How a predictor learns; None: as in the paper, but networks learn in the background, and EMA (which networks use
+    until they have learned) starts anew after three steps that show a lasting change."""
     trial: algorithm2.Algorithm2Settings | None = None
-    """Algorithm 2's steps and windows; None: the paper's, and the fast approach again after a lasting change."""
+    """Algorithm 2's steps and windows; None: the paper's, with the fast approach repeated after a lasting change."""
     tolerance: float | None = None
-    """For ``cpu``: share by which the longest predicted time must fall for sizes to change; None: as far as predictions
-    were off in the median of late, so that noise moves no samples; 0: always the best ones, as the paper has it."""
+    """For ``cpu``: share by which the longest predicted time must fall for sizes to change; None: the median error of
+    the latest predictions, so that noise moves no samples; 0: always take the best sizes, as in the paper."""
     background: bool | None = None
-    """Choose behind the next step; None: for ``gpu``, and for more than 16 ranks, whose reports take a while."""
+    """Choose while the next step runs; None: for ``gpu``, and for more than 16 ranks, whose reports take a while."""
     enabled: bool = True
-    """False: sizes stay as they were given (BSP, or known speeds), gradients are weighted all the same."""
+    """False: sizes stay as given (BSP, or known speeds); gradients are weighted all the same."""
     compress: Literal["bf16"] | None = None
-    """Let gradients travel as bfloat16."""
+    """Send gradients as bfloat16."""
     interval_s: float = 0.2
-    """Ranks report at the first step after so many seconds, of at most 20, while all wait for the choice; in the background,
-    and where steps take longer, at each."""
+    """Where all ranks wait for the choice: seconds between reports, rounded down to whole steps, 1 to 20. In the
+    background ranks report at every step."""
     timeout_s: float | None = None
     """How long a rank waits for the others' reports; None: as long as the job's process group waits in a collective."""
 
@@ -107,9 +107,9 @@ class BalanceOptions:
             "background": (None, True, False),
             "enabled": (True, False),
         }
-        for name, choices_of_name in choices.items():
-            if (value := getattr(self, name)) not in choices_of_name:
-                raise InputError(name, f"is {value!r}", " or ".join(map(str, choices_of_name)))
+        for name, allowed in choices.items():
+            if (value := getattr(self, name)) not in allowed:
+                raise InputError(name, f"is {value!r}", " or ".join(map(str, allowed)))
         ranges = {
             "tolerance": (0.0, 1.0, "a share from 0 to 1"),
             "timeout_s": (0.001, 1e6, "seconds from 0.001 to 1e6"),
@@ -123,24 +123,24 @@ class BalanceOptions:
 
 
 class _StepClock(PassClock):
-    """Measures what this rank did in a step: samples, seconds of its own computation, and how much memory is left.
+    """Measures what this rank did in a step: samples, seconds of its own computation, and shares of memory and CPU.
 
-    The seconds run from the first forward pass to the moment at which this rank's gradients are complete: the exchange,
-    and waiting for other ranks, is not the rank's speed. On CUDA both ends are events on the device's timeline.
-    ``readings``: whether to read the share of CPU that can be expected, which takes a millisecond.
+    The seconds run from the first forward pass to the moment at which this rank's gradients are complete. The exchange
+    and the wait for other ranks are left out. On CUDA both ends are events on the device's timeline.
     """
 
     readings = False
+    """Whether to read the share of CPU that can be expected, which takes a millisecond and which some predictors use."""
 
     def row(self, exchanges: list[Exchange]) -> Floats:
-        """Return this rank's report of a step, (5,): samples, seconds, and three shares from 0 to 1.
+        """Return this rank's report of the passes in ``exchanges``, (5,): samples, seconds, and three shares from 0 to 1.
 
-        The shares are of memory in use, of CPU that can be expected, and of memory available. On CUDA this waits for
-        the device to end the computation, so call it where that does no harm.
+        The shares are memory in use (the most so far on CUDA), CPU that can be expected (1 where it is not read), and
+        memory of the host available. On CUDA this blocks until the device has computed the gradients.
         """
         seconds = 0.0
         for exchange in exchanges:
-            ready = exchange.ready or exchange.start
+            ready = exchange.ready or exchange.start  # `split` counts no seconds without `ready`
             if ready.event is not None:
                 ready.event.synchronize()
             seconds += exchange.split()[0]
@@ -155,10 +155,13 @@ class _StepClock(PassClock):
 
 
 class _Loader(CountedLoader):
-    """A loader that goes on with the rest of an epoch, or begins the epoch again when it is at its end."""
+    """A loader that continues an epoch where it was left, or starts it again where it was complete."""
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """Yield the batches from the sampler's position to the end of the epoch, at its end those of the whole epoch."""
+        """Yield the batches from the sampler's position to the end of the epoch; the whole epoch if it was complete.
+
+        An iteration that runs to its end marks the epoch as finished in the sampler.
+        """
         if self._planned_sampler.position == self._planned_sampler.dataset_size:
             self._planned_sampler.position = 0
         yield from super().__iter__()
@@ -186,7 +189,11 @@ class Balancer:
         manager: Manager,
         chooses: bool,
     ) -> None:
-        """Keep what :func:`balance` has made; rank 0 alone keeps the ``manager``. ``chooses``: whether sizes follow speeds."""
+        """Keep what :func:`balance` has made.
+
+        ``sizes``: (n,) samples by rank; ``consensus`` is None with one rank; ``chooses``: whether sizes follow speeds.
+        Rank 0 alone keeps the ``manager``.
+        """
         self.rank = job.rank
         self.world_size = job.world_size
         self.least = least
@@ -203,20 +210,20 @@ class Balancer:
         self._loader: _Loader | None = None
         self._saved_state: dict[str, Any] | None = None
         self._held_exchanges: list[Exchange] = []  # of steps since the last report
-        self._steps_to_report = 1
+        self._steps_to_report = 1  # steps until the next report
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """(n,) samples of each rank in the next full step that is loaded."""
+        """Samples of each rank, (n,), in the next full step that is loaded."""
         return self._sizes
 
     def dataloader(self, *, shuffle: bool = True, seed: int = 0, **options: Any) -> DataLoader[Any]:
         """Return the loader of this rank's batches; ``options`` go to ``DataLoader``. Call on every rank, once.
 
-        With data workers, lists of indices are handed out ahead (``num_workers * prefetch_factor`` steps), and new
-        sizes come into force as much later. Raises InputError when called again, when ``options`` choose samples
-        themselves, when ranks would look ahead differently far, or for a dataset without a length or of less than
-        ``least`` for every rank.
+        With data workers, indices are handed out ``num_workers * prefetch_factor`` steps ahead, and new sizes take
+        effect that much later. Raises InputError when called again, when ``options`` choose samples themselves
+        (``batch_size``, ``shuffle``, ``sampler``, ...), when ranks differ in steps ahead, seed or shuffle, and for a
+        dataset without a length or with fewer than ``least`` samples for every rank.
         """
         if self._sampler is not None:
             raise InputError("dataloader", "was made already", "use one loader per balancer")
@@ -234,26 +241,28 @@ class Balancer:
         return loader
 
     def loss(self, loss: Tensor, *, count: float | Tensor | None = None, reduction: Reduction = "mean") -> Tensor:
-        """Return ``loss``, of the same value, with gradients weighted by ``count``, which it is a mean over on this rank.
+        """Return ``loss`` with its value unchanged and its gradients weighted by ``count``.
 
-        None: the samples of the batch. See :meth:`~ddltool.runtime.hook.loss_scaling.LossScaler.loss`.
+        ``count``: how many things (samples, tokens) this rank's loss is a mean over; None: the batch's samples. See
+        :meth:`~ddltool.runtime.hook.loss_scaling.LossScaler.loss`, also for ``reduction``.
         """
         return self._scaler.loss(loss, count=count, reduction=reduction)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch's order of samples; the same number on every rank."""
+        """Use the order of samples of ``epoch``, the same number on every rank; without a loader nothing happens."""
         if self._sampler is not None:
             self._sampler.set_epoch(epoch)
 
     def after_step(self, *_: object) -> None:
-        """Report this rank's speed after an update, and take over new sizes: the optimizer's post-step hook.
+        """Report this rank's speed after an update, and adopt new sizes: the optimizer's post-step hook.
 
-        At each report all ranks agree on the number of steps to the next one, so all of them report after the same
-        step.
+        Most steps only keep their times: at each report all ranks agree on the number of steps to the next one, so all
+        of them report after the same step, for all steps since the last. Where choices are made while all wait, this
+        blocks until rank 0 has chosen.
         """
         exchanges = self._clock.take()
         if not exchanges and self.world_size > 1:
-            return  # an update without a backward pass before it is no step
+            return  # an update without a backward pass before it does not count as a step
         last_pass = None if self._sampler is None else self._scaler.pending.last_used(self._sampler)
         if self._sampler is not None and last_pass is not None and last_pass.epoch == self._sampler.epoch:
             # A loop that fetches ahead may be in the next epoch already, where this pass has no place.
@@ -266,15 +275,15 @@ class Balancer:
             return
         exchanges_to_report, self._held_exchanges = self._held_exchanges, []
         agreed = self._consensus.propose(lambda: self._clock.row(exchanges_to_report))
-        if agreed is not None:
+        if agreed is not None:  # None: the first report behind training, which has no choice before it
             *sizes, self._steps_to_report = (int(number) for number in agreed)
             self._resize(tuple(sizes))
 
     def set_sizes(self, sizes: Sequence[int]) -> None:
-        """Use other sizes, (n,) samples by rank with the same sum, from the next step on that is not loaded yet.
+        """Use other sizes, (n,) samples by rank with the same sum, from the next step that is not loaded yet.
 
-        Call it on every rank with the same sizes. Raises InputError where sizes are being chosen (``enabled``) or do
-        not fit.
+        Call it on every rank with the same sizes. Raises InputError where sizes are chosen by speed (``enabled``), and
+        for sizes of another number or sum, or below ``least``.
         """
         if self._chooses:
             raise InputError("sizes", "are chosen by speed in this job", "set BalanceOptions(enabled=False)")
@@ -288,28 +297,30 @@ class Balancer:
             self._sizes = sizes
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs, as plain numbers: the sampler's position, and what Algorithm 2 has found out.
+        """Return what a checkpoint needs, as plain numbers: the sampler's position, and what Algorithm 2 has learned.
 
-        Save rank 0's, between steps.
+        Save rank 0's, between steps: other ranks lack Algorithm 2's part ("policy" is empty).
         """
         sampler = {} if self._sampler is None else {"total": self.total_batch, "sizes": list(self._sampler.sizes)}
         sampler |= {} if self._sampler is None else self._sampler.state_dict()
         return {"sampler": sampler, "policy": {} if self._manager is None else self._manager.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after the last step of a checkpoint: on every rank with the same state, before the first step.
+        """Continue after the last step of a checkpoint: on every rank with the same state, before the first step.
 
-        The number of ranks may be another; sizes then stay as they were given. Raises InputError when dataset, order or
-        total batch differ.
+        The number of ranks may differ from the checkpoint's; sizes then stay as they were given. Before
+        :meth:`dataloader` the state is only kept, and checked there. Raises InputError when dataset, order or total
+        batch differ.
         """
         self._saved_state = state
         if self._sampler is not None:
             self._restore_state(state)
 
     def _restore_state(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint's state. Its sizes are used only where they fit the ranks, the total batch and ``least``.
+        """Set sampler and policy to a checkpoint's state. Its sizes are used only where they fit the job.
 
-        Raises InputError for another total batch.
+        They fit if there is one for each rank, of at least ``least``, and they add up to the total batch. Raises
+        InputError for another total batch, and what the sampler raises for another dataset or order.
         """
         assert self._sampler is not None
         sampler_state = state.get("sampler", {})
@@ -323,7 +334,7 @@ class Balancer:
             self._manager.load_state_dict(state.get("policy", {}), self._sizes)
 
     def close(self) -> None:
-        """End the choosing of sizes; call after the last step on every rank. Gradients stay weighted; more calls do nothing."""
+        """Stop choosing sizes; call after the last step on every rank. Gradients stay weighted; more calls do nothing."""
         self._chooses = False
         if self._consensus is not None:
             self._consensus.close()
@@ -347,21 +358,23 @@ def balance(
     options: BalanceOptions | None = None,
     events: str | os.PathLike[str] | None = None,
 ) -> Balancer:
-    """Balance the load of a DDP job; call once on every rank, before the first step.
+    """Balance the load of a DDP job and return this rank's part; call once on every rank, before the first step.
+
+    It registers hooks on ``model`` and ``optimizer``.
 
     Args:
-        model, optimizer: the job's. The loss goes through :meth:`Balancer.loss`, which weighs it by the samples of the
-            rank's batch; one that is no mean over them, and does not say what it is, is refused.
+        model, optimizer: the job's. The loss goes through :meth:`Balancer.loss`, which weights it by the samples of the
+            rank's batch; a loss that is not a mean over them needs its ``count`` or ``reduction``, or is refused.
         dataset: all samples, the same on every rank.
         total_batch: samples of all ranks per step, split equally at the start; not needed with ``sizes``.
         sizes: (n,) samples of each rank at the start.
         limits: (n,) most samples that each rank's memory holds; None: memory use alone limits growth.
         least: samples that every rank gets in every step; None: 1, or 2 where the model has a BatchNorm layer in
-            training mode, which cannot do with one (SyncBatchNorm can).
+            training mode, which cannot normalize one sample (SyncBatchNorm can).
         options: how to balance; None: the defaults.
-        events: JSON Lines file that rank 0 writes resizes and advice to.
+        events: JSON Lines file to which rank 0 appends changes of sizes and advice to remove a straggler.
 
-    Raises InputError, on every rank, when something does not fit together.
+    Raises InputError, on every rank, for arguments that do not fit together or differ between ranks.
     """
     refuse_in_one_line()
     job = DistributedJob.this()
@@ -377,7 +390,7 @@ def balance(
         behind = is_slow_to_choose if chosen.background is None else chosen.background
         manager.interval_s = 0.0 if behind else chosen.interval_s
         consensus = Consensus(job, manager.paced, timeout_s=chosen.timeout_s, behind=chosen.enabled and behind)
-    scaler = LossScaler(job, "balancer", lambda: balancer.sizes)
+    scaler = LossScaler(job, "balancer", lambda: balancer.sizes)  # called later only: the balancer is made below
     scaler.watcher = clock = _StepClock(is_cuda(model), scaler.pending.take_tally)
     clock.readings = chosen.predictor in READING
     begin_check(job, model, optimizer)
@@ -390,11 +403,11 @@ def balance(
 
 
 def compress(model: DistributedDataParallel) -> None:
-    """Let gradients travel as bfloat16, which halves the bytes of each message.
+    """Make DDP send gradients as bfloat16, which halves the bytes of float32 ones.
 
-    They are divided by the number of ranks in their own type before, so that only the sum on its way is rounded; torch's
-    own hook rounds once more, and is refused without NCCL. Raises InputError for a model that has a communication hook
-    already.
+    Gradients are divided by the number of ranks in their own type first, and only the all-reduce is in bfloat16.
+    torch's own hook rounds once more, and is refused without NCCL. At exit the process pauses shortly. Raises
+    InputError for a model that has a communication hook already.
     """
     group = model.process_group
 
@@ -407,7 +420,7 @@ def compress(model: DistributedDataParallel) -> None:
         return averaged
 
     try:
-        # A lambda, for DDP checks the annotations of a function against its own types.
+        # A lambda, because DDP compares a function's annotations with its own types.
         model.register_comm_hook(None, lambda _, bucket: average(bucket))
     except RuntimeError as error:
         if "can only be called once" not in str(error):
@@ -426,10 +439,10 @@ def _prepare(
     options: BalanceOptions,
     events: Path | None,
 ) -> tuple[tuple[int, ...], int, Manager]:
-    """Check the arguments of :func:`balance`; return the first sizes, the least size, and what chooses the next sizes.
+    """Check the arguments of :func:`balance`; return (first sizes, least size, manager that chooses the next sizes).
 
-    Sizes are (n,) samples by rank. In the single process of a check against one process (DDLTOOL_CHECK), its size is
-    the total batch. Raises InputError for what does not fit.
+    Sizes are (n,) samples by rank. In the single process that repeats a job's steps for DDLTOOL_CHECK, ``sizes`` and
+    ``limits`` are left out: its size is the total batch. Raises InputError for the first argument that does not fit.
     """
     demand_wrapped(job, model)
     options.check()
@@ -454,7 +467,10 @@ def _prepare(
 
 
 def _policy_of(options: BalanceOptions, sizes: Sequence[int], limits: Sequence[int] | None, least: int) -> Policy:
-    """Return what chooses sizes by ``options``, beginning with ``sizes``, (n,) samples by rank."""
+    """Return the policy that ``options`` name, which starts from ``sizes``, (n,) samples by rank.
+
+    ``limits``: (n,) most samples by rank, or None; ``least``: fewest samples of any rank.
+    """
     if options.cluster == "gpu":
         return TrialPolicy(sizes, limits, options.trial if options.trial is not None else LIVE_TRIAL, least)
     learning = options.learning if options.learning is not None else LIVE_LEARNING
@@ -485,7 +501,7 @@ def least_samples(
 ) -> int:
     """Return the fewest samples that each of ``ranks`` ranks gets in a step of ``total`` samples.
 
-    That is ``least``, where None means 1, or 2 where a layer is BatchNorm over the local batch, which cannot normalize
+    That is ``least``; if it is None, 1, or 2 where a layer is BatchNorm over the local batch, which cannot normalize
     one sample. Raises InputError where the total batch, one of (n,) ``sizes`` or one of (n,) ``limits`` is too small
     for it.
     """
@@ -505,10 +521,10 @@ def least_samples(
 
 
 def local_batch_norm(model: nn.Module) -> str | None:
-    """Return the name of the first layer that normalizes over the local batch in training, None where there is none.
+    """Return the name of the first layer that normalizes over the local batch in training; None if there is none.
 
-    SyncBatchNorm normalizes over all ranks' samples. A layer in evaluation mode uses the statistics that it has
-    learned, where it keeps any. A model that is in evaluation mode altogether is taken to be trained as a whole later.
+    SyncBatchNorm is left out, because it normalizes over all ranks' samples; so is a layer in evaluation mode that has
+    running statistics to use. A model that is in evaluation mode itself is assumed to be trained whole later.
     """
     for name, layer in model.named_modules():
         if not isinstance(layer, _BatchNorm) or isinstance(layer, nn.SyncBatchNorm):
@@ -521,13 +537,14 @@ def local_batch_norm(model: nn.Module) -> str | None:
 class Manager:
     """Chooses batch sizes on rank 0, as the :class:`~ddltool.runtime.processes.consensus.Consensus` asks.
 
-    The first steps are not judged, because they allocate and fill caches. Nor are steps of fewer samples than full ones
-    (the end of an epoch). A step of several full batches (gradient accumulation) is judged as one of their mean.
+    Reports that are not shown to the policy: the first ones, whose steps allocate and fill caches, and those of steps
+    with fewer samples than a full one (the end of an epoch). A report of several full batches (several steps, or
+    gradient accumulation) counts as one of their mean.
 
     Args:
-        policy: what chooses.
-        events: JSON Lines file to which what happens is appended.
-        skip: first steps that are not judged.
+        policy: chooses sizes from reports.
+        events: JSON Lines file to which changes and advice are appended; None: no file.
+        skip: number of first reports that are not judged.
 
     Raises InputError for a file that cannot be written or holds something other than events.
     """
@@ -541,10 +558,10 @@ class Manager:
         self._lock = threading.Lock()
         self.total = int(policy.sizes.sum())
         self.interval_s = 0.0
-        """Ranks report again after so many seconds, for what one agreement costs counts in short steps."""
+        """Seconds between reports: agreeing costs time that counts in short steps. 0: report after every step."""
 
     def paced(self, rows: Floats) -> Floats:
-        """Return what all ranks go on with, (n + 1,): the next sizes, and after how many steps they report again.
+        """Return the answer to all ranks, (n + 1,): the n next sizes, and after how many steps ranks report again.
 
         ``rows`` (n, 5): the ranks' reports (:meth:`_StepClock.row`), each of one or several steps.
         """
@@ -554,9 +571,10 @@ class Manager:
         return np.append(self(rows), steps_to_report)
 
     def __call__(self, rows: Floats) -> Floats:
-        """Return the next sizes, (n,) samples, from the ranks' (n, 5) reports; write and log what has changed.
+        """Return the next sizes, (n,) samples, from the ranks' (n, 5) reports; log and write changes and advice.
 
-        A report's columns are samples, seconds, and the shares of memory in use, CPU and memory available.
+        A report's columns are samples, seconds, and the shares of memory in use, CPU and memory available. Reports that
+        are not judged (see the class) leave the sizes as they are. A straggler is named once, not at every report.
         """
         with self._lock:
             step, self._step = self._step, self._step + 1
@@ -597,22 +615,19 @@ class Manager:
 
         ``seconds`` (n,): the ranks' times of the step; ``rank``: the straggler.
         """
-        if not self._events.is_open:  # a line about 96 ranks takes longer to make than their sizes to choose
+        if not self._events.is_open:  # making a line about 96 ranks takes longer than choosing their sizes
             return
         rounded_s = [float(f"{value:.4g}") for value in seconds]
         row = BalanceEvent(run=self._run, event=event, step=step, sizes=list(sizes), seconds=rounded_s, rank=rank)
         self._events.write([row.model_dump_json()])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what Algorithm 2 has found out by its trials; empty for predictors of speed, which learn anew."""
+        """Return what Algorithm 2 has learned by its trials; empty for predictors of speed, which learn anew."""
         with self._lock:
             return self._policy.state_dict() if isinstance(self._policy, TrialPolicy) else {}
 
     def load_state_dict(self, state: dict[str, Any], sizes: tuple[int, ...]) -> None:
-        """Go on with ``sizes``, (n,) samples by rank.
-
-        ``state`` is that of Algorithm 2, which finds sizes by trials; it is used only where it belongs to these sizes.
-        """
+        """Continue with ``sizes``, (n,) samples by rank, and with Algorithm 2's ``state`` if it belongs to these sizes."""
         with self._lock:
             if state and isinstance(self._policy, TrialPolicy) and state.get("sizes") == list(sizes):
                 self._policy.load_state_dict(state)

@@ -1,9 +1,9 @@
 """Partitioned data under unequal batches: samples move between ranks in the background (LB-BSP, section 3.5).
 
-Where each rank can reach its own partition only, larger batches go through theirs more often, so that its samples count
-more. :class:`PartitionedData` counts how often each partition was traversed. Once one leads another by more than a
-threshold, a thread moves samples from peer to peer until partitions are in proportion to the batches. Training goes on
-meanwhile with the old partitions; all ranks take over the new ones at the same step and count from zero.
+Where each rank can reach its own partition only, a rank with larger batches traverses its partition more often, so that
+its samples count more. :class:`PartitionedData` counts the traversals of each partition. Once one leads another by more
+than a threshold, a thread moves samples between ranks until partitions are in proportion to the batches. Training goes
+on meanwhile with the old partitions; all ranks switch to the new ones at the same step and count from zero.
 """
 
 from __future__ import annotations
@@ -27,18 +27,22 @@ class _Migration:
     """Moves that this rank's thread is making."""
 
     moves: list[Move]
+    """All ranks' moves, in the order in which every rank makes its own."""
     given_indices: Tensor
     """(k,) indices in this rank's partition of the samples that it gives away."""
     received: Future[list[tuple[Tensor, ...]]] = field(default_factory=Future)
+    """For each move to this rank, the samples received: one tensor (k, ...) for each of the partition's tensors."""
 
 
 class PartitionedData:
-    """One rank's partition, and its part in keeping all partitions equally often traversed.
+    """One rank's partition of the data, whose size is adjusted so that all partitions are traversed equally often.
 
-    Call everything on every rank. Raises InputError where partitions do not fit together.
+    Call everything on every rank. Raises InputError on all ranks for an empty partition, tensors of different lengths,
+    and types or shapes that differ between ranks.
 
     Args:
-        tensors: this rank's samples, on the host; dimension 0 counts them, all else is alike on all ranks.
+        tensors: this rank's samples, on the host: dimension 0 is the sample; types and other dimensions are the same on
+            all ranks.
         threshold: traversals by which one partition may lead another before samples move.
         seed: of the order of samples and of the choice of those that move; the same on every rank.
     """
@@ -62,11 +66,7 @@ class PartitionedData:
         self._traversals = Traversals(self._read_partition_sizes(), threshold)
 
     def _read_partition_sizes(self) -> list[int]:
-        """Return the number of samples of every rank's partition.
-
-        Raises InputError on all ranks when one rank's tensors are empty or of unequal lengths, or ranks differ in types
-        or shapes.
-        """
+        """Return the number of samples of every rank's partition, by rank; raises InputError as the class says."""
         lengths = {len(tensor) if tensor.dim() else 0 for tensor in self.tensors}
 
         def check() -> int:
@@ -82,30 +82,30 @@ class PartitionedData:
 
     @property
     def partitions(self) -> tuple[int, ...]:
-        """(n,) samples of each rank's partition."""
+        """Samples of each rank's partition, (n,)."""
         return tuple(self._traversals.partitions.tolist())
 
     @property
     def counts(self) -> tuple[float, ...]:
-        """(n,) traversals of each partition since the last change."""
+        """Traversals of each partition since partitions last changed, (n,); 1.5 is one and a half."""
         return tuple(self._traversals.counts.tolist())
 
     @property
     def moving(self) -> bool:
-        """Whether samples are on their way."""
+        """Whether samples are being moved between ranks."""
         return self._migration is not None
 
     def __len__(self) -> int:
-        """Return the samples of this rank's partition."""
+        """Return the number of samples in this rank's partition."""
         return len(self.tensors[0])
 
     def next_batch(self, size: int) -> tuple[Tensor, ...]:
-        """Return ``size`` samples of this partition, one tensor (size, ...) for each of ``tensors``.
+        """Return the next ``size`` samples of this partition, one tensor (size, ...) for each of ``tensors``.
 
-        They come in random order, all once before any twice.
+        They come in random order; every sample comes once before any comes again. A batch may span two traversals.
         """
         while len(self._sample_order) < size:
-            # Of whole numbers alone, whose hash is the same in every process and run.
+            # The hash of a tuple of whole numbers is the same in every process and run.
             order_seed = hash((self._seed, self.generation, self._traversal_count, self._job.rank))
             generator = torch.Generator().manual_seed(order_seed)
             self._traversal_count += 1
@@ -115,11 +115,12 @@ class PartitionedData:
         return tuple(tensor[index_tensor] for tensor in self.tensors)
 
     def after_step(self, sizes: Sequence[int]) -> bool:
-        """Count a step in which the ranks took (n,) ``sizes`` samples; return whether the partitions have just changed.
+        """Count a step, and return whether the partitions have changed in this call.
 
-        All ranks call this with the same sizes. Samples begin to move when one partition is traversed too far ahead of
-        another. While they move, ranks exchange one small message per step, to agree on when all are done. Raises
-        DdlToolError on all ranks when moving has failed on one.
+        ``sizes``: (n,) samples that each rank took in the step, the same on all ranks, which call this together.
+        Samples begin to move once one partition is more than ``threshold`` traversals ahead of another. While they
+        move, ranks exchange one small message per step, to agree on when all are done. Raises DdlToolError on all ranks
+        when moving has failed on one.
         """
         self._traversals.add(sizes)
         if self._migration is None:
@@ -129,9 +130,9 @@ class PartitionedData:
         return self._finish_on_all_ranks(self._migration)
 
     def _start_migration(self, moves: list[Move]) -> None:
-        """Choose at random the samples that this rank gives away by ``moves``, and start the thread that sends and receives."""
+        """Choose at random the samples that this rank gives away in ``moves``, and start the thread that moves samples."""
         given_count = sum(move.samples for move in moves if move.source == self._job.rank)
-        # -1 in place of a traversal's number: a stream of its own, apart from those of the order of samples.
+        # -1 in place of a traversal's number: a random stream that no order of samples uses.
         generator = torch.Generator().manual_seed(hash((self._seed, self.generation, -1, self._job.rank)))
         given_indices = torch.randperm(len(self), generator=generator)[:given_count]
         self._migration = migration = _Migration(moves=moves, given_indices=given_indices)
@@ -139,10 +140,9 @@ class PartitionedData:
         mover.start()
 
     def _move_samples(self, migration: _Migration) -> None:
-        """Send and receive samples from peer to peer: the body of a thread.
+        """Send and receive samples: the body of the thread. Its result or error goes to ``migration.received``.
 
-        Its result or error goes to ``migration.received``. All ranks go through the moves in the same order, so no two
-        of them can wait for each other.
+        All ranks go through the moves in the same order, so no two of them can wait for each other.
         """
         try:
             received, given_begin = [], 0
@@ -163,9 +163,10 @@ class PartitionedData:
             migration.received.set_exception(error)
 
     def _finish_on_all_ranks(self, migration: _Migration) -> bool:
-        """Take over the new partition once all ranks have received theirs; return whether that is so now.
+        """Switch to the new partition if all ranks have received theirs; return whether they have.
 
-        All ranks call this together. Raises DdlToolError on all of them when moving has failed on one.
+        All ranks call this together. The switch counts traversals from zero. Raises DdlToolError on all of them when
+        moving has failed on one.
         """
         error = migration.received.exception() if migration.received.done() else None
         states = self._job.numbers(migration.received.done(), error is not None)

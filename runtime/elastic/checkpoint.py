@@ -1,7 +1,8 @@
 """Checkpoint files of elastic training: written atomically, checked when read, no pickled code. Start at :func:`write`.
 
 A file is what ``torch.save`` makes of ``{"content": ..., "digest": ...}``. The content consists of tensors, numbers,
-strings, lists and dicts, so that ``weights_only=True`` reads it. The file before the last is kept as ``NAME.previous``.
+strings, lists and dicts, so that ``weights_only=True`` reads it. The checkpoint that it replaces stays as
+``NAME.previous``.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _CONTENT_FIELDS = (
 _SAME_SETTINGS = "give the settings of the run that is continued"
 _SAME_OPTIMIZER = "build the optimizer that was saved"
 _GIVE_CHECKPOINT = "give a checkpoint that ElasticTrainer.save wrote"
-# Options that a learning-rate scheduler changes: with a scheduler their saved values are not compared.
+# Options that a learning-rate scheduler changes: with a scheduler, saved and present values may differ.
 _SCHEDULED = frozenset({"lr", "momentum", "betas"})
 
 # Errors of a file system that has no locks.
@@ -45,7 +46,7 @@ Stamp = tuple[int, int, int]
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Return the settings of device and torch on which the bits of a run depend, by name."""
+    """Return the settings of ``device`` and torch on which the bits of a run depend, by name: "threads" and so on."""
     is_cuda = device.type == "cuda"
     device_type = torch.cuda.get_device_name(device) if is_cuda else torch.backends.cpu.get_cpu_capability()
     return {
@@ -70,13 +71,13 @@ def content_digest(content: dict[str, Any]) -> str:
 def encode(path: str | os.PathLike[str], content: dict[str, Any]) -> bytes:
     """Return ``content`` as bytes that :func:`decode` reads, to send it to another process.
 
-    Raises InputError, on ``path``, when it has objects that only pickle could bring back.
+    Raises InputError when it has objects that only pickle could restore; ``path``: the checkpoint, for the message.
     """
     stream = io.BytesIO()
     try:
         torch.save(content, stream)
         decode(stream.getvalue())
-    except Exception as error:  # pickle raises what the object's own code raises
+    except Exception as error:  # pickle raises whatever an object's own code raises
         problem = f"what would be written cannot be read back ({type(error).__name__})"
         raise InputError(os.fspath(path), problem, READABLE) from None
     return stream.getvalue()
@@ -89,14 +90,14 @@ def decode(data: bytes) -> dict[str, Any]:
 
 
 def previous(path: Path) -> Path:
-    """Return the path of the checkpoint before the last. Raises InputError for a path without a file name."""
+    """Return where the checkpoint that ``path`` replaced is kept: ``NAME.previous``. Raises InputError without a file name."""
     if not path.name:
         raise InputError(f'"{path}"', "names no file", "give the path of a checkpoint")
     return path.with_name(path.name + ".previous")
 
 
 def stamp(path: str | os.PathLike[str]) -> Stamp | None:
-    """Return the stamp of the file at ``path``; None when there is none."""
+    """Return the stamp of the file at ``path``; None if it cannot be found."""
     try:
         status = os.stat(path)
     except OSError:
@@ -105,12 +106,13 @@ def stamp(path: str | os.PathLike[str]) -> Stamp | None:
 
 
 def write(path: str | os.PathLike[str], content: dict[str, Any], last: Stamp | None = None) -> Stamp | None:
-    """Replace the checkpoint at ``path`` atomically: a killed process leaves the whole old file or the whole new one.
+    """Replace the checkpoint at ``path`` atomically, and return the new file's stamp.
 
-    The new file is read back before it replaces the old one. Returns the new file's stamp. ``last``: the stamp that
-    this run got when it last read or wrote ``path``; None: it has done neither. Raises InputError when another run has
-    written there since or is writing, when ``path`` is a folder, a pipe or a device, when the folder is not writable or
-    full, or when the content has objects that only pickle could restore.
+    A killed process leaves the whole old file or the whole new one. The new file is read back before it replaces the
+    old one, which stays as ``NAME.previous``. ``last``: the stamp that this run got when it last read or wrote
+    ``path``; None: it has done neither. Raises InputError when another run has written there since or is writing, when
+    ``path`` is a folder, a pipe or a device, when the folder is not writable or full, or when the content has objects
+    that only pickle could restore.
     """
     path = Path(path)
     for replaced in (path, previous(path)):
@@ -142,7 +144,7 @@ def write(path: str | os.PathLike[str], content: dict[str, Any], last: Stamp | N
         reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
         remedy = "check that the folder exists, is writable and has space"
         raise InputError(str(path), f"cannot be written ({reason})", remedy) from None
-    with contextlib.suppress(OSError):  # some file systems cannot
+    with contextlib.suppress(OSError):  # makes the new name durable; some file systems cannot do that for a folder
         folder = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)
@@ -152,16 +154,16 @@ def write(path: str | os.PathLike[str], content: dict[str, Any], last: Stamp | N
 
 
 def _keep_previous(path: Path) -> None:
-    """Give the checkpoint at ``path`` a second name, ``NAME.previous``: at no moment is there no file at ``path``."""
+    """Give the checkpoint at ``path`` the second name ``NAME.previous``; it keeps its own name, so ``path`` always exists."""
     spare = path.with_name(f".{path.name}.partial.previous")
     spare.unlink(missing_ok=True)
     os.link(path, spare)
     os.replace(spare, previous(path))
-    spare.unlink(missing_ok=True)  # replacing one name of a file by another of the same file does nothing
+    spare.unlink(missing_ok=True)  # os.replace does nothing, and leaves it, where both names are of the same file
 
 
 def _try_lock(descriptor: int) -> bool:
-    """Lock an open file until it is closed or the process ends; return False when another process has locked it.
+    """Lock an open file until it is closed or the process ends; return whether that worked: another may have locked it.
 
     Returns True where the file system has no locks: refusing to write there would be worse than missing another run.
     Raises OSError when the disk fails.
@@ -177,7 +179,7 @@ def _try_lock(descriptor: int) -> bool:
 
 
 def _is_named(descriptor: int, path: Path) -> bool:
-    """Return whether ``path`` still names the open file, which another run may have renamed before it was locked."""
+    """Return whether ``path`` still names the open file; another run may have renamed it before it was locked here."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:
@@ -185,7 +187,7 @@ def _is_named(descriptor: int, path: Path) -> bool:
 
 
 def _demand_readable(path: Path, partial: Path) -> None:
-    """Raise InputError, on ``path``, unless the file ``partial`` that is to replace it can be read back as a checkpoint."""
+    """Raise InputError, naming ``path``, unless ``partial``, the file to replace it, can be read as a checkpoint."""
     try:
         _read_file(partial)
     except InputError as error:
@@ -194,9 +196,9 @@ def _demand_readable(path: Path, partial: Path) -> None:
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return a checkpoint's content; where it is missing or damaged, that of the checkpoint before it, with a warning.
+    """Return a checkpoint's content; if it is missing or damaged, that of ``NAME.previous``, with a warning.
 
-    Raises InputError when neither file is an intact checkpoint, or its version is another.
+    Raises InputError when neither file is an intact checkpoint, and for one of another kind or version.
     """
     path = Path(path)
     older = previous(path)
@@ -215,7 +217,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _read_file(path: Path) -> dict[str, Any]:
-    """Return the content of one checkpoint file. Raises InputError when there is none, or it is not what was written."""
+    """Return the content of one checkpoint file. Raises InputError when it is missing, unreadable or altered."""
     try:
         document = torch.load(path, map_location="cpu", weights_only=True)
         content: dict[str, Any] = document["content"]
@@ -231,9 +233,9 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 
 def _demand_equal(where: str, saved: Mapping[str, Any], present: Mapping[str, Any], remedy: str) -> None:
-    """Raise InputError for the first field of this job (``present``) that is not as in the checkpoint (``saved``).
+    """Raise InputError for the first field of this job (``present``) whose value differs in the checkpoint (``saved``).
 
-    ``where``: the file, and the part of it.
+    ``where``: the file and the part of it, for the message, which ends in ``remedy``.
     """
     for name, value in present.items():
         if saved.get(name) != value:
@@ -243,10 +245,10 @@ def _demand_equal(where: str, saved: Mapping[str, Any], present: Mapping[str, An
 def _demand_same_optimizer(
     where: str, saved: Mapping[str, Any], saved_class: str, optimizer: torch.optim.Optimizer
 ) -> list[str]:
-    """Check the saved state of an optimizer against ``optimizer``; return a sentence for each option whose value differs.
+    """Check the saved state of an optimizer against ``optimizer``; return a clause for each option whose value differs.
 
-    Such options (say, a learning rate) are no error: their saved values are used. Raises InputError for another class
-    of optimizer, other parameter groups or other options.
+    Such a difference (say, of a learning rate) is allowed: the saved value will be used. Raises InputError for another
+    class of optimizer, for parameter groups of other number or size, and for an option that the saved state lacks.
     """
     present_class = type(optimizer).__name__
     if saved_class != present_class:
@@ -272,7 +274,7 @@ def _demand_same_optimizer(
     return differences
 
 
-def continued(
+def read_matching(
     path: str | os.PathLike[str],
     settings: Mapping[str, Any],
     device: torch.device,
@@ -280,17 +282,17 @@ def continued(
     extras: Collection[str],
     optimizer: torch.optim.Optimizer,
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return a checkpoint's content, and a sentence for each optimizer option whose saved value differs.
+    """Return (a checkpoint's content, a clause for each optimizer option whose saved value differs).
 
-    Raises InputError unless a run of the other arguments can continue it with equal bits.
+    Raises InputError unless the run that the other arguments describe can continue it with equal bits.
 
     Args:
         path: the checkpoint.
-        settings: those of this run.
+        settings: the run's, by name.
         device: where its model is.
-        parameters: this model's, by name.
-        extras: names of what else is saved.
-        optimizer: of this run.
+        parameters: the model's, by name.
+        extras: names of what the run saves besides.
+        optimizer: the run's.
     """
     content, where = read(path), os.fspath(path)
     if missing := [name for name in _CONTENT_FIELDS if name not in content]:

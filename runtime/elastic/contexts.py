@@ -1,8 +1,8 @@
 """The state that a logical worker (EST) keeps between its turns. Start at :class:`Contexts`.
 
-That is its random streams, its module buffers, and what its turns leave in plain attributes of modules. Parameters and
-optimizer state are the same for all logical workers between steps and are held once per process; activations are gone
-when a turn ends. So little is left that switching from one worker to the next is cheap (EasyScale, section 3.2).
+That is its random streams, its module buffers, and the plain attributes of modules that its turns change. Parameters
+and optimizer state are the same for all logical workers between steps, so a process holds them once; activations are
+freed when a turn ends. This makes switching from one worker to the next cheap (EasyScale, section 3.2).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BUFFERS = "_buffers"
 ABSENT = object()
 """The value of an attribute that a worker does not have."""
 Key = tuple[str, str]
-"""An attribute: its module's prefix, and its name."""
+"""An attribute: (its module's prefix, its name). A key with the name :data:`BUFFERS` stands for all of a module's buffers."""
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _SIMPLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 # Top-level modules whose objects are compared by identity: a model does not compute with their state.
@@ -39,15 +39,15 @@ _OPAQUE_MODULES = frozenset({"torch", "logging", "threading", "builtins", "funct
 
 
 def plain_name(name: str) -> str:
-    """Return a parameter's or buffer's name without what ``torch.compile`` puts before it."""
+    """Return a parameter's or buffer's name without ``_orig_mod.``, which ``torch.compile`` inserts."""
     return name.replace("_orig_mod.", "")
 
 
 def modules_of(model: nn.Module, loss: Any) -> dict[str, Any]:
     """Return the modules of model and loss by the prefix of their names, such as ``"layer.0."``; the model itself has "".
 
-    The loss's prefixes begin with :data:`LOSS`; a module that is in both has the model's. A loss object that is no
-    module is included too, for its attributes.
+    The loss's prefixes begin with :data:`LOSS`; a module that is in both has the model's. A loss that is an object but
+    not a module, or a method of one, is included too, for the object's attributes; a plain function or None is not.
     """
     by_prefix: dict[str, Any] = {f"{name}." if name else "": module for name, module in model.named_modules()}
     if isinstance(loss, nn.Module):
@@ -58,14 +58,14 @@ def modules_of(model: nn.Module, loss: Any) -> dict[str, Any]:
             if id(module) not in model_ids
         }
     else:
-        owner = getattr(loss, "__self__", loss)  # of a method
+        owner = getattr(loss, "__self__", loss)  # the object of a bound method
         if hasattr(owner, "__dict__") and not isinstance(owner, (type, ModuleType, nn.Module)):
             by_prefix[LOSS] = owner
     return by_prefix
 
 
 def named_buffers(modules: Mapping[str, Any]) -> dict[str, Tensor | None]:
-    """Return the buffers that ``modules`` (by prefix) hold now, by full name; None for one that has no tensor."""
+    """Return the buffers that ``modules`` (by prefix) hold now, by full name; None for one that is registered as None."""
     dicts = {prefix: module._buffers for prefix, module in modules.items() if isinstance(module, nn.Module)}
     return {prefix + name: value for prefix, buffers in dicts.items() for name, value in buffers.items()}
 
@@ -73,29 +73,29 @@ def named_buffers(modules: Mapping[str, Any]) -> dict[str, Tensor | None]:
 class WorkerState:
     """Each local worker's own values of module attributes, and of a loss object's; they are swapped, not copied.
 
-    From the beginning these are the modules' dicts of buffers. So a buffer that a forward pass registers or removes is
-    its worker's too, and a tensor that is registered in two places stays one tensor. Plain attributes that a turn
-    changes (``self.calls += 1``, a list, a tensor) are added when that is found; every worker then begins with the
-    value before the turn. All attributes are compared before and after a turn: in the first turns of each local worker,
-    and later in turns whose number is a power of two. Numbers, strings, tensors, arrays and collections of them can be
-    a worker's own; ``training`` is the user's.
+    At first these are the modules' dicts of buffers. So a buffer that a forward pass registers or removes belongs to
+    its worker too, and a tensor that is registered in two places stays one tensor. Plain attributes that a turn changes
+    (``self.calls += 1``, a list, a tensor) are added when the change is found; every worker then starts with the value
+    from before the turn. To find changes, all attributes are compared before and after a turn: in the first turn of
+    each local worker, and later in turns whose number is a power of two. Numbers, strings, tensors, arrays and
+    collections of them can be swapped; ``training`` is left to the user.
 
-    Raises InputError for buffers that cannot be swapped, and in :meth:`leave` for an attribute that cannot be a
-    worker's own: an object with a state, a random generator, a module that a turn adds, or one whose change was found
-    so late that others may have been overlooked.
+    Raises InputError for buffers that cannot be swapped, and in :meth:`leave` for a change that cannot be kept per
+    worker: of an object with a state or a random generator, a module that a turn adds, or a change that was found so
+    late that earlier ones may have been missed.
     """
 
     def __init__(self, modules: dict[str, Any], local: Sequence[int]) -> None:
-        """Give each of the ``local`` virtual ranks a copy of all buffers of ``modules``, which are given by prefix."""
+        """Give each of the ``local`` virtual ranks a copy of all buffers of ``modules`` (by prefix; :func:`modules_of`)."""
         self._modules, self._local = modules, local
-        # By prefix, each module's own attribute dict: what is written there is the module's attribute.
+        # By prefix, each module's own __dict__: writing to it sets the module's attribute.
         self._held: dict[str, dict[str, Any]] = {prefix: vars(module) for prefix, module in modules.items()}
         for prefix, module in modules.items():
             if isinstance(module, torch.jit.ScriptModule) and list(module.buffers(recurse=False)):
                 what = f"model:{prefix.removesuffix('.')}"
                 raise InputError(what, "is a ScriptModule, whose buffers cannot be swapped", "give the Python module")
         buffers = {(prefix, BUFFERS): part._buffers for prefix, part in modules.items() if isinstance(part, nn.Module)}
-        # By virtual rank, the values that are the worker's own, put into the modules for its turns.
+        # By virtual rank, the worker's own values, which are put into the modules for its turns.
         self._values: dict[int, dict[Key, Any]] = {rank: _copies(buffers) for rank in local}
         # (comparable, copy) of every shared attribute before the turn; None in turns that are not compared.
         self._before: dict[Key, tuple[Any, Any]] | None = None
@@ -133,10 +133,11 @@ class WorkerState:
         self._values[rank] = {key: self._held[key[0]].get(key[1], ABSENT) for key in self._values[rank]}
 
     def _adopt(self, key: Key, old: Any, new: Any) -> None:
-        """Give every logical worker its own value of the attribute ``key``, which a turn has changed from ``old`` to ``new``.
+        """Give every local worker its own value of the attribute ``key``, which a turn has changed from ``old`` to ``new``.
 
-        All of them begin with ``old``. Raises InputError for a value that cannot be swapped, and for a change that
-        comes so late that others may have been overlooked.
+        All start with ``old``; :meth:`leave` then stores ``new`` for the worker of the turn. Raises InputError for a
+        value that cannot be swapped and, with several workers, for a change after each has had its first turn: changes
+        in turns that were not compared may have been missed.
         """
         where = f"model:{key[0]}{key[1]}"
         if not (_is_swappable(old) and _is_swappable(new)):
@@ -149,26 +150,25 @@ class WorkerState:
             values[key] = _copied(old)
 
     def install(self, values: Mapping[Key, Any]) -> None:
-        """Put ``values`` in place as the modules' attributes; one that is ABSENT is removed."""
+        """Set the modules' attributes to ``values``, without copying; one that is ABSENT is removed."""
         for (prefix, name), value in values.items():
             if value is ABSENT:
                 self._held[prefix].pop(name, None)
             else:
                 self._held[prefix][name] = value
 
-    def of(self, rank: int) -> dict[Key, Any]:
-        """Return the values that belong to virtual rank ``rank`` alone, by attribute."""
+    def values_of(self, rank: int) -> dict[Key, Any]:
+        """Return the own values of the worker of virtual rank ``rank``, by attribute; they are not copied."""
         return self._values[rank]
 
-    def copies(self, rank: int) -> dict[Key, Any]:
-        """Return copies of the values that belong to virtual rank ``rank`` alone."""
+    def copies_of(self, rank: int) -> dict[Key, Any]:
+        """Return copies of the own values of the worker of virtual rank ``rank``, by attribute."""
         return _copies(self._values[rank])
 
     def to_documents(self, rank: int) -> dict[str, Document]:
-        """Return the values of virtual rank ``rank`` for a checkpoint, by name: its buffers (not copied) and attributes
-        (copies).
+        """Return the values of virtual rank ``rank`` for a checkpoint: ``buffers`` and ``attributes``, each by full name.
 
-        Attributes that are absent, and buffers without a tensor, are left out.
+        Buffers are not copied, attributes are. Attributes that are absent, and buffers that are None, are left out.
         """
         entries = [(plain_name(prefix), name, value) for (prefix, name), value in self._values[rank].items()]
         dicts = [(prefix, value) for prefix, name, value in entries if name == BUFFERS]
@@ -178,10 +178,11 @@ class WorkerState:
         }
 
     def load(self, documents: Sequence[Document], device: torch.device) -> None:
-        """Take the local workers' values from ``documents``, one for each worker of the job in virtual-rank order.
+        """Replace the local workers' values by those in ``documents``, one per worker of the job in virtual-rank order.
 
-        Each document has ``buffers`` and plain ``attributes`` by full name. Raises InputError where they do not fit the
-        model, and then changes nothing.
+        Each document has ``buffers`` and plain ``attributes`` by full name; they are copied to ``device``. The modules'
+        attributes are set by the next :meth:`install`. Raises InputError for documents that do not fit the model, and
+        then changes nothing.
         """
         present = {plain_name(name): v for name, v in named_buffers(self._modules).items() if v is not None}
         names = dict.fromkeys(name for document in documents for name in document["attributes"])
@@ -208,9 +209,9 @@ class WorkerState:
         self._values = loaded
 
     def _attribute_key(self, name: str, what: str) -> Key:
-        """Return the (prefix, attribute) of a full name in a checkpoint. Raises InputError for a module that the model lacks.
+        """Return the key (prefix, attribute) of a full name in a checkpoint.
 
-        ``what``: "buffers" or "attributes", for the message.
+        ``what``: "buffers" or "attributes", for the message. Raises InputError for a module that the model lacks.
         """
         module_name, _, attribute = name.rpartition(".")
         module_prefix = f"{module_name}." if module_name else ""
@@ -220,7 +221,7 @@ class WorkerState:
         raise InputError(what, f"{name} is only in the checkpoint", "build the model that was saved")
 
     def _submodules(self) -> set[str]:
-        """Return the full names of the submodules that are registered now; one that a turn adds would belong to no worker."""
+        """Return the full names of the submodules that are registered now, to find those that a turn adds."""
         modules = ((prefix, part) for prefix, part in self._modules.items() if isinstance(part, nn.Module))
         return {f"{prefix}{name}" for prefix, module in modules for name in module._modules}
 
@@ -234,11 +235,11 @@ class WorkerState:
 
 
 def _comparable(value: Any, depth: int = 6) -> Any:
-    """Return something that equals itself as long as ``value`` has not changed, to be compared before and after a turn.
+    """Return a value that is equal before and after a turn if and only if ``value`` has not changed, as far as can be seen.
 
-    Of tensors, arrays and generators it is a fingerprint of their contents; of collections, and of objects of the
-    user's own classes, what they hold, down to ``depth`` levels; of everything else the identity. NaN equals NaN, and 1
-    does not equal True.
+    For tensors, arrays and generators that is a fingerprint of their contents; for collections and objects of the
+    user's own classes, their contents down to ``depth`` levels; for everything else, modules and parameters included,
+    the identity. NaN equals NaN, and 1 does not equal True.
     """
     value_type = type(value)
     if isinstance(value, (nn.Parameter, nn.Module)):
@@ -273,7 +274,7 @@ def _comparable(value: Any, depth: int = 6) -> Any:
 
 
 def _is_swappable(value: Any) -> bool:
-    """Return whether each logical worker can have a value like this of its own: one that can be copied and compared."""
+    """Return whether each worker can have a value of this type of its own, which takes copying and comparing it."""
     if value is ABSENT or isinstance(value, (*_SIMPLE, np.ndarray)):
         return True
     if isinstance(value, Tensor):
@@ -284,11 +285,12 @@ def _is_swappable(value: Any) -> bool:
 
 
 def _copies(values: Mapping[Key, Any]) -> dict[Key, Any]:
-    """Return copies of a worker's values, by attribute; a tensor that is registered under several names stays one tensor."""
+    """Return copies of a worker's values, by attribute; a buffer that is registered under several names stays one tensor."""
     copied_by_id: dict[int, Tensor] = {}
 
     def copy_once(tensor: Tensor | None) -> Tensor | None:
-        """Return the copy of a tensor, the same one each time it is met."""
+        """Return the copy of a buffer, the same for the same tensor; None for None."""
+        # The clone is made first, and thrown away if there is a copy already.
         return None if tensor is None else copied_by_id.setdefault(id(tensor), tensor.detach().clone())
 
     return {
@@ -298,9 +300,9 @@ def _copies(values: Mapping[Key, Any]) -> dict[Key, Any]:
 
 
 def _copied(value: Any, device: torch.device | None = None) -> Any:
-    """Return a copy of a tensor, an array or a collection, on ``device`` (None: where it is) and without autograd history.
+    """Return a deep copy of a tensor, an array or a collection, its tensors on ``device`` and without autograd history.
 
-    Anything else is returned as it is.
+    ``device`` None: where they are. Parameters, and values of other types, are returned themselves.
     """
     if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
         return value.detach().clone() if device is None else value.detach().to(device, copy=True)
@@ -319,23 +321,23 @@ def _copied(value: Any, device: torch.device | None = None) -> Any:
 
 
 class UntrackedModules:
-    """Finds modules that change in a turn though they are neither in the model nor in the loss.
+    """Finds modules that change in a turn although they are neither in the model nor in the loss.
 
-    An example is a loss with a running mean in a loop of the user's own. Nobody swaps its buffers between logical
+    An example is a loss with a running mean in a loop of the user's own. Its buffers are not swapped between logical
     workers, so its results would depend on which workers share a process. Hooks that torch calls for every module note
     the state of each untracked module before its first call of a turn; :meth:`end_turn` compares it with the state
     after the turn. Modules whose output needs no gradient, such as metrics, may change.
 
     Args:
-        modules: the model's and the loss's modules by prefix: what is tracked.
-        turns: how many turns to look at, from the first.
+        modules: the tracked ones, which are the model's and the loss's, by prefix.
+        turns: how many turns to watch, from the first.
     """
 
     def __init__(self, modules: Mapping[str, Any], turns: int) -> None:
-        """Note which modules are tracked; the hooks are put in place turn by turn."""
+        """Note which modules are tracked; hooks are registered turn by turn. A compiled model is not watched."""
         roots = [module for module in modules.values() if isinstance(module, nn.Module)]
         self._tracked_ids = {id(part) for root in roots for part in root.modules()}
-        # Code that torch.compile has made does not allow hooks of all modules.
+        # Code that torch.compile has made does not allow global module hooks.
         is_compiled = any(type(root).__name__ == "OptimizedModule" for root in roots)
         self._turns_left = 0 if is_compiled else turns
         self._states: dict[int, Any] = {}
@@ -345,16 +347,16 @@ class UntrackedModules:
         self._hooks: list[Any] = []
 
     def begin_turn(self) -> None:
-        """Hook into the calls of all modules for a logical worker's turn, if it is one of the first."""
+        """Register the hooks for a logical worker's turn, if it is one of the first ``turns``."""
         self._turns_left -= 1
         if self._turns_left >= 0:
             before = register_module_forward_pre_hook(self._before_call)
             self._hooks = [before, register_module_forward_hook(self._after_call)]
 
     def end_turn(self) -> None:
-        """Compare the untracked modules' states with those before the turn.
+        """Remove the hooks, and compare the untracked modules' states with those before the turn.
 
-        Raises InputError naming the type of one that the turn has changed and whose output takes part in training.
+        Raises InputError for one that the turn has changed and whose output takes part in training; it names its type.
         """
         states, trained = self._states, self._trained
         self.close()
@@ -365,24 +367,24 @@ class UntrackedModules:
                 raise InputError("the turn", problem, "give it as loss_fn, or make it a part of the model")
 
     def close(self) -> None:
-        """Remove the hooks and forget the states of this turn, which may have been left before its end."""
+        """Remove the hooks and forget the states of this turn, also of one that an error has ended early."""
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._states, self._trained = [], {}, {}
 
     def _before_call(self, module: nn.Module, _: object) -> None:
-        """Note the state of an untracked module before its first call of the turn: a hook before each module's forward pass."""
+        """Note the state of an untracked module before its first call of the turn: a pre-forward hook of all modules."""
         if id(module) not in self._tracked_ids:
             self._states.setdefault(id(module), _state_of(module))
 
     def _after_call(self, module: nn.Module, _: object, output: object) -> None:
-        """Note an untracked module whose output needs a gradient, so takes part in training: a hook after each forward pass."""
+        """Note an untracked module whose output needs a gradient, so takes part in training: a forward hook of all modules."""
         if id(module) in self._states and isinstance(output, Tensor) and output.requires_grad:
             self._trained[id(module)] = module
 
 
 def _state_of(module: nn.Module) -> Any:
-    """Return something that stays equal as long as a module's own buffers and attributes do not change."""
+    """Return a value that stays equal as long as the module's own buffers and attributes do not change."""
     attributes = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
     return _comparable(attributes), _comparable(dict(module._buffers))
 
@@ -390,29 +392,38 @@ def _state_of(module: nn.Module) -> Any:
 class Contexts:
     """The random streams, buffers and attributes of each logical worker of this process; at most one worker is switched in.
 
-    Between turns, the process's own random streams are in place, and the model holds the buffers and attributes of the
+    Between steps the process's own random streams are in place, and the model holds the buffers and attributes of the
     first local worker. On the process of virtual rank 0 these are virtual rank 0's, whose buffers plain DDP would keep.
+
+    Args:
+        modules: the modules of model and loss by prefix (:func:`modules_of`).
+        local: the virtual ranks that this process runs, ascending.
+        seed: the job's; each worker's streams follow from it and the virtual rank.
+        device: the model's.
+
+    Attributes:
+        active: virtual rank of the worker that is switched in; None between turns.
+        untracked: the watch over modules in neither model nor loss.
     """
 
     def __init__(self, modules: dict[str, Any], local: Sequence[int], seed: int, device: torch.device) -> None:
-        """Seed each local worker's random streams, and let the model hold the first local worker's buffers and attributes."""
-        self._modules, self._own = modules, WorkerState(modules, local)
+        """Seed each local worker's random streams, and set the model to the first local worker's buffers and attributes."""
+        self._modules, self._states = modules, WorkerState(modules, local)
         self.untracked = UntrackedModules(modules, 2 * len(local))  # the first two turns of each worker
         self._device, self._local = device, local
         self._streams = {rank: RandomStreams.seeded(seed, rank, device) for rank in local}
-        self._outside: RandomStreams | None = None  # the process's own, while a step is under way
+        self._process_streams: RandomStreams | None = None  # the process's own, while a step is under way
         self.active: int | None = None
         self._install_first()
 
     def enter(self, virtual_rank: int) -> None:
         """Switch a logical worker in: put its random streams, buffers and attributes in place for its turn.
 
-        No worker may be switched in before. At the first turn of a step, the process's own random streams are kept
-        aside.
+        No other worker may be switched in. The first turn of a step saves the process's own random streams.
         """
-        if self._outside is None:
-            self._outside = RandomStreams.present(self._device)
-        self._own.enter(virtual_rank)
+        if self._process_streams is None:
+            self._process_streams = RandomStreams.present(self._device)
+        self._states.enter(virtual_rank)
         self.untracked.begin_turn()
         self._streams[virtual_rank].restore(self._device)
         self.active = virtual_rank
@@ -420,35 +431,36 @@ class Contexts:
     def leave(self, last: bool = True) -> None:
         """Switch the active logical worker out: keep its random streams, buffers and attributes until its next turn.
 
-        After the ``last`` turn of a step also restore the process's own random streams. Raises InputError for an
-        attribute that the turn has changed and that cannot be swapped (:class:`WorkerState`).
+        After the ``last`` turn of a step also restore the process's own random streams. Without an active worker
+        nothing happens. Raises InputError for an attribute that the turn has changed and that cannot be swapped
+        (:class:`WorkerState`), and for an untracked module that it has changed.
         """
         if self.active is None:
             return
         self._streams[self.active] = RandomStreams.present(self._device)
         self.untracked.end_turn()
-        self._own.leave(self.active)
+        self._states.leave(self.active)
         self.active = None
-        if last and self._outside is not None:
-            self._outside.restore(self._device)
-            self._outside = None
+        if last and self._process_streams is not None:
+            self._process_streams.restore(self._device)
+            self._process_streams = None
             self._install_first()
 
     def _install_first(self) -> None:
-        """Let the model hold the buffers and attributes of the first local worker, as it does between turns."""
-        self._own.install(self._own.of(self._local[0]))
+        """Set the model to the buffers and attributes of the first local worker, which it holds between steps."""
+        self._states.install(self._states.values_of(self._local[0]))
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Let the block work on copies of the first worker's buffers and attributes, which undoes its changes afterwards."""
-        self._own.install(self._own.copies(self._local[0]))
+    def on_copies(self) -> Iterator[None]:
+        """Give the block copies of the first local worker's buffers and attributes; its changes to them are dropped."""
+        self._states.install(self._states.copies_of(self._local[0]))
         try:
             yield
         finally:
             self._install_first()
 
-    def seen(self) -> tuple[Document, dict[str, Tensor | None]]:
-        """Return the random streams that are in place now, and the model's buffers by name, without the loss's."""
+    def present(self) -> tuple[Document, dict[str, Tensor | None]]:
+        """Return (the random streams that are in place now, the model's buffers by name); the loss's are left out."""
         buffers = {name: v for name, v in named_buffers(self._modules).items() if not name.startswith(LOSS)}
         return RandomStreams.present(self._device).to_document(), buffers
 
@@ -458,17 +470,17 @@ class Contexts:
         Buffers are not copied.
         """
         return [
-            {"virtual_rank": rank, "streams": self._streams[rank].to_document(), **self._own.to_documents(rank)}
+            {"virtual_rank": rank, "streams": self._streams[rank].to_document(), **self._states.to_documents(rank)}
             for rank in self._local
         ]
 
     def load(self, documents: list[Document], where: str) -> None:
-        """Take the local workers' contexts from ``documents``, one for each worker of the job in virtual-rank order.
+        """Replace the local workers' contexts by those in ``documents``, one per worker of the job in virtual-rank order.
 
-        ``where``: the checkpoint, for messages. Raises InputError when they do not fit the model.
+        ``where``: the checkpoint, for messages. Raises InputError for documents that do not fit the model.
         """
         try:
-            self._own.load(documents, self._device)
+            self._states.load(documents, self._device)
         except InputError as error:
             raise InputError(f"{where}:{error.where}", error.problem, error.remedy) from None
         self._streams = {rank: RandomStreams.from_document(documents[rank]["streams"]) for rank in self._local}

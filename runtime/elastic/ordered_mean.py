@@ -2,10 +2,10 @@
 :class:`OrderedMean`.
 
 Addition of floating-point numbers is not associative, so the workers' gradients are always added as ((g0 + g1) + g2) +
-g3. A process that runs virtual ranks 1 and 3 must wait for g2 between them, so it cannot sum up its own first. Instead
-the partial sum travels: the process of rank r receives it from the process of rank r - 1, adds its own gradient, and
-sends it to the process of rank r + 1 while the next turn computes. Gradients travel in buckets. Virtual ranks are
-numbered in the order in which turns end (:func:`.processes.divide`).
+g3. A process that runs virtual ranks 1 and 3 needs g2 added between them, so it cannot sum up its own first. Instead
+the partial sum travels: the process of virtual rank r receives it from that of r - 1, adds its own gradient, and sends
+it to that of r + 1 while the next turn computes. Gradients travel in buckets. Virtual ranks are numbered in the order
+in which turns end (:func:`.processes.divide`).
 """
 
 # No `from __future__ import annotations` here: DDP compares the annotations of a communication hook with real types.
@@ -34,45 +34,48 @@ class Bucket:
     parts: list[tuple[int, nn.Parameter, int]]
     """(index among all parameters, parameter, offset of its first element in ``row``)."""
     row: Tensor
-    """(elements,) the partial sum of the flattened gradients, then their mean; on the host."""
+    """The partial sum of the flattened gradients, then their mean, (elements,); on the host."""
     missing: int = 0
-    """Gradients that the present backward pass has not computed yet."""
+    """Number of gradients that the present backward pass has not computed yet."""
     seen: set[int] = field(default_factory=set)
     """Ids of the parameters whose gradients the turn has computed."""
 
     def view(self, parameter: nn.Parameter, offset: int) -> Tensor:
-        """Return the part of ``row`` that belongs to a parameter, in the parameter's shape."""
+        """Return the part of ``row`` from ``offset`` on that belongs to ``parameter``, as a view of the parameter's shape."""
         return self.row[offset : offset + parameter.numel()].view(parameter.shape)
 
     def add(self, gradients: list[Tensor | None], *, first: bool) -> None:
         """Add a turn's gradients, in the order of ``parts`` (None: zeros), to ``row``.
 
-        The ``first`` ones of a step overwrite ``row``, which still holds the mean of the step before.
+        With ``first``, for the first turn of a step, they overwrite ``row``, which still holds the last step's mean.
         """
         for (_, parameter, offset), gradient in zip(self.parts, gradients, strict=True):
             target = self.view(parameter, offset)
             if first:
                 target.zero_() if gradient is None else target.copy_(gradient)
-            else:  # adding zero is not nothing: it turns -0.0 into 0.0, here as on any other placement
+            else:  # zero is added too, because it turns -0.0 into 0.0, as it does on any other placement
                 target.add_(0.0 if gradient is None else gradient.to(target.device))
 
 
 class OrderedMean:
     """Sums the gradients of each turn in virtual-rank order, and sets ``.grad`` to the mean over all logical workers' turns.
 
-    The buckets are recorded in the first step, from the order in which virtual rank 0's gradients become ready, and
-    stay as they are. Sums are elementwise, so buckets decide which gradients share a message and not the bits.
+    For each turn call :meth:`begin`, optionally :meth:`expect`, run the backward passes, and call :meth:`take`; after
+    the step's last turn call :meth:`finish`. Buckets are recorded in the first step, in the order in which virtual rank
+    0's gradients become ready, and do not change. Sums are elementwise, so buckets decide which gradients share a
+    message, but not the bits.
 
     A thread receives, adds and sends while the main thread computes; it lives from the first turn of a step to its end.
-    Invariant: a backward pass starts only when at most one bucket of the turn before is not added yet. So memory does
-    not depend on the number of workers: it holds the gradients of a turn, one set of sums, and a bucket. (Without
-    :meth:`expect` each bucket waits, when its gradients are complete, for the same bucket of the turn before.)
+    Invariant: after :meth:`expect`, a backward pass starts only when at most one bucket of the turn before is not added
+    yet. So memory does not depend on the number of workers: it holds the gradients of a turn, one set of sums, and a
+    bucket. (Without :meth:`expect` each bucket waits, when its gradients are complete, for the same bucket of the turn
+    before.)
 
     Args:
         parameters: by name; those that do not require gradients are left out.
         processes: which process runs which logical workers.
-        turns_per_worker: micro-batches per logical worker and step; the mean is over all of them.
-        bucket_bytes: most bytes of gradients in a message.
+        turns_per_worker: micro-batches per logical worker and step, by whose number the sum is divided too.
+        bucket_bytes: most bytes of gradients in a message; a larger gradient travels alone.
         buckets: parameter names of each bucket, from a checkpoint; None: record them in the first step.
     """
 
@@ -85,7 +88,7 @@ class OrderedMean:
         bucket_bytes: int = 25 * MIB,
         buckets: list[list[str]] | None = None,
     ) -> None:
-        """Hook into the parameters, to see when their gradients are ready; the first bucket starts the thread."""
+        """Register hooks on the parameters, to see when their gradients are ready; the first bucket starts the thread."""
         self._parameters = {name: value for name, value in parameters.items() if value.requires_grad}
         self._processes, self._owners = processes, processes.owners
         self._divisor = processes.max_workers * turns_per_worker
@@ -93,17 +96,17 @@ class OrderedMean:
         self._buckets: list[Bucket] = []
         self.bucket_names = buckets
         self._has_gradient = torch.zeros(len(processes.local), len(self._parameters), dtype=torch.bool)
-        # Names in the order in which their gradients became ready, until the buckets are known; the values mean nothing.
+        # Names in the order in which their gradients became ready, until the buckets are known: a dict as an ordered set.
         self._ready: dict[str, None] = {}
         self._bucket_index: dict[str, int] = {}
-        # Guards the four fields below, which both threads change.
+        # Guards the next four fields, which both threads use.
         self._changed = threading.Condition()
         # By (virtual rank, bucket index): gradients in the order of the bucket's parts that wait to be added.
         self._submitted: dict[tuple[int, int], list[Tensor | None]] = {}
         # (virtual rank, bucket index) of the gradients that the thread has added in this step.
         self._added: set[tuple[int, int]] = set()
-        self._unadded_bytes = 0
-        self._failure: BaseException | None = None
+        self._unadded_bytes = 0  # of the gradients in `_submitted`
+        self._failure: BaseException | None = None  # what has ended the thread
         self._thread: threading.Thread | None = None
         self._turn: int | None = None  # the virtual rank whose turn it is; None between turns
         self._expected = False  # whether `expect` has announced that the next backward pass is the turn's last
@@ -117,47 +120,49 @@ class OrderedMean:
 
     @property
     def names(self) -> list[str]:
-        """The parameters that are averaged, in the model's order."""
+        """Names of the parameters that are averaged, in the model's order."""
         return list(self._parameters)
 
     def clear(self) -> None:
-        """Drop all gradients."""
+        """Set ``.grad`` of all parameters to None."""
         for parameter in self._parameters.values():
             parameter.grad = None
 
     def is_usable(self) -> bool:
-        """Return whether there are gradients and all are finite; a loss scaler (AMP) skips the update for others."""
+        """Return whether there are gradients and all are finite; otherwise a loss scaler (AMP) skips the update."""
         gradients = [value.grad for value in self._parameters.values() if value.grad is not None]
         return bool(gradients) and all(bool(gradient.isfinite().all()) for gradient in gradients)
 
     def close(self) -> None:
-        """Remove the hooks from the parameters; gradients are seen no more."""
+        """Remove the hooks from the parameters; :meth:`take` still works, but nothing is submitted ahead of it."""
         for hook in self._gradient_hooks:
             hook.remove()
         self._gradient_hooks = []
 
     def begin(self, virtual_rank: int) -> None:
-        """Begin the turn of the worker of virtual rank ``virtual_rank``."""
+        """Begin the turn of virtual rank ``virtual_rank``, whose gradients come next."""
         self._turn, self._expected = virtual_rank, False
 
     def expect(self) -> None:
-        """Announce the last backward pass of the turn: each bucket is handed to the thread as soon as it is complete.
+        """Announce the last backward pass of the turn: each bucket goes to the thread as soon as its gradients are ready.
 
-        ``.grad`` must not be changed after that backward pass. Waits until memory is free for another turn's gradients.
+        ``.grad`` must not be changed after that backward pass. Blocks until at most one bucket of earlier turns is not
+        added yet. Raises RuntimeError if the thread has failed.
         """
         # A single process sends nothing, and in the first turn the buckets are not known yet.
         self._expected = self._processes.size > 1 and bool(self._buckets)
-        with self._changed:  # else the gradients of two turns would be there at once
+        with self._changed:  # otherwise memory would hold the gradients of two turns
             self._changed.wait_for(lambda: self._unadded_bytes <= self._bucket_bytes or self._failure is not None)
         self._raise_failure()
         for bucket in self._buckets:
             bucket.missing, bucket.seen = len(bucket.parts), set()
 
     def _take_gradient(self, name: str) -> None:
-        """Count a gradient that a backward pass has computed; submit its bucket when it was the last one missing.
+        """Note that a backward pass has computed the gradient of the parameter ``name``.
 
-        In the first turn, where buckets are not known yet, only the order of gradients is recorded. Raises InputError
-        for a second gradient of a parameter after :meth:`expect`.
+        After :meth:`expect` its bucket is submitted if no other gradient is missing; a second gradient of the same
+        parameter raises InputError. Without it, this only waits for the same bucket of the turn before. In the first
+        turn, where buckets are not known yet, the order of gradients is recorded.
         """
         if not self._buckets:
             self._ready.setdefault(name)
@@ -176,10 +181,11 @@ class OrderedMean:
                 self._submit(self._turn, bucket_index)
 
     def take(self, virtual_rank: int) -> None:
-        """Move the gradients of a logical worker's whole turn out of ``.grad`` and into the sum; call it in virtual-rank order.
+        """Add the gradients of a logical worker's whole turn to the sum, and clear ``.grad``; call it in virtual-rank order.
 
-        A single process adds them at once; else what the backward pass has not submitted goes to the thread. Raises
-        InputError for sparse gradients.
+        A single process adds them at once; otherwise the buckets that the backward pass has not submitted go to the
+        thread. The first call of all makes the buckets, with a message of all processes. Raises InputError for sparse
+        gradients, and RuntimeError if the thread has failed.
         """
         self._lay_out_buckets()
         has_gradient = [value.grad is not None for value in self._parameters.values()]
@@ -194,10 +200,11 @@ class OrderedMean:
         self.clear()
 
     def finish(self, notes: Tensor) -> Tensor:
-        """Set ``.grad`` of every parameter to the mean, None where no worker had one. All processes call this together.
+        """Set ``.grad`` of every parameter to the mean, or to None where no worker had a gradient; return all workers' notes.
 
-        ``notes``, float64 of shape (workers here, n), are further numbers of each worker here, which travel along.
-        Returns those of all workers, shape (max_workers, n), in virtual-rank order.
+        All processes call this together; it blocks until all means are there. ``notes``: float64 (workers here, n),
+        further numbers of each worker here. The result has shape (max_workers, n), in virtual-rank order. ``.grad`` may
+        be a view of the bucket's row, which the next step overwrites. Raises RuntimeError if the thread has failed.
         """
         # One message for both: the first columns say whether each parameter has a gradient, the others are the notes.
         count = len(self._parameters)
@@ -207,7 +214,7 @@ class OrderedMean:
             self._thread = None
             self._raise_failure()
             self._added.clear()
-        else:
+        else:  # a single process has no thread, which would have divided
             for bucket in self._buckets:
                 bucket.row.div_(self._divisor)
         is_used = (table[:, :count].sum(0) > 0).tolist()
@@ -220,16 +227,16 @@ class OrderedMean:
         return table[:, count:]
 
     def _lay_out_buckets(self) -> None:
-        """Make the buckets at the first turn, from a checkpoint's names or those that virtual rank 0's process has recorded.
+        """Make the buckets, if there are none yet: of a checkpoint's names or those that virtual rank 0's process recorded.
 
-        Raises InputError for sparse gradients.
+        All processes do so at the end of their first turn. Raises InputError for sparse gradients.
         """
         if self._buckets:
             return
         for name, parameter in self._parameters.items():
             if parameter.grad is not None and parameter.grad.is_sparse:
                 raise InputError(f"model:{name}", "has a sparse gradient", "use dense gradients (sparse=False)")
-        if self._processes.size == 1:
+        if self._processes.size == 1:  # nothing is sent, so nobody needs to know when gradients are ready
             self.close()
         if self.bucket_names is None:
             recorded = self._processes.job.gather(json.dumps(self._recorded_buckets()).encode())
@@ -247,9 +254,10 @@ class OrderedMean:
         self._sends = [None] * len(self._buckets)
 
     def _recorded_buckets(self) -> list[list[str]]:
-        """Return parameter names by bucket, in the order in which gradients became ready; those without a gradient come last.
+        """Return parameter names by bucket, in the order in which gradients became ready.
 
-        All parameters of a bucket have one dtype and device, and together at most ``bucket_bytes`` of gradients.
+        Parameters without a gradient come last, in reversed order of the model. All parameters of a bucket have one
+        dtype and device and, if there are several, at most ``bucket_bytes`` of gradients.
         """
         names = [*self._ready, *(name for name in reversed(self._parameters) if name not in self._ready)]
         buckets: list[list[str]] = []
@@ -266,7 +274,7 @@ class OrderedMean:
         return buckets
 
     def _submit(self, virtual_rank: int, bucket_index: int) -> None:
-        """Hand a bucket's gradients of the turn of ``virtual_rank`` to the thread, which is started if it does not run."""
+        """Give a bucket's gradients of the turn of ``virtual_rank`` to the thread, which is started if it does not run."""
         bucket = self._buckets[bucket_index]
         with self._changed:
             self._submitted[virtual_rank, bucket_index] = [parameter.grad for _, parameter, _ in bucket.parts]
@@ -277,9 +285,10 @@ class OrderedMean:
             self._thread.start()
 
     def _wait_for_turn_before(self, virtual_rank: int, bucket_index: int) -> None:
-        """Wait until this process's gradients of the same bucket in the turn before have been added.
+        """Block until this process's gradients of the same bucket in its turn before have been added.
 
-        So the gradients of one bucket never wait in two copies, which bounds the memory.
+        So a bucket's gradients of two turns are never kept at once, which bounds the memory. Raises RuntimeError if the
+        thread has failed.
         """
         turn_index = self._processes.local.index(virtual_rank)
         if turn_index == 0:
@@ -290,14 +299,14 @@ class OrderedMean:
         self._raise_failure()
 
     def _raise_failure(self) -> None:
-        """Raise in the main thread the error that has ended the other thread, if there is one."""
+        """Raise RuntimeError in the main thread if an error has ended the other thread."""
         if self._failure is not None:
             raise RuntimeError(f"the chain of gradients broke: {self._failure}") from self._failure
 
     def _reduce_step(self) -> None:
         """Add this process's gradients to the travelling partial sums, bucket by bucket, then receive and forward the means.
 
-        The body of the thread; an exception is kept in ``_failure`` and raised by the main thread.
+        This is the body of the thread. An exception goes into ``_failure``, for the main thread to raise.
         """
         try:
             with torch.no_grad():
@@ -317,8 +326,8 @@ class OrderedMean:
     def _add(self, virtual_rank: int, bucket_index: int) -> None:
         """Add one turn's gradients of a bucket to its partial sum, which comes from the process of the virtual rank before.
 
-        The sum is sent on to the process of the next virtual rank. After the last virtual rank it is complete: it is
-        divided, and the mean is sent to all.
+        Blocks until both are there. The sum is sent on to the process of the next virtual rank. After the last virtual
+        rank it is complete: it is divided, and the mean is sent to all.
         """
         bucket, own_rank = self._buckets[bucket_index], self._processes.rank
         self._wait_for_send(bucket_index)  # receiving overwrites the row that is being sent
@@ -328,7 +337,7 @@ class OrderedMean:
             self._changed.wait_for(lambda: (virtual_rank, bucket_index) in self._submitted)
             gradients = self._submitted.pop((virtual_rank, bucket_index))
         bucket.add(gradients, first=virtual_rank == 0)
-        del gradients  # frees them
+        del gradients  # frees the memory before the main thread is told below
         is_last = virtual_rank == len(self._owners) - 1
         if is_last:
             bucket.row.div_(self._divisor)
@@ -342,33 +351,37 @@ class OrderedMean:
             self._send(bucket_index, target)
 
     def _wait_for_send(self, bucket_index: int) -> None:
-        """Wait until the pending send of a bucket, if any, is complete, so that its row may change."""
+        """Block until the pending send of a bucket, if any, is complete, so that its row may change."""
         work, self._sends[bucket_index] = self._sends[bucket_index], None
         if work is not None:
             work.wait()
 
     def _broadcast_mean(self, bucket_index: int) -> None:
-        """Pass a bucket's mean on around the ring of processes, which begins with that of the last virtual rank."""
+        """Pass a bucket's mean around the ring of processes: receive it, except at its source, and send it on.
+
+        The source is the process of the last virtual rank, which completes the sum; the one before it in the ring does
+        not send.
+        """
         rank, size, source = self._processes.rank, self._processes.size, self._owners[-1]
         if rank != source:
-            self._wait_for_send(bucket_index)
+            self._wait_for_send(bucket_index)  # the row may still be on its way as a partial sum
             self._receive(bucket_index, (rank - 1) % size)
         if (target := (rank + 1) % size) != source:
             self._send(bucket_index, target)
 
     def _send(self, bucket_index: int, target: int) -> None:
-        """Begin to send a bucket's row to the process of rank ``target``, as bytes, so that any dtype can travel."""
+        """Start to send a bucket's row to the process of rank ``target``, as bytes, so that any dtype can be sent."""
         row = self._buckets[bucket_index].row.view(torch.uint8)
         self._sends[bucket_index] = dist.isend(row, dst=target, group=self._processes.job.side, tag=self._processes.tag)
 
     def _receive(self, bucket_index: int, source: int) -> None:
-        """Receive a bucket's row, as bytes, from the process of rank ``source``."""
+        """Overwrite a bucket's row with the one from the process of rank ``source``; blocks until it has come."""
         row = self._buckets[bucket_index].row.view(torch.uint8)
         dist.recv(row, src=source, group=self._processes.job.side, tag=self._processes.tag)
 
 
 def _note_gradient(reference: "weakref.ref[OrderedMean]", name: str, _: Tensor) -> None:
-    """Note that the gradient of the parameter ``name`` is ready, if the mean still exists: the hook of a parameter."""
+    """Tell the OrderedMean, if it still exists, that the gradient of the parameter ``name`` is ready: a parameter's hook."""
     if (mean := reference()) is not None:
         mean._take_gradient(name)
 
@@ -383,7 +396,7 @@ def ordered_mean(
     with this hook is the reference for an elastic run.
     """
     buffer = bucket.buffer()
-    # All rows are gathered, for an all-reduce would add them in an order of its own.
+    # All rows are gathered, because an all-reduce would add them in an order of its own.
     rows = [torch.empty_like(buffer) for _ in range(dist.get_world_size(group))]
 
     def finish(_: torch.futures.Future[list[Tensor]]) -> Tensor:

@@ -17,10 +17,11 @@ from ddltool.runtime.processes.job import DistributedJob
 
 
 def start_processes(backend: str = "gloo") -> None:
-    """Join the process group of a torchrun job, also after a restart; do nothing outside of torchrun.
+    """Join the process group of a torchrun job, also after a restart; outside of torchrun, or once joined, do nothing.
 
-    ``torch.distributed.init_process_group`` reads the processes' addresses from torchrun's store, where after a restart
-    it can find those of processes that are gone. Here each attempt has keys of its own.
+    Blocks until all processes have joined. ``torch.distributed.init_process_group`` alone reads the processes'
+    addresses from torchrun's store, where after a restart it can find those of processes that are gone; here each
+    attempt has keys of its own.
     """
     place = job_from_environment()
     if place is not None and not dist.is_initialized():
@@ -29,14 +30,14 @@ def start_processes(backend: str = "gloo") -> None:
 
 
 def divide(max_workers: int, world_size: int, counts: Sequence[int] | None = None) -> tuple[tuple[int, ...], ...]:
-    """Return the virtual ranks that each process runs, in ascending order.
+    """Return the virtual ranks that each process runs, by rank, each in ascending order.
 
-    Virtual ranks are numbered in the order in which turns end when all processes take equally long over all of their
-    turns. So a sum in virtual-rank order can grow while processes still compute.
+    Virtual ranks are numbered in the order in which turns end if all processes need the same time for all of their
+    turns together. So a sum in virtual-rank order can grow while processes still compute.
 
     Args:
-        max_workers: logical workers in all.
-        world_size: processes.
+        max_workers: number of logical workers.
+        world_size: number of processes.
         counts: logical workers of each process, (world_size,); None: as evenly as possible.
 
     Raises InputError when there are more processes than logical workers, or ``counts`` does not fit.
@@ -53,7 +54,7 @@ def divide(max_workers: int, world_size: int, counts: Sequence[int] | None = Non
     if len(counts) != world_size or min(counts) < 1 or sum(counts) != max_workers:
         remedy = f"give {world_size} counts (one per process, each at least 1) that add up to {max_workers}"
         raise InputError("placement", f"is {list(counts)}", remedy)
-    # (the part of the step's time at which a turn ends, rank); exact fractions, so that equal ends compare equal
+    # (fraction of the step's time at which a turn ends, rank); exact fractions, so that equal ends compare equal
     turns = sorted((Fraction(turn + 1, count), rank) for rank, count in enumerate(counts) for turn in range(count))
     virtual_ranks: list[list[int]] = [[] for _ in range(world_size)]
     for virtual_rank, (_, rank) in enumerate(turns):
@@ -65,7 +66,7 @@ def divide(max_workers: int, world_size: int, counts: Sequence[int] | None = Non
 class Processes:
     """The processes of a job, and the logical workers that each of them runs (``runs[rank]``, ascending).
 
-    ``job.side`` is a gloo group for host data; partial sums go over it with a ``tag`` of this trainer's own.
+    ``job.side`` is a gloo group for host data; partial sums go over it with ``tag``, which only this trainer uses.
     """
 
     job: DistributedJob
@@ -74,9 +75,9 @@ class Processes:
 
     @classmethod
     def this(cls, max_workers: int, counts: Sequence[int] | None = None) -> Processes:
-        """Return the running job's processes; ``counts``: logical workers of each, None: as evenly as possible.
+        """Return the running job's processes, with ``max_workers`` logical workers divided among them by :func:`divide`.
 
-        Raises InputError, on every process, when they cannot hold the workers.
+        All processes call this together. Raises InputError, on every process, when the workers cannot be divided so.
         """
         job = DistributedJob.this()
         runs = job.together(lambda: divide(max_workers, job.world_size, counts))
@@ -124,7 +125,10 @@ class Processes:
 
 
 def broadcast(tensors: list[Tensor], source: int) -> None:
-    """Overwrite ``tensors`` in place, on every process, with the values of the process of rank ``source``."""
+    """Overwrite ``tensors`` in place, on every process, with the values of the process of rank ``source``.
+
+    All processes call this together; without a process group of several, nothing happens.
+    """
     if dist.is_initialized() and dist.get_world_size() > 1:
         with torch.no_grad():
             for value in tensors:
@@ -132,7 +136,10 @@ def broadcast(tensors: list[Tensor], source: int) -> None:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Return ``batch`` with its tensors on ``device``, also those in lists, tuples (which become lists) and mappings."""
+    """Return ``batch`` with its tensors on ``device``, also those nested in lists, tuples and mappings.
+
+    Tuples become lists, and mappings dicts; other values stay themselves.
+    """
     if isinstance(batch, Tensor):
         return batch.to(device)
     if isinstance(batch, Mapping):
@@ -143,6 +150,9 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def count_collectives() -> int:
-    """Return how many collectives the default process group has run: the script's, as ddltool's own use other groups."""
+    """Return how many collectives the default process group has run; 0 without one.
+
+    Those within a turn are the script's, because ddltool's messages of a turn use another group.
+    """
     group: Any = dist.group.WORLD if dist.is_initialized() else None
     return 0 if group is None else int(group._get_sequence_number_for_group())

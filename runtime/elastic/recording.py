@@ -1,7 +1,7 @@
 """Records of training runs: a fingerprint of every tensor of every step, one JSON line each.
 
-``ElasticTrainer(..., record="run.jsonl")`` leaves one, and :class:`RunRecorder` does for a loop of one's own, plain DDP
-included. Two records of the same training, on whatever numbers of processes, are compared by
+``ElasticTrainer(..., record="run.jsonl")`` writes one, and :class:`RunRecorder` does for a loop of one's own, plain DDP
+included. Two records of the same training, on any numbers of processes, are compared by
 :func:`~.run_difference.first_difference` and by ``ddltool diff-run``.
 """
 
@@ -40,15 +40,19 @@ T = TypeVar("T")
 class TurnRecorder:
     """Takes the fingerprints of this process's turns; process 0 writes a line per step.
 
-    Module outputs are those of the modules that have no children, in the order in which they ran. A step that is made
-    again replaces the one in the file and all that follow. Raises InputError, on every process, where the file cannot
-    be written or holds something else.
+    For each turn call :meth:`begin`, :meth:`batch`, :meth:`loss` and :meth:`end`, and for each step :meth:`combined`
+    before the update and :meth:`write` after it. Module outputs are those of the modules without children, in the order
+    in which they ran. A step that is made again replaces the one in the file and all that follow. Raises InputError, on
+    every process, where the file cannot be written or holds something else.
     """
 
     def __init__(
         self, model: nn.Module, job: DistributedJob, path: str | os.PathLike[str], settings: Mapping[str, Any]
     ) -> None:
-        """Check the file on all processes, and hook into the modules without children, to see their outputs."""
+        """Check the file on all processes, and register forward hooks on the modules without children.
+
+        ``settings``: what the run depends on, by name; each line holds them.
+        """
         self._model, self._job, self._path, self._settings = model, job, Path(path), dict(settings)
         self._has_written = False  # whether this run has written to the file since it was opened
         self._turns: dict[str, dict[WorkerKind, Digests]] = {}  # of the present step, by virtual rank
@@ -68,10 +72,13 @@ class TurnRecorder:
                 next(iter(StepReader(self._path)), None)  # raises for another kind of file
 
     def _watch(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        """Return a forward hook that records the fingerprint of a module's output under ``name``, in training turns only."""
+        """Return a forward hook that records the fingerprint of a module's output under ``name``.
+
+        It does nothing outside of turns and without gradients.
+        """
 
         def note(module: nn.Module, inputs: Any, output: Any) -> None:
-            """Record the output's fingerprint, under the number of the call in this turn and the module's name."""
+            """Record the output's fingerprint as "NUMBER NAME", by the number of the call in this turn."""
             if self._turn is not None and torch.is_grad_enabled():
                 call = f"{len(self._turn['output'])} {name}"
                 self._turn["output"][call] = digest("".join(digests(output).values()).encode())
@@ -79,26 +86,26 @@ class TurnRecorder:
         return note
 
     def begin(self, virtual_rank: int, streams: Any, buffers: Mapping[str, Tensor | None]) -> None:
-        """Begin a logical worker's turn with the fingerprints of its random streams and buffers, before it draws from them."""
+        """Begin a logical worker's turn: record its random streams and buffers, before it draws from them or changes them."""
         self._turn = self._turns[str(virtual_rank)] = {kind: {} for kind in WORKER_CAUSES}
         self._turn["random stream"] = digests(streams)
         self._turn["buffer before"] = digests(buffers)
 
     def batch(self, content: Any) -> None:
-        """Record the fingerprints of a micro-batch's tensors, numbered in the order in which they come."""
+        """Record the fingerprints of a micro-batch's leaves, numbered across the turn's batches."""
         if self._turn is not None:
-            begin = len(self._turn["batch"])
+            begin = len(self._turn["batch"])  # keeps the names of several batches of a turn apart
             self._turn["batch"] |= {f"{begin}.{name}": fingerprint for name, fingerprint in digests(content).items()}
 
     def loss(self, value: Tensor) -> None:
-        """Record the fingerprint of a micro-batch's loss."""
+        """Record the fingerprint of a micro-batch's loss, as "loss NUMBER" from 0."""
         if self._turn is not None:
             self._turn["loss"][f"loss {len(self._turn['loss'])}"] = digest(value)
 
     def end(self, gradients: Mapping[str, Tensor | None] | None, buffers: Mapping[str, Tensor | None]) -> None:
-        """End a turn with the fingerprints of its gradients and of the buffers that it leaves.
+        """End a turn: record its gradients, and its buffers by name as they are now.
 
-        ``gradients`` by parameter; None: those that are in ``.grad`` now.
+        ``gradients``: by parameter name, None where there is none; None altogether: those in ``.grad``.
         """
         if self._turn is not None:
             present = self._gradients()
@@ -108,9 +115,9 @@ class TurnRecorder:
         self._turn = None
 
     def combined(self, *, first: bool) -> None:
-        """Record the gradients that the optimizer is about to use, before a run's ``first`` step also the parameters.
+        """Record, on process 0, the gradients that the optimizer is about to use; with ``first`` also the parameters.
 
-        Process 0 does so.
+        ``first``: whether this is the run's first step.
         """
         if self._job.rank == 0:
             self._shared = {"combined gradient": digests(self._gradients())}
@@ -118,7 +125,10 @@ class TurnRecorder:
                 self._shared[BEFORE] = self._parameters()
 
     def write(self, step: int, epoch: int) -> None:
-        """Write the line of a step after the optimizer's update. All processes call this together, and process 0 writes."""
+        """Write a step's line, after the optimizer's update. All processes call this together; process 0 writes.
+
+        The first line of a run drops lines of the same step or later ones from the file.
+        """
         turns, self._turns = self._turns, {}
         parts = self._job.gather(json.dumps(turns).encode())
         if self._job.rank > 0:
@@ -134,16 +144,16 @@ class TurnRecorder:
             shared=self._shared | {"parameter": self._parameters()},
         )
         if not self._has_written:
-            self._keep_until(step)
+            self._drop_from(step)
             self._has_written = True
         with self._path.open("a") as file:
             file.write(_line(recorded))
 
     def reopen(self) -> None:
-        """Let the next step that is written replace the record from its number on, as after loading a checkpoint."""
+        """Let the next line replace the lines of its step and later ones: call it after loading a checkpoint."""
         self._has_written = False
 
-    def _keep_until(self, step: int) -> None:
+    def _drop_from(self, step: int) -> None:
         """Drop the lines of ``step`` and later steps from the file, and a line that a killed process left unfinished."""
         partial = self._path.with_name(self._path.name + ".partial")
         with partial.open("w") as kept:
@@ -154,17 +164,20 @@ class TurnRecorder:
         os.replace(partial, self._path)
 
     def _gradients(self) -> dict[str, Tensor | None]:
-        """Return the present gradients, last layer first: the order in which a backward pass makes them."""
+        """Return the gradients in ``.grad`` by name, last layer first, which is the order of a backward pass.
+
+        Frozen parameters are left out; one without a gradient has None.
+        """
         trained = [(name, value.grad) for name, value in self._model.named_parameters() if value.requires_grad]
         return dict(reversed(trained))
 
     def _parameters(self) -> Digests:
-        """Return the fingerprints of the present parameters."""
+        """Return the fingerprints of the present parameters, by name."""
         return digests(dict(self._model.named_parameters()))
 
 
 def _line(step: RecordedStep) -> str:
-    """Return a step as one JSON line."""
+    """Return a step as one line of JSON, newline included."""
     return json.dumps(step.model_dump()) + "\n"
 
 
@@ -190,9 +203,9 @@ class RunRecorder:
     Args:
         model: the module that is trained; names are those of the bare module.
         optimizer: over its parameters.
-        path: the record; a step that it has already is replaced, with all that follow.
+        path: the record; the first step that is written replaces one of the same number, and all that follow.
         settings: what else the run depends on, as plain numbers and strings by name (seed, batch size, ...).
-        first_step: number of the next step, for a run that goes on.
+        first_step: number of the next step, for a run that is continued.
 
     Raises InputError, on every process, where the record cannot be written.
     """
@@ -206,7 +219,7 @@ class RunRecorder:
         settings: Mapping[str, Any] | None = None,
         first_step: int = 0,
     ) -> None:
-        """Open the record on all processes, and hook into parameters and optimizer."""
+        """Open the record on all processes together, and register hooks on parameters and optimizer."""
         bare: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
         self._device = next(bare.parameters()).device
         self._job = DistributedJob.this()
@@ -215,7 +228,7 @@ class RunRecorder:
         self._modules = modules_of(bare, None)
         self._gradients: dict[str, Tensor] = {}
         self._epoch = 0
-        self._open = False  # whether a step has begun whose update has not come yet
+        self._open = False  # whether a step has begun and its update has not come yet
         self.step = first_step
         for name, parameter in bare.named_parameters():
             if parameter.requires_grad:
@@ -224,7 +237,7 @@ class RunRecorder:
         optimizer.register_step_post_hook(self._after_update)
 
     def _watch(self, name: str) -> Callable[[Tensor], None]:
-        """Return a gradient hook that adds up this process's own gradients of a parameter, before DDP averages them."""
+        """Return a gradient hook that sums up the parameter ``name``'s own gradients, before DDP averages them."""
 
         def note(gradient: Tensor) -> None:
             """Add a gradient to the parameter's sum of this step."""
@@ -235,10 +248,10 @@ class RunRecorder:
         return note
 
     def batches(self, loader: Iterable[T], epoch: int = 0) -> Iterator[T]:
-        """Yield the batches of ``loader``, recording each, and at the beginning of a step also the random streams.
+        """Yield the batches of ``loader``; record each, and at the start of a step also random streams and buffers.
 
-        The streams are those before the step's first batch is fetched, as fetching may draw from them. ``epoch``: its
-        number, which the step's line holds.
+        The streams are those before the step's first batch is fetched, because fetching may draw from them. ``epoch``:
+        its number, for the step's line. A step that the loader ends in the middle of goes on with the next loader.
         """
         self._epoch = epoch
         source = iter(loader)
@@ -251,17 +264,17 @@ class RunRecorder:
             try:
                 batch = next(source)
             except StopIteration:
-                self._open = not begins_step
+                self._open = not begins_step  # a step without any batch has not begun
                 return
             self._recorder.batch(batch)
             yield batch
 
     def loss(self, value: Tensor) -> None:
-        """Note the loss of the present batch."""
+        """Record the loss of the present batch."""
         self._recorder.loss(value)
 
     def _before_update(self, *_: object) -> None:
-        """End the turn and record the averaged gradients: the optimizer's pre-step hook. Raises InputError without a batch."""
+        """End the turn, and record the averaged gradients: the optimizer's pre-step hook. Raises InputError without a batch."""
         if not self._open:
             raise InputError("RunRecorder", "the optimizer steps without a batch", "take them from recorder.batches")
         self._recorder.end(self._gradients, named_buffers(self._modules))
@@ -269,6 +282,6 @@ class RunRecorder:
         self._open = False
 
     def _after_update(self, *_: object) -> None:
-        """Write the step: the optimizer's post-step hook."""
+        """Write the step's line, together with all processes, and count the step: the optimizer's post-step hook."""
         self._recorder.write(self.step, self._epoch)
         self.step += 1

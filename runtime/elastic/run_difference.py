@@ -21,9 +21,9 @@ from ddltool.results import DifferingSetting, FirstDifference, RunDifference, Ru
 WorkerKind = Literal["random stream", "batch", "buffer before", "output", "loss", "gradient", "buffer"]
 SharedKind = Literal["parameter before", "combined gradient", "parameter"]
 Cause = tuple[str, str]
-"""A class of causes, and a sentence on the cause of a difference when all that comes earlier is equal."""
+"""(class, sentence): the cause of a difference where everything earlier in causal order is equal."""
 
-# In causal order.
+# Kinds of records in causal order, each with its cause.
 WORKER_CAUSES: Mapping[WorkerKind, Cause] = {
     "random stream": (
         "random numbers",
@@ -43,7 +43,7 @@ SHARED_CAUSES: Mapping[SharedKind, Cause] = {
     "combined gradient": ("reduction order", "the reduction: the order in which gradients are added"),
     "parameter": ("optimizer", "the optimizer: its state, its settings or its kernel"),
 }
-BEFORE: SharedKind = "parameter before"  # in the line of step 0 alone
+BEFORE: SharedKind = "parameter before"  # in the line of the first step only
 BEFORE_CAUSE = "initial weights", "the weights that the runs began with: another initialisation, or another checkpoint"
 ONLY_ONE = ("code", "what only one of the runs has: other code, or another number of workers")
 REORDERED = "data order", "the order of the data: the other run gives this batch to another worker in the same step"
@@ -53,7 +53,10 @@ Digests = dict[str, str]
 
 
 class RecordedStep(Record):
-    """The fingerprints of one step: of each worker by virtual rank, kind and tensor; of shared tensors by kind and tensor."""
+    """The fingerprints of one step.
+
+    ``workers``: by virtual rank, kind and tensor name; ``shared``, of what all workers share: by kind and tensor name.
+    """
 
     kind: Literal["step-digests"] = "step-digests"
     schema_version: Literal[1] = 1
@@ -65,11 +68,12 @@ class RecordedStep(Record):
 
 
 def compare_runs(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> RunDifference:
-    """Compare two records (``.gz`` too) up to the first difference, in causal order.
+    """Compare two records, files that may be gzipped, and return their first difference in causal order, if any.
 
-    Within a step: each kind of record in the order of ``WORKER_CAUSES``, each worker in virtual-rank order, each tensor
-    in the order in which it came to be; then what all workers share. Steps that only one of them has are left out.
-    Raises InputError for what is no record, and when they have no step in common.
+    Within a step the order is: initial parameters; each kind in the order of ``WORKER_CAUSES``, for each the workers by
+    virtual rank, for each worker the tensors as they were recorded; then the kinds of ``SHARED_CAUSES``. Steps that only
+    one record has are left out. Reading stops at the first step that differs. Raises InputError for a file that is not a
+    record, and for two without a common step.
     """
     steps_a, steps_b = StepReader(a), StepReader(b)
     common, settings, difference = 0, list[DifferingSetting](), None
@@ -84,10 +88,10 @@ def compare_runs(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> RunDif
     if not common:
         spans = " and ".join(f"steps {reader.first} to {reader.last}" for reader in (steps_a, steps_b))
         raise InputError("runs", f"have no step in common ({spans})", "record two runs of the same training")
-    alike = (steps_a.steps, steps_a.first) == (steps_b.steps, steps_b.first) and not (steps_a.cut or steps_b.cut)
+    same_steps = (steps_a.steps, steps_a.first) == (steps_b.steps, steps_b.first) and not (steps_a.cut or steps_b.cut)
     return RunDifference(
         equal=difference is None,
-        same_length=difference is None and alike,
+        same_length=difference is None and same_steps,
         steps_compared=common,
         a=steps_a.seen(),
         b=steps_b.seen(),
@@ -97,7 +101,7 @@ def compare_runs(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> RunDif
 
 
 def first_difference(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> FirstDifference | None:
-    """Return the first thing in which two recorded runs differ (:func:`compare_runs`); None when no common step does."""
+    """Return the first difference of two recorded runs (:func:`compare_runs`); None if all common steps are equal."""
     return compare_runs(a, b).difference
 
 
@@ -118,11 +122,15 @@ class StepReader:
         self.cut = False
 
     def seen(self) -> RunSeen:
-        """Return the number of steps read so far, the first's number, the last's, and whether the record is cut."""
+        """Return the attributes as they are now: what was read so far."""
         return RunSeen(steps_read=self.steps, first_step=self.first, last_step=self.last, cut=self.cut)
 
     def __iter__(self) -> Iterator[RecordedStep]:
-        """Yield the steps. Raises InputError for a missing file at once, for a malformed line when it is reached."""
+        """Yield the steps, and count them in the attributes.
+
+        Raises InputError for a missing file, for a malformed line and for a step number that does not ascend, each when
+        reading gets there.
+        """
         for step in self._lines():
             if self.last is not None and step.step <= self.last:
                 problem = "comes twice" if step.step == self.last else f"comes after step {self.last}"
@@ -133,9 +141,9 @@ class StepReader:
             yield step
 
     def _lines(self) -> Iterator[RecordedStep]:
-        """Yield the steps in the order of the lines, whatever their numbers; set ``cut`` at an unfinished one.
+        """Yield the steps in the order of the lines, whatever their numbers; at an unfinished last line, set ``cut``.
 
-        Raises InputError, with the line's number, for a line that is no JSON or no step.
+        Raises InputError, with the line's number, for a line that is not JSON or not a step.
         """
         with opened(self.path) as file:
             try:
@@ -153,9 +161,9 @@ class StepReader:
 
 
 def _pairs(a: Iterator[RecordedStep], b: Iterator[RecordedStep]) -> Iterator[tuple[RecordedStep, RecordedStep]]:
-    """Yield the steps that two ascending runs have in common, in pairs of equal step number; read both to their ends.
+    """Yield pairs of the steps, with equal numbers, that two runs in ascending order have in common; read both to the end.
 
-    Reading on to the end lets both readers check all lines and count their steps.
+    So both readers check all lines and count all steps.
     """
     left, right = next(a, None), next(b, None)
     while left is not None and right is not None:
@@ -172,16 +180,16 @@ def _pairs(a: Iterator[RecordedStep], b: Iterator[RecordedStep]) -> Iterator[tup
 
 
 def _different_settings(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[DifferingSetting]:
-    """Return the settings in which two runs differ; a setting that one lacks counts as None."""
+    """Return the settings in which two runs differ, in order of their names' appearance; a missing one counts as None."""
     names = dict.fromkeys([*a, *b])
     return [DifferingSetting(name=name, a=a.get(name), b=b.get(name)) for name in names if a.get(name) != b.get(name)]
 
 
 def _difference_of_step(a: RecordedStep, b: RecordedStep) -> FirstDifference | None:
-    """Return the first difference of two records of one step in causal order, None where they are equal.
+    """Return the first difference, in causal order, of two records of one step; None if they are equal.
 
-    All kinds are compared, to count in each how many tensors differ; the earliest difference names the cause. A batch
-    that differs but went to another worker in the other run is a matter of order.
+    All kinds are compared, to count for each how many tensors differ; the first difference gives the cause. If it is a
+    batch that another worker of run ``b`` got in this step, the cause is the order of the data.
     """
     ranks = sorted(a.workers.keys() | b.workers.keys(), key=int)
     causal_order: list[tuple[str, str | None, Cause]] = []  # kind, virtual rank (None: shared by all), cause
@@ -217,9 +225,9 @@ def _difference_of_step(a: RecordedStep, b: RecordedStep) -> FirstDifference | N
 
 
 def _tensors(step: RecordedStep, rank: str | None, kind: str) -> Digests:
-    """Return the fingerprints of one kind, by tensor's name, from the worker of virtual rank ``rank``.
+    """Return a step's fingerprints of one kind by tensor name: of the worker of virtual rank ``rank``; None: shared ones.
 
-    ``rank`` None: from what all workers share. Empty where the step has none of the kind.
+    Empty if the step has none of the kind.
     """
     group: Mapping[str, Digests] = step.shared if rank is None else step.workers.get(rank, {})  # type: ignore[assignment]
     return group.get(kind, {})

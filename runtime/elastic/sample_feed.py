@@ -1,10 +1,10 @@
-"""Batches for all logical workers of a process, made by data workers that they share. Start at :class:`SampleFeed`.
+"""Makes batches for all logical workers of a process, by data workers that they share. Start at :class:`SampleFeed`.
 
 EasyScale (Li et al., SC 2023), section 3.2, "Optimizing data pre-processing": only one logical worker trains at a time
 on a process, so a few data workers serve all of them, in the order of the turns. The paper queues the random states of
-the mini-batches that were made and not yet used. Here every mini-batch has a state of its own, which follows from the
-seed, the virtual rank, and the place in the epoch: there is nothing to queue or to keep in a checkpoint, and the number
-of data workers does not matter.
+mini-batches that are made and not yet used. Here every mini-batch has a random state of its own, which follows from the
+seed, the virtual rank, and the position in the epoch. So nothing is queued or kept in a checkpoint, and the number of
+data workers does not matter.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from ddltool.errors import InputError
 from ddltool.runtime.measuring.children import poll_until
 from ddltool.runtime.processes.random_streams import seed_streams
 
-DYING_S = 2.0  # from the moment that a broken connection shows until the process counts as ended
+DYING_S = 2.0  # a broken connection shows at most this long before its process has an exit code
 PREFETCHED = 2  # batches that each data worker makes ahead
 
 
 @dataclass(frozen=True, slots=True)
 class BatchTask:
-    """One micro-batch: its logical worker, its position in the run, and the dataset indices of its samples."""
+    """One micro-batch to be made: its logical worker, its position in the run, and the dataset indices of its samples."""
 
     virtual_rank: int
     epoch: int
@@ -48,7 +48,7 @@ class _Batches(Dataset[Any]):
         self._dataset, self._collate, self._seed = dataset, collate, seed
 
     def __getitem__(self, task: BatchTask) -> Any:
-        """Return the batch of ``task``, made after seeding the global random generators for this task alone."""
+        """Return the batch of ``task``, after seeding the global random generators by the task's worker and position."""
         seed_streams(self._seed, task.virtual_rank, task.epoch, task.step, task.micro_batch)
         return self._collate([self._dataset[index] for index in task.indices])
 
@@ -56,15 +56,15 @@ class _Batches(Dataset[Any]):
 class SampleFeed:
     """Makes the batches of a sequence of tasks in order; ``workers`` processes make them ahead.
 
-    With 0 workers this process makes them, on one thread as a data worker does; the caller saves and restores the
-    process's global random generators. ``dataset`` (map-style) sees the global generators of Python, NumPy and torch
-    seeded anew for every batch. Raises InputError for a negative number of workers.
+    With 0 workers this process makes them, and the caller saves and restores its global random generators. ``dataset``
+    (map-style) sees the global generators of Python, NumPy and torch seeded anew for every batch; ``collate`` makes a
+    batch of a list of samples. Raises InputError for a negative number of workers.
     """
 
     def __init__(
         self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any], *, seed: int = 0, workers: int = 0
     ) -> None:
-        """Make the loader of data workers, where there are any; they start when the first batch is asked for."""
+        """Make the loader of the data workers, if there are any; they start when the first batch is requested."""
         if workers < 0:
             raise InputError("data_workers", f"is {workers}", "give 0 or more")
         self.workers = workers
@@ -72,7 +72,7 @@ class SampleFeed:
         self._tasks: list[BatchTask] = []
         self._loader: DataLoader[Any] | None = None
         if workers:
-            with warnings.catch_warnings():  # how many workers there are is the user's to say
+            with warnings.catch_warnings():  # torch warns of more workers than cores; the user has chosen the number
                 warnings.simplefilter("ignore")
                 self._loader = DataLoader(
                     self._batches,
@@ -81,7 +81,7 @@ class SampleFeed:
                     num_workers=workers,
                     prefetch_factor=PREFETCHED,
                     persistent_workers=True,
-                    generator=torch.Generator(),  # else it would draw from the stream of whoever is switched in
+                    generator=torch.Generator(),  # otherwise it would draw from the active logical worker's stream
                 )
             # Not left to garbage collection, which may close the loader's queues before it can tell its workers to end.
             weakref.finalize(self, _end, self._loader)
@@ -89,8 +89,8 @@ class SampleFeed:
     def batches(self, tasks: Sequence[BatchTask]) -> Iterator[Any]:
         """Yield the batch of every task, in order.
 
-        Without data workers this process makes each when it is asked for, on one thread, as a data worker would: the
-        number of threads may change the bits. Raises InputError naming a data worker that has ended.
+        Without data workers this process makes each batch when it is requested, on one thread as a data worker does,
+        because the number of threads may change the bits. Raises InputError naming a data worker that has ended.
         """
         if self._loader is None:
             for task in tasks:
@@ -102,7 +102,7 @@ class SampleFeed:
                     torch.set_num_threads(threads)
                 yield batch
             return
-        self._tasks[:] = tasks
+        self._tasks[:] = tasks  # in place: this list is the loader's sampler
         with warnings.catch_warnings(), _signal_kept():
             warnings.simplefilter("ignore")
             source = iter(self._loader)
@@ -113,9 +113,10 @@ class SampleFeed:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Turn an error in the block that comes from an ended data worker into an InputError naming the worker.
+        """Turn an error in the block that an ended data worker has caused into an InputError that names the worker.
 
-        The error may come anywhere in the block, from the signal handler of another loader.
+        It may come anywhere in the block, because another loader's signal handler may raise it. The other data workers
+        are ended too.
         """
         try:
             yield
@@ -131,9 +132,9 @@ class SampleFeed:
             raise InputError(f"data worker {number}", f"(process {pid}) {how}", remedy) from None
 
     def _ended_worker(self) -> tuple[int, Any]:
-        """Return (number, process) of a data worker that has ended, (0, None) when all run.
+        """Return (number, process) of a data worker that has ended; (0, None) if all run.
 
-        Waits a moment, for a connection breaks a little before its process counts as ended.
+        Waits up to :data:`DYING_S`, because a connection breaks a little before its process has an exit code.
         """
         processes = getattr(getattr(self._loader, "_iterator", None), "_workers", [])
 
@@ -144,13 +145,13 @@ class SampleFeed:
         return poll_until(DYING_S if processes else 0.0, find_ended) or (0, None)
 
     def close(self) -> None:
-        """End the data workers; they start again when they are needed."""
+        """End the data workers; the next :meth:`batches` starts new ones."""
         if self._loader is not None:
             _end(self._loader)
 
 
 def _end(loader: DataLoader[Any]) -> None:
-    """End a loader's data workers, if they run."""
+    """End a loader's data workers, if any run."""
     iterator, loader._iterator = loader._iterator, None
     if iterator is not None:
         iterator._shutdown_workers()  # type: ignore[attr-defined]
@@ -160,8 +161,8 @@ def _end(loader: DataLoader[Any]) -> None:
 def _signal_kept() -> Iterator[None]:
     """Restore the handler of SIGCHLD after the block, in which torch installs its own.
 
-    Nothing is lost by that: torch also polls for dead workers. Outside of the main thread nobody can set a handler,
-    so the block just runs.
+    torch finds dead workers without it, because it also polls. Outside of the main thread no handler can be set, so the
+    block just runs.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -171,4 +172,4 @@ def _signal_kept() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGCHLD, before if before is not None else signal.SIG_DFL)
-        signal_handling._SIGCHLD_handler_set = False  # another loader may set it again
+        signal_handling._SIGCHLD_handler_set = False  # so that another loader may install torch's handler again

@@ -1,4 +1,4 @@
-"""Settings of an elastic run, and checks that its model, loss and optimizer give equal bits on every placement."""
+"""Settings of an elastic run, and checks of its model, loss and optimizer: bits must not depend on the placement."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ddltool.runtime.elastic.contexts import modules_of
 
 
 class RunSettings(Record):
-    """The settings on which the bits of a run depend; a checkpoint is continued with the same."""
+    """The settings on which the bits of a run depend; a checkpoint is continued with the same ones only."""
 
     max_workers: int = Field(ge=1)
     batch_size: int = Field(ge=1)
@@ -27,11 +27,11 @@ class RunSettings(Record):
     seed: int = Field(ge=0, lt=2**63)
     dataset_size: int
     sample_streams: Literal["turn", "batch"]
-    """The random streams of augmentations: the worker's own in its ``turn``, or a state for each ``batch``."""
+    """Random streams of augmentations: the logical worker's in its ``turn``, or a state of its own for each ``batch``."""
 
 
 def settings_of(**values: Any) -> RunSettings:
-    """Return the settings of these values, by the names of :class:`RunSettings`.
+    """Return ``values``, given by the names of :class:`RunSettings`, as checked settings.
 
     Raises InputError for values out of range, and for a dataset with fewer samples than one step takes.
     """
@@ -44,9 +44,10 @@ def settings_of(**values: Any) -> RunSettings:
 
 
 def workers_of(path: str, planned: Enforcement) -> tuple[list[int], int]:
-    """Return the number of logical workers (ESTs) of each planned process, and the batch size of each logical worker.
+    """Return (number of logical workers (ESTs) of each planned process, batch size of every logical worker).
 
-    Raises InputError where the batch sizes differ or are not whole. ``path``: the plan's file, for errors.
+    ``path``: the plan's file, for errors. Raises InputError for a process without logical workers, and for batch sizes
+    that differ or are not whole.
     """
     sizes = {entry.local_batch_size / max(entry.ests, 1) for entry in planned.ranks}
     size = int(min(sizes))
@@ -73,7 +74,7 @@ def check_model(model: nn.Module, loss_fn: Any) -> None:
 
 
 def check_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raise InputError for a parameter without a shape yet, or one that is sharded, as no process then holds it whole."""
+    """Raise InputError for a parameter (by name) without a shape yet, or one that is sharded over processes."""
     for name, value in parameters.items():
         if isinstance(value, nn.parameter.UninitializedParameter):
             raise InputError(f"model:{name}", "has no shape yet", "run the model on a batch first")
@@ -83,7 +84,7 @@ def check_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raise InputError for an optimizer that needs more than the mean gradient, or whose state is spread over processes."""
+    """Raise InputError for an optimizer whose ``step`` requires a closure, or whose state is spread over processes."""
     kind = type(optimizer).__name__
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:

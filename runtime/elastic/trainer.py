@@ -10,8 +10,8 @@
             if step.number % 100 == 0:
                 trainer.save("run.pt")
 
-The unit of training is the logical worker (EST, EasyScaleThread): ``max_workers`` of them, however many processes there
-are. Each has its data shard, its random streams and its module buffers, and they take turns on the process they are on.
+The unit of training is the logical worker (EST, EasyScaleThread). There are ``max_workers`` of them, whatever the number
+of processes. Each has its own data shard, random streams and module buffers; those of one process take turns on it.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """A step that was made.
+    """A step whose gradients are averaged.
 
     Attributes:
         number: steps made so far in the whole run, this one included.
-        epoch: its epoch.
+        epoch: the step's epoch.
         losses: each logical worker's loss in virtual-rank order, the mean over its micro-batches; NaN where not given.
         stop: whether a process was asked to stop (:meth:`ElasticTrainer.stop_on`); the same on all processes.
     """
@@ -88,23 +88,23 @@ class ElasticTrainer:
 
     Args:
         model: the bare module, on its device.
-        optimizer: over the parameters of model and loss, and whatever else there is in its groups. All are averaged and
-            saved, and may be frozen, unfrozen and added between steps. One that takes no closure.
-        loss_fn: ``loss_fn(model(*inputs), target)`` is the mean loss of a batch ``(*inputs, target)``,
-            ``loss_fn(model(**batch), batch)`` that of a mapping, ``loss_fn(model(batch), batch)`` that of a single
-            tensor; a module or any callable; None where the loop uses :meth:`batches`.
+        optimizer: over the parameters of model and loss, and any others in its groups. All are averaged and saved, and
+            may be frozen, unfrozen and added between steps. Its ``step`` must not need a closure.
+        loss_fn: a module or any callable that returns the mean loss of a batch: ``loss_fn(model(*inputs), target)`` for
+            a batch ``(*inputs, target)``, ``loss_fn(model(**batch), batch)`` for a mapping, ``loss_fn(model(batch),
+            batch)`` for a single tensor. None where the loop uses :meth:`batches`.
         dataset: map-style, the same on every process.
         max_workers: logical workers; at least as many as processes.
         batch_size: samples per logical worker and micro-batch.
         seed: of the order of samples and of the workers' random streams.
         accumulation: micro-batches per logical worker and step.
-        placement: logical workers of each process; None: as even as possible.
-        bucket_mib: most MiB of gradients that travel together.
-        data_workers: processes that make batches ahead for all logical workers here; the samples and augmentations do
-            not depend on how many, 0 included. Augmentations then draw from a random state of their own for every
-            batch; None: from the logical worker's streams, within its turn, as in a plain loop.
+        placement: logical workers of each process; None: as evenly as possible.
+        bucket_mib: most MiB of gradients in one message.
+        data_workers: processes that make batches ahead for all logical workers here. Augmentations then draw from a
+            random state of their own for every batch, so results do not depend on the number, 0 included. None: no such
+            processes, and augmentations draw from the logical worker's streams, within its turn, as in a plain loop.
         collate: makes a batch of a list of samples; None: torch's ``default_collate``.
-        extras: what else belongs into a checkpoint, by name, such as the learning-rate scheduler.
+        extras: what else belongs in a checkpoint, by name, such as the learning-rate scheduler.
         record: a file for the fingerprints of every step (:mod:`~.recording`); slow, for finding a difference of two
             runs.
 
@@ -129,7 +129,7 @@ class ElasticTrainer:
         extras: Mapping[str, Stateful] | None = None,
         record: str | os.PathLike[str] | None = None,
     ) -> None:
-        """Check that the bits cannot depend on the placement, and set up the logical workers of this process.
+        """Check that bits will not depend on the placement, and set up the logical workers of this process.
 
         All processes construct the trainer together; parameters and buffers of process 0 are sent to the others.
         """
@@ -178,15 +178,16 @@ class ElasticTrainer:
         if record is not None:
             self._recorder = TurnRecorder(model, self.processes.job, record, self.settings.model_dump() | environment)
         self._extras = dict(extras or {})
-        self._stamps: dict[Path, checkpoint.Stamp | None] = {}  # of what this run has read and written
+        self._stamps: dict[Path, checkpoint.Stamp | None] = {}  # of the checkpoints that this run has read or written
         self._stops: list[StopSignals] = []
         self.epoch_number, self.step_in_epoch, self.steps_made = 0, 0, 0
         self.last_step: StepResult | None = None
         self._losses: dict[int, list[Tensor]] = {}
         self._micro_batches = 0
-        self._awaits_update = False
-        self._versions = self._collectives = 0  # of all parameters together, and run so far, at the turn's beginning
-        # (parameter, its gradient, the gradient's version) after a micro-batch; None where the turn has no further one.
+        self._awaits_update = False  # whether a step's gradients are averaged and the update has not come yet
+        # The sum of all parameters' versions at the step's start, and the number of collectives run at the turn's start.
+        self._versions = self._collectives = 0
+        # (parameter, its gradient, the gradient's version) after a micro-batch; None after the last one of a turn.
         self._gradient_before: tuple[Tensor, Tensor, int] | None = None
         self._backward_passes = 0
         self._counted_parameter = self._count_gradients() if accumulation > 1 else None
@@ -204,11 +205,11 @@ class ElasticTrainer:
         dataset: Dataset[Any],
         **options: Any,
     ) -> ElasticTrainer:
-        """Return the trainer of a plan's logical workers, placed as the plan says; ``options``: as for the class.
+        """Return a trainer of the logical workers in the plan ``config``, placed as planned; ``options``: as for the class.
 
-        On another number of processes than planned the workers are spread evenly, with the same bits. With the plan's
-        number, the config's telemetry is written, a row per process and step. Raises InputError for a plan without
-        logical workers.
+        The plan sets ``max_workers``, ``batch_size`` and ``placement``. With the planned number of processes, the
+        telemetry that the config names is written, a row per process and step; on any other number the workers are
+        spread evenly, with the same bits and without telemetry. Raises InputError for a plan without logical workers.
         """
         path, planned = planned_for(config, model)
         ests, size = workers_of(path, planned)
@@ -221,14 +222,14 @@ class ElasticTrainer:
         return trainer
 
     def _open_telemetry(self, path: str | None, device: str) -> None:
-        """Write telemetry of this process's steps to ``path`` (None: write none); ``device``: the type named in the rows."""
+        """Start to write this process's telemetry to ``path`` (None: none); ``device``: the device type for its rows."""
         self._rows = TelemetryFile.of(path, self.processes.job, device)
         self._telemetry = StepRecorder(self._rows, cuda=self.device.type == "cuda")
 
     def _count_gradients(self) -> Tensor | None:
-        """Count in ``_backward_passes`` the backward passes that reach the first trained parameter; return the parameter.
+        """Register a hook that counts, in ``_backward_passes``, backward passes of the first trained parameter; return that.
 
-        With accumulation, that number says how often its gradient may have changed (:meth:`_demand_same_gradients`).
+        With accumulation, the count says how often its gradient may have changed (:meth:`_demand_same_gradients`).
         """
         first = next(value for value in self._parameters.values() if value.requires_grad)
 
@@ -240,9 +241,9 @@ class ElasticTrainer:
         return first
 
     def _note_unsaved_optimizer(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """Note the class of another optimizer that trains the trainer's parameters: a checkpoint would lack its state.
+        """Note the class of ``optimizer`` if it trains the trainer's parameters and a checkpoint would lack its state.
 
-        Those among the trainer's ``extras`` are saved, and so allowed. A hook after every optimizer's step.
+        The trainer's own and those among its ``extras`` are saved. This is a hook after every optimizer's step.
         """
         stateful = (self.optimizer, *self._extras.values())
         saved = [bare_optimizer(entry) for entry in stateful if isinstance(entry, torch.optim.Optimizer)]
@@ -252,7 +253,7 @@ class ElasticTrainer:
             self._unsaved_optimizer = type(optimizer).__name__
 
     def _collect_parameters(self) -> list[Tensor]:
-        """Collect the parameters of model, loss and optimizer by name; return the new ones.
+        """Collect the parameters of model, loss and optimizer by name; return those that were not known before.
 
         A parameter in several of them gets its name from the first, in this order.
         """
@@ -269,9 +270,9 @@ class ElasticTrainer:
         return [value for value in self._parameters.values() if id(value) not in ids_before]
 
     def _present_layout(self) -> tuple[Any, ...]:
-        """Return the number of parameters in each optimizer group, then whether each parameter requires a gradient.
+        """Return a tuple that stays equal as long as no parameter is added, frozen or unfrozen.
 
-        It is equal to an earlier one as long as no parameter was added, frozen or unfrozen.
+        It holds the number of parameters in each optimizer group, then whether each parameter requires a gradient.
         """
         sizes = (len(group["params"]) for group in self.optimizer.param_groups)
         return *sizes, *(value.requires_grad for value in self._parameters.values())
@@ -279,8 +280,8 @@ class ElasticTrainer:
     def _new_mean(self, buckets: list[list[str]] | None, before: OrderedMean | None = None) -> OrderedMean:
         """Return an :class:`OrderedMean` of the present parameters; ``before``, which it replaces, is closed.
 
-        ``buckets``: parameter names by bucket, from a checkpoint. None, or names that are not the trained ones: they
-        are recorded anew in the next step.
+        ``buckets``: parameter names by bucket, from a checkpoint. If None, or if the names are not exactly those of the
+        trained parameters, buckets are recorded in the next step.
         """
         if before is not None:
             before.clear()
@@ -298,15 +299,16 @@ class ElasticTrainer:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps in one epoch."""
+        """Number of steps in one epoch, which is the same for all logical workers."""
         return len(next(iter(self._samplers.values())))
 
     # Training.
 
     def epoch(self, epoch: int) -> Iterator[StepResult]:
-        """Train the rest of an epoch, and yield a result after every optimizer step; nothing for an epoch that is over.
+        """Train the rest of an epoch, and yield a result after every optimizer step.
 
-        Raises InputError without a ``loss_fn``.
+        An epoch that is over yields nothing. Raises InputError without a ``loss_fn``, and as :meth:`batches` and
+        :meth:`turn_done` do.
         """
         if self.loss_fn is None:
             raise InputError("loss_fn", "was not given", "give one, or write the loop with trainer.batches(epoch)")
@@ -338,8 +340,9 @@ class ElasticTrainer:
                 if trainer.turn_done(loss):          # .grad now holds the mean over all logical workers
                     optimizer.step()
 
-        No ``zero_grad`` is needed. While a batch is out, its logical worker is switched in; after ``turn_done`` of the
-        last one in a step none is. An epoch that is over yields nothing.
+        No ``zero_grad`` is needed. From a batch to its ``turn_done`` the batch's logical worker is switched in; after the
+        last one of a step none is. An epoch that is over yields nothing. Raises InputError after a step that was left
+        before its end, and for a batch without ``turn_done``.
         """
         if self._losses:
             raise InputError("trainer.batches", "a step was left before its end", "load a checkpoint")
@@ -371,9 +374,9 @@ class ElasticTrainer:
             self._rows.flush()
 
     def _fetch_batches(self, epoch: int) -> Iterator[Any]:
-        """Yield this process's micro-batches of the rest of the epoch, in the order of the turns, each when it is asked for.
+        """Yield this process's micro-batches of the rest of the epoch, in the order of the turns.
 
-        A task names one micro-batch; data workers, where there are any, make those of later tasks ahead.
+        Without data workers each is made when it is requested; otherwise they make later ones ahead.
         """
         for sampler in self._samplers.values():
             sampler.set_epoch(epoch)
@@ -391,12 +394,13 @@ class ElasticTrainer:
             return
         batches = self._feed.batches(tasks)
         for _ in tasks:
+            # With 0 workers this process makes the batch, which seeds its random streams.
             with nullcontext() if self._feed.workers else streams_kept(self.device):
                 batch = next(batches)
             yield batch
 
     def _begin_turn(self, rank: int) -> None:
-        """Switch the logical worker of virtual rank ``rank`` in; in a step's first turn also take in changed parameters."""
+        """Switch the logical worker of virtual rank ``rank`` in; in a step's first turn first note changed parameters."""
         self._awaits_update = False
         if rank == self.processes.local[0]:
             self._update_parameters()
@@ -405,25 +409,28 @@ class ElasticTrainer:
         self._contexts.enter(rank)
         self._collectives = count_collectives()
         if self._recorder is not None:
-            self._recorder.begin(rank, *self._contexts.seen())
+            self._recorder.begin(rank, *self._contexts.present())
 
     def _update_parameters(self) -> None:
-        """Take in parameters that were frozen, unfrozen or added since the last step, and note their versions.
+        """Note the parameters' versions, and make a new mean if any were frozen, unfrozen or added since the last step.
 
-        Within a step none may change: :meth:`turn_done` compares the versions. New parameters get process 0's values.
+        New parameters get process 0's values. Within a step no parameter may change, which :meth:`turn_done` checks.
         """
-        # Torch raises a tensor's version with every change in place; `turn_done` compares.
+        # torch raises a tensor's version with every change in place.
         self._versions = sum(value._version for value in self._parameters.values())
         if self._layout != self._present_layout():
             broadcast(self._collect_parameters(), 0)
             self._mean = self._new_mean(None, self._mean)
 
     def turn_done(self, loss: Tensor | None = None) -> bool:
-        """End a micro-batch after its backward pass, with the worker's last one its turn; return whether the step is complete.
+        """End a micro-batch after its backward pass, and the turn with its last one; return whether the step is complete.
 
         It is complete once per step, on every process: then ``.grad`` is the mean over all logical workers, and the
-        optimizer may step. ``loss`` (a scalar; None counts as NaN) goes into :attr:`StepResult.losses`. Raises
-        InputError for whatever would make the bits depend on the number of processes.
+        optimizer may step. That call blocks for the other processes. ``loss`` (a scalar; None counts as NaN) goes into
+        :attr:`StepResult.losses`.
+
+        Raises InputError without an active worker, and for what would make bits depend on the placement: parameters or
+        gradients that were changed in the turn, or a collective that it ran.
         """
         rank = self._contexts.active
         if rank is None:
@@ -440,7 +447,7 @@ class ElasticTrainer:
         if self._micro_batches % self.settings.accumulation:
             return False
         if self._recorder is not None:
-            self._recorder.end(None, self._contexts.seen()[1])
+            self._recorder.end(None, self._contexts.present()[1])
         if self._collectives != count_collectives():
             remedy = "keep what the workers of a turn compute to themselves"
             raise InputError("the turn", "ran a collective of all processes, whose number must not matter", remedy)
@@ -456,22 +463,22 @@ class ElasticTrainer:
         return True
 
     def _begin_exchange(self) -> Exchange:
-        """Begin and return the telemetry of the step's gradient exchange, after this process's last turn.
+        """Start and return the telemetry of the step's gradient exchange; call it after this process's last turn.
 
         Its samples are those of a whole step: of this process's logical workers, and of all.
         """
         samples = self.settings.batch_size * self.settings.accumulation
-        here, in_all = samples * len(self.processes.local), samples * self.settings.max_workers
-        exchange = self._telemetry.begin_exchange(here, in_all)
+        here, total = samples * len(self.processes.local), samples * self.settings.max_workers
+        exchange = self._telemetry.begin_exchange(here, total)
         exchange.note_ready()
-        # The sum passes from rank to rank, so no time of the exchange counts as waiting for the slowest process.
+        # The sum passes from rank to rank, so no part of the exchange is a wait for the slowest process alone.
         exchange.note_arrival()
         return exchange
 
     def _demand_same_gradients(self) -> None:
-        """Raise InputError if a gradient was changed or cleared between two micro-batches of a turn; remember the present one.
+        """Raise InputError if a gradient was changed or cleared since the turn's last micro-batch; remember the present one.
 
-        One parameter's gradient is watched. Each backward pass raises its version by 1; any other change raises it
+        One parameter's gradient is watched. Each backward pass raises its version by 1, and any other change raises it
         further.
         """
         before, self._gradient_before = self._gradient_before, None
@@ -486,9 +493,10 @@ class ElasticTrainer:
             self._gradient_before = counted, counted.grad, counted.grad._version
 
     def _finish_step(self) -> None:
-        """Set ``.grad`` to the mean, and ``last_step`` to the losses and the stop request of all processes.
+        """Set ``.grad`` to the mean, and ``last_step`` to the losses and stop requests of all processes; count the step.
 
-        Loss and stop request of each local worker travel with the last message of the gradients.
+        All processes do so together. Each worker's loss and its process's stop request travel in one message with the
+        flags that say which gradients exist.
         """
         losses = [[float(value) for value in self._losses[rank]] for rank in self.processes.local]
         stop = float(any(signals.came for signals in self._stops))
@@ -508,7 +516,7 @@ class ElasticTrainer:
             self._recorder.combined(first=self.steps_made == 1)
 
     def _before_update(self, _: object, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """Refuse an update before the step's last turn, or with a closure: the optimizer's pre-step hook."""
+        """Raise InputError for an update before the step's last turn, or with a closure: the optimizer's pre-step hook."""
         if self._contexts.active is not None or self._losses:
             remedy = "call it when turn_done returns True"
             raise InputError("optimizer.step", "came before the step's last turn", remedy)
@@ -525,10 +533,11 @@ class ElasticTrainer:
         self._awaits_update = False
 
     def stop_on(self, *numbers: signal.Signals) -> None:
-        """Let a signal, on any process, set :attr:`StepResult.stop` of a step on all of them, instead of ending the process.
+        """Make signals on any process set :attr:`StepResult.stop` of the next step on all, instead of ending the process.
 
-        ``if step.stop: trainer.save(path); break`` is then a checkpoint on request. Without ``numbers``: SIGTERM and
-        SIGINT (Ctrl-C), of which a second one ends at once (:class:`~ddltool.runtime.processes.stopping.StopSignals`).
+        So ``if step.stop: trainer.save(path); break`` saves a checkpoint on request. Without ``numbers``: SIGTERM and
+        SIGINT (Ctrl-C). A later SIGINT still interrupts at once
+        (:class:`~ddltool.runtime.processes.stopping.StopSignals`). Call it in the main thread.
         """
         self._stops.append(StopSignals(*numbers))
         self._stops[-1].open(all_of_them=True)
@@ -537,11 +546,11 @@ class ElasticTrainer:
     def evaluating(self) -> Iterator[nn.Module]:
         """Give the block the model in evaluation mode, with virtual rank 0's buffers on every process; all call this together.
 
-        What the block does to buffers is undone afterwards.
+        Changes of the block to buffers are dropped, and the training mode is restored. Raises InputError within a step.
         """
         self._demand_between_steps("evaluating")
         was_training = self.model.training
-        with self._contexts.aside():
+        with self._contexts.on_copies():
             broadcast(list(self.model.buffers()), self._first)
             self.model.eval()
             try:
@@ -550,25 +559,26 @@ class ElasticTrainer:
                 self.model.train(was_training)
 
     def close(self) -> None:
-        """End the data workers, if there are any; otherwise they end with the process or when this is collected."""
+        """End the data workers, if there are any; without this call they end with the process or this object."""
         if self._feed is not None:
             self._feed.close()
 
     # Checkpoints.
 
     def _demand_between_steps(self, operation: str) -> None:
-        """Raise InputError, naming the ``operation``, within a logical worker's turn and before the step's update."""
+        """Raise InputError, naming ``operation``, from a step's first turn until its update."""
         is_in_turn = self._contexts.active is not None or self._losses
-        # A loss scaler may leave the update out for gradients that are not finite.
+        # A loss scaler skips the update for gradients that are not finite, so it need not have come.
         if is_in_turn or (self._awaits_update and self._mean.is_usable()):
             raise InputError(operation, "the step is not over", "call it after optimizer.step(), before the next batch")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a checkpoint, atomically; all processes call this together, between steps.
 
-        The file has everything that the bits of the rest of the run depend on, and nothing about the number of
-        processes. Process 0 writes. Raises InputError, on every process, when it cannot, or when a state holds objects that
-        only pickle could bring back.
+        The file has everything on which the bits of the rest of the run depend, and nothing about the number of
+        processes. Process 0 writes it; the checkpoint before stays as ``NAME.previous``. Raises InputError, on every
+        process, when the file cannot be written, when a state holds objects that only pickle could restore, and when
+        another optimizer trains the model and is not among ``extras``.
         """
         self._demand_between_steps("save")
         if self._unsaved_optimizer:
@@ -577,10 +587,10 @@ class ElasticTrainer:
             raise InputError("optimizer", problem, "give it to the trainer: extras={'second': optimizer}")
         job = self.processes.job
         own_part: dict[str, Any] = {"workers": self._contexts.to_documents()}
-        if job.rank == self._first:  # extras that copy buffers, as AveragedModel does, copied virtual rank 0's here
+        if job.rank == self._first:  # extras that copy buffers, such as AveragedModel, hold virtual rank 0's here
             own_part["extras"] = {name: value.state_dict() for name, value in self._extras.items()}
         with self._telemetry.checkpoint():
-            # Process 0 does not encode its own part: `write` checks that it can be read back.
+            # Process 0 does not encode its own part, because `write` checks that it can be read back.
             encoded_parts = job.gather(job.together(lambda: checkpoint.encode(path, own_part) if job.rank else b""))
 
             def write() -> None:
@@ -593,14 +603,17 @@ class ElasticTrainer:
             job.together(write)
 
     def _checkpoint_content(self, parts: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the content of a checkpoint file from the ``parts`` of all processes, by rank."""
+        """Return a checkpoint file's content: this process's state, with workers and extras from all processes' ``parts``.
+
+        ``parts`` are by rank.
+        """
         workers = [worker for part in parts for worker in part["workers"]]
         position = {"epoch": self.epoch_number, "step": self.step_in_epoch, "steps_made": self.steps_made}
         return {
             "settings": self.settings.model_dump(),
             "environment": checkpoint.environment(self.device),
             "position": position,
-            # Plain names fit the model compiled and as it is.
+            # Plain names fit the model whether it is compiled or not.
             "buckets": [[plain_name(name) for name in bucket] for bucket in self._mean.bucket_names or ()],
             "parameters": {plain_name(name): value.detach() for name, value in self._parameters.items()},
             "optimizer": self.optimizer.state_dict(),
@@ -612,8 +625,9 @@ class ElasticTrainer:
     def resume(self, path: str | os.PathLike[str]) -> bool:
         """Continue from a checkpoint if there is one; return whether there was. All processes call this together.
 
-        Raises InputError, on every process, when the checkpoint does not fit, or was made where other bits must be
-        expected: other threads, device type or torch.
+        If only ``NAME.previous`` is there, it warns and returns False. Raises InputError, on every process, when the
+        checkpoint does not fit, when it was made with another number of threads, device type or torch version, which
+        would change bits, and when some processes do not see the file.
         """
         exists, older = Path(path).exists(), checkpoint.previous(Path(path))
         if not exists and older.exists() and self.processes.rank == 0:
@@ -625,15 +639,15 @@ class ElasticTrainer:
         return exists
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Continue from a checkpoint; all processes call this together.
+        """Continue from a checkpoint; all processes call this together, between steps.
 
-        Optimizer options whose saved values differ from the present ones are warned of; the saved values are used.
-        Raises InputError as :meth:`resume` does, and when there is no checkpoint.
+        For optimizer options the saved values are used, with a warning where they differ from the present ones. Raises
+        InputError as :meth:`resume` does, and when there is no checkpoint.
         """
         self._demand_between_steps("load")
         stamp = checkpoint.stamp(path)
         present = self.settings.model_dump(), self.device, self._parameters, self._extras, self.optimizer
-        content, differences = self.processes.job.together(lambda: checkpoint.continued(path, *present))
+        content, differences = self.processes.job.together(lambda: checkpoint.read_matching(path, *present))
         if differences and self.processes.rank == 0:
             text = f"{os.fspath(path)}:optimizer: {'; '.join(differences)}; the saved values are continued with"
             warnings.warn(text, stacklevel=2)

@@ -1,8 +1,8 @@
 """Measures training steps in real processes: batch sizes x replicas x accumulation steps. Start at :func:`campaign`.
 
-Every replica is a process of its own with a gloo (CPU) or NCCL (CUDA) group: started here (:class:`LocalReplicas`), or
-torchrun's (:mod:`.torchrun_job`). This module holds the request (:class:`MeasureRequest`), decides what runs next,
-turns times into rows, and keeps the file of the rows (:class:`ProfileFile`).
+Every replica is a process of its own in a gloo (CPU) or NCCL (CUDA) group, started here (:class:`LocalReplicas`) or by
+torchrun (:mod:`.torchrun_job`). This module holds the request (:class:`MeasureRequest`), decides what runs next, makes
+rows of the times, and writes the file of the rows (:class:`ProfileFile`).
 """
 
 from __future__ import annotations
@@ -30,27 +30,28 @@ from ddltool.runtime.measuring.children import Children, meeting_place
 from ddltool.runtime.measuring.worker import FEWEST_FOR_AN_INTERVAL, MeasureTask, StepTimings, Subject, connect_replica
 
 RELIABLE_SPREAD, SHORTEST_STEP_S, FEWEST_REPEATS = 0.1, 1e-3, 3
-"""A row is doubtful with a larger quartile range (relative to the step), a shorter step, or fewer repeats."""
+"""A row is doubtful with a larger quartile range (relative to the step time), a shorter step, or fewer repeats."""
 MOST_STEPS, LARGEST_BATCH, MOST_REPLICAS = 100_000, 2**24, 4096
 """Limits of what is measured: timed steps of a configuration, batch size, processes."""
 _LARGEST_SYNC_SHARE = 0.99
-"""Synchronisation never counts as all of a step: computing takes some of it, whatever the noise says."""
-# One visit times at most so many steps; a median still uncertain then is timed again later, as a machine's speed drifts.
+"""Largest share of a step that counts as synchronisation: noise may make it all, but computing takes some."""
+# Most steps that one visit times. A median that is still uncertain is timed again later, because a machine's speed drifts.
 _STEPS_PER_VISIT = 1000
-# Powers of two end here when nothing saturates.
+# The search for saturation doubles batches up to here.
 _LARGEST_DOUBLING = 2**16
 
 Key = tuple[int, int, int]
-"""Replicas, accumulation steps, local batch size."""
+"""A configuration: (replicas, accumulation steps, local batch size)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasureRequest:
     """What to measure. ``resolver`` is ``package.module:function``, called as ``function(source, batch_size)``.
 
-    With ``repeats`` every configuration gets that many timed steps. Without, each gets as many as its median needs to
-    be known to ``precision``, until ``budget_s`` seconds are spent, and batch sizes whose step time follows from the
-    others' are left out. Without ``batch_sizes`` too, the batch size at which throughput saturates is searched for.
+    With ``repeats`` every configuration gets that many timed steps. Without (None), each gets as many as it takes to
+    know its median to ``precision``, until ``budget_s`` seconds are spent, and batch sizes whose step time can be
+    predicted from others are left out. If ``batch_sizes`` is empty too, the batch size at which throughput saturates is
+    searched.
     """
 
     source: str
@@ -61,20 +62,21 @@ class MeasureRequest:
     device: str = "cpu"
     device_name: str = "cpu"
     threads: int = 0
-    """Threads of each process; 0: the machine's cores shared among ``processes``."""
+    """Threads of each process; 0: this machine's cores divided by ``processes``."""
     processes: int = 0
-    """Processes on this machine; 0: the most replicas."""
+    """Processes on this machine; 0: the largest of ``replicas``."""
     warmup: int = 2
     repeats: int | None = 5
     precision: float = 0.05
+    """Wanted size of the median's 95 % interval, as a share of the median."""
     budget_s: float = math.inf
     seed: int = 0
     numerics: str = "fp32"
-    """What steps compute in."""
+    """The precision that steps compute in."""
     optimizer: str = "sgd"
 
     def subject(self) -> Subject:
-        """Return the part of the request that is the same for all tasks of the worker processes."""
+        """Return the part of the request that all tasks of the worker processes share."""
         return Subject(
             source=self.source,
             resolver=self.resolver,
@@ -88,7 +90,7 @@ class MeasureRequest:
     def common_columns(self) -> dict[str, str]:
         """Return the columns ``device``, ``source`` and ``settings``, which must be equal in all rows of a profile.
 
-        A source in a Python file carries that file's digest: an edited model is another model.
+        If the source names a Python file, the file's digest is appended, so that an edited model counts as another.
         """
         location, colon, _ = self.source.rpartition(":")
         digest = ""
@@ -118,19 +120,19 @@ def campaign(
     progress: Callable[[int, str], None] = lambda done, remark: None,
     largest_batch: int = LARGEST_BATCH,
 ) -> CampaignResult:
-    """Measure what the request asks for and ``known`` does not have; return all rows, the known ones as they are.
+    """Measure what the request asks for and ``known`` does not have; return all rows, the known ones unchanged.
 
     A row's ``step_time_s`` is the median over the repeats of the slowest replica's full step, with its 95 % interval.
-    ``sync_time_s`` is what that is longer than the same step without synchronisation (AdaptDL's convention), 0 for one
-    replica. ``grad_time_s`` is one pass without synchronisation, the update a part of it where nothing is accumulated.
+    ``sync_time_s`` is the time by which that exceeds the same step without synchronisation (AdaptDL's convention), 0
+    for one replica. ``grad_time_s`` is one pass without synchronisation; without accumulation it includes the update.
 
     Args:
         request: what to measure.
         executor: runs the tasks; None: processes are started on this machine.
-        known: rows of an earlier run.
-        on_rows: gets all rows after every visit to a configuration.
-        progress: gets the number of rows, and what has run.
-        largest_batch: larger ones are left out, as are all from the first on that runs out of memory.
+        known: rows of an earlier run; None: none.
+        on_rows: called with all rows after every visit to a configuration.
+        progress: called with the number of rows and a text on what has run.
+        largest_batch: larger batches are left out, as are all from the first one on that runs out of memory.
 
     Raises DdlToolError when a process fails, with its reason; InputError when nothing fits in memory.
     """
@@ -146,7 +148,7 @@ def campaign(
             raise InputError("--device", problem, "use --device cpu or fewer replicas")
     arguments = [(request.subject(), rank, sorted(set(request.replicas))) for rank in range(most_replicas)]
     with Children(_serve, arguments, request.source) as children:
-        children.gather(range(most_replicas), request.source)  # importing torch is no part of the budget
+        children.gather(range(most_replicas), request.source)  # importing torch does not count in the budget
         return state.run(LocalReplicas(children), on_rows, progress)
 
 
@@ -154,13 +156,13 @@ class _Campaign:
     """The state of a campaign: rows and step times so far, and the choice of the next configuration to visit.
 
     Attributes:
-        limit: the largest batch that may be measured; falls when memory runs out.
-        series: the (replicas, accumulation steps) to measure.
+        limit: the largest batch that may be measured; lowered when memory runs out.
+        series: the pairs (replicas, accumulation steps) to measure.
         wanted: the batch sizes to measure in each series.
     """
 
     def __init__(self, request: MeasureRequest, known: pd.DataFrame | None, largest_batch: int) -> None:
-        """Begin with the ``known`` rows of an earlier run, whose step times are not known; None: without any."""
+        """Start with the ``known`` rows of an earlier run, if any; their single step times are not known."""
         self.request, self.limit = request, largest_batch
         self.common_columns = request.common_columns()
         self.series = [(count, steps) for count in sorted(request.replicas) for steps in sorted(request.accumulation)]
@@ -178,7 +180,7 @@ class _Campaign:
         on_rows: Callable[[pd.DataFrame], None] | None,
         progress: Callable[[int, str], None],
     ) -> CampaignResult:
-        """Run tasks on ``executor`` until there is no next one, and return the result; None: return the known rows alone.
+        """Run tasks on ``executor`` until there is no next one, and return the result; without one, the known rows only.
 
         ``on_rows`` and ``progress`` are called after every task. Raises InputError when no batch fits in memory.
         """
@@ -195,14 +197,14 @@ class _Campaign:
         return CampaignResult(frame=self.frame(), skipped=self._skipped(), spent_s=time.monotonic() - self.began_s)
 
     def frame(self) -> pd.DataFrame:
-        """Return all rows, ordered by replicas, accumulation steps and batch."""
+        """Return all rows as a table, ordered by replicas, accumulation steps and batch."""
         return pd.DataFrame([self.rows[key] for key in sorted(self.rows)])
 
     def next_task(self) -> MeasureTask | None:
-        """Return the next visit to a configuration; None when every median is known to the precision or the budget is spent.
+        """Return the next visit to a configuration, or None if all that is wanted is known or the budget is spent.
 
         With a fixed number of repeats, configurations are visited once, in order. Otherwise the search for saturation
-        comes first, then the configuration whose median is least certain.
+        comes first, then the configuration whose median is least certain, until all are known to the precision.
         """
         request, left_s = self.request, self.request.budget_s - (time.monotonic() - self.began_s)
         if self.rows and left_s <= 0:
@@ -217,11 +219,11 @@ class _Campaign:
             return None
         uncertainty, key = ranked[0]
         if key not in self.rows:
-            # Until the median is known, or the configuration's share of the budget is spent.
+            # The visit ends when the median is known, or an equal share of the remaining budget is spent.
             share_s = max(0.0, left_s / max(1, len(missing)))
             return self._task(key, most=_STEPS_PER_VISIT, seconds=share_s, precision=request.precision)
-        # The interval narrows with the root of the number of steps: these bring it down to the precision. Where it is ten
-        # times the median or infinite, no useful number follows.
+        # The interval narrows with the square root of the number of steps, which gives the number that the precision takes.
+        # Where the interval is ten times the median or infinite, no useful number follows.
         timed = len(self.times[key].full)
         lacking = _STEPS_PER_VISIT
         if uncertainty < 10:
@@ -230,10 +232,10 @@ class _Campaign:
         return self._task(key, most=steps, seconds=max(0.0, left_s / len(ranked)))
 
     def _next_searched(self) -> Key | None:
-        """Return the next configuration in the search for the batch at which throughput saturates; None when it has ended.
+        """Return the next configuration in the search for the batch at which throughput saturates; None if it has ended.
 
-        None too where batch sizes were given, so that nothing is searched. The batches visited are then wanted in all
-        series.
+        Also None if batch sizes were given. The search is made in the first series; its batches become :attr:`wanted`
+        in all series.
         """
         if self.request.batch_sizes:
             return None
@@ -247,9 +249,9 @@ class _Campaign:
         return replicas, steps, batch
 
     def _points(self, replicas: int, steps: int) -> dict[int, Interval]:
-        """Return the measured medians of a series (``replicas``, accumulation ``steps``) by batch, as intervals in seconds.
+        """Return the measured medians and intervals, in seconds, of a series (``replicas``, ``steps``) by batch.
 
-        A row without an interval (NaN) counts as exact.
+        ``steps``: accumulation steps. Batches above the limit are left out; a row without an interval counts as exact.
         """
         points = {}
         for key, row in self.rows.items():
@@ -261,10 +263,10 @@ class _Campaign:
         return points
 
     def _ranked_by_uncertainty(self) -> list[tuple[float, Key]]:
-        """Return (uncertainty, configuration) of every median that is not known to the precision, the least known first.
+        """Return (uncertainty, configuration) of medians that are not known to the precision, the most uncertain first.
 
-        The uncertainty is the interval's size relative to the median: of the measured median, or of the curve's
-        prediction. It is infinite where no curve predicts the median; then the series has only the batch to measure
+        The uncertainty is the size of the interval relative to the median, measured or predicted from the series'
+        curve. It is infinite where the curve cannot predict; the series then has a single entry, the batch to measure
         first.
         """
         ranked: list[tuple[float, Key]] = []
@@ -280,21 +282,21 @@ class _Campaign:
             ranked += [
                 (point.relative, (*series, batch))
                 for batch, point in points.items()
-                # rows of an earlier run (no times) stay as they are; a median that MOST_STEPS leave uncertain stays so
+                # rows of an earlier run (no times) are not measured again, nor is a median after MOST_STEPS steps
                 if 0 < len(self.times.get((*series, batch), StepTimings()).full) < MOST_STEPS
             ]
         return sorted((entry for entry in ranked if entry[0] > self.request.precision), key=lambda entry: -entry[0])
 
     def _task(self, key: Key, *, most: int, seconds: float = math.inf, precision: float = 0.0) -> MeasureTask:
-        """Return the visit to the configuration ``key``, limited to ``most`` steps and ``seconds``, or until ``precision``."""
+        """Return a visit to the configuration ``key``: at most ``most`` steps or ``seconds``, less if ``precision`` is met."""
         replicas, steps, batch = key
         shape = {"replicas": replicas, "batch": batch, "accumulation": steps, "warmup": self.request.warmup}
         return MeasureTask(**shape, most=most, seconds=seconds, precision=precision)
 
     def _absorb(self, task: MeasureTask, outcome: StepTimings, nodes: int) -> None:
-        """Add a visit's times, measured on ``nodes`` nodes, to its configuration's times, and make its row of all of them.
+        """Add a visit's times, measured on ``nodes`` nodes, to its configuration's, and make the row from all of them.
 
-        A visit without times ran out of memory: from then on batches stay below its own.
+        A visit without times has run out of memory: the limit becomes one below its batch.
         """
         if not outcome.full:  # memory ran out
             self.limit = min(self.limit, task.batch - 1)
@@ -330,7 +332,7 @@ class _Campaign:
         }
 
     def _skipped(self) -> list[SkippedConfiguration]:
-        """Return the configurations that were asked for and not measured, with the reason of each."""
+        """Return the wanted configurations that were not measured, each with the reason."""
         skipped = []
         for replicas, steps in self.series:
             points = self._points(replicas, steps)
@@ -357,20 +359,20 @@ class _Campaign:
 
 
 class Executor(Protocol):
-    """What runs the tasks of a campaign: :class:`LocalReplicas`, or torchrun's processes."""
+    """The interface of what runs a campaign's tasks: :class:`LocalReplicas`, or the processes of torchrun."""
 
     def nodes_of(self, replicas: int) -> int:
         """Return the number of nodes on which ``replicas`` replicas run."""
 
     def run(self, task: MeasureTask) -> StepTimings:
-        """Return the times of a task."""
+        """Run a task and return its times; empty times mean that memory ran out."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalReplicas:
     """Processes on this machine, one per replica of the largest count, each waiting on a pipe for its next task.
 
-    Smaller counts use the first of them, so that every count runs under the same conditions.
+    Smaller counts use the first ones; the others idle, so that every count runs under the same conditions.
     """
 
     children: Children
@@ -380,9 +382,9 @@ class LocalReplicas:
         return 1
 
     def run(self, task: MeasureTask) -> StepTimings:
-        """Return the times of a task, with the largest peak memory of any replica.
+        """Run a task and return its times, with the largest peak memory of any replica.
 
-        Raises InputError when the model fails, DdlToolError naming the configuration and the process when one ends.
+        Raises InputError when the model fails, and DdlToolError naming the configuration and the process when one ends.
         """
         ranks = range(task.replicas)
         for rank in ranks:
@@ -392,17 +394,18 @@ class LocalReplicas:
 
 
 def _serve(subject: Subject, rank: int, replicas: Sequence[int], pipe: Connection) -> None:
-    """Run as one replica in a child process: time each task that comes through ``pipe``, and send its times back.
+    """Run as replica ``rank`` in a child process, without end: time each task from ``pipe``, and send its times back.
 
-    The process group is not destroyed: its destruction would wait for peers that wait for this process.
+    First it sends True when it is ready, and while it measures None as a sign of life. The process group is never
+    destroyed, because that would wait for peers that wait for this process.
     """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo asks the host's name, which need not be this machine
     worker = connect_replica(subject, replicas, rank, max(replicas), init_method=meeting_place())
-    pipe.send(True)  # ready: torch is imported and the replicas are connected
+    pipe.send(True)  # torch is imported and the replicas are connected
     last_sign_s = time.monotonic()
 
     def beat() -> None:
-        """Send a sign of life, at most one a second."""
+        """Send a sign of life, at most one per second."""
         nonlocal last_sign_s
         if time.monotonic() - last_sign_s > 1.0:
             last_sign_s = time.monotonic()
@@ -413,7 +416,7 @@ def _serve(subject: Subject, rank: int, replicas: Sequence[int], pipe: Connectio
 
 
 def reliability(frame: pd.DataFrame) -> list[str]:
-    """Return a sentence for every reason not to trust the rows, with what to try: spread, too short steps, too few repeats."""
+    """Return a sentence with a remedy for every reason to doubt the rows: wide spread, too short steps, too few repeats."""
     sentences: list[str] = []
     wide = frame[frame["step_time_spread_s"] > RELIABLE_SPREAD * frame["step_time_s"]]
     if len(wide):
@@ -429,14 +432,17 @@ def reliability(frame: pd.DataFrame) -> list[str]:
 
 
 class ProfileFile:
-    """A profile.csv that is rewritten (atomically) whenever a row comes; a killed process loses no row that was written.
+    """A profile.csv that is rewritten (atomically) whenever a row comes, so that a killed process loses no written row.
 
-    ``known``: with ``resume`` the rows that are there already, None without. Raises InputError for rows that were
-    measured otherwise than the request wants.
+    Attributes:
+        known: with ``resume`` the rows of the file; None without it or without a file.
+        written: number of rows in the file now, as far as this object has written it.
+
+    Raises InputError for a file that cannot be written, and for rows whose settings differ from the request's.
     """
 
     def __init__(self, path: Path | None, request: MeasureRequest, *, resume: bool) -> None:
-        """Check the file before anything is measured; ``path`` None: the rows are kept nowhere."""
+        """Check the file before anything is measured; ``path`` None: rows are not written."""
         self.path, self.known, self.written = path, None, 0
         if path is None:
             if resume:
@@ -448,21 +454,22 @@ class ProfileFile:
             self.known = _read_resumed_rows(path, request.common_columns())
 
     def write(self, frame: pd.DataFrame) -> None:
-        """Write all rows now, so that none is lost; standard output and pipes get them only at the end (:meth:`close`)."""
+        """Write all rows now, except to standard output and pipes, which get them once at the end (:meth:`close`)."""
         if self.path is not None and not self._streams:
             write_profile(frame, self.path)
             self.written = len(frame)
 
     def close(self, frame: pd.DataFrame) -> None:
-        """Write all rows for the last time, which is the only time for standard output and pipes."""
+        """Write all rows for the last time; for standard output and pipes it is the only time."""
         if self.path is not None:
             write_profile(frame, self.path)
 
 
 def _read_resumed_rows(path: Path, expected: dict[str, str]) -> pd.DataFrame:
-    """Return the rows of ``path`` to go on with.
+    """Return the rows of ``path``, which a campaign continues.
 
-    Raises InputError where a column of settings differs from ``expected``, by name, or two rows measure the same.
+    Raises InputError where a column named in ``expected`` is missing or has another value than there, and where two
+    rows have the same configuration.
     """
     frame = read_profile(path)
     for name, requested in expected.items():
@@ -480,13 +487,13 @@ def _read_resumed_rows(path: Path, expected: dict[str, str]) -> pd.DataFrame:
     if repeated_rows.size:
         where = f"{path}:row {repeated_rows[0] + 1}"
         raise InputError(where, "repeats an earlier configuration", "remove one of the rows")
-    return frame.drop(columns="schema_version", errors="ignore")  # every writing sets it anew
+    return frame.drop(columns="schema_version", errors="ignore")  # writing adds it again
 
 
 def threads_of(path: Path) -> int:
-    """Return the threads per process with which the rows of ``path`` were measured; 0 where the file has no such setting.
+    """Return the threads per process with which the rows of ``path`` were measured; 0 if the file does not say.
 
-    A file that cannot be read also gives 0: :class:`ProfileFile` raises its error.
+    A file that cannot be read gives 0 too, because :class:`ProfileFile` will raise its error.
     """
     try:
         settings = read_profile(path)["settings"].astype(str)

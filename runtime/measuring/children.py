@@ -1,4 +1,4 @@
-"""Child processes that end with their parent, and that a Ctrl-C at the terminal does not reach. Start at :class:`Children`."""
+"""Starts child processes that end with their parent and ignore Ctrl-C at the terminal. Start at :class:`Children`."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from typing import Any, TypeVar
 from ddltool import interrupts
 from ddltool.errors import DdlToolError, InputError, listed, one_line
 
-# No step takes longer without a sign of life; a hung collective must not hang the user.
+# Seconds without any message after which processes count as hung: no step takes that long without a sign of life.
 SILENCE_LIMIT_S = 300.0
-# The death of a process is seen within this time of what follows from it.
+# After an error that a process's death may have caused, its exit code shows within these seconds.
 _GRACE_S = 0.5
 
-# In a child: the private folder in which the children meet.
+# In a child: the private folder in which the children meet; "" in other processes.
 _folder = ""
 
 T = TypeVar("T")
 
 
 class LostProcess(DdlToolError):
-    """A process has ended before its time: its ``rank``, and ``how`` it ended, in words."""
+    """A process has ended too early: its ``rank``, and ``how`` it ended, in words; ``where`` begins the message."""
 
     def __init__(self, where: str, rank: int, how: str) -> None:
         super().__init__(f"{where}: process {rank} {how}")
@@ -37,15 +37,15 @@ class LostProcess(DdlToolError):
 
 
 class Children:
-    """Processes of this machine with a pipe each, in which ``body(*arguments, pipe)`` runs; a ``with`` block ends them.
+    """Child processes with a pipe each, which run ``body(*arguments, pipe)``; leaving the ``with`` block kills them.
 
-    An exception of a body is raised here as one line about ``source`` (:func:`in_one_line`).
+    An exception of a body is raised by :meth:`receive`, as one line about ``source`` (:func:`training_failure`).
     """
 
     def __init__(self, body: Callable[..., None], arguments: Sequence[tuple[Any, ...]], source: str = "") -> None:
-        """Start one process for each of ``arguments``; when one cannot be started, those that were are ended again."""
+        """Start one process for each of ``arguments``; if one cannot be started, kill those that were."""
         context = multiprocessing.get_context("spawn")
-        # A pipe for each: a queue that all share can be left locked, or with half a message in it, by one that is killed.
+        # A pipe each: a killed process can leave a shared queue locked, or with half a message in it.
         pipe_pairs = [context.Pipe() for _ in arguments]
         self.pipes = [parent_end for parent_end, _ in pipe_pairs]
         # The children meet at a file: a store on a port would listen to everybody who reaches this machine.
@@ -64,7 +64,7 @@ class Children:
             raise
         finally:
             for _, child_end in pipe_pairs:
-                child_end.close()  # or a dead process's pipe would not end
+                child_end.close()  # else reading from a dead process's pipe would not end
 
     def __enter__(self) -> Children:
         return self
@@ -85,7 +85,7 @@ class Children:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def send(self, rank: int, message: Any) -> None:
-        """Send a message to the process ``rank``; where it is gone, the next :meth:`receive` raises the error."""
+        """Send a message to the process ``rank``; if it is gone, the next :meth:`receive` raises the error."""
         self._heard_s = time.monotonic()
         with contextlib.suppress(OSError):
             self.pipes[rank].send(message)
@@ -93,10 +93,11 @@ class Children:
     def receive(
         self, ranks: Sequence[int], where: str, poll_s: float = 1.0, limit_s: float = SILENCE_LIMIT_S
     ) -> list[tuple[int, Any]]:
-        """Return the (rank, message) pairs that arrive within ``poll_s``, at most one of each process, in rank order.
+        """Return (rank, message) pairs, in the order of ``ranks``, at most one of each process.
 
-        ``where`` begins error messages. Raises the error that a process raised, :class:`LostProcess` for a process that
-        ended, and DdlToolError naming the ranks when none of them sent anything for ``limit_s``.
+        It returns as soon as some have come, and after ``poll_s`` seconds at the latest. ``where`` begins error
+        messages. Raises the error that a process has sent, :class:`LostProcess` for a process that ended, and
+        DdlToolError naming the ranks when none of them sent anything for ``limit_s`` seconds.
         """
         ready = wait([self.pipes[rank] for rank in ranks], poll_s)
         messages: list[tuple[int, Any]] = []
@@ -107,7 +108,7 @@ class Children:
                 except (EOFError, OSError):
                     raise self._dead_process(where, rank) or LostProcess(where, rank, "went away") from None
                 if isinstance(message, DdlToolError):
-                    # When one process dies, its peers' collectives fail too; the death is the reason.
+                    # When one process dies, its peers' collectives fail too; then the death is the error to raise.
                     raise (self._dead_process(where, rank) if len(self.processes) > 1 else None) or message
                 messages.append((rank, message))
         if messages:
@@ -124,14 +125,14 @@ class Children:
         take_note: Callable[[int, Any], bool] = lambda rank, message: message is None,
         limit_s: float = SILENCE_LIMIT_S,
     ) -> list[Any]:
-        """Wait for one answer of each rank, and return the answers in the order of ``ranks``.
+        """Block until each rank has answered, and return the answers in the order of ``ranks``.
 
         Args:
-            ranks: whose answers are wanted.
+            ranks: of the processes that answer.
             where: begins error messages.
-            take_note: ``take_note(rank, message)`` returns whether a message is only a note on the way and no answer;
-                by default None is one, a sign of life.
-            limit_s: seconds that all of them may be silent.
+            take_note: ``take_note(rank, message)`` handles a message and returns whether it was a note, not the answer;
+                by default None is a note, a sign of life.
+            limit_s: seconds that all of them together may be silent.
 
         Raises what :meth:`receive` raises.
         """
@@ -142,11 +143,11 @@ class Children:
         return [answers[rank] for rank in ranks]
 
     def _dead_process(self, where: str, rank: int) -> LostProcess | None:
-        """Return the error of a process that has died, None when all live after the grace time; ``rank`` is looked at first."""
+        """Return the error of a process that has died, ``rank``'s if it is one; None if all live after :data:`_GRACE_S`."""
         rank_first = sorted(enumerate(self.processes), key=lambda entry: entry[0] != rank)
 
         def find_dead() -> LostProcess | None:
-            """Return the error of the first process with an exit code other than 0, None without one."""
+            """Return the error of the first process with an exit code other than 0; None if there is none."""
             dead = ((dead_rank, process.exitcode) for dead_rank, process in rank_first if process.exitcode)
             return next((LostProcess(where, dead_rank, how_it_ended(code)) for dead_rank, code in dead), None)
 
@@ -154,7 +155,10 @@ class Children:
 
 
 def poll_until(seconds: float, look: Callable[[], T | None]) -> T | None:
-    """Call ``look`` until it returns something, for at most ``seconds``; return that, or None. It is called at least once."""
+    """Call ``look`` every 20 ms, at least once, until it returns something else than None or ``seconds`` are over.
+
+    Returns its last result.
+    """
     deadline_s = time.monotonic() + seconds
     while (result := look()) is None and time.monotonic() < deadline_s:
         time.sleep(0.02)
@@ -162,14 +166,17 @@ def poll_until(seconds: float, look: Callable[[], T | None]) -> T | None:
 
 
 def meeting_place(use: str = "all") -> str:
-    """Return, in a child, the ``init_method`` of a process group of all :class:`Children`: a private file, one per ``use``."""
+    """Return, in a child process, an ``init_method`` for a process group of all :class:`Children`.
+
+    It is a file in their private folder, another one for each ``use``.
+    """
     return f"file://{_folder}/{use}"
 
 
 def _run(body: Callable[..., None], arguments: tuple[Any, ...], pipe: Connection, source: str, folder: str) -> None:
-    """Run ``body`` in a child process; send any exception of it to the parent as an error of one line.
+    """Run ``body`` in a child process, and send its exception, if any, to the parent as an error of one line.
 
-    ``folder``: where the children meet. The child ends when its parent does.
+    ``folder``: the folder in which the children meet. The child exits when its parent ends.
     """
     global _folder
     _folder = folder
@@ -179,14 +186,14 @@ def _run(body: Callable[..., None], arguments: tuple[Any, ...], pipe: Connection
         body(*arguments, pipe)
     except Exception as error:
         with contextlib.suppress(OSError):  # the parent has gone
-            pipe.send(in_one_line(error, source))
+            pipe.send(training_failure(error, source))
     finally:
         with contextlib.suppress(OSError):
             pipe.close()
 
 
 def _follow_parent() -> None:
-    """End this process when the one that started it is gone: a killed command leaves nobody computing."""
+    """Block until the parent process ends, then delete the meeting folder and exit: the body of a thread of a child."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
@@ -194,8 +201,11 @@ def _follow_parent() -> None:
         os._exit(1)
 
 
-def in_one_line(error: Exception, source: str) -> DdlToolError:
-    """Return an exception of the user's model as an error of one line about ``source``; a DdlToolError is returned as it is."""
+def training_failure(error: Exception, source: str) -> DdlToolError:
+    """Return the error of one line which says that a training step of ``source``, the user's model, has raised ``error``.
+
+    A DdlToolError is returned itself.
+    """
     if isinstance(error, DdlToolError):
         return error
     text = one_line(f"{type(error).__name__}: {error}")[:300]
@@ -203,7 +213,7 @@ def in_one_line(error: Exception, source: str) -> DdlToolError:
 
 
 def how_it_ended(exit_code: int) -> str:
-    """Return an exit code of ``multiprocessing`` in words.
+    """Return in words what an exit code of ``multiprocessing`` says; a negative one is the signal that killed the process.
 
     >>> how_it_ended(9), how_it_ended(-9)
     ('died (exit code 9)', 'was killed (SIGKILL: by somebody, or by the system when memory ran out)')

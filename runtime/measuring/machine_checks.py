@@ -1,8 +1,8 @@
-"""Checks of the machine on which ddltool is to run, by trying: packages, ports, gloo, NCCL, clocks, folders.
+"""Checks this machine by trying what ddltool needs: packages, ports, gloo, NCCL, clocks, folders.
 
-Start at :func:`examine`. No check raises: a machine where everything is broken gets a whole list. ``failed`` stops some
-command from working, ``warning`` makes figures worse or concerns a part that may not be needed, ``optional`` is an extra that
-is not there. A remedy is empty when the status is ``ok``.
+Start at :func:`examine`. No check raises, so that a broken machine gets a whole list. A status is ``ok`` (with an empty
+remedy), ``failed`` (some command will not work), ``warning`` (figures will be worse, or a part that may not be needed
+fails) or ``optional`` (an extra is not installed).
 """
 
 from __future__ import annotations
@@ -45,23 +45,26 @@ OPTIONAL = {
     "ray": "sweep --engine ray: pip install 'ddltool[ray]'",
 }
 PATIENCE_S = 20.0
-"""How long two processes may say nothing, while they start, meet or reduce, before they count as hung."""
+"""Seconds of silence, while two processes start, connect or reduce, after which they count as hung."""
 _MEETING_S, _IMPORT_S = 5.0, 120.0
-"""How long processes may take to meet, and an import."""
+"""Seconds that processes may take to connect, and that an import may take."""
 COARSE_CLOCK_S = 1e-5
-"""A clock with larger steps than this is a warning."""
+"""A clock with larger steps than this, in seconds, is a warning."""
 SHARED_MEMORY_BYTES = 128 * 2**20
 """Less shared memory than this is a warning."""
 FREE_BYTES = 2**30
 """Less free space in a folder than this is a warning."""
 _ELEMENTS = 262_144  # one MiB of float32
-_REPEATS = 20  # reductions that are timed
-_RATE_TRIES = 8  # times that a CPU's work is timed; the shortest counts
+_REPEATS = 20  # number of reductions that are timed
+_RATE_TRIES = 8  # how often a piece of work is timed; the shortest time counts
 _MATRIX_SIZE, _COPIED_FLOATS = 768, 1 << 24  # large enough to keep a core busy, small enough to take a moment
 
 
 def examine() -> tuple[list[MachineCheck], Machine]:
-    """Return all checks, and the figures of the machine. The two processes start first: they import torch meanwhile."""
+    """Return (all checks, the figures of the machine).
+
+    The two processes that try the backends start first, and import torch while the other checks are made.
+    """
     port, has_torch = check_store_port(), importlib.util.find_spec("torch") is not None
     with contextlib.ExitStack() as stack:
         children = None
@@ -75,7 +78,7 @@ def examine() -> tuple[list[MachineCheck], Machine]:
             checks += check_torchvision()
         else:
             checks.append(port)
-    # The clock is checked when the processes are done: on a busy machine a fine clock looks coarse.
+    # The clock is checked after the processes have ended, because on a busy machine a fine clock looks coarse.
     working = check_folder("this folder", Path.cwd(), required=False, remedy="give -o FILE in a writable folder")
     return [*checks, check_clock(), working, check_temporary(), check_shared_memory(), *_check_extras()], machine
 
@@ -83,13 +86,13 @@ def examine() -> tuple[list[MachineCheck], Machine]:
 def _check(name: str, found: str, status: str = "ok", remedy: str = "", *, fine: bool = False) -> MachineCheck:
     """Return the outcome of the check ``name``, with what it ``found`` in words.
 
-    With ``fine`` the status is ``ok``, and ``status`` and ``remedy`` are ignored.
+    If ``fine``, the status is ``ok``, and ``status`` and ``remedy`` are ignored.
     """
     return MachineCheck(name=name, status="ok" if fine else status, found=found, remedy="" if fine else remedy)
 
 
 def machine_figures() -> Machine:
-    """Return the versions, devices and memory (GiB) of this machine; without torch there are no devices."""
+    """Return the versions, devices and memory (GiB) of this machine; without torch, no devices."""
     cuda: dict[str, Any] = {"cuda_devices": [], "cuda_build": None, "gloo": False}
     if importlib.util.find_spec("torch") is not None:
         import torch
@@ -107,7 +110,7 @@ def machine_figures() -> Machine:
 
 
 def machine_nodes() -> Nodes:
-    """Return this machine as a cluster of one node: its GPUs, or without GPUs its CPU with rates measured here."""
+    """Return this machine as a cluster: its GPUs, a node for each kind, or without GPUs its CPU with rates measured now."""
     import torch
 
     name = platform.node() or "here"
@@ -125,13 +128,13 @@ def machine_nodes() -> Nodes:
 
 
 def _cpu_rates() -> tuple[float, float]:
-    """Return what this CPU does at its best: FLOP/s of a float32 matrix product, and bytes/s read and written by a copy."""
+    """Return the best rates of this CPU: (FLOP/s of a float32 matrix product, bytes/s read and written by a copy)."""
     import torch
 
     matrix, source = torch.ones(_MATRIX_SIZE, _MATRIX_SIZE), torch.ones(_COPIED_FLOATS)
 
     def shortest_s(work: Callable[[], object]) -> float:
-        """Return the shortest seconds of a few runs of ``work``, after one that warms up."""
+        """Return the shortest time of :data:`_RATE_TRIES` runs of ``work`` in seconds, after one to warm up."""
         work()
         seconds = []
         for _ in range(_RATE_TRIES):
@@ -141,13 +144,14 @@ def _cpu_rates() -> tuple[float, float]:
         return min(seconds)
 
     target = torch.empty_like(source)
-    flops_per_s = 2.0 * _MATRIX_SIZE**3 / shortest_s(lambda: matrix @ matrix)  # a product and a sum for each
+    # Two operations, a multiplication and an addition, for each of n^3 terms.
+    flops_per_s = 2.0 * _MATRIX_SIZE**3 / shortest_s(lambda: matrix @ matrix)
     bytes_per_s = 8.0 * len(source) / shortest_s(lambda: target.copy_(source))  # 4 bytes read, 4 written
     return float(f"{flops_per_s:.3g}"), float(f"{bytes_per_s:.3g}")
 
 
 def installed(name: str) -> str | None:
-    """Return a package's version, None where it is not installed."""
+    """Return a package's version; None if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -155,7 +159,7 @@ def installed(name: str) -> str | None:
 
 
 def check_packages() -> list[MachineCheck]:
-    """Return one check of all packages, or one of each missing package."""
+    """Return a single check if all packages are installed, else one for each missing package."""
     missing = [name for name in PACKAGES if installed(name) is None]
     if not missing:
         return [_check("packages", f"all {len(PACKAGES)} there; torch {installed('torch')}")]
@@ -163,7 +167,10 @@ def check_packages() -> list[MachineCheck]:
 
 
 def check_torchvision() -> list[MachineCheck]:
-    """Return whether torchvision, where it is installed, can be imported beside this torch: transformers imports it."""
+    """Return the check that torchvision can be imported with this torch, because transformers imports it.
+
+    The list is empty if torchvision is not installed. The import is tried in another process.
+    """
     if importlib.util.find_spec("torchvision") is None:
         return []
     versions = f"torchvision {installed('torchvision')}, torch {installed('torch')}"
@@ -184,7 +191,7 @@ def check_torchvision() -> list[MachineCheck]:
 
 
 def check_load(machine: Machine) -> MachineCheck:
-    """Return whether other programs keep the machine busy."""
+    """Return the check that the load, the mean of the last minute, is at most the number of cores."""
     load = os.getloadavg()[0]
     found = f"{machine.cpu_count} core(s), {machine.memory_gib} GiB of memory, load {load:.1f}"
     remedy = "other programs keep it busy: measured times will be noisy (profile says how sure each is)"
@@ -192,7 +199,7 @@ def check_load(machine: Machine) -> MachineCheck:
 
 
 def check_cuda(machine: Machine) -> MachineCheck:
-    """Return the check of CUDA: the devices, or the reason why there are none."""
+    """Return the check of CUDA, which names the devices or says why there are none."""
     if machine.cuda_devices:
         return _check("CUDA", f"{len(machine.cuda_devices)}: {', '.join(dict.fromkeys(machine.cuda_devices))}")
     if machine.cuda_build is None:
@@ -203,7 +210,7 @@ def check_cuda(machine: Machine) -> MachineCheck:
 
 
 def check_clock() -> MachineCheck:
-    """Return the check of the measuring clock's resolution: its smallest step seen in 20 ms."""
+    """Return the check of the clock's resolution, which is the smallest step seen in 20 ms."""
     smallest_s, previous_s = float("inf"), time.perf_counter()
     end_s = previous_s + 0.02
     while previous_s < end_s:
@@ -217,7 +224,7 @@ def check_clock() -> MachineCheck:
 
 
 def check_store_port() -> MachineCheck:
-    """Check that a process can listen and connect on 127.0.0.1, as the store at which processes meet must: by doing so."""
+    """Return the check that a process can listen, connect and receive on 127.0.0.1, as torch's store does."""
     problem, remedy = "", "bring the loopback interface up (ip link set lo up), and allow local connections"
     try:
         with contextlib.ExitStack() as stack:
@@ -235,9 +242,10 @@ def check_store_port() -> MachineCheck:
 
 
 def check_folder(name: str, folder: str | Path, *, required: bool, remedy: str) -> MachineCheck:
-    """Check that files can be written in ``folder`` or its nearest existing parent, by writing and removing one.
+    """Return the check that a file can be written in ``folder`` or its nearest existing parent; it is removed again.
 
-    Not being able to is a failure where the folder is ``required``, else a warning; so is less than one GiB of free space.
+    If not, the status is ``failed`` for a ``required`` folder and ``warning`` otherwise. Less than one GiB of free space
+    is a ``warning``.
     """
     existing = Path(folder)
     try:
@@ -255,7 +263,7 @@ def check_folder(name: str, folder: str | Path, *, required: bool, remedy: str) 
 
 
 def check_temporary() -> MachineCheck:
-    """Return the check of the folder for temporary files: whether there is one, and whether it can be written."""
+    """Return the check that there is a folder for temporary files, and that it can be written."""
     remedy = "set TMPDIR to a writable folder"
     try:
         folder = tempfile.gettempdir()
@@ -265,7 +273,10 @@ def check_temporary() -> MachineCheck:
 
 
 def check_shared_memory(folder: str = "/dev/shm") -> MachineCheck:
-    """Return whether loaders with data workers have room to hand over batches (containers often give 64 MiB)."""
+    """Return the check of the size of shared memory, through which data workers send batches.
+
+    Containers often have only 64 MiB of it. A system without ``folder`` is ok.
+    """
     try:
         total = shutil.disk_usage(folder).total
     except OSError:
@@ -276,7 +287,7 @@ def check_shared_memory(folder: str = "/dev/shm") -> MachineCheck:
 
 
 def _check_extras() -> list[MachineCheck]:
-    """Return the checks of optional packages and programs that only some commands need, each with what needs it."""
+    """Return the checks of optional packages and programs; the remedy of a missing one names the commands that need it."""
     extras = {name: (installed(name), remedy) for name, remedy in OPTIONAL.items()}
     browser = shutil.which("chromium") or shutil.which("chromium-browser")
     extras["chromium"] = (browser, "only the tests that look at reports need it: apt-get install chromium")
@@ -286,7 +297,7 @@ def _check_extras() -> list[MachineCheck]:
     ]
 
 
-# -- two processes, which try gloo over the loopback interface, then over the default one, then NCCL where there is CUDA
+# -- two processes, which try gloo over the loopback interface, then over the default one, then NCCL if there is CUDA
 
 
 Answers = dict[tuple[str, int], tuple[str, float]]
@@ -294,15 +305,15 @@ Answers = dict[tuple[str, int], tuple[str, float]]
 
 
 def check_processes(children: Children | None) -> list[MachineCheck]:
-    """Return the checks of gloo and NCCL, which two child processes try; None: they could not be started.
+    """Return the checks of gloo and NCCL, which two child processes try; ``children`` is None if they did not start.
 
-    A process that dies or hangs fails its attempts that have not ended.
+    If a process dies or hangs, the attempts that it has not finished fail.
     """
     answers: Answers = {}
     problem = "" if children is not None else "processes cannot be started"
 
     def take_answer(rank: int, message: tuple[str, tuple[str, float]]) -> bool:
-        """Keep an attempt's answer of one process; return whether more are to come."""
+        """Keep one process's answer (name of the attempt, (problem, seconds)); return whether more will come."""
         answers[message[0], rank] = message[1]
         return message[0] != "done"
 
@@ -326,9 +337,9 @@ def check_processes(children: Children | None) -> list[MachineCheck]:
 def _check_reduction(
     name: str, answers: Answers, processes: int, problem: str, status: str, remedy: str
 ) -> MachineCheck:
-    """Return the check of the reduction called ``name``, by what the ``processes`` answered.
+    """Return the check of the attempt ``name``, which is ok if at least ``processes`` processes answered without a problem.
 
-    ``problem``: why some have not answered; ``status`` and ``remedy`` are for a reduction that failed.
+    ``problem``: why some have not answered; ``status`` and ``remedy`` are those of a failed attempt.
     """
     values = [value for (attempt, _), value in answers.items() if attempt == name]
     problems = [text for text, _ in values if text]
@@ -339,7 +350,10 @@ def _check_reduction(
 
 
 def check_nccl(answers: Answers, problem: str) -> MachineCheck:
-    """Return the check of a reduction over NCCL, ``optional`` where no CUDA device was there to try it."""
+    """Return the check of a reduction over NCCL; it is ``optional`` if there was no CUDA device to try it.
+
+    ``problem``: why some answers are missing; "" if none are.
+    """
     if any(name == "NCCL" for name, _ in answers):
         remedy = "training on several GPUs needs it; run with NCCL_DEBUG=INFO to see why"
         return _check_reduction("NCCL", answers, 1, problem, "failed", remedy)
@@ -350,11 +364,11 @@ def check_nccl(answers: Answers, problem: str) -> MachineCheck:
 
 
 def _try_backends(rank: int, results: Connection) -> None:
-    """Reduce over every backend, as one of two processes; send (name, (problem or "", median seconds)) of each attempt.
+    """Reduce over every backend, as process ``rank`` of two; send (name, (problem or "", median seconds)) of each attempt.
 
-    The last message is called "done".
+    The name of the last message is "done".
     """
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # backends print pages about what is reported in one line here
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # silence: backends print pages about problems that take one line here
     chosen_interface = os.environ.get("GLOO_SOCKET_IFNAME")
     os.environ["GLOO_SOCKET_IFNAME"] = chosen_interface or "lo"
     import torch
@@ -362,10 +376,10 @@ def _try_backends(rank: int, results: Connection) -> None:
     torch.set_num_threads(1)
 
     def attempt(name: str, backend: str, world: int, device: Any) -> bool:
-        """Time a reduction, send what came out, and return whether it worked; ``world``: how many processes take part."""
+        """Time a reduction over ``world`` processes, send the outcome as ``name``, and return whether it worked."""
         try:
             value = "", _time_reduction(rank, name, backend, world, device)
-        except Exception as error:  # whatever a backend throws is what the reader wants to know
+        except Exception as error:  # whatever a backend raises is the problem to report
             value = (str(error).splitlines() or [type(error).__name__])[0][:120], 0.0
         results.send((name, value))
         return not value[0]
@@ -385,9 +399,10 @@ def _try_backends(rank: int, results: Connection) -> None:
 
 
 def _time_reduction(rank: int, name: str, backend: str, world: int, device: Any) -> float:
-    """Return the median seconds of adding one MiB over ``world`` processes, of which this one is ``rank``.
+    """Return the median seconds of an all-reduce of one MiB over ``world`` processes, of which this one is ``rank``.
 
-    Raises what the backend raises, and RuntimeError for a wrong sum. ``name``: where the processes meet.
+    ``name``: of the attempt, at whose file the processes meet. Raises what the backend raises, and RuntimeError for a
+    wrong sum.
     """
     import torch
     import torch.distributed as dist

@@ -1,9 +1,9 @@
 """The largest batch that fits in memory, found by trying. Start at :func:`search_limit`, :func:`measure_limit`.
 
-Every try is a real training step in a child process. On CPU it fits when the process's resident set, by the kernel's
-own high-water mark, stayed within the budget; the parent stops a child that goes beyond it, before it takes the
-machine's memory. The limit on address space that systems offer (``RLIMIT_AS``) is of no use here: torch reserves
-gigabytes that it never touches. On CUDA it fits when no ``OutOfMemoryError`` comes.
+Every try is a real training step in a child process. On CPU the batch fits if the peak of the process's resident set,
+as the kernel reports it, stays within the budget; the parent kills a child that exceeds it, before it takes the
+machine's memory. The system's limit on address space (``RLIMIT_AS``) cannot be used, because torch reserves gigabytes
+that it never touches. On CUDA the batch fits if no ``OutOfMemoryError`` comes.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from ddltool.runtime.measuring.children import Children
 from ddltool.runtime.measuring.worker import MeasureTask, Subject, connect_replica, reset_peak
 
 LARGEST = 2**20  # the largest batch that is tried
-# A step's memory is reached in its first backward pass; the second shows what an optimizer keeps.
+# The first step allocates the optimizer's state; with it the second reaches the peak.
 _STEPS = 2
 _LOOK_EVERY_S = 0.005  # how often the parent reads a child's memory
-# A line through two small batches may be far off; the search does not jump further than this.
+# Most times by which the next batch may exceed the largest that fits: a line through two small batches may be far off.
 _LONGEST_JUMP = 16
 
 
@@ -32,19 +32,20 @@ class MemoryLimit:
     """The largest batch that fits in memory, and the peak memory of every batch that was tried."""
 
     batch: int | None
-    """Largest batch that fits while the next does not (0: not even 1 fits); None: every batch up to ``LARGEST`` fits."""
+    """Largest batch that fits; 0: not even 1 fits; None: every batch up to ``LARGEST`` fits."""
     tried: dict[int, float | None] = field(default_factory=dict)
     """Peak bytes by batch; None where it did not fit."""
 
 
 def search_limit(attempt: Callable[[int], float | None], budget_bytes: float, largest: int = LARGEST) -> MemoryLimit:
-    """Return the limit by growing batches, then bisection; ``attempt(batch)`` returns peak bytes, None if it did not fit.
+    """Return the largest batch that fits, found by growing batches and then by bisection.
 
-    A line through the peaks guesses the limit, which saves tries where memory grows evenly. Every other try halves the
-    bracket anyway, so that bad guesses cannot make the search long.
+    ``attempt(batch)`` returns the batch's peak bytes, None if it does not fit. A line through the peaks predicts where
+    they reach ``budget_bytes``, which saves tries where memory grows linearly. Every other try halves the bracket, so
+    that bad predictions cannot make the search long. ``largest``: the largest batch to try.
     """
     tried: dict[int, float | None] = {}
-    # Invariant: batch `low` has run and fits (0: none yet), `high` does not fit (largest + 1: none was tried).
+    # Invariant: batch `low` fits (0: none has yet), and `high` does not (largest + 1: all that were tried fit).
     low, high, tries = 0, largest + 1, 0
     while high - low > 1:
         guess = _extrapolated_limit(tried, budget_bytes)
@@ -53,7 +54,7 @@ def search_limit(attempt: Callable[[int], float | None], budget_bytes: float, la
             larger = 1 if low == 0 else max(2 * low, min(guess or 0, _LONGEST_JUMP * low))
             batch = min(larger, largest)
         elif guess is not None and tries % 2:
-            margin = max(1, (high - low) // 8)  # a guess next to an end would tell little
+            margin = max(1, (high - low) // 8)  # a try next to an end of the bracket would hardly shrink it
             batch = min(max(guess, low + margin), high - margin)
         else:
             batch = (low + high) // 2
@@ -68,8 +69,8 @@ def search_limit(attempt: Callable[[int], float | None], budget_bytes: float, la
 def _extrapolated_limit(tried: dict[int, float | None], budget_bytes: float) -> int | None:
     """Return the batch at which memory reaches the budget, by the line through the two largest batches that fit.
 
-    ``tried``: peak bytes by batch, None where it did not fit. The result is None where fewer than two fit, or the
-    peak does not grow with the batch.
+    ``tried``: peak bytes by batch, None where it did not fit. The result is at most twice ``LARGEST``; it is None if
+    fewer than two batches fit, or the peak does not grow with the batch.
     """
     fitted = sorted((batch, peak) for batch, peak in tried.items() if peak is not None)
     if len(fitted) < 2:
@@ -84,10 +85,11 @@ def _extrapolated_limit(tried: dict[int, float | None], budget_bytes: float) -> 
 def measure_limit(
     subject: Subject, budget_bytes: float, *, progress: Callable[[str], None] = lambda remark: None
 ) -> MemoryLimit:
-    """Return the largest batch whose training step keeps to ``budget_bytes`` per process.
+    """Return the largest batch whose training step needs at most ``budget_bytes`` in one process, found by trying.
 
-    On CUDA the budget is what torch's allocator may take of the device. Raises InputError for a budget beyond what is free,
-    or when the model does not train; DdlToolError when a process ends in another way.
+    On CUDA the budget is what torch's allocator may take of the device. ``progress`` gets a text after each try. Raises
+    InputError for a budget above the machine's free memory, or when the model does not train; DdlToolError when the
+    process ends in another way.
     """
     if subject.device == "cpu" and budget_bytes > (free := psutil.virtual_memory().available):
         problem = f"{budget_bytes / 2**30:.3g} GiB is more than the {free / 2**30:.3g} GiB that are free"
@@ -95,7 +97,7 @@ def measure_limit(
     with contextlib.closing(_Trial(subject, budget_bytes)) as trial:
 
         def attempt(batch: int) -> float | None:
-            """Return the peak bytes of a step of ``batch`` samples, None if it does not fit, and tell the progress."""
+            """Return the peak bytes of a step of ``batch`` samples, None if it does not fit, and report the progress."""
             peak = trial.peak_of(batch)
             progress(f"batch {batch} {'does not fit' if peak is None else 'fits'}")
             return peak
@@ -104,23 +106,23 @@ def measure_limit(
 
 
 class _Trial:
-    """A process that tries one batch after another; a new one takes its place after each that went beyond the budget."""
+    """A child process that tries one batch after another; it is replaced after each batch that exceeds the budget."""
 
     def __init__(self, subject: Subject, budget_bytes: float) -> None:
         self._subject, self._budget_bytes = subject, budget_bytes
         self._child: Children | None = None
 
     def close(self) -> None:
-        """End the process, if there is one."""
+        """Kill the process, if there is one."""
         if self._child is not None:
             self._child.close()
         self._child = None
 
     def peak_of(self, batch: int) -> float | None:
-        """Return the peak bytes of a training step of ``batch`` samples; None when it does not fit the budget.
+        """Return the peak bytes of a training step of ``batch`` samples; None if it does not fit the budget.
 
-        On the CPU the parent reads the child's resident memory meanwhile, and ends the child once it is too large.
-        Raises what the child raises.
+        On the CPU this process reads the child's resident memory meanwhile, and kills the child once that exceeds the
+        budget. Raises what the child raises.
         """
         arguments = [(self._subject, self._budget_bytes)]
         child = self._child = self._child or Children(_serve, arguments, self._subject.source)
@@ -138,10 +140,10 @@ class _Trial:
 
 
 def _serve(subject: Subject, budget_bytes: float, pipe: Connection) -> None:
-    """Run a step of each batch from ``pipe``, in a child process; send back (peak bytes, whether it may try another batch).
+    """In a child process, run a step of each batch from ``pipe``; send back (peak bytes, whether it may try another batch).
 
-    Peak bytes are 0 when memory ran out. Where the system does not let a process reset its peak, a new one must try the
-    next.
+    Peak bytes are 0 if memory ran out. If the system does not allow a process to reset its peak, another process must
+    try the next batch.
     """
     import torch
 

@@ -28,15 +28,17 @@ if TYPE_CHECKING:
 
 DEFAULT_SIZES = (8, 2**12, 2**16, 2**18, 2**20, 2**22, 2**24)
 MOST_PROCESSES_IN_ALL_PAIRS = 4
-# One size gets about this long per pair; a slow link gets fewer round trips, and no sizes beyond.
+# Seconds that a size takes at most per pair: a slow link gets fewer round trips, and then no larger sizes.
 _SECONDS_PER_SIZE, _FEWEST_ROUNDS = 1.0, 5
-_COLUMNS = 4  # of a pair's table: bytes; shortest, median and spread of the one-way times
+# Columns of a pair's table, which has a row per size: bytes; shortest, median and quartile range of one-way seconds.
+_COLUMNS = 4
 
 Progress = Callable[[int, int], None]
+"""Called with (pairs done, pairs in total)."""
 
 
 class LinkFit(NamedTuple):
-    """A link's line ``latency_s + bytes / bandwidth_bytes_per_s``.
+    """A link's one-way time as a line: ``latency_s + bytes / bandwidth_bytes_per_s``.
 
     ``residual``: root mean square of (measured - line) / line.
     """
@@ -47,11 +49,11 @@ class LinkFit(NamedTuple):
 
 
 def fit_link(sizes_bytes: ArrayLike, times_s: ArrayLike) -> LinkFit:
-    """Return latency and bandwidth from one-way times, shapes (k,) bytes and (k,) seconds.
+    """Return the line through one-way times: ``sizes_bytes`` (k,) in bytes, ``times_s`` (k,) in seconds.
 
-    The bandwidth is the slope of the least-squares line, which the large sizes decide; the latency is what the smallest
-    message took beyond its bytes. The line's own intercept says nothing about small messages where a link lets bursts
-    through at another rate (a shaped link, a cache), and is below 0 there. On times that lie on a line both are exact.
+    The bandwidth is 1 / slope of the least-squares line, which the large sizes decide; the latency is the time of the
+    smallest message minus its bytes / bandwidth, at least 0. The line's own intercept is not used: where a link passes
+    bursts at another rate (a shaped link, a cache), it is below 0. On times that lie on a line both are exact.
 
     Raises InputError for fewer than two sizes, times that are not above 0, and times that do not grow with the size.
     """
@@ -70,8 +72,8 @@ def fit_link(sizes_bytes: ArrayLike, times_s: ArrayLike) -> LinkFit:
     return LinkFit(latency_s=latency, bandwidth_bytes_per_s=1 / per_byte, residual=float(np.sqrt(np.mean(error**2))))
 
 
-def pairs_of(processes: int) -> list[tuple[int, int]]:
-    """Return the pairs of ranks to measure: all pairs of up to four processes, else each rank with the next."""
+def pairs_to_measure(processes: int) -> list[tuple[int, int]]:
+    """Return the pairs of ranks to measure: of up to four processes all pairs, else each rank with the next in a ring."""
     if processes <= MOST_PROCESSES_IN_ALL_PAIRS:
         return list(itertools.combinations(range(processes), 2))
     return [(rank, (rank + 1) % processes) for rank in range(processes)]
@@ -85,14 +87,15 @@ def measure_network(
     timeout_s: float = 60.0,
     progress: Progress = lambda done, total: None,
 ) -> NetworkResult:
-    """Return latency and bandwidth between the processes of this torchrun job, or of local ones that are started.
+    """Return latency and bandwidth between the processes of this torchrun job, or else of local ones started for this.
 
-    In a job every rank must call this, and every rank gets the result. One pair is measured at a time.
+    In a job every rank must call this, and every rank gets the result. One pair is measured at a time; the result has
+    all pairs, and the lowest bandwidth and the highest latency and residual of any.
 
     Args:
-        processes: local ones to start; ignored in a job.
-        sizes_bytes: of the messages.
-        rounds: round trips per size, fewer where they would take longer than a second.
+        processes: number of local processes to start; ignored in a job.
+        sizes_bytes: sizes of the messages.
+        rounds: round trips per size; fewer where they would take longer than a second.
         timeout_s: seconds that a message may take.
         progress: ``progress(done, total)`` is called after each pair.
 
@@ -128,13 +131,13 @@ def measure_network(
 def _measure_local(
     processes: int, sizes: Sequence[int], rounds: int, timeout_s: float, progress: Progress
 ) -> list[NetworkPair]:
-    """Return the pairs of ``processes`` that are started here and meet over the loopback interface.
+    """Start ``processes`` processes that connect over the loopback interface, and return the pairs that they measure.
 
     The other arguments are those of :func:`measure_network`.
     """
 
     def take_progress(rank: int, message: Any) -> bool:
-        """Report the progress that a process has sent, a tuple (done, total); return whether the message was one."""
+        """Report the progress in ``message`` if it is a tuple (done, total); return whether it is."""
         if isinstance(message, tuple):
             progress(*message)
         return isinstance(message, tuple)
@@ -146,14 +149,14 @@ def _measure_local(
 
 
 def _child(rank: int, processes: int, sizes: Sequence[int], rounds: int, timeout_s: float, results: Connection) -> None:
-    """Measure as one local process, in a child, and send the pairs; rank 0 also sends its progress, as tuples (done, total)."""
+    """In a child process, measure as rank ``rank`` and send the pairs; rank 0 also sends progress as tuples (done, total)."""
     import torch
 
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # otherwise gloo asks the host's name, which need not be this machine's
 
     def send_progress(done: int, total: int) -> None:
-        """Send the progress to the parent, from rank 0 alone."""
+        """Send the progress to the parent, on rank 0 only."""
         if rank == 0:
             results.send((done, total))
 
@@ -162,7 +165,7 @@ def _child(rank: int, processes: int, sizes: Sequence[int], rounds: int, timeout
 
 @contextlib.contextmanager
 def _lost_each_other() -> Iterator[None]:
-    """Turn torch's errors of lost connections in the block into a DdlToolError of one line."""
+    """Turn a RuntimeError in the block, which torch raises for lost connections, into a DdlToolError of one line."""
     try:
         yield
     except RuntimeError as error:
@@ -170,12 +173,13 @@ def _lost_each_other() -> Iterator[None]:
 
 
 def _measure_pairs(
-    rank: int, size: int, sizes: Sequence[int], rounds: int, timeout_s: float, progress: Progress, **meeting: Any
+    rank: int, processes: int, sizes: Sequence[int], rounds: int, timeout_s: float, progress: Progress, **meeting: Any
 ) -> list[NetworkPair]:
     """Join the process group and measure one pair of ranks after another; every rank returns all pairs.
 
-    Each of ``size`` processes calls this. ``sizes``: bytes of the messages; ``meeting``: where the processes meet, as
-    ``init_process_group`` takes it.
+    Each of the ``processes`` processes calls this. ``sizes``: bytes of the messages; ``rounds``: most round trips per
+    size; ``timeout_s``: seconds that a message may take; ``meeting``: where the processes meet, as
+    ``init_process_group`` takes it. Raises DdlToolError when a peer is lost or too slow.
     """
     import torch
     import torch.distributed as dist
@@ -184,8 +188,8 @@ def _measure_pairs(
     try:
         with _lost_each_other():
             limit = timedelta(seconds=timeout_s)
-            dist.init_process_group("gloo", rank=rank, world_size=size, timeout=limit, **meeting)
-            rank_pairs = pairs_of(size)
+            dist.init_process_group("gloo", rank=rank, world_size=processes, timeout=limit, **meeting)
+            rank_pairs = pairs_to_measure(processes)
             for done, (first, second) in enumerate(rank_pairs, start=1):
                 table = torch.zeros(len(sizes), _COLUMNS, dtype=torch.float64)
                 if rank == first:
@@ -207,22 +211,22 @@ def _measure_pairs(
                 progress(done, len(rank_pairs))
     finally:
         if dist.is_initialized():
-            with contextlib.suppress(RuntimeError):  # a dead peer must not hide what was reported
+            with contextlib.suppress(RuntimeError):  # with a dead peer this fails too, and would hide the first error
                 dist.destroy_process_group()
     return pairs
 
 
 def _ping(peer: int, sizes: Sequence[int], rounds: int, table: torch.Tensor) -> None:
-    """Lead the round trips with ``peer``, and fill ``table``, (sizes, 4), in bytes and one-way seconds.
+    """Lead the round trips with ``peer``, and fill ``table``, (sizes, 4), whose columns are at :data:`_COLUMNS`.
 
-    Its columns are the size, and the shortest time, the median and the spread. Each series of round trips is announced
-    as (size, count); (0, 0) ends them. A size that is too slow for more than two round trips is the last one.
+    Each series of round trips is announced to the peer as (size, count); (0, 0) ends them. A size that is too slow for
+    more than two round trips is the last one; rows of larger sizes stay 0.
     """
     import torch
     import torch.distributed as dist
 
     def round_trips(size: int, count: int) -> list[float]:
-        """Return the one-way seconds of ``count`` round trips of a message of ``size`` bytes: half of each."""
+        """Return one-way seconds, half of each, of ``count`` round trips of a message of ``size`` bytes."""
         message = torch.zeros(size, dtype=torch.uint8)
         dist.send(torch.tensor([size, count]), dst=peer)
         times_s = []
@@ -234,7 +238,9 @@ def _ping(peer: int, sizes: Sequence[int], rounds: int, table: torch.Tensor) -> 
         return times_s
 
     for row, size in enumerate(sizes):
-        times_s = round_trips(size, _FEWEST_ROUNDS if row == 0 else 2)  # also warms the connection up
+        times_s = round_trips(
+            size, _FEWEST_ROUNDS if row == 0 else 2
+        )  # an estimate, which also warms up the connection
         expected_s = 2 * min(times_s)
         is_slow = expected_s > _SECONDS_PER_SIZE
         if not is_slow:
@@ -247,7 +253,7 @@ def _ping(peer: int, sizes: Sequence[int], rounds: int, table: torch.Tensor) -> 
 
 
 def _pong(peer: int) -> None:
-    """Echo the messages of ``peer``, whose header (size, count) announces how large and how many they are; count 0 ends."""
+    """Echo messages of ``peer`` until it sends the header (0, 0); a header (size, count) precedes ``count`` messages."""
     import torch
     import torch.distributed as dist
 

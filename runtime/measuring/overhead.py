@@ -1,10 +1,10 @@
-"""What ddltool costs a training script, by runs with it on and off that take turns. Start at :func:`measure_overhead`.
+"""Measures what ddltool costs a training script, by alternating runs with it on and off.
 
-On is ``DDLTOOL_HOLD=1`` (the goodput agent does all its work but leaves the batch alone, so that both runs do the
-same), off is ``DDLTOOL_OFF=1`` (``attach(config)`` is ``attach(None)``, and the agent only hands out batches). Each
-pair of runs gives a ratio; reported is the median over the pairs with an interval that needs no assumption on the
-noise. As a program (``python -m``) this module is the clock of one run: it runs the script unchanged and times its
-steps from outside.
+Start at :func:`measure_overhead`. On is ``DDLTOOL_HOLD=1`` (the goodput agent does all its work but does not change the
+batch, so that both runs train alike), off is ``DDLTOOL_OFF=1`` (``attach(config)`` is ``attach(None)``, and the agent
+only hands out batches). Each pair of runs gives a ratio; the result is the median over the pairs, with an interval that
+assumes nothing about the noise. As a program (``python -m``) this module is the clock of one run: it runs the script
+unchanged and times its steps.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ CONFIDENCE = 0.95
 # A traceback's last line, such as "ValueError: ...", also with torchrun's prefix "[rank1]: ".
 _ERROR = re.compile(r"^(?:\[rank\d+\]: ?)?((?:[\w.]+\.)?\w*(?:Error|Exception|Interrupt|Exit)\b.*)", re.MULTILINE)
 ENDING_S = 40.0
-"""How long torchrun may take to end its workers before it is killed."""
+"""Seconds that torchrun may take to end its workers before it is killed."""
 PATIENCE_S = 1.0
-"""How long a rank that is done stays, for others to receive what it has sent."""
+"""Seconds that a rank waits after its last step, for others to receive what it has sent."""
 
 
 def ratio_interval(ratios: Sequence[float], confidence: float = CONFIDENCE) -> OverheadInterval:
-    """Return the median and its distribution-free interval: the k-th smallest and largest values, by the binomial law.
+    """Return the median of ``ratios`` with a distribution-free interval: from the k-th smallest to the k-th largest value.
 
-    It is the narrowest such interval of at least ``confidence``. Where there are too few values for any (fewer than 6
-    at 95 %), it is the whole range and the confidence that this has.
+    By the binomial distribution it is the narrowest such interval with at least ``confidence``. With too few values for
+    one (fewer than 6 at 95 %) it is the whole range, and the result's confidence is the lower one that this has.
 
     >>> ratio_interval([1.0, 1.3, 1.1, 1.2, 1.4, 1.5, 1.6, 1.7]).low
     1.0
@@ -56,9 +56,10 @@ def ratio_interval(ratios: Sequence[float], confidence: float = CONFIDENCE) -> O
 
 
 def verdict(interval: OverheadInterval, limit: float) -> Literal["within", "above", "not decided"]:
-    """Return how the measured cost, the interval of ``ratio - 1``, compares with ``limit``, a share of a step.
+    """Return how the cost, which is ``ratio - 1`` for the ratios in ``interval``, compares with ``limit``.
 
-    It is "not decided" where the limit is inside of the interval, and below 95 % confidence.
+    ``limit``: share of a step. The result is "not decided" if the interval contains the limit, or has less than 95 %
+    confidence.
     """
     if interval.confidence < CONFIDENCE:
         return "not decided"
@@ -77,16 +78,16 @@ def measure_overhead(
     timeout_s: float = 3600.0,
     progress: Callable[[int], None] = lambda done: None,
 ) -> OverheadResult:
-    """Return the cost of ddltool to a script: ratios on / off of the seconds per step, pair by pair.
+    """Return the cost of ddltool to a script: the ratios on / off of seconds per step (wall clock and CPU) over pairs of runs.
 
     Args:
         command: the script and its arguments.
-        pairs: of runs.
+        pairs: number of pairs of runs.
         steps: optimizer steps after which each run ends; the first quarter, at most 10, is warm-up.
-        replicas: processes; more than one run under torchrun.
+        replicas: number of processes; more than one are started by torchrun.
         limit: a share of a step, for the verdict; None: no verdict.
         timeout_s: seconds that a run may take.
-        progress: gets the number of runs that are done.
+        progress: called with the number of runs that are done.
 
     Raises InputError for a script that fails, makes too few steps or takes too long.
     """
@@ -94,7 +95,7 @@ def measure_overhead(
     warmup = min(10, max(steps // 4, 1))
     runs: dict[bool, list[OverheadRun]] = {True: [], False: []}
     for pair in range(pairs):
-        # Each comes first in every other pair, so that a drift of the machine favours neither.
+        # On and off come first in turn, so that a drift of the machine's speed favours neither.
         turns = (True, False) if pair % 2 == 0 else (False, True)
         for is_on in turns:
             runs[is_on].append(_run(command, is_on, steps, warmup, replicas, timeout_s))
@@ -105,7 +106,7 @@ def measure_overhead(
     overall = None
     if limit is not None:
         verdicts = {verdict(wall, limit), verdict(cpu, limit)}
-        # The worst of the two verdicts, on wall clock and on CPU seconds, is that of both.
+        # The overall verdict is the worse of those on wall clock and on CPU seconds.
         order: tuple[Literal["above", "not decided", "within"], ...] = ("above", "not decided", "within")
         overall = next(word for word in order if word in verdicts)
     return OverheadResult(
@@ -121,9 +122,10 @@ def measure_overhead(
 
 
 def _run(command: Sequence[str], is_on: bool, steps: int, warmup: int, replicas: int, timeout_s: float) -> OverheadRun:
-    """Return wall-clock seconds (of the slowest rank) and CPU seconds (of all ranks) per step of one run of the script.
+    """Run the script once; return its wall-clock seconds (of the slowest rank) and CPU seconds (of all ranks) per step.
 
-    ``is_on``: with ddltool doing its work, or switched off. The first ``warmup`` of ``steps`` steps are left out.
+    ``is_on``: whether ddltool does its work or is switched off. The first ``warmup`` of ``steps`` steps are left out.
+    Raises InputError for a script that fails, makes too few steps or takes longer than ``timeout_s``.
     """
     environment = {name: value for name, value in os.environ.items() if name not in ("DDLTOOL_OFF", "DDLTOOL_HOLD")}
     environment["DDLTOOL_HOLD" if is_on else "DDLTOOL_OFF"] = "1"
@@ -148,15 +150,16 @@ def _run(command: Sequence[str], is_on: bool, steps: int, warmup: int, replicas:
 
 
 def demand_script(command: Sequence[str]) -> None:
-    """Raise InputError unless the command begins with the path of a file."""
+    """Raise InputError unless the first word of ``command`` is the path of a file."""
     if not Path(command[0]).is_file():
         raise InputError(command[0], "is no file", "name a training script")
 
 
 def failure_of_script(command: Sequence[str], code: int, errors: str) -> InputError:
-    """Return the error of a script that ended with the exit ``code``, with the likeliest reason from its stderr.
+    """Return the error for a script that ended with the exit ``code``, with the likeliest reason from its stderr.
 
-    That is ddltool's error line, else its last exception but torchrun's own, else the last line.
+    That is ddltool's first error line, or else the last exception that is not torchrun's own, or else the last line.
+    ``errors``: the stderr.
     """
     raised = [line for line in _ERROR.findall(errors) if "ChildFailedError" not in line]
     ddltool_errors = [line for line in errors.splitlines() if line.startswith("error: ")]
@@ -167,9 +170,10 @@ def failure_of_script(command: Sequence[str], code: int, errors: str) -> InputEr
 def run_script(
     command: Sequence[str], replicas: int, environment: dict[str, str], name: str, timeout_s: float
 ) -> tuple[int, str]:
-    """Run a Python command to its end, by torchrun for several ``replicas``; return its exit code and stderr.
+    """Run a Python command to its end, by torchrun for several ``replicas``; return (exit code, stderr).
 
-    No process of it is left. Raises InputError, on the script ``name``, when it takes longer than ``timeout_s``.
+    ``command``: the interpreter's arguments; ``environment``: all its variables; ``name``: the script, for the message.
+    All its processes are ended, also by an exception. Raises InputError when it takes longer than ``timeout_s``.
     """
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(replicas))
     argv = [sys.executable, *(torchrun if replicas > 1 else ()), *command]
@@ -180,7 +184,7 @@ def run_script(
         raise InputError(name, f"took longer than {timeout_s:g} s", "ask for fewer --steps") from None
     finally:
         if child.poll() is None:
-            child.terminate()  # torchrun ends its workers when asked to, not when killed
+            child.terminate()  # torchrun ends its workers after SIGTERM, but cannot after SIGKILL
             try:
                 child.communicate(timeout=ENDING_S)
             except subprocess.TimeoutExpired:
@@ -192,9 +196,9 @@ def run_script(
 def _clock() -> None:
     """Run a script and time its steps; the command line is: file for the times, number of steps, script, its arguments.
 
-    Every rank stamps wall clock and its own CPU seconds (all threads; data workers are other processes) after each
-    ``optimizer.step()``, by torch's global hook, so the clock is the same whether ddltool is on or off. After the last
-    step wanted the process ends.
+    Every rank stamps wall clock and its own CPU seconds (of all threads, without data workers, which are processes)
+    after each ``optimizer.step()``, by torch's global hook, so the clock is the same whether ddltool is on or off. The
+    stamps go into a JSON file per rank, ``FILE.RANK``. After the last wanted step the process exits.
     """
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -205,18 +209,18 @@ def _clock() -> None:
     target = file.with_name(f"{file.name}.{os.environ.get('RANK', '0')}")
 
     def write() -> None:
-        """Write the stamps, by way of a second file, so that a reader finds all or none."""
+        """Write the stamps atomically: to a second file that then replaces the target, so that a reader finds all or none."""
         partial = target.with_name(f"{target.name}.new")
         partial.write_text(json.dumps(stamps), encoding="utf-8")
         partial.replace(target)
 
     def stamp_step(*_: object) -> None:
-        """Stamp a step that an optimizer has made; after the last one, write the stamps and end the process."""
+        """Stamp a step that an optimizer has made; after the last one, write the stamps and exit the process."""
         stamps.append((time.perf_counter(), time.process_time()))
         if len(stamps) == steps:
             write()
             time.sleep(PATIENCE_S)
-            os._exit(0)  # in the middle of the script: the rest of it is not measured
+            os._exit(0)  # in the middle of the script, as the rest of it is not measured
 
     register_optimizer_step_post_hook(stamp_step)
     runpy.run_path(script, run_name="__main__")

@@ -1,4 +1,4 @@
-"""Real training steps timed on this machine, as one result. Start at :func:`measured`."""
+"""Times real training steps on this machine, and makes one result of them. Start at :func:`measured`."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ def measured(
     tell: Tell = log_remark,
     stage: Stage = quietly,
 ) -> ProfileResult:
-    """Measure ``request`` and return the result; ``file`` gets the rows as they come.
+    """Measure ``request`` and return the result.
 
     Args:
         request: what to measure.
-        file: of the rows.
-        memory_bytes: memory limit; the largest batch within it is searched first, and no larger one is measured. None:
-            none.
+        file: gets the rows as they come; its ``known`` rows are not measured again.
+        memory_bytes: memory limit: the largest batch within it is searched first, and no larger one is measured. None:
+            no limit.
         job: the processes of a torchrun job; None: local ones are started.
-        tell: gets warnings.
-        stage: gets the progress.
+        tell: called with each warning.
+        stage: reports progress: ``with stage(name) as advance``, where ``advance(done, text)`` is called.
 
-    Raises InputError when not even batch 1 fits in memory.
+    Raises InputError when not even batch 1 fits in memory, and what :func:`campaign` raises.
     """
     search, largest = None, None
     with stage("measuring") as advance:
@@ -78,9 +78,9 @@ def measured(
 def _search_limit(
     request: MeasureRequest, memory_bytes: float, progress: Callable[[str], None]
 ) -> tuple[MemorySearch, int | None]:
-    """Return the search for the largest batch within ``memory_bytes``, and that batch; None: every batch fits.
+    """Return (the search for the largest batch within ``memory_bytes``, that batch or None if every batch fits).
 
-    ``progress`` gets what was tried. Raises InputError when not even batch 1 fits.
+    ``progress`` gets a text after each try. Raises InputError when not even batch 1 fits.
     """
     limit = measure_limit(request.subject(), memory_bytes, progress=progress)
     if limit.batch == 0:
@@ -91,7 +91,10 @@ def _search_limit(
 
 @contextlib.contextmanager
 def keeping_rows(file: ProfileFile) -> Iterator[None]:
-    """Add to an error or a Ctrl-C in the block how many rows ``file`` has by now, and how to go on from there."""
+    """Add to a DdlToolError or Ctrl-C in the block how many rows ``file`` has, if any, and how to continue from there.
+
+    A Ctrl-C is then raised as Interrupted.
+    """
     try:
         yield
     except (DdlToolError, KeyboardInterrupt) as error:
@@ -106,7 +109,10 @@ def keeping_rows(file: ProfileFile) -> Iterator[None]:
 
 
 def device_memory(device: str) -> float:
-    """Return the bytes of memory that the device has: all of the GPU's, or what is free in main memory."""
+    """Return the memory of ``device`` in bytes: "cpu": what is free in main memory; "cuda": all of the first GPU's.
+
+    Raises InputError for "cuda" without a GPU.
+    """
     if device == "cpu":
         return float(psutil.virtual_memory().available)
     import torch
@@ -118,12 +124,12 @@ def device_memory(device: str) -> float:
 
 
 def half_width_of(row: Mapping[str, Any]) -> float:
-    """Return half the width of the 95 % interval of a row's step time, as a share of the step time."""
+    """Return half the width of the 95 % interval of a profile row's step time, as a share of the step time."""
     return float((row["step_time_high_s"] - row["step_time_low_s"]) / 2 / row["step_time_s"])
 
 
 def _shortfalls(result: ProfileResult, request: MeasureRequest) -> list[str]:
-    """Return sentences on what the result lacks: step times less precise than requested, and configurations not measured."""
+    """Return sentences on shortfalls: step times less precise than requested, and configurations that were not measured."""
     sentences = []
     wide = [relative for row in result.rows if (relative := half_width_of(row)) > request.precision]
     if wide and request.repeats is None:

@@ -1,7 +1,4 @@
-"""Where a process stands in a torchrun job, and the store at which its processes meet.
-
-Start at :func:`job_from_environment`.
-"""
+"""This process's place in a torchrun job, and the job's store. Start at :func:`job_from_environment`."""
 
 from __future__ import annotations
 
@@ -14,12 +11,12 @@ from typing import Any
 from ddltool.errors import InputError
 
 START_LIMIT_S = 300.0
-"""How long processes wait for each other at the start."""
+"""Seconds that processes wait for each other at the start."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """This process's place in a torchrun job."""
+    """This process's place in a torchrun job; local numbers are those within its ``node``, which is numbered from 0."""
 
     rank: int
     world_size: int
@@ -29,18 +26,22 @@ class Place:
 
 
 def job_from_environment(environment: Mapping[str, str] = os.environ) -> Place | None:
-    """Return this process's place by torchrun's variables, None outside a job. Raises InputError for one that is no number."""
+    """Return this process's place by torchrun's variables; None if RANK, WORLD_SIZE or the MASTER variables are missing.
+
+    Missing local variables are guessed as if nodes were filled one by one. Raises InputError for a variable that is not
+    a whole number.
+    """
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
         return None
 
     def number(name: str, default: str | None = None) -> int:
-        """Return a variable as a whole number, ``default`` where it is not set. Raises InputError for anything else."""
+        """Return a variable, or ``default`` if it is not set, as a whole number. Raises InputError for anything else."""
         text = environment.get(name, default) or ""
         if not text.isdecimal():
             raise InputError(name, f"is {text!r}", "start the job with torchrun")
         return int(text)
 
-    number("MASTER_PORT")  # which torch reads itself
+    number("MASTER_PORT")  # only checked here: torch reads it itself
     size = number("WORLD_SIZE")
     local_size = number("LOCAL_WORLD_SIZE", str(size))
     rank = number("RANK")
@@ -56,8 +57,8 @@ def job_from_environment(environment: Mapping[str, str] = os.environ) -> Place |
 def job_store(use: str, timeout_s: float) -> Any:
     """Return a connection to the job's store, whose keys are prefixed by ``use`` and the number of restarts.
 
-    So a restarted job reads no key of the attempt before. Raises RuntimeError when the store cannot be reached within
-    ``timeout_s``.
+    So a restarted job reads no key of an earlier attempt. Blocks until the store answers; raises RuntimeError if that
+    takes longer than ``timeout_s`` seconds.
     """
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
     from torch.distributed.rendezvous import rendezvous

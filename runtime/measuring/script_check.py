@@ -1,4 +1,4 @@
-"""Whether a training script computes with ddltool what one process would. Start at :func:`check_script`."""
+"""Checks that a training script computes with ddltool what one process would. Start at :func:`check_script`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from ddltool.runtime.processes.checking import CHECK, RESULT
 def check_script(command: Sequence[str], replicas: int = 2, timeout_s: float = 900.0) -> ScriptCheck:
     """Compare the first steps of a script, run as ``replicas`` processes, with those of one process, and return the outcome.
 
-    ``command``: the script and its arguments. The comparison is :mod:`~ddltool.runtime.processes.checking`'s. Raises
-    InputError when the script fails before it, takes longer than ``timeout_s``, or attaches neither hook nor balancer.
+    ``command``: the script and its arguments. :mod:`~ddltool.runtime.processes.checking` compares, in the script's
+    processes. Raises InputError when the script fails before an outcome, takes longer than ``timeout_s``, or attaches
+    neither hook nor balancer.
     """
     demand_script(command)
     with tempfile.TemporaryDirectory() as folder:
@@ -27,7 +28,7 @@ def check_script(command: Sequence[str], replicas: int = 2, timeout_s: float = 9
         environment = {**os.environ, CHECK: "end", RESULT: str(result)}
         code, errors = run_script(command, replicas, environment, command[0], timeout_s)
         answer = json.loads(result.read_text("utf-8")) if result.exists() else None
-    # Of a script that fails, only what was decided before counts.
+    # If the script has failed, its answer counts only if updates were compared, and so the outcome decided, before.
     if answer is not None and (answer["updates"] or not code):
         return ScriptCheck(script=shlex.join(command), replicas=replicas, **answer)
     if code:

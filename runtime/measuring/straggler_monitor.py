@@ -1,8 +1,9 @@
-"""Which rank is slow, told while the job runs: the verdict of ``ddltool stragglers`` on every so many steps.
+"""Reports slow ranks while the job runs, by the verdict of ``ddltool stragglers`` every so many steps.
 
-Start at :func:`watch_ranks`. The ranks' rows travel in one gather that nobody waits for: it begins at the end of a step
-and is read at the end of the next, by when all have come. Rank 0 alone looks at them. What that cost it travels with
-the next gather, and all ranks make the next stretch of steps as long as keeps the cost below :data:`SHARE` of the time.
+Start at :func:`watch_ranks`. The ranks' rows are exchanged by one asynchronous gather: it starts at the end of a step
+and is read at the end of the next, when it is complete. Only rank 0 analyses them (a *look*). Its cost is sent with the
+next gather, and all ranks choose the number of steps to the next look so that the cost stays below :data:`SHARE` of the
+time.
 """
 
 from __future__ import annotations
@@ -25,25 +26,26 @@ from ddltool.runtime.processes.job import DistributedJob
 
 log = logging.getLogger(__name__)
 SHARE = 0.001
-"""Of a step's time, what looking may cost rank 0."""
+"""Largest share of the steps' time that looks may cost rank 0."""
 _LONGEST = 100
-"""The steps between two looks may grow to so many times what was asked for."""
+"""The steps between two looks may grow to this many times the requested number."""
 _SKIPPED = 5
-"""The first steps are warm-up, and not looked at."""
+"""Number of first steps that are left out as warm-up."""
 
 
 def watch_ranks(
     hook: Hook, *, every: int = 100, tell: Callable[[str, StragglersResult], None] | None = None
 ) -> StragglerMonitor:
-    """Tell on rank 0 which rank holds the others up, why, and what to do: every ``every`` steps, or where the answer changes.
+    """Report on rank 0, while the job trains, which rank delays the others, why, and what to do; return the monitor.
 
     Args:
         hook: one that writes telemetry (``runtime.attach(..., telemetry=FILE)``); call this on every rank after it.
-        every: steps between two looks, at least 10; more where steps are so short that looking would cost too much.
-        tell: is called on rank 0 with the sentence and the result of every look; None: stderr, where the answer
+        every: steps between two looks, at least 10; more are used where steps are so short that looks would cost too
+            much.
+        tell: called on rank 0 with a sentence and the result of every look; None: log a warning when the finding
             changes.
 
-    Raises InputError for a hook without telemetry, for one process alone and for too few steps.
+    Raises InputError for a hook without telemetry, for a single process and for ``every`` below 10.
     """
     recorder, side = hook.recorder, DistributedJob.this().side
     if recorder is None or side is None:
@@ -55,7 +57,12 @@ def watch_ranks(
 
 
 class StragglerMonitor:
-    """Takes the steps of one rank; made by :func:`watch_ranks`."""
+    """Collects the steps of one rank, and on rank 0 looks at those of all; made by :func:`watch_ranks`.
+
+    Attributes:
+        stretch: steps to the next look, the same on all ranks.
+        cost_s: CPU seconds of rank 0's last look; 0 elsewhere.
+    """
 
     def __init__(
         self,
@@ -64,12 +71,10 @@ class StragglerMonitor:
         every: int,
         tell: Callable[[str, StragglersResult], None] | None,
     ) -> None:
-        """Prepare to gather rows over ``side``, a gloo group of all ranks; rank 0 alone looks at them."""
+        """Prepare to gather rows over ``side``, a gloo group of all ranks; ``every`` and ``tell`` as in :func:`watch_ranks`."""
         self._row, self._feed = recorder.row, str(recorder.path)
         self._ranks, self._is_first, self._side = dist.get_world_size(side), dist.get_rank(side) == 0, side
-        self._every = self.stretch = (
-            every  # steps between two looks: as asked for, and as long as looking costs too much
-        )
+        self._every = self.stretch = every
         self._tell = tell
         self._steps: list[ObservedStep] = []
         self._pending: tuple[dist.Work, list[torch.Tensor]] | None = None
@@ -77,7 +82,10 @@ class StragglerMonitor:
         self.cost_s = 0.0
 
     def __call__(self, step: ObservedStep) -> None:
-        """Take a step; all ranks take the same ones. Rows of other ranks, asked for at the step before, are read first."""
+        """Note a step; all ranks call this for the same steps. A gather that the step before has started is read first.
+
+        After ``stretch`` steps it starts a gather of the rows of the last ``every``.
+        """
         if self._pending is not None:
             work, gathered = self._pending
             self._pending = None
@@ -88,6 +96,7 @@ class StragglerMonitor:
         if len(self._steps) >= self.stretch:
             steps, self._steps = self._steps[-self._every :], []
             rows = [self._row(one) for one in steps]
+            # (1 + steps, columns): the first row is filled with the cost of the last look.
             own_rows = torch.tensor(
                 [[self.cost_s] * len(TELEMETRY), *([getattr(row, name) for name in TELEMETRY] for row in rows)],
                 dtype=torch.float64,
@@ -96,16 +105,17 @@ class StragglerMonitor:
             self._pending = dist.all_gather(rows_of_ranks, own_rows, group=self._side, async_op=True), rows_of_ranks
 
     def _read(self, rows: torch.Tensor) -> None:
-        """Read the rows of all ranks, (ranks, 1 + steps, columns): choose when to look next, and on rank 0 look.
+        """Choose the steps to the next look from all ranks' rows, and on rank 0 analyse and report them.
 
-        The first row of each rank says what its last look cost, in seconds of CPU.
+        ``rows``: (ranks, 1 + steps, columns); each rank's first row is filled with the CPU seconds of its last look.
+        Rows of different steps, which ranks may have sent, are not analysed.
         """
         values = rows.numpy()
         columns = {name: values[:, 1:, column] for column, name in enumerate(TELEMETRY)}
         cost_s, step_s = float(values[:, 0].max()), float(columns["step_s"].mean())
         affordable_steps = ceil(cost_s / (SHARE * max(step_s, 1e-9)))
         self.stretch = min(max(self._every, affordable_steps), _LONGEST * self._every)
-        if not self._is_first or (columns["step"] != columns["step"][0]).any():  # ranks that sent other steps
+        if not self._is_first or (columns["step"] != columns["step"][0]).any():
             return
         begin = time.thread_time()
         run = of_columns(columns, range(len(values)))

@@ -1,7 +1,8 @@
-"""Measuring with the processes of a torchrun job. Start at :class:`TorchrunJob`.
+"""Measures with the processes of a torchrun job. Start at :class:`TorchrunJob`.
 
-Rank 0 leads: it decides what runs next and writes it into the job's store; the others read, run their part and wait.
-The first rank on which something fails says why, and ends; that ends the others' collectives, and torchrun the others.
+Rank 0 leads: it decides what runs next and writes that task into the job's store; the others read it, run their part
+and wait for the next. The first rank that fails prints the reason and exits; then the others' collectives fail, and
+torchrun ends them.
 """
 
 from __future__ import annotations
@@ -13,27 +14,28 @@ from dataclasses import asdict
 from datetime import timedelta
 
 from ddltool.errors import DdlToolError, InputError, one_line
-from ddltool.runtime.measuring.children import in_one_line, poll_until
+from ddltool.runtime.measuring.children import poll_until, training_failure
 from ddltool.runtime.measuring.rendezvous import START_LIMIT_S, Place, job_store
 from ddltool.runtime.measuring.worker import MeasureTask, StepTimer, StepTimings, Subject, connect_replica
 
-# Followers may wait this long for their next task: as long as rank 0 searches for the memory limit, say.
+# How long followers wait for their next task, for instance while rank 0 searches for the memory limit.
 _PATIENCE = timedelta(hours=24)
-# That a rank has failed reaches the store before its peers' collectives fail, or just after.
+# Seconds after a collective's failure in which another rank's failure may still show in the store.
 _GRACE_S = 1.0
 
 
 class TorchrunJob:
-    """All processes of a torchrun job; rank 0's is the executor of a campaign. Every rank makes one, with equal arguments.
+    """All processes of a torchrun job; every rank makes one, with equal arguments, and uses it as a context.
 
-    The first rank on which an exception occurs raises it and notes its failure in the job's store. The other ranks,
-    whose collectives fail as a consequence, raise SystemExit: exit code 1, no output.
+    All ranks call :meth:`prepare`. Then rank 0's is the executor of a campaign, and the others :meth:`follow`. The
+    first rank on which an exception occurs raises it and notes its failure in the job's store. The other ranks, whose
+    collectives fail as a consequence, raise SystemExit: exit code 1, no output.
     """
 
     def __init__(self, place: Place, subject: Subject, replicas: Sequence[int]) -> None:
-        """Take the job's arguments. Raises InputError for more replicas than the job has processes."""
+        """Keep the arguments; ``replicas``: counts to be measured. Raises InputError for one above the number of processes."""
         self.place, self.subject, self.replicas = place, subject, sorted(set(replicas))
-        self._tasks = 0  # handed out so far; the next one's number in the store
+        self._tasks = 0  # number of the next task in the store
         self._worker: StepTimer | None = None
         self.where = subject.source
         if self.replicas[-1] > place.world_size:
@@ -41,7 +43,7 @@ class TorchrunJob:
             raise InputError("--replicas", problem, f"start {self.replicas[-1]} with torchrun, or measure fewer")
 
     def __enter__(self) -> TorchrunJob:
-        """Connect to the job's store, and note there on which node this rank runs.
+        """Connect to the job's store, and write there on which node this rank runs.
 
         Raises DdlToolError when the store cannot be reached.
         """
@@ -53,23 +55,26 @@ class TorchrunJob:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """On rank 0, end the other ranks by a null task, whether all tasks are done or rank 0 has failed between two tasks."""
+        """On rank 0, end the other ranks by a null task, also after a failure between two tasks."""
         if self.place.rank == 0:
             with contextlib.suppress(RuntimeError):
                 self._store.set(f"task/{self._tasks}", "null")
 
     def nodes_of(self, replicas: int) -> int:
-        """Return on how many nodes the first ``replicas`` ranks run."""
+        """Return the number of nodes on which the first ``replicas`` ranks run."""
         return len({self._store.get(f"node/{rank}") for rank in range(replicas)})
 
     def run(self, task: MeasureTask) -> StepTimings:
-        """Hand a task to all ranks through the job's store, and return rank 0's times. Raises the reason when a rank fails."""
+        """On rank 0, give a task to all ranks through the job's store, run its part, and return its times.
+
+        Raises as :meth:`failure` says.
+        """
         self._store.set(f"task/{self._tasks}", json.dumps(asdict(task)))
         self._tasks += 1
         return self._run_part(task)
 
     def prepare(self) -> None:
-        """Import torch, and connect the replicas to each other; every rank must call this before the first task.
+        """Import torch, and connect the replicas to each other; every rank calls this, together, before the first task.
 
         Raises InputError when this node has fewer GPUs than processes.
         """
@@ -93,9 +98,9 @@ class TorchrunJob:
             )
 
     def follow(self) -> None:
-        """Take part in rank 0's tasks, as one of the other ranks, until a null task ends them.
+        """Run this rank's part of rank 0's tasks until a null task comes; call it on every rank but 0.
 
-        Tasks are read from the job's store in their order; those with fewer replicas than this rank's number are left out.
+        Tasks are read from the job's store in order; those of which this rank is not a replica are skipped.
         """
         while True:
             key = f"task/{self._tasks}"
@@ -110,7 +115,7 @@ class TorchrunJob:
                 self._run_part(task)
 
     def _run_part(self, task: MeasureTask) -> StepTimings:
-        """Run this rank's part of a task, and return its times."""
+        """Run this rank's part of a task, and return its times. Raises as :meth:`failure` says."""
         assert self._worker is not None
         self.where = str(task)
         with self._errors_reported():
@@ -118,7 +123,7 @@ class TorchrunJob:
 
     @contextlib.contextmanager
     def _errors_reported(self) -> Iterator[None]:
-        """Turn what goes wrong in the block into :meth:`failure`'s exception."""
+        """Turn any exception in the block into that of :meth:`failure`."""
         try:
             yield
         except Exception as error:
@@ -127,19 +132,22 @@ class TorchrunJob:
     def failure(self, error: Exception) -> BaseException:
         """Return the exception to raise for ``error``: one line about this rank, or SystemExit if another rank failed first.
 
-        The first rank to fail is the reason for all; what the others see are only its consequences.
+        The first failure is the reason for all; the errors of other ranks are only its consequences.
         """
         if self._failed_elsewhere(_GRACE_S if isinstance(error, RuntimeError) else 0.0):
             return SystemExit(1)
         if isinstance(error, RuntimeError) and _is_lost(error):
             return DdlToolError(f"{self.where}: a process of the job ended")
-        reported = in_one_line(error, self.subject.source)
+        reported = training_failure(error, self.subject.source)
         if self.place.rank and isinstance(reported, InputError):
             return InputError(f"rank {self.place.rank}: {reported.where}", reported.problem, reported.remedy)
         return reported
 
     def _failed_elsewhere(self, within_s: float) -> bool:
-        """Return whether another rank has failed, now or within ``within_s``; if not, note this rank as the first to fail."""
+        """Return whether another rank has failed, waiting up to ``within_s``; if not, note this rank as the first to fail.
+
+        False if the store cannot be reached.
+        """
         rank = str(self.place.rank)
         try:
             poll_until(within_s, lambda: self._store.check(["failed"]) or None)
@@ -149,6 +157,6 @@ class TorchrunJob:
 
 
 def _is_lost(error: RuntimeError) -> bool:
-    """Return whether a collective failed because a peer is gone."""
+    """Return whether ``error`` is torch's for a collective whose peer is gone, by its text."""
     text = str(error).lower()
     return any(word in text for word in ("connection", "peer", "socket", "timed out", "unhandled system error"))

@@ -1,6 +1,7 @@
-"""How a measured step trains: the precision that it computes in, and the optimizer that updates the parameters.
+"""Prepares a measured training step: the precision that it computes in, and the optimizer that updates parameters.
 
-The names are those of :mod:`ddltool.precision` and of ``--optimizer``, so that what is measured is what was predicted.
+The names are those of :mod:`ddltool.precision` and of ``--optimizer``, so that the step that is measured is the one that
+was predicted.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ OPTIMIZERS = (
     *("foreach-sgd", "foreach-momentum", "foreach-adam", "foreach-adamw"),
 )
 _FIRST_SCALE = 128.0
-"""AMP's loss scale at the start; its own overflows, and skips the updates that are to be timed."""
+"""AMP's first loss scale: torch's own, 65536, overflows, and then the updates that are to be timed are skipped."""
 MEASURED = ("fp32", "tf32", "bf16", "fp16", "bf16-pure", "fp16-pure")
-"""Precisions that a step can be run in here. float8 needs kernels of a library of its own."""
+"""Precisions in which a step can be run here; float8 would need another library's kernels."""
 
 
 def checked_precision(precision: str, device: str) -> str:
-    """Return the standard name of a precision that ``device`` ("cpu", "cuda") computes in.
+    """Return the standard name of a precision in which ``device`` ("cpu" or "cuda") can compute.
 
-    Raises InputError for one that is unknown, a share, or not measured on this device.
+    Raises InputError for one that is unknown, a share such as "50%", or not measured on this device.
     """
     name = precision_name(precision, "precision") if not precision.endswith("%") else None
     if name is None:
@@ -46,9 +47,11 @@ def checked_precision(precision: str, device: str) -> str:
 def prepared_module(
     module: nn.Module, inputs: Sequence[Any], precision: str, device: torch.device
 ) -> tuple[nn.Module, tuple[Any, ...], Callable[[], contextlib.AbstractContextManager[Any]]]:
-    """Return a module and its inputs on a device in the types of a precision, and what makes a forward pass's context.
+    """Return (the module in training mode, its inputs, a function that makes the context manager of a forward pass).
 
-    The context is autocast where the precision has one, and does nothing otherwise.
+    Module and floating-point inputs are moved to ``device`` in the type in which ``precision``, one of ``MEASURED``,
+    keeps values. The context is autocast if the precision uses it, and otherwise does nothing. On CUDA, TF32 is switched
+    on or off for the whole process.
     """
     import torch
 
@@ -72,15 +75,15 @@ def prepared_module(
 def backward_and_update(
     module: nn.Module, optimizer: str, precision: str, device: torch.device
 ) -> tuple[Callable[[Any], None], Callable[[], None]]:
-    """Return two functions: the backward pass of a loss, and the update of the module's parameters.
+    """Return (a function that runs the backward pass of a loss, a function that updates the parameters and clears gradients).
 
-    With fp16 the loss is scaled as AMP does.
+    With fp16 the loss is scaled by AMP's GradScaler.
 
     Args:
-        module: whose parameters are updated.
-        optimizer: one of ``OPTIMIZERS``. A name alone is ``fused=True`` on a GPU and torch's own default on a CPU; with
-            "foreach-" before it, ``foreach=True``. "muon" is for the matrices of the module's blocks, AdamW for the
-            rest. "none": no updates.
+        module: the module whose parameters are updated.
+        optimizer: one of ``OPTIMIZERS``. A plain name means ``fused=True`` on a GPU and torch's own default on a CPU;
+            with the prefix "foreach-", ``foreach=True``. "muon" updates the matrices of the module's blocks by Muon and
+            all else by AdamW. "none": no updates.
         precision: one of ``MEASURED``.
         device: where the module is.
     """
@@ -109,11 +112,11 @@ def backward_and_update(
             built.append(adam(parameters, lr=1e-4, **implementation))
 
     def backward(loss: Any) -> None:
-        """Run the backward pass of a loss, scaled where the precision needs it."""
+        """Run the backward pass of a loss, scaled if the precision needs it."""
         scaler.scale(loss).backward()
 
     def update() -> None:
-        """Update the parameters, and drop their gradients."""
+        """Update the parameters, and clear their gradients."""
         for optimizer_part in built:
             scaler.step(optimizer_part)
         if built:
@@ -124,7 +127,7 @@ def backward_and_update(
 
 
 def _matrices_of_blocks(module: nn.Module) -> list[nn.Parameter]:
-    """Return what Muon updates: trained matrices in the module's list of blocks, or all where there is no such list."""
+    """Return the parameters for Muon: trained matrices in the module's list of blocks, or all if there is no such list."""
     named = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     container = block_container(list(named), [float(parameter.nbytes) for parameter in named.values()])
     is_inside = (container is None or block_of(name, container) for name in named)

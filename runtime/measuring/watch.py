@@ -1,4 +1,4 @@
-"""Records speed, CPU and memory of training processes, iteration by iteration: the input of ``ddltool balance``.
+"""Records speed, CPU and memory of training processes per iteration, which is the input of ``ddltool balance``.
 
 In a training loop of one's own::
 
@@ -11,7 +11,7 @@ In a training loop of one's own::
 
 :func:`record` starts processes that train a model together and watches them.
 
-Readings are taken before the iteration, which is when batch sizes must be chosen. CPU is the share of a core that the
+CPU and memory are read before the iteration, because batch sizes are chosen then. CPU is the share of a core that the
 process can expect (:func:`~.share.expected_cpu`), memory the share of the machine's memory that is available.
 """
 
@@ -37,9 +37,10 @@ from ddltool.runtime.measuring.children import Children, LostProcess, meeting_pl
 from ddltool.runtime.measuring.share import available_memory, expected_cpu
 from ddltool.runtime.measuring.worker import resolve_step
 
-# How often a worker hands in its rows; what it has not handed in is lost when it is killed.
+# Seconds between two messages with a worker's rows; rows that were not sent yet are lost if the worker is killed.
 TELL_EVERY_S = 0.5
 DONE = "done"
+"""A worker's last message."""
 MOST_WORKERS, MOST_ROWS = 256, 10**7
 WARM_ITERATIONS = 5
 
@@ -53,24 +54,24 @@ class SpeedRow:
     speed: float
     """Samples per second, without waiting for other workers."""
     cpu: float
-    """Share of a core that the worker could expect when the iteration began, above 0 to 1."""
+    """Share of a core that the worker could expect when the iteration began, above 0 and at most 1."""
     memory: float
     """Share of the machine's memory that was available then, 0 to 1."""
 
 
 @dataclass(slots=True)
 class Watch:
-    """Observes the iterations of this process."""
+    """Observes the iterations of this process: ``rows`` has one for each, under the name ``worker``."""
 
     worker: str
     rows: list[SpeedRow] = field(default_factory=list)
 
     @contextmanager
     def iteration(self, samples: int) -> Iterator[None]:
-        """Observe what the block does with ``samples`` samples; a block that raises leaves no row.
+        """Time the block, which computes ``samples`` samples, and append a row; a block that raises leaves none.
 
-        The block is the worker's own computation: leave the waiting for others outside, and on a GPU synchronise the
-        device before it ends.
+        The block must hold the worker's own computation only, no waiting for others; on a GPU synchronise the device at
+        its end.
         """
         cpu, memory = expected_cpu(), available_memory()
         begin = time.perf_counter()
@@ -81,17 +82,17 @@ class Watch:
 
 
 def write_rows(rows: Iterable[SpeedRow], path: str | Path) -> None:
-    """Write rows as CSV (``.gz`` is accepted), by iteration, then worker. Raises InputError for an unusable path."""
+    """Write rows as CSV (gzipped if the name ends in ``.gz``), by iteration, then worker; raises InputError if it cannot."""
     ordered = sorted(rows, key=lambda row: (row.iteration, row.worker))
     lines = [f"{row.iteration},{row.worker},{row.speed:.6g},{row.cpu:.4g},{row.memory:.4g}" for row in ordered]
     write_text(path, "\n".join(("iteration,worker,speed,cpu,memory", *lines)) + "\n")
 
 
 def summarise(rows: Sequence[SpeedRow], batch: int) -> WatchResult:
-    """Return each worker's speed (samples/s), and the iteration time with equal batches and with batches by speed.
+    """Return each worker's speed (samples/s), and the mean seconds of an iteration with equal batches and batches by speed.
 
-    ``batch``: samples per worker and iteration. The first :data:`WARM_ITERATIONS` are left out of the figures when
-    there are more than twice as many.
+    ``batch``: samples per worker and iteration. The first :data:`WARM_ITERATIONS` are left out of the figures if there
+    are more than twice as many.
     """
     frame = pd.DataFrame([asdict(row) for row in rows])
     first_steady = WARM_ITERATIONS if frame["iteration"].max() >= 2 * WARM_ITERATIONS else 0
@@ -113,7 +114,7 @@ def summarise(rows: Sequence[SpeedRow], batch: int) -> WatchResult:
         iterations=int(frame["iteration"].max()) + 1,
         left_out=first_steady,
         workers=workers,
-        # With equal batches all wait for the slowest; batches in proportion to speeds would all end together.
+        # With equal batches all wait for the slowest; with batches in proportion to speeds all end together.
         equal_split_s=float((batch / together.min()).mean()),
         speeds_known_s=float((batch * len(workers) / together.sum()).mean()),
     )
@@ -130,11 +131,11 @@ class WatchRequest:
     workers: int = 2
     iterations: int = 1000
     cores: tuple[int, ...] | None = None
-    """The core that each worker stays on, by the system's numbers: one that this process may use."""
+    """For each worker, the system's number of the core to which it is bound; None: they are not bound."""
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Raise InputError for too many workers or rows, and for cores that are not usable here or not one for each worker."""
+        """Raise InputError for too many workers or rows, for a number of cores other than ``workers``, or one not usable."""
         if self.workers > MOST_WORKERS:
             raise InputError("replicas", f"is {self.workers}", f"watch at most {MOST_WORKERS} local processes")
         if self.workers * self.iterations > MOST_ROWS:
@@ -152,7 +153,7 @@ class WatchRequest:
 
 
 class WatchLost(DdlToolError):
-    """A watched process has ended before its time."""
+    """A watched process has ended too early."""
 
     def __init__(self, message: str, rows: list[SpeedRow]) -> None:
         super().__init__(message)
@@ -161,15 +162,16 @@ class WatchLost(DdlToolError):
 
 
 def record(request: WatchRequest, progress: Callable[[int], None] = lambda done: None) -> list[SpeedRow]:
-    """Return the rows of all workers, which train one model with averaged gradients over gloo, in lockstep, on the CPU.
+    """Train one model in several processes, and return the rows of all of them, worker by worker.
 
-    Every process computes on one thread. ``progress`` gets the iterations done, now and then. Raises InputError when a
-    step fails, WatchLost with what was recorded when a process dies.
+    They train in lockstep on the CPU, with gradients averaged over gloo; each computes on one thread. ``progress`` is
+    called now and then with the number of iterations that all have sent. Raises InputError when a step fails, and
+    WatchLost, with the complete iterations, when a process dies.
     """
     rows: list[list[SpeedRow]] = [[] for _ in range(request.workers)]
 
     def take_rows(rank: int, message: Any) -> bool:
-        """Keep the rows that a worker has sent, and tell the progress; return False for its last message, which ends it."""
+        """Keep the rows that a worker has sent and report the progress; return False for its last message, else True."""
         if message == DONE:
             return False
         rows[rank].extend(message)
@@ -188,10 +190,10 @@ def record(request: WatchRequest, progress: Callable[[int], None] = lambda done:
 
 
 def _worker(request: WatchRequest, rank: int, results: Connection) -> None:
-    """Train as one of the watched workers, in a child process, and send the rows of its iterations to the parent.
+    """In a child process, train as worker ``rank`` and send the rows of its iterations to the parent, then DONE.
 
-    They are sent every :data:`TELL_EVERY_S` only, as a reader takes CPU time from the workers. Gradients are averaged
-    as one vector, in lockstep with the other workers.
+    Rows are sent only every :data:`TELL_EVERY_S` seconds, because the parent that reads them takes CPU time from the
+    workers. Gradients are averaged as one vector, in lockstep with the other workers.
     """
     import torch
     import torch.distributed as dist
@@ -209,7 +211,7 @@ def _worker(request: WatchRequest, rank: int, results: Connection) -> None:
     optimizer = torch.optim.SGD(parameters, lr=1e-2)
     watch = Watch(f"w{rank}")
     sent_rows, sent_s = 0, time.monotonic()
-    # The first step pays for what later ones find ready, so it is not watched.
+    # The first step allocates memory and fills caches, so it is not watched.
     step.loss(called(step.module, step.inputs, step.keywords)).backward()
     try:
         for _ in range(request.iterations):

@@ -1,4 +1,4 @@
-"""One replica's side of a measurement: runs training steps and takes their times. Start at :class:`StepTimer`."""
+"""Runs training steps as one replica of a measurement, and times them. Start at :class:`StepTimer`."""
 
 from __future__ import annotations
 
@@ -22,24 +22,31 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import nn
 
-# Six steps are the fewest whose extremes hold the median with 95 %; three are the fewest that show any spread.
+# The extremes of six values contain the median with 95 % confidence, of fewer not; three are the fewest that show a spread.
 FEWEST_FOR_AN_INTERVAL, FEWEST = 6, 3
-# Steps timed within so short a time may all be slow or fast by what else the machine does then, however many they are.
+# Seconds that timed steps must take before the precision of their median counts: in a shorter time all of them may be
+# slowed down by the same disturbance.
 SHORTEST_LOOK_S = 0.2
 
 
 class ResolvedStep(Protocol):
-    """The training step that a resolver returns: the module, its inputs (the last by keyword), and a loss of its output."""
+    """The training step that a resolver returns."""
 
     module: nn.Module
     inputs: tuple[Any, ...]
     keywords: tuple[str, ...]
+    """Names of the last ``inputs``, which the module takes by keyword."""
     loss: Callable[[Any], torch.Tensor]
+    """Function from the module's output to a scalar."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subject:
-    """The model and settings that all tasks share. ``resolver`` is ``package.module:function``."""
+    """The model and settings that all tasks share.
+
+    ``resolver``, ``package.module:function``, names a function that makes a training step of ``source`` and a batch
+    size; ``device`` is "cpu" or "cuda".
+    """
 
     source: str
     resolver: str
@@ -53,10 +60,10 @@ class Subject:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasureTask:
-    """One visit to a configuration: how many steps to time.
+    """One visit to a configuration, and when it ends.
 
-    It ends after ``most`` steps, or earlier when ``seconds`` were spent on steps of any kind (and three were timed), or
-    when the median is known to ``precision`` (0: never).
+    It ends after ``most`` timed steps, or after ``seconds`` were spent on steps of any kind (and three were timed), or
+    when the median's interval is at most ``precision`` times the median (0: never).
     """
 
     replicas: int
@@ -73,10 +80,10 @@ class MeasureTask:
         return f"batch {self.batch} on {self.replicas} replica{'s' if self.replicas > 1 else ''}{passes}"
 
     def is_over(self, steps_s: list[float], spent_s: float) -> bool:
-        """Return whether enough steps are timed: as many as asked for, or as the seconds or the precision of the median allow.
+        """Return whether the visit ends, by the rules of the class.
 
-        ``steps_s``: seconds of each timed step; ``spent_s``: of all steps, warm-up included. All replicas see the same
-        times, so all of them stop at the same step.
+        ``steps_s``: seconds of each timed step; ``spent_s``: of all steps, warm-up included. All replicas have the same
+        times, so that all of them stop at the same step.
         """
         if len(steps_s) >= self.most or (len(steps_s) >= FEWEST and spent_s >= self.seconds):
             return True
@@ -87,19 +94,20 @@ class MeasureTask:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTimings:
-    """The times of a visit, seconds of the slowest replica; all empty when memory ran out."""
+    """The times of a visit, in seconds of the slowest replica; all empty if memory ran out."""
 
     full: tuple[float, ...] = ()
-    """Of each full step."""
+    """Times of full steps."""
     local: tuple[float, ...] = ()
-    """Of steps without synchronisation, one after each full step; empty for one replica."""
+    """Times of steps without synchronisation, one after each full step; empty for one replica."""
     passes: tuple[float, ...] = ()
-    """Of one accumulation pass in each full step; empty without accumulation."""
+    """Time of one accumulation pass in each full step; empty without accumulation."""
     peak_bytes: float = 0.0
+    """Peak memory of this replica."""
 
 
 def resolve_step(resolver: str) -> Callable[[str, int], ResolvedStep]:
-    """Return the function that ``resolver`` names as ``package.module:function``; it makes a step of a source and a batch."""
+    """Return the function that ``resolver``, ``package.module:function``, names; it makes a step of (source, batch size)."""
     module, _, function = resolver.partition(":")
     builder: Callable[[str, int], ResolvedStep] = getattr(importlib.import_module(module), function)
     return builder
@@ -114,14 +122,14 @@ def connect_replica(
     local_rank: int | None = None,
     **meeting: Any,
 ) -> StepTimer:
-    """Return this rank's step timer, connected to the other replicas.
+    """Return this rank's step timer, connected to the other replicas; blocks until they have come.
 
     Args:
         subject: what is measured.
-        replicas: the counts of replicas that will be measured; all ranks make a process group for each, in the same
-            order.
-        rank, world_size: this process's place.
-        local_rank: chooses the GPU; None: ``rank``.
+        replicas: the counts of replicas that will be measured; all ranks make a process group for each above 1, in the
+            same order. If all are 1, no rank is waited for.
+        rank, world_size: this process's place among all processes.
+        local_rank: index of this process's GPU; None: ``rank``.
         meeting: where the ranks meet, as ``torch.distributed.init_process_group`` takes it.
     """
     import torch
@@ -144,12 +152,12 @@ def connect_replica(
 
 
 class StepTimer:
-    """A replica that runs tasks. ``groups``: the process group of each replica count above one, this rank's part in it."""
+    """A replica that runs tasks. ``groups``: by replica count above 1, this rank's process group of the first so many ranks."""
 
     def __init__(
         self, subject: Subject, device: torch.device, groups: Mapping[int, dist.ProcessGroup | None] | None = None
     ) -> None:
-        """Prepare this process: its threads, its seed and its device. The model is made with the first task."""
+        """Set this process's threads, seed and CUDA device. The model is made with the first task."""
         import torch
 
         self.subject, self.device, self.groups = subject, device, groups or {}
@@ -162,16 +170,16 @@ class StepTimer:
             torch.cuda.set_device(device)
 
     def run(self, task: MeasureTask, alive: Callable[[], None] = lambda: None) -> StepTimings:
-        """Return the times of a task; none when a task of one replica runs out of memory.
+        """Run a task and return its times; they are empty if a single replica runs out of memory.
 
-        ``alive`` is called after every step. Raises InputError when memory runs out on one of several replicas, whose
-        peers now wait, or when the source cannot be trained, and whatever the model raises.
+        ``alive`` is called after every step. Raises InputError when one of several replicas runs out of memory, because
+        its peers would wait for it, or when the source cannot be trained, and whatever the model raises.
         """
         try:
             return self._run(task, alive)
         except (MemoryError, RuntimeError) as error:
             text = str(error).lower()
-            # the words of CUDA's allocator and of the CPU's
+            # the messages of CUDA's allocator and of the CPU's
             is_memory_error = "out of memory" in text or "can't allocate memory" in text
             if not isinstance(error, MemoryError) and not is_memory_error:
                 raise
@@ -181,7 +189,7 @@ class StepTimer:
         return StepTimings()
 
     def drop(self) -> None:
-        """Free the memory of the configuration that was measured last, so that the next one's peak does not contain it."""
+        """Free the model that was measured last, so that the next one's peak memory does not contain it."""
         self._prepared = self._configuration = None
         gc.collect()
         if self.device.type == "cuda":
@@ -189,14 +197,14 @@ class StepTimer:
 
             torch.cuda.empty_cache()
         else:
-            with contextlib.suppress(OSError, AttributeError):  # not every C library can
-                ctypes.CDLL(None).malloc_trim(0)
+            with contextlib.suppress(OSError, AttributeError):  # not every C library has this function
+                ctypes.CDLL(None).malloc_trim(0)  # returns freed memory to the system
 
     def _run(self, task: MeasureTask, alive: Callable[[], None]) -> StepTimings:
-        """Return the times of a task: prepare its configuration unless it was the last one's too, warm up, and time steps.
+        """Prepare the task's model unless it is the last task's, warm up, time steps, and return the times.
 
-        With several replicas, each full step is followed by one without synchronisation. ``alive`` is called after
-        every step.
+        With several replicas, each full step is followed by one without synchronisation. Warm-up ends early once the
+        task's seconds are spent. ``alive`` is called after every step.
         """
         if self._prepared != (task.replicas, task.batch):
             self.drop()
@@ -240,7 +248,7 @@ class _Configuration:
     def __init__(
         self, subject: Subject, step: ResolvedStep, device: torch.device, group: dist.ProcessGroup | None
     ) -> None:
-        """Prepare module, inputs and optimizer; ``group``: the process group of the replicas, None: there is one."""
+        """Prepare module, inputs and optimizer; ``group``: the replicas' process group, None for a single replica."""
         from torch.nn.parallel import DistributedDataParallel
 
         from ddltool.analyzers.step.tracing.step import called
@@ -255,7 +263,7 @@ class _Configuration:
         self._backward, self._update = backward_and_update(module, subject.optimizer, subject.numerics, device)
 
     def time_step(self, accumulation: int, *, synchronise: bool = True) -> tuple[float, float]:
-        """Run an optimizer step; return its seconds and those of one accumulation pass (0 without), of the slowest replica.
+        """Run an optimizer step; return (its seconds, seconds of one accumulation pass or 0), each of the slowest replica.
 
         Of the ``accumulation`` + 1 passes, only the last synchronises the replicas, and only with ``synchronise``.
         """
@@ -271,14 +279,14 @@ class _Configuration:
         return of_slowest_replica((synchronised_clock(self._device) - started_s, pass_s), self._group, self._device)
 
     def _run_pass(self, loss_scale: float) -> None:
-        """Run one forward and backward pass, with the loss times ``loss_scale``."""
+        """Run one forward and backward pass, with the loss multiplied by ``loss_scale``."""
         with self._computing():
             loss = self._step.loss(self._call(self._module, self._inputs, self._step.keywords))
         self._backward(loss if loss_scale == 1.0 else loss * loss_scale)
 
 
 def synchronised_clock(device: torch.device) -> float:
-    """Return the monotonic clock in seconds, once the device has finished all that was asked of it."""
+    """Block until ``device`` has finished all its work, and return ``time.perf_counter()``."""
     import torch
 
     if device.type == "cuda":
@@ -289,9 +297,9 @@ def synchronised_clock(device: torch.device) -> float:
 def of_slowest_replica(
     seconds: tuple[float, float], group: dist.ProcessGroup | None, device: torch.device
 ) -> tuple[float, float]:
-    """Return the longest (step, pass) seconds of any replica; the reduction also aligns the replicas for the next step.
+    """Return the longest (step, pass) seconds of any replica; ``group`` None, for a single replica: ``seconds`` themselves.
 
-    ``group`` None: a single replica, whose own seconds are returned.
+    The reduction also makes the replicas start the next step together.
     """
     import torch
     import torch.distributed as dist
@@ -305,9 +313,9 @@ def of_slowest_replica(
 
 
 def reset_peak(device: torch.device) -> bool:
-    """Reset this process's peak memory; return False where the system does not allow it.
+    """Reset this process's peak memory, and return whether that worked; the system may not allow it on the CPU.
 
-    The peak is then that of the process's whole life so far.
+    If it did not, the peak remains that of the process's whole life so far.
     """
     import torch
 

@@ -1,9 +1,9 @@
 """Which samples each rank takes in each step, under batches that differ between ranks and may change at any step.
 
-Start at :class:`VariableBatchSampler`. Every epoch is one permutation of the dataset, which all ranks compute for
-themselves from the seed. Each step takes the next samples of it, as many as its total batch says; they are cut by rank
-and then by pass. So one number, the position in the permutation, says which samples are done after a step, whatever the
-ranks and the sizes before: a change of sizes can neither lose nor repeat a sample.
+Start at :class:`VariableBatchSampler`. Every epoch is one permutation of the dataset, which each rank computes from the
+seed. Each step takes as many of the next samples as its total batch says; they are divided among ranks, and each rank's
+among its passes. So one number, the position in the permutation, says which samples are done after a step, whatever the
+ranks and sizes were: a change of sizes can neither lose nor repeat a sample.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from ddltool.errors import InputError
 from ddltool.runtime.processes.checking import REFERENCE_RANKS
 from ddltool.runtime.processes.lengths import Lengths
 
-if TYPE_CHECKING:  # to attach the hook loads no analyzer
+if TYPE_CHECKING:  # attaching the hook must not load an analyzer
     from ddltool.analyzers.job.goodput.elastic_table import Split
 
     Shares: TypeAlias = "Sizes | Split"
     """How the ranks share a step: unequal sizes, or the agent's equal ones in passes."""
 
-# Loaders fetch far fewer batches ahead; where nobody takes the passes from :attr:`issued` no more are kept.
+# Loaders fetch far fewer batches ahead; the limit is for loops that never take passes from `issued`.
 PASSES_KEPT = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How the ranks share a step: (n,) ``sizes``, one for each rank and at least ``least``, each split evenly over ``passes``.
+    """How the ranks share a step: (n,) ``sizes`` in samples by rank, each at least ``least`` and split over ``passes``.
 
     With several passes the script divides the loss of each by their number, as trainers that accumulate do.
     """
@@ -57,13 +57,13 @@ class Sizes:
         return sum(self.sizes)
 
     def sizes_of(self, samples: int) -> NDArray[np.int64]:
-        """Return the samples of each rank and pass in a step of ``samples``, (n, passes), in proportion to the sizes.
+        """Return the samples of each rank and pass, (n, passes), in a step of ``samples``, in proportion to the sizes.
 
-        In a step smaller than a full one no rank gets more than in a full one.
+        In a step smaller than a full one, no rank gets more than in a full one.
         """
         by_rank = np.array(self.sizes, dtype=np.int64)
         if samples != self.total_batch_size:
-            from ddltool.analyzers.job.balancing.sizing import proportional  # to attach the hook loads no analyzer
+            from ddltool.analyzers.job.balancing.sizing import proportional  # attaching must not load an analyzer
 
             limits = self.sizes if samples < self.total_batch_size else None
             by_rank = proportional(self.sizes, samples, limits, self.least)
@@ -73,13 +73,13 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The samples that one rank has of those that all ranks compute in the same pass."""
+    """One rank's samples among those that all ranks compute in the same pass."""
 
     samples: int
     total: float
-    """Samples of all ranks. With several passes: those of the step over their number, as the loop divides losses by that."""
+    """Samples of all ranks in the step, divided by its number of passes, by which the loop divides losses too."""
     even: bool
-    """Whether all ranks have equally many."""
+    """Whether all ranks have the same number of samples."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,9 +92,9 @@ class Pass:
 
     epoch: int
     step: int
-    """Steps since the start of training, from 0; the same on all ranks."""
+    """Number of the step since the start of training, from 0; the same on all ranks."""
     number: int
-    """Index of this pass among the rank's passes of the step."""
+    """Index of this pass among the rank's passes of the step, from 0."""
     passes: int
     """Passes of this rank in this step."""
     samples: int
@@ -105,21 +105,21 @@ class Pass:
     split: Shares
     """The shares of a full step; the last step of an epoch can have fewer samples."""
     is_even: bool
-    """Whether all ranks have as many samples in all passes of the step."""
+    """Whether all ranks have the same number of samples in all passes of the step."""
 
     @property
     def is_last(self) -> bool:
-        """Whether the rank's gradients of the step are complete after this pass."""
+        """Whether this is the rank's last pass of the step, after which its gradients are complete."""
         return self.number == self.passes - 1
 
     @property
     def is_full(self) -> bool:
-        """Whether the step has as many samples as planned."""
+        """Whether the step has exactly as many samples as planned: an epoch's last steps may have fewer or more."""
         return self.step_samples == self.split.total_batch_size
 
     @property
     def weight(self) -> float:
-        """Weight of this pass's mean loss in the step's mean loss over all samples of all ranks."""
+        """Weight of this pass's mean loss in the mean loss over all samples of all ranks: its share of the step, 0 to 1."""
         return self.samples / self.step_samples
 
     @property
@@ -130,32 +130,31 @@ class Pass:
 
 
 class VariableBatchSampler(Sampler[list[int]]):
-    """Batches of dataset indices of one rank; no sample comes twice in an epoch, and all ranks make as many steps.
+    """Batches of dataset indices of one rank; no sample comes twice in an epoch, and all ranks make equally many steps.
 
     Use as ``DataLoader(batch_sampler=...)``, and call :meth:`set_epoch` before each epoch. Each list of indices is one
-    pass; its :class:`Pass` is appended to :attr:`issued` when the list is handed out, which a loader with workers asks
-    for ahead of time. A change of sizes takes effect at a step that was not handed out yet (:attr:`next_step` or
-    later), so ranks whose loaders look ahead equally far agree on it without asking each other. :meth:`commit` says
-    that a step is done; iterating again starts after the last step done, and at the epoch's start where none is.
+    pass; its :class:`Pass` is appended to :attr:`issued` when the list is handed out, which a loader with workers does
+    ahead of time. A change of sizes takes effect at a step that was not handed out yet (:attr:`next_step` or later), so
+    ranks whose loaders look equally far ahead agree on it without a message. :meth:`commit` notes that a step is done;
+    iterating again starts after the last step done in the epoch, or at its start.
 
     The remainder of an epoch becomes one smaller step, divided in proportion to the sizes. A remainder below ``least``
-    samples per rank is left out. With ``whole`` the step before gives up the missing samples instead, or, if it would
-    then have too few itself, takes the remainder too: one larger step of less than 2 n ``least`` samples.
+    samples per rank is left out. With ``whole`` it is kept: the step before it gives up the missing samples, or, if
+    that would leave it too few itself, takes in the remainder as one larger step of less than 2 n ``least`` samples.
 
     Args:
         dataset_size: number of samples, N.
         sizes: (n,) samples per step of each rank, in rank order; or :class:`Sizes`; or the agent's ``Split``, whose
-            ranks may get no sample. The same on every rank, as all further arguments but ``rank``.
+            ranks may get no sample. All arguments but ``rank`` are the same on every rank.
         rank: this process's index in ``sizes``.
-        shuffle, seed: the order of samples, ``torch.randperm`` from ``seed + epoch``, as torch's DistributedSampler has
-            it.
+        shuffle, seed: the order of samples, ``torch.randperm`` from ``seed + epoch``, as in torch's DistributedSampler.
         drop_last: leave out the remainder of an epoch.
         whole: give every sample of an epoch exactly once.
         least: the fewest samples of a rank in any step.
-        order: returns the (N,) indices of an epoch's samples in order, by the epoch; None: by ``shuffle`` and ``seed``.
-        lengths: of the samples, by index: a step's samples are shared out so that ranks' costs, not numbers of samples,
-            are as ``sizes``, and ranks and passes have at least one each. None: consecutive samples go to ranks in
-            order.
+        order: function from an epoch to the (N,) indices of its samples in order; None: by ``shuffle`` and ``seed``.
+        lengths: of the samples, by index: a step's samples are divided so that the ranks' costs, rather than numbers of
+            samples, are in proportion to ``sizes``, with at least one sample for each rank and pass. None: consecutive
+            samples go to ranks in order.
 
     Raises InputError for a size below ``least``, a rank out of range, or fewer samples than one step needs.
 
@@ -181,12 +180,13 @@ class VariableBatchSampler(Sampler[list[int]]):
         order: Callable[[int], torch.Tensor] | None = None,
         lengths: Lengths | None = None,
     ) -> None:
-        """Check the arguments against each other, and begin with the first step of epoch 0."""
+        """Check the arguments against each other, and start at the first step of epoch 0."""
         if isinstance(sizes, Sequence):
             sizes = Sizes(fitting_sizes(sizes, len(sizes), sum(sizes), least), least)
         split: Shares = sizes
         # The fewest samples that a step of all ranks may have; 0: any number.
         self._fewest_in_step = split.world_size * split.least if isinstance(split, Sizes) else 0
+        # A check's single process stands for all of the job's ranks, so it ends epochs where they do.
         self._fewest_in_step *= int(os.environ.get(REFERENCE_RANKS, "1"))
         ranks = split.world_size
         if not 0 <= rank < ranks:
@@ -204,11 +204,11 @@ class VariableBatchSampler(Sampler[list[int]]):
         self.least = least
         self.epoch = 0
         self.position = 0
-        """Samples of the epoch, of all ranks, in the steps that are committed."""
+        """Samples of the epoch, of all ranks, in the steps that are done (committed)."""
         self.step = 0
-        """Steps done since the start of training."""
+        """Number of steps done since the start of training."""
         self.issued: deque[Pass] = deque(maxlen=PASSES_KEPT)
-        """Passes handed out and not taken from here yet, in order."""
+        """Passes handed out and not yet taken from here by the training loop, in order."""
         self._drop_last = drop_last
         self._keeps_all_samples = whole
         self._order = order
@@ -218,27 +218,27 @@ class VariableBatchSampler(Sampler[list[int]]):
         self._begin()
 
     def _begin(self) -> None:
-        """Hand out passes from behind the last committed step on; those handed out before are forgotten."""
+        """Start handing out passes after the last committed step; passes handed out before are forgotten."""
         self.issued.clear()
         self._next_step, self._next_position, self._handed_out = self.step, self.position, 0
 
     @property
     def next_step(self) -> int:
-        """First step that was not handed out yet: the earliest at which this rank can still change its batch."""
+        """Number of the first step that was not handed out yet: the earliest at which this rank can change its batch."""
         return max(self._next_step, self.step)
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """(n,) samples of each rank in the next full step that is handed out."""
+        """Samples of each rank, (n,), in the next full step that is handed out."""
         split = self.split_at(self.next_step)
         return tuple(split.sizes_of(split.total_batch_size).sum(axis=1).tolist())
 
     def split_at(self, step: int) -> Shares:
-        """Return the shares of a full step at ``step``; before the last committed step, the oldest shares that are kept."""
+        """Return the shares of a full step at ``step``; of steps long done, the oldest shares that are still kept."""
         return next((split for first, split in reversed(self._changes) if first <= step), self._changes[0][1])
 
     def resize(self, sizes: Sequence[int] | Shares, step: int | None = None) -> None:
-        """Change the shares of full steps from ``step`` on (None: from :attr:`next_step`); the same on every rank.
+        """Change the shares of full steps from ``step`` on (None: from :attr:`next_step`). All ranks make the same call.
 
         Raises InputError for a step that was handed out already, another number of ranks, or (n,) sizes with another
         sum or below ``least``.
@@ -247,7 +247,7 @@ class VariableBatchSampler(Sampler[list[int]]):
         if first < self.next_step:
             raise InputError("step", f"{first} was handed out already", f"the next is {self.next_step}")
         split = self._checked_shares(sizes)
-        # Keep only the changes that still matter: from the one that covers the last committed step on.
+        # Drop changes that no longer matter: those before the one that covers the last committed step.
         earlier_changes = [change for change in self._changes if change[0] < first]
         current_index = max(
             (index for index, change in enumerate(earlier_changes) if change[0] <= self.step), default=0
@@ -255,7 +255,10 @@ class VariableBatchSampler(Sampler[list[int]]):
         self._changes = [*earlier_changes[current_index:], (first, split)]
 
     def _checked_shares(self, sizes: Sequence[int] | Shares) -> Shares:
-        """Return ``sizes`` as shares. Raises InputError for another number of ranks, and for (n,) sizes with another sum."""
+        """Return ``sizes`` as shares.
+
+        Raises InputError for another number of ranks; for (n,) sizes also for another sum or one below ``least``.
+        """
         present = self._changes[-1][1]
         if isinstance(sizes, Sequence):
             return Sizes(fitting_sizes(sizes, present.world_size, present.total_batch_size, self.least), self.least)
@@ -264,18 +267,18 @@ class VariableBatchSampler(Sampler[list[int]]):
         return sizes
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of ``epoch``; does nothing when that is the present one, whose position is kept."""
+        """Go to the start of ``epoch``; nothing happens, and the position stays, if it is the present epoch."""
         if epoch != self.epoch:
             self.epoch, self.position = epoch, 0
             self._begin()
 
     def ends_with(self, last_pass: Pass) -> bool:
-        """Return whether the epoch is over after a pass: it is its step's last one, and no step follows."""
+        """Return whether the epoch ends with ``last_pass``: it is the last of its step, and no step follows."""
         next_position = last_pass.step_start + last_pass.step_samples
         return last_pass.is_last and not self._samples_of_step(last_pass.step + 1, next_position)
 
     def commit(self, done: Pass) -> None:
-        """Note that the step of the pass ``done`` is complete: iterating anew starts behind it."""
+        """Note that the step of the pass ``done`` is complete: a new iteration starts after it."""
         self.position = done.step_start + done.step_samples
         self.step = done.step + 1
 
@@ -284,7 +287,10 @@ class VariableBatchSampler(Sampler[list[int]]):
         self.position, self.step = self.dataset_size, self.next_step
 
     def __len__(self) -> int:
-        """Return the number of this rank's batches in the present or next iteration, if no further change comes."""
+        """Return the number of this rank's batches in the present iteration, if sizes do not change any more.
+
+        Before an iteration it is the number in the next one.
+        """
         step, position, pass_count = self._next_step, self._next_position, self._handed_out
         while samples := self._samples_of_step(step, position):
             split, equal_steps = self.split_at(step), 1
@@ -298,11 +304,12 @@ class VariableBatchSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the dataset indices of each pass, from the first step that is not committed to the end of the epoch.
 
-        A rank without samples gets the index of the step's first sample, as a filler of weight 0.
+        The :class:`Pass` is appended to :attr:`issued` first. A rank without samples in a step gets one pass with the
+        index of the step's first sample, a filler of weight 0.
         """
         seed = self.seed + self.epoch
         drawn = epoch_order(self.dataset_size, self.shuffle, seed) if self._order is None else self._order(self.epoch)
-        order = drawn.numpy()  # slices of an array cost a tenth of a tensor's
+        order = drawn.numpy()  # slicing an array costs a tenth of slicing a tensor
         self._begin()
         epoch, step, position = self.epoch, self.step, self.position
         while samples := self._samples_of_step(step, position):
@@ -319,10 +326,10 @@ class VariableBatchSampler(Sampler[list[int]]):
             step, position = step + 1, position + samples
 
     def _parts(self, indices: NDArray[np.int64], split: Shares) -> tuple[list[list[int]], bool]:
-        """Return this rank's passes of a step, as lists of dataset indices, and whether the step is even.
+        """Return (this rank's passes of a step, as lists of dataset indices; whether the step is even).
 
-        A step is even if all ranks and passes have equally many samples. ``indices``, (samples,), are the step's
-        samples in the epoch's order. The passes are [[]] where this rank has none of them.
+        A step is even if all ranks and passes have equally many samples. ``indices``: (samples,) the step's samples in
+        the epoch's order. A rank without samples has the passes [[]].
         """
         samples = len(indices)
         lower_ranks_samples, sizes = _own_passes(split, samples, self.rank)
@@ -330,16 +337,17 @@ class VariableBatchSampler(Sampler[list[int]]):
             ends = lower_ranks_samples + np.cumsum([0, *sizes])
             parts = [indices[begin:end].tolist() for begin, end in itertools.pairwise(ends.tolist())]
             return parts, _is_even(split, samples)
-        places = self._lengths.places(indices, split.sizes, split.passes)
+        places = self._lengths.places(indices, split.sizes, split.passes)  # rank * passes + pass, for each sample
         first = self.rank * split.passes
         samples_by_pass = np.bincount(places, minlength=split.world_size * split.passes)
         parts = [indices[places == first + index].tolist() for index in range(len(sizes))]
         return parts, bool((samples_by_pass == samples_by_pass[0]).all())
 
     def _samples_of_step(self, step: int, position: int) -> int:
-        """Return the samples of all ranks in ``step`` if it begins at ``position`` in the epoch's order; 0: the epoch is over.
+        """Return the samples of all ranks in the step ``step``, which begins at ``position`` in the epoch's order.
 
-        The last steps of an epoch may be smaller or, where every sample must be given, larger than planned.
+        It is 0 if the epoch is over. The last two steps of an epoch may be smaller or, with ``whole``, larger than
+        planned.
         """
         remaining, total = self.dataset_size - position, self.split_at(step).total_batch_size
         remaining_after = remaining - total
@@ -352,7 +360,7 @@ class VariableBatchSampler(Sampler[list[int]]):
         return remaining - self._fewest_in_step if remaining >= 2 * self._fewest_in_step else remaining
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position and order for a checkpoint, which jobs of other ranks and sizes can load."""
+        """Return the position and order for a checkpoint, which a job with other ranks and sizes can load."""
         order = {"dataset_size": self.dataset_size, "seed": self.seed, "shuffle": int(self.shuffle)}
         return {"epoch": self.epoch, "position": self.position, "step": self.step, **order}
 
@@ -383,9 +391,9 @@ class VariableBatchSampler(Sampler[list[int]]):
 
 @lru_cache(maxsize=256)
 def _own_passes(split: Shares, samples: int, rank: int) -> tuple[int, list[int]]:
-    """Return the sum of the lower ranks' samples in a step of ``samples``, and this rank's samples by pass, [0] without any.
+    """Return (samples of all lower ranks in a step of ``samples``, this rank's samples by pass).
 
-    Results for the latest arguments are kept, as most steps of a training are alike.
+    Passes without samples are left out; a rank without any has [0]. Results are cached, as most steps are alike.
     """
     sizes = split.sizes_of(samples)
     return int(sizes[:rank].sum()), [size for size in sizes[rank].tolist() if size] or [0]
@@ -399,9 +407,9 @@ def _is_even(split: Shares, samples: int) -> bool:
 
 
 def fitting_sizes(sizes: Sequence[int], ranks: int, total: int, least: int = 1) -> tuple[int, ...]:
-    """Return ``sizes`` as (n,) whole numbers that add up to ``total``, one for each of ``ranks``.
+    """Return ``sizes`` as (n,) integers after checking that there is one for each of ``ranks`` and the sum is ``total``.
 
-    Raises InputError for one below ``least``, another sum or another number of ranks.
+    Raises InputError where that is not so, and for a size that is fractional or below ``least``.
     """
     if least < 1:
         raise InputError("least", f"is {least}", "give every rank one sample or more")
@@ -415,12 +423,15 @@ def fitting_sizes(sizes: Sequence[int], ranks: int, total: int, least: int = 1) 
 
 
 def _at_least(number: int) -> str:
-    """Return the least number of samples in words, for a message."""
+    """Return the remedy for fewer than ``number`` samples, as words of a message."""
     return "one sample or more" if number == 1 else f"{number} samples or more, or make least smaller"
 
 
 def epoch_order(dataset_size: int, shuffle: bool, seed: int) -> torch.Tensor:
-    """Return the order in which an epoch visits the samples, shape (dataset_size,), as torch's DistributedSampler has it."""
+    """Return the dataset indices in the order of an epoch, (dataset_size,), as in torch's DistributedSampler.
+
+    ``seed`` is used only with ``shuffle``.
+    """
     if not shuffle:
         return torch.arange(dataset_size)
     generator = torch.Generator()

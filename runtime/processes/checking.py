@@ -1,11 +1,11 @@
 """Compares a running job with a single process that trains by the same script. Start at :func:`begin_check`.
 
-With ``DDLTOOL_CHECK=1`` rank 0 starts the same script once more, alone, where the hook hands out whole batches. It
-compares the gradients and learning rates with which updates begin: by then gradients have been averaged, clipped and
-unscaled. 40 updates are compared, or as many as a minute allows, so that an epoch's smaller last step, accumulation and
-steps of a schedule are among them where they come that soon. One line says how far the two are apart, and which pattern
-in the script is the likely reason; the config that the script attached to keeps it. The job's own training is not
-changed, except that dropout lets everything pass on both sides meanwhile.
+With ``DDLTOOL_CHECK=1`` rank 0 starts the same script once more, as a single process (the reference) to which the hook
+gives whole batches. The two are compared by the gradients and learning rates at the start of each update, when
+gradients have been averaged, clipped and unscaled. 40 updates are compared, or as many as are made in a minute, so that
+an epoch's smaller last step, accumulation and a schedule's steps are among them if they come that soon. One line says
+how far apart the two are, and which pattern in the script is the likely reason; the outcome is also kept in the config
+that the script attached to. The job's own training is not changed, except that dropout is off on both sides meanwhile.
 """
 
 from __future__ import annotations
@@ -43,21 +43,22 @@ from ddltool.runtime.processes.without_dropout import WithoutDropout
 
 CHECK, RESULT = "DDLTOOL_CHECK", "DDLTOOL_CHECK_RESULT"
 REFERENCE, REFERENCE_RANKS = "DDLTOOL_CHECK_REFERENCE", "DDLTOOL_CHECK_RANKS"
-"""Set in a process that a check has started, to train alone on whole batches: where its gradients go, and the job's ranks."""
+"""Variables that are set in the reference process: the folder for its gradients, and the job's number of ranks."""
 LEAST_UPDATES, MOST_UPDATES = 3, 40
 LONGEST_S = 60.0
-"""After this, the third update is the last that is compared."""
+"""After these seconds no further update is compared, once three are."""
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
-HALF_TOLERANCE = 5e-2
-# Rounding that differs is carried on by training, and grows; an error of the script comes at once, or gets this large.
+HALF_TOLERANCE = 5e-2  # of all other types
+# Differences of rounding grow as training goes on: up to DRIFT times the largest so far, and FURTHEST_DRIFT, is allowed.
+# An error of the script shows at once, or gets larger than that.
 DRIFT, FURTHEST_DRIFT = 100.0, 1e-2
 PATIENCE_S, ENDING_S = 300.0, 5.0
-"""How long the job waits for the other process's updates at its end, and for that process to end by itself."""
+"""Seconds that the job waits at its end for the reference's updates, and then for the reference to exit by itself."""
 SMALL_MODEL = 100_000
-"""Up to so many parameters gradients are compared as they are, beyond by sums."""
+"""Up to this many parameters all values of gradients are compared; in larger models, random sums of them."""
 SUMS = 251
-"""So many sums stand for a large gradient; prime, so that the columns of a matrix do not share a sum."""
-# How the names of variables begin that a launcher sets, which the process that trains alone must not inherit.
+"""Number of sums that stand for a large gradient; prime, so that the columns of a matrix do not share a sum."""
+# Prefixes of the variables that a launcher sets, which the reference must not inherit.
 _LAUNCHER = ("TORCHELASTIC_", "GROUP_", "ROLE_", "LOCAL_", "RANK", "WORLD_SIZE", "MASTER_", "DDLTOOL_CHECK")
 Arrays = dict[str, NDArray[Any]]
 Update = tuple[Arrays, list[float]]
@@ -67,30 +68,33 @@ log = logging.getLogger(__name__)
 
 
 class CheckIsOver(SystemExit):
-    """Ends, in mid-training, a process that was started for the check alone; a script that catches it meets the next one."""
+    """Exits a process that runs for the check only, with code 0, in mid-training.
+
+    A script that catches it gets another one at the next update.
+    """
 
     def __init__(self) -> None:
         super().__init__(0)
 
 
 def is_set(name: str) -> bool:
-    """Return whether an environment variable is there, and neither empty nor 0."""
+    """Return whether the environment variable ``name`` is set to something else than "" and "0"."""
     return os.environ.get(name, "") not in ("", "0")
 
 
 def is_reference() -> bool:
-    """Return whether this process is the one that a check has started to train alone."""
+    """Return whether this process is a check's reference, which trains alone on whole batches."""
     return bool(os.environ.get(REFERENCE))
 
 
 def begin_check(
     job: DistributedJob, model: nn.Module, *optimizers: torch.optim.Optimizer, path: str | None = None
 ) -> None:
-    """Compare this run with that of one process, where that was asked for; do nothing otherwise.
+    """Compare this run with a single process if DDLTOOL_CHECK asks for it and there are several ranks, else do nothing.
 
-    All ranks call this, once the model is wrapped and before the first step. Updates are those of the first optimizer,
-    learning rates those of all; the config ``path`` keeps the outcome. In the process that a check has started, record
-    what the job compares with.
+    All ranks call this, once the model is wrapped and before the first step; it registers hooks on the first optimizer,
+    whose updates are compared, and rank 0 starts the reference. Learning rates are those of all ``optimizers``. The
+    outcome is kept in the config ``path``; None: nowhere. In the reference itself, updates are written for the job.
     """
     if not is_reference() and not (is_set(CHECK) and job.world_size > 1):
         return
@@ -100,10 +104,10 @@ def begin_check(
 
 
 def note_unchecked(path: str, enforcement: Enforcement, job: DistributedJob) -> None:
-    """Log a line on rank 0 where this script, in this version, was not shown to train as one process would.
+    """Log a warning on rank 0 unless ``enforcement`` holds a check that proves this script equal to a single process.
 
-    Nothing is logged for one process alone, for code that is in no file, and while a check runs. ``path``: the
-    config's, which holds the proof of the last check.
+    The check must be of the script's and the plan's present content. Nothing is logged for a single process, for code
+    that is not in a file, and while a check runs. ``path``: the config's, for the message.
     """
     script, proof = _script_sha256(), enforcement.checked
     if job.rank > 0 or job.world_size == 1 or script is None or is_set(CHECK):
@@ -121,7 +125,7 @@ def note_unchecked(path: str, enforcement: Enforcement, job: DistributedJob) -> 
 
 
 def _script_sha256() -> str | None:
-    """Return the digest of the script that runs; None where it is in no file (a notebook's cell, ``-c``)."""
+    """Return the SHA-256 (hexadecimal) of the script that runs; None if it is not in a file (a notebook's cell, ``-c``)."""
     try:
         return hashlib.sha256(Path(sys.argv[0]).read_bytes()).hexdigest()
     except OSError:
@@ -129,12 +133,12 @@ def _script_sha256() -> str | None:
 
 
 def _array(tensor: torch.Tensor, name: str, *, whole: bool) -> NDArray[Any]:
-    """Return a tensor's values, float64 of shape (n,); unless ``whole``, sums of them with random signs, of shape (SUMS,).
+    """Return a tensor's values, float64 (n,), if ``whole``; otherwise (SUMS,) sums of them with random signs.
 
-    With independent signs, the expected square of a sum is the sum of the squares of what is added (Alon, Matias and
-    Szegedy 1996). So the norm of (SUMS,) such sums is that of the tensor, give or take 9 %; as sums are linear, the
-    norm of the difference of two tensors' sums is that of their difference. The signs follow from ``name``, so they are
-    the same in each process.
+    With independent signs, the expected square of a sum is the sum of the squared terms (Alon, Matias and Szegedy
+    1996). So the norm of the SUMS sums is that of the tensor, within about 9 %. As sums are linear, the norm of the
+    difference of two tensors' sums is that of the tensors' difference. The signs are seeded by ``name``, so that each
+    process uses the same.
     """
     with torch.no_grad():
         flat = tensor.detach().reshape(-1)
@@ -142,17 +146,17 @@ def _array(tensor: torch.Tensor, name: str, *, whole: bool) -> NDArray[Any]:
             return flat.cpu().double().numpy().copy()
         signs = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         sums = torch.zeros(SUMS, dtype=torch.float64)
-        for part in flat.split(SUMS << 12):
+        for part in flat.split(SUMS << 12):  # a million values at a time, to bound the memory for signs and copies
             signed = part.cpu().double() * (torch.randint(0, 2, part.shape, generator=signs) * 2 - 1)
             sums += functional.pad(signed, (0, -len(signed) % SUMS)).view(-1, SUMS).sum(0)
         return sums.numpy()
 
 
 class _Recorded:
-    """Reads the gradients and learning rates with which the first updates of this process begin."""
+    """Reads gradients and learning rates at the start of this process's updates."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Name the parameters as the bare model does, and let dropout pass everything."""
+        """Name the parameters as in the bare model (without DDP's and compile's prefixes), and switch dropout off."""
         self._optimizers = optimizers
         names = (name.replace("_orig_mod.", "").removeprefix("module.") for name, _ in model.named_parameters())
         self._named_parameters = list(zip(names, model.parameters(), strict=True))
@@ -161,9 +165,9 @@ class _Recorded:
         self._made = 0  # updates so far
 
     def arrays(self, tensors: Mapping[str, torch.Tensor]) -> Arrays:
-        """Return the values of tensors by name, in a large model sums of them (:func:`_array`).
+        """Return the values of tensors by name; in a model of more than SMALL_MODEL parameters sums of them (:func:`_array`).
 
-        All ranks call this together, as each may hold a part of a sharded tensor.
+        All ranks call this together, because each may hold a part of a sharded tensor.
         """
         is_small = sum(self._sizes.values()) <= SMALL_MODEL
         arrays = {}
@@ -174,71 +178,78 @@ class _Recorded:
         return arrays
 
     def update(self) -> Update:
-        """Return the gradients, averaged by now, and all optimizers' learning rates, with which an update begins."""
+        """Return the present gradients (averaged by now) by parameter name, and all optimizers' learning rates by group.
+
+        Parameters without a gradient are left out. All ranks call this together.
+        """
         gradients = {name: value.grad for name, value in self._named_parameters if value.grad is not None}
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         return self.arrays(gradients), [float(group["lr"]) for group in groups if "lr" in group]
 
 
 class _Reference(_Recorded):
-    """The process that trains alone: it writes down what each update begins with, and ends after the last that counts."""
+    """The reference: it writes gradients and rates of each update to files, and exits after the last that is compared."""
 
     def before_update(self, *_: object) -> None:
-        """Write an update's gradients and rates into the folder that the job reads: the optimizer's pre-step hook."""
+        """Write the update's gradients and rates to ``<number>.npz`` in the folder that the job reads: the pre-step hook.
+
+        Raises CheckIsOver where all updates are written (a script has caught the first one).
+        """
         if self._made >= MOST_UPDATES:
             raise CheckIsOver
         path = Path(os.environ[REFERENCE], f"{self._made}.npz")
         gradients, rates = self.update()
-        # Under another name first: the job must not read half a file.
+        # Written under another name first, so that the job does not read half a file.
         with path.with_suffix(".new").open("wb") as file:
             named = {f"gradient {name}": value for name, value in gradients.items()}
             np.savez(file, allow_pickle=False, rates=np.array(rates), **named)
         path.with_suffix(".new").rename(path)
 
     def after_update(self, *_: object) -> None:
-        """End the process after the last update that is compared: the optimizer's post-step hook."""
+        """Count the update, and raise CheckIsOver after the last that is compared: the optimizer's post-step hook."""
         self._made += 1
         if self._made >= MOST_UPDATES:
             raise CheckIsOver
 
 
 class _Outcome(NamedTuple):
-    """The outcome of a check: ``equal`` (None: undecided), the line that says it, and the number of updates compared."""
+    """The outcome of a check: ``equal`` (None: undecided), a line that explains it, and the number of updates compared."""
 
     equal: bool | None
     line: str
     updates: int = 0
     largest_difference: float = 0.0
+    """Of a gradient, relative to the largest gradient of its update; NaN or infinite where gradients are."""
 
     @property
     def difference(self) -> float | None:
-        """The largest relative difference of a gradient where it is a number, None where it is not finite."""
+        """The largest relative difference of a gradient; None where it is not finite, which JSON cannot hold."""
         return self.largest_difference if math.isfinite(self.largest_difference) else None
 
 
 class _Checked(_Recorded):
-    """One rank of the job. Rank 0 compares; it looks for the other process at updates, and waits for it at the end."""
+    """One rank of the job. Rank 0 compares with the reference: at an update if that is done by then, else at exit."""
 
     def __init__(
         self, job: DistributedJob, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], path: str | None
     ) -> None:
-        """Begin to record; rank 0 also starts the script once more, alone."""
+        """Start recording; rank 0 also starts the reference. ``path``: the config that keeps the outcome, or None."""
         super().__init__(model, optimizers)
         self._job, self._model = job, model
         self._config = None if path is None else os.path.abspath(path)
-        # Whether all updates that are compared were made, and whether the outcome was printed: only rank 0 does so.
+        # Whether all updates that are compared were made; whether the outcome was printed, or is not this rank's to print.
         self._is_over, self._told = False, job.rank != 0
         self._tolerance = TOLERANCES.get(next(model.parameters()).dtype, HALF_TOLERANCE)
         self._updates: list[Update] = []
         self._unlike_ranks = ""
-        """In words, which rank's parameters are not rank 0's; "": none's."""
-        # "end": the command that started this wants the outcome alone, so training ends with the check.
+        """In words, which rank's parameters differ from rank 0's; "" if no rank's do."""
+        # DDLTOOL_CHECK=end: the command that started this wants the outcome only, so training ends with the check.
         self._ends_process, self._begin_s = os.environ[CHECK] == "end", time.monotonic()
         if not self._told:
             self._start()
 
     def _start(self) -> None:
-        """Start the script once more, as a single process that trains alone and writes its updates into a folder."""
+        """Start the script once more as the reference, which writes its updates into a temporary folder."""
         self._folder = tempfile.TemporaryDirectory(prefix="ddltool-check-")
         self._path = Path(self._folder.name)
         self._errors = (self._path / "stderr").open("w+b")
@@ -255,17 +266,18 @@ class _Checked(_Recorded):
         atexit.register(self._finish)
 
     def before_update(self, *_: object) -> None:
-        """Keep the gradients and rates with which an update begins: the optimizer's pre-step hook, on all ranks."""
+        """Keep the update's gradients and rates, on rank 0 only: the optimizer's pre-step hook, on all ranks."""
         if not self._is_over:
-            update = self.update()
+            update = self.update()  # on all ranks, because it may gather sharded gradients
             if not self._told:
                 self._updates.append(update)
 
     def after_update(self, *_: object) -> None:
-        """End the recording after the last update that is compared, and print the outcome once there is one.
+        """Stop recording after the last update that is compared, and then print the outcome once the reference is done.
 
-        The optimizer's post-step hook. On the way, the ranks' parameters are compared twice. All ranks agree on which
-        update is the last.
+        The optimizer's post-step hook. All ranks agree on which update is the last. The ranks' parameters are compared
+        with each other after update LEAST_UPDATES and after the last. Where only the outcome is wanted, this blocks for
+        it and raises CheckIsOver.
         """
         if self._is_over:
             if self._ends_process:
@@ -284,11 +296,16 @@ class _Checked(_Recorded):
             self._dropout.end()
             if self._ends_process:
                 self._finish()
-                self._job.gather(b"")
+                self._job.gather(
+                    b""
+                )  # the other ranks wait until rank 0 has printed: a launcher ends all with the first
                 raise CheckIsOver
 
     def _compare_ranks(self) -> str:
-        """Return in words which rank's parameters are not rank 0's, "" for none's; all ranks call this together."""
+        """Return in words which rank's parameters differ from rank 0's, "" if none do; all ranks call this together.
+
+        They differ if some value (or random sum) is further away than the tolerance, relative to the largest.
+        """
         own_values = np.concatenate([*self.arrays(dict(self._named_parameters)).values()])
         first, *others = (np.frombuffer(values) for values in self._job.gather(own_values.tobytes()))
         largest = float(np.abs(first).max(initial=0.0)) or 1.0
@@ -298,13 +315,14 @@ class _Checked(_Recorded):
         return ""
 
     def _written(self) -> int:
-        """Return how many updates the process that trains alone has written so far."""
+        """Return how many updates the reference has written so far."""
         return next(count for count in range(MOST_UPDATES + 1) if not (self._path / f"{count}.npz").exists())
 
     def _finish(self) -> None:
-        """Print the outcome, once; write it where the command that started this reads it, and into the plan's config.
+        """Print the outcome, once; this blocks until the reference has ended, and deletes its folder.
 
-        The config keeps a decided outcome as proof, with hashes of script and plan and the versions that it holds for.
+        The outcome is also written as JSON to the file in DDLTOOL_CHECK_RESULT, for the command that started the job,
+        and, if decided, into the plan's config, with hashes of script and plan and the versions that it holds for.
         """
         if self._told:
             return
@@ -336,27 +354,27 @@ class _Checked(_Recorded):
                 equal=outcome.equal,
             )
             save(enforcement.model_copy(update={"checked": proof}), self._config)
-        except InputError as error:  # the answer is there, whether the file can keep it or not
+        except InputError as error:  # the outcome is printed already, so a config that cannot be written is no failure
             log.warning("the check is not kept: %s", error)
 
     def _outcome(self) -> _Outcome:
-        """Wait for the process that trains alone, end it, and return whether its updates are those of this job.
+        """Wait for the reference, kill it if it does not end, and return how its updates compare with this job's.
 
         The outcome is undecided where the script failed, cannot run alone, or made too few updates. Where all compared
-        updates are equal, it is still no if one rank alone changes parameters, or an epoch of one process has another
-        length.
+        updates are equal, the job still counts as different if some rank alone changes parameters, or if the reference
+        has ended after fewer updates.
         """
         failed = getattr(sys, "last_value", None) is not None  # at exit: the exception that ended the script
         updates_wanted, deadline_s = len(self._updates), self._begin_s + LONGEST_S + PATIENCE_S
 
         def is_waiting() -> bool:
-            """Return whether the other process still has updates to write, lives, and has time left."""
+            """Return whether the reference runs, has updates left to write, and has time left to do so."""
             is_running = self._child.poll() is None and time.monotonic() < deadline_s
             return not failed and is_running and self._written() < updates_wanted
 
         while is_waiting():
             time.sleep(0.02)
-        if self._written() >= MOST_UPDATES:  # it ends by itself, where the script lets it
+        if self._written() >= MOST_UPDATES:  # it ends by itself, unless the script catches CheckIsOver
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._child.wait(ENDING_S)
         written, code = self._written(), self._child.poll()
@@ -385,18 +403,19 @@ class _Checked(_Recorded):
         return outcome
 
     def _read(self, number: int) -> Update:
-        """Return the update with this number, from 0, as the process that trains alone has written it."""
+        """Return the update ``number``, from 0, that the reference has written."""
         with np.load(self._path / f"{number}.npz") as file:
             named = {key.removeprefix("gradient "): file[key] for key in file.files if key.startswith("gradient ")}
             return named, file["rates"].tolist()
 
     def _compared(self, expected: Sequence[Update]) -> _Outcome:
-        """Return how this job's updates compare with the ``expected`` ones of one process.
+        """Return how this job's updates compare with the ``expected`` ones, which the reference has written.
 
-        A difference may be as large as rounding, or larger where earlier updates had one too, as training carries it
-        on.
+        A gradient's difference is its root mean square over the largest root mean square of the update's gradients. It
+        may be as large as the tolerance, or DRIFT times the largest of earlier updates, because training makes
+        differences of rounding grow. The first update that differs more decides.
         """
-        furthest, has_gradients = 0.0, False
+        furthest, has_gradients = 0.0, False  # furthest: the largest difference of the updates so far
         pairs = zip(self._updates, expected, strict=False)
         for number, ((own_gradients, rates), (expected_gradients, expected_rates)) in enumerate(pairs, 1):
             sizes = (self._mean_size(name, value) for name, value in expected_gradients.items())
@@ -406,11 +425,12 @@ class _Checked(_Recorded):
                 for name, value in expected_gradients.items()
             }
             name = max(
-                difference_by_name,
+                difference_by_name,  # NaN counts as infinite: max() would pass it over
                 key=lambda key: math.inf if math.isnan(difference_by_name[key]) else difference_by_name[key],
                 default="",
             )
             largest_difference = difference_by_name.get(name, 0.0)
+            # "not <=" rather than ">", so that NaN counts as different.
             if not largest_difference <= max(self._tolerance, min(DRIFT * furthest, FURTHEST_DRIFT)):
                 line = f"gradients of step {number} differ by {largest_difference:.2g} from one process's, most in {name}: "
                 line += _reason(self._model, own_gradients, expected_gradients)
@@ -424,19 +444,22 @@ class _Checked(_Recorded):
         return _Outcome(True, line, len(expected), furthest)
 
     def _mean_size(self, name: str, array: NDArray[Any]) -> float:
-        """Return the root mean square of a gradient's values; ``array`` holds them, or sums that have the same norm."""
+        """Return the root mean square of the values of the parameter ``name``'s gradient.
+
+        ``array`` holds the values, or sums of the same norm.
+        """
         return float(np.linalg.norm(array)) / math.sqrt(max(self._sizes.get(name, array.size), 1))
 
 
 def _reason(model: nn.Module, own_gradients: Arrays, expected_gradients: Arrays) -> str:
-    """Return the likely reason why this job's gradients are not one process's, in words with a remedy.
+    """Return the likely reason why this job's gradients differ from the reference's, in words with a remedy.
 
-    Looked for in this order: all are a multiple of the others, a BatchNorm over the rank's own samples, a missing
-    gradient, a term of the loss.
+    The first that holds: all own gradients are one multiple of the expected ones, a BatchNorm sees this rank's samples
+    only, a gradient is missing; otherwise a list of what a loss term or random numbers may do.
     """
     both = [(own_gradients[name], expected_gradients[name]) for name in expected_gradients if name in own_gradients]
     own, expected = (np.concatenate(parts) for parts in zip(*both, strict=True)) if both else (np.zeros(1), np.ones(1))
-    ratio = float(own @ expected / max(expected @ expected, 1e-300))
+    ratio = float(own @ expected / max(expected @ expected, 1e-300))  # the multiple of least squares; no division by 0
     if abs(ratio - 1) > 1e-3 and np.abs(own - ratio * expected).max() < 1e-3 * np.abs(expected).max():
         return (
             f"all are {ratio:.3g} times as large, so the loss is no mean over what hook.loss was told: say "
@@ -456,7 +479,7 @@ def _reason(model: nn.Module, own_gradients: Arrays, expected_gradients: Arrays)
 
 
 def _rates_apart(number: int, rates: Sequence[float], other: Sequence[float]) -> str:
-    """Return in words how the learning rates of the update ``number`` differ from one process's (``other``)."""
+    """Return in words how the learning ``rates`` of update ``number`` differ from the reference's, ``other``."""
     if len(rates) != len(other):
         return f"step {number} has {len(rates)} learning rates, and {len(other)} in one process"
     own, expected = next(pair for pair in zip(rates, other, strict=True) if not math.isclose(*pair))

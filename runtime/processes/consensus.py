@@ -2,8 +2,8 @@
 
 Each rank proposes a row of numbers, rank 0 chooses from all rows, and all ranks learn the choice. Messages go over
 torch.distributed's own store: in each round, rank r writes its row under a key of its own; rank 0 waits for all n keys
-and writes the choice under another one, for which the others wait. So the store shows who has come to a round. When the
-time is up, the first rank to notice writes there, in place of the choice, who has not come, and all others read it at
+and writes the choice under another one, for which the others wait. So the store shows who has come to a round. The
+first rank whose waiting time is up writes, in place of the choice, which ranks are missing, and all others read it at
 once. Nothing is pickled.
 """
 
@@ -35,31 +35,31 @@ from ddltool.runtime.processes.liveness import (
 Choose = Callable[[Floats], Floats]
 Row = Callable[[], Floats]
 CHOOSING_S = 1.0
-"""Choosing takes no longer, once all have come."""
-# Each agreement of a process has keys of its own: the last ones of another would be taken for answers.
+"""Seconds that the others wait for rank 0's choice once all rows are there."""
+# Each Consensus of a process has keys of its own, so that the last keys of another are not taken for answers.
 _NUMBERS = itertools.count()
-_NO_ROW = b"0"  # in place of a rank's row, so that rank 0 waits for it no more
-# How a round ends: with numbers, or with the ranks that did not come, are gone, or have ended, or because choosing failed.
+_NO_ROW = b"0"  # written in place of a rank's row, so that rank 0 stops waiting for it
+# How a round ends, the first byte of the key "choice/<step>": with the chosen numbers (float64), with the ranks ("1,2") that
+# did not come in time, are gone, or have closed their Consensus, or because choosing failed on rank 0.
 _CHOSEN, _MISSING, _GONE, _ENDED, _FAILED = b"=", b"?", b"-", b".", b"!"
 
 
 class ConsensusError(LostRank):
-    """Ranks have reached no consensus, mostly because one is gone."""
+    """The ranks have reached no consensus, mostly because one of them is gone."""
 
 
 class Consensus:
-    """One rank's part. All ranks make the same objects and the same calls, in the same order.
+    """One rank's part in the rounds. All ranks make the same objects and the same calls, in the same order.
 
-    An error that nobody catches, and that comes from a lost rank, is one line on stderr
-    (:class:`~.liveness.LivenessMonitor`).
+    An uncaught error that a lost rank has caused becomes one line on stderr (:class:`~.liveness.LivenessMonitor`).
 
     Args:
         job: the ranks. With one process the store is not used.
-        choose: what rank 0 does with (n, m) rows: returns (k,) numbers for all ranks. Only rank 0's is called.
-        timeout_s: seconds that a rank waits for the others in a round, from its own coming on; None: as long as the
-            job's process group waits in a collective.
-        behind: a round goes on in a thread while the next step computes, and its choice comes into force one step
-            later; only a round that takes longer than a whole step holds anybody up.
+        choose: function from the ranks' (n, m) rows to the (k,) numbers for all ranks; called on rank 0 only.
+        timeout_s: seconds that a rank waits for the others in a round, from when it joins; None: as long as the job's
+            process group waits in a collective.
+        behind: run each round in a thread while the next step computes; its choice is returned one round later. Training
+            then waits only for a round that takes longer than a step.
         store: a store that all ranks share, with keys of this object's own; None: that of ``init_process_group``.
     """
 
@@ -72,12 +72,12 @@ class Consensus:
         behind: bool = False,
         store: KeyStore | None = None,
     ) -> None:
-        """Connect to the store; ``behind`` training, also start the thread that goes through the rounds."""
+        """Connect to the store; with ``behind`` also start the thread that runs the rounds."""
         self._rank, self._ranks = job.rank, range(job.world_size)
         self._choose = choose
         self._timeout_s = job_timeout_s() if timeout_s is None and job.world_size > 1 else timeout_s or 0.0
         self._step = 0  # number of the next round
-        self._under_way: int | None = None  # number of the round in which this rank is now
+        self._under_way: int | None = None  # number of the round in which this rank is now; None between rounds
         self._ended = False
         self._liveness: LivenessMonitor | None = None
         self._thread: threading.Thread | None = None
@@ -87,7 +87,7 @@ class Consensus:
                 self._liveness.add_listener(self._tell_who_is_gone)
                 shared = dist.distributed_c10d._get_default_store()
                 store = dist.PrefixStore(f"ddltool/consensus/{next(_NUMBERS)}", shared)  # type: ignore[attr-defined]
-            # One connection to wait over, and one for other threads, which a wait must not hold up.
+            # One connection to wait on, and one for other threads, which would block while the first waits.
             self._store: KeyStore = own_connection(store, self._timeout_s)
             self._shared_store: KeyStore = store
         if behind:
@@ -99,13 +99,15 @@ class Consensus:
             atexit.register(self.close)
 
     def propose(self, row: Row) -> Floats | None:
-        """Bring this rank's row to a round, and return the (k,) numbers that rank 0 chose from all ranks' rows.
+        """Give this rank's row to the next round, and return the (k,) numbers that rank 0 chose from all ranks' rows.
 
-        They are the same on all ranks, which wait for each other. ``row`` returns (m,) numbers. ``behind`` training it
-        is called in the thread, and the result is the choice of the round before, None the first time.
+        They are the same on all ranks, which block until all rows are there. ``row`` is a function that returns (m,)
+        numbers. With ``behind`` it is called in the thread, and the result is the choice of the round before; None at
+        the first call.
 
-        Raises ConsensusError naming the ranks that did not come in time or have ended, on all that wait; rank 0's own
-        error where it could not choose, and a ConsensusError that says so elsewhere.
+        Raises ConsensusError, on all ranks that wait, naming those that did not come in time or have ended. If choosing
+        fails, rank 0 raises the error itself and the others a ConsensusError. With ``behind``, later calls raise the
+        same error.
         """
         if self._thread is None:
             return self._round(row())
@@ -115,12 +117,12 @@ class Consensus:
             return None
         chosen = self._choices.get()
         if isinstance(chosen, DdlToolError):
-            self._choices.put(chosen)  # whoever asks again shall not wait for ever
+            self._choices.put(chosen)  # the thread has ended, so a later call would wait for ever
             raise chosen
         return chosen
 
     def _run(self) -> None:
-        """Go through the rounds behind training: the body of the thread, which ends with the first round that fails."""
+        """Run the rounds beside training: the body of the thread, which ends at None or with the first round that fails."""
         while (row := self._rows.get()) is not None:
             try:
                 self._choices.put(self._round(row()))
@@ -130,7 +132,7 @@ class Consensus:
                 return
 
     def _round(self, row: Floats) -> Floats:
-        """Return the choice of the next round, to which this rank brings ``row``, (m,); a single process chooses by itself."""
+        """Return the choice of the next round, (k,), to which this rank brings ``row``, (m,); one process chooses alone."""
         step, self._step = self._step, self._step + 1
         if len(self._ranks) == 1:
             return self._choose(np.asarray(row, dtype=np.float64)[None])
@@ -141,10 +143,10 @@ class Consensus:
             self._under_way = None
 
     def _exchange(self, step: int, row: Floats) -> Floats:
-        """Write this rank's row of a round; on rank 0 wait for all rows and choose, elsewhere wait for the choice.
+        """Write this rank's row of a round, then return its choice, which rank 0 makes and the others wait for.
 
         Keys of the round before are deleted, as nobody reads them any more. Raises ConsensusError where the round ends
-        without a choice.
+        without a choice, and on rank 0 what choosing raises.
         """
         try:
             if self._ended:
@@ -154,9 +156,9 @@ class Consensus:
             if self._rank:
                 return self._choice_in(step, self._wait(step, [f"choice/{step}"])[0])
             rows = self._wait(step, [f"row/{step}/{rank}" for rank in self._ranks])
-            if _NO_ROW in rows:  # written by somebody who has given up or ended, after it said so
+            if _NO_ROW in rows:  # written by a rank that has concluded the round already, without a choice
                 return self._choice_in(step, self._store.get(f"choice/{step}"))
-            self._delete(f"choice/{step - 1}")  # who is in this round has read it
+            self._delete(f"choice/{step - 1}")  # every rank in this round has read it
         except RuntimeError as error:
             lines = str(error).splitlines() or [type(error).__name__]
             raise ConsensusError(f"step {step}: {STORE_GONE} ({lines[0]}), so batch sizes are unknown") from None
@@ -169,11 +171,11 @@ class Consensus:
         return self._choice_in(step, ending)
 
     def _wait(self, step: int, keys: Sequence[str]) -> list[bytes]:
-        """Return the values of ``keys``, in their order, when all of them are there.
+        """Block until all ``keys`` are in the store, and return their values in order.
 
-        When the time is up, this rank ends the round, so that no other waits in vain. The keys then hold what it, or
-        another rank before it, has written there in place of rows or of the choice. Once all rows are there, choosing
-        has a time of its own.
+        If ranks are missing when the time is up, this rank concludes the round, so that no other waits in vain. The
+        keys then hold what it, or another rank before it, has written in place of rows or of the choice. If no row is
+        missing by then, rank 0 gets :data:`CHOOSING_S` more to choose.
         """
         for limit_s in (self._timeout_s, min(self._timeout_s, CHOOSING_S)):
             try:
@@ -184,19 +186,20 @@ class Consensus:
                 if "timeout" not in str(error).lower():
                     raise
             if missing := [rank for rank in self._ranks if not self._store.check([f"row/{step}/{rank}"])]:
-                break  # else all have come by now, and rank 0 is choosing, or has gone just before
+                break  # else all have come by now, and rank 0 is choosing, or was lost just before
+        # Without a missing row it is rank 0 that has failed to write the choice.
         self._conclude(self._store, step, _MISSING + ",".join(map(str, missing or [0])).encode())
         return self._values(keys)
 
     def _values(self, keys: Sequence[str]) -> list[bytes]:
-        """Return the values of ``keys``, in one message where the store can."""
+        """Return the values of ``keys``, in one message if the store supports that; blocks until they are there."""
         return list(self._store.multi_get(keys) if self._store.has_extended_api() else map(self._store.get, keys))
 
     def _conclude(self, store: KeyStore, step: int, text: bytes) -> bytes:
-        """Write how a round ends, unless another rank has done so before; return the ending that all ranks read.
+        """Write how a round ends, unless another rank has written that before; return the ending that all ranks read.
 
-        ``text``: the kind of ending in its first byte, then the numbers chosen or the ranks concerned. Where a rank is
-        missing, rows that have not come are filled in, as rank 0 waits for them.
+        ``text``: the kind of ending in its first byte, then the chosen numbers or the ranks concerned. Where a rank is
+        missing, rows that have not come are filled in with ``_NO_ROW``, because rank 0 waits for them.
         """
         ending: bytes = store.compare_set(f"choice/{step}", "", text)
         if text[:1] in (_MISSING, _GONE, _ENDED):
@@ -205,13 +208,13 @@ class Consensus:
         return ending
 
     def _choice_in(self, step: int, text: bytes) -> Floats:
-        """Return the (k,) chosen numbers from ``text``, the ending of a round. Raises ConsensusError where it has no choice."""
+        """Return the (k,) chosen numbers in ``text``, the ending of a round. Raises ConsensusError if it has no choice."""
         if not text.startswith(_CHOSEN):
             raise self._error_of(step, text)
         return np.frombuffer(text[1:], dtype="<f8")
 
     def _error_of(self, step: int, text: bytes) -> ConsensusError:
-        """Return the error for a round without a choice, from its ending ``text``: a kind, and the ranks concerned."""
+        """Return the error for a round without a choice, from its ending ``text`` (the kind, then the ranks concerned)."""
         ending, ranks = text[:1], text[1:].decode()
         is_mine = str(self._rank) in ranks.split(",")
         if ending == _FAILED:
@@ -226,16 +229,16 @@ class Consensus:
         return ConsensusError(f"step {step}: {what}")
 
     def _delete(self, key: str) -> None:
-        """Delete a key, where the store can; others keep a few bytes a round."""
+        """Delete a key if the store supports that; otherwise it keeps a few bytes per round."""
         with contextlib.suppress(RuntimeError, NotImplementedError):
             self._store.delete_key(key)
 
     def close(self) -> None:
-        """End the thread, also in the middle of a round; no more choices are made. More calls do nothing.
+        """Stop taking part, also in the middle of a round, and end the thread. More calls do nothing.
 
-        Each rank calls it when it likes. The thread must not live on until the interpreter ends, which ends threads
-        where they are, and the whole process with them if they are in torch's own code. The thread waits outside the
-        interpreter, where only a key that comes can wake it.
+        A rank may call it at any time; a round under way then ends for all ranks without a choice. The thread must end
+        before the interpreter does: a thread that is stopped inside torch's own code aborts the whole process. It waits
+        in the store's code, where only a key that arrives can wake it.
         """
         self._ended = True
         if self._thread is not None and self._thread.is_alive():
@@ -249,7 +252,7 @@ class Consensus:
             self._liveness.remove_listener(self._tell_who_is_gone)
 
     def _tell_who_is_gone(self, ranks: list[int]) -> None:
-        """End the round under way for all that wait in it, as ``ranks`` are gone."""
+        """End the round under way, or the next one, for all ranks, because ``ranks`` are gone."""
         with contextlib.suppress(RuntimeError):
             step = self._step if self._under_way is None else self._under_way
             self._conclude(self._shared_store, step, _GONE + ",".join(map(str, ranks)).encode())

@@ -12,7 +12,10 @@ from torch import Tensor
 
 
 def digest(value: Tensor | bytes) -> str:
-    """Return the fingerprint (16 hex digits) of a tensor's type, shape and bits, or of bytes."""
+    """Return the fingerprint (16 hex digits) of a tensor's type, shape and bits, or of bytes.
+
+    A meta tensor has no bits, so only its type and shape count.
+    """
     hasher = hashlib.blake2b(digest_size=8)
     if isinstance(value, Tensor):
         hasher.update(f"{value.dtype} {tuple(value.shape)} ".encode())
@@ -23,7 +26,9 @@ def digest(value: Tensor | bytes) -> str:
 
 
 def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the name and value of everything in nested mappings, lists and tuples that is none of these.
+    """Yield the dotted name and the value of each leaf: everything that is not itself a mapping, list or tuple.
+
+    ``name``: prefix of the names.
 
     >>> list(leaves({"a": [1, (2,)], "b": 3}))
     [('a.0', 1), ('a.1.0', 2), ('b', 3)]
@@ -40,17 +45,18 @@ def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def digests(value: Any) -> dict[str, str]:
-    """Return the fingerprint of everything in a nested value, by dotted name (:func:`leaves`).
+    """Return the fingerprint of each leaf of a nested value, by dotted name (:func:`leaves`).
 
-    Objects without a representation of their content have their type's fingerprint.
+    Of an object whose content cannot be read, it is that of its type's name.
     """
     return {name: digest(leaf if isinstance(leaf, Tensor) else _content(leaf)) for name, leaf in leaves(value)}
 
 
 def _content(leaf: Any) -> bytes:
-    """Return bytes that stand for the content of something that is no tensor: the same in every process.
+    """Return bytes that stand for the content of a leaf that is not a tensor, the same in every process.
 
-    A text that shows an address in memory says nothing about the content; then the type's name stands for it.
+    That is an array's or image's data, bytes themselves, and the ``repr`` of others; if that shows an address in
+    memory, which differs between processes, the type's name.
     """
     if isinstance(leaf, np.ndarray):
         return f"{leaf.dtype} {leaf.shape}".encode() + leaf.tobytes()
@@ -61,5 +67,5 @@ def _content(leaf: Any) -> bytes:
 
 
 def fingerprint(value: Any) -> str:
-    """Return one fingerprint of everything in a nested value, names included."""
+    """Return one fingerprint (16 hex digits) of all leaves of a nested value and their names."""
     return digest(repr(digests(value)).encode())

@@ -1,7 +1,6 @@
 """The job that this process belongs to. Start at :meth:`DistributedJob.this`.
 
-A refusal on one rank becomes a refusal on all (:meth:`DistributedJob.together`): nobody is left waiting for a process that
-ended.
+An InputError on one rank is raised on all (:meth:`DistributedJob.together`), so that no rank waits for one that ended.
 """
 
 from __future__ import annotations
@@ -25,9 +24,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DistributedJob:
-    """This process's rank, the number of processes, and the gloo group for ddltool's messages (``side``; None for one process).
+    """This process's rank, the number of processes, and ``side``: the gloo group for ddltool's own messages.
 
-    All hooks of a job share one group: every group has threads that live until the process ends.
+    ``side`` is None for one process. All hooks of a job share it, because each group has threads that live until the
+    process ends.
     """
 
     rank: int
@@ -36,10 +36,11 @@ class DistributedJob:
 
     @classmethod
     def this(cls) -> DistributedJob:
-        """Return the present job. Raises InputError in a job of several processes without ``init_process_group``.
+        """Return the present job; without a process group it is one process.
 
-        From now on the error of a lost rank names the rank
-        (:class:`~ddltool.runtime.processes.liveness.LivenessMonitor`).
+        With several processes, all of them call this together. It starts the thread that finds lost ranks
+        (:class:`~ddltool.runtime.processes.liveness.LivenessMonitor`) and, at the first call, makes the side group.
+        Raises InputError where WORLD_SIZE is not 1 and ``init_process_group`` was not called.
         """
         if dist.is_available() and dist.is_initialized():
             size = dist.get_world_size()
@@ -54,10 +55,10 @@ class DistributedJob:
         return cls(rank=0, world_size=1, side=None)
 
     def together(self, action: Callable[[], T]) -> T:
-        """Run ``action`` on every rank and return its result; when it raises InputError on one rank, raise on all.
+        """Run ``action`` on every rank and return its result on this one; if it raises InputError on one rank, all raise.
 
-        No rank returns before all have run it. Raises the rank's own InputError, or that of the first refusing rank,
-        named.
+        No rank returns before all have run it. A rank raises its own InputError if it has one; otherwise that of the
+        first rank that has, prefixed with the rank. Other exceptions are raised at once, on this rank alone.
         """
         refusal: InputError | None = None
         result: list[T] = []
@@ -69,9 +70,9 @@ class DistributedJob:
         return result[0]
 
     def raise_together(self, refusal: InputError | None) -> None:
-        """Raise an InputError on all ranks where one has a ``refusal``; all ranks call this together, with theirs or None.
+        """Raise an InputError on all ranks if any has a ``refusal``; all ranks call this together, with theirs or None.
 
-        A rank that refuses raises its own; the others raise that of the first refusing rank, named.
+        A rank that refuses raises its own; the others raise that of the first refusing rank, prefixed with the rank.
         """
         notes = self.gather(b"" if refusal is None else str(refusal).encode(errors="replace"))
         if refusal is not None:
@@ -81,9 +82,9 @@ class DistributedJob:
                 raise InputError(f"rank {rank}", note.decode())
 
     def demand_same(self, what: str, value: str, remedy: str) -> None:
-        """Raise InputError on every rank unless the text ``value`` is the same on all of them; all ranks call this together.
+        """Raise InputError on every rank unless the text ``value`` is the same on all; all ranks call this together.
 
-        ``what`` is the name, for the message, of the thing that differs.
+        ``what`` names the thing that differs, for the message; ``remedy`` ends it.
         """
         values = [other.decode() for other in self.gather(value.encode(errors="replace"))]
         for rank, other in enumerate(values):
@@ -91,15 +92,15 @@ class DistributedJob:
                 raise InputError(what, f"differs between rank 0 ({values[0]}) and rank {rank} ({other})", remedy)
 
     def new_tag(self) -> int:
-        """Return an unused tag for point-to-point messages on ``side``; all ranks call this together."""
+        """Return an unused tag for point-to-point messages on ``side``; all ranks call this together. 0 for one process."""
         return 0 if self.side is None else next(_side().tags)
 
     def numbers(self, *own_numbers: float) -> list[list[float]]:
-        """Return the numbers of every rank, by rank; all ranks call this together, with equally many."""
+        """Return every rank's numbers, by rank; all ranks call this together, each with the same count of numbers."""
         rows = torch.zeros(self.world_size, len(own_numbers), dtype=torch.float64)
         rows[self.rank] = torch.tensor(own_numbers, dtype=torch.float64)
         if self.side is not None:
-            dist.all_reduce(rows, group=self.side)  # a third of the time that gloo takes for an all_gather of so little
+            dist.all_reduce(rows, group=self.side)  # takes gloo a third of the time of an all_gather of so few numbers
         by_rank: list[list[float]] = rows.tolist()
         return by_rank
 
@@ -118,21 +119,18 @@ class DistributedJob:
 
 @dataclass(slots=True)
 class _Side:
-    """The gloo group of all ranks, with the timeout of the job's own group, and its unused message tags."""
+    """A gloo group of all ranks, with the timeout of the job's own group, and an iterator of its unused message tags."""
 
     group: dist.ProcessGroup | None
     tags: Iterator[int]
 
 
 _sides: weakref.WeakKeyDictionary[Any, _Side] = weakref.WeakKeyDictionary()
-"""By default process group: destroying that one forgets its side group too."""
+"""The side group of each default process group; the entry goes when that group is destroyed."""
 
 
 def _side() -> _Side:
-    """Return the side group of the default process group: gloo, with the job's timeout, for ddltool's own messages.
-
-    It is made at the first call; all ranks call this together.
-    """
+    """Return the side group of the default process group; the first call makes it, on all ranks together."""
     world = dist.group.WORLD
     if world not in _sides:
         group: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=timedelta(seconds=job_timeout_s()))
@@ -141,7 +139,11 @@ def _side() -> _Side:
 
 
 def count_nodes(world_size: int) -> int:
-    """Return the number of machines in the job, by the launcher's variables GROUP_WORLD_SIZE or LOCAL_WORLD_SIZE, else 1."""
+    """Return the number of machines in a job of ``world_size`` ranks.
+
+    It is read from the launcher's variables: GROUP_WORLD_SIZE, or else ``world_size / LOCAL_WORLD_SIZE``; 1 without
+    both.
+    """
     nodes = os.environ.get("GROUP_WORLD_SIZE", "")
     if nodes.isdecimal() and int(nodes) > 0:
         return int(nodes)

@@ -1,4 +1,4 @@
-"""Shares out the samples of a global batch by their lengths. :class:`Lengths` gives them to the hook's loaders."""
+"""Divides the samples of a global batch among ranks by their lengths. Start at :class:`Lengths`, which loaders take."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ Ints = NDArray[np.int64]
 
 
 class Lengths:
-    """The tokens of every sample of a dataset, and what they cost.
+    """The lengths, in tokens, of every sample of a dataset, and the costs that follow from them.
 
-    With lengths, a rank's planned batch is its share of the step's cost, no longer of its samples. Each step has the
-    samples that it would have without lengths; only who computes them changes.
+    With lengths, a rank's planned batch is its share of the step's cost instead of its samples. Each step has the same
+    samples as without lengths; only which rank computes which changes.
 
     Args:
-        tokens: (n,) lengths by dataset index; anything that NumPy makes an array of.
-        cost: a, b and c of what a sample of L tokens costs, ``a L + b L^2 + c``, or the first two, as ``ddltool
-            balance`` prints them for a model. None: a decoder of width 4096.
-        padded: whether samples of a pass are padded to the longest of it, so that those of like length belong together.
+        tokens: (n,) lengths by dataset index; anything that NumPy can make an array of.
+        cost: (a, b, c) or (a, b) of the cost ``a L + b L^2 + c`` of a sample of L tokens, as ``ddltool balance`` prints
+            them for a model. None: a decoder of width 4096.
+        padded: whether samples of a pass are padded to its longest, so that samples of similar length are put together.
 
     Raises InputError for no lengths, and for one that is not finite and above 0.
     """
 
     def __init__(self, tokens: Any, *, cost: Sequence[float] | None = None, padded: bool = False) -> None:
         """Turn the lengths into costs, (n,) numbers above 0."""
-        from ddltool.analyzers.job.balancing.assigning import checked_costs  # to attach the hook loads no analyzer
+        from ddltool.analyzers.job.balancing.assigning import checked_costs  # attaching must not load an analyzer
         from ddltool.analyzers.job.balancing.lengths import SampleCost
 
         if cost is not None and len(cost) not in (2, 3):
@@ -50,29 +50,29 @@ class Lengths:
 
     @property
     def digest(self) -> str:
-        """12 hexadecimal digits of the costs, which ranks compare: they are equal for equal costs."""
+        """A hash (12 hexadecimal digits) of the costs and ``padded``, by which ranks check that they have the same."""
         return hashlib.sha256(self._costs.tobytes() + bytes([self._padded])).hexdigest()[:12]
 
     def places(self, indices: Ints, shares: Sequence[int], passes: int) -> Ints:
-        """Return which rank and pass computes each of some samples, as (k,) numbers ``rank * passes + pass``.
+        """Return which rank and pass computes each sample of a step, as (k,) numbers ``rank * passes + pass``.
 
         They are the same on every rank.
 
         Args:
-            indices: (k,) dataset indices of the samples.
-            shares: (n,) numbers in whose proportion the ranks share the cost.
-            passes: of each rank.
+            indices: (k,) dataset indices of the step's samples.
+            shares: (n,) numbers, by rank; the ranks' costs are in their proportion.
+            passes: number of passes of each rank.
         """
         from ddltool.analyzers.job.balancing.assigning import balanced, by_length
 
-        share_out = by_length if self._padded else balanced
-        return share_out(self._costs[indices], np.array(shares, dtype=np.float64), passes)
+        assign = by_length if self._padded else balanced
+        return assign(self._costs[indices], np.array(shares, dtype=np.float64), passes)
 
 
 def as_lengths(given: Any, samples: int) -> Lengths | None:
-    """Return ``given`` as the :class:`Lengths` of a dataset of ``samples`` samples, None for None.
+    """Return ``given`` (:class:`Lengths`, or what its ``tokens`` may be) as Lengths; None for None.
 
-    Raises InputError for another number of lengths.
+    Raises InputError unless there are ``samples`` lengths.
     """
     if given is None:
         return None

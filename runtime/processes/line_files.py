@@ -19,19 +19,19 @@ from ddltool.errors import InputError
 WRITE_BYTES = 4096
 """Whole lines up to this size go out in one write: appends of several processes to one file then never mix."""
 LONGEST_ROW = 1 << 20
-"""Bytes at the end of a file in which its last line is looked for."""
+"""Bytes at the end of a file that are searched for its last line."""
 WRITABLE = "name a file in a writable folder, or null for none"
 
 log = logging.getLogger(__name__)
 
 
 def new_run() -> str:
-    """Return a name for this start of a job: the UTC time and five random hexadecimal digits, as ``20250131-120000-a1b2c``."""
+    """Return a new name for a run: the UTC time and five random hexadecimal digits, such as ``20250131-120000-a1b2c``."""
     return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)[:5]}"
 
 
 def whole_lines(lines: list[str], limit: int = WRITE_BYTES) -> Iterator[bytes]:
-    r"""Yield the lines as UTF-8 blocks of at most ``limit`` bytes, a longer line alone.
+    r"""Yield the lines, joined into UTF-8 blocks of at most ``limit`` bytes; a longer line is a block of its own.
 
     >>> list(whole_lines(["ab", "cd", "ef"], limit=6))
     [b'ab\ncd\n', b'ef\n']
@@ -48,10 +48,11 @@ def whole_lines(lines: list[str], limit: int = WRITE_BYTES) -> Iterator[bytes]:
 
 
 def prepare(path: Path, kind: str, what: str) -> None:
-    """Prepare ``path`` for appending rows of ``kind``: cut off a partial last line, which a killed run leaves.
+    """Prepare ``path`` for appending rows of ``kind``: cut off a partial last line, which a killed run may leave.
 
-    Call it before any process writes. Raises InputError if the file cannot be written, or if its first line does not
-    name the kind; ``what`` says in the message what the file should hold.
+    Call it before any process writes. A missing file or one that is not a regular file (a pipe) is left alone. Raises
+    InputError if the file cannot be written, or if its first line does not name ``kind``; ``what`` says in the message
+    what the file should hold.
     """
     check_writable(path)
     if not path.exists() or not stat.S_ISREG(path.stat().st_mode):
@@ -67,9 +68,9 @@ def prepare(path: Path, kind: str, what: str) -> None:
 
 
 def _end_last_line(file: IO[bytes]) -> None:
-    """Let the file end with a whole line: cut off a last line that is no JSON document, or add the newline that it lacks.
+    """Make the file end with a whole line: cut off a last line that is not valid JSON, or add a missing newline.
 
-    A line that is too long to be read is left as it is.
+    A last line longer than :data:`LONGEST_ROW` is left as it is.
     """
     size = file.seek(0, os.SEEK_END)
     begin = file.seek(max(0, size - LONGEST_ROW))
@@ -86,13 +87,14 @@ def _end_last_line(file: IO[bytes]) -> None:
 class LineFile:
     """Appends whole lines to a JSON Lines file of ``kind``, in the process that has opened it.
 
-    Existing lines stay. When writing fails, one warning is logged and training goes on without the file. Without a path
-    the file is closed, and lines are dropped. Appends of several processes do not mix on a local file system; over NFS
-    give each node its own working folder. Raises InputError when the file cannot be written or holds something else.
+    Existing lines stay. When writing fails, one warning is logged and training goes on without the file. Without a
+    ``path`` nothing is open, and lines are dropped. Appends of several processes do not mix on a local file system;
+    over NFS give each node its own working folder. Raises InputError when the file cannot be written or holds something
+    else.
     """
 
     def __init__(self, path: Path | None = None, kind: str = "", what: str = "") -> None:
-        """Open the file for appending; without a ``path`` it drops its lines. ``what``: the rows' name in messages."""
+        """Open the file for appending; ``kind``: the artifact kind that its rows carry; ``what``: their name in messages."""
         self._path, self._what, self._process = path, what, os.getpid()
         self._descriptor: int | None = None
         if path is None:
@@ -106,16 +108,16 @@ class LineFile:
 
     @property
     def is_open(self) -> bool:
-        """Whether this process may write lines; a forked data worker inherits the file and may not."""
+        """Whether there is a file and this process may write to it; a forked data worker inherits it and may not."""
         return self._descriptor is not None and os.getpid() == self._process
 
     def write(self, lines: list[str]) -> None:
-        """Write lines at once, so that none is lost with a killed process; a failure closes the file, with a warning."""
+        """Write lines at once, so that none is lost if the process is killed; a failure closes the file, with a warning."""
         if self._descriptor is None:
             return
         try:
             for block in whole_lines(lines):
-                if os.write(self._descriptor, block) != len(block):
+                if os.write(self._descriptor, block) != len(block):  # a short write: the disk is full
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             log.warning("%s: %s stops, training goes on (%s)", self._path, self._what, error.strerror)

@@ -1,8 +1,8 @@
-"""Finds out which ranks of a job still live, when a collective has failed. Start at :class:`LivenessMonitor`.
+"""Finds out which ranks of a job are still alive when a collective has failed. Start at :class:`LivenessMonitor`.
 
 Torch's error of a failed collective names an address or nothing at all. So a thread of each process answers over
-torch.distributed's own store when another process asks for signs of life: a process that was killed, or stopped, does
-not. Nothing is pickled.
+torch.distributed's own store when another process calls the roll; a process that was killed or stopped does not.
+Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from ddltool.errors import DdlToolError
 KeyStore = Any
 """A ``torch.distributed.Store``: its type hints are not those of the real one."""
 WITHIN_S = 0.8
-"""Seconds after which a rank that has not answered counts as missing; every process polls several times within."""
+"""Seconds after which a rank that has not answered counts as missing; every process polls several times in them."""
 _POLL_S = 0.1
 ENDING_S = 1.8
-"""From the error that nobody catches to the end of the process: the roll call, and what scripts and libraries do at exit.
+"""Seconds from an uncaught error of a lost rank to the end of the process, the roll call and exit functions included.
 
-On a machine so busy that the roll call itself takes longer, three times as long: the line is said first.
+Three times as long where a busy machine slows down the roll call, so that its result is still printed.
 """
 STORE_GONE = "the store is gone, and with it the rank that holds it (rank 0, unless a launcher does)"
 _BROKEN = re.compile(
@@ -43,22 +43,21 @@ _BROKEN = re.compile(
 
 
 class LostRank(DdlToolError):
-    """A rank is gone, and nothing can be computed without it."""
+    """A rank of the job is gone, without which training cannot continue."""
 
 
 class LivenessMonitor:
-    """Answers for this process, and asks the others. Get it by :meth:`of_this_job`: there is one for each process group.
+    """Answers roll calls for this process, and calls them. Get it by :meth:`of_this_job`: one per default process group.
 
-    Until :meth:`close` an error that nobody catches, and that comes from a lost rank, is one line on stderr that names
-    the rank, and exit code 1, instead of a traceback: a LostRank, or a connection that broke in the middle of
-    ``backward``.
+    Until :meth:`close`, an uncaught error that a lost rank has caused (a LostRank, or torch's error of a connection
+    that broke in ``backward``) is one line on stderr that names the rank, and exit code 1, instead of a traceback.
 
     Args:
         rank, world_size: this process's place in the job.
         store: the store of the process group.
 
     Attributes:
-        passes: returns how many backward passes this process has begun; it is the answer that others get.
+        passes: function that returns how many backward passes this process has begun, which is its answer to others.
     """
 
     _current: LivenessMonitor | None = None
@@ -71,19 +70,19 @@ class LivenessMonitor:
         self._store, self._answering = store, own_connection(store, WITHIN_S)
         self._listeners: list[Callable[[list[int]], object]] = []
         self.passes: Callable[[], int] = int  # int() is 0: no pass is counted until somebody sets it
-        self._passes_by_rank: dict[int, int] = {}  # as the ranks have answered
+        self._passes_by_rank: dict[int, int] = {}  # the ranks' answers
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._answer, name="ddltool-liveness", daemon=True)
         self._thread.start()
         self._previous = sys.excepthook
         self._hook = self._show  # a bound method is a new object each time
         sys.excepthook = self._hook
-        # A thread that lives on until the interpreter ends is ended where it is, and with torch's own code the process.
+        # A thread that is still in torch's own code when the interpreter ends aborts the process.
         atexit.register(self.close)
 
     @classmethod
     def of_this_job(cls) -> LivenessMonitor:
-        """Return the monitor of the default process group, which the first call makes; that of an earlier group is closed."""
+        """Return the monitor of the default process group; the first call makes it, and closes that of an earlier group."""
         store = dist.distributed_c10d._get_default_store()
         if cls._current is None or cls._current._group_store is not store or cls._current._ended.is_set():
             if cls._current is not None:
@@ -92,24 +91,25 @@ class LivenessMonitor:
         return cls._current
 
     def add_listener(self, listener: Callable[[list[int]], object]) -> None:
-        """Call ``listener`` with the ranks that are missing, when this process finds out that some are."""
+        """Have ``listener`` called with the list of missing ranks when this process finds some missing."""
         self._listeners.append(listener)
 
     def remove_listener(self, listener: Callable[[list[int]], object]) -> None:
-        """Call a listener no more."""
+        """Stop calling ``listener``; nothing happens if it is not known."""
         with contextlib.suppress(ValueError):
             self._listeners.remove(listener)
 
     def missing_ranks(self) -> list[int] | None:
-        """Ask all ranks for a sign of life; return those that do not answer within :data:`WITHIN_S`, and call the listeners.
+        """Call the roll: ask all ranks to answer, and return those that do not within :data:`WITHIN_S`.
 
-        The result is None when the store itself does not answer: then the rank that holds it is gone.
+        Blocks for at most 0.2 s more. If ranks are missing, the listeners are called with them. None when the store
+        itself does not answer: the rank that holds it is gone.
         """
         missing = list(self._ranks)
         store_answers = threading.Event()
 
         def ask() -> None:
-            """Say that this rank is here, call the others, and take those off ``missing`` that answer: the body of a thread."""
+            """Answer for this rank, call the others, and remove from ``missing`` those that answer: the body of a thread."""
             with contextlib.suppress(RuntimeError):
                 deadline_s = time.monotonic() + WITHIN_S
                 self._store.set(f"here/{self._rank}", str(self.passes()))
@@ -122,7 +122,9 @@ class LivenessMonitor:
                     store_answers.set()
                     time.sleep(0.02)
 
-        asking = threading.Thread(target=ask, daemon=True)  # a store whose holder is stopped never answers
+        asking = threading.Thread(
+            target=ask, daemon=True
+        )  # a thread, because a store whose holder is stopped blocks for ever
         asking.start()
         asking.join(WITHIN_S + 0.2)
         if not store_answers.is_set():
@@ -134,7 +136,10 @@ class LivenessMonitor:
         return missing_now
 
     def line(self, error: BaseException) -> str:
-        """Return one line about an error that a lost rank has caused; it names the rank where asking all ranks finds it out."""
+        """Return one line about an error that a lost rank has caused: a LostRank's own, else what a roll call finds.
+
+        That is, by order: the store is gone, these ranks are missing, these are behind, or a connection is lost.
+        """
         if isinstance(error, LostRank):
             return str(error)
         missing = self.missing_ranks()
@@ -147,9 +152,9 @@ class LivenessMonitor:
         return f"{reason}; go on from the last checkpoint"
 
     def _ranks_behind(self) -> str:
-        """Return a clause on the ranks that have begun fewer backward passes than another, and so keep the others waiting.
+        """Return a clause on the ranks that have begun fewer backward passes than another, so that others wait for them.
 
-        It is "" where all have begun as many, or if answers are missing.
+        It is "" where all have begun equally many, and where a rank has not answered.
         """
         if len(self._passes_by_rank) < len(self._ranks):
             return ""
@@ -169,7 +174,7 @@ class LivenessMonitor:
             sys.excepthook = self._previous
 
     def _answer(self) -> None:
-        """Poll the store for a call of another rank, and answer the first one: the body of the thread."""
+        """Poll the store for a roll call of any rank, answer the first, and end: the body of the thread."""
         with contextlib.suppress(RuntimeError):  # the store is gone
             while not self._ended.wait(_POLL_S):
                 if self._answering.check(["call"]):
@@ -179,7 +184,7 @@ class LivenessMonitor:
     def _show(self, error_type: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
         """Print the error of a lost rank as one line and end the process; pass any other error to the previous hook.
 
-        This is ``sys.excepthook``, which gets the errors that nobody has caught. The process is ended for sure, as exit
+        This is the ``sys.excepthook``, which gets uncaught errors. A timer ends the process in any case, because exit
         functions of libraries may wait for the lost rank.
         """
         if not isinstance(value, LostRank) and not is_broken(value):
@@ -192,7 +197,7 @@ class LivenessMonitor:
 
 
 def _end_within(seconds: float) -> None:
-    """End the process with exit code 1 after ``seconds``, if it has not ended by itself: a timer in a daemon thread."""
+    """End the process with exit code 1 after ``seconds``, unless it has ended by then: a timer in a daemon thread."""
     # At exit Python waits for all threads, child processes and exit functions of libraries: asynchronous checkpoints, pools and
     # loggers that wait for the lost rank themselves. Torch's own means (destroy_process_group, abort) end none of these.
     deadline = threading.Timer(seconds, os._exit, (1,))
@@ -201,15 +206,15 @@ def _end_within(seconds: float) -> None:
 
 
 def is_broken(error: BaseException) -> bool:
-    """Return whether an error is that of a collective whose connection broke or whose timeout passed."""
+    """Return whether ``error`` is torch's for a collective whose connection broke or whose timeout passed, by its text."""
     return isinstance(error, RuntimeError) and _BROKEN.search(str(error)) is not None
 
 
 def own_connection(store: KeyStore, timeout_s: float) -> KeyStore:
-    """Return a new connection to ``store``, on which to wait up to ``timeout_s`` for a key.
+    """Return a new connection to ``store``, which waits up to ``timeout_s`` for a key.
 
-    A blocking call holds a connection: a shared one would stop all other threads of this process. A store that cannot
-    be cloned is returned itself, with its own timeout.
+    A blocking call holds its connection, so a shared one would block all other threads of this process. A store that
+    cannot be cloned is returned itself, with its own timeout.
     """
     with contextlib.suppress(RuntimeError, NotImplementedError, AttributeError):
         store = store.clone()
@@ -218,15 +223,15 @@ def own_connection(store: KeyStore, timeout_s: float) -> KeyStore:
 
 
 def wait_for_keys(store: KeyStore, timeout_s: float) -> None:
-    """Set the seconds that ``store`` waits for a key, if the store supports it."""
+    """Set how many seconds ``store`` waits for a key, if it supports that."""
     with contextlib.suppress(RuntimeError, NotImplementedError, AttributeError):
         store.set_timeout(timedelta(seconds=timeout_s))
 
 
 def job_timeout_s() -> float:
-    """Return the seconds that a collective of the default process group may wait, as the script has set it.
+    """Return the timeout of the default process group's collectives in seconds; of CPU's and CUDA's, the shorter one.
 
-    With backends for CPU and CUDA it is the shorter one.
+    The process group must be initialised.
     """
     group = dist.group.WORLD
     assert group is not None

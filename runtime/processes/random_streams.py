@@ -1,4 +1,4 @@
-"""The global random generators, which code draws from without saying so, kept and put back. Start at :class:`RandomStreams`."""
+"""Saves and restores the global random generators, which user code draws from. Start at :class:`RandomStreams`."""
 
 from __future__ import annotations
 
@@ -14,27 +14,29 @@ from numpy.random.mtrand import get_bit_generator, set_bit_generator
 from torch import Tensor
 
 Document = dict[str, Any]
-"""Nested dicts of tensors, numbers, strings and None: what ``torch.load(weights_only=True)`` takes."""
+"""Nested dicts of tensors, numbers, strings and None, which ``torch.load(weights_only=True)`` reads."""
 
 
 @dataclass(frozen=True, slots=True)
 class RandomStreams:
     """The states of the global generators: Python's, NumPy's, torch's on the host, and torch's on a device.
 
-    NumPy's is held as the generator object itself, as a swap costs a hundredth of what reading and writing its 624
-    words does. The half of a pair of normal draws that NumPy may have kept does not belong to that object, so it is
-    here.
+    NumPy's is held as the generator object itself, because swapping it costs a hundredth of reading and writing its 624
+    words. NumPy draws normal numbers in pairs; the second of a pair that it has cached is not part of that object.
     """
 
     python: tuple[Any, ...]
     numpy: Any
-    half_pair: tuple[int, float]
+    half_pair: tuple[int, float]  # (1 if a normal number is cached, else 0; that number)
     torch_cpu: Tensor  # (5056,) bytes
     device: Tensor | None  # None where the model is on the host
 
     @classmethod
     def present(cls, device: torch.device) -> RandomStreams:
-        """Return this process's present streams; drawing from others that are restored later does not change them."""
+        """Return this process's present streams; ``device``: the model's.
+
+        NumPy's generator is shared, not copied: what the process draws moves it on until other streams are restored.
+        """
         on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         state = np.random.get_state(legacy=False)  # noqa: NPY002  # user code draws from it
         half_pair = int(state["has_gauss"]), float(state["gauss"])
@@ -42,13 +44,16 @@ class RandomStreams:
 
     @classmethod
     def seeded(cls, seed: int, virtual_rank: int, device: torch.device) -> RandomStreams:
-        """Return the streams that a logical worker starts with; they depend on ``seed`` and ``virtual_rank`` only."""
+        """Return the streams that a logical worker starts with; they depend on ``seed`` and ``virtual_rank`` only.
+
+        The streams of this process stay as they are.
+        """
         with streams_kept(device):
             seed_streams(seed, virtual_rank, device=device)
             return cls.present(device)
 
     def restore(self, device: torch.device) -> None:
-        """Make these the streams of this process; what is drawn from now on moves them on. ``device``: the model's."""
+        """Make these the streams of this process, which then advances NumPy's in place. ``device``: the model's."""
         random.setstate(self.python)
         set_bit_generator(self.numpy)
         if self.half_pair[0]:
@@ -73,7 +78,7 @@ class RandomStreams:
 
     @classmethod
     def from_document(cls, document: Document) -> RandomStreams:
-        """Return the streams that :meth:`to_document` described; NumPy's get a generator of their own."""
+        """Return the streams that :meth:`to_document` described, with a new generator object for NumPy."""
         python, numpy = document["python"], document["numpy"]
         generator = np.random.MT19937(0)
         key = numpy["key"].numpy().astype(np.uint32)
@@ -89,7 +94,7 @@ class RandomStreams:
 
 @contextmanager
 def streams_kept(device: torch.device = torch.device("cpu")) -> Iterator[None]:  # noqa: B008
-    """Leave this process's streams as they are, whatever the block draws or seeds."""
+    """Restore this process's streams after the block, whatever it draws or seeds. ``device``: whose stream is kept too."""
     present = RandomStreams.present(device)
     # NumPy's generator is held as an object, so the block needs another one to draw from.
     set_bit_generator(np.random.MT19937(0))
@@ -100,10 +105,10 @@ def streams_kept(device: torch.device = torch.device("cpu")) -> Iterator[None]: 
 
 
 def seed_streams(*place: int, device: torch.device | None = None) -> None:
-    """Seed this process's global generators by a place in a run, given as numbers; other numbers give independent streams.
+    """Seed this process's global generators from the numbers in ``place``; other numbers give independent streams.
 
-    (seed, virtual rank) is where a logical worker starts. A plain DDP script that is to be compared with an elastic run
-    calls this with the seed and the process's rank.
+    A logical worker starts from (seed, virtual rank). A plain DDP script that is to be compared with an elastic run
+    calls this with the seed and the process's rank. torch's generator on ``device`` is seeded too if that is CUDA.
     """
     words = np.random.SeedSequence(place).generate_state(4, np.uint64).tolist()
     random.seed(words[0])

@@ -1,4 +1,4 @@
-"""Datasets that must be alike on all ranks. Start at :func:`demand_same_samples`."""
+"""Checks that all ranks have the same dataset. Start at :func:`demand_same_samples`."""
 
 from __future__ import annotations
 
@@ -29,13 +29,20 @@ def dataset_length(dataset: Dataset[Any], remedy: str = MAP_STYLE) -> int:
 
 
 def demand_same_samples(job: DistributedJob, dataset: Dataset[Any] | None) -> None:
-    """Raise InputError on every rank unless all have equally many samples, and an equal first, middle and last one.
+    """Raise InputError on every rank unless all ranks have the same number of samples and equal ones at three indices.
 
-    The samples are read from a copy of the dataset, as a file that it opens must not be shared with data workers, and
-    with the same random seeds on all ranks, for random transforms. A stream, or None, must be one on every rank.
+    The first, middle and last sample are compared. They are read from a copy of the dataset, because a file that it
+    opens must not be shared with data workers, and with the same random seeds on all ranks, for random transforms.
+    Samples of a stream (IterableDataset) are not compared: all ranks need only have a stream, or all None.
     """
-    size = None if dataset is None or isinstance(dataset, IterableDataset) else dataset_length(dataset)
-    described = "none" if dataset is None else "a stream" if size is None else f"{size} samples"
+    size = None
+    if dataset is None:
+        described = "none"
+    elif isinstance(dataset, IterableDataset):
+        described = "a stream"
+    else:
+        size = dataset_length(dataset)
+        described = f"{size} samples"
     job.demand_same("dataset", described, "give every rank the whole dataset")
     if size is not None and job.world_size > 1:
         remedy = "make it alike on every rank: the same files in the same order, and the same seed where it is shuffled"
@@ -43,7 +50,10 @@ def demand_same_samples(job: DistributedJob, dataset: Dataset[Any] | None) -> No
 
 
 def _fingerprint(dataset: Any, size: int) -> str:
-    """Return a digest of the first, middle and last of ``size`` samples, or text that says that they cannot be read."""
+    """Return a digest (12 hex digits) of the first, middle and last of ``size`` samples.
+
+    If one cannot be read, it is a text with the kind of error instead: ranks that fail alike count as equal.
+    """
     fingerprints = []
     with streams_kept():
         try:
@@ -52,12 +62,15 @@ def _fingerprint(dataset: Any, size: int) -> str:
                 seed_streams(index)
                 fingerprints.append(fingerprint(copied[index]))
         except Exception as error:
-            return f"not readable ({type(error).__name__})"  # that is for the training loop to show
+            return f"not readable ({type(error).__name__})"  # the training loop will raise the error itself
     return fingerprint(fingerprints)[:12]
 
 
 def _own_copy(dataset: Any) -> Any:
-    """Return a shallow copy of a dataset, and of the datasets that it wraps: what reading opens stays in the copy."""
+    """Return a shallow copy of a dataset whose wrapped datasets (attribute ``dataset``) are copied too.
+
+    Files that reading opens are then attributes of the copies only.
+    """
     copied = copy.copy(dataset)
     if isinstance(getattr(copied, "dataset", None), Dataset):
         copied.dataset = _own_copy(copied.dataset)

@@ -1,7 +1,7 @@
-"""What a process measures of its steps: moments, the exchange of gradients, memory. Start at :class:`Exchange`.
+"""Measures a process's steps: moments, the exchange of gradients, memory. Start at :class:`Exchange`.
 
 On the CPU a moment is a value of ``time.perf_counter``. On CUDA the host runs ahead of the device, so a moment is also
-an event on the device's own timeline, which is read only when a row is written (no synchronisation per step).
+an event on the device's own timeline, which is read only when a row is written, so that no step waits for the device.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """A moment on the host's clock, and on CUDA also an event on the device's timeline."""
+    """A moment: ``host_s`` in seconds of ``time.perf_counter``, and on CUDA also an event on the device's timeline."""
 
     host_s: float
     event: torch.cuda.Event | None = None
@@ -32,7 +32,7 @@ def stamp(cuda: bool) -> Stamp:
 
 
 def seconds_between(start: Stamp, end: Stamp) -> float:
-    """Return the seconds from ``start`` to ``end``, never negative; by device events when both have one."""
+    """Return the seconds from ``start`` to ``end``, at least 0: by device events when both have one, else by the host."""
     if start.event is not None and end.event is not None:
         return max(0.0, float(start.event.elapsed_time(end.event)) / 1000)
     return max(0.0, end.host_s - start.host_s)
@@ -43,42 +43,48 @@ class Exchange:
     """One backward pass of this rank and the exchange of its gradients; a moment is None until it is noted."""
 
     samples: int
+    """Samples of this rank."""
     total: int
     """Samples of all ranks."""
     start: Stamp
+    """When the pass began."""
     cuda: bool
     ready: Stamp | None = None
+    """When this rank's last gradient was computed."""
     arrived_s: float | None = None
+    """When the slowest rank's last gradient was computed, on this host's clock."""
     done: Stamp | None = None
+    """When the last bucket held its average."""
     listened: bool = False
-    """Whether a collective of this exchange notes when the slowest rank is ready."""
+    """Whether a collective of this exchange notes ``arrived_s``."""
     like: Exchange | None = None
-    """The last exchange that was listened to, whose *sync* stands for this one's; None: this one is, or none was."""
+    """The last exchange with ``listened``, whose *sync* is used for this one; None if this one has, or none did."""
     paused_s: float = 0.0
-    """Seconds between start and ready in which this rank waited for the others' counts."""
+    """Seconds between ``start`` and ``ready`` in which this rank waited for the others' counts."""
 
     def note_ready(self) -> None:
-        """Note the moment at which the last gradient of this rank is ready."""
+        """Note that this rank's last gradient is computed now."""
         self.ready = stamp(self.cuda)
 
     def note_arrival(self, _: object = None) -> None:
-        """Note the moment at which the last gradient of the slowest rank is ready."""
+        """Note that the slowest rank's last gradient is computed now; a collective's future calls this with its result."""
         self.arrived_s = time.perf_counter()
 
     def note_done(self) -> None:
-        """Note the moment at which a bucket holds its average; the last call counts."""
+        """Note that a bucket holds its average now; the last call counts."""
         self.done = stamp(self.cuda)
 
     def split(self) -> tuple[float, float, float]:
-        """Return the seconds of compute, wait and sync: computing, waiting for the slowest rank, and exchanging gradients.
+        """Return (compute, wait, sync) in seconds: computing, waiting for the slowest rank, and exchanging gradients.
 
-        Where the slowest rank's moment was not noted, the sync of the last exchange that noted it stands for this
-        one's. A moment that was noted late cannot have been later than the end of the exchange.
+        Where the slowest rank's moment was not noted, the sync of ``like`` is assumed; without that, the whole exchange
+        counts as waiting. Without ``ready`` or ``done`` the spans that they end are 0.
         """
         ready = self.ready if self.ready is not None else self.start
         done = self.done if self.done is not None else ready
         exchange_s = seconds_between(ready, done)
         if self.arrived_s is not None:
+            # The host may note the moment late, or on CUDA ahead of the device, so the wait is kept within the exchange.
             wait_s = min(exchange_s, max(0.0, self.arrived_s - ready.host_s))
         else:
             wait_s = exchange_s - (min(exchange_s, self.like.split()[2]) if self.like is not None else 0.0)
@@ -93,12 +99,12 @@ def is_cuda(model: nn.Module) -> bool:
 
 
 def device_of(model: nn.Module) -> str:
-    """Return what telemetry calls a model's device."""
+    """Return the device's name for telemetry: that of the present CUDA device if the model is on CUDA, else "cpu"."""
     return torch.cuda.get_device_name() if is_cuda(model) else "cpu"
 
 
 def peak_memory(cuda: bool) -> int:
-    """Return the peak memory of this process so far, in bytes: of the CUDA device with ``cuda``, else resident."""
+    """Return the peak memory of this process so far, in bytes: allocated on CUDA with ``cuda``, else resident."""
     if cuda:
         return torch.cuda.max_memory_allocated()
     try:
@@ -107,5 +113,5 @@ def peak_memory(cuda: bool) -> int:
         begin = text.index(b"VmHWM:") + len(b"VmHWM:")
         return int(text[begin : text.index(b"kB", begin)]) * 1024
     except (OSError, ValueError):
-        # Second choice, for this figure survives exec: a child starts with the peak of its launcher.
+        # Second choice, because this figure survives exec: a child starts with the peak of its launcher.
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,8 +1,8 @@
-"""How a training process ends: in one line, and in order. Start at :class:`StopSignals` and :func:`refuse_in_one_line`.
+"""Ends a training process in order, and with one line. Start at :class:`StopSignals` and :func:`refuse_in_one_line`.
 
-Schedulers and torchrun end a job by SIGTERM to every process, which by default kills it on the spot, and on Ctrl-C
-Python raises KeyboardInterrupt between any two of its instructions. Here both signals are noted when they come, and
-raised where the process is ready to end.
+Schedulers and torchrun end a job by SIGTERM to every process, which by default kills it at once, and on Ctrl-C Python
+raises KeyboardInterrupt between any two of its instructions. Here both signals are noted when they come, and raised
+where the process is ready to end.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import Any
 from ddltool.errors import DdlToolError
 
 SAME_CTRL_C_S = 1.0
-"""A SIGINT so soon after the first is the same Ctrl-C, sent by a launcher too."""
+"""A SIGINT within these seconds of the first is the same Ctrl-C, which a launcher passes on too."""
 EXIT_PAUSE_S = 0.1
 """How long gloo's threads get to drop the last step's tensors before the process exits."""
 
 
 class Terminated(SystemExit):
-    """SIGTERM has come. Where nobody catches it, the process ends with 143, as shells show a SIGTERM."""
+    """SIGTERM has come. Uncaught, it ends the process with exit code 143 (128 + 15), which is a shell's for SIGTERM."""
 
     def __init__(self) -> None:
         super().__init__(128 + signal.SIGTERM)
@@ -37,17 +37,17 @@ class Terminated(SystemExit):
 
 
 class StopSignals:
-    """Notes signals in the main thread.
+    """Notes signals when they come, for :meth:`hear` to raise later; main thread only.
 
-    A SIGINT more than a second after the first is a KeyboardInterrupt, at once; earlier ones are the same Ctrl-C, which
-    the terminal and a launcher both send.
+    A SIGINT more than a second after the first signal is a KeyboardInterrupt at once; an earlier one is the same
+    Ctrl-C, which the terminal and a launcher both send.
 
     Attributes:
-        came: the first of the signals, None before.
+        came: number of the first signal that came; None before.
     """
 
     def __init__(self, *numbers: signal.Signals) -> None:
-        """Note these signals, by default SIGTERM and SIGINT, from :meth:`open` on."""
+        """Prepare to note these signals, by default SIGTERM and SIGINT; :meth:`open` begins it."""
         self._numbers = numbers or (signal.SIGTERM, signal.SIGINT)
         self.came: int | None = None
         self._came_s = 0.0
@@ -56,7 +56,10 @@ class StopSignals:
         self._replaced: dict[int, Any] = {}
 
     def open(self, *, all_of_them: bool = False) -> None:
-        """Take over the signals without a handler of the script's, or ``all_of_them``; in the main thread only."""
+        """Install the handler for the signals that the script does not handle itself, or for ``all_of_them``.
+
+        In another thread than the main one nothing happens, because Python allows handlers there only.
+        """
         if threading.current_thread() is not threading.main_thread():
             return
         for number in self._numbers:
@@ -64,7 +67,7 @@ class StopSignals:
                 self._replaced[number] = signal.signal(number, self._note)
 
     def close(self) -> None:
-        """Give the signals back, if nobody else has taken them since."""
+        """Restore the handlers that :meth:`open` replaced, except where the script has installed another since."""
         if threading.current_thread() is threading.main_thread():
             for number, before in self._replaced.items():
                 if signal.getsignal(number) == self._note:
@@ -72,14 +75,14 @@ class StopSignals:
             self._replaced = {}
 
     def hear(self) -> None:
-        """Raise KeyboardInterrupt or :class:`Terminated` when a signal has come that was not raised yet."""
+        """Raise KeyboardInterrupt (SIGINT) or :class:`Terminated` if a signal has come; only once."""
         if self.came is not None and not self._heard:
             self._heard = True
             raise KeyboardInterrupt if self.came == signal.SIGINT else Terminated
 
     def _note(self, number: int, _: FrameType | None) -> None:
-        """Note the first signal; a second Ctrl-C more than a second later interrupts at once: the signals' handler."""
-        if os.getpid() != self._process:  # a forked data worker inherits the handler, but not what it is for
+        """Note the first signal; a Ctrl-C more than a second later raises KeyboardInterrupt: the signals' handler."""
+        if os.getpid() != self._process:  # a forked data worker inherits the handler: there the signal acts as before
             signal.signal(number, self._replaced.get(number, signal.SIG_DFL))
             os.kill(os.getpid(), number)
         elif self.came is None:
@@ -89,9 +92,9 @@ class StopSignals:
 
 
 def refuse_in_one_line() -> None:
-    """From now on, let an uncaught error of ddltool's own end the process with one line on stderr and the error's exit code.
+    """Make an uncaught DdlToolError end the process with one line on stderr and its exit code, instead of a traceback.
 
-    That is how the command line ends, instead of a traceback. Other exceptions are not touched.
+    It installs a ``sys.excepthook``; more calls do nothing. Other exceptions go to the previous hook.
     """
     previous = sys.excepthook
     if isinstance(previous, _OneLine):
@@ -101,12 +104,12 @@ def refuse_in_one_line() -> None:
 
 @dataclass(frozen=True, slots=True)
 class _OneLine:
-    """A ``sys.excepthook`` that prints ddltool's errors as one line; ``previous`` gets all others."""
+    """A ``sys.excepthook`` that prints ddltool's errors as one line; the hook ``previous`` gets all others."""
 
     previous: Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
     def __call__(self, kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
-        """Print the error as one line and exit with its code; hand others on."""
+        """Print a DdlToolError as one line and exit with its code; pass any other error to the previous hook."""
         if not isinstance(value, DdlToolError):
             self.previous(kind, value, trace)
             return
@@ -115,10 +118,10 @@ class _OneLine:
 
 
 def pause_before_exit() -> None:
-    """Give gloo's threads the time to drop the tensors of the last step.
+    """Block for :data:`EXIT_PAUSE_S`, so that gloo's threads can drop the tensors of the last step; called at exit.
 
-    They do so a moment after the step is over, and need the interpreter for tensors that Python has seen, as a hook's
-    buckets are. A thread that asks for it while it shuts down aborts the process (pytorch issue 190489), and a job that
-    was done would count as failed: 13 of 150 short ones did, none of 295 with this pause.
+    They drop them a moment after the step, and need the interpreter for tensors that Python has seen, such as a hook's
+    buckets. A thread that asks for it during shutdown aborts the process (pytorch issue 190489), and a finished job
+    would count as failed: 13 of 150 short ones did, none of 295 with this pause.
     """
     time.sleep(EXIT_PAUSE_S)

@@ -1,4 +1,4 @@
-"""Lets dropout pass everything for a while: it would draw other numbers for other batches."""
+"""Switches dropout off for a while, because it draws other random numbers for other batches."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _PROBABILITIES: dict[Callable[..., Any], tuple[int, str]] = {
     functional.scaled_dot_product_attention: (4, "dropout_p"),
     functional.multi_head_attention_forward: (10, "dropout_p"),
 }
-"""Place and name of the probability among the arguments of torch's functions."""
+"""By torch function: index and name of the argument that is the dropout probability."""
 _LAYERS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 class WithoutDropout(TorchFunctionMode):
-    """Lets dropout pass everything until :meth:`end`: torch's functions that models call, and their dropout layers."""
+    """Switches dropout off until :meth:`end`: in the model's dropout layers, and in torch's functions called directly."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Set the probability of all dropout layers of ``model`` to 0, and begin to catch torch's own dropout functions."""
+        """Set the probability of all dropout layers of ``model`` to 0, and start to intercept torch's dropout functions."""
         super().__init__()
-        self._kept: list[tuple[nn.Module, str, float]] = []  # (layer, attribute, probability), to be given back
+        self._kept: list[tuple[nn.Module, str, float]] = []  # (layer, attribute, probability), to be restored
         for module in model.modules():
             if isinstance(module, (*_LAYERS, nn.RNNBase, nn.MultiheadAttention)):
                 name = "p" if isinstance(module, _LAYERS) else "dropout"
@@ -43,9 +43,10 @@ class WithoutDropout(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call a torch function, with a probability of 0 where it drops out: torch calls this for each of its functions."""
+        """Call ``func``, with a dropout probability of 0 if it has one; torch calls this for each of its functions."""
         kwargs = dict(kwargs or {})
-        if func is torch.Tensor.backward:  # checkpoints compute their forward pass again in it, where this mode is off
+        # torch switches the mode off inside this method, but checkpointed layers run their forward again in backward.
+        if func is torch.Tensor.backward:
             with self:
                 return _backward(*args, **kwargs)
         if argument := _PROBABILITIES.get(func):
@@ -57,7 +58,7 @@ class WithoutDropout(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def end(self) -> None:
-        """Give the layers their probabilities back, and catch functions no more."""
+        """Restore the layers' probabilities, and stop intercepting functions."""
         self._open.close()
         for module, name, value in self._kept:
             setattr(module, name, value)
@@ -66,5 +67,5 @@ class WithoutDropout(TorchFunctionMode):
 def _backward(
     tensor: torch.Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
 ) -> None:
-    """Run a backward pass; the parameters are those of ``Tensor.backward``."""
+    """Run a backward pass without ``Tensor.backward``, which would be intercepted again; its parameters are the same."""
     torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)

@@ -1,4 +1,4 @@
-"""A parameter server for all synchronisation models; its transfers keep a planned order.
+"""A parameter server for all synchronisation models, whose transfers keep a planned order.
 
 ::
 

@@ -1,4 +1,4 @@
-"""How the processes of a job find each other, agree, and begin. Start at :class:`Meeting`.
+"""Brings the processes of a job together: they find each other, compare plans, and begin. Start at :class:`Meeting`.
 
 Server 0 listens at an address that all others know, with the job's token. Every process sends it a hello; when all are
 there and agree, it tells them where the other servers listen. A worker that joins later sends a hello in the same way.
@@ -29,40 +29,43 @@ from ddltool.runtime.servers.wire import BEAT_S, Message, Peer, Wire
 
 log = logging.getLogger(__name__)
 
-LIMIT_S, JOIN_S = 300.0, 60.0  # how long a process waits for the others: at the start of the job, and to join one
+LIMIT_S, JOIN_S = (
+    300.0,
+    60.0,
+)  # how long a process waits for the others: at the start of a job, and to join a running one
 REMIND_S = 10.0  # how often to log which processes are missing
-HEAR_S = 1.0  # how much longer the other processes wait than server 0, to hear from it which ranks it missed
+HEAR_S = 1.0  # how much longer than server 0 the other processes wait, so that it can tell them which ranks are missing
 _meetings_by_address: Counter[str] = Counter()
-"""How many meetings this process has had at each address: their number tells one job there from the next."""
+"""How many meetings this process has had at each address; the number distinguishes one job there from the next."""
 
 
 @dataclass(kw_only=True)
 class Meeting:
-    """The place where a job's processes find each other, and this process's rank; one object for each worker or server.
+    """Where a job's processes find each other, and this process's rank; one object for each worker or server.
 
-    ``address`` and ``token`` are known to all beforehand, or server 0 leaves both in ``store``, one that all reach.
+    Either all know ``address`` and ``token`` beforehand, or server 0 puts both into ``store``, which all can reach.
     """
 
     rank: int | None
-    """None: this process joins a job that is running."""
+    """This process's rank; None: it joins a job that is running."""
     size: int | None = None
-    """How many processes were started, where that is known."""
+    """How many processes were started; None: not known."""
     address: str = ""
     """``HOST:PORT`` where server 0 listens."""
     token: str = ""
     """The job's secret; nobody without it can speak to the job or read what is sent."""
     store: Store | None = None
     limit_s: float = LIMIT_S
-    """How long to wait for the others."""
+    """Seconds to wait for the others."""
 
     @classmethod
     def of_environment(cls) -> Meeting:
-        """Return the meeting that the launcher has arranged.
+        """Return the meeting that the launcher's environment variables describe.
 
-        The address is in ``DDLTOOL_SERVER`` (``HOST:PORT``), with ``DDLTOOL_TOKEN``, else in the store of torchrun and
-        its kin (``MASTER_ADDR`` and ``MASTER_PORT``). ``RANK`` and ``WORLD_SIZE`` say who this process is; without
-        ``RANK`` it joins a running job. Raises InputError where there is neither, TransferError when the store does not
-        answer.
+        The address is ``DDLTOOL_SERVER`` (``HOST:PORT``), with the token ``DDLTOOL_TOKEN``; without them it is in the
+        store at ``MASTER_ADDR`` and ``MASTER_PORT``, as torchrun sets them. ``RANK`` and ``WORLD_SIZE`` are this
+        process's; with ``DDLTOOL_SERVER`` and without ``RANK`` it joins a running job. Raises InputError where neither
+        address is set, and TransferError when the store does not answer.
         """
         environment = os.environ
         rank, size = (int(environment[name]) if name in environment else None for name in ("RANK", "WORLD_SIZE"))
@@ -79,13 +82,13 @@ class Meeting:
         return cls(rank=rank, size=size, store=_store_of_environment())
 
     def __post_init__(self) -> None:
-        """Number this process's jobs that meet at one address, as one process may be ahead of another in the next job."""
+        """Number this job among those that this process meets at the address: another process may be in the next already."""
         self.job = _meetings_by_address[self.address]
         _meetings_by_address[self.address] += 1
         self._key = f"ddltool/servers/{self.job}"
 
     def listening_place(self) -> tuple[str, int]:
-        """Return the host and port (0: any free one) for server 0 to listen at; make a token where none was given."""
+        """Return the host and port (0: any free one) for server 0 to listen at; without an address also make a token."""
         if self.address:
             host, _, port = self.address.rpartition(":")
             return host, int(port)
@@ -93,12 +96,15 @@ class Meeting:
         return address_towards(os.environ.get("MASTER_ADDR", "localhost")), 0
 
     def announce(self, address: str) -> None:
-        """Publish server 0's address and the token in the store; without a store all processes know them."""
+        """Put server 0's ``address`` and the token into the store; without a store all processes know them already."""
         if self.store is not None:
             self.store.set(self._key, f"{address} {self.token}")
 
     def find(self) -> str:
-        """Return the address of server 0, and keep its token. Raises TransferError when the store has none in time."""
+        """Return the address of server 0, and take the token from the store if there is one.
+
+        Blocks until server 0 has announced it; raises TransferError after ``limit_s`` seconds.
+        """
         if self.store is None:
             return self.address
         try:
@@ -111,10 +117,10 @@ class Meeting:
     def hello(
         self, plan: TransferPlan, policy: SyncPolicy, check: Callable[[], None]
     ) -> tuple[Hello, InputError | None]:
-        """Return this process's first message to server 0, and the error that keeps it from taking part; None: it is ready.
+        """Return (this process's first message to server 0, the error that keeps it from taking part or None).
 
-        ``check`` raises InputError for the process's own arguments. The message carries the error's text, so that all
-        processes hear of it.
+        ``check`` raises InputError for wrong arguments of the process. The error is returned, not raised, and its text
+        is in the message, so that all processes learn of it.
         """
         refusal = None
         try:
@@ -127,9 +133,9 @@ class Meeting:
         return Hello(rank=self.rank, job=self.job, plan=plan_digest, policy=policy_text, refusal=refusal_text), refusal
 
     def _check_rank_and_size(self, plan: TransferPlan) -> None:
-        """Raise InputError unless the job has as many processes as the plan, of which this one is one.
+        """Raise InputError unless the job has as many processes as the plan, and this process's rank is among them.
 
-        A process without a rank joins late, which the plan must have seats for.
+        A process without a rank joins late, for which the plan must have seats (``late``).
         """
         if self.size not in (None, plan.world_size):
             planned = f"{plan.workers} workers and {plan.servers} servers"
@@ -143,9 +149,9 @@ class Meeting:
             raise InputError("RANK", problem, "give one of those")
 
 
-@functools.cache  # rank 0 may host the store, for as long as the process lives
+@functools.cache  # rank 0 may host the store, which must live as long as the process
 def _store_of_environment() -> Store:
-    """Return torch.distributed's store by ``MASTER_ADDR`` and ``MASTER_PORT``. Raises TransferError when it does not answer."""
+    """Return torch.distributed's store at ``MASTER_ADDR`` and ``MASTER_PORT``. Raises TransferError if it does not answer."""
     try:
         store: Store = next(iter(rendezvous("env://", timeout=timedelta(seconds=LIMIT_S))))[0]
     except (RuntimeError, ValueError) as error:
@@ -154,10 +160,10 @@ def _store_of_environment() -> Store:
 
 
 def address_towards(host: str) -> str:
-    """Return the address of this machine's interface by which ``host`` is reached. Raises InputError for unknown hosts."""
+    """Return this machine's IP address in the network by which ``host`` is reached. Raises InputError for unknown hosts."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, 1))  # a datagram socket sends nothing here
+            probe.connect((host, 1))  # chooses the interface; a datagram socket sends nothing
             return str(probe.getsockname()[0])
     except OSError as error:
         raise InputError(host, f"cannot be reached ({error.strerror or error})", "give the host of server 0") from None
@@ -165,17 +171,18 @@ def address_towards(host: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Hello:
-    """A process's first message: its place in the job, and what it was started with."""
+    """A process's first message: its rank, and digests of what must agree with the other processes."""
 
     rank: int | None
-    """None: the process joins late."""
+    """The process's rank; None: it joins late."""
     job: int
     """Number of the job among those that meet at this address, from 0."""
     plan: str
     """The plan's digest."""
     policy: str
+    """The synchronisation model and its settings (:meth:`SyncPolicy.describe`)."""
     refusal: str = ""
-    """The error in this process's own arguments, which keeps the job from beginning; empty: none."""
+    """The error in this process's own arguments, which keeps the job from starting; empty: none."""
     address: str = ""
     """``HOST:PORT`` where a server listens; empty for a worker."""
 
@@ -183,11 +190,12 @@ class Hello:
 def join_job(
     wire: Wire, plan: TransferPlan, address: str, hello: Hello, limit_s: float
 ) -> tuple[list[Any], list[Message]]:
-    """Say hello to server 0 and wait until the job begins.
+    """Send ``hello`` to server 0 at ``address``, and block until the job begins.
 
-    Returns the values of its "begin" message (rank, first step, first epoch, servers' addresses, seconds until a silent
-    process counts as lost, name of the run), and the messages that others have sent before it. Raises InputError when
-    the processes disagree, TransferError when server 0 does not answer in ``limit_s`` or is lost.
+    Returns (values of server 0's "begin" message, messages that others have sent before it). The values are: rank,
+    first step, first epoch, servers' addresses, seconds after which a silent process counts as lost, name of the run.
+    Raises InputError when the processes disagree, and TransferError when server 0 does not answer within ``limit_s``
+    seconds, or does not begin within ``limit_s + HEAR_S`` more, or is lost.
     """
     first_server = plan.rank_of_server(0)
     deadline_s, is_held, other_messages = time.monotonic() + limit_s, False, []
@@ -201,7 +209,7 @@ def join_job(
             other_messages.append(message)
         elif kind == "connected":
             wire.send(first_server, ["hello", asdict(hello)])
-        elif kind == "held":  # server 0 has the hello, and waits for the others'
+        elif kind == "held":  # server 0 has the hello, and waits for those of the others
             deadline_s, is_held = time.monotonic() + limit_s + HEAR_S, True
         elif kind == "refused":
             raise InputError(*values)
@@ -218,11 +226,11 @@ def join_job(
 def gather_processes(
     wire: Wire, plan: TransferPlan, meeting: Meeting, own_hello: Hello, lost_after_s: float, run: str
 ) -> tuple[dict[int, Peer], list[str], list[Message]]:
-    """Wait on server 0 for the hellos of all processes, then tell each to begin.
+    """On server 0, wait for the hellos of all processes, then send each its "begin" message (:func:`join_job`).
 
-    Returns the peers by rank, the addresses of the servers, and the messages of workers that join late.
-    ``lost_after_s`` and ``run`` are sent to each with its rank. Raises InputError when the processes disagree, and
-    TransferError naming the ranks that did not come in time or ended; both are sent to all that have come.
+    Returns (peers by rank, addresses of the servers by number, hellos of workers that join late). ``lost_after_s`` and
+    ``run`` are values of "begin". Touches the file in ``DDLTOOL_BEGUN``, if set. Raises InputError when the processes
+    disagree, and TransferError naming the ranks that did not come in time or ended; all that have come are told.
     """
     assert own_hello.rank is not None
     hellos, peers, late_messages = {own_hello.rank: own_hello}, dict[int, Peer](), list[Message]()
@@ -240,7 +248,7 @@ def gather_processes(
     for rank, peer in peers.items():
         wire.send(peer, ["begin", rank, 0, 0, addresses, lost_after_s, run])
     if marker := os.environ.get("DDLTOOL_BEGUN"):
-        Path(marker).touch()  # a launcher may want to know
+        Path(marker).touch()  # tells the launcher that the job has begun
     return peers, addresses, late_messages
 
 
@@ -252,10 +260,10 @@ def _hear_all(
     peers: dict[int, Peer],
     late_messages: list[Message],
 ) -> None:
-    """Receive until ``hellos`` has one of each rank; it begins with this process's own.
+    """Receive messages until ``hellos``, which starts with this process's own, has one of each rank.
 
-    Fills ``peers`` with who sent them, and ``late_messages`` with the hellos of workers that join later. Raises
-    TransferError after the meeting's limit, and for a process that ended.
+    Fills ``hellos`` and ``peers`` (their senders) by rank, and ``late_messages`` with the hellos of workers that join
+    late. Raises TransferError after the meeting's limit, and for a process that ended.
     """
     own_rank, began_s = min(hellos), time.monotonic()
     reminded_s = began_s
@@ -278,7 +286,7 @@ def _hear_all(
                 raise TransferError(f"{plan.title(gone_ranks[0])} ended before the job began")
         elif kind == "hello" and values[0]["rank"] is None:
             late_messages.append(message)
-        elif kind == "hello" and values[0]["job"] == meeting.job:  # one of a later job calls again when this is over
+        elif kind == "hello" and values[0]["job"] == meeting.job:  # a process of a later job calls again after this one
             hello = Hello(**values[0])
             assert hello.rank is not None
             hellos[hello.rank], peers[hello.rank] = hello, sender
@@ -286,7 +294,7 @@ def _hear_all(
 
 
 def _demand_agreement(hellos: Mapping[int, Hello]) -> None:
-    """Raise InputError for the first process that refuses, and for a plan or a policy that differs from rank 0's.
+    """Raise InputError for the first rank that refuses, or else for plans or policies that differ from rank 0's.
 
     ``hellos``: the processes' first messages by rank.
     """

@@ -1,4 +1,4 @@
-"""Training by an elastic-bsp plan: workers that meet at predicted barriers, and their server. Start at :func:`follow`."""
+"""Training by an elastic-bsp plan: workers with predicted barriers, and their server. Start at :func:`follow`."""
 
 from __future__ import annotations
 
@@ -39,25 +39,25 @@ def follow(
     checkpoint: str | os.PathLike[str] | None = None,
     **options: Any,
 ) -> Iterator[Any]:
-    """Yield this worker's planned batches, each followed by its backward pass; the last rank is the server and gets none.
+    """Yield this worker's planned batches; on the last rank, the server, train until all workers end, and yield none.
 
     ::
 
         for inputs, answers in follow("enforce.json", model, optimizer, dataset, epochs=3):
             nn.functional.cross_entropy(model(inputs), answers).backward()
 
-    The loop makes one forward and one backward pass a batch; the server's ``optimizer`` makes the updates. It ends when
-    all workers together have processed ``epochs`` times the dataset, in whatever shares; then every process has the
-    trained parameters.
+    The loop's body makes one forward and one backward pass per batch; the server's ``optimizer`` makes the updates. The
+    loop ends when all workers together have processed ``epochs`` times the dataset, whatever the share of each; then
+    ``model`` has the trained parameters on every process.
 
     Args:
         config: the enforcement config, of strategy elastic-bsp.
         model: the bare model (no DDP).
-        optimizer: over its parameters.
+        optimizer: over its parameters; used on the server only.
         dataset: map-style, the same on every worker.
-        epochs: of all workers together.
+        epochs: how often all workers together go through the dataset.
         seed: of the order of samples.
-        checkpoint: as for :class:`Worker`, one for each rank.
+        checkpoint: a file of this rank's own, as for :class:`Worker`.
         options: go to ``DataLoader``.
 
     Raises InputError where config and job do not fit, TransferError when the server is lost.
@@ -70,7 +70,7 @@ def follow(
     if not epochs > 0:
         raise InputError("epochs", f"is {epochs}", "give a number above 0")
     plan = _transfer_plan(planned, model)
-    # The plan's objective: most iterations a second, which with known speeds is the least waiting per iteration.
+    # The plan's objective is the most iterations per second; with known speeds that is the least waiting per iteration.
     gap = planned.superstep.iteration_gap
     policy = ElasticBSP(planned.superstep.lookahead, objective="per_iteration", max_gap=gap)
     rank = int(os.environ.get("RANK", "0"))
@@ -98,7 +98,7 @@ def follow(
                     yield batch
                 except GeneratorExit:  # the script has left its loop, after this step
                     has_left = True
-                recorder.pause(worker.waited_s - waited_s)
+                recorder.pause(worker.waited_s - waited_s)  # waiting for parameters in the forward pass
                 recorder.begin_exchange(size, size * plan.workers).note_ready()
             recorder.after_update()
             if has_left:
@@ -106,9 +106,9 @@ def follow(
 
 
 def _transfer_plan(planned: Enforcement, model: nn.Module) -> TransferPlan:
-    """Return the transfers between the planned workers and one server.
+    """Return the plan of transfers between the planned workers and one server.
 
-    They go in the planned order where it has each of the model's parameters, else in the order of registration.
+    Their order is the planned one if that names exactly the model's parameters, else the order of registration.
     """
     priority = {record.name: record.priority for record in planned.parameters if record.priority is not None}
     model_priority = priority if priority.keys() == dict(model.named_parameters()).keys() else None
@@ -118,9 +118,9 @@ def _transfer_plan(planned: Enforcement, model: nn.Module) -> TransferPlan:
 def _batches_of_epochs(
     worker: Worker, dataset: Dataset[Any], size: int, seed: int, options: dict[str, Any]
 ) -> Iterator[Any]:
-    """Yield this worker's batches of ``size`` samples, of one epoch after the other without end.
+    """Yield this worker's batches of ``size`` samples without end, one epoch after the other.
 
-    A faster worker begins with the next epoch earlier. ``options`` go to ``DataLoader``.
+    A faster worker starts the next epoch earlier. ``options`` go to ``DataLoader``.
     """
     for epoch in itertools.count():
         shares = worker.batches(dataset_length(dataset), size, epoch=epoch, seed=seed, drop_last=True)
@@ -128,9 +128,9 @@ def _batches_of_epochs(
 
 
 def _open_telemetry(planned: Enforcement, rank: int) -> TelemetryFile:
-    """Return the file for this worker's telemetry, a row per iteration; without one in the plan, one that drops its rows."""
+    """Return the file for this worker's telemetry, a row per iteration; if the plan names none, one that drops its rows."""
     size, device = planned.world_size, planned.ranks[rank].device_type
-    # The server is a process of the job too, beside the planned workers.
+    # + 1: the server is a process of the job too, beside the planned workers.
     identity = Identity(rank=rank, world_size=size, num_nodes=count_nodes(size + 1), device=device)
     file = TelemetryFile(Path(planned.telemetry or os.devnull), identity)
     if planned.telemetry is not None:

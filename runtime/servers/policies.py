@@ -1,8 +1,7 @@
 """Synchronisation models as policy objects: when a worker may have parameters, and which gradients make an update.
 
-A policy is created alike on every rank. On a server it is opened with a :class:`ServerState` (who is in the job, what
-has come in) and asked at each step of the protocol, one call at a time. It sends nothing and computes nothing: the
-server does.
+Every rank creates an equal policy. A server opens it with a :class:`ServerState` (who is in the job, which gradients
+have come) and asks it at each step of the protocol. The policy only decides; the server sends and computes.
 
 * :class:`BSP`: bulk synchronous parallel; every update has one gradient of every worker.
 * :class:`ASP`: asynchronous; every gradient is an update, nobody waits.
@@ -25,11 +24,11 @@ from ddltool.analyzers.job.barriers.zipline import zipline
 from ddltool.errors import InputError, did_you_mean
 from ddltool.telemetry import BarrierRow
 
-# Supersteps of one iteration before ElasticBSP's first prediction. The first iteration sets up connections and caches
-# and is too long to predict from, so it takes two.
+# Supersteps of one iteration before ElasticBSP's first prediction: two, because the first iteration sets up connections
+# and caches and is too long to predict from.
 WARM_UP = 2
 LENGTHS_KEPT = 200  # latest iteration times of each worker, from which ends are predicted
-SUPERSTEPS_KEPT = 1_000  # latest supersteps, to be looked at
+SUPERSTEPS_KEPT = 1_000  # latest supersteps, kept for whoever reads `supersteps`
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,26 +45,26 @@ class ServerState:
     """One server's view of the job; the server keeps it up to date, policies read it."""
 
     workers: int
-    """The workers that began the job, or the most members at one time if that is more."""
+    """Number of workers that began the job, or the most members at one time if that is more."""
     names: tuple[str, ...]
     """This server's trainable parameters."""
     seats: int = 0
-    """Workers with all that may join; 0: as many as began."""
+    """Number of workers when all that may join have joined; 0: as many as began."""
     decides: bool = True
-    """Whether this is server 0, which decides for all where one has to."""
+    """Whether this is server 0, which decides for all servers."""
     version: dict[str, int] = field(default_factory=dict)
     """Per parameter, how many updates have been made."""
     members: set[int] = field(init=False)
     """Workers that have neither closed nor been lost."""
     pushed: dict[str, list[int]] = field(init=False)
-    """Per trainable parameter and worker, the number of gradients that have come; a joiner's counts from its ``start``."""
+    """Per trainable parameter and worker, the number of gradients that have come; a late joiner's begins at ``start``."""
     steps: list[int] = field(init=False)
-    """Per worker, how many steps' gradients have come whole; who joined counts from its ``start``."""
+    """Per worker, the number of steps whose gradients have all come; a late joiner's begins at ``start``."""
     start: dict[int, int] = field(default_factory=dict)
     """Per worker that joined late, the number of its first step."""
 
     def __post_init__(self) -> None:
-        """Let all workers that begin the job be members that have made no step; fill in what was not given."""
+        """Make all workers that begin the job members without a step; fill in ``seats`` and ``version`` if not given."""
         self.seats = self.seats or self.workers
         self.members = set(range(self.workers))
         self.version = self.version or dict.fromkeys(self.names, 0)
@@ -74,83 +73,85 @@ class ServerState:
 
 
 class SyncPolicy:
-    """The interface of a synchronisation model on a server; by default nobody waits and nothing is decided."""
+    """The interface of a synchronisation model on a server; by default no worker waits and nothing is decided."""
 
     settings: tuple[object, ...] = ()
     fixed = False
     """Whether the loss of a worker ends the run."""
     lost_after_s = 10.0
-    """How long a worker for which others wait may be silent, unless the server is told otherwise."""
+    """Seconds that a worker for which others wait may be silent, unless the server is given another number."""
     quota: Sequence[int] = ()
-    """Steps from the beginning of the job to the next barrier, per worker."""
+    """Per worker, the number of steps from the start of the job to the next barrier; empty: there are no barriers."""
     state: ServerState
 
     def describe(self) -> str:
-        """Return the model and its settings; ranks that differ here refuse to start."""
+        """Return the model's name and settings, such as ``SSP(3)``; ranks must agree on it for the job to start."""
         return type(self).__name__ + (f"({', '.join(map(str, self.settings))})" if self.settings else "")
 
     def open(self, state: ServerState) -> None:
-        """Begin on a server, which keeps ``state`` up to date."""
+        """Start on a server, which keeps ``state`` up to date."""
         self.state = state
 
     def waits_for(self, worker: int, clock: int, name: str) -> list[int] | None:
         """Return the workers whose gradients must come before ``worker`` gets the trainable parameter ``name`` again.
 
-        None: the parameter may be sent now; an empty list: the worker waits for a decision. ``clock`` is the number of
-        steps that the worker has made, whose gradients have all come. The server sends a released parameter before its
-        next call.
+        None: the parameter may be sent now, and is sent before the server's next call. An empty list: the worker waits
+        for a decision. ``clock``: the number of steps that the worker has made, whose gradients have all come.
         """
         return None
 
     def take(self, worker: int, name: str, gradient: Tensor) -> list[Update]:
-        """Take the ``gradient`` of parameter ``name`` that a member has sent, and return the updates that are due."""
+        """Accept the ``gradient`` of parameter ``name`` from a member, and return the updates that are now due.
+
+        The updates may hold the gradient itself, which the server then changes.
+        """
         raise NotImplementedError
 
     def settle(self) -> list[Update]:
-        """Return the updates that are due now that a member, for whose gradients they waited, is gone."""
+        """Return the updates that have become due because a member is gone."""
         return []
 
     def joined(self, worker: int, clock: int) -> None:
-        """Take ``worker`` as a member from now on; its first step has the number ``clock``, which nobody has pushed yet."""
+        """Note that ``worker`` is a member from now on; its first step is number ``clock``, which no worker has pushed yet."""
 
     def decide(self, now_s: float, worker: int | None = None) -> BarrierRow | None:
-        """Return the superstep (the iterations between two barriers) that is over, None if none is; choose the next barrier.
+        """If a superstep (the iterations between two barriers) is over, choose the next barrier and return it; else None.
 
-        The other servers then :meth:`follow` this one's ``quota``. Called on server 0 when the job begins, when all
-        gradients of one more step of ``worker`` are in, and when a member is gone; ``now_s``: seconds since the
-        beginning.
+        Called on server 0: when the job begins, when the gradients of one more step of ``worker`` have all come, and
+        when a member is gone (``worker`` None). ``now_s``: seconds since the start. The other servers then
+        :meth:`follow` this one's ``quota``. The row returned describes the superstep that is over.
         """
         return None
 
     def follow(self, quota: list[int]) -> None:
-        """Take over server 0's decision: worker w reaches the next barrier when it has made ``quota[w]`` steps in all."""
+        """Adopt server 0's decision: worker w reaches the next barrier after its ``quota[w]``-th step of the job."""
 
 
 class BSP(SyncPolicy):
     """Bulk synchronous parallel: version v of a parameter needs the v-th gradient of every member, added in rank order.
 
-    The update takes the mean over the gradients that there are: when a worker is lost, over fewer. ``fixed``: every
-    update takes all workers; the loss of one ends the run.
+    An update is the mean of the members' gradients: of fewer when a worker is lost. ``fixed``: every update needs all
+    workers, and the loss of one ends the run.
     """
 
     def __init__(self, *, fixed: bool = False) -> None:
-        """Choose whether all workers are needed; a lost one then ends the run, so it may be silent for longer."""
+        """Set whether all workers are needed; a worker may then be silent for longer, as its loss ends the run."""
         if fixed:
             self.fixed, self.settings, self.lost_after_s = True, ("fixed",), 30.0
 
     def open(self, state: ServerState) -> None:
-        """Begin on a server, without gradients."""
+        """Start on a server, without any gradient."""
         super().open(state)
         self._pending_gradients: dict[str, dict[int, Tensor]] = {name: {} for name in state.names}
 
     def waits_for(self, worker: int, clock: int, name: str) -> list[int] | None:
-        """Return the workers whose gradients the update of the step before still needs; None when it was made."""
+        """Return the workers whose gradients the update of the step before still needs; None if it is made."""
         if self.state.version[name] >= clock:
             return None
         return sorted(self._needed_workers(name) - self._pending_gradients[name].keys())
 
     def take(self, worker: int, name: str, gradient: Tensor) -> list[Update]:
-        """Keep the gradient, and return the update once every needed worker's gradient is there."""
+        """Keep the gradient; return the update if every needed worker's gradient has come, else nothing."""
         self._pending_gradients[name][worker] = gradient
         return self._due_updates([name])
 
@@ -166,7 +167,7 @@ class BSP(SyncPolicy):
         return {worker for worker in self.state.members if start.get(worker, 0) <= next_step}
 
     def _due_updates(self, names: Iterable[str]) -> list[Update]:
-        """Return the updates of those parameters that have a gradient of every needed worker, and forget these gradients."""
+        """Return the updates of those of ``names`` that have all needed gradients, added in rank order, and forget these."""
         updates = []
         for name in names:
             pending = self._pending_gradients[name]
@@ -179,25 +180,25 @@ class BSP(SyncPolicy):
 class ASP(SyncPolicy):
     """Asynchronous parallel: every gradient is applied when it comes, divided by the number of workers.
 
-    So a sample moves the weights as far as under BSP with the same learning rate. A worker's own gradients are in what
-    it pulls, which waits for nobody else.
+    So a sample moves the weights as far as under BSP with the same learning rate. What a worker pulls includes all of
+    its own gradients, and never waits for other workers.
     """
 
     def take(self, worker: int, name: str, gradient: Tensor) -> list[Update]:
-        """Return an update with this gradient alone: nobody waits."""
+        """Return an update with this gradient alone."""
         return [Update(name, [gradient], self.state.workers)]
 
     def _members_behind(self, name: str, target: Sequence[int]) -> list[int]:
-        """Return the members that have pushed fewer gradients of ``name`` than their ``target``, given by worker."""
+        """Return the members that have pushed fewer gradients of ``name`` than ``target``, which is by worker number."""
         pushed = self.state.pushed[name]
         return sorted(other for other in self.state.members if pushed[other] < target[other])
 
 
 class SSP(ASP):
-    """Stale synchronous parallel: a worker begins step c only when every member has pushed c - s steps.
+    """Stale synchronous parallel: a worker starts step c only when every member has pushed c - s steps (s: staleness).
 
-    So what it pulls holds all gradients up to step c - s - 1 of every member; s = 0 lets nobody run ahead. Raises
-    InputError for an s below 0.
+    So what it pulls holds all gradients up to step c - s - 1 of every member; with s = 0 no worker runs ahead. Raises
+    InputError for a staleness below 0.
     """
 
     def __init__(self, staleness: int) -> None:
@@ -206,29 +207,29 @@ class SSP(ASP):
         self.staleness, self.settings = staleness, (staleness,)
 
     def waits_for(self, worker: int, clock: int, name: str) -> list[int] | None:
-        """Return the members that are more than ``staleness`` steps behind step ``clock``; None: none is."""
+        """Return the members that are more than ``staleness`` steps behind step ``clock``; None if there are none."""
         return self._members_behind(name, [clock - self.staleness] * self.state.seats) or None
 
 
 class ElasticBSP(ASP):
-    """Elastic supersteps: barriers at the iterations, up to ``lookahead`` ahead, whose predicted ends meet best.
+    """Elastic supersteps: each barrier is set after the iterations whose predicted ends are closest to each other.
 
     Args:
-        lookahead: R, iterations of each worker among which the next barrier is chosen.
-        predictor: of iteration times: one of ``PREDICTORS``.
+        lookahead: R, the number of coming iterations of each worker among which the next barrier is chosen.
+        predictor: name of the predictor of iteration times, one of ``PREDICTORS``.
         objective: what the barrier is best at, as in :func:`~ddltool.analyzers.job.barriers.tradeoff.best_barrier`.
-        max_gap: most iterations by which workers may differ within a superstep; None: below R.
+        max_gap: most iterations by which workers may differ within a superstep; None: only R limits it.
 
     Raises InputError for a lookahead below 1, a negative gap, and unknown names.
 
     Attributes:
-        supersteps: the last ``SUPERSTEPS_KEPT`` that are over, on server 0.
+        supersteps: the last ``SUPERSTEPS_KEPT`` that are over; on server 0 only.
     """
 
     def __init__(
         self, lookahead: int, *, predictor: str = "ema", objective: Objective = "waiting", max_gap: int | None = None
     ) -> None:
-        """Check the settings; what is known of the workers' speeds comes with :meth:`open`."""
+        """Check the settings; the state of a job is set up in :meth:`open`."""
         if lookahead < 1:
             raise InputError("ElasticBSP:lookahead", f"is {lookahead}", "give 1 or more")
         if max_gap is not None and max_gap < 0:
@@ -240,9 +241,9 @@ class ElasticBSP(ASP):
         self.settings = lookahead, predictor, objective, max_gap
 
     def open(self, state: ServerState) -> None:
-        """Begin on a server, with a barrier after the first iteration.
+        """Start on a server, with a barrier after the first iteration.
 
-        Raises InputError when server 0 would see no gradients.
+        Raises InputError on server 0 if it holds no trainable parameter: it would see no gradients.
         """
         if state.decides and not state.names:
             raise InputError("transfer plan", "puts no trainable parameter on server 0", "it must see the gradients")
@@ -260,27 +261,27 @@ class ElasticBSP(ASP):
         self._superstep_began_s = 0.0
 
     def waits_for(self, worker: int, clock: int, name: str) -> list[int] | None:
-        """Return the workers to wait for at a barrier and right after it: all that are not there yet. In between nobody (None).
+        """Return, at a barrier and right after it, the members that have not reached it; between barriers None.
 
-        At the barrier itself the list may be empty: then the decision on the next one is awaited.
+        At the barrier the list may be empty: then the worker waits for the decision on the next one.
         """
         if clock >= self.quota[worker]:
             return self._members_behind(name, self.quota)
-        if clock == self._last_barrier[worker]:  # the first step behind a barrier needs all gradients up to it
+        if clock == self._last_barrier[worker]:  # the first step after a barrier needs all gradients up to it
             return self._members_behind(name, self._last_barrier) or None
         return None
 
     def joined(self, worker: int, clock: int) -> None:
-        """Let the joiner's first superstep be the next one: until then its barrier is where it begins."""
+        """Make the next superstep the joiner's first: until then its barrier is at its first step."""
         self.quota = [*self.quota]
         self.quota[worker] = max(self.quota[worker], clock)
         self._last_barrier[worker] = max(self._last_barrier[worker], clock)
 
     def decide(self, now_s: float, worker: int | None = None) -> BarrierRow | None:
-        """Note that ``worker`` has ended an iteration; when every member is at the barrier, return the superstep that is over.
+        """Note that ``worker`` has ended an iteration; if all members are at the barrier, return the superstep that is over.
 
-        The next one is begun then. The first ``WARM_UP`` supersteps have one iteration of each member, as nothing can
-        be predicted yet.
+        The next superstep then starts. The first ``WARM_UP`` ones have one iteration of each member, because nothing can
+        be predicted yet. The first call, at the start of the job, only starts the first superstep.
         """
         if worker is not None:
             self._note_end(worker, now_s)
@@ -300,18 +301,18 @@ class ElasticBSP(ASP):
         for worker, count in zip(members, self._iterations, strict=True):
             quota[worker] = state.steps[worker] + count
             if self._last_end_s[worker] is not None:
-                self._last_end_s[worker] = now_s  # the wait belongs to no iteration
+                self._last_end_s[worker] = now_s  # so that the wait at the barrier counts as part of no iteration
         self.follow(quota)
         return finished_superstep
 
     def _note_end(self, worker: int, now_s: float) -> None:
-        """Note that ``worker`` has ended an iteration; its length is known if the one before has ended too."""
+        """Note that ``worker`` has ended an iteration now; from its second one on, its length is kept too."""
         if (previous_end_s := self._last_end_s[worker]) is not None:
             self._lengths_s[worker] = [*self._lengths_s[worker], now_s - previous_end_s][-LENGTHS_KEPT:]
         self._last_end_s[worker] = now_s
 
     def _finish_superstep(self, now_s: float) -> BarrierRow:
-        """Return the superstep that ends now, and keep it among :attr:`supersteps`; lost workers have no end in it."""
+        """Return the row of the superstep that ends now, and append it to :attr:`supersteps`; a lost worker's end is None."""
         last_ends_s = [self._last_end_s[worker] for worker in self._superstep_workers]
         is_member = [worker in self.state.members for worker in self._superstep_workers]
         finished_superstep = BarrierRow(
@@ -331,9 +332,9 @@ class ElasticBSP(ASP):
         return finished_superstep
 
     def choose(self, lengths_s: list[np.ndarray]) -> tuple[list[int], list[float]]:
-        """Return each worker's number of iterations to the next barrier, and its predicted end of them in seconds from now.
+        """Return (iterations to the next barrier, their predicted ends in seconds from now), each by worker.
 
-        ``lengths_s``: the (k,) seconds of each worker's latest iterations.
+        ``lengths_s``: for each worker, (k,) seconds of its latest iterations.
         """
         ends = predict_ends(lengths_s, np.zeros(len(lengths_s)), self.lookahead, PREDICTORS[self.predictor])
         if self.objective == "waiting" and self.max_gap is None:
@@ -343,5 +344,5 @@ class ElasticBSP(ASP):
         return barrier.iterations.tolist(), barrier.chosen_s.tolist()
 
     def follow(self, quota: list[int]) -> None:
-        """Take the present quota as the last barrier and ``quota`` as the next one."""
+        """Make the present quota the last barrier, and ``quota`` the next one."""
         self._last_barrier, self.quota = [*self.quota], quota

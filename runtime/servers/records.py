@@ -1,4 +1,4 @@
-"""The telemetry of a server of a synchronisation model: JSON Lines, and the same figures summed up in memory.
+"""A parameter server's telemetry: JSON Lines, and the same figures summed up in memory.
 
 Start at :class:`SyncLog`. One file per server, written by it alone; each line is a row of :mod:`ddltool.telemetry`.
 """
@@ -22,21 +22,21 @@ class SyncLog:
 
     Attributes:
         wait_s: per worker, seconds in which its transfers have waited for other workers.
-        staleness: number of steps whose gradients were used with each staleness.
-        run: the name of this start of the job, which server 0 chooses.
+        staleness: by staleness, in updates, the number of steps whose gradients were used with it.
+        run: name of this run of the job, the same on all servers.
     """
 
     def __init__(self, workers: int, path: Path | None) -> None:
-        """Begin with nothing summed up. ``workers``: their number, late ones included; ``path`` None: nothing is written."""
+        """Start with nothing summed up. ``workers``: their number, late ones included; ``path`` None: nothing is written."""
         self.path = path
-        self.run = new_run()
+        self.run = new_run()  # on the other servers replaced by server 0's when the job begins
         self.wait_s = [0.0] * workers
         self.staleness: Counter[int] = Counter()
         self._began_s = time.monotonic()
         self._file = LineFile()
 
     def open(self) -> None:
-        """Open the file, to append to it. Raises InputError when it cannot be written or holds something else."""
+        """Open the file for appending. Raises InputError if it cannot be written or holds something else."""
         self._file = LineFile(self.path, kind_of(SyncEvent), "sync telemetry")
 
     def start(self) -> None:
@@ -49,14 +49,17 @@ class SyncLog:
         return time.monotonic() - self._began_s
 
     def add(self, row: SyncEvent) -> None:
-        """Write a row at once, so that a killed server loses none; a failure ends telemetry, not training."""
+        """Write a row at once, so that a killed server loses none; if writing fails, training goes on without telemetry."""
         if isinstance(row, StepRow):
             self.staleness[row.staleness] += 1
         if self._file.is_open:
             self._file.write([row.model_copy(update={"run": self.run}).model_dump_json()])
 
     def close(self, policy: str, steps: list[int], updates: int) -> None:
-        """Write the summary and close the file. ``steps``: made by each worker; ``updates``: made of each parameter."""
+        """Write the summary row and close the file.
+
+        ``policy``: its description; ``steps``: made by each worker; ``updates``: mean number made of each parameter.
+        """
         time_s = self.time_s
         self.add(
             SummaryRow(

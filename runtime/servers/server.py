@@ -1,8 +1,8 @@
-"""The parameter server: keeps a share of the parameters, under a synchronisation policy. Start at :class:`Server`.
+"""The parameter server, which holds a share of the parameters under a synchronisation policy. Start at :class:`Server`.
 
-One thread takes one message at a time, and after each sends what may go now. Each worker's pull has a queue in the
-plan's order; the policy says when a transfer may go and what a gradient leads to; torch's own optimizer makes the
-updates. zmq sends beside this thread.
+One thread handles one message at a time, and after each sends all values that may go. Each worker's pull has a queue in
+the plan's order; the policy says when a transfer may go and which updates a gradient leads to; torch's own optimizer
+makes the updates. zmq sends in threads of its own.
 """
 
 from __future__ import annotations
@@ -30,27 +30,30 @@ from ddltool.telemetry import JoinedRow, LeftRow, StepRow
 
 @dataclass(slots=True)
 class _Seat:
-    """One worker's state on this server; None and 0 stand for nothing yet, unless a field says otherwise."""
+    """One worker's state on this server."""
 
     peer: Peer | None = None
+    """The worker's connection; None: it has not called yet."""
     last_heard_s: float = 0.0
+    """When its last message came, or its silence began to count, by ``time.monotonic``."""
     clock: int = 0
-    """The number of steps that the worker had made at its last pull."""
+    """Number of steps that the worker had made at its last pull."""
     queue: deque[int] = field(default_factory=deque)
     """Indices of the parameters that the worker has asked for and not yet been sent, in the plan's order."""
     pulls: int = 0
-    """The number of pulls that have begun."""
+    """Number of pulls that have begun."""
     pulled_versions: dict[str, int] = field(default_factory=dict)
     """By parameter, the version that the worker was sent last."""
     blocked_transfer: tuple[int, str] | None = None
     """(step, parameter) of the transfer that the policy holds back; None: no transfer is held back."""
     waiting_since_s: float | None = None
     """When the wait for other workers began; None: the worker does not wait for others."""
-    # Of the step under way:
+    # Of the step under way: gradients that have come, seconds waited for other workers, largest staleness.
     gradients: int = 0
     wait_s: float = 0.0
     staleness: int = 0
-    # The epoch of which the worker asked for a share last, its batches there (None: not told), its first step there.
+    # The last epoch for which the worker asked for its share, the number of its batches and its first step there; None:
+    # not known.
     epoch: int | None = None
     epoch_batches: int | None = None
     epoch_first_step: int | None = None
@@ -60,28 +63,27 @@ class Server:
     """A parameter server of a plan.
 
     Args:
-        model: this rank's share of its parameters is version 0.
+        model: its parameters, of which this server holds a share, are version 0.
         plan: which server has which parameters, and the order of transfers; the same on all ranks.
         optimizer: any of ``torch.optim`` on the parameters of ``model``; each update is one step of it, with the
             gradients of the parameters that the policy updates together.
         policy: the synchronisation model, as on all ranks; None: :class:`BSP` in which the loss of a worker ends the
             run.
-        lost_after_s: a worker for which others wait, and from which nothing has come for so many seconds, is taken out,
-            and workers wait no longer for a server. It must exceed the longest step, update and transfer; None: 10 s
-            unless the policy says otherwise.
+        lost_after_s: a worker for which others wait is taken out after this many seconds of silence, and workers give
+            up a silent server. It must exceed the longest step, update and transfer; None: the policy's, usually 10 s.
         telemetry: a JSON Lines file of this server's own (:mod:`~.records`).
         meeting: how the processes find each other; None: by the environment.
 
     Attributes:
-        values: this server's parameters by name, the last finite ones; replaced, never written to.
+        values: this server's parameters by name, the last finite ones; tensors are replaced, never written to.
         version: number of updates of each parameter, by name.
-        lost: why each lost worker was lost, in the order of loss.
-        closed: the workers that have ended well.
-        log: waiting and staleness.
-        policy: with ElasticBSP, ``policy.supersteps`` on server 0 has the decisions.
+        lost: by lost worker, the reason; in the order of loss.
+        closed: the workers that have ended without failure.
+        log: seconds waited and staleness (:class:`~.records.SyncLog`).
+        policy: the synchronisation model; with ElasticBSP, ``policy.supersteps`` on server 0 has the decisions.
 
-    Raises InputError, on all ranks, when the ranks' plans, models or policies differ or one's arguments are wrong;
-    TransferError when one of them does not come or is lost.
+    Raises InputError, on all ranks, when plans, models or policies differ between ranks or a rank's arguments are
+    wrong, and TransferError when a rank does not come or is lost.
     """
 
     def __init__(
@@ -95,7 +97,7 @@ class Server:
         telemetry: str | PathLike[str] | None = None,
         meeting: Meeting | None = None,
     ) -> None:
-        """Take this rank's share of the parameters, and meet the other processes: returns when all have come."""
+        """Take this rank's share of the parameters, and meet the other processes; blocks until all have come."""
         refuse_in_one_line()
         meeting = meeting or Meeting.of_environment()
         self.plan, self.policy, self._optimizer = plan, policy or BSP(fixed=True), optimizer
@@ -128,7 +130,10 @@ class Server:
             raise refusal or error from None
 
     def _check_arguments(self, model: nn.Module) -> None:
-        """Raise InputError for arguments that contradict plan, model or policy; the error reaches all ranks."""
+        """Raise InputError for arguments that contradict each other; then open policy and log, and copy the values.
+
+        The meeting calls this, and sends the error to all ranks.
+        """
         plan, names = self.plan, self._state.names
         plan.check(model)
         if not self._lost_after_s > 0:
@@ -146,9 +151,9 @@ class Server:
         self.values = {name: self._copy_value(name) for name in self.version}
 
     def _meet_processes(self, meeting: Meeting) -> None:
-        """Listen, exchange hellos with the other processes, and connect to them; server 0 gathers all others.
+        """Listen, and meet the other processes: server 0 gathers them, other servers join it.
 
-        Messages that come before the job begins are kept, to be taken first.
+        Messages that come before the job begins are kept, and handled first.
         """
         plan, first, first_address = self.plan, self.plan.rank_of_server(0), ""
         if self.server == 0:
@@ -180,22 +185,22 @@ class Server:
 
     @property
     def updates(self) -> float:
-        """Updates made so far, as a mean over this server's trainable parameters."""
+        """Mean number of updates made so far of this server's trainable parameters; 0 without any."""
         names = self._state.names
         return sum(self.version[name] for name in names) / max(len(names), 1)
 
     @property
     def steps_made(self) -> list[int]:
-        """Per worker, late ones included, the steps that it has made."""
+        """Per worker, late ones included, the number of steps that it has made itself."""
         return [steps - self._state.start.get(worker, 0) for worker, steps in enumerate(self._state.steps)]
 
     def serve(self) -> dict[str, Tensor]:
-        """Serve until every worker has closed or is lost, and return the final values by name.
+        """Serve until every worker has closed or is lost, and return this server's final parameters by name.
 
-        Raises TransferError when no worker ended well, when another server is lost, when an update is not finite, and
-        where the policy needs all workers and one is lost; :attr:`values` then holds the last ones, all finite. SIGTERM
-        and Ctrl-C end the run in order (the summary is written, the workers hear of it) unless the script has handlers
-        of its own.
+        Raises TransferError when no worker closes without failure, when another server is lost, when an update is not
+        finite, and when a worker is lost under a policy that needs all; :attr:`values` then has the last finite ones.
+        Any error is sent to all ranks, and an error of another kind is raised as a TransferError. SIGTERM and Ctrl-C,
+        unless the script handles them, end the run in the same way: the summary is written and the workers are told.
         """
         self.log.start()
         self._stop.open()
@@ -234,7 +239,7 @@ class Server:
         """Answer a worker that joins late, on server 0: refuse it, or give it a seat and the number of its first step."""
         hello, own_hello = Hello(**content), self._own_hello
         if hello.rank is not None:
-            return  # a process ahead of this job, in the next one at this address: it calls again
+            return  # a process that waits for the next job at this address: it will call again
         own_job, joiner_job = (f"plan {greeting.plan} under {greeting.policy}" for greeting in (own_hello, hello))
         worker = self.plan.workers + len(self._state.start)
         if joiner_job != own_job:
@@ -245,8 +250,8 @@ class Server:
             self._wire.send(peer, ["refused", "transfer plan:late", problem, "plan for more"])
         else:
             self._on_worker(peer, worker)
-            # The next step without a pushed gradient on any server: a worker pushes when it has all parameters, and
-            # server 0 holds back its own from that step on until all servers have confirmed the joiner.
+            # The first step of which no gradient has been pushed on any server: a worker pushes only when it has all
+            # parameters, and server 0 holds back its own from that step on until all servers have confirmed the joiner.
             clock = 1 + max((count for counts in self._state.pushed.values() for count in counts), default=0)
             self._joiners[worker] = clock, set(self._server_peers)
             self._broadcast(self._server_peers.values(), "seat", worker, clock)
@@ -254,7 +259,7 @@ class Server:
             self._begin_joiner(worker)
 
     def _admit_joiner(self, worker: int, clock: int) -> None:
-        """Make a joining worker a member, as if it had made ``clock`` steps already: that is the number of its first one."""
+        """Make a joining worker a member, as if it had made ``clock`` steps: that is the number of its first one."""
         state = self._state
         for counts in state.pushed.values():
             counts[worker] = clock
@@ -266,7 +271,7 @@ class Server:
         self.log.add(JoinedRow(time_s=self.log.time_s, worker=worker, step=clock, epoch=self._next_epoch))
 
     def _begin_joiner(self, worker: int) -> None:
-        """Tell a joining worker to begin, once all other servers have confirmed it."""
+        """Tell a joining worker to begin if all other servers have confirmed it; else do nothing."""
         clock, servers_to_confirm = self._joiners[worker]
         if not servers_to_confirm:
             del self._joiners[worker]
@@ -275,25 +280,25 @@ class Server:
 
     @property
     def _next_epoch(self) -> int:
-        """The first epoch whose samples are not shared out yet, as no worker has asked for its share."""
+        """The first epoch for which no worker has asked for its share of the samples: a joiner gets shares from it on."""
         return max(self._members_of_epoch, default=-1) + 1
 
     def _on_worker(self, peer: Peer, worker: int) -> None:
-        """Note which connection belongs to a worker that has called."""
+        """Note that the connection ``peer`` belongs to worker ``worker``, which has called this server."""
         self._seats[worker].peer, self._rank_of_peer[peer] = peer, self.plan.rank_of_worker(worker)
 
     def _member_of_peer(self, peer: Peer) -> int | None:
-        """Note that a worker lives, as its message shows; return its number, None for one that was taken out of the job."""
+        """Note that a message has come from a worker; return its number, or None if it was taken out of the job."""
         worker = self.plan.worker_of_rank(self._rank_of_peer[peer])
         self._seats[worker].last_heard_s = time.monotonic()
         return worker if worker in self._state.members else None
 
     def _on_here(self, peer: Peer) -> None:
-        """Note a worker's sign of life, which it sends while it has nothing else to say."""
+        """Note a worker's sign of life, which it sends while it receives for long."""
         self._member_of_peer(peer)
 
     def _on_pull(self, peer: Peer, clock: int) -> None:
-        """Queue all parameters of this server for a worker that has made ``clock`` steps and begins the next."""
+        """Queue all parameters of this server for a worker that has made ``clock`` steps and starts the next."""
         if (worker := self._member_of_peer(peer)) is not None:
             seat = self._seats[worker]
             seat.clock = clock
@@ -302,7 +307,7 @@ class Server:
             seat.epoch_first_step = clock if seat.epoch_first_step is None else seat.epoch_first_step
 
     def _on_gradient(self, peer: Peer, index: int, clock: int, payload: memoryview) -> None:
-        """Accept a gradient that a worker has sent, of the parameter ``index`` of the plan and of its step ``clock``."""
+        """Accept a worker's gradient (``payload``, its bytes) of the plan's parameter ``index``, in its step ``clock``."""
         if (worker := self._member_of_peer(peer)) is not None:
             slot = self.plan.slots[index]
             gradient = torch.empty(slot.shape, dtype=getattr(torch, slot.dtype))
@@ -310,13 +315,14 @@ class Server:
             self.accept(worker, clock, slot.name, gradient)
 
     def accept(self, worker: int, clock: int, name: str, gradient: Tensor) -> None:
-        """Apply one gradient of a member by the policy, and log the member's step when it was the step's last gradient.
+        """Pass a member's gradient of step ``clock`` to the policy, and make the updates that it returns.
 
-        A gradient that is not finite takes the member out of the job.
+        After the last gradient of a step, the step is counted and logged, and a barrier may be decided. A gradient that
+        is not finite is dropped and takes the member out of the job. ``gradient`` may be changed in place.
         """
         state, seat = self._state, self._seats[worker]
         if not torch.isfinite(gradient).all():
-            # Large parameters are the job's doing: then other workers' gradients will not be finite either.
+            # The message says how large parameters are: if very large, the job diverges rather than this worker fails.
             largest = max(float(value.abs().max()) for value in self.values.values())
             gradient_text = f"a gradient of {name} in step {clock} that is not finite"
             self._remove_lost_worker(worker, f"sent {gradient_text} (the largest parameter here is {largest:.3g})")
@@ -341,7 +347,7 @@ class Server:
             self._decide_barrier(worker)
 
     def _on_members(self, peer: Peer, epoch: int) -> None:
-        """Answer which workers share the samples of an epoch.
+        """Tell a worker which workers share the samples of an epoch.
 
         They are the members at the epoch's first request, so that all workers get the same answer.
         """
@@ -357,18 +363,18 @@ class Server:
             self._seats[worker].epoch_batches = batches
 
     def _on_close(self, peer: Peer) -> None:
-        """Remove a worker that has ended well, and confirm it; its gradients have all come before this message."""
+        """Remove a worker that has closed, and confirm it with "bye"; all its gradients have come before this message."""
         if (worker := self._member_of_peer(peer)) is not None:
             self._remove_member(worker, None)
             self._wire.send(peer, ["bye"])
 
     def _on_fail(self, peer: Peer, reason: str) -> None:
-        """Take a worker out of the job that reports its own failure."""
+        """Take a worker that reports its own failure out of the job."""
         if (worker := self._member_of_peer(peer)) is not None:
             self._remove_lost_worker(worker, reason)
 
     def _on_gone(self, peer: Peer) -> None:
-        """Handle the end of a connection: of another server, which ends this one, or of a worker, which is lost."""
+        """Handle the end of a connection: a worker is then lost; the loss of another server raises TransferError."""
         rank = self._rank_of_peer.pop(peer, None)
         if rank in self._server_peers:
             raise TransferError(f"{self._title}: {self.plan.title(rank)} {CLOSED}")
@@ -378,13 +384,13 @@ class Server:
     # Messages between servers.
 
     def _on_alive(self, peer: Peer) -> None:
-        """Do nothing: another server lives, as any message shows."""
+        """Do nothing: another server's sign of life, which other servers need not note."""
 
     def _on_connected(self, peer: Peer) -> None:
-        """Do nothing: the connection to another server stands, which nobody waits for."""
+        """Do nothing: a connection to another server is established, which nothing here waits for."""
 
     def _on_bye(self, peer: Peer) -> None:
-        """Forget another server, which has served to the end."""
+        """Forget another server, which has ended without failure."""
         self._server_peers.pop(self._rank_of_peer.pop(peer))
 
     def _on_end(self, peer: Peer, reason: str) -> None:
@@ -392,29 +398,29 @@ class Server:
         raise TransferError(f"{self._title} ended, before that: {reason}")
 
     def _on_seat(self, peer: Peer, worker: int, clock: int) -> None:
-        """Admit a worker that joins late, by order of server 0, and confirm it to that server."""
+        """Admit a worker that joins late, as server 0 says, and confirm that to server 0 with "seated"."""
         self._admit_joiner(worker, clock)
         self._wire.send(peer, ["seated", worker])
 
     def _on_seated(self, peer: Peer, worker: int) -> None:
-        """Note on server 0 that another server has admitted a worker that joins late; the last one lets it begin."""
+        """Note on server 0 that another server has admitted a late joiner, which begins when all servers have."""
         if worker in self._joiners:
             self._joiners[worker][1].discard(self._rank_of_peer[peer])
             self._begin_joiner(worker)
 
     def _on_barrier(self, peer: Peer, quota: list[int]) -> None:
-        """Follow server 0's decision on the next barrier."""
+        """Follow server 0's decision on the next barrier; ``quota``: steps to it from the start of the job, per worker."""
         self.policy.follow(quota)
 
     def _on_lost(self, peer: Peer, worker: int, reason: str) -> None:
-        """Take a worker out of the job that another server has taken out."""
+        """Take a worker that another server has taken out of the job out here too."""
         if worker in self._state.members:
             self._remove_lost_worker(worker, reason)
 
     # What follows from messages and from time.
 
     def _send_released_values(self) -> None:
-        """Send every worker the values at the head of its queue, in order, up to the first that the policy holds back."""
+        """Send each worker the values in its queue, in order, up to the first that the policy holds back."""
         for worker, seat in enumerate(self._seats):
             while seat.queue and self._may_send(worker, seat, seat.queue[0]):
                 index = seat.queue.popleft()
@@ -423,9 +429,10 @@ class Server:
                 self._send(worker, "value", index, self.version[name], tensor=self.values[name])
 
     def _may_send(self, worker: int, seat: _Seat, index: int) -> bool:
-        """Return whether the policy releases the transfer of parameter ``index``; note when a worker begins and ends to wait.
+        """Return whether parameter ``index`` may be sent to ``worker``; also note when its wait starts and ends.
 
-        Raises TransferError where a worker that has closed would be waited for, under a policy that needs all.
+        A frozen parameter always may. Raises TransferError where, under a policy that needs all workers, it would wait
+        for one that has closed.
         """
         slot = self.plan.slots[index]
         if not slot.trainable:
@@ -433,7 +440,8 @@ class Server:
         blockers = self._blockers_of(worker, seat.clock, slot.name)
         if blockers is None:
             if seat.blocked_transfer is not None:
-                seat.blocked_transfer, seat.last_heard_s = None, time.monotonic()  # its silence counts from now
+                # A blocked worker has nothing to send, so its silence counts from now on.
+                seat.blocked_transfer, seat.last_heard_s = None, time.monotonic()
             if seat.waiting_since_s is not None:
                 waited_s, seat.waiting_since_s = time.monotonic() - seat.waiting_since_s, None
                 seat.wait_s += waited_s
@@ -447,18 +455,18 @@ class Server:
         return False
 
     def _blockers_of(self, worker: int, clock: int, name: str) -> list[int] | None:
-        """Return the workers whose gradients a transfer waits for.
+        """Return the workers for which the transfer of parameter ``name`` to ``worker`` waits, which has made ``clock`` steps.
 
-        None: the transfer is released; empty: it waits for a decision. ``clock``: the steps that ``worker`` has made;
-        ``name``: the parameter that it is to get.
+        They are those of :meth:`SyncPolicy.waits_for`, and late joiners that are not confirmed yet. None: the transfer
+        is released; empty: it waits for a decision.
         """
         blockers = self.policy.waits_for(worker, clock, name)
-        # No worker begins a joiner's first step before all servers have confirmed the joiner.
+        # No worker may start a joiner's first step before all servers have confirmed the joiner.
         joiners = [other for other, (step, _) in self._joiners.items() if other != worker and clock >= step]
         return sorted({*(blockers or ()), *joiners}) if joiners else blockers
 
     def _describe_wait(self, worker: int, blockers: Iterable[int]) -> str:
-        """Return in words which transfer ``worker`` waits for, and the ``blockers`` whose gradients it lacks."""
+        """Return in words which transfer ``worker`` waits for, and from which ``blockers`` a gradient is missing."""
         seat, title = self._seats[worker], self.plan.title
         assert seat.blocked_transfer is not None
         clock, name = seat.blocked_transfer
@@ -469,11 +477,14 @@ class Server:
         return f"{name} for {worker_title}{behind} waits for its gradient of step {clock - 1} from {blocker_titles}"
 
     def _send_heartbeats(self) -> None:
-        """Send all a sign of life every so often, and take out silent workers for which others wait."""
+        """Send all processes a sign of life, and take out silent workers for which others wait.
+
+        Does nothing if the last sign of life is more recent than BEAT_S, or a quarter of ``lost_after_s``.
+        """
         now_s = time.monotonic()
         if now_s - self._last_heartbeat_s < min(BEAT_S, self._lost_after_s / 4):
             return
-        # This process stood still: messages that workers sent meanwhile may still be on their way.
+        # This process itself was stopped: messages that workers sent meanwhile may still be on their way.
         if now_s - self._last_heartbeat_s > BEAT_S + STOOD_STILL_S:
             for seat in self._seats:
                 seat.last_heard_s = now_s
@@ -492,7 +503,7 @@ class Server:
                 self._remove_lost_worker(worker, f"was silent for {silent_s:.1f} s, and {reason}")
 
     def _remove_lost_worker(self, worker: int, reason: str) -> None:
-        """Take a lost worker out of the job, and tell it and the other servers.
+        """Take a lost worker out of the job, and tell it and the other servers. ``reason`` follows the worker's name.
 
         Raises TransferError under a policy that needs all workers.
         """
@@ -504,7 +515,7 @@ class Server:
             raise TransferError(f"{self._title}: {self.plan.title(self.plan.rank_of_worker(worker))} {reason}")
 
     def _remove_member(self, worker: int, reason: str | None) -> None:
-        """Take a worker out of the members, log it, and make the updates and decisions that were waiting for it.
+        """Take a worker out of the members, log that, and make the updates and decisions that have waited for it.
 
         ``reason``: why it was lost; None: it has closed.
         """
@@ -536,19 +547,19 @@ class Server:
             self._decide_barrier()
 
     def _decide_barrier(self, worker: int | None = None) -> None:
-        """Ask the policy on server 0 whether a superstep is over; if so, log it and send the next barrier to the other servers.
+        """On server 0, ask the policy whether a superstep is over; if so, log it and send the next barrier to other servers.
 
-        ``worker``: whose step has just been completed, if that is why.
+        ``worker``: the one whose step has just been completed; None: another event.
         """
         if self.server == 0 and (finished_superstep := self.policy.decide(self.log.time_s, worker)) is not None:
             self.log.add(finished_superstep)
             self._broadcast(self._server_peers.values(), "barrier", list(self.policy.quota))
 
     def _apply_updates(self, updates: list[Update], when: str) -> None:
-        """Make the updates by one step of the optimizer, and publish the new values.
+        """Make the updates by one step of the optimizer, then set :attr:`values` and :attr:`version`.
 
-        ``when``: words for the error. Raises TransferError, before any value is published, when an updated value is not
-        finite.
+        Gradients are summed in place, in their order. Without updates nothing happens. Raises TransferError, before any
+        value is set, when an updated value is not finite; ``when``: the last words of its text.
         """
         if not updates:
             return
@@ -572,13 +583,13 @@ class Server:
             self.version[name] += 1
 
     def _copy_value(self, name: str) -> Tensor:
-        """Return a contiguous copy of a parameter on the CPU, which is sent and never written to."""
+        """Return a contiguous copy of a parameter on the CPU, which may be sent because it is never written to."""
         return self._parameters[name].detach().to("cpu", copy=True).contiguous()
 
     def _describe_not_finite(self, update: Update, mean: Tensor) -> str:
         """Return in words which update is not finite and why.
 
-        The cause is the mean gradient, a sum of finite ones that is too large, or what the optimizer made of it.
+        Either the sum of finite gradients has overflowed (``mean`` is not finite), or the optimizer's step has.
         """
         if not torch.isfinite(mean).all():
             cause = f"the sum of {len(update.gradients)} workers' finite gradients is too large for {mean.dtype}"
@@ -593,6 +604,6 @@ class Server:
             self._wire.send(peer, content)
 
     def _send(self, worker: int, *content: Any, tensor: Tensor | None = None) -> None:
-        """Send a message of kind ``content[0]`` to a worker, if it has a connection."""
+        """Send a worker, if it has called, a message of kind ``content[0]``, with the bytes of ``tensor`` if given."""
         if (peer := self._seats[worker].peer) is not None:
             self._wire.send(peer, content, tensor)

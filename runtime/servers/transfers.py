@@ -1,9 +1,9 @@
-"""Ordered transfers between workers and parameter servers: the plan. Start at :class:`TransferPlan`.
+"""The plan of ordered transfers between workers and parameter servers. Start at :class:`TransferPlan`.
 
 Ranks 0 to W-1 are workers, ranks W to W+P-1 parameter servers. In a step a worker pulls every parameter and pushes
-every gradient; each worker-server pair is one channel per direction, and a channel carries one transfer at a time. The
-order is enforced where TicTac (section 5.1) enforces it, at the sender: priorities become numbers 0 to n-1 within a
-channel, the server holds a queue per worker and iteration, and transfer k goes to the transport only after k others.
+every gradient; each worker-server pair has one channel per direction, and a channel carries one transfer at a time. The
+order is enforced at the sender, as in TicTac (section 5.1): priorities become numbers 0 to n-1 within a channel, the
+server holds a queue per worker and iteration, and transfer k goes to the transport only after k others.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from ddltool.runtime.hook.job import Config, loaded
 
 
 class TransferError(DdlToolError):
-    """A transfer did not happen; the message says which one waited, for what, and on which rank."""
+    """A transfer did not happen; the message says which process waited, and for what."""
 
     exit_code = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slot:
-    """One parameter as it travels: both ends must agree on every field."""
+    """One parameter as it is transferred; both ends must agree on every field."""
 
     name: str
     shape: tuple[int, ...]
@@ -41,19 +41,19 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True)
 class TransferPlan:
-    """The server of each parameter, and the order in which each server hands its parameters to each worker.
+    """The server of each parameter, and the order in which each server sends its parameters to each worker.
 
     Without ``priority`` and ``random_seed`` every channel keeps the order of registration.
     """
 
     slots: tuple[Slot, ...]
-    """The parameters that travel, in the order of registration; their index here is what messages carry."""
+    """The parameters that are transferred, in the order of registration; messages name them by their index here."""
     workers: int
     servers: int
     priority: tuple[int, ...] | None = None
-    """Per parameter, lowest first; equal numbers keep the order of registration, so each channel's order is total."""
+    """Per parameter a number, lowest first; equal ones keep the order of registration, so each channel's order is total."""
     random_seed: int | None = None
-    """With a seed, every worker's every pull has an order of its own, drawn at random: TicTac's baseline."""
+    """With a seed, each pull of each worker has a random order of its own, which is TicTac's baseline."""
     late: int = 0
     """Number of workers that may join while the job runs."""
 
@@ -70,9 +70,9 @@ class TransferPlan:
     ) -> TransferPlan:
         """Return the plan for ``model``, spread over the servers by :func:`~ddltool.graph.spread`.
 
-        The other arguments are the attributes of the same names; ``priority`` is by parameter's name. Raises InputError
-        when ``priority`` leaves out a parameter or names one that the model lacks, when both an order and a seed are
-        given, and for counts below 1.
+        The other arguments are the attributes of the same names; ``priority`` is by parameter name. Raises InputError
+        when ``priority`` leaves out a parameter or names one that the model lacks, when both priorities and a seed are
+        given, for less than one worker or server, and for a negative ``late``.
         """
         if workers < 1 or servers < 1:
             raise InputError("transfer plan", f"{workers} workers and {servers} servers", "there must be one of each")
@@ -102,7 +102,7 @@ class TransferPlan:
         )
 
     def check(self, model: nn.Module) -> None:
-        """Raise InputError unless the plan was made from a model with these parameters."""
+        """Raise InputError unless the plan was made from a model with the same parameters as ``model``."""
         differing_slots = {*self.slots} ^ {*_slots(model, self.servers)}
         if differing_names := sorted({slot.name for slot in differing_slots}, key=natural_key):
             problem = f"was made from another model: {listed(differing_names, 3)} are not the same"
@@ -119,11 +119,11 @@ class TransferPlan:
         return self.workers + self.late
 
     def rank_of_worker(self, worker: int) -> int:
-        """Return the rank of a worker by its number: workers that join late come after the servers."""
+        """Return the rank of worker number ``worker``; the ranks of late joiners come after those of the servers."""
         return worker if worker < self.workers else worker + self.servers
 
     def rank_of_server(self, server: int) -> int:
-        """Return the rank of server ``server``."""
+        """Return the rank of server number ``server``."""
         return self.workers + server
 
     def worker_of_rank(self, rank: int) -> int:
@@ -131,24 +131,24 @@ class TransferPlan:
         return rank if rank < self.workers else rank - self.servers
 
     def title(self, rank: int) -> str:
-        """Return the name of the process of rank ``rank`` in messages, as ``server 0 (rank 2)``."""
+        """Return the name of the process of rank ``rank`` for messages, such as ``server 0 (rank 2)``."""
         is_server = self.workers <= rank < self.world_size
         name = f"server {rank - self.workers}" if is_server else f"worker {self.worker_of_rank(rank)}"
         return f"{name} (rank {rank})"
 
     @cached_property
     def _on_server(self) -> tuple[tuple[int, ...], ...]:
-        """Per server, the indices of its parameters in ``slots``, by priority, else in the order of registration."""
+        """Per server, the indices of its parameters in ``slots``, by priority or else in the order of registration."""
         numbers = self.priority or tuple(range(len(self.slots)))
         order = sorted(range(len(self.slots)), key=lambda index: (numbers[index], index))
         servers = range(self.servers)
         return tuple(tuple(index for index in order if self.slots[index].server == server) for server in servers)
 
     def queue(self, server: int, worker: int, pull: int) -> tuple[int, ...]:
-        """Return the indices of the parameters that ``server`` sends to ``worker`` in its pull number ``pull``, first to last.
+        """Return the indices of the parameters that ``server`` sends to ``worker`` in its pull number ``pull``, in order.
 
-        The place in this tuple is the transfer's normalised priority number. With a random seed every pull has another
-        order.
+        The position in this tuple is the transfer's priority number within the channel. With ``random_seed`` each pull
+        has another order, otherwise all have the same.
         """
         queue = self._on_server[server]
         if self.random_seed is None:
@@ -157,12 +157,12 @@ class TransferPlan:
         return tuple(generator.sample(queue, len(queue)))
 
     def digest(self) -> str:
-        """Return 12 hexadecimal digits that are equal for two plans only if the plans are equal."""
+        """Return a hash of the plan, 12 hexadecimal digits, by which processes check that they have the same."""
         return hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()[:12]
 
 
 def _slots(model: nn.Module, servers: int) -> tuple[Slot, ...]:
-    """Return the slots of a model's parameters; those without elements do not travel."""
+    """Return the slots of a model's parameters, spread over ``servers`` servers by bytes; empty ones are left out."""
     parameters = {name: value for name, value in model.named_parameters() if value.numel()}
     server_by_name = spread({name: value.nbytes for name, value in parameters.items()}, servers)
     return tuple(
@@ -180,7 +180,7 @@ def _slots(model: nn.Module, servers: int) -> tuple[Slot, ...]:
 def planned_priority(config: Config) -> dict[str, int]:
     """Return the priority numbers of an enforcement config's parameters, for :meth:`TransferPlan.for_model`.
 
-    Raises InputError when the config lists no parameters with a number: such a plan was made without a graph.
+    Raises InputError when no parameter has a number, which is so for a plan that was made without a graph.
     """
     enforcement, path = loaded(config)
     numbers = {entry.name: entry.priority for entry in enforcement.parameters if entry.priority is not None}
@@ -190,7 +190,7 @@ def planned_priority(config: Config) -> dict[str, int]:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return an error in one line: its type, and its text where it has one."""
+    """Return an error in one line: its type and text, or the type alone if it has no text."""
     text = f"{type(error).__name__}: {error}" if isinstance(error, Exception) and str(error) else ""
     # Names of files, say, may hold surrogates, which UTF-8 cannot encode.
     return one_line((text or str(error) or type(error).__name__).encode(errors="replace").decode())

@@ -20,43 +20,46 @@ from ddltool.runtime.processes.stopping import StopSignals
 from ddltool.runtime.servers.transfers import TransferError
 
 BEAT_S = 0.1  # how often a server sends all a sign of life, and so finds closed connections
-# A process whose own loop took so much longer has itself stood still (stopped, or its machine was), and blames no other.
+# If a turn of a process's receiving loop takes this much longer than BEAT_S, the process itself was stopped, and does not
+# count the silence of others in that time.
 STOOD_STILL_S = 1.0
 SILENT_S = 60.0  # how long a machine may not answer before its connections count as broken, whether or not anyone waits
 CLOSED = "closed its connection"
-LINGER_S = 1.0  # how long queued messages may still take when an end closes
+LINGER_S = 1.0  # how long closing waits for queued messages to be sent
 Peer: TypeAlias = int | bytes
-"""The other end of a connection: the rank of a server that was dialled, or the name that a caller has here."""
+"""The other end of a connection: the rank of a server that was dialled, or the identity that zmq gave to a caller."""
 Message: TypeAlias = tuple[Peer, list[Any], memoryview | None]
-"""The sender, the content (its kind, then values), and the bytes of a tensor or None."""
+"""(sender, [kind, *values], bytes of a tensor or None)."""
 
 
 class Wire:
     """The connections of one process; used by one thread at a time.
 
-    zmq frames, queues and sends in threads of its own, so that nothing here waits for a peer. CURVE encrypts with one
-    key pair made from the token: without the token nobody can shake hands.
+    zmq queues and sends in threads of its own, so that no method but :meth:`receive` and :meth:`close` blocks. CURVE
+    encrypts with one key pair that is derived from the token, so nobody without the token can connect.
     """
 
     def __init__(self, token: str, stop: StopSignals) -> None:
-        """Derive the key pair from ``token``. Signals noted by ``stop`` are raised between two messages, and nowhere else."""
+        """Derive the key pair from ``token``. :meth:`receive` raises signals that ``stop`` has noted."""
         secret = z85.encode(hashlib.blake2b(token.encode(), digest_size=32, person=b"ddltool servers").digest())
+        # (secret, public): all processes share this pair, which is both the server's and the client's.
         self._keys = secret, zmq.curve_public(secret)
         self._stop = stop
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._poller = zmq.Poller()
-        self._router: zmq.Socket[bytes] | None = None  # where calls come in; None: this process does not listen
-        self._dealers: dict[int, zmq.Socket[bytes]] = {}  # the calls made, by the server's rank
-        self._monitors: dict[zmq.Socket[bytes], int] = {}  # what tells of the beginning and end of those, with the rank
-        # (rank, its dealer), or (None, the router): where messages come from, in turns.
+        self._router: zmq.Socket[bytes] | None = None  # the listening socket; None: this process does not listen
+        self._dealers: dict[int, zmq.Socket[bytes]] = {}  # by rank of a server that was dialled: the socket to it
+        # By monitor socket of a dealer, which tells of its connection's beginning and end: the server's rank.
+        self._monitors: dict[zmq.Socket[bytes], int] = {}
+        # (rank, its dealer) and (None, the router): sockets to receive from, in turns.
         self._sources: deque[tuple[int | None, zmq.Socket[bytes]]] = deque()
-        self._events: deque[Message] = deque()  # "connected" and "gone", not yet received
-        self._gone: set[Peer] = set()  # callers whose end was told
+        self._events: deque[Message] = deque()  # messages "connected" and "gone" that `receive` has not returned yet
+        self._gone: set[Peer] = set()  # callers for which there was a message "gone"
 
     def listen(self, host: str, port: int) -> str:
-        """Take calls on the interface of ``host``, at ``port`` (0: any free one), and return the address ``HOST:PORT``.
+        """Accept connections on the interface of ``host``, at ``port`` (0: any free one); return the address ``HOST:PORT``.
 
-        Raises InputError where that is not possible.
+        Raises InputError for an unknown host or a port that cannot be used.
         """
         self._router = self._socket(zmq.ROUTER)
         self._router.router_mandatory = True  # so that sending to a closed connection raises
@@ -64,12 +67,15 @@ class Wire:
         self._sources.append((None, self._router))
         try:
             self._router.bind(f"tcp://{socket.gethostbyname(host)}:{port or '*'}")
-        except OSError as error:  # the base of ZMQError and of the error of an unknown host
+        except OSError as error:  # the base class of ZMQError and of the error for an unknown host
             raise InputError(f"{host}:{port}", f"cannot be listened at ({error.strerror or error})") from None
         return self._router.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("tcp://")
 
     def dial(self, rank: int, address: str) -> None:
-        """Call the server of this rank at ``address``; :meth:`receive` tells of its answer and of the connection's end."""
+        """Start to connect to the server of rank ``rank`` at ``address`` (``HOST:PORT``).
+
+        :meth:`receive` returns messages "connected" and "gone" when the connection is established and ends.
+        """
         dealer = self._dealers[rank] = self._socket(zmq.DEALER)
         dealer.curve_serverkey = self._keys[1]
         monitor = dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
@@ -80,10 +86,12 @@ class Wire:
         dealer.connect(f"tcp://{address}")
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
-        """Return a socket of a zmq ``kind`` with this job's keys; it finds broken connections and queues without limit."""
+        """Return a new zmq socket of type ``kind`` with this job's keys, a heartbeat and queues without a limit."""
         zmq_socket = self._context.socket(kind)
         zmq_socket.linger = int(1e3 * LINGER_S)
-        zmq_socket.sndhwm = zmq_socket.rcvhwm = 0  # drop nothing: a worker asks for its parameters only
+        zmq_socket.sndhwm = zmq_socket.rcvhwm = (
+            0  # no limit, so that nothing is dropped: a worker pulls what it needs only
+        )
         zmq_socket.curve_secretkey, zmq_socket.curve_publickey = self._keys
         # In milliseconds: four heartbeats in the time after which silence counts as broken.
         zmq_socket.heartbeat_ivl, zmq_socket.heartbeat_timeout = int(250 * SILENT_S), int(1e3 * SILENT_S)
@@ -92,14 +100,14 @@ class Wire:
         return zmq_socket
 
     def give_up(self, rank: int) -> None:
-        """Drop what is queued for a lost server when the wire closes, so that closing does not wait for it."""
+        """Let :meth:`close` drop messages that are queued for a lost server, instead of waiting for them to be sent."""
         self._dealers[rank].linger = 0
 
     def send(self, peer: Peer, content: Sequence[Any], tensor: Tensor | None = None) -> None:
-        """Queue a message of JSON values, and the bytes of a tensor, whose memory must never change from then on.
+        """Queue a message: ``content`` (its kind, then JSON values) and the bytes of ``tensor``, if given.
 
-        When it has been sent is not known. For a caller whose connection has ended, :meth:`receive` returns one message
-        "gone".
+        It does not block, and nothing tells when the message is sent, so the tensor's memory must never change
+        afterwards. If a caller's connection has ended, :meth:`receive` returns one message "gone" from it.
         """
         frames: list[Any] = [json.dumps(content).encode()]
         if tensor is not None:
@@ -116,10 +124,10 @@ class Wire:
                 self._events.append((peer, ["gone"], None))
 
     def receive(self, timeout_s: float) -> Message | None:
-        """Return the next message, None when there is none in time.
+        """Return the next message, or None if none comes within ``timeout_s`` seconds.
 
-        "connected" (a server has answered) and "gone" (a connection has ended, after all that came over it) are
-        messages of no values. Raises what :meth:`StopSignals.hear` does.
+        The messages "connected" (a dialled server has answered) and "gone" (a connection has ended; comes after all
+        messages from it) are made here, and have no values. A signal raises as in :meth:`StopSignals.hear`.
         """
         self._stop.hear()
         if message := self._next():
@@ -131,11 +139,11 @@ class Wire:
                 has_ended = recv_monitor_message(monitor)["event"] == zmq.EVENT_DISCONNECTED
                 self._dealers[rank].linger = 0 if has_ended else int(1e3 * LINGER_S)
                 self._events.append((rank, ["gone" if has_ended else "connected"], None))
-        # Messages go before events: all that came over a connection before it ended is there by now.
+        # Messages go before events: everything that was sent over a connection before it ended has come by now.
         return self._next() or (self._events.popleft() if self._events else None)
 
     def _next(self) -> Message | None:
-        """Return a message that has come already, None where none has; the connections take turns, so that none is starved."""
+        """Return a message that has come already, or None; connections take turns, so that a busy one starves no other."""
         for _ in range(len(self._sources)):
             self._sources.rotate()
             rank, source = self._sources[0]
@@ -149,7 +157,7 @@ class Wire:
         return None
 
     def close(self) -> None:
-        """Close all connections when what was sent has gone, or after ``LINGER_S``. Idempotent."""
+        """Close all connections; blocks until queued messages are sent, at most LINGER_S. More calls do nothing."""
         for dealer in self._dealers.values():
             dealer.disable_monitor()
         self._dealers, self._monitors, self._sources = {}, {}, deque()
@@ -157,7 +165,7 @@ class Wire:
 
 
 def fill(tensor: Tensor, payload: memoryview | None) -> None:
-    """Copy received bytes into ``tensor``. Raises TransferError when they are of another size."""
+    """Copy received bytes (``payload``) into ``tensor``. Raises TransferError if there are none or of another size."""
     if payload is None or payload.nbytes != tensor.numel() * tensor.element_size():
         raise TransferError(f"{0 if payload is None else payload.nbytes} bytes came for {tuple(tensor.shape)}")
     tensor.copy_(torch.frombuffer(payload, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape))

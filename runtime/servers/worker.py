@@ -1,8 +1,8 @@
-"""The worker: pulls while the forward pass runs, pushes while the backward pass runs. Start at :class:`Worker`.
+"""The worker, which pulls parameters during the forward pass and pushes gradients during the backward pass.
 
-A module's forward pass waits for the parameters that it owns and for no others; a gradient is sent as soon as it is
-complete. This happens in the training process's own thread, in hooks of the model; zmq sends and receives beside it.
-Buffers (batch-norm statistics) stay local.
+Start at :class:`Worker`. A module's forward pass waits for the parameters that it owns and for no others; a gradient is
+sent as soon as it is complete. This happens in the training process's own thread, in hooks of the model; zmq sends and
+receives in threads of its own. Buffers (batch-norm statistics) are not transferred.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ log = logging.getLogger(__name__)
 PushTime = Literal["ready", "step"]
 PUSH_TIMES = ("ready", "step")
 HERE_S = 1.0  # how often a worker that is receiving sends a sign of life
-# Modules that only call their children, which then wait for themselves. Other modules of torch.nn may use the
-# parameters of their children without calling them (MultiheadAttention does).
+# Modules that only call their children, each of which waits for its own parameters. Other modules of torch.nn may use
+# their children's parameters without calling them (MultiheadAttention does).
 _CONTAINERS = (
     *(nn.Sequential, nn.ModuleList, nn.ModuleDict),
     *(nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder),
@@ -47,7 +47,7 @@ _CONTAINERS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arrival:
-    """One parameter's arrival: its version, and the seconds from the pull until the model held the value."""
+    """One parameter's arrival: its version, and ``time_s``, seconds from the pull until the model held the value."""
 
     name: str
     server: int
@@ -59,14 +59,14 @@ class Worker:
     """A training process of a plan; the loop is the same under every synchronisation policy.
 
     Args:
-        model: into which the parameters are pulled.
+        model: its parameters are overwritten by the servers'.
         plan: which server has which parameters, and the order of transfers; the same on all ranks.
         policy: the synchronisation model, as on the servers; None: :class:`BSP` in which the loss of a worker ends the
             run.
         checkpoint: a file of this worker's own for the parameters of the last complete pull, written when the run ends
-            by a TransferError (a lost server above all), by SIGTERM or by Ctrl-C; costs one copy of the parameters per
-            pull. SIGTERM then ends the process with 143, at the end of the step under way, unless the script has a
-            handler of its own.
+            by a TransferError (such as a lost server), by SIGTERM or by Ctrl-C; costs one copy of the parameters per
+            pull. With it, SIGTERM ends the process with exit code 143 at the end of the step under way, unless the
+            script has a handler of its own.
         push: "ready" sends gradients as they become ready, while the backward pass runs, so ``.grad`` must not be
             changed after it. "step" sends what ``.grad`` holds at the end of the step: after clipping and scaling, and
             after any number of backward passes.
@@ -75,17 +75,17 @@ class Worker:
     Attributes:
         rank: the number of this worker.
         arrivals: the parameters of the last pull, in the order in which they came.
-        updates: the largest number of updates of any parameter that has come: the job's progress. Under ASP, SSP and
-            ElasticBSP every gradient is an update; under BSP a whole iteration is.
-        clock: the number of steps whose gradients have been pushed. A late joiner begins with a number near that of the
+        updates: the largest number of updates of any parameter that has come, which is the job's progress. Under ASP,
+            SSP and ElasticBSP every gradient is an update; under BSP a whole iteration is.
+        clock: the number of steps whose gradients have been pushed. A late joiner starts with a number near that of the
             others.
         epoch: the first epoch of which this worker gets a share of the samples.
         waited_s: seconds in which this worker has waited for servers, in transfers and at barriers.
-        run: the name of this start of the job.
+        run: name of this run of the job, the same on all ranks.
 
-    Raises InputError, on all ranks, when the ranks' plans, models or policies differ or one's arguments are wrong, and
-    when no seat is left for who joins; TransferError when one of them does not come or is lost, or the job lets nobody
-    in.
+    Raises InputError, on all ranks, when plans, models or policies differ between ranks or a rank's arguments are
+    wrong, and for a late joiner when no seat is left; TransferError when a rank does not come or is lost, or the job
+    does not admit a late joiner in time.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Worker:
         push: PushTime = "ready",
         meeting: Meeting | None = None,
     ) -> None:
-        """Meet the others and hook the model: returns when all have come, or when the running job has let this worker join."""
+        """Meet the other processes and register hooks on the model; blocks until all have come or the job admits this one."""
         refuse_in_one_line()
         meeting = meeting or Meeting.of_environment()
         self.model, self.plan, self.policy = model, plan, policy or BSP(fixed=True)
@@ -130,7 +130,7 @@ class Worker:
             self._stop.open()
 
     def _meet_processes(self, meeting: Meeting) -> None:
-        """Agree with server 0 on plan and policy, take rank, first step and epoch from it, and connect to all servers."""
+        """Join the job at server 0, which gives rank, first step and epoch, and connect to all servers."""
         plan = self.plan
         hello, refusal = meeting.hello(plan, self.policy, self._check_arguments)
         if refusal is not None and meeting.rank is None:  # nobody waits for a worker that would have joined late
@@ -144,7 +144,7 @@ class Worker:
             except BaseException:
                 self._wire.close()
                 raise
-        except DdlToolError as error:  # where this process has refused, server 0 answers with that: say it first-hand
+        except DdlToolError as error:  # if this process has refused, server 0 answers with its text: raise the original
             raise refusal or error from None
         self.rank, self._title = plan.worker_of_rank(rank), plan.title(rank)
         for server in range(1, plan.servers):
@@ -163,13 +163,13 @@ class Worker:
     def step(self, *, push: bool = True) -> Iterator[Self]:
         """Pull all parameters, run the body, and push all gradients (``push`` False: inference, nothing is pushed).
 
-        The body runs one forward and, with ``push``, one backward pass. On leaving, every parameter has arrived and
-        every gradient is with the transport; a trainable parameter without a gradient has pushed zeros, and ``grad`` is
-        None again.
+        The body runs one forward pass and, with ``push``, one backward pass (any number with push="step"). Afterwards
+        every parameter has arrived and every gradient is queued to be sent; a trainable parameter without a gradient
+        has pushed zeros, and ``.grad`` is None again.
 
-        Raises TransferError when a server is lost or this worker was taken out of the job; then the checkpoint has been
-        written. Raises InputError when ``.grad`` was changed after it had been offered to the transport. An exception
-        of the body takes this worker out of the job.
+        Raises TransferError when a server is lost or this worker was taken out of the job, after writing the checkpoint.
+        Raises InputError when ``.grad`` was changed after it had been sent. An exception of the body takes this worker
+        out of the job.
         """
         with self._running("left a step with"):
             self._begin_pull(push)
@@ -177,7 +177,7 @@ class Worker:
             self._finish_step()
 
     def pull(self) -> None:
-        """Pull all parameters without a step, and wait until they are here: after the last step, the trained values."""
+        """Pull all parameters without a step, and block until they have come: after the last step, the trained values."""
         with self.step(push=False):
             pass
 
@@ -186,9 +186,9 @@ class Worker:
     ) -> tuple[Tensor, ...]:
         """Return this worker's share of ``epoch`` in batches: (b,) int64 indices below ``samples``, shuffled.
 
-        The last batch has what is left, which may be one sample; ``drop_last`` leaves it out unless it is whole. The
-        share is :func:`shard`'s among :meth:`members`. The server is told how many batches there are, so it can say
-        what was left out should this worker be lost. Raises InputError for a batch size below 1, and TransferError as
+        The last batch has what is left, which may be one sample; ``drop_last`` leaves it out if it is not whole. The
+        share is :func:`shard`'s among :meth:`members`. Server 0 is told the number of batches, so that it can log how
+        many are left out if this worker is lost. Raises InputError for a batch size below 1, and TransferError as
         :meth:`step` does.
         """
         if batch_size < 1:
@@ -205,7 +205,7 @@ class Worker:
         return tuple(own_batches)
 
     def members(self, epoch: int) -> tuple[int, ...]:
-        """Return the workers that share the samples of ``epoch``; see :func:`shard`.
+        """Return the numbers of the workers that share the samples of ``epoch`` (:func:`shard`); server 0 answers.
 
         All workers get the same answer for an epoch. Raises TransferError as :meth:`step` does.
         """
@@ -215,10 +215,10 @@ class Worker:
             return tuple(self._member_answers.pop())
 
     def close(self) -> None:
-        """Tell the servers that nothing more will be asked for, and remove the hooks. More calls do nothing.
+        """Leave the job: tell the servers, block until they confirm, and remove the hooks. More calls do nothing.
 
-        Raises TransferError as :meth:`step` does, and when a server was lost since the last step: what the servers hold
-        is gone then, and the checkpoint has been written.
+        Raises TransferError as :meth:`step` does, also when a server was lost since the last step: the parameters that
+        it held are lost then, and the checkpoint has been written.
         """
         try:
             if self._open and self._failure is None:
@@ -230,7 +230,7 @@ class Worker:
             self._disconnect()
 
     def _disconnect(self) -> None:
-        """Remove the hooks from the model and close the connections; nothing works any more."""
+        """Remove the hooks from the model and close the connections; the worker can only be closed again."""
         self._open = False
         for handle in self._handles:
             handle.remove()
@@ -251,10 +251,10 @@ class Worker:
 
     @contextmanager
     def _running(self, how: str) -> Iterator[None]:
-        """Run the block's exchange with the servers; any error in it takes this worker out of the job and is raised.
+        """Run the block, which talks to the servers; an error in it takes this worker out of the job and is raised.
 
-        ``how``: words before the error's text, for the servers. Signals are raised at the block's ends. Raises
-        InputError after closing.
+        ``how``: words before the error's text, for the servers. Signals are raised at the block's start and end. After
+        a failure the same failure is raised again, after closing an InputError.
         """
         if self._failure is not None:
             raise self._failure
@@ -273,7 +273,7 @@ class Worker:
     def _fail(self, error: BaseException, how: str) -> TransferError:
         """Leave the job because of ``error``: tell the servers, disconnect, and return the failure that later calls raise.
 
-        Where the error ends the job for this worker (a lost server, a signal), the checkpoint is written first.
+        For a TransferError (such as a lost server) or a signal, the checkpoint is written first.
         """
         failure = TransferError(f"{self._title} {how} {describe_error(error)}")
         if isinstance(error, TransferError):
@@ -290,15 +290,15 @@ class Worker:
         return failure
 
     def _tell(self, server: int, *content: Any, tensor: Tensor | None = None) -> None:
-        """Send a message of kind ``content[0]`` to a server."""
+        """Send a server a message of kind ``content[0]``, with the bytes of ``tensor`` if given."""
         self._last_sent_s[server] = time.monotonic()
         self._wire.send(self.plan.rank_of_server(server), content, tensor)
 
     def _receive_until(self, is_done: Callable[[], bool]) -> None:
         """Handle the servers' messages until ``is_done()``. Raises TransferError when a server ends, is lost or is silent.
 
-        The time counts as waiting. Silence counts anew after this process itself stood still, as messages then are on
-        their way.
+        The time counts in :attr:`waited_s`. If this process itself was stopped for a while, silence is counted from
+        then on, because messages may be on their way.
         """
         begin_s = now_s = silence_from_s = time.monotonic()
         while not is_done():
@@ -321,9 +321,9 @@ class Worker:
         self.waited_s += time.monotonic() - begin_s
 
     def _handle_message(self, server: int, kind: str, values: list[Any], payload: memoryview | None) -> None:
-        """Take over what a server has sent: a parameter's value, the members of an epoch, or that it has closed.
+        """Handle a message of a server: copy a value into the model, or note an epoch's members or a confirmed close.
 
-        Raises TransferError when the job ends for this worker.
+        Other kinds are ignored. Raises TransferError where the job ends for this worker ("out", "end", "gone").
         """
         title = self.plan.title(self.plan.rank_of_server(server))
         if kind == "value":
@@ -351,15 +351,15 @@ class Worker:
     # One step.
 
     def _register_hooks(self) -> list[Any]:
-        """Register hooks that wait for a module's parameters before its forward pass, and push each gradient once complete.
+        """Register hooks that wait for a module's parameters before its forward pass, and that push each gradient.
 
-        torch.compile must leave them out of its graphs, as they send and receive. Returns the handles.
+        torch.compile must leave them out of its graphs, because they send and receive. Returns the handles.
         """
         wait, push = (torch.compiler.disable(act) for act in (self._wait_for_parameters, self._push_ready_gradient))
         index_of = {id(self._parameters[name]): index for index, name in enumerate(self._parameter_names)}
         handles: list[Any] = []
         for module in self.model.modules():
-            # Modules of torch.nn may use their children's parameters themselves: they wait for all of these.
+            # Modules of torch.nn may use their children's parameters themselves, so they wait for those too.
             is_whole = type(module).__module__.startswith("torch.nn.") and not isinstance(module, _CONTAINERS)
             owned = [index_of[id(value)] for value in module.parameters(recurse=is_whole) if id(value) in index_of]
             if owned:
@@ -371,7 +371,7 @@ class Worker:
         return handles
 
     def _begin_pull(self, push: bool) -> None:
-        """Reset the state of a step and ask every server for its parameters; ``push``: whether gradients will be pushed."""
+        """Reset the state of a step, and request the parameters of every server; ``push``: whether gradients are pushed."""
         self._arrived_indices, self._awaited_indices, self.arrivals = set(), set(), []
         self._pushed_indices, self._sent_gradients, self._is_pushing = set(), {}, push
         self._pull_began_s = time.perf_counter()
@@ -379,18 +379,18 @@ class Worker:
             self._tell(server, "pull", self.clock)
 
     def _wait_for_parameters(self, wanted_indices: frozenset[int], *_: object) -> None:
-        """Wait until the parameters with these indices in the plan have arrived: the hook before a module's forward pass.
+        """Block until the parameters with these indices in the plan have arrived: the pre-forward hook of a module.
 
-        They are noted as awaited, so that a gradient of any other shows that its module was not called.
+        They are noted as awaited: a gradient of any other parameter shows that its module was not called.
         """
         self._awaited_indices |= wanted_indices
         self._receive_until(lambda: wanted_indices <= self._arrived_indices)
 
     def _push_ready_gradient(self, index: int, parameter: Tensor) -> None:
-        """Push the gradient of the parameter with this index in the plan: the hook after it has been accumulated.
+        """Push the gradient of the parameter with this index in the plan: the hook after the gradient is accumulated.
 
         With push="step" it is only checked. Raises InputError for a parameter that no forward pass has waited for, and
-        for a second gradient.
+        with push="ready" for a second gradient.
         """
         name, gradient = self._parameter_names[index], parameter.grad
         if not self._is_pushing or gradient is None:
@@ -407,9 +407,9 @@ class Worker:
         self._send_gradient(index, gradient)
 
     def _send_gradient(self, index: int, gradient: Tensor) -> None:
-        """Send a parameter's gradient once all values have come.
+        """Block until all values of the pull have come, then send a parameter's gradient as a dense copy on the CPU.
 
-        A worker that joins the job relies on that: every server has released the step before any gradient of it comes.
+        Late joining relies on that order: every server has released the step before any gradient of it comes.
         """
         self._receive_until(self._has_all_parameters)
         self._pushed_indices.add(index)
@@ -421,10 +421,10 @@ class Worker:
         return len(self._arrived_indices) == len(self._parameter_names)
 
     def _finish_step(self) -> None:
-        """Wait for the remaining parameters, push the remaining gradients, and count the step.
+        """Block until all parameters have come, push the remaining gradients, set ``.grad`` to None, and count the step.
 
-        A trainable parameter without a gradient pushes zeros. Raises InputError where a gradient was changed while it
-        was pushed.
+        A trainable parameter without a gradient pushes zeros. Without ``push`` only the first happens. Raises InputError
+        for a gradient that was changed after it had been sent.
         """
         self._receive_until(self._has_all_parameters)
         if self._is_pushing:
@@ -436,7 +436,7 @@ class Worker:
                     problem = f"{name}.grad was changed after the backward pass, while it was being pushed"
                     remedy = 'clip and scale gradients with push="step", or scale the loss'
                     raise InputError("worker.step", problem, remedy)
-            for index in reversed(range(len(self._parameter_names))):  # last layer first, as a backward pass has it
+            for index in reversed(range(len(self._parameter_names))):  # last layer first, as in a backward pass
                 parameter = self._parameters[self._parameter_names[index]]
                 if self.plan.slots[index].trainable and index not in self._pushed_indices:
                     gradient = parameter.grad if self._push_time == "step" else None
@@ -449,7 +449,7 @@ class Worker:
             self._copy_for_checkpoint()
 
     def _copy_for_checkpoint(self) -> None:
-        """Keep a copy of the parameters of a complete pull for the checkpoint: the next pull overwrites them in place."""
+        """Copy the parameters of a complete pull for the checkpoint, because the next pull overwrites them in place."""
         if not self._checkpoint_values:
             self._checkpoint_values = {name: value.detach().cpu().clone() for name, value in self._parameters.items()}
         for name, value in self._checkpoint_values.items():
@@ -457,9 +457,10 @@ class Worker:
         self._checkpoint_clock = self.clock
 
     def _write_checkpoint(self) -> str:
-        """Write the checkpoint: all of the model's state with the parameters of the last complete pull.
+        """Write the checkpoint: the model's state with the parameters of the last complete pull, and its ``clock``.
 
-        Returns why it could not be written, empty when it was or none is wanted.
+        Returns why it could not be written; "" if it was written, or none is wanted or possible yet. Later calls do
+        nothing.
         """
         if self._checkpoint is None or not self._checkpoint_values:
             return ""
@@ -477,8 +478,8 @@ class Worker:
 def shard(samples: int, members: Sequence[int], worker: int, *, epoch: int, seed: int) -> NDArray[np.int64]:
     """Return the indices of ``worker``'s samples in ``epoch``, (m,) int64 below ``samples``, shuffled.
 
-    The members' shards are disjoint, hold every sample once, and differ in length by one at most. They depend on the
-    arguments alone. Raises InputError when ``worker`` is no member.
+    The shards of all ``members`` are disjoint, hold every sample once, and differ in length by at most one. They depend
+    on the arguments only. Raises InputError if ``worker`` is not a member.
     """
     if worker not in members:
         raise InputError(f"worker {worker}", f"is not among the members {list(members)}", "ask as a member")

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from ddltool.errors import DdlToolError, InputError
 from ddltool.results import NetworkResult
-from ddltool.runtime.measuring.network import DEFAULT_SIZES, fit_link, measure_network, pairs_of
+from ddltool.runtime.measuring.network import DEFAULT_SIZES, fit_link, measure_network, pairs_to_measure
 from tests.helpers.processes import as_job, children_left, wait_until
 
 SIZES = (8, 2**16, 2**20, 2**24)
@@ -67,9 +67,9 @@ def test_times_that_say_nothing(sizes: list[int], times: list[float], message: s
 
 
 def test_who_is_measured_with_whom() -> None:
-    assert pairs_of(2) == [(0, 1)]
-    assert pairs_of(4) == [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
-    assert pairs_of(5) == [(0, 1), (1, 2), (2, 3), (3, 4), (4, 0)]
+    assert pairs_to_measure(2) == [(0, 1)]
+    assert pairs_to_measure(4) == [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
+    assert pairs_to_measure(5) == [(0, 1), (1, 2), (2, 3), (3, 4), (4, 0)]
 
 
 def check(found: NetworkResult) -> None:
@@ -103,7 +103,7 @@ def test_local_processes(processes: int, linear: bool) -> None:
             break
     assert roughly_linear(found) or not linear, found
     assert found.local
-    assert [tuple(pair.ranks) for pair in found.pairs] == pairs_of(processes)
+    assert [tuple(pair.ranks) for pair in found.pairs] == pairs_to_measure(processes)
     assert seen == [(number + 1, len(found.pairs)) for number in range(len(found.pairs))]
     assert not children_left()
 
