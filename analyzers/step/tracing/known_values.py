@@ -66,8 +66,8 @@ class KnownValues(TorchDispatchMode):
         """Run an op without values, and the same op on values where the values of all its inputs are known."""
         kwargs = dict(kwargs or {})
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if _DYNAMIC.intersection(func.tags) and all(self._values.of(tensor) is not None for tensor in tensors):
-            value = self._values.computed(func, args, kwargs)
+        if _DYNAMIC.intersection(func.tags) and all(self._values.value_of(tensor) is not None for tensor in tensors):
+            value = self._values.compute(func, args, kwargs)
             outcome = tree_map_only(Tensor, lambda known: torch.empty_like(known, device=tensors[0].device), value)
             self._values.record(outcome, value)
             return outcome

@@ -378,7 +378,7 @@ class _RecordedModule:
         """
         repetition = repeated(self.recording, blocks, {**self.parameters, **self.buffers})
         # By a parameter's name in the whole module, the name of the one that was recorded in its place.
-        recorded_name = {name: blocks.recorded(name) for name, _ in module.named_parameters()}
+        recorded_name = {name: blocks.name_when_shortened(name) for name, _ in module.named_parameters()}
 
         def of_all_blocks(shadows: Mapping[str, Shadow]) -> dict[str, Shadow]:
             """Return the shadows of all the module's parameters, from those of the recorded ones."""
