@@ -98,9 +98,9 @@ class Autocast:
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
             """Run the op without autocast; a call without ``dtype``, on a castable first tensor, gets float32."""
+            is_typed = kwargs.get("dtype") is not None or any(isinstance(arg, torch.dtype) for arg in args)
             with self._without_autocast():
-                if kwargs.get("dtype") is None and args[0].dtype in _CASTABLE:
-                    args = tuple(arg for arg in args if not isinstance(arg, torch.dtype))
+                if not is_typed and args[0].dtype in _CASTABLE:
                     kwargs["dtype"] = torch.float32
                 return op(*args, **kwargs)
 
