@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import ddltool as dt
-from ddltool.analyzers.step.tracing.batches import divided, loss_against, samples_in
+from ddltool.analyzers.step.tracing.batches import divide_batch, loss_against, samples_in
 from ddltool.artifacts import Artifact
 from tests.house.test_docs import put
 
@@ -78,14 +78,14 @@ def test_any_form_of_batch_is_the_same_work(module: nn.Module, batch: Any) -> No
 
 
 def test_what_a_batch_is_divided_into() -> None:
-    assert divided(One(), (X, Y)).targets is Y
-    assert divided(One(), {"x": X, "label": Y}).targets is Y
-    whole = divided(WithLoss(), (X, Y))
+    assert divide_batch(One(), (X, Y)).targets is Y
+    assert divide_batch(One(), {"x": X, "label": Y}).targets is Y
+    whole = divide_batch(WithLoss(), (X, Y))
     assert whole.targets is None
     assert whole.has_loss
     assert len(whole.example) == 2
-    assert len(divided(WithLoss(), (X, Y, Y)).example) == 2  # verbose is a setting, no part of a batch
-    assert divided(OfMapping(), {"a": X}).takes_mapping
+    assert len(divide_batch(WithLoss(), (X, Y, Y)).example) == 2  # verbose is a setting, no part of a batch
+    assert divide_batch(OfMapping(), {"a": X}).takes_mapping
     assert samples_in({"n": 1, "x": X}) == 4
 
 

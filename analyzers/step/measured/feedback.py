@@ -18,11 +18,11 @@ from ddltool.telemetry import WARMUP_STEPS, last_with_samples, rows_of_runs, run
 if TYPE_CHECKING:
     import pandas as pd
 
-# Parts in time into which a run is cut: their scatter estimates the scatter of repeated runs.
+# A single run is divided into so many parts in time, whose scatter estimates the scatter of repeated runs.
 _PARTS = 8
 # Upper quantile of the two-sided 80 % interval.
 _WITHIN = 0.9
-# What two runs must have in common, rank by rank, to count as repeats of each other.
+# Columns that two runs must agree in, rank by rank, to count as repeats of each other.
 _SHAPE_COLUMNS = ("rank", "device", "batch")
 
 
@@ -72,12 +72,12 @@ class Run:
 
     @property
     def devices(self) -> dict[str, int]:
-        """Return how many processes were on each device type."""
+        """The number of processes on each device type."""
         return dict(Counter(rank.device for rank in self.ranks))
 
     @property
     def other_s(self) -> float:
-        """Return the iteration without the longest compute and the synchronisation: optimizer, loader, waiting."""
+        """Seconds of an iteration beside the longest compute and the synchronisation: optimizer, loader, waiting."""
         return max(0.0, self.iteration_s - max(rank.compute_s for rank in self.ranks) - self.sync_s)
 
     def overheads_s(self) -> dict[str, float]:
@@ -86,9 +86,9 @@ class Run:
 
     @property
     def imbalance(self) -> float:
-        """Return how long the slowest rank waits for others, as a share of the longest compute.
+        """How long the slowest rank waits for others, as a share of the longest compute.
 
-        It waits although it is the slowest, because in each step another rank may be late.
+        It waits although it is the slowest on the whole, because in a single step another rank may be later.
         """
         overhead_s = max(rank.overhead_s for rank in self.ranks)
         return max(0.0, self.other_s - overhead_s) / max(rank.compute_s for rank in self.ranks)
@@ -103,7 +103,7 @@ class Run:
         return self._largest_by_device(lambda rank: rank.error)
 
     def _largest_by_device(self, value: Callable[[RankRun], float]) -> dict[str, float]:
-        """Return by device type the largest of what ``value`` returns for its ranks, at least 0."""
+        """Return by device type the largest result of ``value`` for its ranks, at least 0."""
         largest: dict[str, float] = {}
         for rank in self.ranks:
             largest[rank.device] = max(largest.get(rank.device, 0.0), value(rank))
@@ -113,9 +113,10 @@ class Run:
 def read_run(frame: pd.DataFrame, where: str, tell: Tell = log_remark) -> Run:
     """Return the last run of a telemetry table without its first ``WARMUP_STEPS`` steps (a short run keeps them).
 
-    How far another run may be off is told by the earlier runs in the table with the same ranks, devices and batches;
-    without such a run, by how the parts of this one differ. ``where``: the table, for errors; ``tell`` takes remarks.
-    Raises InputError for rows that :func:`check_rows` refuses, and for a run without a step with samples.
+    ``Run.drift`` is computed from the median step times of this run and of earlier runs in the table with the same ranks,
+    devices and batches; without such a run, from those of ``_PARTS`` parts of this one. ``where``: the table, for errors;
+    ``tell`` takes remarks. Raises InputError for rows that :func:`check_rows` refuses, and for a run without a step with
+    samples.
     """
     all_rows = rows_of_runs(frame, where)
     steady = _steady_rows(last_with_samples(all_rows, where, tell))
@@ -129,17 +130,18 @@ def read_run(frame: pd.DataFrame, where: str, tell: Tell = log_remark) -> Run:
     return Run(
         world_size=int(steady["world_size"].iloc[-1]),
         num_nodes=int(steady["num_nodes"].iloc[-1]),
+        # pandas types a group's key as any object, and a rank may be a float such as 1.0.
         ranks=tuple(_rank_run(int(float(str(rank))), part) for rank, part in steady.groupby("rank")),
         iteration_s=float(slowest_s.median()),
         iteration_low_s=float(slowest_s.quantile(0.25)),
         iteration_high_s=float(slowest_s.quantile(0.75)),
-        sync_s=float(per_step["sync_s"].min().median()),
+        sync_s=float(per_step["sync_s"].min().median()),  # the last rank to arrive waits for nobody
         drift=drift([float(np.median(step_times)) for step_times in samples_s]),
     )
 
 
 def _steady_rows(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return a run's rows after warm-up, without those of a smaller batch, as an epoch's last step has."""
+    """Return a run's rows after warm-up whose batch is the rank's full one; an epoch's last step may have a smaller batch."""
     steps = np.sort(rows["step"].unique())
     first_step = (
         steps[WARMUP_STEPS] if len(steps) > 2 * WARMUP_STEPS else steps[0]
@@ -150,14 +152,14 @@ def _steady_rows(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _run_shape(steady_rows: pd.DataFrame) -> list[list[Any]]:
-    """Return rank, device and batch of each rank, ascending by rank: runs of equal shape are repeats of each other."""
+    """Return [rank, device, batch] rows, ascending by rank; runs for which these are equal are repeats of each other."""
     rank_rows = steady_rows.drop_duplicates("rank").sort_values("rank")
     shape: list[list[Any]] = rank_rows[list(_SHAPE_COLUMNS)].to_numpy().tolist()
     return shape
 
 
 def _split_in_time(values: pd.Series[float]) -> list[Floats]:
-    """Return the values of a run's steps cut into ``_PARTS`` neighbouring parts of about equal length, fewer of a short run."""
+    """Return the values of a run's steps divided into ``_PARTS`` consecutive parts of about equal length, or one per step."""
     return np.array_split(values.to_numpy(dtype=float), min(_PARTS, len(values)))
 
 

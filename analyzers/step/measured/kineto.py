@@ -33,9 +33,9 @@ from ddltool.errors import InputError, one_line
 
 # A child span may end this much after its parent: some profilers cut times to whole microseconds.
 _OVERHANG_S = 1.0e-6
-# Rows of a column that are Python objects at a time.
+# How many rows of a column are turned into Python objects at a time.
 _CHUNK = 1 << 16
-# Left-out steps that a remark names.
+# How many of the steps that are left out a remark names.
 _STEPS_SHOWN = 4
 # Integers below this are exact as floats, in which all columns are kept.
 _EXACT_BELOW = 2**53
@@ -58,9 +58,9 @@ class TraceSpans:
 
     @classmethod
     def build(cls, key: Indices, thread: Indices, start_s: Floats, duration_s: Floats) -> tuple[TraceSpans, Places]:
-        """Return the spans of these columns (m,), sorted and nested, and (m,) the order that sorts other columns likewise.
+        """Return the spans of these columns (m,), sorted and nested, and the (m,) indices by which they were sorted.
 
-        O(m log m).
+        O(m log m). Indexing another column of the same spans with these sorts it likewise.
         """
         order = np.lexsort((-duration_s, start_s, thread))
         key, thread, start_s, duration_s = key[order], thread[order], start_s[order], duration_s[order]
@@ -76,10 +76,8 @@ class TraceSpans:
         return len(self.key)
 
     def below(self, marked: Flags) -> Flags:
-        """Return (m,) whether any ancestor of each span is marked; a span's own mark does not count. O(m).
-
-        ``marked``: (m,). Parents are done before their children, level by level.
-        """
+        """Return (m,) whether any ancestor of each span is ``marked`` (m,); a span's own mark does not count. O(m)."""
+        # Level by level, so that parents are done before their children.
         is_below = np.zeros(len(self), dtype=bool)
         for level in self.levels:
             parents = self.parent[level]
@@ -107,16 +105,16 @@ class TraceSpans:
         if not len(self):
             return span_of
         end_s = self.start_s + self.duration_s
-        # -1 indexes the last span, whose end does not count: the first condition is false there.
+        # An index of -1 reads the last span's end, which has no effect, because the first condition is false there.
         while (ended := np.flatnonzero((span_of >= 0) & (end_s[span_of] < time_s))).size:
             span_of[ended] = self.parent[span_of[ended]]  # the latest start has ended: look in its parent
         return span_of
 
 
 def _nested(thread: Indices, start_s: Floats, end_s: Floats) -> tuple[Indices, Indices]:
-    """Return (m,) each span's parent index (-1 at the top) and (m,) its depth, 0 at the top.
+    """Return (m,) each span's parent index (-1 at the top) and (m,) its depth (0 at the top).
 
-    The columns (m,) are those of sorted spans, so that the spans that are open at a start form a stack.
+    The columns (m,) are of sorted spans, so that the spans that are open at any start form a stack.
     """
     parents, depths = np.empty(len(thread), dtype=np.int32), np.empty(len(thread), dtype=np.int32)
     open_spans: list[tuple[int, float]] = []  # index and end, outermost first
@@ -138,7 +136,10 @@ def _nested(thread: Indices, start_s: Floats, end_s: Floats) -> tuple[Indices, I
 
 
 def union(intervals: Floats) -> Floats:
-    """Return the union of intervals, start and end (2, n) seconds, as disjoint intervals (2, m) by time. O(n log n)."""
+    """Return the union of intervals as disjoint intervals (2, m), sorted by time. O(n log n).
+
+    ``intervals``: (2, n) starts and ends in seconds; further rows are ignored.
+    """
     if not intervals.size:
         return np.zeros((2, 0))
     start, end = intervals[:2, np.argsort(intervals[0], kind="stable")]
@@ -155,9 +156,9 @@ def clipped(intervals: Floats, low: float, high: float) -> Floats:
 
 _WHAT = "a torch profiler trace: the JSON file of export_chrome_trace, plain or gzip"
 _STEP = re.compile(r"ProfilerStep#?\s*([0-9]+)$")
-# One namespace, one name: the ranges of autograd and of the reducer hold operators but are no operators.
+# One namespace and one name, as in aten::mm; the ranges of autograd and of the reducer contain operators but are none.
 _OPERATOR = re.compile(r"(?!autograd::)[A-Za-z_]\w*::\w+$")
-# The host side of a collective: its time is the network's, not compute.
+# The host's side of a collective, whose time counts as communication and not as compute.
 _COMMUNICATION = re.compile(r"_?c10d(_functional)?::|record_param_comms$")
 # A host range from a collective's call to its completion; for NCCL, only the launch of its kernel.
 _COLLECTIVE = re.compile(r"(gloo|mpi|ucc|nccl|xccl):(?!:)\w+$")
@@ -170,11 +171,12 @@ _RUNTIME = frozenset(["cuda_runtime", "cuda_driver", "privateuse1_runtime", "pri
 _EARLIER = {"operator": "cpu_op", "runtime": "cuda_runtime", "memcpy": "gpu_memcpy", "memset": "gpu_memset"}
 _SYNC_ROWS = frozenset(["Device Sync", "Stream Sync", "Event Sync", "Context Sync", "Stream Wait Event"])
 _NCCL_KERNEL = re.compile(r"[nr]ccl(?:Dev)?Kernel_?[A-Za-z]")
-# Calls whose time grows with the size of the input. Nested calls may both count: all ranks call the same operators.
+# Calls whose time grows with the size of the input. Nested calls may count twice, but do so on all ranks alike.
 _PRODUCT = re.compile(r"aten::(mm|addmm|bmm|baddbmm|_?convolution|embedding|_?scaled_dot_product_\w+)$")
 # Brackets that one read of 64 KiB may open without closing them.
 _DEEPEST = 4000
-_LONGEST = 1 << 24  # bytes without the end of a text, in which a parser looks again and again
+# Bytes that a text may go on without its end: a parser looks through them again after every read.
+_LONGEST = 1 << 24
 # Names of kernels hold control characters now and then, which JSON does not allow.
 _TO_BLANKS = bytes(32 if code < 32 else code for code in range(256))
 
@@ -211,7 +213,7 @@ class ProfilerTrace:
         return np.where(self.device_s > 0, self.device_s, np.maximum(self.spans.duration_s - self.wait_s, 0.0))
 
     def marked(self, wanted: Callable[[str], bool]) -> Flags:
-        """Return (m,) whether ``wanted(name)`` holds for each span's name; called once per name."""
+        """Return (m,) whether ``wanted`` returns True for each span's name; it is called once for each distinct name."""
         return np.array([wanted(name) for name in self.names], dtype=bool)[self.spans.key]
 
 
@@ -240,11 +242,11 @@ class RankTrace:
     where: str
     """The file, for errors and remarks."""
     rank: int | None
-    """None where the trace does not say it."""
+    """None: the trace does not say it."""
     node: str
-    """The machine's name, "" where the trace does not say it."""
+    """The machine's name, "": the trace does not say it."""
     epoch_s: float
-    """When the trace's first event began, by the rank's clock: all its other times count from then."""
+    """When the trace's first event began, by the rank's clock; all other times are seconds since then."""
     names: tuple[str, ...]
     """The distinct names of spans; ``spans.key`` points here."""
     spans: TraceSpans
@@ -252,11 +254,11 @@ class RankTrace:
     groups: tuple[str, ...]
     """The distinct collectives: operation and process group."""
     collectives: Floats
-    """(3, n) index in ``groups``, start and end of each collective: of its kernel on a GPU, else of the host's call."""
+    """(3, n) rows: index in ``groups``, start and end of each collective (of its kernel on a GPU, else of the host's call)."""
     kernels: Floats
-    """(3, m) start, end and launch of compute kernels, copies and fills; empty in a trace of the CPU alone."""
+    """(3, m) rows: start, end and launch of compute kernels, copies and fills; m is 0 in a trace of the CPU alone."""
     work: Floats
-    """(2, p) start and input elements of matrix products and convolutions; empty in a trace without shapes."""
+    """(2, p) rows: start and input elements of matrix products and convolutions; p is 0 in a trace without shapes."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -329,7 +331,7 @@ def read_steps(path: str | Path) -> TraceSteps:
     if not len(steps.start_s):
         raise InputError(str(path), "has no ProfilerStep range with work", "call prof.step() after every training step")
     busy_s = np.zeros((3, len(steps.start_s)))  # rows: compute, communication, either of them
-    for compute, communication in events.busy(spans, steps.end_s):
+    for compute, communication in events.busy_times(spans, steps.end_s):
         intervals = (compute, communication, np.concatenate([compute, communication], axis=1))
         for interval_index, (start, length) in enumerate(intervals):
             busy_s[interval_index] += busy_within(start, length, steps.start_s, steps.until_s)
@@ -385,7 +387,7 @@ def read_rank(path: str | Path) -> RankTrace:
 def _launchers(events: _EventColumns, spans: TraceSpans, order: Places) -> Indices:
     """Return (k,) the index of the innermost span that launched each GPU activity, -1 where no launch was recorded.
 
-    ``order``: that which sorted ``spans``. How a launch is found is said at this module's head.
+    ``order``: the indices by which ``spans`` were sorted. The module's docstring says how a launch is found.
     """
     correlation, external = events.table("activities")[4:6]
     identity, thread, time = events.table("launches")
@@ -399,7 +401,7 @@ def _launchers(events: _EventColumns, spans: TraceSpans, order: Places) -> Indic
 
 
 def _index_by_id(ids: Floats, wanted: Floats) -> Ints:
-    """Return the index in ``ids`` of each wanted id, in their shape; -1 where ``ids`` lacks the id. O((n + k) log n)."""
+    """Return (k,) the index in ``ids`` (n,) of each id of ``wanted`` (k,), -1 for one that is missing. O((n + k) log n)."""
     if not len(ids):
         return np.full(len(wanted), -1, dtype=np.int64)
     order = np.argsort(ids, kind="stable")
@@ -408,14 +410,14 @@ def _index_by_id(ids: Floats, wanted: Floats) -> Ints:
 
 
 def _sum_by_index(index: Indices, amount: Floats, size: int) -> Floats:
-    """Return (size,) at each index the sum of the amounts with that index; ``index`` and ``amount`` (n,)."""
+    """Return (size,) the sum, for each index from 0 to ``size`` - 1, of the amounts (n,) whose ``index`` (n,) it is."""
     return np.bincount(index, weights=amount, minlength=size).astype(np.float64)
 
 
 def busy_within(start: Floats, duration: Floats, begin: Floats, end: Floats) -> Floats:
-    """Return (k,) the busy seconds inside each of k windows [begin, end), overlapping intervals counted once.
+    """Return (k,) the seconds of each of k windows [begin, end) in which at least one of n intervals was busy.
 
-    ``start``, ``duration`` (n,): the intervals in which something was busy. O(n log n + k).
+    ``start``, ``duration`` (n,): of the intervals, which may overlap. O(n log n + k).
     """
     busy = union(np.stack([start, start + duration]))
     windows = zip(begin.tolist(), end.tolist(), strict=True)
@@ -423,9 +425,9 @@ def busy_within(start: Floats, duration: Floats, begin: Floats, end: Floats) -> 
 
 
 class _EventColumns:
-    """The kept columns of a trace's events, one flat array of rows for each kind of event.
+    """The columns that are kept of a trace's events, in one flat array of rows for each kind of event.
 
-    Times are microseconds since the first event: a float resolves microseconds since 1970 to a quarter only.
+    Times are microseconds since the first event, because a float holds microseconds since 1970 only to a quarter.
     """
 
     # Columns of each kind, which :meth:`_append_event` fills in this order:
@@ -442,7 +444,7 @@ class _EventColumns:
         self._values = {kind: array("d") for kind in self.WIDTH}
         """By kind of event its rows, one after another."""
         self.known: dict[str, dict[str, int]] = {"name": {}, "thread": {}, "device": {}, "group": {}}
-        """The index of each text that columns refer to, by what it is: texts repeat, and columns hold numbers alone."""
+        """By kind of text, the number of each text by which columns refer to it: texts repeat, and columns hold numbers."""
         self.base_us: float | None = None
         """The start of the first event; None: there is none."""
         for number, event in enumerate(read_events(path)):
@@ -456,7 +458,7 @@ class _EventColumns:
     def steps(self, spans: TraceSpans) -> ProfiledSteps:
         """Return the steps of a trace, without those that hold less than half of the calls of the fullest step.
 
-        Calls are the operators and the launches of GPU work in a step's time.
+        Calls are the operators that start, and the GPU work that is launched, in a step's time.
         """
         number_of_name = [int(match[1]) if (match := _STEP.match(name)) else -1 for name in self.names]
         number = np.array(number_of_name or [-1], dtype=np.int64)[spans.key]
@@ -491,7 +493,7 @@ class _EventColumns:
         return ProfiledSteps(**columns, end_s=all_steps.end_s, left_out=(remark,))
 
     def launched_s(self) -> Floats:
-        """Return (n,) the seconds at which the host launched each GPU activity; the activity's start where that is unknown."""
+        """Return (n,) the seconds at which the host launched each GPU activity; its own start if no launch was recorded."""
         _, _, start, _, correlation, _, _ = self.table("activities")
         correlation_id, _, call_start = self.table("launches")
         call = _index_by_id(correlation_id, correlation)
@@ -499,17 +501,21 @@ class _EventColumns:
         return launched
 
     def collectives(self) -> Floats:
-        """Return (3, n) name, start and duration of the host's collectives, without NCCL's, which only launch a kernel."""
+        """Return (3, n) name index, start and duration of the host's collectives, in seconds.
+
+        Those of NCCL are left out, because on the host they only launch a kernel.
+        """
         name, _, start, duration = self.table("collectives")
         is_blocking = [not name.startswith(("nccl", "xccl")) for name in self.names] or [False]
         is_kept = np.array(is_blocking)[name.astype(np.intp)]
         return np.stack([name[is_kept], start[is_kept] * 1e-6, duration[is_kept] * 1e-6])
 
-    def busy(self, spans: TraceSpans, end_s: float) -> Iterator[tuple[Floats, Floats]]:
-        """Yield for each device (2, n) start and duration in seconds of its compute, and likewise of its communication.
+    def busy_times(self, spans: TraceSpans, end_s: float) -> Iterator[tuple[Floats, Floats]]:
+        """Yield (compute, communication) for each device: two arrays (2, n) of starts and durations in seconds.
 
-        Work launched after ``end_s`` is left out. In a trace without kernels the host computes: its operators count as compute,
-        and the collectives of gloo, MPI and UCC as communication.
+        Work launched after ``end_s`` is left out. Collectives of gloo, MPI and UCC, which run on the host, are added to the
+        first device's communication. In a trace without kernels but with such collectives, the host is the only device and
+        its operators are the compute; without either, nothing is yielded.
         """
         kind, device, start, duration, _, _, _ = self.table("activities")
         times, is_launched = np.stack([start, duration]) * 1e-6, self.launched_s() < end_s
@@ -536,14 +542,14 @@ class _EventColumns:
         return np.frombuffer(self._values[kind]).reshape(-1, self.WIDTH[kind]).T
 
     def spans(self) -> tuple[TraceSpans, Places]:
-        """Return the spans, nested, and the order that sorts other columns of spans likewise."""
+        """Return the spans, sorted and nested, and the indices by which they were sorted (:meth:`TraceSpans.build`)."""
         name, thread, _, start, duration = self.table("ranges")
         return TraceSpans.build(name.astype(np.int32), thread.astype(np.int32), start * 1e-6, duration * 1e-6)
 
     def _append_event(self, event: Mapping[str, Any], number: int) -> None:
-        """Append the rows of one complete event to the kinds that it belongs to; events of no kind are only counted.
+        """Append the rows of one complete event ("ph": "X") to the kinds that it belongs to; other events are only counted.
 
-        ``number``: its place in the file. Raises InputError for an event without a start or with a negative duration.
+        ``number``: its index in the file. Raises InputError for an event without a start or with a negative duration.
         """
         start, duration = self._time(event, "ts", number), self._time(event, "dur", number)
         if start is None or (duration is not None and duration < 0):
@@ -592,7 +598,7 @@ class _EventColumns:
     def _time(self, event: Mapping[str, Any], field: str, event_index: int) -> float | None:
         """Return the time in an event's field ("ts" or "dur") in microseconds, None where the field is missing.
 
-        Raises InputError for what is no finite number.
+        Raises InputError for a value that is no finite number.
         """
         value = event.get(field)
         if value is None:
@@ -622,7 +628,7 @@ def _elements(shapes: Any) -> float:
 
 
 def _event_id(value: Any) -> int:
-    """Return an id as an integer that a float holds exactly, -1 for a missing or unreadable id."""
+    """Return an id as an integer; -1 for one that is missing, unreadable, or too large for a float to hold exactly."""
     try:
         number = -1 if value is None else int(value)
     except (TypeError, ValueError, OverflowError):
@@ -640,9 +646,9 @@ def read_events(path: str | Path) -> Iterator[Any]:
 
 
 def _header(path: str | Path) -> dict[str, Any]:
-    """Return the values that stand before a trace's events: its device, its rank, its clock.
+    """Return the values before a trace's events, which describe its device, rank and clock.
 
-    Keys are ijson's prefixes, such as "distributedInfo.rank"; of several values at one place the first counts.
+    Keys are ijson's prefixes, such as "distributedInfo.rank"; of several values with one prefix the first is kept.
     """
     values: dict[str, Any] = {}
     with _opened(path) as (stream, _):
@@ -654,18 +660,18 @@ def _header(path: str | Path) -> dict[str, Any]:
 
 
 class _CleanStream:
-    """A binary stream with blanks for control characters, which refuses what a parser takes quadratic time for.
+    """A binary stream that replaces control characters by blanks, and refuses input that takes a parser quadratic time.
 
-    That are deep nesting and long texts; blanks without an end are refused with the latter.
+    Such input is deep nesting and very long texts; very long runs of blanks are refused with the latter.
     """
 
     def __init__(self, stream: IO[bytes]) -> None:
         self.stream = stream
         self._unquoted = 0
-        """Bytes since the last that held a quotation mark which is not escaped."""
+        """Bytes since the last read with a quotation mark that is not escaped."""
 
     def read(self, size: int = -1) -> bytes:
-        """Return the next ``size`` bytes, cleaned. Raises ijson's JSONError where they are too deep, or a text too long."""
+        """Return the next ``size`` bytes, cleaned. Raises ijson's JSONError for too deep nesting or too long a text."""
         data = self.stream.read(size)
         self._unquoted = 0 if data.count(b'"') > data.count(b'\\"') else self._unquoted + len(data)
         if self._unquoted > _LONGEST:
@@ -677,9 +683,9 @@ class _CleanStream:
 
 @contextmanager
 def _opened(path: str | Path) -> Iterator[tuple[_CleanStream, bool]]:
-    """Yield a trace's stream, plain or gzip by its first bytes, and whether the document is a list.
+    """Yield (stream, is list): a trace's stream, unpacked if its first bytes are gzip's, and whether it is a bare list.
 
-    Raises InputError for an empty file and for the parser's errors, in one line.
+    Raises InputError for an empty file; errors of the parser in the block become an InputError of one line.
     """
     where = str(path)
     try:

@@ -13,17 +13,18 @@ from ddltool.errors import InputError
 from ddltool.tables import numbers
 
 LENGTH_COLUMNS = ("length", "tokens", "num_tokens", "input_ids")
-"""What a column of lengths is called; ``input_ids``: lists, whose lengths count."""
+"""Accepted names of a column of lengths; ``input_ids`` holds lists, whose lengths are taken."""
 MOST_TOKENS = 10**9
-"""Longest sample: costs of squares stay exact enough to be compared."""
+"""The longest sample that is accepted: up to it, costs with squared lengths are exact enough to be compared."""
 MOST_COUNT = 10**12
+"""The most samples of one length that are accepted."""
 
 
 def read_length_lines(path: Path) -> pd.DataFrame | None:
-    """Return a table with the column ``length`` of a file of one number per line: a ``.txt``, or a ``.csv`` without a header.
+    """Return a table with the column ``length`` from a file with one number per line: ``.txt``, or ``.csv`` without a header.
 
-    None: the file is of another kind. A line that is no number stays a text, so that the check of lengths can name it.
-    Raises InputError for a file that is empty or cannot be read.
+    None: the file has another ending, or is a ``.csv`` with a header. A line that is no number stays a text, which
+    :func:`lengths_of` refuses with its row. Raises InputError for a file that is empty or cannot be read.
     """
     if ending(path) not in (".txt", ".csv"):
         return None
@@ -36,11 +37,11 @@ def read_length_lines(path: Path) -> pd.DataFrame | None:
 
 
 def lengths_of(frame: pd.DataFrame, path: Path) -> tuple[Ints, Ints] | None:
-    """Return (n,) the lengths in a table, and (n,) how many samples each stands for; None: it has no column of lengths.
+    """Return (n,) the lengths in a table, and (n,) the number of samples of each; None: it has no column of lengths.
 
-    A column ``count`` makes it a histogram; without it every row is a sample. ``path``: the table's, for errors. Raises
-    InputError naming the row of the first length that is no whole number from 1 to MOST_TOKENS, or count that is none from
-    0 to MOST_COUNT, and where all counts are 0.
+    A table with a column ``count`` is a histogram; otherwise every row is a sample. ``path``: the table's, for errors.
+    Raises InputError, which names the row, for a length that is no whole number from 1 to MOST_TOKENS and for a count that
+    is no whole number from 0 to MOST_COUNT; and if all counts are 0.
     """
     name = next((name for name in LENGTH_COLUMNS if name in frame.columns), None)
     if name is None:

@@ -30,7 +30,7 @@ _STAND_IN = "zoo:resnet50_v1"
 """The model in job.yaml where the user gives none, so that the job can be planned."""
 # The batch size that a new job.yaml begins with.
 _BATCH_SIZE = 8
-# A reported memory within this share of the table's is the table's: drivers keep a part of it to themselves.
+# A reported memory within this share of the table's counts as the table's, because drivers reserve a part of it.
 _MEMORY_TOLERANCE = 0.1
 # The memory in the commented example of a device's figures, where the machine does not report its own.
 _EXAMPLE_GIB = "24"
@@ -141,13 +141,13 @@ def _read_text_list(path: Path, where: str) -> str:
 
 
 def named(node: Node) -> Node:
-    """Return a node with the device name of ddltool's table; the node unchanged where the table lacks its device."""
+    """Return a node with its device called as in ddltool's table; return it unchanged if the table lacks the device."""
     spec = devices().find(node.device)
     return node if spec is None else replace(node, device=spec.name)
 
 
 def _merge_remarks(remarks: Iterable[str]) -> Iterator[str]:
-    """Yield the remarks (``NAME: REASON``) with the names of equal reasons joined, of many the first three.
+    """Yield one remark per reason from remarks of the form ``NAME: REASON``, with the first three names and a count.
 
     >>> list(_merge_remarks(["a: is DOWN, left out", "b: is DOWN, left out"]))
     ['a, b: is DOWN, left out']
@@ -208,7 +208,7 @@ def _parse_xml(text: str, where: str) -> Element:
 
 
 def _mib_to_gib(text: str | None) -> float | None:
-    """Return ``81559 MiB`` in GiB, None for a text of another form."""
+    """Return the GiB of a text such as ``81559 MiB``, None for a text of another form."""
     match = re.fullmatch(r"\s*([0-9]{1,9}) MiB\s*", text or "")
     return round(int(match[1]) / 1024, 1) if match else None
 
@@ -251,7 +251,7 @@ def _from_scontrol(text: str, where: str) -> Iterator[Node | str]:
 
 
 def _gres(entry: str, where: str) -> tuple[str | None, int]:
-    """Return type (None: not said) and count of Slurm's ``gpu``, ``gpu:COUNT``, ``gpu:TYPE`` or ``gpu:TYPE:COUNT``.
+    """Return (type, count) of Slurm's ``gpu``, ``gpu:COUNT``, ``gpu:TYPE`` or ``gpu:TYPE:COUNT``; type None: not given.
 
     Raises InputError for an entry of another form.
 
@@ -317,9 +317,9 @@ def _from_kubectl(text: str, where: str) -> Iterator[Node | str]:
 
 
 def _mapping_field(item: Mapping[str, Any], name: str, location: str) -> Mapping[str, Any]:
-    """Return the field of an item with that name, which must be a mapping; an empty one where it is missing.
+    """Return the mapping in an item's field ``name``, {} if it is missing or null.
 
-    ``location``: of the item, for the InputError about a field of another type.
+    ``location``: the item's, for messages. Raises InputError for a field of another type.
     """
     value = item.get(name) or {}
     if not isinstance(value, dict):
@@ -328,10 +328,10 @@ def _mapping_field(item: Mapping[str, Any], name: str, location: str) -> Mapping
 
 
 def _unschedulable_reason(spec: Mapping[str, Any], status: Mapping[str, Any], location: str) -> str | None:
-    """Return why a job's pods cannot run on a node, None where they can.
+    """Return the reason why a job's pods cannot run on a node, None if they can.
 
-    ``spec``, ``status``: of the node's item at ``location``. Taints of the GPU resources do not count: pods that ask for GPUs
-    tolerate them. Raises InputError for taints or conditions of another type.
+    ``spec``, ``status``: fields of the node's item at ``location``. Taints of GPU resources are ignored, because pods that
+    ask for GPUs tolerate them. Raises InputError for taints or conditions that are no lists of mappings.
     """
     if spec.get("unschedulable") is True:
         return "is unschedulable (cordoned)"
@@ -350,7 +350,7 @@ def _unschedulable_reason(spec: Mapping[str, Any], status: Mapping[str, Any], lo
 
 
 def _checked_count(count: int, where: str, name: str) -> int:
-    """Return the number of devices of the node with that name. Raises InputError above ``_MAX_DEVICES``."""
+    """Return ``count``, the devices of the node ``name``, unchanged. Raises InputError above ``_MAX_DEVICES``."""
     if count > _MAX_DEVICES:
         raise InputError(where, f"{name} has {count} devices", f"a node has at most {_MAX_DEVICES}")
     return count
@@ -362,9 +362,9 @@ def _checked_count(count: int, where: str, name: str) -> int:
 def first_files(found: Nodes, model: str | None, folder: Path) -> tuple[dict[str, str], list[str]]:
     """Return the texts of ``cluster.yaml`` and ``job.yaml`` by file name, and remarks for the user.
 
-    The job plans a model on all devices of the nodes. ``model``: its SOURCE; None: a model of the zoo stands in for it.
-    ``folder``: where the files will be, to which the path of a graph file is made relative. Raises InputError for nodes that
-    a job cannot express, such as a name with control characters.
+    The job trains a model on all devices of the nodes. ``model``: its SOURCE; None: a model of the zoo stands in for it.
+    ``folder``: where the files will be; the path of a graph file is made relative to it. Raises InputError for nodes that
+    these files cannot express, such as a name with control characters.
     """
     remarks, counts = list(found.remarks), found.counts
     source = _STAND_IN if model is None else model
@@ -386,7 +386,7 @@ def first_files(found: Nodes, model: str | None, folder: Path) -> tuple[dict[str
 
 
 def _cluster_lines(found: Nodes) -> Iterator[str]:
-    """Yield the lines of cluster.yaml: an entry for each run of equal nodes, and comments on what the user may add."""
+    """Yield the lines of cluster.yaml: one entry for consecutive equal nodes, and comments on what the user may add."""
     yield "kind: ddltool.cluster"
     yield "nodes:"
     for (device, count), equal_nodes in groupby(found.nodes, key=lambda node: (node.device, node.count)):
@@ -402,9 +402,9 @@ def _cluster_lines(found: Nodes) -> Iterator[str]:
 
 
 def _job_lines(found: Nodes, source: str, max_workers: int) -> Iterator[str]:
-    """Yield the lines of job.yaml; unknown device types are commented out beside known ones.
+    """Yield the lines of job.yaml; unknown device types are commented out if there are known ones.
 
-    ``source``: the model. ``max_workers``: the number of devices, each of which one worker uses.
+    ``source``: the model. ``max_workers``: the number of devices, one for each worker.
     """
     yield "kind: ddltool.job"
     job_name = re.sub(r"[^A-Za-z0-9_.-]+", "-", source.rpartition(":")[2]).strip("-")
@@ -431,8 +431,8 @@ def _job_lines(found: Nodes, source: str, max_workers: int) -> Iterator[str]:
 def _device_entry(name: str, memory_gib: float | None, spec: Mapping[str, Any] | None) -> str:
     """Return the entry of a device type in job.yaml.
 
-    It holds the measured figures (``spec``) if given; else the memory that the machine reports, if the table's differs. For
-    a type that the table lacks, a comment shows which figures the user has to fill in.
+    It holds ``spec``, the measured figures, if given; otherwise the memory that the machine reports, if it differs from the
+    table's. For a type that the table lacks, a comment shows which figures the user has to fill in.
     """
     table_spec = devices().find(name)
     if spec is not None:

@@ -18,7 +18,7 @@ from ddltool.arrays import Flags, Floats, Indices, Places
 from ddltool.errors import InputError
 from ddltool.graph import COMPUTE, Estimate, Graph
 
-# Operators in these ranges are no part of the step's graph, which ends with the gradients.
+# Ranges whose operators are no part of the step's graph, which ends with the gradients.
 _OUTSIDE_RANGES = (
     "Optimizer.",
     "torch::autograd::AccumulateGrad",
@@ -29,7 +29,7 @@ _OUTSIDE_RANGES = (
 
 LEAST_MATCHED_TIME = 0.45
 """Least share of a trace's time that the graph's ops must take; a trace with less is of another model."""
-# How many of each kind a line of remarks names.
+# How many types, and how many calls, a line of remarks names.
 _TYPES_SHOWN, _CALLS_SHOWN = 6, 5
 Names = tuple[str, ...]
 
@@ -45,10 +45,10 @@ class Match:
     matched_ops: float
     """Share of the compute ops that cost something (0 to 1)."""
     matched_time: float
-    """Share of the time of the trace's operator calls (of their kernels, if it has any) that matched calls take (0 to 1).
+    """Share (0 to 1) of the time of the trace's operator calls that matched calls take; in a trace with kernels, their time.
 
-    Calls of the optimizer, the reducer and gradient accumulation are left out: they are no part of a graph.
-    Of a type with c calls per step for g ops, ``min(c, g) / max(c, g)`` of the time counts.
+    Calls of the optimizer, the reducer and gradient accumulation are left out, because they are no part of a graph.
+    Of a type with c calls per step for g ops, ``min(c, g) / max(c, g)`` of the time counts as matched.
     """
     steps: int
     """Number of steps, or repetitions, over which the least was taken."""
@@ -81,8 +81,9 @@ class Match:
 def match(graph: Graph, trace: ProfilerTrace) -> Match:
     """Return the times that a trace gives to a graph's compute ops. O(m log m) for m spans.
 
-    An op takes its kernels' time where it launched any, else its CPU time without waits for the device. Over several
-    steps the least counts, as in the paper's time oracle (TicTac, section 5). No match at all raises no error here.
+    An op's time is that of its kernels if it launched any, else its CPU time without waits for the device. The least over
+    the steps is taken, as by the paper's time oracle (TicTac, section 5). A trace in which nothing matches raises no error
+    here; :func:`apply` raises it.
     """
     costly_ops = np.flatnonzero(
         (graph.kind == COMPUTE) & np.array([mark != "free" for mark in graph.estimate], dtype=bool)
@@ -108,9 +109,10 @@ def match(graph: Graph, trace: ProfilerTrace) -> Match:
 
 
 def apply(graph: Graph, match: Match, fallback: Graph) -> Graph:
-    """Return ``fallback``, the same graph timed by the roofline, with the times of the match; see :func:`with_measured`.
+    """Return ``fallback`` with the times of the match in it, as :func:`with_measured` puts them there.
 
-    Raises InputError when the graphs differ, when nothing matched, or less than :data:`LEAST_MATCHED_TIME`.
+    ``fallback``: the same graph as ``graph``, timed by the roofline. Raises InputError if the graphs differ, if nothing
+    matched, or if less than :data:`LEAST_MATCHED_TIME` of the trace's time did.
     """
     if graph.names != fallback.names or not fallback.timed:
         raise InputError("fallback", f"is not {graph.name} with every op timed", "estimate the same graph")
@@ -139,7 +141,7 @@ def with_measured(fallback: Graph, durations: Floats, measured: Flags) -> Graph:
     has_both = measured & (durations > 0) & (fallback.duration_s > 0)
     ratio = np.divide(
         durations, fallback.duration_s, out=np.ones(len(fallback)), where=has_both
-    )  # read where both are known
+    )  # the ones, where one of the times is unknown, are never read
     types = np.array(fallback.op_type)
     seconds = np.where(is_compute, durations, fallback.duration_s)
     for name in np.unique(types[is_unmeasured]):
@@ -154,10 +156,10 @@ def with_measured(fallback: Graph, durations: Floats, measured: Flags) -> Graph:
 
 
 def _candidate_calls(graph: Graph, costly_ops: Places, trace: ProfilerTrace) -> Places:
-    """Return the indices of the spans that may be ops of the graph, by their start.
+    """Return the indices of the spans that may be ops of the graph, sorted by start.
 
-    They are operator calls of the types of ``costly_ops`` outside any other such call: not in the optimizer, the reducer or
-    the accumulation of gradients, and inside a step if the trace marks steps.
+    They are the outermost operator calls of the types of ``costly_ops``, without those in the optimizer, the reducer or the
+    accumulation of gradients, and without those outside the steps if the trace marks steps.
     """
     types = {normal_type(graph.op_type[op]) for op in costly_ops}
     is_candidate = trace.is_operator & trace.marked(lambda name: normal_type(name) in types)
@@ -172,10 +174,10 @@ def _candidate_calls(graph: Graph, costly_ops: Places, trace: ProfilerTrace) -> 
 def _fill_by_type(
     graph: Graph, costly_ops: Places, trace: ProfilerTrace, calls: Places, durations: Floats
 ) -> tuple[int, Names, Floats]:
-    """Fill ``durations`` (n,) type by type, the k-th op from the k-th call of a step; the least over the steps counts.
+    """Fill ``durations`` (n,) in place, type by type: the k-th op gets the least time of the k-th call over the steps.
 
-    Only steps with as many calls of a type as ops count; if there is none, all ops of the type get the least mean time of a
-    call.
+    Only steps with as many calls of the type as there are ops are used. If there is none, all ops of the type get the mean
+    time of a call in the step in which this mean is least.
 
     Args:
         costly_ops: the graph's ops that cost something.
@@ -212,10 +214,10 @@ def _fill_by_type(
 
 
 def _repetitions(type_of_op: Places, type_of_call: Places) -> Indices:
-    """Return (c,) the repetition of the step to which each call belongs, for a trace that marks no steps.
+    """Return (c,) the number of the repetition of the step to which each call belongs, for a trace that marks no steps.
 
-    Their number is the most common ratio of calls to ops over the types with a whole ratio; all calls of a type with
-    another ratio are in repetition 0. ``type_of_op`` and ``type_of_call`` (c,) are indices of types, none of them -1.
+    There are as many repetitions as the most common ratio of calls to ops among the types for which it is whole. All calls
+    of a type with another ratio are put in repetition 0. ``type_of_op``, ``type_of_call`` (c,): indices of types, none -1.
     """
     type_count = int(type_of_op.max(initial=-1)) + 1
     op_counts, call_counts = np.bincount(type_of_op), np.bincount(type_of_call, minlength=type_count)
@@ -235,11 +237,11 @@ def _repetitions(type_of_op: Places, type_of_call: Places) -> Indices:
 def _unmatched_calls(
     trace: ProfilerTrace, calls: Places, agreement: Floats
 ) -> tuple[tuple[tuple[str, int, float], ...], float]:
-    """Return the unmatched operators (name, calls, seconds) and the matched share of time (0 to 1).
+    """Return (unmatched operators, matched share): rows (name, calls, seconds), longest first, and a share of time (0 to 1).
 
-    A composite call counts without its matched descendants, and calls outside the steps do not count. In a trace with
-    kernels the share is of device time: the host runs ahead, so that its time is not the step's. ``calls`` (c,): indices of
-    the matched spans; ``agreement`` (c,): the part of the time of each that counts as matched.
+    The time of a composite call counts without its matched descendants; calls outside the steps do not count. In a trace
+    with kernels, times are of the device, because the host runs ahead of it. ``calls`` (c,): indices of the matched spans;
+    ``agreement`` (c,): the part of the time of each that counts as matched.
     """
     spans = trace.spans
     has_kernels = trace.device_s.any()
@@ -261,5 +263,5 @@ def _unmatched_calls(
     total_s, unmatched_s = float(time[top[~is_outside_top]].sum()), unmatched_s[~is_outside_top]
     lost_s = float(
         unmatched_s.sum() + spans.with_nested(doubted_s)[top[~is_outside_top]].sum()
-    )  # of matched calls, too
+    )  # and the doubted part of matched calls
     return tuple(rows_by_time), max(total_s - lost_s, 0.0) / total_s if total_s > 0 else 0.0

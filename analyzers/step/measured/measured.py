@@ -1,11 +1,11 @@
-"""The measured time oracle: every op of a traced step, timed on this machine's CPU.
+"""The measured time oracle: it times every op of a traced step on this machine's CPU. Start at :func:`measure_ops`.
 
 TicTac's oracle (section 5) takes the shortest of 5 runs of each op. Here an op runs by itself with random arguments of
 the traced shapes and strides, and equal calls (see :func:`signature`) are timed once. So a step takes seconds to
 measure, needs memory for a few ops rather than for the step, and allocates no weights.
 
-Every round calls each op once, in program order: as in a real step, an op finds the caches as other ops left them.
-Five calls of one op in a row are up to 20 % too fast on small models.
+Every round calls each op once, in program order, so that an op finds the caches as other ops left them, as in a real step.
+Five calls of one op in a row would be up to 20 % too fast on small models.
 
 Floating-point arguments are normal, or in [0.1, 1) where an op needs them positive (variances, ``log``, ``pow``).
 Integer arguments that index something are drawn from its range; all others are 0, which is always a valid index.
@@ -40,14 +40,14 @@ Progress = Callable[[int, int], None]
 DEFAULT_MEMORY_BYTES = 2 * 2**30
 # Nominal rates of the ops that cannot be timed: only the ratio of their times matters, since measured ops set the scale.
 _NOMINAL_FLOPS, _NOMINAL_BYTES_PER_S, _NOMINAL_LAUNCH_S = 1e11, 1e10, 1e-6
-# Arguments, and ops whose arguments, must be positive.
+# Arguments that must be positive, and ops all of whose arguments must be.
 _POSITIVE_ARGUMENTS = frozenset(
     ["running_var", "save_invstd", "save_var", "rstd", "invstd", "logsumexp", "total_weight"]
 )
 _POSITIVE_OPS = frozenset(["pow", "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "lgamma", "digamma"])
 # Ops that read a buffer in a private format, packed by another op of the same library.
 _OPAQUE = frozenset(["mkldnn_rnn_layer_backward"])
-# Random numbers that are drawn for a tensor; a larger one repeats them.
+# How many random numbers are drawn for a tensor at most; a larger tensor repeats them.
 _POOL_ELEMENTS = 1 << 20
 
 
@@ -57,9 +57,9 @@ class OpTimes:
 
     seconds: Mapping[str, float]
     distinct: int
-    """How many calls of different signature were timed."""
+    """How many distinct calls (by :func:`signature`) were timed."""
     failed: Mapping[str, str] = field(default_factory=dict)
-    """Ops without a time, and why."""
+    """By the name of an op without a time, the reason."""
 
 
 @dataclass(slots=True, eq=False)
@@ -68,15 +68,15 @@ class _Candidate:
 
     node: Node
     need_bytes: float
-    """Of its arguments and results."""
+    """Bytes of its arguments and results."""
     names: list[str] = field(default_factory=list)
-    """The ops that it stands for."""
+    """The names of the ops with this signature."""
     best_s: float = float("inf")
     """The shortest time so far."""
     call: Call | None = None
-    """The call with its arguments, kept over the rounds; None: it is made anew in every round."""
+    """The call with its arguments, if it is kept from round to round; None: it is made anew in every round."""
     reason: str = ""
-    """Why it cannot be timed; "": it can."""
+    """Why it cannot be timed, "" if it can."""
 
 
 def measure_ops(
@@ -87,11 +87,11 @@ def measure_ops(
     memory_bytes: float = DEFAULT_MEMORY_BYTES,
     progress: Progress | None = None,
 ) -> OpTimes:
-    """Return the shortest time in seconds of ``runs`` calls of every op that is not free, and why others have none.
+    """Return the shortest time in seconds of ``runs`` calls of every op that is not free, or why it has none.
 
     Args:
         threads: torch's number of threads; None keeps the current number.
-        memory_bytes: bounds the arguments and results in memory; an op that needs more by itself is not run.
+        memory_bytes: limit on the arguments and results that are in memory; an op that needs more by itself is not run.
         progress: ``progress(done, total)`` is called after every call.
     """
     candidate_of: dict[Hashable, _Candidate] = {}
@@ -123,11 +123,10 @@ def estimate_measured(
     """Return the graph of one step with measured compute ops and transfers timed by ``network``.
 
     Args:
-        build: makes the step; its model is traced in float32 for this machine's CPU.
-        mode, batch_size: of the step that is traced; None: the batch size that ``build`` gives. See
-            :func:`.torch_adapter.trace_torch` for these and for what it raises.
-        network: of the transfers; None: the default one.
-        runs, threads, progress: as of :func:`measure_ops`.
+        build: a function that makes the step, which is traced in float32 for this machine's CPU.
+        mode, batch_size: see :func:`.torch_adapter.trace_torch`, also for what it raises.
+        network: what the transfers go over; None: the default network.
+        runs, threads, progress: see :func:`measure_ops`.
     """
     traced = trace_step(build, mode=mode, batch_size=batch_size, numerics=Numerics(cuda=False))
     times = measure_ops(traced, runs=runs, threads=threads, progress=progress)
@@ -163,7 +162,7 @@ def apply_times(graph: Graph, times: OpTimes, network: Network) -> Graph:
 
 @contextmanager
 def _quiet_torch(threads: int | None) -> Iterator[None]:
-    """Run without gradients on ``threads`` threads (None: as before); restore torch's threads and random state after."""
+    """Run the block without gradients on ``threads`` threads (None: as before); restore torch's threads and random state."""
     thread_count = torch.get_num_threads()
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.set_num_threads(threads or thread_count)
@@ -176,8 +175,9 @@ def _quiet_torch(threads: int | None) -> Iterator[None]:
 def _time_in_rounds(candidates: list[_Candidate], runs: int, memory_bytes: float, progress: Progress | None) -> None:
     """Call every candidate once per round, and store its shortest time, or the reason why it has none, in it.
 
-    The first round warms up and is not timed. Its arguments are kept for the later rounds as long as ``memory_bytes`` leave
-    room for those of the largest op; others are made anew. ``progress``: as of :func:`measure_ops`.
+    The first round warms up and does not count. Calls with their arguments are kept for later rounds as long as
+    ``memory_bytes`` leave room for the largest op; the others are made anew in every round. ``progress``: see
+    :func:`measure_ops`.
     """
     kept_bytes = 0.0
     needs_bytes = (candidate.need_bytes for candidate in candidates)
@@ -205,14 +205,14 @@ def _time_in_rounds(candidates: list[_Candidate], runs: int, memory_bytes: float
 
 
 def signature(node: Node) -> Hashable:
-    """Return the key that decides how long a call takes: op, arguments, and shape, strides and type of every tensor.
+    """Return a key that is equal for calls that take equally long: op, arguments, and shape, strides and type of tensors.
 
-    Tensors are numbered by first use: an op given one tensor twice differs from one given two equal tensors.
+    Tensors are numbered by first use, so that a call with one tensor twice differs from a call with two alike tensors.
     """
     tensor_indices: dict[Node, int] = {}
 
     def describe(value: Any) -> Hashable:
-        """Return an argument as a key: a node by its number and its value, a container item by item, else type and text."""
+        """Return an argument as a key: a node's number and value, a container's items, or else type and text."""
         if isinstance(value, Node):
             tensor_index = tensor_indices.setdefault(value, len(tensor_indices))
             return (tensor_index, *(_describe_value(leaf) for leaf in _leaves(value_of(value))))
@@ -231,9 +231,9 @@ def working_bytes(node: Node) -> float:
 
 
 def make_call(node: Node) -> Call:
-    """Return a function without arguments that runs the node's op on random ones, which it keeps in memory.
+    """Return a function without parameters that runs the node's op on random arguments, which it keeps in memory.
 
-    Raises NotImplementedError for an op with arguments of a private format or of an unknown type.
+    Raises NotImplementedError for an op that reads a private format, and for an argument of an unknown type.
     """
     name = base_name(node.target)
     arguments = arguments_by_name(node)
@@ -266,10 +266,10 @@ def time_call(call: Call) -> float:
 
 
 def _index_limits(name: str, arguments: Mapping[str, Any], argument: str) -> Sequence[int] | int | None:
-    """Return the exclusive upper limit of the indices in an argument; None: it holds no indices.
+    """Return the exclusive upper limit of the indices in the argument named ``argument``; None: it holds no indices.
 
-    For a list of index tensors (``index``, ``index_put``) the limits are one for each dimension. ``name``: the op's;
-    ``arguments``: all of its arguments by name, whose shapes tell what is indexed.
+    For a list of index tensors (``index``, ``index_put``) a limit for each dimension is returned. ``name``: the op's;
+    ``arguments``: all of its arguments by name, from whose shapes the limit follows.
     """
     name = name.strip("_").removeprefix("unsafe_")
 
@@ -292,9 +292,9 @@ def _index_limits(name: str, arguments: Mapping[str, Any], argument: str) -> Seq
 
 
 def _nodes_with_limits(value: Any, limit: Sequence[int] | int | None) -> Iterator[tuple[Node, int]]:
-    """Yield each node in an argument, a node or a list of them, with the exclusive limit of its integers (1: zeros only).
+    """Yield (node, exclusive limit of its integers) for each node in ``value``, a node or a list of them.
 
-    ``limit``: as :func:`_index_limits` returns it.
+    ``limit``: what :func:`_index_limits` returned for the argument. A limit of 1 allows zeros only.
     """
     if isinstance(value, Node):
         yield value, limit if isinstance(limit, int) else 1
@@ -304,10 +304,10 @@ def _nodes_with_limits(value: Any, limit: Sequence[int] | int | None) -> Iterato
 
 
 def _materialise(value: Any, *, limit: int, positive: bool) -> Any:
-    """Return a random tensor with the shape, strides and type of a traced one; of a list, a list of them.
+    """Return a random tensor with the shape, strides and type of a traced one; for a list of tensors, a list.
 
-    ``limit``: exclusive, of integers. ``positive``: whether floats are drawn from [0.1, 1), else they are normal. Raises
-    NotImplementedError for a value that is no tensor.
+    ``limit``: exclusive limit of integers. ``positive``: floats are drawn from [0.1, 1) and not from a normal distribution.
+    Raises NotImplementedError for a value that is no tensor.
     """
     if isinstance(value, (list, tuple)):
         return type(value)(_materialise(item, limit=limit, positive=positive) for item in value)
@@ -329,10 +329,10 @@ def _materialise(value: Any, *, limit: int, positive: bool) -> Any:
 
 
 def _set_pool_indices(name: str, arguments: Mapping[str, Any], tensor_of: dict[Node, Any]) -> None:
-    """Set the indices that a pooling's backward pass gets to those of its forward pass on the same random input.
+    """Set the indices for a pooling's backward pass to those that its forward pass finds in the same random input.
 
-    Random indices would miss every cache. ``name``: of the backward op; ``tensor_of``: the random tensors, one of which is
-    overwritten.
+    Random indices would miss every cache. ``name``: the backward op's; ``tensor_of``: the random tensors by node, of which
+    that of the argument ``indices`` is overwritten.
     """
     argument_names = ("self", "kernel_size", "stride", "padding", "dilation", "ceil_mode")
     forward_arguments = [map_arg(arguments[key], tensor_of.__getitem__) for key in argument_names]
@@ -346,14 +346,14 @@ def _describe_value(value: Any) -> Hashable:
 
 
 def _leaves(value: Any) -> list[Any]:
-    """Return the items of nested lists and tuples in their order, without None; of another value, itself alone."""
+    """Return the items of nested lists and tuples in order, without None; for any other value, a list of it alone."""
     if isinstance(value, (list, tuple)):
         return [leaf for item in value for leaf in _leaves(item)]
     return [] if value is None else [value]
 
 
 def _storage_elements(value: Tensor) -> int:
-    """Return the elements of the storage between a tensor's first and last element, both included."""
+    """Return how many elements of storage a tensor spans, from its first element to its last, both included."""
     if value.numel() == 0:
         return 0
     return 1 + sum((size - 1) * step for size, step in zip(value.shape, value.stride(), strict=True))

@@ -15,7 +15,7 @@ from ddltool.telemetry import check_rows
 
 COMPUTE = ("forward", "backward", "compute")
 """The parts whose time grows with the batch size."""
-# Compute that is shorter than this is taken as this long: speeds stay finite.
+# Compute that is shorter than this is taken as this long, so that speeds stay finite.
 _LEAST_COMPUTE_S = 1e-9
 TELEMETRY = ("step", "compute_s", "wait_s", "sync_s", "step_s", "batch")
 """The columns of telemetry in the comparison of ranks."""
@@ -38,7 +38,7 @@ class RankSteps:
     """Communication in which a rank computed nothing."""
     step_s: Floats
     after: Mapping[str, Floats] | None = None
-    """The time of each part after the step's last collective, for which other ranks wait in the next step."""
+    """By part, the time of ``parts`` after the step's last collective, for which other ranks wait in the next step; or None."""
     gap_after_s: Floats | None = None
     """The longest gap (see ``gap_s``) after the step's last collective."""
     gap_s: Floats | None = None
@@ -52,22 +52,23 @@ class RankSteps:
     late_s: Floats | None = None
     """(R, m) how much later than the first rank each sees the end of a step's longest collective; only for one clock."""
     ring: int = -1
-    """Offset of the rank to which each sends in a ring: -1, as in gloo, is the rank before."""
+    """The difference between the number of the rank to which each rank sends in a ring and its own: -1 in gloo."""
     remarks: tuple[str, ...] = ()
+    """Sentences for the user."""
     timeline: list[tuple[str, list[tuple[float, float, str]]]] = field(default_factory=list)
-    """By rank, (start, end, activity) rows of some steps."""
+    """For each rank its name and the (start, end, activity) rows of some steps."""
 
     def between_meetings(self) -> RankSteps:
-        """Return the same steps cut at their last collectives, in which ranks wait for each other, not where a step begins.
+        """Return the same steps with their limits moved to the last collective of each, where ranks wait for each other.
 
-        What a rank does after a step's last collective then counts in the next step. What came before the first step is
-        unknown: the median over the rank's steps is taken. Times without ``after``, as of telemetry, are returned as they are.
+        Work of a rank after a step's last collective then counts in the next step. The first step gets the median over the
+        rank's steps for it. Steps without ``after``, ``gap_s`` or ``gap_after_s``, as of telemetry, are returned unchanged.
         """
         if self.after is None or self.gap_s is None or self.gap_after_s is None:
             return self
 
         def carried(after_s: Floats) -> Floats:
-            """Return (R, K) what each step gets from the one before it: the times after that one's last collective."""
+            """Return (R, K) the seconds that move into each step from the end of the one before; ``after_s`` (R, K)."""
             carried_s: Floats = np.concatenate([np.median(after_s, axis=1, keepdims=True), after_s[:, :-1]], axis=1)
             return carried_s
 
@@ -75,7 +76,7 @@ class RankSteps:
             name: np.add(whole_s - self.after[name], carried(self.after[name])) for name, whole_s in self.parts.items()
         }
         own_s: Floats = np.sum(list(parts.values()), axis=0)
-        # The step's longest gap, if it lies before the last collective; else what was longest there is not known, and counts 0.
+        # The longest gap before the last collective is known only if it is the whole step's longest; else 0 is taken.
         gap_before_s = np.where(self.gap_s > self.gap_after_s, self.gap_s, 0.0)
         gap_s = np.maximum(gap_before_s, carried(self.gap_after_s))
         step_s = own_s + self.wait_s + self.exposed_s
@@ -104,15 +105,15 @@ class RankSteps:
 
 
 def of_telemetry(frame: pd.DataFrame, where: str, tell: Tell = log_remark) -> RankSteps:
-    """Return the steps of a telemetry table's last run that all ranks have, input and host as one part (host).
+    """Return the steps of a telemetry table's last run that all ranks have, in the parts compute and host.
 
-    ``tell`` receives the remark which of several runs is taken. Raises InputError naming line and column, and for fewer
-    than two ranks or no common step.
+    ``where``: the table, for errors; ``tell`` receives a remark if there are several runs. Raises InputError, with row and
+    column, for a bad value, and for fewer than two ranks or no common step.
     """
     rows = check_rows(frame, where, tell)
     rows = rows[rows["batch"] > 0]
     ranks = sorted({int(rank) for rank in rows["rank"]})
-    # By rank, then step, without steps that a rank lacks: each column is then an array of (ranks, steps).
+    # Sorted by rank, then step, without steps that a rank lacks, each column can be reshaped to (ranks, steps).
     common_rows = rows.drop_duplicates(["rank", "step"], keep="last").sort_values(["rank", "step"])
     common_rows = common_rows[common_rows.groupby("step")["rank"].transform("size") == len(ranks)]
     if len(ranks) < 2 or common_rows.empty:
@@ -123,9 +124,9 @@ def of_telemetry(frame: pd.DataFrame, where: str, tell: Tell = log_remark) -> Ra
 
 
 def of_columns(columns: Mapping[str, Floats], ranks: Sequence[int]) -> RankSteps:
-    """Return the steps of telemetry given as one array (R, K) for each of :data:`TELEMETRY`; ``ranks``: the R rank numbers.
+    """Return the steps of telemetry from an array (R, K) for each column of :data:`TELEMETRY`; ``ranks``: the R numbers.
 
-    What a step takes beside compute, waiting and synchronisation is the host's part.
+    The part host is what a step takes beside compute, waiting and synchronisation.
     """
     host_s = columns["step_s"] - columns["compute_s"] - columns["wait_s"] - columns["sync_s"]
     return RankSteps(

@@ -28,17 +28,16 @@ END_COLUMNS = ("worker", "iteration", "end_s")
 MOST_S = 1e15
 # Above this, floats skip whole numbers.
 MOST_ITERATIONS = 2**53 - 1
-# After fewer iterations it is not known how workers differ.
+# The fewest iterations of a warm-up: it takes so many to tell how workers differ.
 LEAST_WARM_UP = 20
 
 
 def read_speeds(path: Path, tell: Tell, frame: pd.DataFrame | None = None) -> SpeedTrace:
-    """Return the trace in a CSV (``.gz`` is accepted), rows in any order; workers come in natural order of their names.
+    """Return the speeds in a CSV (``.gz`` is accepted), or in telemetry of the training hook, with workers in natural order.
 
-    Telemetry of the training hook is accepted as well: its speed is the samples per second of the rank's own compute, and
-    its CPU and memory readings are 1. Every worker needs a row for every iteration; ``tell`` receives a remark about
-    iterations that no worker has; ``frame``: the table, where it has been read already. Raises InputError naming row and
-    column.
+    In telemetry, the speed is the samples per second of the rank's own compute, and the readings of CPU and memory are 1.
+    Rows may have any order, and every worker needs one for every iteration. ``tell`` receives a remark about iterations
+    that no worker has. ``frame``: the table, if it has been read already. Raises InputError with row and column.
     """
     frame = read_table(path, SPEED_COLUMNS) if frame is None else frame
     if "compute_s" in frame.columns:
@@ -73,7 +72,7 @@ def read_speeds(path: Path, tell: Tell, frame: pd.DataFrame | None = None) -> Sp
 
 
 def _tell_gaps(iterations: Floats, path: Path, tell: Tell) -> None:
-    """Tell how many iterations are missing between the (K,) ascending ones, and where the first gap is; nothing if none is."""
+    """Tell how many iterations are missing among the (K,) ascending ones and where the first gap is, if there is a gap."""
     strides = np.diff(iterations)
     if (strides > 1).any():
         gap_index = int(np.argmax(strides > 1))
@@ -98,12 +97,11 @@ class WorkerIterations:
 
 
 def read_recorded(path: Path, tell: Tell) -> WorkerIterations:
-    """Return the recorded iterations of a CSV (``worker,iteration,end_s``) or of telemetry.jsonl.
+    """Return the recorded iterations in a CSV (``worker,iteration,end_s``) or in telemetry.
 
-    Telemetry is the training hook's, or that of a server of :mod:`ddltool.runtime.servers`. From ends, an iteration's
-    length is the time since the worker's previous end. From telemetry, it is the step without the waiting for others, and
-    all next iterations begin at 0. ``tell`` receives the remark which of several runs is taken. Raises InputError naming
-    row and column.
+    In a CSV, an iteration's length is the time since the worker's previous end. In telemetry (of the training hook, or of a
+    server of :mod:`ddltool.runtime.servers`), it is the step time without the waiting for others, and every worker's next
+    iteration begins at 0. ``tell`` receives a remark if there are several runs. Raises InputError with row and column.
     """
     if ending(path) in (".jsonl", ".ndjson"):
         read = read_any(path)
@@ -134,10 +132,10 @@ def read_recorded(path: Path, tell: Tell) -> WorkerIterations:
 
 
 def read_predicted(path: Path, lookahead: int | None) -> tuple[tuple[str, ...], Floats]:
-    """Return worker names (n,) and predicted ends (n, R) seconds from a CSV, the first ``lookahead`` of each worker.
+    """Return (n,) worker names and (n, R) predicted ends in seconds from a CSV, the first R of each worker.
 
-    ``lookahead`` None: all predictions, of which every worker must have the same number. Raises InputError naming row and
-    column.
+    R is ``lookahead``; None: R is the number of predictions, which must be the same for all workers. Raises InputError with
+    row and column.
     """
     frame = read_table(path, END_COLUMNS)
     names, ends, last_rows = _rows_by_worker(frame, END_COLUMNS, str(path))
@@ -151,9 +149,9 @@ def read_predicted(path: Path, lookahead: int | None) -> tuple[tuple[str, ...], 
 
 
 def _from_telemetry(frame: pd.DataFrame, where: str) -> WorkerIterations:
-    """Return each rank's step times without waiting, from the rows of the training hook; next iterations begin at 0.
+    """Return each rank's step times without waiting, from telemetry of the training hook; next iterations begin at 0.
 
-    ``where``: the table, for errors. Raises InputError for a step that consists of waiting alone.
+    ``where``: the table, for errors. Raises InputError for a step that takes no longer than its waiting.
     """
     names, steps, _ = _rows_by_worker(frame, ("rank", "step", "step_s"), where, ascending=False)
     _, waits, _ = _rows_by_worker(frame, ("rank", "step", "wait_s"), where, least=0.0, ascending=False)
@@ -169,8 +167,9 @@ def _from_telemetry(frame: pd.DataFrame, where: str) -> WorkerIterations:
 def _from_sync(frame: pd.DataFrame, where: str) -> WorkerIterations:
     """Return each worker's step times without waiting, from the rows of one parameter server.
 
-    A step begins when the server has the gradients of the step before, so the first step has no known length. Workers that
-    left have no next iteration and no result, unless all have left. Raises InputError for a worker with one step.
+    A step begins when the server has the gradients of the step before, so the length of the first step is not known.
+    Workers that left are not returned, unless all have left. Raises InputError for a worker with one step, or with a step
+    that takes no longer than its waiting.
     """
     departures = frame[frame["event"] == "left"]
     steps = frame[(frame["event"] == "step") & ~frame["worker"].isin(departures["worker"])]
@@ -197,7 +196,7 @@ def _from_sync(frame: pd.DataFrame, where: str) -> WorkerIterations:
 def _rows_by_worker(
     frame: pd.DataFrame, columns: Sequence[str], where: str, *, least: float = -MOST_S, ascending: bool = True
 ) -> tuple[list[str], list[Floats], list[int]]:
-    """Return the worker names in natural order, each worker's values by iteration, and the index of its last row.
+    """Return (worker names in natural order, each worker's values by iteration, the index of each one's last row).
 
     Args:
         columns: the names of the columns of worker, iteration and value.
@@ -258,9 +257,9 @@ class SpeedTrace:
 
     @classmethod
     def of(cls, names: tuple[str, ...], speed: Floats, cpu: Floats, memory: Floats) -> SpeedTrace:
-        """Return a checked trace of (K, n) arrays; ``names``: the n workers.
+        """Return a trace of (K, n) arrays after checking them; ``names``: the n workers.
 
-        Raises InputError for arrays of another shape, and naming iteration and worker of the first unusable value.
+        Raises InputError for arrays of another shape, and for a value out of range, with its iteration and worker.
         """
         arrays = {"speed": speed, "cpu": cpu, "memory": memory}
         shape = (len(speed), len(names))
@@ -289,5 +288,5 @@ class SpeedTrace:
 
 
 def default_warm_up(iterations: int, wanted: int) -> int:
-    """Return how many of a trace's iterations to leave out as warm-up: ``wanted``, or half of them if less, but at least 20."""
+    """Return how many of a trace's iterations are its warm-up: ``wanted`` or half of all, whichever is less, at least 20."""
     return max(LEAST_WARM_UP, min(wanted, iterations // 2))

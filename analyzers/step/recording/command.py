@@ -25,7 +25,7 @@ COMMAND = "-- "
 """Before the command in a SOURCE that is one: ``-- python train.py``."""
 LIMIT_S = 300.0
 """Seconds that a recording may take, unless the caller says otherwise."""
-_FAILURE_MARK = "\0"
+FAILURE_MARK = "\0"
 """The child process writes this byte before the line in which it says why it recorded nothing."""
 _SHOWN_PLACES = 3
 """At most so many places of assumed values are named in one line."""
@@ -45,7 +45,10 @@ def is_command(source: object) -> TypeGuard[str | list[str]]:
 
 
 def words_of(source: str | Sequence[str]) -> list[str]:
-    """Return the words of a command. Raises InputError for one whose quotes do not match, or that is empty."""
+    """Return the words of a command, given as for :func:`is_command`.
+
+    Raises InputError for a command that is empty or whose quotes do not match.
+    """
     try:
         words = shlex.split(source.removeprefix(COMMAND)) if isinstance(source, str) else list(source)
     except ValueError as error:
@@ -68,11 +71,12 @@ def record(
     """Return the graph of one steady step of a script: from the end of its first update to the end of the second.
 
     The script runs as rank 0 in a child process, with the user's rights and in this folder. Its GPU tensors have
-    sizes but no values, and they seem to be on ``device``'s GPUs (None: on a GPU of 80 GiB).
+    sizes but no values, and they seem to be on ``device``'s GPUs (None: on a GPU of 80 GiB). The call returns when the
+    child has ended.
 
-    ``shows``: what the script prints goes on to stderr. ``keep_files``: what it writes stays on the disk; otherwise
-    it goes to a folder that is removed at the end. ``ended``: an event that another thread sets to end the recording
-    early.
+    ``source``: the command, as for :func:`is_command`. ``shows``: what the script prints is passed on to stderr.
+    ``keep_files``: what it writes stays on the disk; otherwise it goes to a folder that is removed at the end.
+    ``ended``: an event that another thread sets to kill the child early, which raises InputError, too.
 
     Raises InputError for a command that cannot be read, for a script that fails or ends before its second update, and
     for one that takes longer than ``limit_s`` seconds.
@@ -106,6 +110,7 @@ def record(
 
 def _without_script_arguments(words: Sequence[str]) -> str:
     """Return a command as one text that ends with its script: ``torchrun train.py`` for ``torchrun train.py --lr 1``."""
+    # The index of the script, or of the module after -m; 0, the first word alone, where the words hold neither.
     last_shown = next(
         (number for number, word in enumerate(words) if word.endswith(".py") or words[number - 1] == "-m"), 0
     )
@@ -153,11 +158,11 @@ def _shortened_place(place: str) -> str:
 
 
 def _run_child(arguments: list[str], limit_s: float, name: str, shows: bool, ended: threading.Event) -> str:
-    """Run the child process to its end; return the line in which it says why it recorded nothing, "" where it said none.
+    """Run the child process to its end; return the line in which it says why it recorded nothing, or "".
 
-    For a child that a signal ended, the line names the signal. ``name``: the command in messages. The child leads a
-    process group of its own, so that at the limit, or once ``ended`` is set, the processes that it started are killed with
-    it. Raises InputError after ``limit_s`` seconds.
+    For a child that a signal ended, the line names the signal. ``name``: the command in messages. ``shows``, ``ended``:
+    as for :func:`record`. The child leads a process group of its own, so that at the limit, or once ``ended`` is set, the
+    processes that it started are killed with it. Raises InputError after ``limit_s`` seconds.
     """
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
     child = subprocess.Popen(
@@ -180,7 +185,7 @@ def _run_child(arguments: list[str], limit_s: float, name: str, shows: bool, end
         if child.poll() is None:
             os.killpg(child.pid, signal.SIGKILL)
             child.wait()
-        relay.join(timeout=_RELAY_S)
+        relay.join(timeout=_RELAY_S)  # not for ever: a process that outlives the child may hold its output open
     if child.returncode < 0:
         return f"was ended by {signal.Signals(-child.returncode).name}"
     return failures[-1] if failures else ""
@@ -193,7 +198,7 @@ def _relay(stream: IO[str], failures: list[str], shows: bool) -> None:
     """
     dims = sys.stderr.isatty() and "NO_COLOR" not in os.environ
     for line in stream:
-        before, mark, failure = line.rstrip("\n").partition(_FAILURE_MARK)
+        before, mark, failure = line.rstrip("\n").partition(FAILURE_MARK)
         if mark:
             failures.append(failure)
         if shows and (

@@ -14,9 +14,9 @@ from ddltool.analyzers.step.recording.recorder import Recorder
 def stand_in_graphs(recorder: Recorder) -> None:
     """Let ``torch.cuda`` capture and replay graphs of the recorder's calls.
 
-    While a graph is captured its calls run, are recorded, and are kept with it. What was recorded then stands for the
-    first replay, because CUDA itself would only have captured it. Later replays hand the kept calls to the recorder
-    again.
+    While a graph is captured its calls run, are recorded, and are kept with the graph. CUDA itself would only capture
+    them, so what was recorded stands for the first replay. Each later replay records the kept calls again. The
+    recorder's ``_note`` and the functions of ``torch.cuda`` are replaced for good.
     """
     real_note = recorder._note
     capturing: list[list[tuple[Any, ...]]] = []  # the calls of every graph under capture, the innermost graph last
@@ -28,24 +28,24 @@ def stand_in_graphs(recorder: Recorder) -> None:
         real_note(*call)
 
     class CUDAGraph:
-        """A graph: the calls between the beginning of its capture and its end."""
+        """Stands in for ``torch.cuda.CUDAGraph``: the calls between the beginning of its capture and its end."""
 
         def __init__(self, *_: Any, **__: Any) -> None:
-            """Begin empty: no call is kept, and nothing that was recorded stands for a replay."""
+            """Begin without calls; the arguments are ignored."""
             self.calls: list[tuple[Any, ...]] = []
-            self.stands_for_replay = False
+            self.stands_for_replay = False  # whether the capture was recorded, and no replay has come since
 
         def capture_begin(self, *_: Any, **__: Any) -> None:
-            """Keep what is called from now on."""
+            """Keep the calls that are made from now on."""
             capturing.append(self.calls)
 
         def capture_end(self) -> None:
-            """Keep no more; what was recorded while capturing stands for the replay that follows."""
+            """Keep no more calls. If a step is being recorded, its record of them stands for the next replay."""
             capturing.pop()
             self.stands_for_replay = recorder.recording
 
         def replay(self) -> None:
-            """Record the kept calls again, unless what the capture recorded stands for this replay."""
+            """Record the kept calls again, unless this is the first replay after a capture that was recorded."""
             if not self.stands_for_replay and recorder.recording:
                 for call in self.calls:
                     real_note(*call)
@@ -67,7 +67,10 @@ def stand_in_graphs(recorder: Recorder) -> None:
 
     @contextlib.contextmanager
     def graph(cuda_graph: Any, pool: Any = None, stream: Any = None, **_: Any) -> Iterator[None]:
-        """Capture what the block calls into ``cuda_graph``, on a stream; the arguments are those of ``torch.cuda.graph``."""
+        """Capture the calls of the block into ``cuda_graph``, as ``torch.cuda.graph`` does, whose arguments these are.
+
+        ``stream`` is the current stream in the block; the others are ignored.
+        """
         cuda_graph.capture_begin()
         with torch.cuda.stream(stream):
             yield

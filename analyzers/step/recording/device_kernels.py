@@ -1,6 +1,6 @@
 """What CUDA has and a registered device lacks: kernels of its own for some operators, and autocast by its lists.
 
-Start at :func:`kernels_of`.
+Start at :func:`install_cuda_kernels`.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class Autocast:
     """
 
     def __init__(self, device_type: str) -> None:
-        """Register the kernels; ``device_type``: the name under which the device is registered with torch."""
+        """Register the kernels with torch; ``device_type``: the name under which the device is registered there."""
         self.type = device_type
         self.cache: dict[int, tuple[Tensor, Tensor]] = {}
-        """By identity, a parameter and its cast; to hold the parameter keeps its identity from being used again."""
+        """A parameter and its cast by the parameter's ``id``, which is not used again while the parameter is held here."""
         # A library's kernels are gone with it, so both live as long as this does.
         self.libraries = [
             torch.library.Library("aten", "IMPL"),
@@ -78,49 +78,46 @@ class Autocast:
                     self.libraries[0].impl(name, kernel(op), "AutocastPrivateUse1")
 
     def clear(self) -> None:
-        """Forget the casts: the outermost block has ended."""
+        """Forget the casts of parameters; called when the outermost autocast block ends."""
         self.cache.clear()
 
     def _half(self, op: Any) -> Callable[..., Any]:
-        """Return the kernel of an op that casts to the type of the autocast block."""
+        """Return a kernel that casts an op's floating-point tensors to the type of the autocast block."""
         return self._casting(op, lambda _tensors: torch.get_autocast_dtype(self.type))
 
     def _float32(self, op: Any) -> Callable[..., Any]:
-        """Return the kernel of an op that casts to float32."""
+        """Return a kernel that casts an op's floating-point tensors to float32."""
         return self._casting(op, lambda _tensors: torch.float32)
 
     def _widest(self, op: Any) -> Callable[..., Any]:
-        """Return the kernel of an op that casts to the widest type of its tensors.
-
-        That is float32 where one of them is float32; otherwise nothing is cast.
-        """
+        """Return a kernel that casts an op's tensors to float32 where one of them is float32, and else casts nothing."""
         return self._casting(op, lambda tensors: torch.float32 if torch.float32 in {t.dtype for t in tensors} else None)
 
     def _unless_typed(self, op: Any) -> Callable[..., Any]:
-        """Return the kernel of an op whose ``dtype`` argument sets its result's type: float32 where the call gives none."""
+        """Return a kernel for an op with a ``dtype`` argument, which is set to float32 where the call does not give it."""
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
-            """Run the op without autocast, with float32 as its result's type where the call gives no other."""
+            """Run the op without autocast; a call without ``dtype``, on a castable first tensor, gets float32."""
+            is_typed = kwargs.get("dtype") is not None or any(isinstance(arg, torch.dtype) for arg in args)
             with self._without_autocast():
-                if kwargs.get("dtype") is None and args[0].dtype in _CASTABLE:
-                    args = tuple(arg for arg in args if not isinstance(arg, torch.dtype))
+                if not is_typed and args[0].dtype in _CASTABLE:
                     kwargs["dtype"] = torch.float32
                 return op(*args, **kwargs)
 
         return kernel
 
     def _without_autocast(self) -> Any:
-        """Return a block in which ops skip their autocast kernels, so that these can call the ops themselves."""
+        """Return a context in which ops skip autocast: an autocast kernel that calls its op would else call itself."""
         return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_AUTOCAST))
 
     def _casting(self, op: Any, wanted: Callable[..., torch.dtype | None]) -> Callable[..., Any]:
-        """Return the kernel of an op that casts its floating-point tensors, then calls the op without autocast.
+        """Return a kernel that casts an op's floating-point tensors, then calls the op without autocast.
 
-        ``wanted`` gives the type to cast to from the tensors of the call; None: nothing is cast.
+        ``wanted`` returns the type to cast to for the tensors of a call, None where nothing is to be cast.
         """
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
-            """Cast the floating-point tensors of the call where a type is wanted, and run the op on them."""
+            """Run the op without autocast on its arguments, cast where ``wanted`` returns a type."""
             dtype = wanted([leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)])
             with self._without_autocast():
                 # The last argument is cast first, as in torch's builds for Linux, so that the ops come in the same order.
@@ -132,14 +129,14 @@ class Autocast:
         return kernel
 
     def cast_all(self, values: Any, dtype: torch.dtype) -> Any:
-        """Return an argument with its tensors cast: one tensor, or a list of them."""
+        """Return an argument (a tensor, a list of tensors, or anything else) with its tensors cast by :meth:`cast`."""
         return tree_map(lambda leaf: self.cast(leaf, dtype), values)
 
     def cast(self, value: Any, dtype: torch.dtype) -> Any:
-        """Return a floating-point tensor of the device in another type, any other value as it is.
+        """Return a floating-point tensor of the device in another type; return any other value, and float64, unchanged.
 
-        A trained float32 parameter is cast once in an autocast block and taken from the cache then, as torch does on
-        CUDA.
+        As torch does on CUDA, a trained float32 parameter is cast once in an autocast block, and taken from the cache
+        afterwards.
         """
         if not isinstance(value, Tensor) or value.dtype not in _CASTABLE or value.dtype == dtype:
             return value
@@ -167,15 +164,17 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Return attention from the kernel that CUDA takes: flash in half precision without a mask, else the efficient one.
+    """Return scaled dot product attention, run by the kernel that CUDA would choose for these arguments.
 
-    ``query``, ``key`` and ``value`` are (batch, heads, tokens, width); other ranks and float64 take the composed
-    kernel. The arguments and the result are those of ``functional.scaled_dot_product_attention``.
+    That is the flash kernel in half precision without a mask (heads of equal widths up to 256), and otherwise the
+    memory-efficient one. Float64, inputs that are not (batch, heads, tokens, width), and a mask whose rows are not
+    contiguous take the math kernel, which is composed of several ops. The arguments and the result are those of
+    ``functional.scaled_dot_product_attention``.
     """
     ops = torch.ops.aten
     # The efficient kernel reads a mask along its rows; T5 permutes the table of its biases, so that a row is a column there.
-    is_across = attn_mask is not None and attn_mask.stride(-1) != 1
-    if query.dim() != 4 or query.dtype == torch.float64 or is_across:
+    has_strided_rows = attn_mask is not None and attn_mask.stride(-1) != 1
+    if query.dim() != 4 or query.dtype == torch.float64 or has_strided_rows:
         return ops._scaled_dot_product_attention_math(  # type: ignore[no-any-return]
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )[0]
@@ -183,6 +182,7 @@ def _attention(
     width = query.shape[-1]
     if is_half and attn_mask is None and width <= _WIDEST_FLASH_HEAD and width == value.shape[-1]:
         return ops._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+    # The efficient kernel takes no grouped heads, no boolean masks and no masks that are still to be broadcast.
     if enable_gqa:
         groups = query.shape[1] // key.shape[1]
         key, value = (part.repeat_interleave(groups, 1) if groups > 1 else part for part in (key, value))
@@ -197,11 +197,14 @@ def _attention(
 
 
 def _recurrent(autocast: Autocast) -> Callable[..., Any]:
-    """Return the kernel of ``lstm.input``, ``gru.input`` and the two ``rnn`` ops: one op for all layers, as cuDNN has it."""
+    """Return the kernel of torch's LSTM, GRU and RNN ops (overload ``input``): one op for all layers, as in cuDNN."""
 
     def run(x: Tensor, hidden: Any, weights: list[Tensor], _bias: bool, _layers: int, _dropout: float, _training: bool,
             bidirectional: bool, batch_first: bool) -> tuple[Tensor, ...]:  # fmt: skip
-        """Return outputs and last states of all layers, from inputs and weights that are cast where autocast is on."""
+        """Return outputs and last states of all layers; inputs and weights are cast where autocast is on.
+
+        The arguments are those of torch's ops; bias, layers, dropout and training do not change any shape.
+        """
         if torch.is_autocast_enabled(autocast.type):
             half = torch.get_autocast_dtype(autocast.type)
             x, weights = autocast.cast(x, half), [autocast.cast(weight, half) for weight in weights]
@@ -211,15 +214,20 @@ def _recurrent(autocast: Autocast) -> Callable[..., Any]:
 
 
 @cache
-def kernels_of(device_type: str) -> Autocast:
-    """Return the device's autocast, and give the device the kernels that only CUDA has; once in a process."""
+def install_cuda_kernels(device_type: str) -> Autocast:
+    """Register kernels that torch has for CUDA alone with the device, and return its autocast; once in a process.
+
+    ``device_type``: the name under which the device is registered with torch. The kernels live as long as the returned
+    object, which the cache of this function holds.
+    """
     autocast = Autocast(device_type)
     library = torch.library.Library("aten", "IMPL")
     library.impl("scaled_dot_product_attention", _attention, "AutogradPrivateUse1")
     for layer in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
         library.impl(f"{layer}.input", _recurrent(autocast), "AutogradPrivateUse1")
     for name in ("silu_backward", "mish_backward", "native_channel_shuffle"):
-        # Composed of others where a device has no kernel. Nothing calls this one: fake tensors run no kernels.
+        # torch composes these ops of others for a device without a kernel, and CUDA has one. The kernel that is given
+        # here is never called, because fake tensors run none.
         library.impl(name, getattr(torch.ops.aten, name).default, "PrivateUse1")
     declare_cells(library)
     for name in ("_fused_sgd_", "_fused_adagrad_"):  # torch knows the sizes of fused Adam alone

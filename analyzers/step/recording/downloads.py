@@ -22,7 +22,7 @@ from ddltool.analyzers.step.recording.packages import Inert
 
 _OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_EVALUATE_OFFLINE")
 # Arguments of from_pretrained that say where a file comes from and how it is read.
-_OF_LOADING = (
+_LOADING_OPTIONS = (
     "cache_dir", "ignore_mismatched_sizes", "force_download", "local_files_only", "token", "use_auth_token", "revision",
     "use_safetensors", "weights_only", "fusion_config", "disable_mmap", "low_cpu_mem_usage", "device_map", "max_memory",
     "offload_folder", "offload_state_dict", "variant", "adapter_kwargs", "from_tf", "from_flax", "subfolder", "state_dict",
@@ -31,7 +31,7 @@ _OF_LOADING = (
     "torch_dtype", "commit_hash", "_commit_hash", "_from_auto", "tp_size", "device_mesh", "use_kernels", "keep_in_fp32_modules",
 )  # fmt: skip
 # Those of them that the loading of a configuration takes, too.
-_OF_CONFIGURATIONS = (
+_CONFIGURATION_OPTIONS = (
     "cache_dir",
     "force_download",
     "local_files_only",
@@ -51,16 +51,19 @@ _PICTURE_SAMPLES = {"train": 50_000, "test": 10_000}
 def stand_in_downloads(device: torch.device) -> dict[str, Callable[[Any], None]]:
     """Let the process download nothing: libraries of hubs are set to offline, and weights stay as they are initialised.
 
-    Environment variables that the user has set stay as they are. Returns a change for each library that downloads, by
-    the module's name: it takes the imported module and patches it. Models are then built from their configurations,
-    and small known data sets are blank.
+    Environment variables that the user has set stay as they are; functions of torch are replaced for good. Returns, by
+    the name of a module that downloads, a function that patches this module once it is imported. Models are then built
+    from their configurations, and small known data sets are blank.
     """
     for name in _OFFLINE:
         os.environ.setdefault(name, "1")
     real_list: Any = torch.hub.list
 
     def list_or_nothing(*args: Any, **kwargs: Any) -> Any:
-        """Return the models of a hub's repository; none where it is not here, since scripts ask only to offer a choice."""
+        """Return the names of a hub repository's models, [] where the repository is not on this disk.
+
+        Scripts ask for them only to offer a choice.
+        """
         try:
             return real_list(*args, **kwargs)
         except OSError:
@@ -98,18 +101,22 @@ def _from_configuration(module: Any, device: torch.device) -> None:
     """
 
     def from_pretrained(cls: Any, /, name: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
-        """Return a model with initial weights, as ``PreTrainedModel.from_pretrained`` does with those of the hub.
+        """Return a model with initial weights where ``PreTrainedModel.from_pretrained`` returns one with the hub's weights.
 
-        Options of loading are taken out of ``kwargs``; of them the type, few-bit weights, the device map and the
-        loading information have an effect. Those that remain change the configuration, as in the original.
+        ``name``: the model's on the hub, or a folder; ``config``: its configuration, or where to find it (None: under
+        ``name``). Of the options of loading in ``kwargs`` only the type, weights of few bits, the device map and
+        ``output_loading_info`` have an effect; that last one makes the result a pair (model, information). The other
+        ``kwargs`` change the configuration, as in the original.
         """
-        loading_options = {key: kwargs.pop(key) for key in _OF_LOADING if key in kwargs}
+        loading_options = {key: kwargs.pop(key) for key in _LOADING_OPTIONS if key in kwargs}
         if isinstance(config, module.PreTrainedConfig):
             config = copy.deepcopy(config)
             for key in [key for key in kwargs if hasattr(config, key) and not key.startswith("attn_impl")]:
                 setattr(config, key, kwargs.pop(key))
         else:
-            configuration_options = {key: loading_options[key] for key in _OF_CONFIGURATIONS if key in loading_options}
+            configuration_options = {
+                key: loading_options[key] for key in _CONFIGURATION_OPTIONS if key in loading_options
+            }
             config, kwargs = cls.config_class.from_pretrained(
                 config or name, return_unused_kwargs=True, **configuration_options, **kwargs
             )
@@ -119,8 +126,8 @@ def _from_configuration(module: Any, device: torch.device) -> None:
         model = cls._from_config(config, *args, dtype=dtype, **kwargs).eval()
         quantization = loading_options.get("quantization_config") or getattr(config, "quantization_config", None)
         for bits in (4, 8):
-            if loading_options.get(f"load_in_{bits}bit") or _option_of(quantization, f"load_in_{bits}bit"):
-                _pack_weights(model, bits, _option_of(quantization, "bnb_4bit_compute_dtype"), quantization)
+            if loading_options.get(f"load_in_{bits}bit") or _option(quantization, f"load_in_{bits}bit"):
+                _pack_weights(model, bits, _option(quantization, "bnb_4bit_compute_dtype"), quantization)
         if loading_options.get("device_map") not in (None, "cpu", {"": "cpu"}):
             model = model.to(device)
         loading_info: dict[str, list[str]] = {
@@ -134,15 +141,16 @@ def _from_configuration(module: Any, device: torch.device) -> None:
     module.PreTrainedModel.from_pretrained = classmethod(from_pretrained)
 
 
-def _option_of(options: Any, name: str) -> Any:
-    """Return an option by its name from a dictionary or an object of options; None where it is not among them."""
+def _option(options: Any, name: str) -> Any:
+    """Return the option of a name from a dictionary or an object of options, None where it is missing."""
     return options.get(name) if isinstance(options, dict) else getattr(options, name, None)
 
 
 def _pack_weights(model: Any, bits: int, dtype: Any, quantization: Any) -> None:
     """Replace a model's linear layers, except its head, by layers with weights of 4 or 8 bits, as bitsandbytes does.
 
-    ``dtype``: the type that the layers compute in, or its name; ``quantization``: the options, kept on the model.
+    ``dtype``: the type that the layers compute in, its name, or None (see ``PackedLinear``). ``quantization``: the
+    options of few-bit weights, which are set on the model, as libraries of adapters look for them there.
     """
     import bitsandbytes  # type: ignore[import-not-found]  # stood in for where it is not installed
 
@@ -161,16 +169,17 @@ def _pack_weights(model: Any, bits: int, dtype: Any, quantization: Any) -> None:
 
 
 def _known_configurations(module: Any) -> None:
-    """Let configurations of well-known models be found by their names on the hub, without asking the hub.
+    """Let transformers find the configurations of well-known models by their names, without asking the hub.
 
-    ``module`` is ``transformers.configuration_utils``; the configurations are those of ``models.toml``.
+    ``module`` is ``transformers.configuration_utils``; the configurations are in ``models.toml``, beside this file.
     """
     read_cached = module.PreTrainedConfig._get_config_dict.__func__
 
     def _get_config_dict(cls: Any, /, name: Any, **kwargs: Any) -> Any:
-        """Return a configuration's fields, and the options that are left over.
+        """Return a configuration's fields, and the options among ``kwargs`` that do not concern its loading.
 
-        The fields are those of the hub's cache, or of the table of known models where the cache has none.
+        The fields come from the hub's cache, or from the table of known models where the cache lacks them. Raises
+        OSError, as transformers does, for a model that is in neither.
         """
         try:
             return read_cached(cls, name, **kwargs)
@@ -179,14 +188,14 @@ def _known_configurations(module: Any) -> None:
             if known_fields is None:
                 raise
             return {**known_fields, "_name_or_path": str(name)}, {
-                key: value for key, value in kwargs.items() if key not in _OF_CONFIGURATIONS and key[0] != "_"
+                key: value for key, value in kwargs.items() if key not in _CONFIGURATION_OPTIONS and key[0] != "_"
             }
 
     module.PreTrainedConfig._get_config_dict = classmethod(_get_config_dict)
 
 
 def _family_name(name: str) -> str:
-    """Return a model's name without its owner, and without what says that only its weights are others.
+    """Return a model's name without its owner and without the words (instruct, chat, ...) that tell only weights apart.
 
     >>> _family_name("meta-llama/Meta-Llama-3-8B-Instruct")
     'llama-3-8b'
@@ -202,12 +211,15 @@ _CONFIGURATIONS: dict[str, Any] = {
 
 
 def _diffusers_models(module: Any, device: torch.device) -> None:
-    """Let diffusers' models be built from their configurations, without weights. ``device`` is not used: scripts move them."""
+    """Let diffusers' models be built from their configurations, without the hub's weights.
+
+    ``module`` is ``diffusers.models.modeling_utils``. ``device`` is not used: diffusers leaves moving to the script.
+    """
 
     def from_pretrained(cls: Any, /, name: Any, **kwargs: Any) -> Any:
-        """Return a model with initial weights, in ``torch_dtype`` or float32."""
-        loading_options = {key: kwargs.pop(key) for key in _OF_LOADING if key in kwargs}
-        configuration_options = {key: loading_options[key] for key in _OF_CONFIGURATIONS if key in loading_options}
+        """Return a model with initial weights, in ``torch_dtype`` or float32, as ``ModelMixin.from_pretrained`` would."""
+        loading_options = {key: kwargs.pop(key) for key in _LOADING_OPTIONS if key in kwargs}
+        configuration_options = {key: loading_options[key] for key in _CONFIGURATION_OPTIONS if key in loading_options}
         config, kwargs = cls.load_config(name, return_unused_kwargs=True, **configuration_options, **kwargs)
         model = cls.from_config(config, **kwargs).eval()
         return model.to(loading_options.get("torch_dtype") or torch.float32)
@@ -216,12 +228,15 @@ def _diffusers_models(module: Any, device: torch.device) -> None:
 
 
 def _without_weights(module: Any) -> None:
-    """Let timm's models keep the weights that they are made with; ``module`` is the one of timm's that loads trained ones."""
+    """Let timm's models keep their initial weights; ``module``: the module of timm that loads trained weights."""
     module.load_pretrained = lambda *_, **__: None
 
 
 def _blank_digits(module: Any) -> None:
-    """Let MNIST, and the data sets that derive from it, be blank where their files are not here."""
+    """Fill MNIST, and the data sets that derive from it, with blank images where their files are missing.
+
+    ``module`` is ``torchvision.datasets.mnist``.
+    """
     import numpy as np
 
     def fill(dataset: Any) -> None:
@@ -234,11 +249,14 @@ def _blank_digits(module: Any) -> None:
 
 
 def _blank_pictures(module: Any) -> None:
-    """Let CIFAR-10 and CIFAR-100 be blank where their files are not here."""
+    """Fill CIFAR-10 and CIFAR-100 with blank images where their files are missing.
+
+    ``module`` is ``torchvision.datasets.cifar``.
+    """
     import numpy as np
 
     def fill(dataset: Any) -> None:
-        """Give a data set black images, labels that run through its classes, and names of these."""
+        """Give a data set black images, labels that run through its classes, and names of the classes."""
         classes = 100 if issubclass(type(dataset), module.CIFAR100) else 10
         samples = _PICTURE_SAMPLES["train" if dataset.train else "test"]
         dataset.data = np.zeros((samples, 32, 32, 3), dtype=np.uint8)
@@ -250,14 +268,15 @@ def _blank_pictures(module: Any) -> None:
 
 
 def _blank(dataset_type: Any, fill: Callable[[Any], None]) -> None:
-    """Let a data set's class be filled by ``fill`` where its files are not here and the script would download them."""
+    """Let instances of a data set's class be filled by ``fill`` where the script would download their files."""
     real_init, blank_roots = dataset_type.__init__, set()
 
     def init_or_fill(self: Any, root: Any, train: bool = True, transform: Any = None, target_transform: Any = None,
              download: bool = False, **_: Any) -> None:  # fmt: skip
-        """Take the arguments of torchvision's data sets; read the files where they are here.
+        """Read the data set's files, or fill it with blank samples; the arguments are those of torchvision's data sets.
 
-        Otherwise the data set gets blank samples, if the script asks for a download of these files, now or before.
+        It is filled where the files are missing and the script asks to download them, in this call or in an earlier
+        one for the same ``root``. Raises torchvision's RuntimeError where it never asked.
         """
         try:
             real_init(self, root, train, transform, target_transform, download=False)
@@ -271,11 +290,11 @@ def _blank(dataset_type: Any, fill: Callable[[Any], None]) -> None:
 
 
 def _inert_metrics(module: Any) -> None:
-    """Let a metric of ``evaluate`` that is not here be inert: it has no part in a step."""
+    """Let ``evaluate.load`` return an inert object for a metric that is not on this disk: metrics are no part of a step."""
     real_load = module.load
 
     def load_or_inert(path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return a metric, or an object that takes any call and does nothing."""
+        """Return the metric, or an object that takes any call and does nothing where it cannot be loaded."""
         try:
             return real_load(path, *args, **kwargs)
         except (OSError, ImportError):
@@ -285,14 +304,17 @@ def _inert_metrics(module: Any) -> None:
 
 
 def _blank_tokenizers(module: Any) -> None:
-    """Let well-known models whose tokenizers are not here have one that splits words into pieces of up to three letters.
+    """Let transformers return a stand-in for the tokenizer of a well-known model that is not on this disk.
 
-    ``module`` is ``transformers.tokenization_utils_base``.
+    The stand-in splits words into pieces of up to three letters. ``module`` is ``transformers.tokenization_utils_base``.
     """
     load_cached = module.PreTrainedTokenizerBase.from_pretrained.__func__
 
     def from_pretrained(cls: Any, /, name: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the tokenizer of the hub's cache, or one of letters' pieces for a model whose family is known."""
+        """Return the tokenizer from the hub's cache, or the stand-in for a model of a known family.
+
+        Raises OSError, as transformers does, where the cache lacks the tokenizer and the family is not known.
+        """
         known_fields = _CONFIGURATIONS.get(_family_name(str(name)))
         try:
             tokenizer = load_cached(cls, name, *args, **kwargs)
@@ -313,10 +335,10 @@ _LEAST_TOKENS = 1000
 
 
 def _tokenizer_of_pieces(name: str, known_fields: dict[str, Any]) -> Any:
-    """Return a tokenizer that splits words into pieces of up to three letters: about as many tokens as real ones make.
+    """Return a tokenizer that splits words into pieces of up to three letters, about as many as real tokenizers make.
 
-    ``known_fields``: those of the model's configuration; their ``model_type`` says the special tokens and the longest
-    input.
+    ``known_fields``: the fields of the model's configuration, whose ``model_type`` decides the special tokens and the
+    longest input.
     """
     from itertools import product
     from string import ascii_lowercase
@@ -366,11 +388,17 @@ _VOCABULARIES = {
 
 
 def _encodings(module: Any) -> None:
-    """Let tiktoken's encodings that are not in its cache split text into bytes, with vocabularies of the true sizes."""
+    """Let tiktoken return a stand-in for an encoding that is not in its cache: one token a byte, a true vocabulary size.
+
+    ``module`` is ``tiktoken.registry``.
+    """
     get_cached = module.get_encoding
 
     def get_encoding(name: str) -> Any:
-        """Return the cached encoding, or one whose tokens are single bytes and whose other entries never occur in a text."""
+        """Return the cached encoding, or one that splits text into bytes and whose other tokens never occur in a text.
+
+        Raises what tiktoken raises where the encoding is neither cached nor among the known ones.
+        """
         try:
             return get_cached(name)
         except Exception:  # without a network it raises whatever the library of the download raises

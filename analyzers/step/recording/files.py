@@ -28,25 +28,28 @@ class Overlay:
         cache_paths = [os.path.abspath(os.path.expanduser(folder)) for folder in caches]
         self._not_redirected = (str(scratch.parent), *_DEVICES, *cache_paths)
 
-    def written(self, path: Any) -> Any:
-        """Return where a file is to be written for a path, and make the folders above it; itself if :meth:`owns` it."""
+    def path_to_write(self, path: Any) -> Any:
+        """Return the path below the scratch folder to write to in place of ``path``, and make the folders above it.
+
+        A path that :meth:`is_left_alone` is returned unchanged, the same object.
+        """
         placed = self._path_in_scratch(path)
         if placed != path:
             _makedirs(os.path.dirname(placed), exist_ok=True)
         return placed
 
-    def read(self, path: Any) -> Any:
+    def path_to_read(self, path: Any) -> Any:
         """Return the path in the scratch folder where something was written there, else the path itself."""
         placed = self._path_in_scratch(path)
         return placed if placed != path and _lexists(placed) else path
 
-    def owns(self, path: Any) -> bool:
-        """Return whether a path is left as it is: an open file's number, a device, a cache, or this package's own folder."""
+    def is_left_alone(self, path: Any) -> bool:
+        """Return whether a path is not redirected: an open file's number, a device, a cache, this package's own folder."""
         return isinstance(path, int) or os.path.abspath(os.fsdecode(path)).startswith(self._not_redirected)
 
     def _path_in_scratch(self, path: Any) -> Any:
         """Return a path's place below the scratch folder, or the path itself where it is not redirected."""
-        return path if self.owns(path) else self.scratch + os.path.abspath(os.fsdecode(path))
+        return path if self.is_left_alone(path) else self.scratch + os.path.abspath(os.fsdecode(path))
 
 
 # The functions as they are before they are redirected: the overlay itself works on the disk.
@@ -56,10 +59,11 @@ _FILE_EXISTS = 17
 
 
 def overlay(scratch: Path) -> None:
-    """Redirect what this process writes from now on to a folder, from which it then reads it; other files stay as they are.
+    """Redirect the files that this process writes from now on to a folder; what lies in the folder is read from there.
 
-    Functions of ``builtins``, ``io``, ``os`` and torch are replaced for good. A file that is changed in place is copied
-    there first. ``torch.save`` writes nothing, since tensors have no values here.
+    Functions of ``builtins``, ``io``, ``os`` and torch are replaced for good. A file of the disk that is opened to be
+    changed is copied to the folder first, and the disk's stays as it is. ``torch.save`` writes nothing, since tensors
+    have no values here.
     """
     import torch
 
@@ -69,8 +73,8 @@ def overlay(scratch: Path) -> None:
     def open_redirected(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         """Open a file as ``open`` does: in the scratch folder for writing, and for reading where it was written there."""
         if not any(letter in mode for letter in "wax+"):
-            return real_open(over.read(file), mode, *args, **kwargs)
-        target = over.written(file)
+            return real_open(over.path_to_read(file), mode, *args, **kwargs)
+        target = over.path_to_write(file)
         if target != file and "w" not in mode and "x" not in mode and not _lexists(target) and os.path.isfile(file):
             with real_open(file, "rb") as source, real_open(target, "wb") as copy:
                 copy.write(source.read())  # it is appended to, or changed
@@ -79,29 +83,33 @@ def overlay(scratch: Path) -> None:
     def os_open_redirected(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
         """Open a file as ``os.open`` does, in the scratch folder where the flags ask to write."""
         writes = flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
-        return real_os_open(over.written(path) if writes else over.read(path), flags, *args, **kwargs)
+        return real_os_open(over.path_to_write(path) if writes else over.path_to_read(path), flags, *args, **kwargs)
 
     builtins.open = io.open = open_redirected
     os.open = os_open_redirected
     for name in ("mkdir", "remove", "unlink", "rmdir", "symlink", "chmod", "utime", "truncate"):
         _redirect(name, over, existing=name != "mkdir")
     for name in ("stat", "lstat", "statvfs", "listdir", "scandir", "access"):
-        setattr(os, name, _reading(getattr(os, name), over))
+        setattr(os, name, _reader_from_scratch(getattr(os, name), over))
     for name in ("rename", "replace"):
-        setattr(os, name, _moving(getattr(os, name), over))
+        setattr(os, name, _mover_in_scratch(getattr(os, name), over))
     torch.save = lambda *_, **__: None
 
 
 def _redirect(name: str, over: Overlay, existing: bool) -> None:
-    """Let the function ``os.<name>``, which changes the path it is given, work in the scratch folder.
+    """Let the function ``os.<name>``, which changes the file or folder at a path, work in the scratch folder.
 
-    ``existing``: the function needs something at the path; what only the disk holds it leaves alone without an error.
+    ``existing``: the function needs something to be at the path. It then does nothing, and raises nothing, where only
+    the disk has something there.
     """
     real = getattr(os, name)
 
     def run_redirected(path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Change the path in the scratch folder; a path that is not redirected is changed on the disk."""
-        target = over.written(path)
+        """Run the function in the scratch folder, or on the disk for a path that is not redirected.
+
+        Raises FileExistsError for a folder to be made that the disk has already.
+        """
+        target = over.path_to_write(path)
         if target is path:
             return real(path, *args, **kwargs)
         if existing and not _lexists(target):
@@ -113,26 +121,26 @@ def _redirect(name: str, over: Overlay, existing: bool) -> None:
     setattr(os, name, run_redirected)
 
 
-def _reading(real: Callable[..., Any], over: Overlay) -> Callable[..., Any]:
-    """Return a function of ``os`` that looks first in the scratch folder for the path it reads."""
+def _reader_from_scratch(real: Callable[..., Any], over: Overlay) -> Callable[..., Any]:
+    """Return the function ``real`` of ``os``, which reads at a path, as one that looks first in the scratch folder."""
 
     def run_on_newest(path: Any = ".", *args: Any, **kwargs: Any) -> Any:
         """Read the path in the scratch folder where it was written there, else on the disk."""
         if kwargs.get("dir_fd") is not None:  # the path is relative to an open folder
             return real(path, *args, **kwargs)
-        return real(over.read(path), *args, **kwargs)
+        return real(over.path_to_read(path), *args, **kwargs)
 
     return run_on_newest
 
 
-def _moving(real: Callable[..., Any], over: Overlay) -> Callable[..., Any]:
-    """Return a function of ``os`` that moves a file to another path (``rename``, ``replace``), within the scratch folder."""
+def _mover_in_scratch(real: Callable[..., Any], over: Overlay) -> Callable[..., Any]:
+    """Return the function ``real`` of ``os`` (``rename``, ``replace``) as one that moves within the scratch folder."""
 
     def move_in_scratch(source: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
         """Move a file that lies in the scratch folder; a file that only the disk holds stays where it is, without an error."""
-        if over.owns(source):
+        if over.is_left_alone(source):
             return real(source, target, *args, **kwargs)
-        newest = over.read(source)
-        return real(newest, over.written(target), *args, **kwargs) if newest is not source else None
+        newest = over.path_to_read(source)
+        return real(newest, over.path_to_write(target), *args, **kwargs) if newest is not source else None
 
     return move_in_scratch

@@ -13,7 +13,10 @@ from torch.nn import functional
 
 
 def stand_in_flexible_attention(module: Any) -> None:
-    """Let ``torch.nn.attention.flex_attention`` make masks without values, and attend in one op."""
+    """Replace two functions of ``module``, ``torch.nn.attention.flex_attention``, so that it attends in one fused op.
+
+    Block masks are made without values.
+    """
 
     def flex_attention(query: Tensor, key: Tensor, value: Tensor, score_mod: Any = None, block_mask: Any = None,
                        scale: float | None = None, enable_gqa: bool = False, return_lse: bool = False,

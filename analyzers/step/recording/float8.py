@@ -47,10 +47,10 @@ def linear_layers(module: nn.Module) -> dict[str, nn.Linear]:
 
 
 def _pays_in_float8(layer: nn.Linear) -> bool:
-    """Return whether float8 units take a layer's widths and gain by it; False for a weight that is computed from others."""
+    """Return whether float8 units take a layer's widths and make it faster; False for a weight computed from others."""
     widths = layer.in_features, layer.out_features
     return (
-        "weight" in layer._parameters
+        "weight" in layer._parameters  # a weight that is computed (weight norm) is a plain attribute
         and min(widths) >= _LEAST_WIDTH
         and not any(width % _WIDTH_MULTIPLE for width in widths)
     )
@@ -60,7 +60,7 @@ class Float8Linears(TorchFunctionMode):
     """A mode under which ``functional.linear`` of chosen weights runs in float8, with results in ``dtype``."""
 
     def __init__(self, weights: Collection[Tensor], dtype: torch.dtype) -> None:
-        """Choose the weights, which are known by their identities, and the type of the results (a half type)."""
+        """Choose the weights, compared by identity, and ``dtype``, the type of the results (bfloat16 or float16)."""
         super().__init__()
         self.weights, self.dtype = {id(weight) for weight in weights}, dtype
         self._last_cast: Callable[[], tuple[Tensor | None, ...]] = lambda: (None, None, None)
@@ -73,10 +73,7 @@ class Float8Linears(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run one function of torch, with its arguments given by position or by name.
-
-        ``functional.linear`` of a chosen weight runs in float8, anything else as it is.
-        """
+        """Run one function of torch: ``functional.linear`` of a chosen weight in float8, any other call unchanged."""
         keywords = dict(kwargs or {})
         if func is functional.linear:
             arguments = {**dict(zip(("input", "weight", "bias"), args, strict=False)), **keywords}
@@ -151,13 +148,16 @@ def _scaled(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("ddltool::float8_scale", mutates_args=())
 def float8_scale(x: Tensor) -> Tensor:
-    """Stand for the search of a tensor's largest value and the scale made of it: () in float32. Only ever traced."""
+    """Stand for the kernel that finds a tensor's largest value and returns its scale: () in float32. Only ever traced."""
     raise NotImplementedError("ddltool::float8_scale stands for a kernel in traces; it computes nothing")
 
 
 @torch.library.custom_op("ddltool::to_float8", mutates_args=())
 def to_float8(x: Tensor, scale: Tensor, dtype: torch.dtype, columns: bool = False) -> Tensor:
-    """Stand for the cast of a scaled tensor to a type of float8, ``columns``: of a matrix by columns. Only ever traced."""
+    """Stand for the kernel that casts a scaled tensor to a float8 type. Only ever traced.
+
+    ``columns``: the result, a matrix, is laid out by columns.
+    """
     raise NotImplementedError("ddltool::to_float8 stands for a kernel in traces; it computes nothing")
 
 

@@ -41,9 +41,9 @@ class RecordedOps:
     ops: list[Op]
     """The op of each recorded call, in the same order."""
     given: dict[str, Node]
-    """By name, the placeholders of the model's parameters that the step reads, and of all that were asked for."""
+    """By a parameter's name, its placeholder: of every parameter that the step reads or that was asked for."""
     issued: tuple[Issued, ...]
-    """The distinct calls as far as their cost goes: equal calls appear once."""
+    """What the cost of each call depends on; equal ones appear once."""
     issued_of: dict[str, int]
     """Index in ``issued`` of each op, by its name."""
     last_writer: dict[int, str]
@@ -53,9 +53,9 @@ class RecordedOps:
 def ops_of(step: Recording, *, given: Mapping[str, Shadow] = MappingProxyType({})) -> RecordedOps:
     """Return the ops of a recorded step with their costs and inputs.
 
-    An op depends on the ops that made its tensors, and on the last one that wrote in place to their storages. What reads
-    a parameter before any op has written to it depends on ``recv/<parameter>``. ``given``: parameters by name that get a
-    placeholder even where the step reads none of them. Equal calls are costed once.
+    An op depends on the ops that made its tensors, and on the last op that wrote in place to their storages. An op that
+    reads a parameter before any op has written to it depends on ``recv/<parameter>``. ``given``: parameters by name
+    that get a placeholder even where the step reads none of them. Equal calls are costed once.
     """
     reader = _Reader(step)
     parameter_of = {reader.maker_of(shadow): name for name, shadow in given.items()}
@@ -74,7 +74,7 @@ def ops_of(step: Recording, *, given: Mapping[str, Shadow] = MappingProxyType({}
         if node.op != "call_function":
             continue
         if node.target is operator.getitem:
-            producer[node] = producer.get(node.args[0])
+            producer[node] = producer.get(node.args[0])  # the tuple's call; a getitem is no op of its own
             continue
         call = step.calls[call_index_of[node]]
         name = f"{_phase(call)}/{node.name}"
@@ -120,9 +120,9 @@ def ops_of(step: Recording, *, given: Mapping[str, Shadow] = MappingProxyType({}
 def graph_of(step: Recording, name: str) -> Graph:
     """Return the graph of a recorded step, named ``name``.
 
-    The graph has the ops of the calls, a recv op for every parameter, and a send op for every gradient that the step
-    writes. Its ``recorded`` part holds what only a recording knows: lives of storages, groups, waits of the host,
-    assumed values.
+    The graph has an op for each call, a recv op for each parameter, and a send op for each gradient that the step
+    writes. Its ``recorded`` part holds what only a recording knows: when storages are made and freed, groups of ranks,
+    waits of the host, assumed values.
     """
     recorded_ops = ops_of(step)
     names = [op.name for op in recorded_ops.ops]
@@ -166,7 +166,7 @@ def graph_of(step: Recording, name: str) -> Graph:
 
 
 class _Reader:
-    """Makes fx nodes of recorded calls, one call after another; the arguments of a node are the nodes that made them."""
+    """Makes an fx node of each recorded call, in order; the node's tensor arguments are the nodes that made them."""
 
     def __init__(self, step: Recording) -> None:
         """Begin with an empty program."""
@@ -183,7 +183,10 @@ class _Reader:
         """Placeholders are inserted before it: torch.fx wants them all at the beginning."""
 
     def node_of(self, call: RecordedCall) -> Node:
-        """Return the node of the next call; each tensor of a call that returns several gets a ``getitem`` node of its own."""
+        """Add a node for the next call to the program and return it.
+
+        A call that returns several tensors also gets a ``getitem`` node for each of them.
+        """
         args, kwargs = _mapped(call.args, self.maker_of), _mapped(call.kwargs, self.maker_of)
         name = base_name(call.target)
         node = self.program.create_node("call_function", call.target, args, kwargs, name=name)
@@ -205,14 +208,11 @@ class _Reader:
         return node
 
     def placeholders_of(self, storage: int) -> list[Node]:
-        """Return the placeholders of a storage that lives from before the step, one for each way in which it is viewed."""
+        """Return the placeholders of a storage, one for each way in which the step views it; [] if the step made it."""
         return self._placeholders_of_storage.get(storage, [])
 
     def maker_of(self, shadow: Shadow) -> Node:
-        """Return the node that made a tensor last.
-
-        A tensor that no call has made gets a placeholder, because it was there before the step.
-        """
+        """Return the node that made a tensor last; a new placeholder for a tensor that was there before the step."""
         key = _view_of(shadow)
         if key not in self._node_of_tensor:
             has_no_calls = self._first_call is None
@@ -241,13 +241,13 @@ def _mapped(value: Any, change: Callable[[Shadow], Any]) -> Any:
 
 
 def _storage(node: Node) -> int:
-    """Return an identifier of the storage behind a node's tensor, 0 for a node that is no single tensor."""
+    """Return torch's identifier of the storage behind a node's tensor, 0 for a node whose value is no single tensor."""
     value = node.meta.get("val")
     return value.untyped_storage()._cdata if isinstance(value, Tensor) else 0
 
 
 def _view_of(shadow: Shadow) -> tuple[Any, ...]:
-    """Return what makes two tensors the same: their storage, shape, strides, offset and type."""
+    """Return (storage, shape, strides, offset, type) of a tensor: two that agree in all of these are the same tensor."""
     tensor = shadow.tensor
     return shadow.storage, tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype
 
@@ -276,9 +276,10 @@ def _size_bytes(shadow: Shadow) -> float:
 
 
 def transfer(kind: Literal["recv", "send"], parameter: str, size_bytes: float, after: str | None = None) -> Op:
-    """Return a parameter's recv op, or its gradient's send op, which follows the op ``after`` that completed the gradient.
+    """Return the recv op of a parameter, or the send op of its gradient.
 
-    ``size_bytes``: of the parameter or gradient; ``after`` None: it depends on nothing.
+    ``size_bytes``: of the parameter or gradient. ``after``: the name of the op that it depends on, which is the op that
+    completes the gradient; None: it depends on nothing.
     """
     return Op(
         name=f"{kind}/{parameter}", kind=kind, resource="channel:0", size_bytes=size_bytes, parameter=parameter,
@@ -287,9 +288,10 @@ def transfer(kind: Literal["recv", "send"], parameter: str, size_bytes: float, a
 
 
 def send_of(parameter: str, gradient: Shadow, size_bytes: float, after: str, dtype: str = "") -> Op:
-    """Return the send op of a parameter's gradient, with what an optimizer goes by: the parameter's shape and type.
+    """Return the send op of a parameter's gradient, which also carries the parameter's shape and type for optimizers.
 
-    ``size_bytes``, ``dtype``: of the parameter as it is kept; dtype empty: the gradient's. The rest is :func:`transfer`'s.
+    The shape is in ``gemm``: (matrices, 0, rows, columns), or (0, 0, 0, elements) for a vector. ``size_bytes``,
+    ``dtype``: of the parameter as it is stored; ``dtype`` "": the gradient's. ``after``: as for :func:`transfer`.
     """
     shape = [float(side) for side in gradient.tensor.shape]
     gemm = (prod(shape[:-2]), 0.0, *shape[-2:]) if len(shape) > 1 else (0.0, 0.0, 0.0, prod(shape))
@@ -298,9 +300,10 @@ def send_of(parameter: str, gradient: Shadow, size_bytes: float, after: str, dty
 
 
 def _scheduled(op: Op, call: RecordedCall, names: list[str]) -> Op:
-    """Return the op on the resource of its stream, depending also on the ops of other streams that its call waits for.
+    """Return the op with the resource of its stream, and with the ops that its call waits for among its inputs.
 
-    ``names``: of all ops, by the index of their call. A collective gets its name and the bytes it moves, and no work.
+    ``names``: the names of all ops, by the index of their call. A collective also gets its ``c10d`` type and the bytes
+    that it moves, and no FLOPs.
     """
     inputs = tuple(dict.fromkeys((*op.inputs, *(names[waited] for waited in call.waits))))
     resource = f"compute:{call.stream if call.stream >= 0 else _STREAMS_OF_SCRIPT - call.stream}"
@@ -318,10 +321,10 @@ the script's own streams."""
 
 
 def _kinds_of_storages(step: Recording, ops: list[Op]) -> list[str]:
-    """Return what each storage holds, in the order of the step's storages.
+    """Return what each storage holds, in the order of the step's storages, by the first of these that applies.
 
-    One of: parameters, gradients, buffers, optimizer (states that an update reads and that were there before the
-    step), activations (made in the forward pass), temporary (made later) and other.
+    parameters, gradients, buffers, optimizer (read by an update, and there before the step), activations (made in the
+    forward pass), temporary (made later in the step), other.
     """
     parameters = {shadow.storage for shadow in step.parameters.values()}
     gradients = {shadow.storage for shadow in step.gradients.values()}
@@ -346,16 +349,16 @@ def _kinds_of_storages(step: Recording, ops: list[Op]) -> list[str]:
     return kinds
 
 
-# An exchange of less than this share of the largest activation is of statistics (SyncBatchNorm's, a mean loss).
+# A collective that moves less than this share of the largest storage moves statistics (of SyncBatchNorm, of a mean loss).
 _LEAST_SHARE = 1 / 500
 
 
 def _processes_sharing_a_batch(step: Recording, ops: list[Op]) -> int:
     """Return how many processes work on the same batch: 1 for pure data parallelism, 8 for tensor parallelism over 8.
 
-    These are the processes whose forward passes exchange activations. A tensor is an activation if a matrix product
-    or an embedding made it, or an op that read one. A group that gathers parameters in its forward pass (FSDP) is
-    left out: each of its processes has a batch of its own, and what else they exchange are tokens for experts.
+    These are the processes whose forward passes exchange activations: tensors that are made by a matrix product, an
+    embedding, or an op that reads an activation. A group that gathers parameters in its forward pass (FSDP) is left
+    out: each of its processes has its own batch, and anything else that they exchange is tokens for experts.
     """
     activations: set[int] = set()  # numbers of storages
     sharing: set[tuple[int, ...]] = set()  # groups, by the ranks of their processes
@@ -380,17 +383,21 @@ def _processes_sharing_a_batch(step: Recording, ops: list[Op]) -> int:
 
 
 def _has_samples(step: Recording, call: RecordedCall) -> bool:
-    """Return whether a collective moves tensors with a dimension of samples, or of a multiple of them; a mean has none."""
+    """Return whether a collective moves a tensor with a dimension as long as the batch, or a first one that it divides.
+
+    A tensor of means over the batch has no such dimension.
+    """
     samples = step.inputs[0][0] if step.inputs else 1
     shapes = [tuple(leaf.tensor.shape) for leaf in tree_leaves(call.args) if isinstance(leaf, Shadow)]
     return any(samples in shape or (len(shape) > 0 and shape[0] % samples == 0) for shape in shapes)
 
 
-def _precision(ops: list[Op], parameter_dtype: str, of_float32: str) -> str:
-    """Return the name of the precision in which most of the work of matrix products is done.
+def _precision(ops: list[Op], parameter_dtype: str, float32_precision: str) -> str:
+    """Return the name of the precision in which most FLOPs of matrix products are done.
 
-    One of fp8, bf16, fp16, bf16-pure, fp16-pure (the parameters are of that type, too), or ``of_float32``, the name
-    of float32's precision (tf32 or fp32). ``parameter_dtype``: the type of the parameters, as ``torch.float32``.
+    One of fp8, bf16, fp16, bf16-pure and fp16-pure (the parameters are of that type, too), or ``float32_precision``,
+    which names how float32 is multiplied (tf32 or fp32). ``parameter_dtype``: the type of most parameters, written
+    ``torch.float32``.
     """
     flops_of: Counter[str] = Counter()
     for op in ops:
@@ -401,22 +408,23 @@ def _precision(ops: list[Op], parameter_dtype: str, of_float32: str) -> str:
         return "fp8"
     short_name = {"bfloat16": "bf16", "float16": "fp16"}.get(main)
     if short_name is None:
-        return of_float32
+        return float32_precision
     return short_name if parameter_dtype == "torch.float32" else f"{short_name}-pure"
 
 
 def _is_channels_last(ops: list[Op]) -> bool:
-    """Return whether most convolutions find the channels of their images last in memory."""
+    """Return whether more convolutions get images with channels last in memory than with channels first."""
     layouts = Counter(op.layout for op in ops if normal_type(op.op_type) == "convolution" and op.layout)
     return layouts["channels_last"] > layouts["channels_first"]
 
 
 def _layout_of(call: RecordedCall) -> Layout:
-    """Return where the channels of a call's images or volumes lie, as its kernel finds them; "" for any other call.
+    """Return the memory layout of the images or volumes that a call reads; "" for a call whose kernel does not depend on it.
 
-    A model that permutes its images between layers, as ConvNeXt does around its norms, changes their layout on the way. The
-    first tensor whose strides tell decides, of a convolution one of image and weight with its channels last: cuDNN lays the
-    others out like it. A tensor of one channel or one pixel tells nothing.
+    The first argument whose strides differ between the two layouts decides; tensors of one channel or one pixel fit
+    both and are passed over ("" if all do). A convolution is ``channels_last`` if its image or its weight is, because
+    cuDNN lays out the other one alike. Layouts may differ between the calls of a model: ConvNeXt permutes its images
+    around its norms.
     """
     name = base_name(call.target)
     if class_of(name) not in _OF_IMAGES:

@@ -28,15 +28,15 @@ _MIB = 2**20
 
 
 def world_size() -> int:
-    """Return how many processes there are: those of the group, else those that the launcher announces, 1 without one."""
+    """Return the number of processes: of the default group if it is initialized, else as WORLD_SIZE says (1 without it)."""
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def stand_in_groups(recorder: Recorder) -> None:
-    """Let ``torch.distributed`` start a group of the launcher's size, in which every exchange has happened at once.
+    """Let ``torch.distributed`` start a group of the launcher's size in this one process.
 
-    The group is torch's "fake" one, which sends nothing. DistributedDataParallel is replaced because its reducer, in
-    C++, needs gradients with memory.
+    The group is torch's "fake" one, which sends nothing: every collective is done at once. DistributedDataParallel is
+    replaced because its reducer, in C++, needs gradients with memory. All replacements stay for good.
     """
     from torch.distributed import device_mesh, distributed_c10d
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -46,7 +46,10 @@ def stand_in_groups(recorder: Recorder) -> None:
     def start_fake_group(backend: Any = None, init_method: Any = None, timeout: Any = None, world_size: int = -1,
                          rank: int = -1, store: Any = None, group_name: str = "", pg_options: Any = None,
                          device_id: Any = None, **_: Any) -> None:  # fmt: skip
-        """Take the arguments of ``init_process_group``; the size and the rank default to the launcher's variables."""
+        """Start the fake group; the arguments are those of ``init_process_group``.
+
+        Size and rank default to the launcher's variables; every argument but these two is ignored.
+        """
         size = world_size if world_size > 0 else int(os.environ.get("WORLD_SIZE", "1"))
         own_rank = rank if rank >= 0 else int(os.environ.get("RANK", "0"))
         with _without_modes():
@@ -73,16 +76,16 @@ def stand_in_groups(recorder: Recorder) -> None:
 
 @contextlib.contextmanager
 def _without_modes() -> Iterator[None]:
-    """Run the block as if no script were recorded: its tensors are real, and nothing of it is noted."""
+    """Run the block outside the recording: its tensors are real, and its calls are not noted."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         yield
 
 
 def _run_outside_recording(dist_module: Any, module: Any, name: str) -> None:
-    """Replace a function of ``torch.distributed`` by one that runs as if no script were recorded.
+    """Replace a function of ``torch.distributed`` that makes groups by one that runs outside the recording.
 
-    The function makes small tensors and reads their values, which recorded tensors do not have. ``name`` is set in
-    both modules. Groups that it makes are fake ones and need no device.
+    The function makes small tensors and reads their values, which recorded tensors do not have. It is replaced under
+    ``name`` in both modules. Its ``device_id`` is dropped, because fake groups need no device.
     """
     original = getattr(module, name)
 
@@ -99,17 +102,17 @@ def _run_outside_recording(dist_module: Any, module: Any, name: str) -> None:
 
 
 def _stand_in_mesh(module: Any, name: str, recorder: Recorder) -> None:
-    """Let a device mesh that is asked for on "cuda" be one of the recorded device.
+    """Let a device mesh on "cuda" be made on the recorded device.
 
-    ``module`` is ``torch.distributed.device_mesh``, ``name`` that of the class DeviceMesh or of the function that
-    makes one.
+    ``module`` is ``torch.distributed.device_mesh``. ``name`` is ``DeviceMesh``, the class, whose constructor is
+    replaced, or ``init_device_mesh``, the function, which is replaced itself.
     """
     original: Any = getattr(module, name)
     if inspect.isclass(original):
         real_init: Any = getattr(original, "__init__")  # noqa: B009 - mypy takes it for object's
 
         def init(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
-            """Make the mesh outside of the recording, on the recorded device for "cuda"."""
+            """Make the mesh outside the recording; "cuda" means the recorded device."""
             with _without_modes():
                 real_init(self, recorder.gpu.type if device_type == "cuda" else device_type, *args, **kwargs)
 
@@ -117,9 +120,9 @@ def _stand_in_mesh(module: Any, name: str, recorder: Recorder) -> None:
         return
 
     def mesh(device_type: str, *args: Any, **kwargs: Any) -> Any:
-        """Return a mesh of the recorded device for "cuda".
+        """Return a device mesh; "cuda" means the recorded device.
 
-        As torch does, it starts the default group first where the script has not done so.
+        As torch does, it starts the default group first if the script has not done so.
         """
         if not dist.is_initialized():
             dist.init_process_group()
@@ -134,7 +137,7 @@ def _spawn_here() -> None:
     from torch import multiprocessing
 
     def spawn(fn: Callable[..., None], args: tuple[Any, ...] = (), nprocs: int = 1, *_: Any, **__: Any) -> Any:
-        """Run ``fn`` as rank 0 in this process; the object that is returned can only be joined, which succeeds at once."""
+        """Run ``fn`` as rank 0 in this process, to its end; return an object whose ``join`` returns True at once."""
         fn(0, *args)
         return SimpleNamespace(join=lambda *_, **__: True)
 
@@ -143,12 +146,12 @@ def _spawn_here() -> None:
 
 
 def _gather_object(objects: list[Any], value: Any, group: Any = None) -> None:
-    """Fill the list with this rank's value: all ranks are alike."""
+    """Fill ``objects`` with this rank's value, as ``all_gather_object`` among alike ranks."""
     objects[:] = [value] * len(objects)
 
 
 def _gather_to_one(value: Any, objects: list[Any] | None = None, *_: Any, **__: Any) -> None:
-    """Fill the list, where this rank gives one, with this rank's value."""
+    """Fill ``objects`` with this rank's value, as ``gather_object`` does; None: this rank does not receive."""
     if objects is not None:
         objects[:] = [value] * len(objects)
 
@@ -187,7 +190,7 @@ class _StandInDdp(nn.Module):
                  static_graph: bool = False, delay_all_reduce_named_params: Any = None,
                  param_to_hook_all_reduce: Any = None,
                  mixed_precision: Any = None, device_mesh: Any = None, **_: Any) -> None:  # fmt: skip
-        """Wrap a module; the arguments are those of DistributedDataParallel."""
+        """Wrap a module, and hook its trained parameters; the arguments are those of DistributedDataParallel."""
         super().__init__()
         self.module = module
         self.process_group = process_group
@@ -227,7 +230,7 @@ class _StandInDdp(nn.Module):
             parameter.register_post_accumulate_grad_hook(self._gradient_arrived)
 
     def _take_buckets(self, buckets: list[list[Tensor]]) -> None:
-        """Use these buckets from now on; no gradient has come for them yet, and their flat tensors are made anew."""
+        """Use these buckets, lists of parameters, from now on; their flat tensors are made when they are first needed."""
         self._buckets = buckets
         self._bucket_of = {id(parameter): number for number, bucket in enumerate(buckets) for parameter in bucket}
         self._flat_buckets: dict[int, Tensor] = {}
@@ -235,7 +238,8 @@ class _StandInDdp(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module, as DistributedDataParallel does.
 
-        Where gradients are on, rank 0's buffers are sent first, and the next backward pass exchanges the gradients.
+        Unless gradients are off or the call is in :meth:`no_sync`, rank 0's buffers are broadcast first, and the next
+        backward pass exchanges the gradients.
         """
         is_exchanged = self.require_backward_grad_sync and torch.is_grad_enabled()
         if is_exchanged:
@@ -262,7 +266,7 @@ class _StandInDdp(nn.Module):
             self.require_backward_grad_sync = before
 
     def join(self, *_: Any, **__: Any) -> Any:
-        """Return a block in which nothing more is done: all ranks have as many batches."""
+        """Return a context that does nothing: all ranks are taken to have equally many batches."""
         return contextlib.nullcontext()
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
@@ -282,7 +286,7 @@ class _StandInDdp(nn.Module):
         self._next_bucket = 0
 
     def _send_buffers(self) -> None:
-        """Broadcast rank 0's buffers, one exchange for all of the same type."""
+        """Broadcast rank 0's buffers, those of one type together."""
         buffers = [b for n, b in self.module.named_buffers() if n not in self._skipped]
         with torch.no_grad():
             for dtype in dict.fromkeys(b.dtype for b in buffers):
@@ -290,7 +294,10 @@ class _StandInDdp(nn.Module):
                 dist.broadcast(flat, 0, group=self.process_group)
 
     def _gradient_arrived(self, parameter: Tensor) -> None:
-        """Put a gradient that is complete into its bucket, and exchange the bucket if it was the last to come."""
+        """Put a parameter's complete gradient into its bucket, and exchange the buckets that are full by now.
+
+        Does nothing in :meth:`no_sync`, nor for a gradient that this pass does not wait for.
+        """
         bucket_number = self._bucket_of[id(parameter)]
         awaited = self._still_to_come.get(bucket_number)
         if not self.require_backward_grad_sync or awaited is None or id(parameter) not in awaited:
@@ -313,7 +320,7 @@ class _StandInDdp(nn.Module):
                 self._exchange_ready()
 
     def _flat_bucket(self, number: int) -> Tensor:
-        """Return the flat tensor in which a bucket's gradients are exchanged; it is made when it is first needed."""
+        """Return the flat tensor that holds a bucket's gradients one after another; it is made at the first call."""
         if number not in self._flat_buckets:
             bucket = self._buckets[number]
             size = sum(parameter.numel() for parameter in bucket)
@@ -321,10 +328,13 @@ class _StandInDdp(nn.Module):
         return self._flat_buckets[number]
 
     def _exchange_ready(self) -> None:
-        """Exchange the buckets that are full, in order; after the last, let all be copied back when the backward pass ends."""
-        while not self._still_to_come.get(self._next_bucket, {0}):  # {0}: not empty, so past the last bucket it ends
+        """Exchange the full buckets in order, up to the first that still waits for gradients.
+
+        After the last bucket, autograd is asked to call :meth:`_finish` at the end of the backward pass.
+        """
+        while not self._still_to_come.get(self._next_bucket, {0}):  # {0}, which is not empty, ends it past the last one
             del self._still_to_come[self._next_bucket]
-            flat = self._flat_bucket(self._next_bucket)  # empty so far where all its parameters go unused
+            flat = self._flat_bucket(self._next_bucket)  # made here where none of its parameters is used
             if self._hook is None:
                 self._exchanges[self._next_bucket] = dist.all_reduce(flat, group=self.process_group, async_op=True)
             else:
@@ -333,13 +343,13 @@ class _StandInDdp(nn.Module):
             if not self._still_to_come:
                 if self._finds_unused:
                     dist.all_reduce(self._used, group=self.process_group, async_op=True)
-                if torch._C._current_graph_task_id() != -1:  # else nothing is used at all
+                if torch._C._current_graph_task_id() != -1:  # -1: no backward pass runs, as no parameter is used
                     torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
     def _finish(self) -> None:
         """Copy the exchanged buckets back to the gradients.
 
-        After the first step new buckets are made, in the order in which gradients came.
+        After the first step, buckets are formed anew in the order in which the gradients came, as torch does.
         """
         for number in range(len(self._buckets)):
             self._copy_back(number)
@@ -348,7 +358,7 @@ class _StandInDdp(nn.Module):
             self._arrival_order = None
 
     def _copy_back(self, number: int) -> None:
-        """Wait for a bucket's exchange and copy it to the gradients, unless the gradients are views of the bucket."""
+        """Wait for a bucket's exchange, then copy the bucket to the gradients unless they are views of it."""
         if (exchange := self._exchanges.pop(number, None)) is not None:
             exchange.wait()
         if self.gradient_as_bucket_view:
@@ -362,7 +372,7 @@ class _StandInDdp(nn.Module):
                 start += parameter.numel()
 
     def _run_hook(self, flat: Tensor, number: int) -> None:
-        """Let the script's registered function exchange a bucket, which it gets as an object like torch's ``GradBucket``."""
+        """Call the script's registered hook to exchange a bucket, given as an object with ``GradBucket``'s methods."""
         assert self._hook is not None
         parameters = self._buckets[number]
         bucket = SimpleNamespace(
@@ -374,7 +384,7 @@ class _StandInDdp(nn.Module):
 
 
 def _parameters_behind(outputs: Any) -> set[int]:
-    """Return the identities of the parameters that outputs depend on: a backward pass makes gradients for these alone."""
+    """Return the ``id`` of every parameter that tensors in ``outputs`` depend on; only these get gradients from them."""
     visited: set[Any] = set()
     parameters: set[int] = set()
     open_nodes = [output.grad_fn for output in tree_leaves(outputs) if isinstance(output, Tensor)]
@@ -390,9 +400,10 @@ def _parameters_behind(outputs: Any) -> set[int]:
 
 
 def _in_buckets(parameters: Sequence[Tensor], limits: tuple[float, float]) -> list[list[Tensor]]:
-    """Return parameters in DDP's buckets, in their order: each bucket has one type, and is closed once it is full.
+    """Return the parameters, in their order, divided into DDP's buckets: one type each, closed once it is full.
 
-    ``limits``: the bytes at which a type's first bucket is full, and at which every later one is.
+    ``limits``: the bytes at which a type's first bucket is full, and at which each later one is. Buckets are ordered by
+    when they were closed; those that never fill come last.
     """
     open_buckets: dict[torch.dtype, list[Tensor]] = {}
     filled: dict[torch.dtype, int] = {}

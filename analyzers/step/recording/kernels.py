@@ -46,10 +46,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_s
 
 
 def packed_attention(qkv: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Return attention (batch, tokens, heads, width) of queries, keys and values in one tensor.
-
-    That is (batch, tokens, 3, heads, width).
-    """
+    """Return attention (batch, tokens, heads, width) of queries, keys and values in one (batch, tokens, 3, heads, width)."""
     q, k, v = qkv.unbind(2)
     return attention(q, k, v, *args, **kwargs)
 
@@ -65,18 +62,19 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_s
                      softmax_scale: float | None = None, causal: bool = False, **_: Any) -> Tensor:  # fmt: skip
     """Return attention of sequences that follow each other in (tokens, heads, width), in the same shape.
 
-    ``cu_seqlens_q`` and ``cu_seqlens_k`` hold the sequences' offsets, one more than there are sequences. Their values
-    are not known here, so the sequences are taken as equally long and the last is padded.
+    ``cu_seqlens_q`` and ``cu_seqlens_k`` hold the offsets at which sequences begin, and the end: one more than there are
+    sequences. Their values are not known here, so all sequences are taken as equally long, and the last one is padded.
     """
     sequences = max(1, cu_seqlens_q.shape[0] - 1)
     query_length, key_length = -(-q.shape[0] // sequences), -(-k.shape[0] // sequences)  # of each, rounded up
-    if max_seqlen_q and query_length > int(max_seqlen_q):  # more offsets than sequences, or fewer
+    # Equal shares can exceed the longest sequence if the number of offsets is wrong; then the longest sets the number.
+    if max_seqlen_q and query_length > int(max_seqlen_q):
         query_length = int(max_seqlen_q)
         sequences = -(-q.shape[0] // query_length)
         key_length = -(-k.shape[0] // sequences)
 
     def folded(part: Tensor, each: int) -> Tensor:
-        """Return (sequences, tokens of each, heads, width) for (tokens, heads, width), with padding at the end."""
+        """Return (tokens, heads, width) cut into (sequences, ``each`` tokens, heads, width), with padding at the end."""
         missing = sequences * each - part.shape[0]
         padded = functional.pad(part, (0, 0, 0, 0, 0, missing)) if missing else part
         return padded.view(sequences, each, *part.shape[1:])
@@ -88,7 +86,7 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_s
 
 
 def varlen_packed_attention(qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *args: Any, **kwargs: Any) -> Tensor:
-    """Return attention of sequences that follow each other, queries, keys and values in one (tokens, 3, heads, width)."""
+    """Return :func:`varlen_attention` of queries, keys and values in one (tokens, 3, heads, width)."""
     q, k, v = qkv.unbind(1)
     return varlen_attention(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **kwargs)
 
@@ -97,8 +95,8 @@ def efficient_attention(query: Tensor, key: Tensor, value: Tensor, attn_bias: An
                         scale: float | None = None, **_: Any) -> Tensor:  # fmt: skip
     """Return xformers' attention of (batch, tokens, heads, width) or (batch, tokens, width), in the same shape.
 
-    ``attn_bias``: a mask that is added, LowerTriangularMask for a causal one, or None; ``p``: the share that is
-    dropped.
+    ``attn_bias``: a mask that is added to the scores, LowerTriangularMask for a causal one, or None; ``p``: the
+    probability of dropout.
     """
     parts = [part.unsqueeze(2) if part.dim() == 3 else part for part in (query, key, value)]
     q, k, v = (part.transpose(1, 2) for part in parts)
@@ -112,14 +110,15 @@ class LowerTriangularMask:
     """xformers' causal mask."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        """Take what the real one takes."""
+        """Ignore all arguments."""
 
 
 def unpad_input(hidden_states: Tensor, attention_mask: Tensor, *_: Any) -> tuple[Any, ...]:
     """Return all tokens of a padded batch one after another, as flash_attn's function of this name does.
 
-    Which tokens are padding only a run knows, so none is taken out and ``attention_mask`` is not read. Returned are
-    the tokens (batch x length, ...), their indices, the sequences' offsets (batch + 1), the longest length, and None.
+    ``attention_mask`` is not read and no token is taken out, since only a run knows which ones are padding. Returns the
+    tokens (batch x length, ...), their indices, the sequences' offsets (batch + 1), the longest length, and None in
+    the place of the lengths without padding.
     """
     batch, length = hidden_states.shape[:2]
     flat = hidden_states.reshape(batch * length, *hidden_states.shape[2:])
@@ -129,9 +128,9 @@ def unpad_input(hidden_states: Tensor, attention_mask: Tensor, *_: Any) -> tuple
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, *_: Any, **__: Any) -> Tensor:
-    """Return (batch, tokens, heads, width) with each position's halves turned by its angles (rotary embeddings).
+    """Return ``x``, (batch, tokens, heads, width), with rotary embeddings: its two halves are rotated against each other.
 
-    ``cos`` and ``sin`` are (positions, width / 2) or wider.
+    ``cos`` and ``sin``, of each position's angles, are (positions, width / 2) or wider.
     """
     first, second = x.chunk(2, -1)
     cos, sin = (part[: x.shape[1], None, : first.shape[-1]].to(x.dtype) for part in (cos, sin))
@@ -186,25 +185,26 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (..., width) for (..., width)."""
+        """Return the layers' output for inputs (..., hidden_size), in the same shape."""
         return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
 
 
-def fused(optimizer: type[torch.optim.Optimizer], *names: str) -> type[torch.optim.Optimizer]:
-    """Return a class of torch's optimizer that runs as one fused kernel.
+def fused_optimizer(optimizer: type[torch.optim.Optimizer], *names: str) -> type[torch.optim.Optimizer]:
+    """Return a subclass of one of torch's optimizers that always runs as one fused kernel.
 
-    Of the package's arguments it takes those in ``names``, which torch has too, and ignores the others.
+    It takes the arguments of the package that it stands in for: those in ``names``, which torch has too, are passed on
+    to torch, and the others are ignored.
     """
 
     class Fused(optimizer):  # type: ignore[misc,valid-type]
         """The optimizer with ``fused=True``."""
 
         def __init__(self, params: Any, lr: float = 1e-3, **asked: Any) -> None:
-            """Pass on those of the arguments that are in ``names``."""
+            """Pass on the arguments that are in ``names``."""
             super().__init__(params, lr=lr, fused=True, **{name: asked[name] for name in names if name in asked})
 
         def zero_grad(self, set_to_none: bool = True) -> None:
-            """Forget the gradients, or set them to zero."""
+            """Set the gradients to None or to zero; the package allows the argument by position."""
             super().zero_grad(set_to_none)
 
     Fused.__name__ = optimizer.__name__
@@ -222,7 +222,7 @@ class StatesOfOneByte(torch.optim.Optimizer):
 
     def __init__(self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
                  weight_decay: float = 0.0, min_8bit_size: int = 4096, **_: Any) -> None:  # fmt: skip
-        """Take bitsandbytes' arguments; those of its kernels alone are ignored."""
+        """Take bitsandbytes' arguments; those that only its kernels use are ignored."""
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.least = min_8bit_size
 
@@ -250,17 +250,17 @@ class StatesOfOneByte(torch.optim.Optimizer):
 
 
 class OneStateOfOneByte(StatesOfOneByte):
-    """Those of bitsandbytes' 8-bit optimizers that keep a momentum alone."""
+    """Stands in for bitsandbytes' 8-bit optimizers that keep one state, a momentum or a mean square, of each element."""
 
     states = 1
 
 
 @cache
 def own_ops() -> Any:
-    """Return the namespace of ops that torch does not have, whose cost is what they read and write.
+    """Declare this package's own ops, once in a process, and return their namespace; their cost is what they read and write.
 
     ``update`` changes a parameter and its optimizer states, ``kernel`` stands for a kernel of the script's own, and
-    ``dequantize`` unpacks a weight of few bits. The ops are declared once in a process.
+    ``dequantize`` unpacks a weight of few bits.
     """
     library = torch.library.Library("ddltool", "FRAGMENT")
     library.define("update(Tensor(a!) parameter, Tensor gradient, Tensor(b!)[] states) -> ()")
@@ -279,10 +279,10 @@ def _unpacked(packed: Tensor, _scales: Tensor, rows: int, columns: int, dtype: t
 
 
 class OneState(OneStateOfOneByte):
-    """bitsandbytes' optimizers that keep a momentum alone, in float32."""
+    """Stands in for bitsandbytes' optimizers that keep one state of each element in float32."""
 
     def __init__(self, *args: Any, **asked: Any) -> None:
-        """Take bitsandbytes' arguments, but for the least size of a state of 8 bits."""
+        """Take bitsandbytes' arguments; ``min_8bit_size`` is overridden."""
         super().__init__(*args, **(asked | {"min_8bit_size": sys.maxsize}))  # no parameter is large enough for 8 bits
 
 
@@ -290,7 +290,7 @@ class PackedWeight(nn.Parameter):
     """A frozen weight of 4 or 8 bits an element."""
 
     def __new__(cls, data: Any = None, requires_grad: bool = False, **_: Any) -> PackedWeight:
-        """Return a parameter without a gradient, whatever is asked."""
+        """Return a parameter that gets no gradient, whatever ``requires_grad`` says."""
         return nn.Parameter.__new__(cls, data, requires_grad=False)
 
 
@@ -309,7 +309,7 @@ class PackedLinear(nn.Linear):
         elements = input_features * output_features
         packed = torch.empty(elements * self.bits // 8, 1, dtype=torch.uint8, device=device)
         self.weight = nn.Parameter(packed, requires_grad=False)
-        scales = elements // _BLOCK if self.bits == 4 else output_features  # of 8 bits, one scale for each row
+        scales = elements // _BLOCK if self.bits == 4 else output_features  # with 8 bits, one scale for each row
         self.scales = torch.empty(scales, dtype=torch.float32, device=device)  # no buffer: it keeps its type
         if bias:
             self.bias = nn.Parameter(torch.empty(output_features, device=device))
@@ -319,7 +319,10 @@ class PackedLinear(nn.Linear):
         self.state = SimpleNamespace(threshold=0.0, has_fp16_weights=False, memory_efficient_backward=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Move the scales along with the parameters, without changing their type."""
+        """Apply ``fn`` to the parameters and to the scales, which stay float32, and return the layer.
+
+        torch calls this to move or convert a module.
+        """
         self.scales = fn(self.scales).float()
         moved = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._mark_weight()  # moving replaces the parameter, and its marks are gone
@@ -355,7 +358,7 @@ class _PackedProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
-        """Return the gradient of x; the weight, its scales and the bias are frozen."""
+        """Return the gradient of x, and None for the weight, its scales, the shape and the bias, which are frozen."""
         [gradient] = gradients
         weight = own_ops().dequantize(ctx.packed, ctx.scales, *ctx.shape, gradient.dtype)
         return gradient @ weight, None, None, None, None
@@ -375,7 +378,7 @@ class TritonKernel:
     """A kernel that Triton would compile: a launch is recorded as one pass over the tensors that it is given."""
 
     def __init__(self, function: Any) -> None:
-        """Keep the function, which is never run."""
+        """Keep the decorated function, which is never run; None: the kernel has no function of Python's."""
         self.fn, self.__name__ = function, getattr(function, "__name__", "kernel")
 
     def __getitem__(self, _grid: Any) -> Callable[..., None]:
@@ -390,12 +393,12 @@ class TritonKernel:
                 own_ops().kernel(tensors)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Take the place of a function that other kernels call."""
+        """Return None; other kernels call a jitted function as this, but kernels never run here."""
         return None
 
 
 class CompiledKernel:
-    """A kernel that the script compiles from CUDA source (``torch.cuda._compile_kernel``): one launch a call."""
+    """Stands in for a kernel compiled from CUDA source (``torch.cuda._compile_kernel``): each call records one launch."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         """Compile nothing."""
@@ -408,18 +411,18 @@ class CompiledKernel:
         """Set nothing."""
 
 
-def _decorated(function: Any = None, **_: Any) -> Any:
-    """Return what ``triton.jit`` makes of a function, written as ``@jit`` or as ``@jit(...)``."""
+def _jit(function: Any = None, **_: Any) -> Any:
+    """Stand in for ``triton.jit``: return the kernel of a function (``@jit``), or a decorator (``@jit(...)``)."""
     return TritonKernel(function) if callable(function) else TritonKernel
 
 
-def _passing(*_: Any, **__: Any) -> Callable[[Any], Any]:
-    """Return a decorator that leaves the function as it is, whatever its arguments."""
+def _decorator_without_effect(*_: Any, **__: Any) -> Callable[[Any], Any]:
+    """Return a decorator that returns the function unchanged; all arguments are ignored."""
     return lambda function: function
 
 
 def _flash_attn(name: str = "flash_attn") -> dict[str, Any]:
-    """Return what flash_attn holds, or a package of another name with its functions alone (``flash_attn_interface``)."""
+    """Return what flash_attn holds, by dotted names; for another ``name`` (``flash_attn_interface``) its functions alone."""
     functions = {
         "flash_attn_func": attention, "flash_attn_qkvpacked_func": packed_attention,
         "flash_attn_kvpacked_func": paired_attention, "flash_attn_varlen_func": varlen_attention,
@@ -460,8 +463,8 @@ def _xformers() -> dict[str, Any]:
 def _apex() -> dict[str, Any]:
     """Return what apex holds: torch's fused optimizers, its norms, and its data parallelism."""
     return {
-        "apex.optimizers.FusedAdam": fused(torch.optim.AdamW, "betas", "eps", "weight_decay"),
-        "apex.optimizers.FusedSGD": fused(torch.optim.SGD, "momentum", "dampening", "weight_decay", "nesterov"),
+        "apex.optimizers.FusedAdam": fused_optimizer(torch.optim.AdamW, "betas", "eps", "weight_decay"),
+        "apex.optimizers.FusedSGD": fused_optimizer(torch.optim.SGD, "momentum", "dampening", "weight_decay", "nesterov"),
         "apex.normalization.FusedLayerNorm": LayerNorm, "apex.normalization.MixedFusedLayerNorm": LayerNorm,
         "apex.normalization.fused_layer_norm.FusedLayerNorm": LayerNorm,
         "apex.normalization.FusedRMSNorm": RMSNorm, "apex.normalization.MixedFusedRMSNorm": RMSNorm,
@@ -511,7 +514,7 @@ def _bitsandbytes() -> dict[str, Any]:
         for name in ("Lion", "SGD", "RMSprop")
         for suffix in ("", "32bit")
     }
-    adam = fused(torch.optim.AdamW, "betas", "eps", "weight_decay")  # states of 32 bits are torch's own
+    adam = fused_optimizer(torch.optim.AdamW, "betas", "eps", "weight_decay")  # states of 32 bits are torch's own
     stand_ins |= dict.fromkeys(
         ("Adam", "AdamW", "PagedAdam", "PagedAdamW", "AdamW32bit", "PagedAdamW32bit", "Adam32bit"), adam
     )
@@ -524,21 +527,21 @@ def _bitsandbytes() -> dict[str, Any]:
 
 
 def _triton() -> dict[str, Any]:
-    """Return what triton holds: decorators that make recordable kernels, and two helpers that scripts call for sizes."""
+    """Return what triton holds: decorators that make kernels whose launches are recorded, and two helpers for sizes."""
     return {
-        "triton.jit": _decorated, "triton.autotune": _passing, "triton.heuristics": _passing,
+        "triton.jit": _jit, "triton.autotune": _decorator_without_effect, "triton.heuristics": _decorator_without_effect,
         "triton.cdiv": lambda x, y: -(-x // y), "triton.next_power_of_2": lambda n: 1 << (int(n) - 1).bit_length(),
         REST: True,
     }  # fmt: skip
 
 
 def _kernels() -> dict[str, Any]:
-    """Return what the package ``kernels`` holds: a function that fetches a kernel, of which flash attention is known."""
+    """Return what the package ``kernels`` holds: ``get_kernel``, which knows flash attention alone."""
     functions = {key.rpartition(".")[2]: value for key, value in _flash_attn("flash_attn_interface").items()}
     package = SimpleNamespace(**functions, flash_attn_interface=SimpleNamespace(**functions))
 
     def get_kernel(name: str, *_: Any, **__: Any) -> Any:
-        """Return flash attention's functions. Raises ImportError for any other kernel."""
+        """Return the functions of flash attention. Raises ImportError for a ``name`` without "flash"."""
         if "flash" not in name:
             raise ImportError(f"the kernel {name} has no stand-in here")
         return package
@@ -547,7 +550,7 @@ def _kernels() -> dict[str, Any]:
 
 
 def _wandb() -> dict[str, Any]:
-    """Return what wandb holds: everything is inert except the configuration, which scripts (sweeps) read back."""
+    """Return what wandb holds: everything is inert except the run's configuration, which scripts read back."""
 
     class Config(SimpleNamespace):
         """The run's configuration, read by attribute or by key."""

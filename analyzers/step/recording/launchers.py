@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from typing import Any
 from ddltool.errors import InputError
 
 _FORMS = "python train.py, python -m package.train, torchrun train.py or accelerate launch train.py"
-"""The commands that are known, for messages."""
+"""Examples of the commands that can be read, for messages."""
 _PYTHON = re.compile(r"python(3(\.\d+)?)?(\.exe)?")
 _ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*", re.DOTALL)
 """A variable set before the command: ``CUDA_VISIBLE_DEVICES=0``."""
@@ -27,9 +26,11 @@ class Launched:
     """The script's file or the module's name, and the arguments after it."""
     is_module: bool = False
     processes: int | None = None
-    """On all nodes; None: plain python, whose script starts no group or several processes by itself."""
+    """On all nodes; None: one process of plain python, which may start others by itself."""
     per_node: int = 1
+    """Processes of a node."""
     environment: dict[str, str] = field(default_factory=dict)
+    """Variables set before the command, and those of the launcher's options (accelerate)."""
 
     def variables(self) -> dict[str, str]:
         """Return the environment variables that rank 0 finds: those set before the command, and the launcher's own."""
@@ -45,10 +46,10 @@ class Launched:
 
 
 def launched(command: Sequence[str], gpus_per_node: int) -> Launched:
-    """Return what a command starts, from its words.
+    """Return what a command, given as its words, starts on every process.
 
-    ``gpus_per_node``: the processes of a node where the launcher is to start one for each GPU. Raises InputError for
-    a launcher that is not known, for arguments that it does not take, and for a script that is not here.
+    ``gpus_per_node``: how many processes a launcher starts on a node where its options ask for one per GPU. Raises
+    InputError for an unknown launcher, for arguments that it refuses, and for a script file that does not exist.
     """
     words = list(command)
     environment = {}
@@ -78,10 +79,10 @@ def launched(command: Sequence[str], gpus_per_node: int) -> Launched:
 
 
 def _python(words: list[str], gpus_per_node: int) -> Launched:
-    """Return what plain ``python`` starts: its own options are passed over, up to the script or to ``-m`` and a module.
+    """Return what ``python`` starts, from the words after it; options before the script, or before ``-m``, are skipped.
 
-    A launcher that is started as a module (``python -m torch.distributed.run``) is read as that launcher. ``words`` are used
-    up. Raises InputError for ``-c``, and without a script.
+    A launcher that is started as a module (``python -m torch.distributed.run``) is read as that launcher. Takes words
+    out of ``words``. Raises InputError for ``-c``, and where there is no script.
     """
     while words and words[0].startswith("-"):
         option = words.pop(0)
@@ -101,7 +102,10 @@ def _python(words: list[str], gpus_per_node: int) -> Launched:
 
 
 def _torchrun(words: list[str], gpus_per_node: int) -> Launched:
-    """Return what ``torchrun`` starts, its options read by its own parser. Raises InputError for options that it refuses."""
+    """Return what ``torchrun`` starts, from the words after it, which its own parser reads.
+
+    Raises InputError for options that it refuses.
+    """
     from torch.distributed.run import get_args_parser
 
     options = _parsed(get_args_parser(), words, "torchrun")
@@ -116,7 +120,10 @@ def _torchrun(words: list[str], gpus_per_node: int) -> Launched:
 
 
 def _accelerate(words: list[str], gpus_per_node: int) -> Launched:
-    """Return what ``accelerate launch`` starts, its options read by its own parser; its configuration file is not read."""
+    """Return what ``accelerate launch`` starts, from the words after it, which its own parser reads.
+
+    The configuration file of accelerate is not read. Raises InputError where accelerate is missing or refuses options.
+    """
     try:
         from accelerate.commands.launch import launch_command_parser  # type: ignore[import-untyped]
     except ImportError:
@@ -138,9 +145,9 @@ def _accelerate(words: list[str], gpus_per_node: int) -> Launched:
 
 
 def _parsed(parser: Any, words: list[str], name: str) -> Any:
-    """Return the options that a launcher's parser reads; the parser is changed. Raises InputError in the parser's own words.
+    """Return the options that a launcher's argparse parser reads from words; ``name``: the launcher in messages.
 
-    ``name``: the launcher in messages.
+    Raises InputError with argparse's message where it refuses them; the parser's ``error`` is replaced for that.
     """
 
     def refuse(message: str) -> None:
@@ -149,8 +156,3 @@ def _parsed(parser: Any, words: list[str], name: str) -> Any:
 
     parser.error = refuse
     return parser.parse_args(words)
-
-
-def in_this_process(found: Launched) -> None:
-    """Set the environment variables of rank 0 in this process, which keeps its others."""
-    os.environ.update(found.variables())

@@ -18,24 +18,24 @@ _TYPES = {
 }  # fmt: skip
 
 
-class _OfType(type):
-    """The class of the old tensor types: calling a type makes a tensor on the GPU, and isinstance tells the type's tensors."""
+class _TensorType(type):
+    """The metaclass of the old tensor types: calling one makes a tensor on the GPU, isinstance checks type and device."""
 
     dtype: torch.dtype
 
     def __call__(cls, *args: Any, **_: Any) -> Any:
         """Return a new tensor of the type, as ``torch.cuda.FloatTensor(2, 3)`` does."""
-        return made(args, cls.dtype)
+        return new_tensor(args, cls.dtype)
 
     def __instancecheck__(cls, value: Any) -> bool:
         """Return whether a value is a tensor of this type on the GPU."""
         return isinstance(value, Tensor) and value.is_cuda and value.dtype == cls.dtype
 
 
-def made(args: tuple[Any, ...], dtype: torch.dtype, device: Any = "cuda") -> Tensor:
-    """Return a tensor on the GPU as the old constructors do: of a list's or an array's values, else empty, of given sizes.
+def new_tensor(args: tuple[Any, ...], dtype: torch.dtype, device: Any = "cuda") -> Tensor:
+    """Return a tensor as the old constructors do: with the values of a list or array, or uninitialized, of given sizes.
 
-    ``args``: what the constructor was called with; without arguments the tensor has no elements.
+    ``args``: what the constructor was called with, a list or the sizes; without arguments the tensor has no elements.
     """
     if args and not isinstance(args[0], (int, torch.Size)):
         return torch.as_tensor(args[0], dtype=dtype).to(device)
@@ -43,27 +43,28 @@ def made(args: tuple[Any, ...], dtype: torch.dtype, device: Any = "cuda") -> Ten
     return torch.empty(*sizes, dtype=dtype, device=device)
 
 
-def converted(name: str, tensor: Tensor, args: tuple[Any, ...], device: torch.device) -> Any:
-    """Return what ``tensor.type(kind)`` or ``tensor.new(...)`` gives for an old type; NotImplemented where torch's own works.
+def legacy_result(name: str, tensor: Tensor, args: tuple[Any, ...], device: torch.device) -> Any:
+    """Return what ``tensor.type(kind)`` or ``tensor.new(...)`` returns for a tensor on the GPU or an old GPU type.
 
-    ``name``: the method; ``args``: its arguments; ``device``: the recorded one, which seems to be a GPU. Call it
-    outside the mode that stands in for torch's functions.
+    NotImplemented: torch's own method gives the right answer. ``name``: the method, "type" or "new"; ``args``: its
+    arguments; ``device``: the recorded device, which the script takes for a GPU. Call it outside the mode that stands
+    in for torch's functions.
     """
     is_on_gpu = tensor.device.type in ("cuda", device.type)
     if name == "new" and is_on_gpu:
-        return made(args, tensor.dtype, device)
+        return new_tensor(args, tensor.dtype, device)
     if name == "type" and not args and is_on_gpu:
         return f"torch.cuda.{next(kind for kind, dtype in _TYPES.items() if dtype == tensor.dtype)}"
     kind = args[0] if name == "type" and args else None
     if isinstance(kind, str) and kind.startswith("torch.cuda."):
         kind = getattr(torch.cuda, kind.rpartition(".")[2])
-    return tensor.to(device, kind.dtype) if isinstance(kind, _OfType) else NotImplemented
+    return tensor.to(device, kind.dtype) if isinstance(kind, _TensorType) else NotImplemented
 
 
 def stand_in_types() -> None:
-    """Give ``torch.cuda`` its old tensor types, and ``torch._six`` the names that torch 1 had there.
+    """Give ``torch.cuda`` its old tensor types, and make a module ``torch._six`` with the names that torch 1 had there.
 
-    The types can also be set as the default of new tensors.
+    ``torch.set_default_tensor_type`` takes these types, too. All of this stays for good.
     """
     six = ModuleType("torch._six")
     six.__dict__.update(
@@ -71,14 +72,14 @@ def stand_in_types() -> None:
     )
     sys.modules.setdefault(six.__name__, six)
     for name, dtype in _TYPES.items():
-        setattr(torch.cuda, name, _OfType(name, (), {"dtype": dtype}))
+        setattr(torch.cuda, name, _TensorType(name, (), {"dtype": dtype}))
     real_set_default = torch.set_default_tensor_type
 
     def set_default_tensor_type(kind: Any) -> None:
-        """Set the default type and device of new tensors; a type that is none of the old ones goes to torch's function."""
+        """Set the default type and device of new tensors to those of an old GPU type; any other kind goes to torch."""
         if isinstance(kind, str) and kind.startswith("torch.cuda."):
             kind = getattr(torch.cuda, kind.rpartition(".")[2])
-        if not isinstance(kind, _OfType):
+        if not isinstance(kind, _TensorType):
             return real_set_default(kind)
         torch.set_default_dtype(kind.dtype)
         torch.set_default_device("cuda")

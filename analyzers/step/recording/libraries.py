@@ -28,20 +28,20 @@ from ddltool.analyzers.step.recording.synchronized import stand_in_synchronized_
 from ddltool.analyzers.step.recording.vision import stand_in_vision
 
 
-class _Changing(MetaPathFinder, Loader):
-    """Finds and loads modules of some names as Python does, and patches each of them right after it was run."""
+class _PatchingFinder(MetaPathFinder, Loader):
+    """An import hook that loads modules of some names as Python does, and patches each right after it was run."""
 
     def __init__(self, changes: dict[str, Callable[[Any], None]]) -> None:
-        """``changes``: by a module's name, the function that patches it."""
+        """Begin with the patches to apply; ``changes``: by a module's name, the function that patches it."""
         self._changes = changes
         self._loaders: dict[str, Any] = {}
-        """By a module's name, its own loader; None while this is being looked for."""
+        """By a module's name, its own loader; None while Python looks for that loader."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
         """Return the module's own spec with this object as its loader; None for a module that is not patched."""
         if fullname not in self._changes or fullname in self._loaders:
             return None
-        self._loaders[fullname] = None  # find_spec asks this finder again, which then passes
+        self._loaders[fullname] = None  # find_spec asks this finder again, which then returns None above
         spec = find_spec(fullname)
         if spec is None or spec.loader is None:
             return spec
@@ -59,22 +59,23 @@ class _Changing(MetaPathFinder, Loader):
 
 
 def change_libraries(recorder: Recorder, torchvision_ops: torch.library.Library | None) -> None:
-    """Patch libraries as soon as the script imports them, and at once those that are imported already.
+    """Patch libraries as soon as the script imports them, and those that are imported already at once.
 
-    ``torchvision_ops``: the library of torchvision's declared operators; None where its compiled one was loaded.
+    ``torchvision_ops``: what :func:`~.vision.declare_torchvision` returned. Also replaces parts of torch and
+    ``subprocess.Popen``, for good.
     """
     changes = stand_in_downloads(recorder.gpu) | stand_in_vision(torchvision_ops, recorder.gpu)
     changes |= {
         "torch.distributed.pipelining.stage": lambda module: stand_in_neighbours(module, recorder),
         "torch.nn.attention.flex_attention": stand_in_flexible_attention,
-        "accelerate.utils.dataclasses": _renamed_in_accelerate,
+        "accelerate.utils.dataclasses": _restore_tpu_member,
         "lightning.fabric.utilities.device_parser": _accept_any_device,
         "lightning_fabric.utilities.device_parser": _accept_any_device,
         "triton.runtime.autotuner": _launch_nothing,
     }
     for name in [name for name in changes if name in sys.modules]:  # a launcher's parser has imported some
         changes.pop(name)(sys.modules[name])
-    sys.meta_path.insert(0, _Changing(changes))
+    sys.meta_path.insert(0, _PatchingFinder(changes))
     _start_no_ranks()
     stand_in_graphs(recorder)
     recorder.kept.append(stand_in_synchronized_norms())
@@ -82,11 +83,11 @@ def change_libraries(recorder: Recorder, torchvision_ops: torch.library.Library 
     torch.cuda._compile_kernel = CompiledKernel
 
 
-def _renamed_in_accelerate(module: Any) -> None:
+def _restore_tpu_member(module: Any) -> None:
     """Give ``DistributedType`` its old member TPU, which scripts still compare with, as another name of XLA."""
     kinds = module.DistributedType
     if "TPU" not in kinds.__members__:
-        type.__setattr__(kinds, "TPU", kinds.XLA)
+        type.__setattr__(kinds, "TPU", kinds.XLA)  # an Enum's own __setattr__ refuses new members
 
 
 def _accept_any_device(module: Any) -> None:
@@ -98,15 +99,15 @@ def _accept_any_device(module: Any) -> None:
 
 
 def _launch_nothing(module: Any) -> None:
-    """Let kernels of an installed Triton be recorded as those of its stand-in are: none is compiled, and none is timed.
+    """Let launches of an installed Triton's kernels be recorded; no kernel is compiled, run or timed.
 
-    ``module`` is ``triton.runtime.autotuner``, which knows Triton's other parts. Of several configurations the first is
-    taken. Scripts that ask Triton's driver for the device get an answer without one.
+    ``module`` is ``triton.runtime.autotuner``, which has imported the other parts that are patched. An autotuned kernel
+    takes the first of its configurations. Triton's driver answers scripts that ask it for the device.
     """
     from triton.backends.compiler import GPUTarget
 
     def run(kernel: Any, *args: Any, grid: Any = None, warmup: bool = False, **kwargs: Any) -> None:
-        """Record one launch; a warm-up, which only compiles, is none."""
+        """Record one launch of a kernel; with ``warmup``, which asks only to compile, do nothing."""
         if not warmup:
             TritonKernel(kernel.fn).run(*args, **kwargs)
 
@@ -128,10 +129,13 @@ def _launch_nothing(module: Any) -> None:
 
 
 class _OtherRank(subprocess.Popen[Any]):
-    """A ``Popen`` that does not start the script itself again: such a process is another rank, and only rank 0 is recorded."""
+    """A ``Popen`` that starts no process for the script itself: that would be another rank, and only rank 0 is recorded."""
 
     def __init__(self, args: Any, *others: Any, **kwargs: Any) -> None:
-        """Start the process, unless it is the script itself: then it has the process number 0 and no streams."""
+        """Start the process; for the script itself start none, and set the process number 0, status 0 and no streams.
+
+        ``nvidia-smi``, where it is missing, is replaced by a command that prints nothing.
+        """
         words = [str(word) for word in args] if isinstance(args, (list, tuple)) else []
         script = Path(sys.argv[0]).resolve()
         if words[:1] == [sys.executable] and any(Path(word).resolve() == script for word in words[1:3]):
@@ -144,14 +148,14 @@ class _OtherRank(subprocess.Popen[Any]):
         super().__init__(args, *others, **kwargs)
 
     def poll(self) -> int | None:
-        """Return the exit status, None while the process runs; another rank runs for as long as the script asks."""
+        """Return the exit status, None while the process runs. Another rank always seems to run."""
         return super().poll() if self.pid else None
 
     def wait(self, timeout: float | None = None) -> int:
-        """Return the exit status once the process ends; another rank has ended well at once."""
+        """Wait for the process to end and return its exit status. For another rank return 0 at once."""
         return super().wait(timeout) if self.pid else 0
 
 
 def _start_no_ranks() -> None:
-    """Let the script's own ``subprocess.Popen`` start no other ranks."""
+    """Replace ``subprocess.Popen`` for good, so that the script starts no other ranks."""
     setattr(subprocess, "Popen", _OtherRank)  # noqa: B010 - mypy lets no class be assigned

@@ -26,7 +26,7 @@ Product = tuple[float, Gemm]
 
 
 def names_in(text: str) -> frozenset[str]:
-    """Return the names in a table that is written as one text, with white space between the names."""
+    """Return the names in a text, which are separated by white space."""
     return frozenset(text.split())
 
 
@@ -50,7 +50,7 @@ class Call:
     """Whether torch marks the op as element-wise."""
 
     def shape(self, place: int) -> Shape | None:
-        """Return the shape of the input with the index ``place``, None where there is none or it is unknown."""
+        """Return the shape of the input with the index ``place``; None: there is no such tensor, or its shape is unknown."""
         return self.inputs[place] if place < len(self.inputs) else None
 
 
@@ -165,7 +165,8 @@ def cost_of(call: Call) -> Cost:
 def _rows(call: Call) -> Gemm:
     """Return (rows, 0, 0, elements of a row) of an op that works row by row; zeros of any other.
 
-    Those are softmax along the last dimension, layer norms, and the loss of a row's target.
+    Such ops are softmax along the last dimension, layer and RMS norms, and ``nll_loss``, which reads one element of a
+    row (so that its rows have 1).
     """
     named, name = call.named, call.name
     shape = named.get("self", named.get("input", named.get("grad_output")))
@@ -197,7 +198,7 @@ def _is_attention(name: str) -> bool:
 def _product(call: Call) -> Product | None:
     """Return FLOPs and (count, m, n, k) of an op that multiplies matrices or has a rule of its own, None for any other.
 
-    These stand for ``count`` products of (m, k) by (k, n) matrices.
+    (count, m, n, k) stands for ``count`` products of (m, k) by (k, n) matrices, here and in all rules below.
     """
     if _is_attention(call.name):
         return _attention(call)
@@ -228,8 +229,8 @@ def _product_of_inputs(left_place: int = 0, right_place: int = 1) -> Callable[[C
 def _matmul(left: Shape, right: Shape) -> Product | None:
     """Return FLOPs and (count, m, n, k) of (..., m, k) @ (..., k, n), None for a factor without dimensions.
 
-    A vector counts as a matrix of one row or column. Where the right factor is one matrix, the left one's leading
-    dimensions count as rows; otherwise they are the count.
+    A vector counts as a matrix of one row (left) or column (right). If the right factor is a single matrix, the leading
+    dimensions of the left one count as rows; otherwise the leading dimensions, broadcast, make the count.
     """
     if not left or not right:
         return None
@@ -266,9 +267,9 @@ def _linear(call: Call) -> Product | None:
 def _grouped(call: Call) -> Product | None:
     """Return FLOPs and (count, m, n, k) of ``_grouped_mm``, which multiplies each group of rows by a matrix of its own.
 
-    (t, k) x (g, k, n): the t rows are dealt out to g groups, and every row meets its group's matrix. (m, t) x (t, n)
-    gives (g, m, n), the gradient of those matrices: here the inner dimension t is dealt out. (g, m, k) x (k, t): here
-    the t columns are. Every group is taken to get an equal share.
+    Three forms, by the number of dimensions: (t, k) x (g, k, n) divides the t rows among g groups; (g, m, k) x (k, t)
+    divides the t columns; (m, t) x (t, n), the gradient of the groups' matrices, divides the inner dimension t, which
+    costs as much as one product. Every group is taken to get an equal share.
     """
     left, right = call.inputs[0] or (), call.inputs[1] or ()
     if len(left) == 2 and len(right) == 3:
@@ -283,10 +284,10 @@ def _grouped(call: Call) -> Product | None:
 def convolution(visited: Shape | None, filters: Shape | None, groups: int) -> Product | None:
     """Return FLOPs of a convolution and its implicit matrix products (count, m, n, k), None where a shape is unknown.
 
-    There is one product per group; its m are the positions of all samples, its n the output channels, its k the input
-    channels times the filter's taps. ``visited``: the shape whose every position meets every element of its filters
-    once: the output's, or the input's when transposed. ``filters``: (out, in / groups, taps ...), or transposed (in,
-    out / groups, taps ...).
+    There is one product per group: m counts the positions of all samples, n the group's output channels, and k its
+    input channels times the filter's taps. ``visited``: the shape of the tensor at whose every position every filter
+    element is multiplied once: the output, or the input of a transposed convolution. ``filters``: (out, in / groups,
+    taps ...), of a transposed convolution (in, out / groups, taps ...).
     """
     if visited is None or filters is None:
         return None
@@ -299,8 +300,8 @@ def convolution(visited: Shape | None, filters: Shape | None, groups: int) -> Pr
 def _aten_convolution(call: Call) -> Product | None:
     """Return FLOPs and (count, m, n, k) of aten's convolution, forward or backward.
 
-    The backward pass takes as many FLOPs as the forward pass for each of the two gradients that are asked for, the
-    input's and the weight's.
+    The backward pass takes the FLOPs of the forward pass once for each gradient that ``output_mask`` asks for, the
+    input's and the weight's; (count, m, n, k) is that of the forward pass.
     """
     arguments, is_backward = call.named, call.name.endswith("_backward")
     output = arguments["grad_output"] if is_backward else call.output
@@ -313,23 +314,22 @@ def _aten_convolution(call: Call) -> Product | None:
 def _onnx_convolution(call: Call) -> Product | None:
     """Return FLOPs and (count, m, n, k) of ONNX's convolutions, None where a shape is unknown."""
     weight = call.shape(3 if call.name == "QLinearConv" else 1)  # after the input's scale and zero point
-    # Every input position of a transposed convolution, every output position of another, meets its filters once.
     visited = call.shape(0) if call.name == "ConvTranspose" else call.output
     return convolution(visited, weight, int(call.named.get("group", 1)))
 
 
-# Drawing the random numbers of dropout takes fused attention as long as so many more columns of a head in each of its products,
-# forward and backward (measured on an H200 with heads of 64 and 128: 1.05 and 0.6 ps a score).
+# Drawing the random numbers of dropout takes fused attention as long as widening the heads by so many columns in each of its
+# products, forward and backward (measured on an H200 with heads of 64 and 128: 1.05 and 0.6 ps a score).
 _DROPOUT_COLUMNS = (130.0, 32.0)
 
 
 def _attention(call: Call) -> Product | None:
-    """Return FLOPs and (count, m, n, k) of fused attention: heads of all samples, queries, keys, and width of a head.
+    """Return FLOPs and (heads of all samples, queries, keys, width of a head) of fused attention; None without shapes.
 
-    There are two products in the forward pass, five in the backward pass, since the scores are computed again. FLOPs
-    count the whole square of queries and keys, as MFU is usually reported. The keys of ``gemm`` are halved under a
-    causal mask, of which kernels skip the upper half; its width is the mean over the products, so that each of these
-    takes ``2 gemm.prod()`` operations, and is wider under dropout, which draws a number for every score.
+    There are two products in the forward pass, and five in the backward pass, which computes the scores again. FLOPs
+    count the whole square of queries and keys, as is usual in reports of MFU. The keys returned are halved under a
+    causal mask, because kernels skip half of the scores. The width returned is the mean over the products, so that each
+    takes 2 x heads x queries x keys x width operations, plus ``_DROPOUT_COLUMNS`` where dropout draws random numbers.
     """
     arguments = call.named
     if not all(isinstance(arguments.get(part), tuple) for part in ("query", "key", "value")):
@@ -351,9 +351,9 @@ def _attention(call: Call) -> Product | None:
 def _recurrent_layers(inputs: Shape, matrices: Sequence[Shape], *, backward: bool = False) -> Product:
     """Return FLOPs and (count, m, n, k) of recurrent layers whose weight matrices are (gates x state, inputs) each.
 
-    Every step of every sample meets every weight once; in the backward pass twice, for the gradients of input and
-    weights. The steps of a layer wait for each other, hence the count: steps times layers and directions. ``inputs``:
-    (steps, batch, features).
+    Every step of every sample is multiplied by every weight once, and in the backward pass twice, for the gradients of
+    inputs and weights. The steps of a layer run one after another, so the count is steps x layers x directions, with
+    the mean number of inputs for k. ``inputs``: (steps, batch, features).
     """
     rows = math.prod(inputs[:-1])
     flops = 2.0 * rows * sum(math.prod(matrix) for matrix in matrices)
@@ -517,7 +517,8 @@ _CLASS_BY_PART = (
 def class_of(op_type: str) -> int:
     """Return the index in ``CLASSES`` of the kernels behind an op type.
 
-    A grouped convolution is ``convolution`` here; who knows its groups refines that later.
+    Grouped and depthwise convolutions count as ``convolution`` here; callers that know the groups refine the class. A
+    name in no table counts as ``pointwise``.
     """
     name = normal_type(op_type).rpartition(".")[2]
     if name in _CLASS_BY_NAME:

@@ -51,22 +51,22 @@ _NAMED = re.compile(r"(?:pip install |No module named |[`'\"])[`'\"]?([A-Za-z][\
 
 
 class Inert:
-    """Anything in an inert package: it can be called, entered, subclassed and asked for any attribute, and is no number.
+    """Anything in an inert package: it can be called, entered, subclassed and asked for any attribute, but not computed with.
 
-    ``name``: how it is written when it is printed, its dotted name in the package.
+    ``name``: its dotted name in the package, as which it is printed.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return a decorated function or class as it is, anything else inert."""
+        """Return the argument if it is a single function or class, as a decorator would; otherwise an inert object."""
         if len(args) == 1 and not kwargs and isinstance(args[0], (FunctionType, type)):
             return args[0]
         return Inert(f"{self._name}()")
 
     def __getattr__(self, name: str) -> Any:
-        """Return an inert attribute; special names raise AttributeError, so that Python's protocols see none of them."""
+        """Return an inert attribute. Raises AttributeError for special names, which Python's protocols look for."""
         if name.startswith("__") or name == "_name":
             raise AttributeError(name)
         return Inert(f"{self._name}.{name}")
@@ -90,10 +90,10 @@ class Inert:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Let errors pass."""
+        """Return None, so that an error in the block is raised on."""
 
     def __mro_entries__(self, _bases: Any) -> tuple[type, ...]:
-        """Let a class that derives from it derive from nothing."""
+        """Return no bases: a class that is derived from this object derives from ``object`` alone."""
         return ()
 
     def __instancecheck__(self, _: object) -> bool:
@@ -125,9 +125,10 @@ class _Package(ModuleType):
         self.__version__ = _VERSION
 
     def __getattr__(self, name: str) -> Any:
-        """Return what the package has under a name: a known object, a submodule, or an inert object where it has those.
+        """Return what the package has under a name: a known object, an inert one, or a submodule, which is imported.
 
-        Raises AttributeError for special names, and for a name that a package with arithmetic does not know.
+        Inert packages, and those that hold ``REST``, have an inert object for every unknown name. Raises AttributeError
+        for special names, and for a name that any other package does not know.
         """
         if name.startswith("__"):
             raise AttributeError(name)
@@ -148,7 +149,7 @@ class _Distribution(Distribution):
         self._metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {_VERSION}\n"
 
     def read_text(self, filename: str) -> str | None:
-        """Return the package's metadata."""
+        """Return the text of the file METADATA, None for any other file."""
         return self._metadata if filename == "METADATA" else None
 
     def locate_file(self, path: Any) -> Any:
@@ -164,8 +165,8 @@ class _StandIns(MetaPathFinder, Loader):
     ) -> None:
         """Stand in for packages of these names.
 
-        ``known``: by a package's name, what it holds; a package that is not there is inert. ``used`` is called with
-        the name of each package that is imported.
+        ``known``: by a package's name, what it holds (see :class:`_Package`); a package that is missing from it is
+        inert. ``used`` is called with the package's name whenever it or one of its modules is imported.
         """
         self._names, self._known, self._used = tuple(names), known, used
 
@@ -201,10 +202,10 @@ class _StandIns(MetaPathFinder, Loader):
 def stand_in_packages(
     names: Sequence[str], packages: Mapping[str, Callable[[], Mapping[str, Any]]], used: Callable[[str], None]
 ) -> None:
-    """Let the process find packages of these names that are not installed.
+    """Let imports in this process find stand-ins for packages of these names.
 
-    ``packages``: by name, a function that returns what the package holds; one that is not there is inert. ``used`` is
-    called with the name of each package that is imported.
+    ``packages``: by name, a function that returns what the package holds; packages that are missing from it are inert.
+    ``used`` is called with the package's name whenever it or one of its modules is imported.
     """
     if names:
         stand_ins = {name: packages[name]() for name in names if name in packages}
@@ -212,10 +213,10 @@ def stand_in_packages(
 
 
 def missing(error: BaseException) -> list[str]:
-    """Return the packages for want of which a script failed, [] where it failed for another reason.
+    """Return the packages whose absence made a script fail, [] if it failed for another reason.
 
-    They are named by the error and by those that it came from. Where one is missing, others that the same files need
-    at their top are added, so that the script need not fail once for each.
+    They are found in the texts of the error and of the errors that it came from. If there are any, absent packages
+    that the files of the traceback import at their top are added, so that the script need not fail once for each.
     """
     packages: dict[str, None] = {}
     chain: list[BaseException] = [error]
@@ -238,10 +239,10 @@ def missing(error: BaseException) -> list[str]:
 
 
 def _absent(name: str) -> str | None:
-    """Return the package of a module that cannot be found here; None where it is found, or is no package's name.
+    """Return the package of a module if that package is not installed; None if it is, or if ``name`` is no module's name.
 
-    That is the first part of the module's name, or the first two where an installed package shares the first
-    (``google``).
+    The package is the first part of the module's name, or the first two parts where an installed namespace package has
+    the first (``google``).
     """
     parts = name.replace("-", "_").split(".")
     for length in range(1, min(len(parts), 2) + 1):
@@ -267,9 +268,9 @@ def _needed_beside(error: BaseException) -> list[str]:
 
 
 def needed_by(files: Iterable[str]) -> list[str]:
-    """Return absent packages that files of Python import at their top, outside of any ``try``.
+    """Return absent packages that Python files import at their top, outside of any ``try``.
 
-    Installed libraries, and files that cannot be read or parsed, are passed over.
+    Files of installed libraries, and files that cannot be read or parsed, are passed over.
     """
     names: list[str] = []
     for file in files:

@@ -15,15 +15,16 @@ from ddltool.analyzers.step.recording.recorder import Recorder
 
 
 def stand_in_neighbours(module: Any, recorder: Recorder) -> None:
-    """Let the stages of ``torch.distributed.pipelining.stage`` answer for their neighbours, which are on other ranks.
+    """Let pipeline stages exchange shapes with themselves in place of their neighbours, which are on other ranks.
 
-    ``module`` is that module. Its stages tell each other the shapes of what they send before the first step.
+    ``module`` is ``torch.distributed.pipelining.stage``. Its stages tell each other the shapes of what they will send
+    before the first step; every stage is taken to get what this rank sent forward last.
     """
     sent: list[Any] = []  # descriptions of what this rank's stages sent forward, the latest last
     stage_type = module.PipelineStage
 
     def note_waits() -> None:
-        """Note what a recording of one rank leaves out."""
+        """Note among the assumptions that the recording leaves out waits for other stages."""
         recorder.step.assumed[f"{NOTE}the time in which a pipeline's stages wait for each other is not counted"] = 1
 
     def last_sent() -> Any:
@@ -33,7 +34,7 @@ def stand_in_neighbours(module: Any, recorder: Recorder) -> None:
         return sent[-1]
 
     def send_objects(objects: list[Any], *_: Any, **__: Any) -> None:
-        """Keep the shapes of a stage's outputs, as a list of objects."""
+        """Keep the description of a stage's outputs, a list of objects."""
         note_waits()
         sent.append(list(objects))
 
@@ -52,10 +53,10 @@ def stand_in_neighbours(module: Any, recorder: Recorder) -> None:
             sent.append(meta)
 
     def receive(stage: Any, source: int) -> Any:
-        """Return what the stage at index ``source`` would say of shapes.
+        """Return the description that the stage at index ``source`` would send to ``stage``.
 
-        A later stage sends back gradients of the stage's own outputs. An earlier one sends what was last sent
-        forward.
+        From a later stage it describes gradients, which are shaped like the outputs of ``stage``; from an earlier one
+        it is what was last sent forward.
         """
         note_waits()
         if source > stage.stage_index:

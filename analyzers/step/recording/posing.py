@@ -25,16 +25,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ddltool.analyzers.step.recording.device_kernels import Autocast, kernels_of
-from ddltool.analyzers.step.recording.legacy import converted
+from ddltool.analyzers.step.recording.device_kernels import Autocast, install_cuda_kernels
+from ddltool.analyzers.step.recording.legacy import legacy_result
 from ddltool.analyzers.step.recording.recorder import Recorder
 from ddltool.errors import InputError
 
 CUDA = torch.device("cuda", 0)
 # What a torch without CUDA says of its version: that of the wheels of torch 2.13, which torchvision compares with its own.
 _CUDA = "13.0"
-# What is stood in for is the process's, so only one thread poses at a time; it may pose once more within its block. Others
-# wait for so many seconds.
+# What is replaced belongs to the whole process, so one thread poses at a time (within its block it may pose again), and
+# others wait for their turn, at most so many seconds.
 _TURN, _TURN_S = threading.RLock(), 600.0
 _IMAGE_DIMENSIONS = 3
 """An image is (channels, height, width); detectors take a list of images, not a batch."""
@@ -45,13 +45,13 @@ _LEAST_ELAPSED_MS = 1e-3
 
 
 class PosedBackend(ModuleType):
-    """The module of the registered device, ``torch.gpu``, which torch asks what it asks of any backend."""
+    """The module ``torch.gpu`` of the registered device, with the functions that torch asks every backend for."""
 
     posed: ClassVar[int] = 0
-    """Blocks of :func:`posed` that are open. Outside of them no device is there, since torch cannot forget a backend."""
+    """How many blocks of :func:`posed` are open. torch cannot forget a backend, so outside of them it counts no devices."""
 
     def __init__(self) -> None:
-        """Begin a module of the device's name."""
+        """Make the module, with the device's name."""
         super().__init__("gpu")
 
     def is_initialized(self) -> bool:
@@ -99,7 +99,7 @@ class PosedBackend(ModuleType):
         return Stream(stream_id=Stream.recorder.stream)
 
     def stream(self, stream: Any) -> Any:
-        """Return the block in which a stream is the current one; None: one that changes nothing."""
+        """Return a context in which ``stream`` is the current one; None: a context that changes nothing."""
         return stream if stream is not None else contextlib.nullcontext()
 
     def set_stream(self, stream: Any) -> None:
@@ -111,24 +111,26 @@ class Event:
     """An event of CUDA: it stands for the last call of a stream at the moment when it was recorded."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        """Stand for what the current stream has been given so far."""
+        """Stand for the calls that the current stream has been given so far; the arguments are ignored."""
         self.recorded_s = time.perf_counter()
-        self.place = Stream.recorder.last_place(Stream.recorder.stream)  # the index of that call; None: there is none
+        self.place = Stream.recorder.last_call_index(
+            Stream.recorder.stream
+        )  # the index of that call; None: there is none
         self.device = CUDA
 
     def record(self, stream: Any = None) -> None:
-        """Stand for what a stream has been given so far; None: the current stream."""
+        """Stand from now on for the calls that a stream has been given so far; None: the current stream."""
         self.recorded_s = time.perf_counter()
-        self.place = Stream.recorder.last_place(Stream.recorder.stream if stream is None else stream.stream_id)
+        self.place = Stream.recorder.last_call_index(Stream.recorder.stream if stream is None else stream.stream_id)
 
     def wait(self, stream: Any = None) -> None:
-        """Let a stream wait for the calls that the event stands for; None: the current stream."""
+        """Let the next call of a stream wait for the calls that the event stands for; None: the current stream."""
         Stream.recorder.wait_for(Stream.recorder.stream if stream is None else stream.stream_id, self.place)
 
     def elapsed_time(self, end: Any) -> float:
-        """Return the milliseconds between the moments at which two events were recorded.
+        """Return the milliseconds of this computer between the recording of this event and of ``end``.
 
-        It is never zero, since scripts divide by it.
+        At least 0.001, because scripts divide by it.
         """
         return max(_LEAST_ELAPSED_MS, 1e3 * float(end.recorded_s - self.recorded_s))
 
@@ -138,7 +140,7 @@ class Event:
 
     def synchronize(self) -> None:
         """Note that the host waits for the GPU."""
-        Stream.recorder.host_waits()
+        Stream.recorder.note_host_wait()
 
 
 class Stream:
@@ -149,7 +151,7 @@ class Stream:
     _numbers = count(1)
 
     def __init__(self, device: Any = None, priority: int = 0, stream_id: int | None = None, **_: Any) -> None:
-        """Make a stream with the next number, or stand for the one with ``stream_id``; 0 is the default stream."""
+        """Make a stream with the next number, or an object for the stream ``stream_id``; 0 is the default stream."""
         self.device, self.priority = CUDA, priority
         self.device_type, self.device_index = torch._C._autograd.DeviceType.CUDA.value, 0  # as torch.Stream says them
         self.stream_id = next(Stream._numbers) if stream_id is None else stream_id
@@ -174,8 +176,8 @@ class Stream:
         return self.stream_id
 
     def wait_stream(self, stream: Any) -> None:
-        """Let this stream wait for what another has been given so far."""
-        Stream.recorder.wait_for(self.stream_id, Stream.recorder.last_place(stream.stream_id))
+        """Let this stream's next call wait for the calls that another stream has been given so far."""
+        Stream.recorder.wait_for(self.stream_id, Stream.recorder.last_call_index(stream.stream_id))
 
     def wait_event(self, event: Any) -> None:
         """Let this stream wait for the calls that an event stands for."""
@@ -197,7 +199,7 @@ class Stream:
 
     def synchronize(self) -> None:
         """Note that the host waits for the GPU."""
-        Stream.recorder.host_waits()
+        Stream.recorder.note_host_wait()
 
 
 PosedBackend.Event, PosedBackend.Stream = Event, Stream  # type: ignore[attr-defined]
@@ -213,69 +215,74 @@ def register_device() -> torch.device:
 
 
 class Pose(TorchFunctionMode):
-    """The mode that answers what a script asks of CUDA tensors, on behalf of the fake device.
+    """The mode in which every call of torch's functions on ``cuda`` works on the registered device.
 
-    The script names and sees ``cuda``; its tensors are on the registered device. This mode changes one into the other
-    in every call of torch's functions.
+    The script names and sees ``cuda``; its tensors are on the registered device. Arguments are translated from the one
+    to the other, and properties of tensors back.
     """
 
     def __init__(self, recorder: Recorder) -> None:
-        """Stand in for CUDA with the device of ``recorder``, which also notes the values that are read and assumed."""
+        """Stand in for CUDA with the device of ``recorder``, which also notes which values the script reads."""
         super().__init__()
         self.recorder, self.gpu = recorder, recorder.gpu
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run one call of torch's with the fake device in place of CUDA's, or answer it without running anything.
+        """Run one call of torch's with the registered device in place of CUDA, or answer it without running anything.
 
-        Memory cannot be pinned here and nothing is drawn, so pinned memory and generators are left out of the call.
+        Memory cannot be pinned here and no random number is drawn, so ``pin_memory`` and ``generator`` are unset.
         """
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
         first = args[0] if args else None
         if isinstance(first, Tensor):
-            answer = self._of_tensor(func, name, first, args, kwargs)
+            answer = self._answer_for_tensor(func, name, first, args, kwargs)
             if answer is not NotImplemented:
                 return answer
         if func is torch.device:
-            # A device that the script holds says cuda, and is changed where it is used. A number alone names a GPU.
+            # The script keeps a device that says cuda, and it is translated where it is used. A number alone is a GPU's.
             device = torch.device("cuda", first) if isinstance(first, int) else func(*args, **kwargs)
             return CUDA if device.type == self.gpu.type else device
         if name in ("__getitem__", "__setitem__") and isinstance(first, FakeTensor):
-            args = (first, _with_tensors(args[1]), *args[2:])
-        args = tuple(map(self.here, args))
+            args = (first, _lists_to_tensors(args[1]), *args[2:])
+        args = tuple(map(self.on_registered_device, args))
         if "device" in kwargs:
-            kwargs["device"] = self.here(kwargs["device"])
+            kwargs["device"] = self.on_registered_device(kwargs["device"])
         if name in ("tensor", "as_tensor", "asarray", "from_numpy") and kwargs.get("device") is not None:
-            device = kwargs.pop("device")  # data is read on the CPU, then moved
+            device = kwargs.pop("device")  # the data, Python's or numpy's, is read on the CPU, then moved
             return func(*args, **kwargs).to(device)
         if kwargs.get("generator") is not None:
             kwargs["generator"] = None
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False
         if name == "to" and isinstance(first, Tensor) and len(args) > 1 and isinstance(args[1], int):
-            args = (first, self.gpu, *args[2:])
+            args = (first, self.gpu, *args[2:])  # x.to(0): the number of a GPU
         return func(*args, **kwargs)
 
-    def _of_tensor(self, func: Any, name: str, tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Answer a tensor's property or method without running an operation; NotImplemented for any other call.
+    def _answer_for_tensor(
+        self, func: Any, name: str, tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Return the answer to a tensor's property or method that needs no translated call; NotImplemented: run the call.
 
-        ``func`` is torch's function, ``name`` its name, and the tensor the first of ``args``.
+        ``func`` is torch's function, ``name`` its name, and ``tensor`` the first of ``args``.
         """
-        if name == "__get__":  # of a property: is_cuda, device
+        if name == "__get__":  # the getter of a property, such as is_cuda or device
             return self._property(func, args, kwargs)
         if name in ("cuda", "pin_memory"):  # memory cannot be pinned here
             return tensor.to(self.gpu, non_blocking=True) if name == "cuda" else tensor
-        if name in _OF_MEMORY:
-            return _OF_MEMORY[name]
+        if name in _MEMORY_ANSWERS:
+            return _MEMORY_ANSWERS[name]
         if isinstance(tensor, FakeTensor) and name in _READS:
             return self._read(name, tensor, args)
-        # The two methods that name the tensor types of torch's first years.
-        return converted(name, tensor, args[1:], self.gpu) if name in ("new", "type") else NotImplemented
+        # These two methods may name the tensor types of torch's first years.
+        return legacy_result(name, tensor, args[1:], self.gpu) if name in ("new", "type") else NotImplemented
 
-    def here(self, value: Any) -> Any:
-        """Return the registered device for one of CUDA's, named or as a device; anything else as it is."""
+    def on_registered_device(self, value: Any) -> Any:
+        """Return the registered device for a device of CUDA or the name of one; return anything else unchanged.
+
+        That includes whole numbers, which mean a GPU in some arguments only.
+        """
         if isinstance(value, torch.device):
             return self.gpu if value.type == "cuda" else value
         if isinstance(value, str) and (value == "cuda" or value.startswith("cuda:")):
@@ -283,9 +290,9 @@ class Pose(TorchFunctionMode):
         return value
 
     def _property(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return a tensor's property as CUDA would.
+        """Return a tensor's property, as if a tensor of the registered device were on CUDA.
 
-        For a tensor of the registered device ``is_cuda`` is true, and ``device`` is CUDA's.
+        ``func`` is the property's getter, ``args`` begins with the tensor.
         """
         if getattr(getattr(func, "__self__", None), "__name__", "") == "is_cuda":
             return isinstance(args[0], FakeTensor) and args[0].fake_device.type == self.gpu.type
@@ -293,12 +300,13 @@ class Pose(TorchFunctionMode):
         return CUDA if isinstance(value, torch.device) and value.type == self.gpu.type else value
 
     def _read(self, name: str, tensor: Tensor, args: tuple[Any, ...]) -> Any:
-        """Return what a script reads of a tensor without values, as Python or numpy objects: ones, or a text.
+        """Return what a script gets that reads a tensor without values: ones, as Python or numpy objects, or a text.
 
-        ``name``: the method that reads. Except for printing, the read is noted as an assumed value.
+        ``name``: the method that reads, ``args``: its arguments. Unless the tensor is only printed, the read is noted as
+        an assumed value. Raises TypeError where numpy lacks the type, as torch does.
         """
         if name != "__repr__":
-            self.recorder.assume()
+            self.recorder.note_assumed_value()
         with _disable_current_modes():
             ones = torch.ones(tuple(tensor.shape), dtype=tensor.dtype)
             if name == "__format__":
@@ -310,18 +318,18 @@ class Pose(TorchFunctionMode):
             return ones.tolist() if name == "tolist" else ones.numpy()
 
 
-def _with_tensors(index: Any) -> Any:
-    """Return an index with its lists of numbers as tensors of the CPU.
+def _lists_to_tensors(index: Any) -> Any:
+    """Return an index of a tensor with its lists of numbers, at any depth of tuples, as tensors of the CPU.
 
-    torch itself would make them on the device, where no mode sees it.
+    torch would turn the lists into tensors by itself, on the device, in a call that no mode sees.
     """
     if isinstance(index, tuple):
-        return tuple(map(_with_tensors, index))
+        return tuple(map(_lists_to_tensors, index))
     is_list = isinstance(index, list) and all(isinstance(number, (int, list)) for number in index)
-    return torch.tensor(index, dtype=None if index else torch.long) if is_list else index
+    return torch.tensor(index, dtype=None if index else torch.long) if is_list else index  # [] would be of floats
 
 
-_OF_MEMORY = {"is_pinned": False, "record_stream": None}
+_MEMORY_ANSWERS = {"is_pinned": False, "record_stream": None}
 """What methods return that concern a tensor's memory, which does not exist here."""
 _READS = frozenset(["__format__", "__repr__", "tolist", "numpy", "__array__"])
 """Methods that read a tensor's values."""
@@ -336,13 +344,13 @@ class _StandIns:
         """Of each replacement the owner, the attribute's name, and its value before; ``_ABSENT`` where it had none."""
 
     def set(self, owner: Any, **values: Any) -> None:
-        """Replace attributes of a module or class, by name, or add them."""
+        """Set attributes of ``owner``, a module or class, to ``values`` by name, and keep what was there before."""
         for name, value in values.items():
             self._replaced.append((owner, name, vars(owner).get(name, _ABSENT)))
             setattr(owner, name, value)
 
     def restore(self) -> None:
-        """Give back what was there, the last replacement first."""
+        """Undo all replacements, the last one first, since an attribute may have been replaced twice."""
         for owner, name, value in reversed(self._replaced):
             if value is _ABSENT:
                 delattr(owner, name)
@@ -363,14 +371,14 @@ def posed(
     capability: tuple[int, int] = (9, 0),
     count: int = 1,
 ) -> Iterator[Pose]:
-    """Run the block where CUDA seems to be there: ``count`` GPUs with a name, a memory in bytes and a compute capability.
+    """Run the block in a process that seems to have ``count`` GPUs of a name, a memory and a compute capability.
 
-    Other threads wait until the block ends, since what it replaces belongs to the process; after ten minutes they
-    raise InputError. What was replaced is given back at the end.
+    Yields the function mode that is active in the block. What is replaced in torch belongs to the whole process, and is
+    restored at the end; other threads that call this wait until then, and raise InputError after ten minutes.
     """
     if not _TURN.acquire(timeout=_TURN_S):
         raise InputError("record", f"another thread has recorded for {_TURN_S:g} s", "let it end first")
-    autocast = kernels_of(recorder.gpu.type)
+    autocast = install_cuda_kernels(recorder.gpu.type)
     pose, stand_ins = Pose(recorder), _StandIns()
     outer_recorder = getattr(Stream, "recorder", recorder)
     Stream.recorder = recorder
@@ -382,7 +390,7 @@ def posed(
         _stand_in_tensors(stand_ins, pose)
         _stand_in_modules(stand_ins, pose)
         _stand_in_files(stand_ins, pose)
-        # Without a thread for the device: where a process has run a backward pass before, there is none.
+        # torch starts a thread for every device at the first backward pass of a process, and so may have none for this one.
         with torch.autograd.set_multithreading_enabled(False), recorder, pose:
             yield pose
     finally:
@@ -397,8 +405,8 @@ def posed(
 def _stand_in_cuda(stand_ins: _StandIns, name: str, memory_bytes: int, capability: tuple[int, int], count: int) -> None:
     """Let ``torch.cuda`` and ``torch.accelerator`` answer for ``count`` GPUs of a name, a memory in bytes and a capability.
 
-    The GPUs are always free and idle: memory in use is 0 bytes, and to synchronise is noted as a wait of the host.
-    What the arguments do not say is an H100's (132 multiprocessors, 50 MiB of L2 cache).
+    The GPUs are always idle and empty: memory in use is 0 bytes, and synchronizing is noted as a wait of the host. Other
+    properties are those of an H100 (132 multiprocessors, 50 MiB of L2 cache).
     """
     device = PosedBackend()
     major, minor = capability
@@ -410,7 +418,7 @@ def _stand_in_cuda(stand_ins: _StandIns, name: str, memory_bytes: int, capabilit
     nothing: Callable[..., None] = lambda *_, **__: None  # noqa: E731
     zero: Callable[..., int] = lambda *_, **__: 0  # noqa: E731
     true: Callable[..., bool] = lambda *_, **__: True  # noqa: E731
-    waits: Callable[..., None] = lambda *_, **__: Stream.recorder.host_waits()  # noqa: E731
+    waits: Callable[..., None] = lambda *_, **__: Stream.recorder.note_host_wait()  # noqa: E731
     block: Callable[..., Any] = lambda *_, **__: contextlib.nullcontext()  # noqa: E731
     stand_ins.set(
         torch.cuda,
@@ -452,14 +460,14 @@ def _stand_in_cuda(stand_ins: _StandIns, name: str, memory_bytes: int, capabilit
 
 
 def _stand_in_generators(stand_ins: _StandIns) -> None:
-    """Let every random generator be one of the CPU: nothing is drawn on the device.
+    """Replace torch's random generators by ones of the CPU, since no random number is drawn on the device.
 
-    A state that is a fake tensor has no values to set, and is ignored.
+    Setting a state that is a fake tensor does nothing, as it has no values.
     """
     real_generator: Any = torch.Generator
 
     class AnyGenerator(type(real_generator)):  # type: ignore[misc]
-        """Lets torch's own generators count as instances of the class that replaces theirs."""
+        """The metaclass of the replacement, by which torch's own generators count as its instances."""
 
         def __instancecheck__(cls, value: Any) -> bool:
             """Return whether a value is any generator of torch's."""
@@ -496,15 +504,15 @@ _MEMORY_STATISTICS = [
 
 
 def _stand_in_autocast(stand_ins: _StandIns, gpu: torch.device, cache: Autocast) -> None:
-    """Let autocast of CUDA be that of the registered device: blocks, decorators, and the functions that ask about it.
+    """Let autocast on CUDA work on the registered device: the context managers, and the functions that ask about it.
 
-    ``cache``: the casts of parameters that the device's kernels keep. It is emptied when the outermost block ends, as
-    torch empties its own.
+    ``cache``: the device's autocast kernels, whose casts of parameters are forgotten when the outermost block ends, as
+    torch does with its own.
     """
     real = torch.amp.autocast_mode.autocast
 
     def device_type_here(device_type: Any) -> Any:
-        """Return the registered device's type for "cuda" or "cuda:0", any other as it is."""
+        """Return the registered device's type for "cuda" or "cuda:0", and any other type unchanged."""
         return gpu.type if str(device_type).partition(":")[0] == "cuda" else device_type
 
     class autocast(real):  # type: ignore[misc,valid-type]  # noqa: N801 - torch's name
@@ -540,9 +548,9 @@ def _stand_in_autocast(stand_ins: _StandIns, gpu: torch.device, cache: Autocast)
         original = getattr(torch, name)
 
         def ask_of_device(*args: Any, _original: Any = original) -> Any:
-            """Call torch's function for the registered device where CUDA, or no device, is named.
+            """Call torch's function, with the registered device where CUDA or no device is named.
 
-            ``_original`` is bound as a default, so that it stays this name's function.
+            ``_original`` is a default because the loop's ``original`` will have changed by the time of a call.
             """
             if args and isinstance(args[0], str):
                 args = (device_type_here(args[0]), *args[1:])
@@ -559,7 +567,7 @@ def _stand_in_autocast(stand_ins: _StandIns, gpu: torch.device, cache: Autocast)
 
 
 def _stand_in_tensors(stand_ins: _StandIns, pose: Pose) -> None:
-    """Let fake tensors behave as CUDA's: they say they are on CUDA, and can be swapped, resized, and updated by optimizers."""
+    """Let fake tensors say that they are on CUDA, and let them be swapped, resized, and updated by fused optimizers."""
     from torch.optim import optimizer
     from torch.utils import _foreach_utils
 
@@ -567,9 +575,9 @@ def _stand_in_tensors(stand_ins: _StandIns, pose: Pose) -> None:
     real_device: Any = FakeTensor.device.fget  # type: ignore[attr-defined]
 
     def device(tensor: FakeTensor) -> torch.device:
-        """Return the device that a tensor says it is on: CUDA's for a tensor of the registered device.
+        """Return CUDA for a tensor of the registered device, and its own device for any other.
 
-        torch's own operators ask without a function mode on the stack, and get the registered device itself.
+        torch's operators ask while no function mode is on the stack, and get the registered device itself.
         """
         own: torch.device = real_device(tensor)
         return CUDA if own.type == pose.gpu.type and torch._C._len_torch_function_stack() else own
@@ -583,22 +591,22 @@ def _stand_in_tensors(stand_ins: _StandIns, pose: Pose) -> None:
 
     def resize(storage: Any, size: int) -> Any:
         """Resize a storage as torch does, and note it: FSDP frees and allocates parameters in this way."""
-        Stream.recorder.resized(storage, size)
+        Stream.recorder.note_resize(storage, size)
         return real_resize(storage, size)
 
     stand_ins.set(torch.UntypedStorage, resize_=resize)
     real_wrapper: Any = Tensor._make_wrapper_subclass
 
     def wrapper(kind: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
-        """Make a tensor of a class of Python's around others, on the registered device where they say that they are on CUDA."""
-        tensor: Tensor = real_wrapper(kind, *args, device=pose.here(device), **kwargs)
+        """Make an instance of ``kind``, a tensor subclass that wraps others; "cuda" means the registered device."""
+        tensor: Tensor = real_wrapper(kind, *args, device=pose.on_registered_device(device), **kwargs)
         return tensor
 
     stand_ins.set(Tensor, _make_wrapper_subclass=staticmethod(wrapper))
 
 
 def _stand_in_modules(stand_ins: _StandIns, pose: Pose) -> None:
-    """Let modules move to the device, stay as they are where they are to be compiled, and be recomputed in checkpoints."""
+    """Let modules move to the registered device and be recomputed in checkpoints, and let ``compile`` return them unchanged."""
     from torch.utils import checkpoint
 
     for module in (nn, nn.parallel, nn.parallel.data_parallel):
@@ -615,48 +623,47 @@ def _stand_in_modules(stand_ins: _StandIns, pose: Pose) -> None:
     real_to = nn.Module.to
 
     def to(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Move a module as ``nn.Module.to`` does, with the registered device in place of CUDA's, named or numbered."""
+        """Move a module as ``nn.Module.to`` does; CUDA, or the number of a GPU, means the registered device."""
         if args and isinstance(args[0], int):
             args = (pose.gpu, *args[1:])
         kwargs = {
-            key: pose.here(pose.gpu if key == "device" and isinstance(value, int) else value)
+            key: pose.on_registered_device(pose.gpu if key == "device" and isinstance(value, int) else value)
             for key, value in kwargs.items()
         }
-        return real_to(self, *map(pose.here, args), **kwargs)
+        return real_to(self, *map(pose.on_registered_device, args), **kwargs)
 
     stand_ins.set(nn.Module, to=to)
 
 
 def _stand_in_files(stand_ins: _StandIns, pose: Pose) -> None:
-    """Let data loaders load in this process, and files of tensors be read to the CPU before they go to the device.
-
-    A worker process would not be recorded, and memory cannot be pinned here.
-    """
+    """Let data loaders load in this process, and ``torch.load`` read files to the CPU before it moves them to the device."""
     from torch.utils import data
 
     real_load, signature = torch.load, inspect.signature(torch.load)
 
     def load(*args: Any, **kwargs: Any) -> Any:
-        """Load a file as ``torch.load`` does, and move it to the device where ``map_location`` asks for CUDA.
+        """Load a file to the CPU, and move its tensors to the registered device where ``map_location`` names CUDA.
 
-        It is read to the CPU first, because torch cannot read a file to a device without memory.
+        torch cannot read a file to a device without memory. The arguments are those of ``torch.load``.
         """
         call = signature.bind(*args, **kwargs)
         device_asked = call.arguments.get("map_location")
         call.arguments["map_location"] = "cpu"
         loaded = real_load(*call.args, **call.kwargs)
-        asks_for_cuda = isinstance(device_asked, (str, torch.device)) and pose.here(device_asked) != device_asked
+        asks_for_cuda = (
+            isinstance(device_asked, (str, torch.device)) and pose.on_registered_device(device_asked) != device_asked
+        )
         return tree_map_only(Tensor, lambda tensor: tensor.to(pose.gpu), loaded) if asks_for_cuda else loaded
 
     real_default = torch.set_default_device
-    stand_ins.set(torch, load=load, set_default_device=lambda device: real_default(pose.here(device)))
+    stand_ins.set(torch, load=load, set_default_device=lambda device: real_default(pose.on_registered_device(device)))
     real_loader = data.DataLoader.__init__
 
-    @wraps(real_loader)  # Lightning makes loaders anew by the parameters of this one
+    @wraps(real_loader)  # Lightning reads this signature to make loaders anew
     def init_loader(self: Any, *args: Any, **kwargs: Any) -> None:
-        """Begin a data loader without workers and without pinned memory, whatever is asked for.
+        """Make a data loader without worker processes and pinned memory, whatever the arguments of ``DataLoader`` ask.
 
-        Workers are processes of their own, which would not be recorded. The arguments are those of ``DataLoader``.
+        Workers would not be recorded, and memory cannot be pinned here.
         """
         call = inspect.signature(real_loader).bind(self, *args, **kwargs)
         call.arguments.update(
@@ -669,17 +676,16 @@ def _stand_in_files(stand_ins: _StandIns, pose: Pose) -> None:
 
 
 def _fake_class_for_torch_alone() -> type:
-    """Return a class in place of ``FakeTensor`` that only torch's own code takes a tensor for an instance of.
+    """Return a class for the name ``FakeTensor`` that only torch's own code finds tensors to be instances of.
 
-    A library that finds a fake tensor takes another path than with a real one; the recorded path is to be the real
-    one.
+    Libraries that find a fake tensor take another path than with a real one, and the real path is to be recorded.
     """
 
     class Fake(type):
-        """The metaclass that answers isinstance by who asks."""
+        """The metaclass, whose answer to isinstance depends on the file of the calling code."""
 
         def __instancecheck__(cls, value: Any) -> bool:
-            """Return whether a value is a fake tensor and the code that asks is torch's, by its file."""
+            """Return whether a value is a fake tensor and the calling code lies in a folder ``torch``."""
             return isinstance(value, FakeTensor) and "/torch/" in sys._getframe(1).f_code.co_filename
 
         def __subclasscheck__(cls, kind: Any) -> bool:
@@ -690,18 +696,15 @@ def _fake_class_for_torch_alone() -> type:
 
 
 def _data_parallel_of(pose: Pose) -> type[nn.Module]:
-    """Return a class in place of DataParallel: the script is recorded as if it saw one GPU.
-
-    Where it would use several, that is noted as an assumed value.
-    """
+    """Return a class to replace DataParallel, which uses one GPU alone; several are noted as an assumed value."""
 
     class DataParallel(nn.DataParallel):  # type: ignore[type-arg]
         """DataParallel over the one device."""
 
         def __init__(self, module: nn.Module, device_ids: Any = None, output_device: Any = None, dim: int = 0) -> None:
-            """Wrap a module; the devices are only counted, and several of them noted as an assumption."""
+            """Wrap a module for one device; note an assumed value where DataParallel would use several."""
             if (len(device_ids) if device_ids is not None else torch.cuda.device_count()) > 1:
-                pose.recorder.assume()
+                pose.recorder.note_assumed_value()
             super().__init__(module, [0], 0, dim)
 
         def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -713,20 +716,21 @@ def _data_parallel_of(pose: Pose) -> type[nn.Module]:
 
 
 def _compiled(model: Any = None, **_: Any) -> Any:
-    """Return a model or function that is to be compiled as it is, and note that it was asked for.
+    """Stand in for ``torch.compile``: return the model or function unchanged, and note that compiling was asked for.
 
-    The cost model works out later which kernels compiling fuses. Without a model: a decorator.
+    The cost model works out later which kernels compiling fuses. Without a model, return a decorator.
     """
     Stream.recorder.step.compiled = True
     return model if model is not None else lambda function: function
 
 
 def _swap(first: Tensor, second: Tensor) -> None:
-    """Exchange two tensors, one of the CPU and one of the device, as torch's own function does for two of one class.
+    """Swap the contents of two tensors, as ``torch.utils.swap_tensors`` does, also between a real and a fake tensor.
 
-    ``Module.to`` calls it with each parameter as ``first``, on which attributes that the script has set stay.
+    ``Module.to`` calls it with a parameter as ``first`` and the moved tensor as ``second``. Attributes that the script
+    has set on the parameter stay on it.
     """
-    if type(first) is not type(second):  # a tensor of the device is fake, one of the CPU is not
+    if type(first) is not type(second):  # a tensor of the registered device is fake, one of the CPU is real
         first.__class__, second.__class__ = type(second), type(first)
     attributes, other_attributes = first.__dict__, second.__dict__
     kept = dict(attributes)
@@ -746,9 +750,9 @@ def _swap(first: Tensor, second: Tensor) -> None:
 
 
 def _first_input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[int, ...], bool] | None:
-    """Return the shape of the first tensor among a module's inputs, and whether it holds whole numbers; None without one.
+    """Return (shape, whether it holds whole numbers) of the first tensor among a module's inputs; None: there is none.
 
-    For a list of images the shape begins with their number, as a batch's does. Whole numbers are taken for tokens.
+    For a list of images the shape begins with the number of images, as that of a batch does.
     """
     first = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim()), None)
     if first is None:
@@ -760,20 +764,21 @@ def _first_input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tupl
 
 @contextlib.contextmanager
 def recording_modules(recorder: Recorder) -> Iterator[None]:
-    """Let every call know the module in whose forward pass it is made, by the module's name in the outermost module.
+    """Keep ``recorder.modules``, the names of the modules whose forward passes are under way, within the block.
 
-    ``nn.Module.__call__`` is replaced within the block, because torch's hooks of all modules do not see keyword
-    arguments.
+    Names are those within the outermost module that is called. ``nn.Module.__call__`` is replaced, because torch's
+    global module hooks do not get keyword arguments.
     """
     names: dict[int, str] = {}  # by a module's identity
     watched: set[int] = set()  # identities of parameters whose gradients are noted
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Note that a module's forward pass begins; of an outermost module also its name, its input and its parameters.
+        """Note that a module's forward pass begins.
 
-        Each trained parameter gets a hook that notes its gradient as soon as it is complete.
+        Of an outermost module also the names of its parts and its input are noted, and each trained parameter gets a
+        hook that notes its gradient as soon as it is complete.
         """
-        # A part that is called by itself, as checkpoints do in the backward pass, keeps its name.
+        # A part that is called on its own, as checkpoints do in the backward pass, keeps its name in the whole model.
         if not recorder.modules and not names.get(id(module)):
             names.update({id(child): name for name, child in module.named_modules()})
             recorder.roots.setdefault(id(module), module)
@@ -782,13 +787,13 @@ def recording_modules(recorder: Recorder) -> Iterator[None]:
             for parameter in module.parameters():
                 if parameter.requires_grad and id(parameter) not in watched:
                     watched.add(id(parameter))
-                    parameter.register_post_accumulate_grad_hook(recorder.gradient_of)
+                    parameter.register_post_accumulate_grad_hook(recorder.note_gradient)
         recorder.modules.append(names.get(id(module), ""))
 
     real_call = nn.Module.__call__
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Call a module, which is the innermost one until its forward pass ends."""
+        """Call a module, whose name is the last of ``recorder.modules`` meanwhile."""
         enter(module, args, kwargs)
         try:
             return real_call(module, *args, **kwargs)

@@ -1,6 +1,6 @@
-"""What a script does to tensors that pose as a GPU's: every operation, storage and collective of one steady step.
+"""What a script does to tensors that seem to be on a GPU: every operation, storage and collective of one steady step.
 
-GPU tensors are fake (sizes without values); tensors on the CPU are real, but for large ones that nobody filled with data.
+GPU tensors are fake (sizes without values); tensors on the CPU are real, except for large ones that hold no data.
 :class:`Recorder` is the mode under which a script runs; start there.
 """
 
@@ -131,9 +131,9 @@ class RecordedCall:
     module: str
     """The innermost module whose forward pass is under way, by its name; "": none is."""
     stream: int
-    """0 for the default stream, above for others; a collective's is below 0, by its group."""
+    """0 for the default stream, positive for other streams of the script, negative for collectives, one for each group."""
     waits: tuple[int, ...] = ()
-    """Places of calls of other streams that end before this one starts."""
+    """Indices of calls of other streams that end before this one starts."""
     exchange: Collective | None = None
     """None: it is no collective."""
 
@@ -147,31 +147,32 @@ class Recording:
     parameters: dict[str, Shadow] = field(default_factory=dict)
     """The trained model's parameters by name."""
     gradients: dict[str, Shadow] = field(default_factory=dict)
-    """By the names of their parameters, those that live when the step ends; and each as it was first made."""
+    """By a parameter's name, its gradient of this step, as it was when it was noted last."""
     buffers: set[int] = field(default_factory=set)
     """The storages of the model's buffers."""
     assumed: Counter[str] = field(default_factory=Counter)
     """How often a value that only a run knows was read, by ``file:line``."""
     host_waits: list[int] = field(default_factory=list)
-    """Places (indices) of calls that the host waited for before it went on."""
+    """Indices of calls that the host waited for before it went on."""
     inputs: list[tuple[int, ...]] = field(default_factory=list)
-    """The shape of the first tensor that the model gets, of every pass; the model: the called module with most to train."""
+    """For every forward pass of the model (the called module with most trained elements), the shape of its first tensor."""
     tokens: bool = False
-    """Whether that tensor holds whole numbers."""
+    """Whether these tensors hold whole numbers."""
     compiled: bool = False
     """Whether the script asks torch.compile for its model."""
     tf32: bool = False
     """Whether products of float32 may use TF32."""
     world_size: int = 1
     seconds: float = 0.0
+    """How long the recording took."""
 
 
 class Recorder(TorchDispatchMode):
     """The mode under which a script runs: GPU operations run on fake tensors, which have sizes and no values.
 
-    While :attr:`recording` is true every such operation, its storages and its collectives are noted in :attr:`step`.
-    Calls are known by their index among the step's calls, which some names call their place. Methods take an operator as
-    torch hands it over: ``func``, its ``name`` without namespace and overload, its ``args`` and ``kwargs``.
+    While :attr:`recording` is true, every such operation, its storages and collectives are noted in :attr:`step`. Methods
+    take an operator as torch passes it to a mode: ``func``, its ``name`` without namespace and overload, its ``args``
+    and ``kwargs``, and ``tensors``, the tensors among these.
     """
 
     def __init__(self, gpu: torch.device) -> None:
@@ -210,22 +211,25 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run one operator and note it: on the CPU as it is, on fake tensors where a GPU tensor takes part.
+        """Run one operator: on real tensors of the CPU as it is and unnoted, on fake tensors otherwise, and noted.
 
-        Large tensors of the CPU that are filled without data are fake, too, so that they take no memory.
+        A tensor that is made on the GPU is fake. So is a large one of the CPU that holds no data, so that it takes no
+        memory. Collectives, sparse tensors and reads of single values are answered without running the operator.
         """
         if any(issubclass(kind, Tensor) and kind not in (Tensor, nn.Parameter, FakeTensor) for kind in types):
             return NotImplemented  # a subclass made of tensors (DTensor): it calls again with its parts
         kwargs = dict(kwargs or {})
         if kwargs.get("generator") is not None:
-            kwargs["generator"] = None
+            kwargs["generator"] = (
+                None  # every generator is of the CPU here, and operators on the device would refuse it
+            )
         namespace, _, name = func._schema.name.partition("::")
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         is_fake = any(isinstance(tensor, FakeTensor) for tensor in tensors)
         if namespace == "c10d":
             return self._exchange(func, name, args)
         if name in ("_indices", "_values") and hasattr(tensors[0], _PARTS):
-            return getattr(tensors[0], _PARTS)[name == "_values"]
+            return getattr(tensors[0], _PARTS)[name == "_values"]  # (indices, values) of a sparse tensor
         if is_fake:
             answer = self._without_running(func, name, args, tensors)
             if answer is not NotImplemented:
@@ -258,10 +262,7 @@ class Recorder(TorchDispatchMode):
         return output
 
     def _without_running(self, func: Any, name: str, args: tuple[Any, ...], tensors: list[Tensor]) -> Any:
-        """Return the result of an op on fake tensors that is found without running it; NotImplemented for any other op.
-
-        ``tensors``: those among the arguments.
-        """
+        """Return the result of an op on fake tensors if it can be told without running it; NotImplemented otherwise."""
         if name in _ROWS_ARGUMENT and args[_ROWS_ARGUMENT[name] + _TO_SPARSE_ARGUMENT]:
             return self._sparse_gradient(name, args)
         if func in _READS:
@@ -273,25 +274,28 @@ class Recorder(TorchDispatchMode):
         return NotImplemented
 
     def _on_fake_tensors(self, func: Any, name: str, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
-        """Return what an op makes of fake tensors.
+        """Return the result of an op on fake tensors.
 
-        Where torch cannot tell the result's shape, the op runs on the CPU with known values, and with ones for
-        unknown ones.
+        If torch cannot tell the result's shape, the op runs on the CPU, on known values and on ones in the place of
+        unknown values. If that shape depends on values, this is noted: the host waits for them.
         """
         try:
             with self.fake:
                 output = func(*args, **kwargs)
                 return _as_cudnn_lays_out(name, args, output) if name in _IMAGE_ARGUMENT else output
         except DynamicOutputShapeException:  # the size depends on values; with ones, nonzero finds every element
-            if any(self._values.of(tensor) is None for tensor in tensors if not tensor.is_floating_point()):
-                self.assume()
-            self.host_waits()
-        except (NotImplementedError, UnsupportedOperatorException):  # torch knows no shapes: the CPU's kernel says them
-            pass
-        return self._of_ones(func, name, args, kwargs, tensors)
+            if any(self._values.value_of(tensor) is None for tensor in tensors if not tensor.is_floating_point()):
+                self.note_assumed_value()
+            self.note_host_wait()
+        except (NotImplementedError, UnsupportedOperatorException):
+            pass  # torch has no rule for the result's shape; the CPU's kernel below has
+        return self._run_on_ones(func, name, args, kwargs, tensors)
 
     def _keep_parts(self, name: str, args: tuple[Any, ...], tensors: list[Tensor], output: Tensor) -> None:
-        """Set on a sparse result its indices and values: those it was made of, or copies where a sparse tensor is cloned."""
+        """Set the indices and values of a sparse ``output`` on it: those it was made of, or a sparse input's.
+
+        For ``clone`` they are copied, by operators that are noted.
+        """
         parts = args[3:5] if name == "_sparse_coo_tensor_with_dims_and_tensors" else getattr(tensors[0], _PARTS)
         if name == "clone":
             with self:
@@ -318,10 +322,10 @@ class Recorder(TorchDispatchMode):
         return sparse
 
     def start(self) -> None:
-        """Begin the step, anew if one was begun.
+        """Begin the step; a step that was begun before is dropped.
 
-        Storages that live now are numbered from 0 and count as made before it. What was assumed so far, and whether
-        the script compiles its model, is kept.
+        Storages that exist now are numbered from 0 and count as made before the step. What was assumed so far, and
+        whether the script compiles its model, is kept.
         """
         self.step = Recording(assumed=self.step.assumed, compiled=self.step.compiled)
         for notes in (self._last_place, self._waiting, self._filled_by, self._gradients, self.inputs):
@@ -333,7 +337,7 @@ class Recorder(TorchDispatchMode):
         self.recording = True
 
     def stop(self) -> None:
-        """End the step, and note its inputs, the model's parameters and buffers, and the gradients by name."""
+        """End the step; put its inputs, the model's parameters and buffers, and the gradients by name into :attr:`step`."""
         self.recording = False
         with _disable_current_modes():
             trained_elements = {
@@ -345,18 +349,21 @@ class Recorder(TorchDispatchMode):
             for root in self.roots.values():
                 for name, parameter in root.named_parameters():
                     name = name.removeprefix("module.")  # what data parallelism wraps around the model
-                    if self._lives(value := _local(parameter)):
+                    if self._lives(value := _local_part(parameter)):
                         self.step.parameters.setdefault(name, self.shadow_of(value))
                     gradient = self._gradients.get(id(parameter))
                     if gradient is not None:
                         self.step.gradients.setdefault(name, gradient)
                 for buffer in root.buffers():
-                    if self._lives(value := _local(buffer)):
+                    if self._lives(value := _local_part(buffer)):
                         self.step.buffers.add(self._storage(value).number)
 
-    def gradient_of(self, parameter: Tensor) -> None:
-        """Note a parameter's gradient; torch calls this at the moment when the gradient is complete."""
-        if self.recording and parameter.grad is not None and self._is_on_gpu(gradient := _local(parameter.grad)):
+    def note_gradient(self, parameter: Tensor) -> None:
+        """Note a parameter's gradient, if it has one on the GPU and a step is being recorded.
+
+        torch calls this hook at the moment when the gradient is complete.
+        """
+        if self.recording and parameter.grad is not None and self._is_on_gpu(gradient := _local_part(parameter.grad)):
             with _disable_current_modes():
                 self._gradients[id(parameter)] = self.shadow_of(gradient)
 
@@ -365,10 +372,10 @@ class Recorder(TorchDispatchMode):
         return self._is_on_gpu(tensor) and tensor.untyped_storage()._cdata in self._storages
 
     def shadow_of(self, tensor: Tensor) -> Shadow:
-        """Return the tensor's shadow: a tensor on the meta device, which has a shape and no memory, over the storage's shadow.
+        """Return the shadow of a tensor: its storage's number, and a tensor on the meta device of the same layout and type.
 
-        Tensors that share a storage have shadows that share one. A sparse tensor's shadow is that of its values. Call
-        it outside the modes, which would note the operations.
+        Tensors that share a storage have shadows that share one, too. A sparse tensor has the shadow of its values. Call
+        it outside the modes, which would note its operations.
         """
         tensor = getattr(tensor, _PARTS, (tensor,))[-1]
         record = self._storage(tensor)
@@ -378,11 +385,8 @@ class Recorder(TorchDispatchMode):
         view.set_(record.shadow.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
         return Shadow(record.number, view)
 
-    def last_place(self, stream: int) -> int | None:
-        """Return the index of a stream's last call, None before its first call.
-
-        An event that is recorded now stands for that call and all before it.
-        """
+    def last_call_index(self, stream: int) -> int | None:
+        """Return the index of a stream's last call, None before its first call."""
         return self._last_place.get(stream)
 
     def wait_for(self, stream: int, call_index: int | None) -> None:
@@ -390,16 +394,16 @@ class Recorder(TorchDispatchMode):
         if call_index is not None:
             self._waiting.setdefault(stream, set()).add(call_index)
 
-    def host_waits(self) -> None:
+    def note_host_wait(self) -> None:
         """Note that the host (the script's own thread) waits for all calls that it has issued."""
         if self.recording and self.step.calls:
             self.step.host_waits.append(len(self.step.calls) - 1)
 
-    def resized(self, storage: Any, nbytes: int) -> None:
-        """Note that a storage is about to be resized to ``nbytes``.
+    def note_resize(self, storage: Any, nbytes: int) -> None:
+        """Note that a storage is about to be resized to ``nbytes``; a storage of that size already is left alone.
 
-        FSDP frees and allocates storages in this way, under the same tensors. The old storage counts as freed, and a
-        new one as made unless ``nbytes`` is 0.
+        FSDP frees and allocates memory in this way, under the same tensors. The old storage counts as freed, and a new
+        one as made unless ``nbytes`` is 0.
         """
         key = storage._cdata
         entry = self._storages.get(key)
@@ -411,30 +415,31 @@ class Recorder(TorchDispatchMode):
         if nbytes:
             self._remember(storage, key, nbytes)
 
-    def assume(self) -> None:
-        """Note that the script reads a value that only a run knows, at the script's line that reads it."""
-        self.step.assumed[caller()] += 1
+    def note_assumed_value(self) -> None:
+        """Count a value that only a run knows as read, at the line of the script that reads it."""
+        self.step.assumed[script_line()] += 1
 
     def _assumed_value(self, tensor: Tensor) -> Any:
-        """Return the number that the script reads of a tensor: its value where that is known, else an assumed one.
+        """Return the number that the script reads from a tensor of one element: its known value, or an assumed one.
 
-        Assumed are one, and for truth values what the ops before give for ones; a gradient scaler finds no infinity. To
-        read a value makes the host wait for the GPU.
+        The assumed value is 1; a truth value is what the ops before it give for ones (:meth:`_truth_of`); and 0.0 is
+        read by torch's gradient scaler, which looks for infinite gradients. A read of a GPU tensor is also noted as a
+        wait of the host.
         """
         if self._is_on_gpu(tensor):
-            self.host_waits()
-        value = self._values.of(tensor)
+            self.note_host_wait()
+        value = self._values.value_of(tensor)
         if value is not None:
             return value.item()
-        self.assume()
+        self.note_assumed_value()
         if any("grad_scaler.py" in _file(frame) for frame in _frames(_CALLERS_SEARCHED)):
             return 0.0  # no gradient was infinite
         if tensor.dtype == torch.bool:
             return getattr(tensor, _TRUTH, True)
         return 1.0 if tensor.is_floating_point() else 1
 
-    def _of_ones(self, func: Any, name: str, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
-        """Return fake tensors of the shapes that an op gives on the CPU, with ones for all values that are not known."""
+    def _run_on_ones(self, func: Any, name: str, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+        """Run an op on the CPU, with ones in the place of unknown values, and return fake tensors shaped like its result."""
         with _disable_current_modes():
             real_args, real_kwargs = tree_map_only(Tensor, self._value_or_ones, (args, kwargs))
             if name in (
@@ -442,7 +447,7 @@ class Recorder(TorchDispatchMode):
                 "_unique2",
                 "unique_dim",
                 "unique_consecutive",
-            ):  # ones would be one: all count as different
+            ):  # ones would all be equal and give one element: all elements are taken to differ
                 first = tensors[0]
                 positions = torch.arange(first.numel()).reshape(first.shape).to(first.dtype)
                 real_args = (positions, *real_args[1:])
@@ -454,19 +459,20 @@ class Recorder(TorchDispatchMode):
 
     def _value_or_ones(self, tensor: Tensor) -> Tensor:
         """Return a real tensor of the CPU: the known values of a tensor, else ones of its shape."""
-        value = self._values.of(tensor)
+        value = self._values.value_of(tensor)
         return torch.ones(tensor.shape, dtype=tensor.dtype) if value is None else value
 
     def _truth_of(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Return the truth value that is assumed of all elements of an op's boolean result.
 
-        It is what the op gives where every unknown number is one. Where a script searches with ``any``, nothing is
-        found, so that a loop until then ends.
+        It is what an element-wise op gives if every unknown number is 1. It is False for zeros, and for ``any``, so
+        that a loop that runs while something is found ends. Every other op passes on the truth of its first boolean
+        input, or True.
         """
 
         def one_element(tensor: Tensor) -> Tensor:
-            """Return one element that stands for all of a tensor: its only known value, or its assumed truth value."""
-            value = self._values.of(tensor)
+            """Return a single element for all of a tensor: its only, known value, or its assumed truth as 1 or 0."""
+            value = self._values.value_of(tensor)
             if value is not None and value.numel() == 1:
                 return value.reshape(())
             return torch.full((), getattr(tensor, _TRUTH, True), dtype=tensor.dtype)
@@ -478,14 +484,15 @@ class Recorder(TorchDispatchMode):
                 return bool(
                     func(*tree_map_only(Tensor, one_element, args), **tree_map_only(Tensor, one_element, dict(kwargs)))
                 )
-        # Any other op, such as an indexing or a reshaping one, passes on the truth of its first boolean input.
+        # The other ops index or reshape, for example.
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         return next((getattr(tensor, _TRUTH, True) for tensor in tensors if tensor.dtype == torch.bool), True)
 
     def _exchange(self, func: Any, name: str, args: tuple[Any, ...]) -> Any:
-        """Record a collective of a process group, and return what torch's operator returns.
+        """Record a collective of a process group; return the tensors and a handle, or the handle alone, as torch does.
 
-        That is the tensors and a handle, or the handle alone. Nothing is exchanged: the ranks are taken to be alike.
+        Nothing is exchanged, because all ranks are taken to be alike. Values that a reduction would change are
+        forgotten. The call is not noted if none of its tensors is on the GPU.
         """
         from torch.distributed import ProcessGroup, get_process_group_ranks
 
@@ -497,7 +504,7 @@ class Recorder(TorchDispatchMode):
         moved = [leaf for leaf in tree_leaves(whole) if isinstance(leaf, Tensor)]
         if "broadcast" not in name:  # a reduction changes values, except zeros, which alike ranks reduce to zeros
             for tensor in moved:
-                value = self._values.of(tensor)
+                value = self._values.value_of(tensor)
                 if value is not None and bool(value.any()):
                     self._values.forget(tensor)
         call_index = None
@@ -510,9 +517,9 @@ class Recorder(TorchDispatchMode):
         return (args[0], boxed) if len(func._schema.returns) == 2 else boxed
 
     def _note_exchange(self, exchange: Collective, func: Any, args: Any, output: Any) -> int | None:
-        """Record a collective on the stream of its group, after all that the current stream has issued.
+        """Record a collective on its group's stream, where it waits for the current stream's last call.
 
-        Return its index among the calls, None where no step is being recorded.
+        Returns its index among the calls, None if no step is being recorded.
         """
         if not self.recording:
             return None
@@ -522,23 +529,23 @@ class Recorder(TorchDispatchMode):
         return self._append(func, (args, {}, output), stream, exchange)
 
     def _storage(self, tensor: Tensor) -> RecordedStorage:
-        """Return the record of a tensor's storage (of a sparse tensor's values), which is made when it is first seen."""
+        """Return the record of a tensor's storage (for a sparse tensor: of its values), which is made at first sight."""
         storage = getattr(tensor, _PARTS, (tensor,))[-1].untyped_storage()
         entry = self._storages.get(storage._cdata)
         return entry[0] if entry is not None else self._remember(storage, storage._cdata, storage.nbytes())
 
     def _remember(self, storage: Any, key: int, nbytes: int) -> RecordedStorage:
-        """Return a new record of a storage, which counts as made by the call that is noted next.
+        """Return a new record of a storage of ``nbytes``, which counts as made by the call that is noted next.
 
-        ``key``: torch's identifier of the storage, which it uses again for another once this one is freed;
-        ``nbytes``: its size.
+        ``key``: torch's identifier of the storage, which may be reused for another one once this one is freed. A weak
+        reference notes when that happens.
         """
         record = RecordedStorage(len(self.step.storages), nbytes, len(self.step.calls))
         if self.recording:
             self.step.storages.append(record)
 
         def freed(_: Any) -> None:
-            """Note that the storage is freed after the last call so far."""
+            """Note that the storage is freed after the last call so far; Python calls this when the storage dies."""
             if self.recording:
                 record.freed = len(self.step.calls) - 1
             if (
@@ -550,7 +557,10 @@ class Recorder(TorchDispatchMode):
         return record
 
     def _note(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
-        """Note one operation and the storages it makes; outside of a step the storages alone, and nothing of the CPU's."""
+        """Note an operation on GPU tensors and the storages that it makes; outside a step only the storages.
+
+        An operation whose results and arguments are all on the CPU is not noted.
+        """
         results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and self._is_on_gpu(leaf)]
         if not self.recording:
             for result in results:
@@ -567,7 +577,7 @@ class Recorder(TorchDispatchMode):
             self._append(func, (args, kwargs, output), self.stream)
 
     def _note_functional(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
-        """Note a functional collective, whose group is a name among its arguments, or the wait for one (``wait_tensor``)."""
+        """Note a functional collective, which takes its group by name; or ``wait_tensor``, by which a stream waits for one."""
         from torch.distributed import get_process_group_ranks
         from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
@@ -587,10 +597,11 @@ class Recorder(TorchDispatchMode):
                 self._filled_by[self._storage(leaf).number] = call_index
 
     def _append(self, func: Any, values: Any, stream: int, exchange: Collective | None = None) -> int:
-        """Append a call to the step and return its index among the calls. Raises MemoryError beyond the limit of calls.
+        """Append a call to the step and return its index among the calls.
 
-        ``values``: its arguments, keyword arguments and output, in which tensors are replaced by their shadows.
-        ``exchange``: what it moves between ranks, None for no collective.
+        ``values``: its arguments, keyword arguments and output, in which GPU tensors are replaced by their shadows.
+        ``exchange``: what a collective moves between ranks, None for any other call. The calls that ``stream`` was told
+        to wait for become the call's ``waits``. Raises MemoryError beyond ``_MAX_CALLS`` calls.
         """
         call_index = len(self.step.calls)
         if call_index >= _MAX_CALLS:
@@ -600,7 +611,7 @@ class Recorder(TorchDispatchMode):
         in_backward = torch._C._current_graph_task_id() != -1  # -1: autograd runs no backward pass
         waits = tuple(sorted(self._waiting.pop(stream, ())))
         args, kwargs, output = shadowed
-        # An update in the backward pass (an optimizer of each parameter) is one all the same.
+        # An optimizer may update in the backward pass, parameter by parameter; that counts as the update.
         phase: Phase = "backward" if in_backward and self.phase != "update" else self.phase
         module = self.modules[-1] if self.modules else ""
         self.step.calls.append(RecordedCall(func, args, kwargs, output, phase, module, stream, waits, exchange))
@@ -608,7 +619,7 @@ class Recorder(TorchDispatchMode):
         return call_index
 
     def _shadow_if_on_gpu(self, tensor: Tensor) -> Any:
-        """Return the shadow of a GPU tensor, None for a tensor of the CPU, which takes no part in the step's memory."""
+        """Return the shadow of a GPU tensor, None for a tensor of the CPU, which takes no memory of the GPU."""
         return self.shadow_of(tensor) if self._is_on_gpu(tensor) else None
 
     def _is_on_gpu(self, tensor: Tensor) -> bool:
@@ -616,13 +627,13 @@ class Recorder(TorchDispatchMode):
         return isinstance(tensor, FakeTensor) and tensor.fake_device.type == self.gpu.type
 
 
-def _local(tensor: Any) -> Any:
-    """Return this rank's part of a distributed tensor, another tensor as it is."""
+def _local_part(tensor: Any) -> Any:
+    """Return this rank's part of a distributed tensor; return any other tensor itself."""
     return tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor
 
 
 class _RecordedWork(Work):
-    """The handle that a collective returns: to wait for it lets the current stream wait for the collective."""
+    """The handle that a collective returns; waiting on it lets the current stream wait for the collective."""
 
     def __init__(self, recorder: Recorder, call_index: int | None) -> None:
         """Stand for the collective with this index among the calls; None: it was not recorded."""
@@ -630,16 +641,16 @@ class _RecordedWork(Work):
         self._recorder, self._call_index = recorder, call_index
 
     def wait(self, timeout: Any = None) -> bool:
-        """Let the current stream wait, as NCCL's handles do; the host goes on. Return True: the exchange succeeds."""
+        """Let the current stream's next call wait for the collective, and return True; the host goes on, as with NCCL."""
         self._recorder.wait_for(self._recorder.stream, self._call_index)
         return True
 
     def is_completed(self) -> bool:
-        """Every exchange has happened."""
+        """Return True: the exchange is done at once."""
         return True
 
     def get_future(self) -> Any:
-        """Return a future that is done, after the current stream was made to wait."""
+        """Wait as :meth:`wait` does, and return a future that is done."""
         future: torch.futures.Future[None] = torch.futures.Future()
         self.wait()
         future.set_result(None)
@@ -661,10 +672,9 @@ def _plain_name(name: str) -> str:
 
 
 def _without_values(tensor: Tensor) -> Tensor:
-    """Return a fake tensor of the same layout for a real one of the CPU; call it under the fake mode.
+    """Return a fake tensor of the same layout for a real, strided tensor of the CPU; return any other tensor itself.
 
-    An op whose result is fake takes no real tensors. A fake tensor, and one that is not strided, is returned as it
-    is.
+    An op whose result is to be fake takes no real tensors. Call it under the fake mode.
     """
     if isinstance(tensor, FakeTensor) or tensor.layout != torch.strided:
         return tensor
@@ -672,10 +682,10 @@ def _without_values(tensor: Tensor) -> Tensor:
 
 
 def _as_cudnn_lays_out(name: str, args: tuple[Any, ...], output: Any) -> Any:
-    """Return a convolution's results with their channels last in memory where cuDNN lays them out so.
+    """Return a convolution's results with channels last in memory if its image or its weight has them last, as cuDNN does.
 
-    It does where its image or its weight has its channels last. Call it under the fake mode, which knows the layouts
-    of the CPU and of CUDA alone. ``name``: ``convolution`` or ``convolution_backward``.
+    ``name``: ``convolution`` or ``convolution_backward``; ``output``: its results, which are returned unchanged
+    otherwise. Call it under the fake mode, which does not know how a registered device lays out tensors.
     """
     image, weight = args[_IMAGE_ARGUMENT[name] : _IMAGE_ARGUMENT[name] + 2]
     layout = LAYOUTS.get(image.dim())
@@ -685,7 +695,7 @@ def _as_cudnn_lays_out(name: str, args: tuple[Any, ...], output: Any) -> Any:
         return output
 
     def laid_out(tensor: Tensor) -> Tensor:
-        """Return an empty tensor with its channels last; a result of another rank, such as a bias gradient, as it is."""
+        """Return a tensor of the same shape with channels last; return one of other dimensions (a bias gradient) itself."""
         if tensor.dim() != image.dim():
             return tensor
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device, memory_format=layout)
@@ -694,14 +704,14 @@ def _as_cudnn_lays_out(name: str, args: tuple[Any, ...], output: Any) -> Any:
 
 
 def _is_large(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a tensor that an op makes from a size alone takes ``_LARGE_BYTES`` or more."""
+    """Return whether the tensor that an op makes from a size among its ``args`` takes ``_LARGE_BYTES`` or more."""
     size = next((value for value in args if isinstance(value, (list, tuple))), ())
     element_bytes = (kwargs.get("dtype") or torch.get_default_dtype()).itemsize
     return all(isinstance(number, int) for number in size) and prod(size) * element_bytes >= _LARGE_BYTES
 
 
 def _frames(most: int) -> Iterator[Any]:
-    """Yield the frames of this thread's callers, the innermost first, at most so many."""
+    """Yield the frames of this thread's callers, at most ``most``, the innermost first."""
     frame: Any = sys._getframe(1)
     for _ in range(most):
         if frame is None:
@@ -711,16 +721,20 @@ def _frames(most: int) -> Iterator[Any]:
 
 
 def _file(frame: Any) -> str:
-    """Return the path of a frame's source file, "" without a frame."""
+    """Return the path of a frame's source file, "" for None."""
     return str(frame.f_code.co_filename) if frame is not None else ""
 
 
-def caller() -> str:
-    """Return ``file:line`` of the innermost frame that is neither torch's nor this package's; "?" where there is none."""
+_NOT_THE_SCRIPTS = ("/torch/", "/ddltool/", "<frozen", "contextlib.py")
+"""Parts of the paths of frames that stand between a script's line and the mode: torch, this package, Python's own."""
+
+
+def script_line() -> str:
+    """Return ``file:line`` of the innermost calling frame whose path has no part of ``_NOT_THE_SCRIPTS``, or "?"."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         path = _file(frame)
-        if not any(part in path for part in ("/torch/", "/ddltool/", "<frozen", "contextlib.py")):
+        if not any(part in path for part in _NOT_THE_SCRIPTS):
             return f"{path}:{frame.f_lineno}"
         frame = frame.f_back
     return "?"

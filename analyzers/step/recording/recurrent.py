@@ -14,9 +14,9 @@ def recurrent_layers(
 ) -> tuple[Tensor, ...]:
     """Return a recurrent module's outputs and last states, from one op for all layers: cuDNN's kernels run them together.
 
-    ``x`` is (steps, batch, features), or (batch, steps, features) with ``batch_first``; ``hidden`` the first state,
-    or the state and the cell of an LSTM, each (layers, batch, width). Returned are the outputs, laid out like ``x``,
-    then the state and, of an LSTM, the cell, shaped like those of ``hidden``.
+    ``x`` is (steps, batch, features), or (batch, steps, features) with ``batch_first``; ``hidden`` is the first state,
+    or for an LSTM its first state and cell, each (layers x directions, batch, width). Returns the outputs, laid out like
+    ``x``, then the last state and, for an LSTM, the last cell, shaped like ``hidden``.
     """
     state, *cells = hidden if isinstance(hidden, (tuple, list)) else (hidden,)
     directions = 2 if bidirectional else 1
@@ -103,15 +103,15 @@ def _gru_cell_backward(gradient: Tensor, gates: Tensor, has_bias: bool) -> tuple
 
 
 def declare_cells(library: torch.library.Library) -> None:
-    """Tell torch the sizes of what CUDA's fused kernels of one LSTM or GRU cell return, which it does not know by itself.
+    """Tell torch the shapes of what CUDA's fused kernels of one LSTM or GRU cell return, which it does not always know.
 
-    ``library``: one of aten's implementations, which keeps them.
+    ``library``: a library of implementations for aten, in which they are registered and as long as which they live.
     """
-    for name, sizes in (
+    for name, shape_rule in (
         ("_thnn_fused_lstm_cell", _lstm_cell),
         ("_thnn_fused_lstm_cell_backward_impl", _lstm_cell_backward),
         ("_thnn_fused_gru_cell", _gru_cell),
         ("_thnn_fused_gru_cell_backward", _gru_cell_backward),
     ):
-        with contextlib.suppress(RuntimeError):  # torch has told them itself, depending on what was imported before
-            library.impl(name, sizes, "Meta")
+        with contextlib.suppress(RuntimeError):  # torch has registered it: that depends on what was imported before
+            library.impl(name, shape_rule, "Meta")

@@ -1,12 +1,12 @@
-"""A model's equal blocks: a few are recorded, the others are copies of what one of them did.
+"""A model's equal blocks: a few are recorded, and the calls of the others are copies of what one of them did.
 
-Of a list of blocks that differ in their numbers alone, :class:`EqualBlocks` leaves six for as long as a step is recorded, and
-:func:`repeated` puts the others between them into the recording. It demands that three blocks in a row did the same to the
-same tensors, each one block further; so a block may use what all share, its own, and its neighbours'. Anything else raises
-:class:`NotAlike`, and the step is recorded as it is.
+Of a list of blocks that differ in their numbers alone, :class:`EqualBlocks` keeps six while a step is recorded, and
+:func:`repeated` adds the calls of those that were left out. It demands that three blocks in a row ran the same operations on
+corresponding tensors; so a block may use tensors that all share, its own, and its neighbours'. Otherwise it raises
+:class:`NotAlike`, and the whole model has to be recorded.
 
-A place is the index of a call. The copied block is block 2 of the six; in the whole recording it becomes blocks 2, 3, ..., and
-those after it move up by as many as were left out (``added``).
+A place is the index of a call. The copied block is block 2 of the six. In the whole recording its copies are blocks 2, 3, ...,
+and the numbers of the blocks after it grow by the number that was left out (``added``).
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from torch import Tensor, nn
 
 from ddltool.analyzers.step.recording.recorder import RecordedCall, RecordedStorage, Recording, Shadow, shadows_of
 
-# Blocks that stay, and the one that is copied: its neighbours and theirs are neither the first block nor the last.
+# How many blocks stay, and which one is copied: neither it nor a neighbour of it is the first or the last block.
 _KEPT, _COPIED = 6, 2
 _LONGEST_PERIOD = 8
 _NUMBERS = ("idx", "index", "layer_id", "layer_number")
-"""Parts of the names of attributes that number a block."""
+"""Parts of the names of attributes that hold a block's number."""
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type)
 
 
 class NotAlike(Exception):
-    """Blocks that look alike do not run alike."""
+    """Blocks that are built alike do not run alike, or the recording holds something that cannot be copied."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,19 +45,19 @@ class EqualBlocks:
     path: str
     """The list's name in the outermost module: ``model.layers``."""
     first: int
-    """The member with which they begin."""
+    """The index in the list of the first block's first member."""
     period: int
     count: int
-    """Blocks, those included that are not recorded."""
+    """The number of blocks, including those that are not recorded."""
 
     @property
     def added(self) -> int:
-        """Return how many blocks are not recorded."""
+        """The number of blocks that are not recorded."""
         return self.count - _KEPT
 
     @contextmanager
     def shortened(self) -> Iterator[None]:
-        """Leave six of the blocks in the module's list within the ``with`` block: the first three and the last three."""
+        """Shorten the module's list to the first three and the last three blocks while the context lasts."""
         whole = self.parent._modules[self.attribute]
         assert isinstance(whole, nn.ModuleList)
         begin = self.first + (_COPIED + 1) * self.period
@@ -70,34 +70,36 @@ class EqualBlocks:
             self.parent._modules[self.attribute] = whole
 
     def block_of(self, name: str, count: int) -> int | None:
-        """Return the number of the block that a parameter or module belongs to by its name; None: to none of ``count`` blocks.
+        """Return the number of the block that a parameter or module of a name belongs to; None: it belongs to none.
 
-        ``count``: the blocks that the module has, six where it is shortened.
+        ``count``: how many blocks the module has, which is six while it is shortened.
         """
         found = re.match(re.escape(self.path) + r"\.(\d+)(?:\.|$)", name)
         block = (int(found[1]) - self.first) // self.period if found else -1
         return block if 0 <= block < count else None
 
-    def recorded(self, name: str) -> str:
-        """Return the name in the shortened module that stands for a name of the whole module.
+    def name_when_shortened(self, name: str) -> str:
+        """Return the name in the shortened module for the name of a parameter or module in the whole module.
 
-        Blocks that are not recorded are stood for by the copied one, and those after them moved down by ``added``.
+        For a block that is not recorded it is the copied block's name; for a later block, that of the block ``added``
+        numbers before it.
         """
         number = re.match(re.escape(self.path) + r"\.(\d+)(?:\.|$)", name)
         block = (int(number[1]) - self.first) // self.period if number else -1
         return self.moved(name, max(_COPIED - block, -self.added)) if block > _COPIED else name
 
     def moved(self, name: str, by: int) -> str:
-        """Return the name of the same parameter or module ``by`` blocks further; the name must be in the list."""
+        """Return the name of the same parameter or module ``by`` blocks further; ``name`` must lie in the list."""
         number, _, rest = name.removeprefix(f"{self.path}.").partition(".")
         moved = f"{self.path}.{int(number) + by * self.period}"
         return f"{moved}.{rest}" if rest else moved
 
 
 def equal_blocks(module: nn.Module) -> EqualBlocks | None:
-    """Return the longest run of equal blocks in a list of a transformers model; None where recording all takes no longer.
+    """Return the run of equal blocks in a module's lists that saves the most members; None: no run has more than six.
 
-    The code of other models may do anything with a list; that of transformers runs through it.
+    Only lists outside other lists, in modules of transformers, are looked at: its code runs through a list in order,
+    and other code may do anything with one.
     """
     best: EqualBlocks | None = None
     for path, members in module.named_modules():
@@ -118,10 +120,11 @@ def equal_blocks(module: nn.Module) -> EqualBlocks | None:
 
 
 def _longest_run(members: nn.ModuleList, config: Any) -> tuple[int, int, int] | None:
-    """Return the first member, the period and the number of a list's equal blocks, None for six or fewer of them.
+    """Return (index of the first member, members of a block, number of blocks) of a list's longest run of equal blocks.
 
-    The shortest period that gives enough blocks is taken. ``config``: the model's; its lists with an entry for each member
-    (such as kinds of layers) must repeat, too, and layers that are dropped at random are never equal.
+    None: no run has more than six. The smallest block that gives enough of them is taken. ``config``: the model's, or
+    None. Its lists with an entry for each member (such as kinds of layers) must repeat, too, and where it asks to drop
+    layers at random no blocks are equal.
     """
     lists = [
         value
@@ -136,28 +139,34 @@ def _longest_run(members: nn.ModuleList, config: Any) -> tuple[int, int, int] | 
             and _is_alike(members[index], members[index + period], period)
             for index in range(len(members) - period)
         ]
-        longest, begin = (0, 0), 0  # (length, -begin): of equally long runs of likeness the first
-        for index, is_alike in enumerate([*alike, False]):  # the last ends a run at the end of the list
+        longest, begin = (0, 0), 0  # (length, -begin) of a run of True, so that max takes the first of equal length
+        for index, is_alike in enumerate([*alike, False]):  # False ends a run at the end of the list
             if not is_alike:
                 longest, begin = max(longest, (index - begin, -begin)), index + 1
-        count = longest[0] // period + 1  # so many pairs of neighbours are alike, of one block more
+        count = (
+            longest[0] // period + 1
+        )  # each True compares a member with the next block's, so there is one block more
         if count > _KEPT:
             return -longest[1], period, count
     return None
 
 
 def _is_alike(one: nn.Module, other: nn.Module, apart: int) -> bool:
-    """Return whether two modules so many numbers apart are of the same parts, sizes and settings."""
+    """Return whether two modules, ``apart`` numbers apart in a list, have the same parts, sizes and settings."""
     if type(one) is not type(other) or one._modules.keys() != other._modules.keys():
         return False
     for first, second in ((one._parameters, other._parameters), (one._buffers, other._buffers)):
-        if first.keys() != second.keys() or any(_form(first[name]) != _form(second[name]) for name in first):
+        if first.keys() != second.keys() or any(
+            _layout_key(first[name]) != _layout_key(second[name]) for name in first
+        ):
             return False
     parts = ("_parameters", "_buffers", "_modules")
     first_rest, second_rest = ({k: v for k, v in vars(part).items() if k not in parts} for part in (one, other))
     if first_rest.keys() != second_rest.keys():
         return False
-    if not all(_same(first_rest[name], second_rest[name], _difference_allowed(name, apart)) for name in first_rest):
+    if not all(
+        _settings_match(first_rest[name], second_rest[name], _difference_allowed(name, apart)) for name in first_rest
+    ):
         return False
     return all(
         first is second or (first is not None and second is not None and _is_alike(first, second, apart))
@@ -165,31 +174,31 @@ def _is_alike(one: nn.Module, other: nn.Module, apart: int) -> bool:
     )
 
 
-def _form(tensor: Tensor | None) -> tuple[Any, ...] | None:
-    """Return what has to be equal of two tensors whose values do not count; None for None."""
+def _layout_key(tensor: Tensor | None) -> tuple[Any, ...] | None:
+    """Return (shape, strides, type, whether it is trained): what alike tensors agree in, whatever their values."""
     if tensor is None:
         return None
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
 
 
 def _difference_allowed(name: str, apart: int) -> int:
-    """Return by how much an attribute of that name may differ between modules ``apart`` numbers apart: 0 unless it numbers."""
+    """Return by how much the attribute ``name`` may grow between modules: ``apart`` if it holds a number of them, else 0."""
     return apart if any(part in name for part in _NUMBERS) else 0
 
 
-def _same(one: Any, other: Any, apart: int) -> bool:
-    """Return whether two settings are equal, or whole numbers of which the second is greater by ``apart``.
+def _settings_match(one: Any, other: Any, apart: int) -> bool:
+    """Return whether two settings are equal, or whole numbers of which ``other`` is greater by ``apart``.
 
-    Settings of unknown types count as different unless they are one object.
+    Objects of a type that is not known to be plain are equal only to themselves.
     """
     if one is other:
         return True
     if type(one) is not type(other):
         return False
     if isinstance(one, Mapping):
-        return one.keys() == other.keys() and all(_same(one[key], other[key], 0) for key in one)
+        return one.keys() == other.keys() and all(_settings_match(one[key], other[key], 0) for key in one)
     if isinstance(one, (list, tuple)) and not isinstance(one, torch.Size):
-        return len(one) == len(other) and all(_same(*pair, 0) for pair in zip(one, other, strict=True))
+        return len(one) == len(other) and all(_settings_match(*pair, 0) for pair in zip(one, other, strict=True))
     if type(one) is int and apart and other - one == apart:
         return True
     return isinstance(one, (*_PLAIN, set, frozenset)) and bool(one == other)
@@ -197,41 +206,43 @@ def _same(one: Any, other: Any, apart: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Home:
-    """Where a storage comes from: its block, and which one it is there."""
+    """The block that a storage belongs to, and which of the block's storages it is."""
 
     block: int
     slot: tuple[Any, ...]
-    """("given", name in block 0) of a parameter or buffer, else (part, offset of the call in it, number of the storage that
-    the call makes); equal for the storages of two blocks that stand for each other."""
+    """Equal for corresponding storages of two blocks: ("given", name in block 0) of a parameter or buffer, otherwise
+    (part, offset in it of the call that makes the storage, how many storages that call made before)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Repeated:
-    """A recording with all blocks, and the parts of a module that it holds by their names."""
+    """A recording with all blocks, and a function that finds a parameter's tensors in it."""
 
     recording: Recording
     shadow_of: Callable[[Mapping[str, Shadow], str], Shadow | None]
-    """From what a recorded module has by name (parameters, or their gradients), and the whole module's name of one."""
+    """Takes the shortened module's tensors by name (parameters, or their gradients) and a name in the whole module, and
+    returns that one's tensor in ``recording``; None: there is none."""
 
 
 def repeated(step: Recording, blocks: EqualBlocks, owned: Mapping[str, Shadow]) -> Repeated:
-    """Return the recording of a shortened module with the blocks that were left out.
+    """Return the recording of a shortened module, completed by the calls of the blocks that were left out.
 
-    ``owned``: the shortened module's parameters and buffers by name. Raises :class:`NotAlike` where the recorded blocks did
-    not do the same, or the step waits for other streams or read assumed values.
+    ``owned``: the shortened module's parameters and buffers by name. Raises :class:`NotAlike` where the recorded blocks ran
+    differently, and where the step uses several streams, has collectives, or read assumed values.
     """
     return _Copier(step, blocks, owned).result()
 
 
 class _Copier:
-    """Copies the calls of one block: :meth:`result` has them.
+    """Copies the calls of one block; :meth:`result` returns the completed recording.
 
-    The calls are cut into regions, one after another. A region is ``(part, block)`` where it holds the forward (part 0) or
-    the backward pass (part 1) of a block, and None before, between and after the blocks.
+    The calls are divided into regions that follow each other. A region is ``(part, block)`` if it holds the forward (part
+    0) or the backward pass (part 1) of a block, and None if it lies before or between these passes. The last region, the
+    backward pass of block 0, reaches to the end of the step.
     """
 
     def __init__(self, step: Recording, blocks: EqualBlocks, owned: Mapping[str, Shadow]) -> None:
-        """Cut the recording into regions, and check that the blocks are alike. The arguments are those of :func:`repeated`."""
+        """Divide the recording into regions, and check that the blocks ran alike. Arguments as for :func:`repeated`."""
         if step.assumed or any(call.waits or call.exchange or call.stream for call in step.calls):
             raise NotAlike("what other streams wait for is not copied")
         self.step, self.blocks, self.owned, self.calls = step, blocks, owned, step.calls
@@ -239,6 +250,7 @@ class _Copier:
         for name, shadow in owned.items():
             block = blocks.block_of(name, _KEPT)
             home = None if block is None else _Home(block, ("given", blocks.moved(name, -block)))
+            # Parameters of several blocks may share a storage, which then belongs to none of them.
             given[shadow.storage] = home if given.setdefault(shadow.storage, home) == home else None
         self._find_regions({number: home.block for number, home in given.items() if home is not None})
         if any(self.regions[self._region(place)] is not None for place in step.host_waits):
@@ -255,11 +267,11 @@ class _Copier:
         ]
 
     def _find_regions(self, given: Mapping[int, int]) -> None:
-        """Find where the passes of the blocks begin: set ``begins`` and ``regions``, both by region.
+        """Find the regions: set ``regions``, and ``begins``, the place of each region's first call.
 
-        A forward pass begins at the first call in the block's module, a backward pass at the first call that reads what the
-        block owns: the storages ``given`` (number to block), and those that its forward pass makes. Raises NotAlike for blocks
-        that do not run one after another.
+        A forward pass begins at the first call in the block's module. A backward pass begins at the first call that reads
+        a storage of the block: one of ``given`` (storage number to block), or one that its forward pass made. Raises
+        NotAlike for blocks that do not run one after another.
         """
         calls = self.calls
         forward_end = next((place for place, call in enumerate(calls) if call.phase != "forward"), len(calls))
@@ -278,7 +290,7 @@ class _Copier:
         for place in range(forward_end, len(calls)):
             for shadow in (*shadows_of(calls[place].args), *shadows_of(calls[place].kwargs)):
                 block = owners.get(shadow.storage)
-                # What block 0 makes may be shared by all (a mask, angles): its own pass begins after those of all others.
+                # All blocks may read what block 0 makes (a mask, angles), so its pass begins only after all the others.
                 if block is not None and not (block == 0 and len(backward) < _KEPT - 1):
                     backward.setdefault(block, place)
         numbers = list(range(_KEPT))
@@ -299,13 +311,13 @@ class _Copier:
         return bisect_right(self.begins, place) - 1
 
     def _find_homes(self, given: Mapping[int, _Home | None]) -> None:
-        """Find the home of every storage: set ``homes`` by number (None or missing: of no block) and its inverse ``by_home``.
+        """Find the home of every storage: set ``homes`` by storage number (None or missing: no block's) and ``by_home``.
 
-        What blocks use that are no neighbours of its home belongs to none: all share it. Raises NotAlike where a block
-        between the first and the last made it. ``given``: the homes of parameters and buffers.
+        A storage that is used by a block further away than the next counts as shared by all, with no home. Raises NotAlike
+        if neither the first nor the last block made it. ``given``: the homes of parameters and buffers.
         """
         homes: dict[int, _Home | None] = dict(given)
-        counted: dict[int, int] = {}  # by place, the number of the last storage seen that the call makes
+        counted: dict[int, int] = {}  # by place, how many storages of that call were seen, less one
         for record in self.step.storages:
             if record.number in homes or record.made < 0:
                 continue
@@ -326,18 +338,19 @@ class _Copier:
         self.by_home = {home: number for number, home in homes.items() if home is not None}
 
     def _place_regions(self) -> list[int]:
-        """Set where every pass begins in the recording of all blocks; check that three blocks in a row run alike.
+        """Lay out the regions of the whole recording: set ``new_begins`` and ``order``; check that blocks run alike.
 
-        Return (regions,) where each region begins there; of the copied block's, where the copy does that keeps its number.
-        Raises NotAlike.
+        Returns, by recorded region, the place at which it begins in the whole recording; for the copied block, that of the
+        copy that keeps its number. Raises NotAlike if the blocks differ: all but block 0 in the operations of their forward
+        pass, and the copied block and its two neighbours in anything.
         """
         ends = [*self.begins[1:], len(self.calls)]
         index_of = {where: index for index, where in enumerate(self.regions) if where is not None}
         lengths = [end - begin for begin, end in zip(self.begins, ends, strict=True)]
         self.new_begins: dict[tuple[int, int], int] = {}
-        """By part and number of the block among all."""
+        """By (part, number of a block among all), the place at which that pass begins in the whole recording."""
         self.order: list[tuple[int, int]] = []
-        """Index of a region and by how many blocks it moves, in the order of the whole recording."""
+        """The regions of the whole recording: the index of a recorded region, and by how many blocks it is moved."""
         added, place = self.blocks.added, 0
         fixed: list[int] = []
         for index, where in enumerate(self.regions):
@@ -347,13 +360,13 @@ class _Copier:
             for by in moves:
                 if where is not None:
                     self.new_begins[where[0], where[1] + by] = place
-                if by == 0 or len(moves) == 1:  # what no copy is
+                if by == 0 or len(moves) == 1:  # not one of the added copies
                     fixed.append(place)
                 self.order.append((index, by))
                 place += lengths[index]
         first = self.begins[index_of[0, _COPIED]]
         targets = [call.target for call in self.calls[first : first + lengths[index_of[0, _COPIED]]]]
-        for block in range(1, _KEPT):  # the last, too; before the first nothing may need a gradient
+        for block in range(1, _KEPT):  # not the first: without a gradient before it, it may run other operations
             begin = self.begins[index_of[0, block]]
             if [call.target for call in self.calls[begin : begin + len(targets)]] != targets:
                 raise NotAlike("blocks run different operations")
@@ -370,7 +383,7 @@ class _Copier:
         return fixed
 
     def _demand_alike(self, call: RecordedCall, other: RecordedCall, by: int) -> None:
-        """Raise NotAlike unless ``other`` does to the tensors of its block what ``call`` does ``by`` blocks before it."""
+        """Raise NotAlike unless ``call`` and ``other``, of the block ``by`` further, do the same to corresponding tensors."""
         if call.target is not other.target or call.phase != other.phase:
             raise NotAlike("blocks run different operations")
         if self._module_moved(call.module, by) != other.module:
@@ -381,12 +394,12 @@ class _Copier:
                 raise NotAlike(f"blocks run {call.target} differently")
 
     def _matches(self, one: Any, two: Any, by: int) -> bool:
-        """Return whether two values of calls are equal, and tensors in them the same of blocks that are ``by`` apart.
+        """Return whether two values of calls are equal, and tensors in them correspond in blocks that are ``by`` apart.
 
-        A tensor that belongs to no block has to be the same one.
+        A tensor that belongs to no block has to be in the same storage.
         """
         if isinstance(one, Shadow):
-            if not isinstance(two, Shadow) or _form(one.tensor) != _form(two.tensor):
+            if not isinstance(two, Shadow) or _layout_key(one.tensor) != _layout_key(two.tensor):
                 return False
             if one.tensor.storage_offset() != two.tensor.storage_offset():
                 return False
@@ -405,9 +418,10 @@ class _Copier:
         return bool(one is two or one == two)
 
     def _ends_alike(self, one: int, two: int, by: int) -> bool:
-        """Return whether two storages are equally large, and freed at the same call, or at the same one of each block.
+        """Return whether two storages have one size, and are freed at one call or at corresponding calls ``by`` blocks apart.
 
-        Where neither is the copied block's, only the pass in which they are freed has to be the same: they are not copied.
+        If neither is the copied block's, it is enough that both are freed in forward or both in backward passes, because
+        neither is copied.
         """
         first, second = self.step.storages[one], self.step.storages[two]
         if first.size_bytes != second.size_bytes:
@@ -425,23 +439,24 @@ class _Copier:
         ) or _COPIED not in (self._block_of_storage(one), self._block_of_storage(two))
 
     def _block_of_storage(self, number: int) -> int:
-        """Return the block of a storage, -1 for none."""
+        """Return the number of the block that a storage belongs to, -1: to none."""
         home = self.homes.get(number)
         return -1 if home is None else home.block
 
     def _module_moved(self, name: str, by: int) -> str:
-        """Return the name of the same module ``by`` blocks further; that of a module outside the blocks as it is."""
+        """Return the name of the same module ``by`` blocks further; for a module outside the blocks, its own name."""
         return name if self.blocks.block_of(name, _KEPT) is None else self.blocks.moved(name, by)
 
     def _new_block(self, block: int) -> int:
-        """Return the number among all blocks of a recorded one."""
+        """Return a recorded block's number among all blocks."""
         return block if block <= _COPIED else block + self.blocks.added
 
     def _new_place(self, place: int, block: int | None, moved_block: int) -> int:
-        """Return where the call at a place stands in the whole recording.
+        """Return the place in the whole recording of the call at a recorded place, as seen from a block.
 
-        A call of the same block as ``block``, or of a neighbour, moves with it: ``moved_block`` is the number of ``block``
-        among all. ``block`` None: the call stays where its region does. -1 (before the step) stays -1.
+        ``block``: a recorded block, which becomes number ``moved_block`` among all; a call in it or in a neighbour moves
+        along with it. ``block`` None, or a call in any other region: the place moves with the call's region alone. -1
+        (before the step) stays -1.
         """
         if place < 0:
             return place
@@ -466,16 +481,16 @@ class _Copier:
         )
 
     def _storage(self, number: int, by: int) -> RecordedStorage:
-        """Return the storage that is ``by`` blocks after the recorded one with a number; the storage itself if of no block.
+        """Return the storage that corresponds to a recorded one ``by`` blocks further; the same storage if of no block.
 
-        One of a block that was not recorded is made when it is first asked for, from the copied block's. Raises NotAlike for
-        a storage that the block lacks.
+        ``number``: the recorded storage's. A storage of a block that was not recorded is cloned from the copied block's when
+        it is first asked for. Raises NotAlike if there is no corresponding storage.
         """
         home = self.homes.get(number)
         if home is None:
             return self.storages[number]
         block = home.block + by
-        kept = block if block <= _COPIED else block - self.blocks.added
+        kept = block if block <= _COPIED else block - self.blocks.added  # its number among the recorded blocks
         if block <= _COPIED or kept > _COPIED:
             same = self.by_home.get(_Home(kept, home.slot))
             if same is None:
@@ -499,7 +514,7 @@ class _Copier:
         return self.clones[key]
 
     def _moved(self, value: Any, by: int) -> Any:
-        """Return a call's values with every tensor ``by`` blocks further."""
+        """Return a call's values with every tensor replaced by the corresponding one ``by`` blocks further."""
         if isinstance(value, Shadow):
             storage = self._storage(value.storage, by)
             if storage.number == value.storage:
@@ -519,7 +534,7 @@ class _Copier:
         return value
 
     def result(self) -> Repeated:
-        """Return the recording of all blocks."""
+        """Return the recording of all blocks. Raises NotAlike where a copied block's tensor is used outside the blocks."""
         ends = [*self.begins[1:], len(self.calls)]
         calls = []
         for index, by in self.order:
@@ -542,7 +557,10 @@ class _Copier:
         return Repeated(recording=recording, shadow_of=self._owned)
 
     def _demand_not_copied(self, call: RecordedCall) -> dict[str, Any]:
-        """Return the values of a call of no block. Raises NotAlike where one is of the copied block: it could be any copy's."""
+        """Return the fields of a call outside the blocks. Raises NotAlike if it uses a tensor of the copied block.
+
+        Which of the copies it would use cannot be told.
+        """
         values = {"args": call.args, "kwargs": call.kwargs, "output": call.output}
         if any(
             self._block_of_storage(shadow.storage) == _COPIED
@@ -553,8 +571,8 @@ class _Copier:
         return values
 
     def _owned(self, named: Mapping[str, Shadow], name: str) -> Shadow | None:
-        """Return what a name of the whole module means, by what the shortened module's names mean; None for nothing."""
-        short = self.blocks.recorded(name)
+        """Return the tensor of a name in the whole module, None if there is none. See :attr:`Repeated.shadow_of`."""
+        short = self.blocks.name_when_shortened(name)
         shadow, block = named.get(short), self.blocks.block_of(name, self.blocks.count)
         if shadow is None or block is None:
             return shadow
@@ -565,5 +583,5 @@ class _Copier:
 
 
 def _block_and_its_new_number(home: _Home | None, new_block: Callable[[int], int]) -> tuple[int | None, int]:
-    """Return the last two arguments of :meth:`_Copier._new_place` for what is at home there."""
+    """Return the last two arguments of :meth:`_Copier._new_place` for a storage with a home; (None, 0) without one."""
     return (None, 0) if home is None else (home.block, new_block(home.block))

@@ -1,7 +1,8 @@
 """The process in which a script is recorded: ``python -m ddltool.analyzers.step.recording.script REQUEST -- COMMAND``.
 
-REQUEST is a JSON file: ``out`` (the graph that is written), ``scratch`` (the folder of what the script writes), and the GPU
-that it finds. Ends with one line on stderr where no step could be recorded.
+REQUEST is a JSON file: ``out`` (where the graph is written), ``label`` (its name), ``scratch`` (the folder for what the script
+writes, null: the disk), the GPU that the script finds, and ``absent`` (packages to stand in for, set by a first try). A process
+that recorded no step says why in a line on stderr that begins with FAILURE_MARK.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Any, NoReturn
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ddltool.analyzers.step.recording.command import FAILURE_MARK
 from ddltool.analyzers.step.recording.files import overlay
 from ddltool.analyzers.step.recording.graph_of import graph_of
 from ddltool.analyzers.step.recording.groups import stand_in_groups, world_size
@@ -52,16 +54,16 @@ _PARENT_POLL_S = 1.0
 def main(arguments: list[str]) -> int:
     """Run a script where CUDA seems to be there, and record one steady step.
 
-    ``arguments``: the request's file, ``--``, and the command. Once the step is recorded the graph is written and the
-    process ends (:func:`_write`); this function returns only where no step was recorded, with the exit status. The
-    reason is then one line on stderr, behind a NUL byte.
+    ``arguments``: the request's file, ``--``, and the command. Once the step is recorded, the graph is written and the
+    process ends (:func:`_write_graph_and_exit`). So this function returns only if no step was recorded: the exit status,
+    after the reason was written to stderr.
     """
     request = json.loads(Path(arguments[0]).read_text())
     retry = _Retry(arguments, request, dict(os.environ), os.getcwd())
     try:
         launch = launched(arguments[arguments.index("--") + 1 :], request["count"])
     except InputError as error:
-        sys.stderr.write(f"\x00{error.problem}; {error.remedy}\n")
+        _tell_parent(f"{error.problem}; {error.remedy}")
         return 2  # the status of wrong input
     # The world that the script finds: the launcher's variables, its files, its ranks, and packages that are not here.
     os.environ.update(launch.variables())
@@ -73,7 +75,7 @@ def main(arguments: list[str]) -> int:
     threading.Thread(target=_follow_parent, args=(os.getppid(),), daemon=True).start()
     recorder = Recorder(register_device())
     started_s = time.perf_counter()
-    window = StepWindow(recorder, lambda: _write(window, request, started_s))
+    window = StepWindow(recorder, lambda: _write_graph_and_exit(window, request, started_s))
     random.seed(0)  # two recordings of a script draw alike
     stand_in_groups(recorder)
     script = list(launch.script)
@@ -107,11 +109,16 @@ def main(arguments: list[str]) -> int:
     return _failed("the script ended", window)
 
 
-def _write(window: StepWindow, request: Mapping[str, Any], started_s: float) -> NoReturn:
-    """Write the graph of the recorded step, and end the process at once.
+def _tell_parent(line: str) -> None:
+    """Write to stderr, marked for the parent process, why no step was recorded: the problem, and after "; " a remedy."""
+    sys.stderr.write(f"{FAILURE_MARK}{line}\n")
+
+
+def _write_graph_and_exit(window: StepWindow, request: Mapping[str, Any], started_s: float) -> NoReturn:
+    """Write the graph of the recorded step, and end the process at once, with status 0 or ``_FAILED``.
 
     The script is not run to its end, and its threads and exit handlers are not waited for: they may wait for other
-    ranks.
+    ranks. ``started_s``: when the recording began, by ``time.perf_counter``.
     """
     status, step = _FAILED, window.recorder.step
     try:
@@ -124,7 +131,7 @@ def _write(window: StepWindow, request: Mapping[str, Any], started_s: float) -> 
                 write_graph(graph_of(step, request["label"]), Path(request["out"]))
                 status = 0
             else:
-                sys.stderr.write("\x00its step runs nothing on a GPU; let it train on cuda\n")
+                _tell_parent("its step runs nothing on a GPU; let it train on cuda")
     except Exception as error:
         status = _raised(error, window)
     finally:
@@ -133,7 +140,7 @@ def _write(window: StepWindow, request: Mapping[str, Any], started_s: float) -> 
 
 
 def _note_stand_in(window: StepWindow, package: str) -> None:
-    """Note once that the script imported a stand-in for a package that is not installed, in the graph and for messages."""
+    """Note in the graph's assumptions, and for messages, that the script imported a stand-in for a package; once for each."""
     if package not in window.absent:
         window.absent.append(package)
         window.recorder.step.assumed[f"{ABSENT}{package}"] = 1
@@ -141,16 +148,16 @@ def _note_stand_in(window: StepWindow, package: str) -> None:
 
 @dataclass
 class _Retry:
-    """Starts the recording anew in this process, with stand-ins for packages that the script turned out to need.
+    """Replaces this process by a new one that records with stand-ins for packages that the script turned out to need.
 
-    A fresh start is needed because the failed import has left modules half loaded.
+    A new process is needed because the failed import has left modules half loaded.
     """
 
     arguments: list[str]
     """The arguments of this process: the request's file, ``--``, and the command."""
     request: dict[str, Any]
     environment: dict[str, str]
-    """As it was at the start, before the script changed it."""
+    """The environment variables at the start, before the script changed them."""
     folder: str
     """The current folder at the start."""
 
@@ -160,9 +167,9 @@ class _Retry:
         return list(self.request.get("absent", []))
 
     def without_what_is_missing(self, error: BaseException) -> None:
-        """Replace this process by a new one, with more stand-ins, where an error says that a package is missing.
+        """Replace this process by a new one, with more stand-ins, if a script's error names packages that are missing.
 
-        Returns where the error says nothing of packages, or where those it names are stood in for already.
+        Returns only if it names none, or only some that have stand-ins already. The request's file is rewritten.
         """
         packages = [name for name in missing(error) if name not in self.absent]
         if not packages:
@@ -178,26 +185,26 @@ class _Retry:
 
 
 def _follow_parent(parent: int) -> None:
-    """End this process once its parent has ended, for whatever reason. ``parent``: its process number."""
+    """Block until the parent process has ended, for whatever reason, then end this one with status 1.
+
+    ``parent``: the parent's process number. Run in a thread, so that a killed parent leaves no recording behind.
+    """
     while os.getppid() == parent:
         time.sleep(_PARENT_POLL_S)
     os._exit(1)
 
 
 def _raised(error: Exception, window: StepWindow) -> int:
-    """Write to stderr that the script raised an error, with the first line of its text; return the exit status.
-
-    The traceback goes there first. Semicolons become commas, because the parent process takes what follows one for the
-    remedy.
-    """
+    """Write to stderr the traceback of an error of the script, and for the parent its first line; return the exit status."""
     traceback.print_exception(error)
     text = str(error).strip()
+    # Semicolons become commas, because the parent takes what follows one for the remedy.
     reason = text.splitlines()[0].replace(";", ",") if text else _raised_at(error)
     return _failed(f"the script raised {type(error).__name__}: {reason}", window, _remedy(error))
 
 
 def _raised_at(error: BaseException) -> str:
-    """Return where an error without a text was raised: ``at train.py:3 (loss.backward())``; "" for one without a traceback."""
+    """Return where an error was raised, as ``at train.py:3 (loss.backward())``; "" for an error without a traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f"at {Path(frames[-1].filename).name}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
     return place.replace(";", ",")  # as in _raised
@@ -209,10 +216,7 @@ _NETWORK = re.compile(
 
 
 def _remedy(error: BaseException) -> str:
-    """Return what to do where a script would have fetched something; "" where the error says nothing of a network.
-
-    The errors that this one came from are read too.
-    """
+    """Return advice for a script that failed to fetch something; "" if neither the error nor its causes name a network."""
     causes: list[BaseException] = [error]
     for cause in causes:  # the list grows while it is read
         earlier = (cause.__cause__, cause.__context__)
@@ -223,9 +227,10 @@ def _remedy(error: BaseException) -> str:
 
 
 def _failed(happening: str, window: StepWindow, remedy: str = "") -> int:
-    """Write the one line that says why no step was recorded, for the parent process; return the exit status.
+    """Tell the parent process why no step was recorded; return the exit status.
 
-    ``happening``: what happened; ``remedy``: what would be right, where that is known.
+    ``happening``: what happened; ``remedy``: what would be right, "" where that is not known. Packages that were stood
+    in for are named, with advice about them where there is no other remedy.
     """
     line = f"{happening} after {window.updates} of the 2 updates that are needed"
     if window.absent:
@@ -238,7 +243,7 @@ def _failed(happening: str, window: StepWindow, remedy: str = "") -> int:
         )
     if remedy:
         line += f"; {remedy}"
-    sys.stderr.write(f"\x00{line}\n")
+    _tell_parent(line)
     return _FAILED
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 def stand_in_synchronized_norms() -> torch.library.Library:
     """Tell torch the shapes of what the CUDA kernels of ``nn.SyncBatchNorm`` return.
 
-    The caller has to keep the returned library: its kernels are gone with it.
+    Returns the library in which these rules are registered; the caller has to keep it, or they are gone.
     """
     library = torch.library.Library("aten", "IMPL")
     kernels = {
@@ -29,7 +29,7 @@ def stand_in_synchronized_norms() -> torch.library.Library:
 
 
 def _two_per_channel(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two vectors (channels,), such as mean and deviation; in float32 where x is of half precision."""
+    """Return two vectors (channels,), such as mean and deviation, of x (batch, channels, ...); in float32 for a half type."""
     dtype = torch.float32 if x.dtype.itemsize == 2 else x.dtype
     return x.new_empty(x.shape[1], dtype=dtype), x.new_empty(x.shape[1], dtype=dtype)
 
@@ -37,9 +37,9 @@ def _two_per_channel(x: Tensor) -> tuple[Tensor, Tensor]:
 def _reduced(
     _grad: Tensor, x: Tensor, _mean: Tensor, _invstd: Tensor, weight: Any, _needs_input: bool, *needs_parameters: bool
 ) -> tuple[Any, ...]:
-    """Return two sums of gradients per channel, then the gradients of weight and bias, empty where not needed.
+    """Return two sums of gradients per channel, then the gradients of weight and bias (channels,), each empty if not needed.
 
-    ``needs_parameters``: whether the gradient of the weight, and that of the bias, is needed.
+    ``weight`` may be None. ``needs_parameters``: whether the weight's gradient is needed, and whether the bias's is.
     """
     dtype = weight.dtype if isinstance(weight, Tensor) else torch.float32
     channels = x.shape[1]

@@ -1,4 +1,4 @@
-"""The work of one aten op of a recorded step: its fake tensors' sizes, by the rules of :mod:`op_rules`.
+"""The work of one aten op of a recorded step, from the sizes of its fake tensors by the rules of :mod:`op_rules`.
 
 Every size goes through a :class:`Scale`, so that one trace gives the work of a step at any batch size. The cost of a call
 depends on its :class:`Issued` alone; equal calls, such as those of equal layers, are costed once.
@@ -55,8 +55,7 @@ class Scale:
     def _ratio(self, number: int) -> tuple[int, int]:
         """Return numerator and denominator of a scaled dimension, whose quotient need not be whole.
 
-        ``number`` is a product in which the batch size may occur several times (a square of the batch): each factor
-        is scaled.
+        The prime may divide ``number`` several times (a square of the batch); each of these factors is scaled.
         """
         if self.traced == self.wanted:
             return number, 1
@@ -76,7 +75,7 @@ class Scale:
         return math.prod(self.shape(tensor))
 
     def bytes(self, tensors: Iterable[Sized]) -> float:
-        """Return the bytes of tensors at the wanted batch size; an expanded tensor counts only the elements of its storage."""
+        """Return the bytes of tensors at the wanted batch size; an expanded tensor counts by its storage."""
         return float(sum(min(self.elements(tensor), self.size(tensor.stored)) * tensor.width for tensor in tensors))
 
 
@@ -95,7 +94,7 @@ class Sized:
 
 @dataclass(frozen=True, slots=True)
 class Issued:
-    """A recorded call as far as its cost goes: two calls that are equal here cost the same."""
+    """What the cost of a recorded call depends on: calls with equal ones cost the same."""
 
     name: str
     """Without namespace and overload: ``convolution``."""
@@ -111,7 +110,7 @@ class Issued:
 
 
 AS_TRACED = Scale()
-"""Changes no size."""
+"""The scale that changes no size."""
 
 
 _LEAST_PRIME = 61
@@ -121,7 +120,8 @@ _LEAST_PRIME = 61
 def prime_batch(sizes: Iterable[int]) -> int:
     """Return a prime, 61 or more, that divides none of the ``sizes``.
 
-    In a trace at a batch of so many samples it divides the batch's dimensions only, which tells them from all others.
+    ``sizes``: of the model and its inputs without the batch. In a trace with this number of samples, only dimensions
+    that grow with the batch are then divisible by it.
     """
     taken = {int(size) for size in sizes if size}
     return next(
@@ -141,7 +141,7 @@ _CASTS_RESULT = frozenset(["_softmax_backward_data", "_log_softmax_backward_data
 
 
 def issued(node: Node) -> Issued:
-    """Return what the cost of a call node depends on; the node's ``meta['val']`` holds its results, tensors without memory."""
+    """Return what the cost of a call depends on; ``node``: the call, whose results (fake tensors) are in ``meta["val"]``."""
     target: Any = node.target
     name = base_name(target)
     output = tensors_of(node.meta.get("val"))
@@ -199,7 +199,7 @@ def _hashable(value: Any) -> Any:
 def cost_of(call: Issued, scale: Scale = AS_TRACED) -> Cost:
     """Return the operations and bytes of a call, with its tensors scaled from the traced batch size to another.
 
-    An embedding bag reads the rows that it is asked for and adds them up; all else follows the table of
+    An embedding bag reads the rows of its indices and adds them up; every other op follows the tables of
     :mod:`.op_rules`.
     """
     written = scale.bytes(call.output)
@@ -240,10 +240,11 @@ def cost_of(call: Issued, scale: Scale = AS_TRACED) -> Cost:
 
 
 def _is_fused_cast(node: Node, name: str) -> bool:
-    """Return whether a node is a cast that runs within the kernel of a neighbour, and so costs nothing by itself.
+    """Return whether a node is a cast that runs within the kernel before or after it, and so costs nothing by itself.
 
-    Softmax and sums cast what they read, so a cast is part of them where nothing else reads it. The backward pass of
-    a softmax casts what it writes.
+    The kernels of softmax and sums cast what they read, so a cast is part of them if only they read its result. The
+    backward kernel of a softmax casts what it writes, so a cast is part of it if nothing else reads that. ``name``: the
+    node's op.
     """
     source = node.args[0] if node.args else None
     if name != "_to_copy" or not isinstance(source, Node):
@@ -254,9 +255,9 @@ def _is_fused_cast(node: Node, name: str) -> bool:
 
 
 def _without_casts(node: Node, inputs: list[Tensor], output: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the tensors that a kernel with fused casts really reads and writes: those before and after the casts.
+    """Return (inputs, outputs) of a kernel with fused casts: the tensors before the casts that it reads, after those it writes.
 
-    ``inputs`` and ``output``: those of the node itself.
+    ``inputs`` and ``output``: the tensors of the node itself, as if its casts were kernels of their own.
     """
     for source in node.all_input_nodes:
         if _is_fused_cast(source, base_name(source.target)):
@@ -276,7 +277,7 @@ def base_name(target: Any) -> str:
 
 
 def arguments_by_name(node: Node) -> dict[str, Any]:
-    """Return a call's arguments by their names in its schema; an op without schema has their indices as names."""
+    """Return a call's arguments by their names in its schema; the names are "0", "1", ... for an op without a schema."""
     schema = getattr(node.target, "_schema", None)
     names = [argument.name for argument in schema.arguments] if schema is not None else []
     names += [str(number) for number in range(len(names), len(node.args))]
@@ -284,9 +285,9 @@ def arguments_by_name(node: Node) -> dict[str, Any]:
 
 
 def _dtype(tensors: Sequence[Sized]) -> str:
-    """Return the type that an op computes in, "" without tensors.
+    """Return the type of the largest floating-point tensor, else of the first tensor, "" without tensors.
 
-    That is the type of its largest floating-point tensor, or of its first tensor where none is floating-point.
+    This is taken for the type that an op with these tensors computes in.
     """
     floating = [tensor for tensor in tensors if tensor.floating]
     if floating:

@@ -1,7 +1,7 @@
-"""What tensors without storage hold, where that follows from constants: positions, masks, counters, sizes.
+"""The values of fake tensors, as far as they follow from constants: positions, masks, counters, sizes.
 
-A step is recorded on tensors that have shapes and no values, and yet a forward may read one: whether a mask hides anything
-(which decides over the kernel of attention), how many patches an image has. :class:`Values` computes beside the recording
+A step is recorded on tensors that have shapes and no values, and yet a forward pass may read a value: whether a mask hides
+anything (which decides the kernel of attention), how many patches an image has. :class:`Values` computes beside the recording
 whatever depends on known tensors alone; what depends on activations or weights stays unknown.
 """
 
@@ -20,18 +20,18 @@ from torch.utils.weak import WeakTensorKeyDictionary
 MAX_ELEMENTS = 1 << 21
 """Elements of the largest tensor whose values are kept: an image or a mask, but no batch of feature maps."""
 _BY_SHAPE = frozenset({"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"})
-"""Operations that ask for a tensor's shape alone."""
+"""Operations that use only the shape of their input tensor."""
 
 
 class Values:
-    """The values of tensors without storage, for as long as these live.
-
-    ``only_whole``: of fractions, only tensors of one element are kept, so that tables of sines and freshly
-    initialised weights are not computed for nothing.
-    """
+    """The known values of tensors without storage, kept for as long as these tensors live."""
 
     def __init__(self, *, only_whole: bool = False) -> None:
-        """Begin with no known values; ``only_whole``: keep no fractions of tensors of several elements."""
+        """Begin with no known values.
+
+        ``only_whole``: floating-point tensors of more than one element stay unknown, so that tables of sines and freshly
+        initialised weights are not computed for nothing.
+        """
         self._only_whole = only_whole
         self._values: Any = WeakTensorKeyDictionary()  # a real tensor of the CPU by the tensor without storage
 
@@ -43,10 +43,11 @@ class Values:
         """Note what a tensor without storage holds."""
         self._values[tensor] = value
 
-    def of(self, tensor: Tensor) -> Tensor | None:
-        """Return a real tensor with the values of ``tensor``, None where they are not known.
+    def value_of(self, tensor: Tensor) -> Tensor | None:
+        """Return a real tensor of the CPU with the values of ``tensor``, None if they are not known.
 
-        A small real tensor of the CPU is its own answer; a parameter or a large tensor counts as unknown.
+        A real tensor of the CPU is returned itself, unless it is a parameter or has more than ``MAX_ELEMENTS``: these
+        count as unknown.
         """
         if not isinstance(tensor, FakeTensor):
             is_constant = type(tensor) is Tensor and tensor.device.type == "cpu" and tensor.numel() <= MAX_ELEMENTS
@@ -61,14 +62,15 @@ class Values:
         for alias in [key for key, value in self._values.items() if value.untyped_storage()._cdata == storage]:
             del self._values[alias]
 
-    def computed(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return an op's result on the values of its tensors, all of which are known: real tensors of the CPU.
+    def compute(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return the real result, on the CPU, of an op on the values of its tensors.
 
-        Integers are computed as floats where the CPU has a kernel for floats only.
+        Unknown tensors count as zeros; only their shape may matter. Integers are computed as floats where the CPU has a
+        kernel for floats only.
         """
         with _disable_current_modes():
             on_cpu = {"device": torch.device("cpu")} if "device" in kwargs else {}
-            real_args, real_kwargs = tree_map_only(Tensor, self._or_shape, (args, {**kwargs, **on_cpu}))
+            real_args, real_kwargs = tree_map_only(Tensor, self._value_or_zeros, (args, {**kwargs, **on_cpu}))
             try:
                 return func(*real_args, **real_kwargs)
             except NotImplementedError:
@@ -76,34 +78,34 @@ class Values:
                 return tree_map_only(Tensor, Tensor.long, func(*floats[0], **floats[1]))
 
     def follow(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outcome: Any) -> bool:
-        """Note the values that an op would have made, after it ran on tensors without values; return whether they are known.
+        """Note the values of an op's results, after it ran on tensors without values; return whether they are known.
 
-        They are where the values of all inputs are known, or do not matter. ``outcome``: the op's results, tensors
-        without storage. A tensor that the op writes to in place is forgotten where its new values are not known.
+        They are known if all inputs are, or if only shapes matter, and if they are worth keeping. Otherwise the values
+        of tensors that the op wrote to in place are forgotten. ``outcome``: the results, tensors without storage.
         """
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         needs_shapes_only = func._schema.name.removeprefix("aten::") in _BY_SHAPE
-        can_compute = needs_shapes_only or all(self.of(leaf) is not None for leaf in leaves)
+        can_compute = needs_shapes_only or all(self.value_of(leaf) is not None for leaf in leaves)
         is_known = can_compute and self._is_worth_keeping(func, outcome)
         if is_known:
-            self.record(outcome, self.computed(func, args, kwargs))
+            self.record(outcome, self.compute(func, args, kwargs))
         elif func._schema.is_mutable:
             self._forget_written(func, args, kwargs)
         return is_known
 
     def record(self, outcome: Any, value: Any) -> None:
-        """Note the values of an op's outputs. ``value`` has the structure of ``outcome``, with real tensors in it."""
+        """Note the values of an op's outputs; ``value``: the same structure as ``outcome``, with real tensors in it."""
         for tensor, known_value in zip(tree_leaves(outcome), tree_leaves(value), strict=True):
             if isinstance(tensor, Tensor):
                 self._values[tensor] = known_value
 
-    def _or_shape(self, tensor: Tensor) -> Tensor:
-        """Return what a tensor holds; for unknown values, zeros of its shape that take no memory."""
-        value = self.of(tensor)
+    def _value_or_zeros(self, tensor: Tensor) -> Tensor:
+        """Return a tensor's known values, else zeros of its shape that share one element of memory."""
+        value = self.value_of(tensor)
         return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape) if value is None else value
 
     def _is_worth_keeping(self, func: Any, outcome: Any) -> bool:
-        """Return whether an op's results are to be computed: not if they are random, empty, too large or unwanted fractions."""
+        """Return whether an op's results are worth computing: not if random, uninitialized, too large, or unwanted floats."""
         if torch.Tag.nondeterministic_seeded in func.tags:
             return False
         results = [leaf for leaf in tree_leaves(outcome) if isinstance(leaf, Tensor)]

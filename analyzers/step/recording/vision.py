@@ -46,9 +46,8 @@ _BOXES_PER_KEPT = 3
 def stand_in_vision(declared: torch.library.Library | None, device: torch.device) -> dict[str, Callable[[Any], None]]:
     """Declare torchvision's operators where its compiled library is not loaded, and return patches for its modules.
 
-    ``declared``: the library that declares torchvision's two first operators; None: its own was loaded, and nothing
-    is done. ``device``: the recorded one. Returned is, by the name of a module of torchvision, a function that
-    patches it.
+    ``declared``: what :func:`declare_torchvision` returned; None: nothing is done. ``device``: the recorded one. Returns,
+    by the name of a module of torchvision, a function that patches the module once it is imported.
     """
     if declared is None:
         return {}
@@ -76,7 +75,7 @@ def stand_in_vision(declared: torch.library.Library | None, device: torch.device
         "torchvision.ops.boxes": lambda module: setattr(
             module, "_batched_nms_vanilla", module._batched_nms_coordinate_trick
         ),
-        "torchvision.ops.deform_conv": lambda module: setattr(module, "deform_conv2d", deformed),
+        "torchvision.ops.deform_conv": lambda module: setattr(module, "deform_conv2d", deform_conv2d_as_product),
     }
 
 
@@ -86,7 +85,7 @@ def _dispatch_key(device: torch.device) -> str:
 
 
 def _in_float32(op: Any) -> Callable[..., Any]:
-    """Return an op's kernel under autocast, as torchvision has it: computed in float32, returned in the first input's type."""
+    """Return an op's kernel under autocast, as in torchvision: it computes in float32 and returns the first input's type."""
 
     def run(first: Tensor, *args: Any) -> Any:
         """Run the op without autocast on floating-point inputs cast to float32."""
@@ -107,29 +106,29 @@ def _keep_inputs(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _columns(x: Tensor, offset: Tensor, _mask: Tensor | None, height: int, width: int) -> Tensor:
-    """Return the columns that a deformable convolution multiplies: (batch, channels x filter taps, output positions).
+    """Return the shape, as an empty tensor, of the columns that a deformable convolution gathers from its input.
 
-    ``height`` and ``width``: of the filter; ``offset`` has the height and width of the output as its last dimensions.
+    It is (batch, channels x filter taps, output positions). ``height`` and ``width``: of the filter. The last two
+    dimensions of ``offset`` are the height and width of the output.
     """
     return x.new_empty((x.shape[0], x.shape[1] * height * width, offset.shape[2] * offset.shape[3]))
 
 
 def _columns_gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    """Return the gradients of the arguments of ``_columns``.
-
-    These are x, the offsets, the mask where there is one, and None for the sizes.
-    """
+    """Return the gradients of the arguments of ``_columns``: of x, of the offsets, of the mask or None, and two None."""
     x, offset, mask, *_ = ctx.inputs
     x_gradient, offset_gradient, mask_gradient = torch.ops.torchvision._columns_backward(grad, x, offset, mask)
     return x_gradient, offset_gradient, None if mask is None else mask_gradient, None, None
 
 
-def deformed(input: Tensor, offset: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = (1, 1),
+def deform_conv2d_as_product(input: Tensor, offset: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = (1, 1),
              padding: Any = (0, 0), dilation: Any = (1, 1), mask: Tensor | None = None) -> Tensor:  # fmt: skip
-    """Return a deformable convolution, which takes the arguments of torchvision's: (batch, channels, height, width).
+    """Stand in for torchvision's ``deform_conv2d`` while a model is recorded: the same shapes and work, without values.
 
-    It gathers columns of the input and multiplies each group's columns by its weight. ``stride``, ``padding`` and
-    ``dilation`` only shape the output, whose height and width are those of ``offset``.
+    It gathers columns of the input and multiplies each group's columns by its weight, as the CUDA kernel does. The
+    arguments are torchvision's: input (batch, channels, height, width), weight (out channels, channels / groups, height,
+    width), result (batch, out channels, height, width). Stride, padding and dilation are not used, because ``offset``
+    has the height and width of the result.
     """
     out_channels, channels_per_group, height, width = weight.shape
     groups = input.shape[1] // channels_per_group
@@ -142,11 +141,11 @@ def deformed(input: Tensor, offset: Tensor, weight: Tensor, bias: Tensor | None 
 
 @cache
 def declare_torchvision() -> torch.library.Library | None:
-    """Declare torchvision's two ops where its compiled library cannot be loaded; the caller keeps the returned library.
+    """Declare the two ops that torchvision's import needs, if its compiled library cannot be loaded.
 
-    PyPI's torchvision is compiled for torch with CUDA. Beside a CPU torch its import fails when these ops get a meta
-    kernel, and so do the imports of timm and most of transformers, though no traced model calls the ops. None:
-    torchvision is missing, or its compiled library was loaded.
+    Returns the library with the declarations, which live as long as it; None: torchvision is missing, or its compiled
+    library was loaded. PyPI's torchvision is compiled for a torch with CUDA. Beside a CPU torch its import fails when
+    these ops get a meta kernel, and so do the imports of timm and most of transformers.
     """
     spec = importlib.util.find_spec("torchvision")
     if spec is None or spec.origin is None:

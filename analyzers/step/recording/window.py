@@ -27,15 +27,15 @@ from ddltool.graph import Graph
 
 
 class StepWindow:
-    """Starts the recorder when the first update has ended, stops it when the second has, and then calls ``then``; once.
+    """Starts the recorder when the first update has ended, stops it when the second has, and then calls ``then`` once.
 
-    An update is a step of the optimizer whose step ended first. A step in which another optimizer updates for the
-    first time is passed over, because it makes states and so is not like the next. Updates are watched until
-    :meth:`close`.
+    An update is a step of the first optimizer whose step ends. A training step in which another optimizer updates for
+    the first time is skipped and the next one recorded, because making its states sets that step apart. Updates are
+    watched until :meth:`close`.
     """
 
     def __init__(self, recorder: Recorder, then: Callable[[], None]) -> None:
-        """Watch all optimizers of the process from now on."""
+        """Watch all optimizers of the process from now on; ``then``: called without arguments after the recorded step."""
         self.recorder, self.then = recorder, then
         self.is_over = False
         self.absent: list[str] = []
@@ -45,48 +45,49 @@ class StepWindow:
         self.updates = 0
         """Its updates that have ended so far."""
         self._seen: dict[int, Any] = {}
-        """By identity, what was updated before: optimizers and averaged weights, kept so that identities stay theirs."""
+        """By ``id``, the optimizers and averages that were updated; held here, so that their ids are not used again."""
         self._is_steady = True
         """Whether nothing was updated for the first time since the step began."""
         self._depth = 0
-        """Steps of optimizers under way: one may call another's, and only the outermost counts."""
+        """How many optimizers' steps are under way: one may call another's, and only the outermost counts."""
         self._closing = ExitStack()
         self._closing.callback(register_optimizer_step_pre_hook(self._begin_update).remove)
         self._closing.callback(register_optimizer_step_post_hook(self._end_update).remove)
         self._watch_averages()
 
     def close(self) -> None:
-        """Watch no more updates."""
+        """Stop watching updates, and undo what was replaced in torch."""
         self._closing.close()
 
-    def _note_if_new(self, updated: Any) -> None:
-        """Note that something was updated; if it was for the first time, the step under way is not like the next."""
+    def _note_update(self, updated: Any) -> None:
+        """Note that an optimizer or an average was updated; a first time makes the step under way unlike the next one."""
         if id(updated) not in self._seen:
             self._seen[id(updated)] = updated
-            self._is_steady = not self.updates  # before the first update ends no step is under way
+            if self.updates:  # before the first update ends, no step is under way
+                self._is_steady = False
 
     def _watch_averages(self) -> None:
-        """Let averaged weights (``AveragedModel``) count as something that is updated: their first update copies."""
+        """Count updates of averaged weights (``AveragedModel``) among the updates, because their first one only copies."""
         real_update = AveragedModel.update_parameters
 
         def update(average: Any, *args: Any, **kwargs: Any) -> None:
             """Update the averages as torch does, and note it."""
             real_update(average, *args, **kwargs)
-            self._note_if_new(average)
+            self._note_update(average)
 
         AveragedModel.update_parameters = update  # type: ignore[assignment, method-assign]
         self._closing.callback(setattr, AveragedModel, "update_parameters", real_update)
 
     def _begin_update(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
-        """Note that an optimizer's step begins; return its arguments, as torch's hook asks for.
+        """Note that an optimizer's step begins; return the step's arguments, as torch asks of this hook.
 
-        A closure among them runs forward and backward passes, which are not counted as the update.
+        A closure among them is wrapped, so that the passes it runs do not count as the update.
         """
         self._depth += 1
         self._enter_update(optimizer)
 
         def in_forward_phase(value: Any) -> Any:
-            """Return a closure that runs in the forward phase; any other value as it is."""
+            """Return a closure wrapped to run in the forward phase; return any other value unchanged."""
             if not callable(value) or value is optimizer:
                 return value
 
@@ -103,25 +104,28 @@ class StepWindow:
         return tuple(map(in_forward_phase, args)), {name: in_forward_phase(value) for name, value in kwargs.items()}
 
     def _enter_update(self, optimizer: Any) -> None:
-        """Note the gradients that the optimizer is about to use, and let what follows count as the update."""
+        """Note the gradients that the optimizer is about to use, and set the phase to the update."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                self.recorder.gradient_of(parameter)
+                self.recorder.note_gradient(parameter)
         self.recorder.phase = "update"
 
     def _end_update(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        """Note that an optimizer's step ends, and start or stop the recorder where it is an update of the first optimizer."""
+        """Note that an optimizer's step ends. If the optimizer is the first one, start or stop the recorder.
+
+        A step within another optimizer's step, and any step after the recorded one, changes nothing.
+        """
         self._depth -= 1
         if self._depth:
             return
         self.recorder.phase = "forward"
         if self.first is None:
             self.first = optimizer
-        self._note_if_new(optimizer)  # its first step makes its states
+        self._note_update(optimizer)  # its first step makes its states
         if optimizer is not self.first or self.is_over:
             return
         self.updates += 1
-        if self.updates == 1 or not self._is_steady:  # begin, or begin anew
+        if self.updates == 1 or not self._is_steady:  # begin; or drop the step that was recorded, and begin again
             self._is_steady = True
             self.recorder.start()
         else:

@@ -17,7 +17,7 @@ from ddltool.analyzers.step.tracing.numerics import Numerics
 from ddltool.analyzers.step.tracing.step import TrainingStep
 from ddltool.errors import InputError
 
-# Adapters do not train a model whose linear layers hold less than this share of the parameters.
+# A model whose linear layers hold less than this share of the parameters is refused: adapters would train too little of it.
 _LEAST_ADAPTED = 0.25
 _ADAPTER_SCALE = 2.0
 """The factor on an adapter's output: peft's ``lora_alpha`` over the rank, as often 2. It has no part in the cost."""
@@ -27,7 +27,7 @@ class LoraLinear(nn.Module):
     """A frozen linear layer ``base`` beside a product of a low rank: ``base(x) + 2 (x A') B'``."""
 
     def __init__(self, base: nn.Module, inputs: int, outputs: int, rank: int) -> None:
-        """Wrap a layer of so many inputs and outputs, with matrices A (rank, inputs) and B (outputs, rank) on its device."""
+        """Wrap a linear layer; the trained matrices are A (rank, inputs) and B (outputs, rank), on the layer's device."""
         super().__init__()
         device = next(base.parameters()).device
         self.base = base
@@ -35,27 +35,27 @@ class LoraLinear(nn.Module):
         self.lora_b = nn.Parameter(torch.empty(outputs, rank, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (..., outputs) for (..., inputs): the layer's output with the adapter's added, in the layer's type."""
+        """Return the sum (..., outputs) of the layer's and the adapter's output, in the type of the layer's."""
         result = self.base(x)
         adapted = F.linear(F.linear(x.to(self.lora_a.dtype), self.lora_a), self.lora_b)
         return (result + adapted * _ADAPTER_SCALE).to(result.dtype)  # type: ignore[no-any-return]
 
 
 def with_lora(step: TrainingStep, rank: int, numerics: Numerics) -> TrainingStep:
-    """Return the step with its module's weights frozen and adapters of a rank beside its linear layers; the module is changed.
+    """Freeze a step's module and put adapters of a rank beside its linear layers, all but the head; return the step.
 
-    ``numerics``: of the step; under autocast the frozen weights become the half type. Raises InputError for a model without
-    linear layers beside its head, and for one whose linear layers are a small part of it.
+    The module itself is changed. ``numerics``: of the step; under autocast the frozen weights become the half type. Raises
+    InputError if there are no linear layers beside the head, or if they hold less than a quarter of the parameters.
     """
     module = step.module
     module.requires_grad_(False)
     if numerics.format.is_autocast:
         module.to(getattr(torch, numerics.format.computes))
-    heads = {id(head) for part in module.modules() if (head := _head_of(part)) is not None}
+    heads = {id(head) for part in module.modules() if (head := _logits_layer(part)) is not None}
     replaced = 0
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
-            sizes = _sizes_of(child)
+            sizes = _linear_sizes(child)
             if sizes is not None and id(child) not in heads:
                 setattr(parent, name, LoraLinear(child, *sizes, rank))
                 replaced += 1
@@ -70,14 +70,14 @@ def with_lora(step: TrainingStep, rank: int, numerics: Numerics) -> TrainingStep
     return replace(step, module=module)
 
 
-def _head_of(module: nn.Module) -> nn.Module | None:
-    """Return the layer that makes the logits of a transformers model; None where there is none."""
+def _logits_layer(module: nn.Module) -> nn.Module | None:
+    """Return the layer that makes the logits of a transformers model, None if it has none or is another model."""
     get_head = getattr(module, "get_output_embeddings", None)
     head = get_head() if callable(get_head) else None
     return head if isinstance(head, nn.Module) else None
 
 
-def _sizes_of(module: nn.Module) -> tuple[int, int] | None:
+def _linear_sizes(module: nn.Module) -> tuple[int, int] | None:
     """Return (inputs, outputs) of a linear layer, transformers' ``Conv1D`` included; None for another module."""
     if type(module) is nn.Linear:
         return module.in_features, module.out_features

@@ -1,7 +1,7 @@
 """A model with what its DataLoader yields: which parts of a batch are the module's inputs, and which its targets.
 
 Of (images, labels), or of a mapping by name, the parts that the module's ``forward`` does not take are targets, and the loss is
-the usual one for their type and shape. Start at :func:`fed`.
+the usual one for their type and shape. Start at :func:`with_batch`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Parts(NamedTuple):
 
 
 def samples_in(batch: Any) -> int:
-    """Return how many samples a batch holds: the first dimension of its first tensor. Raises InputError for what is no batch.
+    """Return how many samples a batch holds: the first dimension of its first tensor. Raises InputError if it holds none.
 
     >>> samples_in({"x": torch.zeros(4, 2)})
     4
@@ -58,16 +58,17 @@ def samples_in(batch: Any) -> int:
     return int(tensors[0].shape[0])
 
 
-def divided(module: nn.Module, batch: Any) -> Parts:
-    """Return a batch divided into inputs and targets, by the parameters of the module's ``forward``.
+def divide_batch(module: nn.Module, batch: Any) -> Parts:
+    """Divide a batch into the module's inputs and the targets, by the parameters of its ``forward``.
 
-    Parts of a sequence are inputs in order, as far as the ``forward`` has parameters for data. Raises InputError for
-    a batch that holds no tensor, or that lacks what the module must be given.
+    A tensor is the only input. The parts of a sequence are inputs in order, as far as ``forward`` has parameters for
+    data; the parts of a mapping are inputs by name. Raises InputError for a batch that holds no tensor, or that lacks a
+    required input.
     """
     samples_in(batch)
     parameters = inspect.signature(module.forward).parameters.values()
     if isinstance(batch, Mapping):
-        return _divided_by_name(module, {**batch}, parameters)
+        return _divide_by_name(module, {**batch}, parameters)
     if isinstance(batch, Tensor):
         return Parts(batch)
     positional = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
@@ -86,10 +87,11 @@ def divided(module: nn.Module, batch: Any) -> Parts:
     return Parts(tuple(batch[:count]), _single_tensor(batch[count:]), has_loss)
 
 
-def _divided_by_name(module: nn.Module, batch: dict[str, Any], parameters: Any) -> Parts:
-    """Return a batch of parts by name divided into inputs, whose names are the ``forward``'s parameters, and targets.
+def _divide_by_name(module: nn.Module, batch: dict[str, Any], parameters: Any) -> Parts:
+    """Divide a mapping: parts that are named as parameters of the module's ``forward`` are inputs, the others targets.
 
-    A module that must be given one parameter, and none by these names, is taken to read the whole mapping.
+    A module with a single required parameter, and no parameter of these names, is taken to read the whole mapping.
+    ``parameters``: those of ``forward``. Raises InputError for a required parameter without a part.
     """
     names = {one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
     needed = [one.name for one in parameters if one.name in names and one.default is one.empty]
@@ -105,15 +107,16 @@ def _divided_by_name(module: nn.Module, batch: dict[str, Any], parameters: Any) 
 
 
 def _single_tensor(rest: Any) -> Tensor | None:
-    """Return the targets among the left-over parts of a batch: the only tensor, None where there are several or none."""
+    """Return the targets among the parts of a batch that are no inputs: their only tensor, None for several or none."""
     tensors = [value for value in rest if isinstance(value, Tensor)]
     return tensors[0] if len(tensors) == 1 else None
 
 
-def fed(step: TrainingStep, parts: Parts) -> TrainingStep:
-    """Return the step on a batch: its inputs, and the loss on its targets, the module's own or the default one.
+def with_batch(step: TrainingStep, parts: Parts) -> TrainingStep:
+    """Return the step with a batch's inputs, and with a loss against its targets if it has any.
 
-    A module that takes the batch as one mapping is changed to take it by keywords.
+    Without targets, the loss is the module's own if it returns one, else the step's. A module that takes the batch as one
+    mapping is changed to take it by keywords.
     """
     inputs, keywords = as_arguments(parts.example)
     loss: Callable[[Any], Tensor] = step.loss
@@ -127,9 +130,9 @@ def fed(step: TrainingStep, parts: Parts) -> TrainingStep:
 
 
 def _take_keywords(module: nn.Module) -> None:
-    """Change a module, which is a copy, so that it takes by keywords the parts that it takes as one mapping.
+    """Change a module in place so that it takes by keywords the parts that it took as one mapping.
 
-    Only its class is changed: a wrapping module would rename its parameters.
+    Only its class is replaced, because a wrapping module would rename its parameters.
     """
     module_type = type(module)
 
@@ -141,7 +144,7 @@ def _take_keywords(module: nn.Module) -> None:
 
 
 def _own_loss(output: Any) -> Tensor:
-    """Return the only single number among what a module returns, which is its loss; else the default loss."""
+    """Return the loss that a module computed itself: its only output without dimensions, or else the default loss."""
     sequence = output if isinstance(output, (tuple, list)) else [output]
     values = output.values() if isinstance(output, Mapping) else sequence
     numbers = [value for value in values if isinstance(value, Tensor) and value.dim() == 0]
@@ -149,12 +152,12 @@ def _own_loss(output: Any) -> Tensor:
 
 
 def loss_against(example: Tensor) -> Callable[[Any], Tensor]:
-    """Return a loss function of an output against targets like ``example``, of any batch size; the targets are zeros.
+    """Return a loss function of a module's output against targets of ``example``'s type and shape, for any batch size.
 
-    Integers are classes: cross entropy in float32 over the output's last dimension, (batch, ..., classes), or over
-    its second, (batch, classes, ...), where the other dimensions are those of the targets. Floating-point targets in
-    the output's own shape: the mean squared error. Anything else, or an output with a loss of its own: the default
-    loss.
+    The targets' values are zeros. Integers are classes: cross entropy over the output's last dimension, (batch, ...,
+    classes), or over its second, (batch, classes, ...), if only then the other dimensions are those of the targets.
+    Floating-point targets of the output's shape: the mean squared error. Anything else, and an output with a ``loss`` of
+    its own: the default loss.
     """
 
     def loss(output: Any) -> Tensor:
@@ -168,7 +171,7 @@ def loss_against(example: Tensor) -> Callable[[Any], Tensor]:
             return F.mse_loss(predicted, torch.zeros_like(predicted)) if is_alike else default_loss(output)
         if predicted.dim() != example.dim() + 1:
             return default_loss(output)
-        # Of (batch, classes, ...); where both readings fit, the last dimension holds the classes.
+        # The output is (batch, classes, ...); where both readings fit, the last dimension is taken for the classes.
         if predicted.shape[2:] == example.shape[1:] != predicted.shape[1:-1]:
             labels = torch.zeros((predicted.shape[0], *predicted.shape[2:]), dtype=torch.long, device=predicted.device)
             return F.cross_entropy(predicted, labels)

@@ -30,16 +30,16 @@ _RANK = {"none": 0, "unknown": 1, "D1": 2, "D2": 3}
 _TABLE: Mapping[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 TORCH_VERSION: str = _TABLE["torch_version"]
 CLASSES: Mapping[str, Mapping[str, str]] = _TABLE["classes"]
-"""Class of kernels to its ``level``, ``reason`` and ``setting``."""
+"""By the name of a class of kernels, its ``level``, ``reason`` and ``setting``."""
 OPS: Mapping[str, str] = {
     f"{'onnx' if key == 'onnx' else 'aten'}.{op}": name
     for name, entry in CLASSES.items()
     for key in ("aten", "documented", "onnx")
     for op in entry.get(key, "").split()
 }
-"""Op type (``aten.NAME`` without overload and trailing underscore, ``onnx.NAME``) to the name of its class."""
+"""By op type (``aten.NAME`` without overload and trailing underscore, ``onnx.NAME``), the name of its class."""
 _FLOATING_ONLY = frozenset(_TABLE["floating_only"].split())
-"""Ops that are exact on integers: only rounding makes their order matter."""
+"""Ops that are exact on integers, where no rounding makes the order of additions matter."""
 _LEAST_SHOWN_SHARE = 0.0005
 """Of the step's FLOPs: a smaller share would be printed as 0.0 %."""
 
@@ -55,9 +55,9 @@ class OpFacts:
 
 
 def class_of(op_type: str, facts: OpFacts | None = None) -> str:
-    """Return the class of an op type as graphs hold it; in-place ops count as their functional twins.
+    """Return the class of kernels of an op type, "unknown" if it is in no table; in-place ops count as functional ones.
 
-    Without ``facts`` an op is taken to read floating-point tensors, and a convolution to overlap.
+    ``facts`` None: the op is taken to read floating-point tensors, and a convolution to have overlapping windows.
 
     >>> class_of("aten.convolution"), class_of("aten.add_"), class_of("mine.op")
     ('convolution', 'exact', 'unknown')
@@ -73,12 +73,12 @@ def class_of(op_type: str, facts: OpFacts | None = None) -> str:
 
 
 def scan(graph: Graph, facts: Mapping[str, OpFacts] | None = None) -> DeterminismLevel:
-    """Return the level of determinism that a step's compute ops allow once its ``settings`` are made, and what limits it.
+    """Return the level of determinism that a step's ops allow once the listed settings are made, and what limits it.
 
-    ``facts``: what the arguments of ops say, by op name (:func:`op_facts`); None: the cautious case is taken. A graph
-    whose ops have no types gets level ``unknown``. One without module paths in its op names (``forward/PATH/op``, as
-    traces here have) gets no modules. An inference graph says nothing of the backward pass. As in the paper, matrix
-    products, reductions, random draws and attention do not forbid D2: their kernels can be fixed.
+    ``facts``: what the arguments of ops say, by op name (:func:`op_facts`); None: as in :func:`class_of`. The level is
+    ``unknown`` if ops have no types. Modules are listed only if op names have their paths (``forward/PATH/op``, as traces
+    here have). An inference graph says nothing about the backward pass. As in the paper, matrix products, reductions,
+    random draws and attention do not forbid D2: their kernels can be fixed.
     """
     ops_by_kind: dict[tuple[str, str], list[int]] = {}  # by op type and class, the ops' indices
     for op in graph.of_kind(COMPUTE).tolist():
@@ -102,10 +102,7 @@ def scan(graph: Graph, facts: Mapping[str, OpFacts] | None = None) -> Determinis
 
 
 def op_facts(traced: TracedStep) -> dict[str, OpFacts]:
-    """Return, by the name of each compute op of a traced step, what its arguments say beyond its type.
-
-    That is whether it reads floating-point tensors, and whether it is a convolution of separate windows.
-    """
+    """Return, by the name of each compute op of a traced step, what its arguments say beyond its type."""
     return {
         name: OpFacts(floating=any(map(_is_floating, node.all_input_nodes)), patches=_has_separate_windows(node))
         for name, node in traced.nodes.items()
@@ -121,7 +118,7 @@ def _is_floating(node: Node) -> bool:
 def _has_separate_windows(node: Node) -> bool:
     """Return whether a node is a convolution whose windows do not overlap, so that no input element is read twice."""
     name = str(node.target)
-    # The places of the arguments are those of aten's schemas; the backward pass begins with the output's gradient.
+    # The indices of the arguments in aten's schemas; those of the backward pass begin with the output's gradient.
     if name == "aten.convolution.default":
         weight, stride, padding, dilation, transposed, groups = (node.args[place] for place in (1, 3, 4, 5, 6, 8))
     elif name == "aten.convolution_backward.default":
@@ -134,9 +131,9 @@ def _has_separate_windows(node: Node) -> bool:
 
 
 def _finding(graph: Graph, op_type: str, kernel_class: str, ops: list[int]) -> DeterminismOp:
-    """Return the row of an op type's ops of one class: the class's level, their FLOPs, and the modules that they are in.
+    """Return one row of the result: the level of a class of kernels, and the FLOPs and modules of an op type's ops in it.
 
-    ``ops``: indices in the graph.
+    ``ops``: the indices in the graph of these ops.
     """
     entry = CLASSES[kernel_class]
     return DeterminismOp(
@@ -161,9 +158,9 @@ def _reason(finding: DeterminismOp, step_flops: float) -> str:
 
 
 def _module_of(name: str) -> str:
-    """Return the module path in an op's name: ``layers.0`` for ``forward/layers.0/mm``; "" for a name without phase.
+    """Return the module path in an op's name: ``layers.0`` for ``forward/layers.0/mm``; "" for a name of no such form.
 
-    Ops outside of any module belong to ``MODEL``, all of the backward pass to ``BACKWARD``.
+    Forward ops outside any module belong to ``MODEL``. Names of backward ops hold no module: all belong to ``BACKWARD``.
     """
     phase, _, path = name.partition("/")
     if phase == "backward":

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from ddltool.analyzers.step.recording.vision import declare_torchvision
-from ddltool.analyzers.step.tracing.batches import divided, fed
+from ddltool.analyzers.step.tracing.batches import divide_batch, with_batch
 from ddltool.analyzers.step.tracing.step import (
     TrainingStep,
     as_arguments,
@@ -36,11 +36,11 @@ REMEDY = "write a factory that returns (module, example_inputs)"
 
 
 def imported(package: str, source: str) -> ModuleType:
-    """Return an optional package, whose extra has the same name. Raises MissingExtra when it is not installed.
+    """Import an optional package, which is also the name of ddltool's extra, and return it.
 
-    ``source``: what names the model, for messages.
+    ``source``: what names the model, for messages. Raises MissingExtra if the package is not installed.
     """
-    declare_torchvision()  # timm and transformers import it
+    declare_torchvision()  # timm and transformers import torchvision, which may not load without this
     try:
         return importlib.import_module(package)
     except ModuleNotFoundError as error:
@@ -50,21 +50,22 @@ def imported(package: str, source: str) -> ModuleType:
 
 
 def nearest(name: str, known: Iterable[str], otherwise: Iterable[str]) -> str:
-    """Return a remedy that lists up to five known names closest to ``name``, or ``otherwise`` where none is close."""
+    """Return a question for error messages that lists the known names close to ``name``, or ``otherwise`` if none is."""
     close_names = difflib.get_close_matches(name, list(known), n=5) or list(otherwise)
     return f"did you mean {', '.join(close_names)}?"
 
 
 def least_batch(module: nn.Module) -> int:
-    """Return the samples of an example input: 2 with BatchNorm, which needs several values per channel, else 1."""
+    """Return how many samples an example input needs: 2 with BatchNorm, which needs several values per channel, else 1."""
     return 1 + any(isinstance(submodule, nn.modules.batchnorm._BatchNorm) for submodule in module.modules())
 
 
 def timm_step(name: str, attention: str | None = None) -> TrainingStep:
-    """Return one training step of a timm model on images of its own size, or of ``@SIZE`` pixels: ``resnet50@256``.
+    """Return one training step of a timm model on images of its default size, or of ``@SIZE`` pixels: ``resnet50@256``.
 
-    ``attention``: eager or sdpa; None: what the library picks. Images are (batch, channels, height, width). Raises InputError
-    for unknown names and for models that cannot be built, MissingExtra without timm.
+    ``attention``: eager or sdpa; None: what timm picks. Images are (batch, channels, height, width). Raises InputError for
+    unknown names and for models that cannot be built, MissingExtra without timm. timm's setting of attention, if one is
+    asked for, stays changed in this process.
     """
     source = f"timm:{name}"
     timm = imported("timm", source)
@@ -76,7 +77,7 @@ def timm_step(name: str, attention: str | None = None) -> TrainingStep:
         raise InputError(source, f"cannot read the image size {size_text!r}", f"give pixels: timm:{name}@256")
     pixels = {"img_size": int(size_text)} if separator else {}
     if attention is not None:
-        timm.layers.set_fused_attn(attention != "eager")  # which a model asks when it is built
+        timm.layers.set_fused_attn(attention != "eager")  # a model reads this setting when it is built
     module = _timm_model(timm, source, name)
     default_config: Any = module.default_cfg
     # A model of fixed image size is built anew for another size; other models take images of any size.
@@ -101,10 +102,10 @@ def _timm_model(timm: Any, source: str, name: str, **options: int) -> nn.Module:
 
 
 def factory_step(source: str) -> TrainingStep:
-    """Return the step of the product of the factory named by ``source``, which is called without arguments.
+    """Import the factory that ``source`` names (``FILE.py:NAME`` or ``PACKAGE:NAME``), call it, and return its model's step.
 
-    Raises InputError for a file or package that cannot be imported, for a missing factory, and for a product that is no
-    module.
+    The factory is called without arguments and returns what :func:`step_from` takes. Raises InputError for a file or
+    package that cannot be imported, for a missing factory, and for one that raises or returns anything else.
     """
     location, _, name = source.rpartition(":")
     declare_torchvision()  # the file may import timm or transformers
@@ -123,13 +124,13 @@ def factory_step(source: str) -> TrainingStep:
 def fed_step(model: Any, batch: Any, name: str) -> TrainingStep:
     """Return the step of a model on a batch of its DataLoader.
 
-    ``model`` is a module, a function that makes one, or the step of a model that was named, whose module is changed. Example
-    inputs that come with a module are replaced by the batch. ``name``: of the step, and in errors. Raises InputError for what
-    is no model, and for a batch that does not fit it.
+    ``model`` is a module, (module, example inputs), a function that returns either, or the step of a model that was given
+    by name, whose module is changed. The batch takes the place of example inputs. ``name``: of the step, and in errors.
+    Raises InputError for anything else, and for a batch that does not fit the module.
     """
     if isinstance(model, TrainingStep):
         vars(model.module).pop("forward", None)  # a named model's forward was bound to the inputs made for it
-        return fed(model, divided(model.module, batch))
+        return with_batch(model, divide_batch(model.module, batch))
     if callable(model) and not isinstance(model, nn.Module):
         with _user_errors(name, "the function raised", "it must work when called without arguments"):
             model = model()
@@ -138,15 +139,16 @@ def fed_step(model: Any, batch: Any, name: str) -> TrainingStep:
         raise InputError(
             name, f"a {type(module).__name__} is no model", "give an nn.Module, or a function that makes it"
         )
-    parts = divided(module, batch)
-    return fed(held_step((module, parts.example), name), parts)
+    parts = divide_batch(module, batch)
+    return with_batch(held_step((module, parts.example), name), parts)
 
 
 def held_step(model: Any, name: str) -> TrainingStep:
-    """Return the step of a module, of (module, example inputs) or of a function that returns either.
+    """Return the step of a module, of (module, example inputs), or of a function that returns either.
 
-    A module is traced as a copy without weights: the caller's module stays unchanged, and no memory is taken. Raises
-    InputError for what is no model, and for a module that cannot be copied.
+    The step has a copy of the module whose weights are on the meta device, so that the caller's module stays unchanged
+    and no memory is taken; what a function returns is not copied. Raises InputError for anything else, and for a module
+    that cannot be copied.
     """
     if callable(model) and not isinstance(model, nn.Module):
         with _user_errors(name, "the function raised", "it must work when called without arguments"):
@@ -168,10 +170,11 @@ def held_step(model: Any, name: str) -> TrainingStep:
 
 
 def step_from(product: Any, source: str, name: str) -> TrainingStep:
-    """Return the step of a module or of (module, example inputs), where these are one, a tuple, or a mapping of keywords.
+    """Return the step of ``product``: a module, or (module, example inputs).
 
-    Its loss is ``module.loss(output, module.example_targets(batch_size))`` for a module that has both, else the
-    default loss. ``source`` names it in messages, ``name`` in results. Raises InputError for any other product.
+    Example inputs are one input, a tuple of them, or a mapping of keywords; without them they are guessed. The loss is
+    ``module.loss(output, module.example_targets(batch_size))`` for a module that has both methods, else the default loss.
+    ``source`` names the step in messages, ``name`` in results. Raises InputError for any other product.
     """
     note = ""
     if isinstance(product, tuple) and len(product) == 2 and isinstance(product[0], nn.Module):
@@ -199,7 +202,7 @@ def step_from(product: Any, source: str, name: str) -> TrainingStep:
         return step
 
     def loss(output: Any) -> Any:
-        """Return the module's own loss, against its own targets for the output's batch size."""
+        """Return the module's own loss against its own targets, for as many samples as the output has."""
         first_output = tensors_in(output)[0]
         return module_loss(output, targets(first_output.shape[0]).to(first_output.device))
 
@@ -208,9 +211,10 @@ def step_from(product: Any, source: str, name: str) -> TrainingStep:
 
 @contextmanager
 def _user_errors(source: str, problem: str, remedy: str) -> Iterator[None]:
-    """Turn exceptions of the user's code into an InputError of one line: ``problem``, then the exception.
+    """Turn exceptions of the user's code in the block into an InputError of one line: ``problem``, then the exception.
 
-    SystemExit is turned, too: it would end the command without a word.
+    That includes SystemExit, which would end the command without a message. Errors of ddltool and KeyboardInterrupt pass
+    unchanged, and so do, with the meta device as the default, errors that it may have caused.
     """
     try:
         yield
@@ -226,9 +230,9 @@ def _user_errors(source: str, problem: str, remedy: str) -> Iterator[None]:
 
 
 def _import_module(name: str, source: str) -> Any:
-    """Return an imported module of the installed packages or the working folder, which is put on the path.
+    """Import a module from the installed packages or the working folder, which is added to ``sys.path``, and return it.
 
-    Raises InputError when the import fails.
+    Raises InputError, which names ``source``, if the import fails.
     """
     folder = str(Path.cwd())
     if folder not in sys.path:
@@ -238,9 +242,9 @@ def _import_module(name: str, source: str) -> Any:
 
 
 def _import_file(location: str, source: str) -> Any:
-    """Return an imported Python file, whose folder is put on the path.
+    """Import a Python file, whose folder is added to ``sys.path``, and return its module.
 
-    Raises InputError for a missing file or a failing import.
+    Raises InputError, which names ``source``, for a missing file or a failing import.
     """
     path = Path(location)
     spec = importlib.util.spec_from_file_location(path.stem, path)

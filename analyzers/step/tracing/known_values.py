@@ -66,8 +66,8 @@ class KnownValues(TorchDispatchMode):
         """Run an op without values, and the same op on values where the values of all its inputs are known."""
         kwargs = dict(kwargs or {})
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if _DYNAMIC.intersection(func.tags) and all(self._values.of(tensor) is not None for tensor in tensors):
-            value = self._values.computed(func, args, kwargs)
+        if _DYNAMIC.intersection(func.tags) and all(self._values.value_of(tensor) is not None for tensor in tensors):
+            value = self._values.compute(func, args, kwargs)
             outcome = tree_map_only(Tensor, lambda known: torch.empty_like(known, device=tensors[0].device), value)
             self._values.record(outcome, value)
             return outcome
@@ -80,9 +80,9 @@ class KnownValues(TorchDispatchMode):
         return outcome
 
     def _assume_balanced(self, func: Any, args: tuple[Any, ...], outcome: Any) -> None:
-        """Let a choice by activations fall on all options in turn, so that a router sends equally many tokens to every expert.
+        """Set the indices that an op chooses by activations to all options in turn: a router then loads all experts equally.
 
-        ``outcome``: the op's result, of which the second part holds the chosen indices where it has several.
+        ``outcome``: the op's result: the chosen indices, or a tuple with these second.
         """
         choice = outcome[1] if isinstance(outcome, (tuple, list)) else outcome
         # The index, among the op's arguments, of the dimension that is searched.
@@ -94,24 +94,24 @@ class KnownValues(TorchDispatchMode):
 
 
 class AssumedValues(TorchFunctionMode):
-    """A mode under which all numbers are finite, as in a healthy step, and masks with known values become indices.
+    """A mode under which all numbers count as finite, as in a healthy step, and masks with known values become indices.
 
-    A mask as an index gives a tensor of unknown size, in the backward pass again; indices give a known size.
+    The size of a tensor that is indexed by a mask depends on values, also in the backward pass; indices make it known.
     """
 
     def __init__(self, known: KnownValues) -> None:
-        """``known``: the mode that tracks values."""
+        """Take the known values from ``known``, the mode that tracks them."""
         super().__init__()
         self._known = known
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run one function of torch, with the two assumptions of the class.
+        """Run one function of torch under the two assumptions of the class.
 
-        Known values can also be printed, and made into lists.
+        Formatting a known number, a tensor made of a list of known tensors, and ``masked_select`` work, too.
         """
-        if not args:  # such as a function of keywords alone, which reads no tensor here
+        if not args:  # keywords alone: none of the functions below is called in this way
             return func(**(kwargs or {}))
         # First what is assumed of all numbers, then what reads known values: masks, texts, lists.
         if func in (torch.isfinite, Tensor.isfinite):
@@ -135,16 +135,13 @@ class AssumedValues(TorchFunctionMode):
             is_mask = isinstance(index, Tensor) and index.dtype == torch.bool and index.dim()
             return index.nonzero().unbind(1) if is_mask and self._known.holds(index) else index
         indices = [self._masks_to_indices(item) for item in index]
-        # A mask over several dimensions becomes several indices, so that the lists are put together.
+        # A mask over several dimensions becomes several indices, which take its place in the tuple.
         parts = [item if isinstance(item, tuple) else (item,) for item in indices]
         return tuple(tensor for part in parts for tensor in part)
 
 
 def refusal(source: str, error: Exception) -> InputError:
-    """Return the error for a model that raised ``error`` on the inputs that ddltool made for it.
-
-    ``source`` names the model.
-    """
+    """Return the InputError for the model ``source``, which raised ``error`` on the inputs that ddltool made for it."""
     if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
         problem = "cannot be traced: what it does depends on its activations"
     else:
@@ -156,12 +153,12 @@ def refusal(source: str, error: Exception) -> InputError:
 def bind(
     module: nn.Module, inputs: Mapping[str, Tensor], source: str, packed: frozenset[str] = frozenset()
 ) -> tuple[Tensor, ...]:
-    """Make ``module`` take the tensors of ``inputs`` by position, in place, and return them as a tuple.
+    """Replace the module's ``forward`` by one that takes the tensors of ``inputs`` by position; return them as a tuple.
 
-    ``inputs`` are CPU tensors by name, with the batch in dimension 0; those in ``packed`` reach the forward without
-    it, all samples in a row (patches of images of any size). While the module is traced, its inputs have the values
-    given here, repeated to the traced batch size, so that its forward may read them. ``source`` names the model in
-    errors.
+    ``inputs`` are CPU tensors by name, with the batch in dimension 0. Those in ``packed`` are passed on without this
+    dimension, the samples one after another (patches of images of any size). While the module is traced, its inputs have
+    the values given here, repeated to the traced batch size, so that its forward may read them; what it raises then
+    becomes an InputError that names ``source``.
     """
     names = tuple(inputs)
     forward = module.forward
@@ -200,11 +197,13 @@ class _Method(nn.Module):
         return getattr(self.owner, self.name)(**inputs)
 
 
-def tried(owner: nn.Module, method: str, inputs: Mapping[str, Tensor], packed: frozenset[str] = frozenset()) -> Any:
-    """Return the result of a module's method on named inputs, as tensors without values; raises what the method raises.
+def run_without_values(
+    owner: nn.Module, method: str, inputs: Mapping[str, Tensor], packed: frozenset[str] = frozenset()
+) -> Any:
+    """Return the result, in tensors without values, of a module's method on named inputs; raises what the method raises.
 
-    The method runs as in a trace: weights take no memory, and the inputs' values are known. ``packed``: inputs that
-    reach the method without their batch dimension.
+    The method runs as in a trace: weights take no memory, and the values of the inputs are known. ``packed``: names of
+    inputs that are passed on without their batch dimension.
     """
     module = _Method(owner, method)
     with (

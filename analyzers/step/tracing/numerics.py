@@ -47,7 +47,7 @@ class Numerics:
         return self.format.is_autocast and not self.gathered
 
     def kept(self, value: Tensor) -> Tensor:
-        """Return a parameter in the type in which it is kept, reduced and updated."""
+        """Return a parameter in the type in which the precision keeps and updates it; other tensors are returned unchanged."""
         is_half = self.format.keeps != "float32" and value.is_floating_point()
         return value.to(getattr(torch, self.format.keeps)) if is_half else value
 
@@ -65,13 +65,13 @@ class Numerics:
         return value
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Return the block of autocast around the forward pass and the loss; one that does nothing where nothing is cast."""
+        """Return the context for the forward pass and the loss: autocast, or one that does nothing where nothing is cast."""
         if not self.autocasts:
             return nullcontext()
         return torch.autocast("cuda" if self.cuda else "cpu", dtype=getattr(torch, self.format.computes))
 
-    def narrowed(self, module: nn.Module, parameters: Mapping[str, Tensor]) -> AbstractContextManager[object]:
-        """Return a block in which a module's linear layers run in float8; for other precisions one that does nothing.
+    def float8_linears(self, module: nn.Module, parameters: Mapping[str, Tensor]) -> AbstractContextManager[object]:
+        """Return a context in which a module's linear layers run in float8; for other precisions it does nothing.
 
         ``parameters``: the tensors that take the place of the module's own in the step, by name.
         """

@@ -56,10 +56,10 @@ _SETTINGS: Mapping[str, frozenset[int]] = {
 def trace_onnx(path: str, *, batch_size: int | None = None, bindings: Mapping[str, int] | None = None) -> Graph:
     """Return the forward graph of an ONNX file: FLOPs, bytes and where these come from, no durations.
 
-    Every used floating-point initializer is a recv op, and so is every ConstantOfShape or Constant node in place of a
-    weight; running statistics too, since a worker needs them to run the model. Weights count as stored. Of quantised
-    models that includes int8 and 4-bit weights and int32 biases, but no scales and zero points. ``meta["dtype"]`` is
-    the type of most FLOPs; ``meta["note"]`` names work that is not counted in full.
+    Each weight is a recv op: every floating-point initializer that a node reads (running statistics, too, which a worker
+    needs to run the model), and every Constant or ConstantOfShape node in the place of one. In quantised models int8 and
+    4-bit weights and int32 biases are weights, but scales and zero points are not. Sizes are as stored in the file.
+    ``meta["dtype"]`` is the type of most FLOPs; ``meta["note"]`` names work that is not counted in full.
 
     Args:
         batch_size: see :func:`~.onnx_shapes.set_dimensions`.
@@ -84,7 +84,7 @@ def trace_onnx(path: str, *, batch_size: int | None = None, bindings: Mapping[st
 
 
 def _read_model(path: str) -> ModelProto:
-    """Return the parsed model, weights included. Raises InputError for a file that is no ONNX model."""
+    """Read and parse a file, with its weights. Raises InputError for a file that is too large or no ONNX model."""
     from google.protobuf.message import DecodeError
 
     data = read_bytes(path, _LARGEST_MODEL)
@@ -99,13 +99,13 @@ def _read_model(path: str) -> ModelProto:
 
 
 _ABOVE_ZERO = ("strides", "dilations", "kernel_shape", "group")
+"""Attributes whose numbers must be 1 or more."""
 
 
 def _check_numbers(model: ModelProto, path: str) -> None:
-    """Raise InputError for numbers in a file that cannot be true.
+    """Raise InputError for an operator set that this onnx does not know, a negative dimension, or an attribute below 1.
 
-    These are an operator set that this onnx does not know, a negative dimension, and a stride, dilation, kernel size
-    or number of groups below 1.
+    The attributes are strides, dilations, kernel sizes and numbers of groups.
     """
     newest = defs.onnx_opset_version()
     for entry in model.opset_import:
@@ -137,9 +137,9 @@ def _tensors(graph: GraphProto) -> list[TensorProto]:
 
 
 def _check_tensors(model: ModelProto, path: Path) -> None:
-    """Raise InputError for unknown element types, and for external data outside the model's folder.
+    """Raise InputError for unknown element types, and for external data outside the folder of the model at ``path``.
 
-    Links in paths are resolved, so that none leads outside. No external file is opened.
+    Links in paths are resolved first, so that none leads outside. No external file is opened.
     """
     folder = path.resolve().parent
     known_types = set(TensorProto.DataType.values())
@@ -160,7 +160,7 @@ def _check_tensors(model: ModelProto, path: Path) -> None:
 
 
 def _inline_functions(model: ModelProto, path: str) -> ModelProto:
-    """Return the model with its local functions inlined. Raises InputError when onnx cannot inline them."""
+    """Return the model with calls of its own functions replaced by their nodes. Raises InputError if onnx cannot do that."""
     if not model.functions:
         return model
     from onnx import inliner
@@ -200,20 +200,20 @@ class _GraphBuilder:
     """Turns a sorted model and its inferred shapes into a graph."""
 
     def __init__(self, model: ModelProto, inferred: Inferred, path: str) -> None:
-        """Read from the model which tensors are parameters; ``path`` names the file in messages."""
+        """Find which tensors may be parameters; ``model``: with sorted nodes, ``path``: the file, for messages."""
         self.graph = model.graph
         self.path = path
         self.opset = max(entry.version for entry in model.opset_import)
         self.shapes, self.types = inferred.shapes, inferred.types
         self.data = {name for node in self.graph.node for name in _data_inputs(node)}
-        """Names that some node reads as data: constants among them are parameters."""
+        """Names of tensors that some node reads as data (not as settings): the constants among them are parameters."""
         self.biases = {
             name
             for node in self.graph.node
             for index, name in enumerate(node.input)
             if (node.op_type, index) in _BIAS_INPUTS
         }
-        """Quantised biases: of int32 tensors only these are parameters, the others are shapes and indices."""
+        """Names of quantised biases, the only int32 tensors that are parameters; others hold shapes and indices."""
 
     def build(self, batch: int | None, notes: list[str]) -> Graph:
         """Return the graph: recv ops of the weights, then the nodes in file order.
@@ -289,14 +289,15 @@ class _GraphBuilder:
         return sum(_stored_bytes(math.prod(self.shapes[name]), self.types.get(name, 1)) for name in sized_names)
 
     def _arithmetic_type(self, node: NodeProto) -> int:
-        """Return the element type that a node computes in: that of its first numeric input, 0 where no type is known."""
+        """Return the element type that a node computes in: that of its first floating-point or quantised input, else 0."""
         types = (self.types.get(name, 0) for name in node.input)
         return next((data_type for data_type in types if data_type in _FLOATING | _QUANTISED), 0)
 
     def _main_dtype(self, flops_by_type: Counter[int], weights: Mapping[str, tuple[float, int]]) -> str:
-        """Return the name of the element type of most FLOPs, else of most weights; ``int8`` for signed and unsigned 8 bits.
+        """Return the name of the element type of most FLOPs, or of most weights if there are no FLOPs, else "float32".
 
-        ``flops_by_type``: FLOPs by element type, 0 for unknown types, which do not count.
+        ``flops_by_type``: FLOPs by element type, which is changed: the FLOPs of type 0 (unknown) are removed. Unsigned 8-bit
+        integers are called ``int8``, too.
         """
         del flops_by_type[0]
         if not sum(flops_by_type.values()):
@@ -309,7 +310,7 @@ class _GraphBuilder:
         return "int8" if name == "uint8" else name
 
     def _uncounted_notes(self) -> list[str]:
-        """Return notes on work that is not counted in full: unknown shapes and subgraphs."""
+        """Return notes on work that is not counted in full, because of unknown shapes or subgraphs; [] if there is none."""
         notes = []
         read_names = {name for node in self.graph.node for name in inputs_of(node)}
         read_names |= {value.name for value in self.graph.output}
@@ -345,24 +346,24 @@ class _GraphBuilder:
 
 
 def _unique_name(name: str, name_counts: Counter[str]) -> str:
-    """Return a name that no op before has, with the lowest suffix that makes it so: ``Conv``, then ``Conv_1``.
+    """Return a name that no earlier op has, with a number where it is needed: ``Conv``, then ``Conv_1``.
 
-    ``name_counts``: how often each name was asked for; the new one is counted.
+    ``name_counts``: how often each name was asked for so far, in which this call is counted.
     """
     name_counts[name] += 1
     return name if name_counts[name] == 1 else _unique_name(f"{name}_{name_counts[name] - 1}", name_counts)
 
 
 def _data_inputs(node: NodeProto) -> list[str]:
-    """Return the names of tensors that a node and its subgraphs read as data: without scales, zero points and sizes."""
+    """Return the names of tensors that a node and its subgraphs read as data, not as settings (scales, zero points, sizes)."""
     own_input_count = sum(1 for name in node.input if name)
-    subgraph_inputs = inputs_of(node)[own_input_count:]
+    subgraph_inputs = inputs_of(node)[own_input_count:]  # inputs_of lists the node's own first
     settings = _SETTINGS.get(node.op_type, ())
     return [name for index, name in enumerate(node.input) if name and index not in settings] + subgraph_inputs
 
 
 def _stored_bytes(elements: int, data_type: int) -> float:
-    """Return the stored bytes of a tensor's elements, 0 for text and unknown types; types of less than 8 bits are packed."""
+    """Return the bytes in which a tensor's elements are stored; 0 for text and unknown types. Types below 8 bits are packed."""
     if data_type in (TensorProto.UNDEFINED, TensorProto.STRING):
         return 0.0
     bits = _PACKED_BITS.get(data_type) or 8 * int(helper.tensor_dtype_to_np_dtype(data_type).itemsize)

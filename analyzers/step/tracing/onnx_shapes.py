@@ -54,14 +54,18 @@ class Batch:
 
 
 def set_dimensions(graph: GraphProto, bindings: Mapping[str, int], batch_size: int | None, path: str) -> Batch:
-    """Write sizes into a graph's symbolic dimensions and return its batch.
+    """Write sizes into a graph's symbolic dimensions, and return its batch.
+
+    The batch is every input's first dimension that is symbolic and has no binding. If there is none, the batch is fixed: the
+    size of the first input's first dimension.
 
     Args:
         bindings: sizes by name; a dimension without a name is called ``INPUT.PLACE`` (the input and the dimension's index).
-        batch_size: size of the symbolic first dimensions without a binding, which are the batch; None: 1.
+        batch_size: size of a symbolic batch; None: 1.
+        path: the file, for messages.
 
-    Where no first dimension is symbolic the batch is fixed: the first dimension of the first input. Raises InputError for a
-    name that no input has, an impossible size, symbolic dimensions without a size, and a batch size other than the fixed one.
+    Raises InputError for a name that no input has, an impossible size, symbolic dimensions without a size, and a batch size
+    other than the fixed one.
     """
     if batch_size is not None and not 1 <= batch_size <= _LARGEST_SIZE:
         raise InputError("--batch-size", f"is {batch_size}", f"it must be at least 1 and at most {_LARGEST_SIZE}")
@@ -88,16 +92,16 @@ def set_dimensions(graph: GraphProto, bindings: Mapping[str, int], batch_size: i
     if batch_names and size != 1:
         for value in (*graph.value_info, *graph.output):
             if batch_names.isdisjoint(dim.dim_param for dim in value.type.tensor_type.shape.dim):
-                value.type.tensor_type.ClearField("shape")  # it may hold the batch size of the export
+                value.type.tensor_type.ClearField("shape")  # as a number, it may be the batch size of the export
     _write_sizes(graph, {**bindings, **dict.fromkeys(batch_names, size or 1)})
     return Batch(size=size, symbolic=bool(batch_names))
 
 
 def _name_dimensions(inputs: Mapping[str, Any]) -> dict[str, str]:
-    """Give the inputs' nameless dimensions without a size the name ``INPUT.PLACE``.
+    """Name the inputs' symbolic dimensions that have no name ``INPUT.PLACE``, in place.
 
-    Returns, by the name of each symbolic dimension, where it stands first: ``images[0]``. ``inputs``: dimensions by
-    input.
+    Returns, by the name of each symbolic dimension, where it occurs first, as ``images[0]``. ``inputs``: by an input's
+    name, its dimensions.
     """
     first_places: dict[str, str] = {}
     for name, dims in inputs.items():
@@ -109,7 +113,7 @@ def _name_dimensions(inputs: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _write_sizes(graph: GraphProto, sizes: Mapping[str, int]) -> None:
-    """Write sizes by name into a graph's dimensions; dimensions without one become unknown, whatever the file declares."""
+    """Write sizes by name into a graph's symbolic dimensions; those without one become dimensions of unknown size."""
     for value in (*graph.input, *graph.value_info, *graph.output):
         for dim in value.type.tensor_type.shape.dim:
             if dim.dim_param in sizes:
@@ -142,11 +146,11 @@ class Inferred:
 
 
 def infer(model: ModelProto) -> Inferred:
-    """Return the shapes and types of the tensors of a model, whose nodes are sorted and whose dimensions all have sizes.
+    """Return the shapes and types of the tensors of a model with sorted nodes and inputs without symbolic dimensions.
 
-    Node by node: the types of its outputs are inferred, and small outputs that follow from constants are computed,
-    since later shapes may depend on them. Shapes declared in the file are the fallback where inference has none, as
-    for operators of other domains.
+    For one node after another, the types of its outputs are inferred, and small outputs that follow from constants are
+    computed, since later shapes may depend on them. Where inference finds no shape, as for operators of other domains, the
+    shape that the file declares is taken.
     """
     graph = model.graph
     declared = {value.name: value.type for value in (*graph.value_info, *graph.output)}
@@ -172,7 +176,7 @@ def infer(model: ModelProto) -> Inferred:
 
 
 def _shape(type_: TypeProto) -> Shape | None:
-    """Return the shape of a tensor type, None where a dimension has no size."""
+    """Return the shape of a tensor type, None if it has no shape or a dimension has no size."""
     tensor = type_.tensor_type
     is_known = tensor.HasField("shape") and all(dim.HasField("dim_value") for dim in tensor.shape.dim)
     return tuple(dim.dim_value for dim in tensor.shape.dim) if is_known else None
@@ -184,9 +188,9 @@ def _single_node_model(
     values: Mapping[str, TensorProto],
     opset_imports: Iterable[OperatorSetIdProto],
 ) -> ModelProto:
-    """Return a model of one node, for the checker and the reference evaluator.
+    """Return a model that consists of one node, for shape inference and the reference evaluator.
 
-    Its inputs have the known types, and are initializers where their values are known.
+    Its inputs have the given types; those with known values are initializers.
     """
     names = dict.fromkeys(inputs_of(node))
     inputs = [helper.make_value_info(name, types.get(name, TypeProto())) for name in names]
@@ -197,22 +201,19 @@ def _single_node_model(
 
 
 def _output_types(single: ModelProto) -> dict[str, TypeProto]:
-    """Return the inferred types of the outputs of a model of one node, by name.
-
-    For a node that contradicts its operator there are none.
-    """
+    """Return the inferred types of the outputs of a model of one node, by name; {} if inference refuses the node."""
     try:
         return {value.name: value.type for value in shape_inference.infer_shapes(single).graph.output}
-    except Exception:  # the checker raises several unrelated types
+    except Exception:  # inference raises several unrelated types for a node that contradicts its operator
         return {}
 
 
 def _small_outputs(
     node: NodeProto, single: ModelProto, types: Mapping[str, TypeProto], values: Mapping[str, TensorProto]
 ) -> dict[str, TensorProto]:
-    """Return the values of a node's outputs by name where they follow from known values; {} unless all are small and known.
+    """Return the values of a node's outputs by name, computed from known values; {} unless all are small and computable.
 
-    ``single``: the model of this node. External data are never opened.
+    ``single``: the model of this node. ``types``, ``values``: of all tensors so far. External data are never opened.
     """
     shapes = [_shape(types[name]) for name in node.output if name]
     if any(shape is None or math.prod(shape) > SMALL_ELEMENTS for shape in shapes):
@@ -236,7 +237,7 @@ def _small_outputs(
 
 
 def inputs_of(node: NodeProto) -> list[str]:
-    """Return the names of the tensors that a node reads, then of those that its subgraphs read from outside of them."""
+    """Return the names of the tensors that a node reads, then of those that its subgraphs read from outside themselves."""
     names = [name for name in node.input if name]
     for attribute in node.attribute:
         subgraphs = [attribute.g] if attribute.type == AttributeProto.GRAPH else attribute.graphs
@@ -250,7 +251,7 @@ def inputs_of(node: NodeProto) -> list[str]:
 
 
 def call_of(node: NodeProto, shapes: Mapping[str, Shape], size_bytes: Callable[[Iterable[str]], float]) -> Call:
-    """Return a node as a call for the cost rules. ``size_bytes`` is a function that returns the bytes of named tensors."""
+    """Return a node as a call for the cost rules; ``size_bytes``: a function from tensors' names to their bytes in all."""
     element_counts = [math.prod(shapes[name]) for name in (*node.input, *node.output) if name in shapes]
     return Call(
         name=node.op_type,
@@ -266,9 +267,10 @@ def call_of(node: NodeProto, shapes: Mapping[str, Shape], size_bytes: Callable[[
 
 
 def contradiction(node: NodeProto, shapes: Mapping[str, Shape]) -> str | None:
-    """Return in words how a node's shapes contradict each other, None where they are possible or unknown.
+    """Return a message that says how a node's shapes contradict each other; None if they are possible, or not known.
 
-    Shape inference compares neither a constant Reshape target with its input nor all inner dimensions.
+    Checks what shape inference leaves out: constant targets of Reshape and Resize, the inner dimensions of products, the
+    channels of convolutions, and the batch of recurrent states.
     """
     kind = node.op_type
     second_index = 3 if kind.startswith("QLinear") else 1  # the first input's scale and zero point come between
@@ -295,7 +297,7 @@ def contradiction(node: NodeProto, shapes: Mapping[str, Shape]) -> str | None:
 
 
 def label(node: NodeProto) -> str:
-    """Return how messages call a node: by its name, else by its first output, with its op type."""
+    """Return how messages call a node: its name, or else its first output's, and its op type."""
     name = node.name or next((output for output in node.output if output), "?")
     return f"node {name!r} ({node.op_type})"
 
@@ -306,9 +308,9 @@ def show(shape: Shape | None) -> str:
 
 
 def sort_nodes(graph: GraphProto, path: str) -> bool:
-    """Sort nodes topologically in place, and return whether the order changed; nodes that are free keep the file's order.
+    """Sort the nodes topologically in place, and return whether the order changed; ties keep the file's order.
 
-    Raises InputError for names that no node makes or two nodes make, and for cycles.
+    Raises InputError for a tensor that nothing makes or that is made twice, and for cycles.
     """
     given_names = {tensor.name for tensor in graph.initializer} | {value.name for value in graph.input}
     given_names |= {tensor.values.name for tensor in graph.sparse_initializer}

@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from ddltool.analyzers.step.tracing.step import TrainingStep
 
 Source = str | Path | Callable[..., Any] | tuple[Any, Any]
-"""A text as above, a module, (module, example_inputs), a function without arguments that returns either, or one with a batch
-(:class:`~ddltool.analyzers.step.tracing.batches.Fed`)."""
+"""A text as above, a module, (module, example_inputs), a function without arguments that returns either, or any of these with
+a batch (:class:`~ddltool.analyzers.step.tracing.batches.Fed`)."""
 FORMS = "model.onnx, package.module:factory, path/file.py:factory, zoo:NAME, transformers:NAME, timm:NAME or graph.json"
-# Share of the parameters' bytes: unread poolers and mask tokens stay below it, an unread tower exceeds it.
+# Largest share of the parameters' bytes that may be unread: poolers and mask tokens stay below it, a tower exceeds it.
 _MAX_UNREAD_SHARE = 0.03
 _held: dict[str, Source] = {}
-"""Models of this program that a text stands for at the moment, by that text."""
+"""By its text ``held:NAME``, each model of this program that is held at the moment."""
 _held_before: set[str] = set()
 """Names of all models that were held so far: a name that comes again gets a number."""
 _numbers = count(2)
@@ -39,10 +39,10 @@ _numbers = count(2)
 
 @contextlib.contextmanager
 def holding(source: Source) -> Iterator[str]:
-    """Let a text, ``held:NAME``, stand for a model of this program within the block, wherever a SOURCE is read.
+    """Yield a text, ``held:NAME``, that stands for a model of this program within the block, wherever a SOURCE is read.
 
-    A SOURCE that is a text already is given back as it is. No two models ever get the same text, so that results that
-    are kept for one are never taken for another's.
+    A SOURCE that is a text or path already is yielded as text. No two models ever get the same text, so that cached
+    results of one are never taken for another's.
     """
     if isinstance(source, (str, Path)):
         yield str(source)
@@ -89,10 +89,10 @@ def load_graph(
     numerics: Numerics | None = None,
     sequence_length: int | None = None,
 ) -> Graph:
-    """Return the graph of any SOURCE. Torch sources default to a training step, ONNX files to inference.
+    """Return the graph of any SOURCE.
 
     Args:
-        mode: ``training`` or ``inference``; None: the default.
+        mode: ``training`` or ``inference``; None: training for torch sources, inference for ONNX files.
         batch_size: samples of the step; None: those of the example inputs or the file.
         bindings: sizes of an ONNX file's symbolic dimensions by name.
         numerics: precision and layout of a torch source; None: float32 as torch runs it.
@@ -139,9 +139,10 @@ def training_step(source: str, batch_size: int) -> TrainingStep:
 def resolve_step(source: Source, sequence_length: int | None = None, attention: str | None = None) -> TrainingStep:
     """Return the module of a torch SOURCE with example inputs and a loss, made on the current default device.
 
-    ``sequence_length``: tokens of text, None for the source's own length. ``attention``: eager or sdpa, of
-    ``transformers:`` and ``timm:``; None: the library's choice. Raises InputError when the source does not exist, cannot be
-    built or fed, has no text of that length or its attention in its code, and MissingExtra when a package is not installed.
+    ``sequence_length``: tokens of text, None for the source's own length. ``attention``: eager or sdpa, for
+    ``transformers:`` and ``timm:`` only; None: the library's choice. What the user's code prints goes to stderr. Raises
+    InputError if the source does not exist, cannot be built or run, has no text of that length, or takes no ``attention``;
+    and MissingExtra if a package is not installed.
     """
     with contextlib.redirect_stdout(sys.stderr):  # what the user's code prints must not mix with the result
         return _resolve(source, sequence_length, attention)
@@ -155,7 +156,7 @@ def _resolve(source: Source, sequence_length: int | None, attention: str | None 
     from ddltool.analyzers.step.tracing.transformers_models import transformers_step
     from ddltool.fixtures import zoo
 
-    # A text may stand for a model of this program; a model may come with a batch; else it is an object or a name.
+    # In order: the text of a held model, a model with a batch, an object, and the name of a model.
     if isinstance(source, str) and source.startswith("held:"):
         if source not in _held:
             raise InputError(source, "was a model of a program that has ended", "give the model again")
@@ -206,13 +207,13 @@ def scan_source(
 
 
 def demand_whole(graph: Graph, source: Source) -> Graph:
-    """Return a torch SOURCE's graph, with a note on parameters that no op reads, if there are any.
+    """Return the graph of a torch SOURCE, with a note added if there are parameters that no op reads.
 
-    Raises InputError for a model of ``transformers:`` or ``timm:`` when these parameters hold more than 3 % of the
+    Raises InputError for a model of ``transformers:`` or ``timm:`` whose unread parameters hold more than 3 % of the
     bytes: the example inputs then miss a part of the model, such as its image encoder. A user's own model may have
     unused parameters.
     """
-    from ddltool.analyzers.step.tracing.torch_adapter import joined, module_names
+    from ddltool.analyzers.step.tracing.torch_adapter import join_notes, module_names
 
     read_by_others = {int(source_op) for op in range(len(graph.names)) for source_op in graph.inputs_of(op)}
     received = [int(op) for op in graph.of_kind(RECV)]
@@ -225,4 +226,4 @@ def demand_whole(graph: Graph, source: Source) -> Graph:
     if share > _MAX_UNREAD_SHARE and name_of(source).partition(":")[0] in ("transformers", "timm"):
         remedy = "no example input reaches them: write a factory that returns (module, example_inputs)"
         raise InputError(name_of(source), problem, remedy)
-    return replace(graph, meta={**graph.meta, "note": joined(graph.meta.get("note"), problem)})
+    return replace(graph, meta={**graph.meta, "note": join_notes(graph.meta.get("note"), problem)})

@@ -1,4 +1,4 @@
-"""TrainingStep: a module with example inputs and a loss, for tracers and profilers."""
+"""A module with example inputs and a loss, for tracers and profilers. Start at :class:`TrainingStep`."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from ddltool.errors import InputError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingStep:
-    """One step, ``loss(module(*inputs))``."""
+    """One training step of a model: ``loss(module(*inputs))``."""
 
     name: str
-    """In results and messages."""
+    """What results and messages call it."""
     module: nn.Module
     inputs: tuple[Any, ...]
     """Arguments; tensors have the batch in ``batch_dimension``, other values are passed unchanged."""
     keywords: tuple[str, ...] = ()
     """Names of the last of ``inputs``, which are passed by keyword."""
     loss: Callable[[Any], Tensor]
-    """From the module's output to a scalar tensor."""
+    """A function from the module's output to a scalar tensor."""
     note: str = ""
     """A remark for the user on guessed inputs, "" for none."""
     batch_dimension: int = 0
@@ -41,7 +41,7 @@ class TrainingStep:
 
 
 def called(module: Callable[..., Any], inputs: tuple[Any, ...], keywords: tuple[str, ...] = ()) -> Any:
-    """Return the module's output; ``keywords``: names of the last inputs, which are passed by keyword.
+    """Call the module and return its output; ``keywords``: names of the last inputs, which are passed by keyword.
 
     >>> called(lambda a, b: a - b, (1, 5), ("b",))
     -4
@@ -51,7 +51,7 @@ def called(module: Callable[..., Any], inputs: tuple[Any, ...], keywords: tuple[
 
 
 def as_arguments(example: Any) -> tuple[tuple[Any, ...], tuple[str, ...]]:
-    """Return a step's ``inputs`` and ``keywords`` for one input, a tuple or list of inputs, or a mapping of inputs by name.
+    """Return (inputs, keywords) of a step for one input, a tuple or list of inputs, or a mapping of inputs by name.
 
     >>> as_arguments({"x": 1, "mask": 2})
     ((1, 2), ('x', 'mask'))
@@ -81,8 +81,8 @@ def tensors_in(output: Any) -> list[Tensor]:
 def default_loss(output: Any) -> Tensor:
     """Return a scalar loss for any output: its own ``loss`` if it has one, else the sum of a term per floating-point tensor.
 
-    A matrix (batch, classes) gets cross entropy against class 0, at a classifier's cost; any other tensor its mean.
-    Raises InputError for an output without a floating-point tensor.
+    The term of a matrix (batch, classes) is its cross entropy against class 0, which costs what a classifier's loss does;
+    that of any other tensor is its mean. Raises InputError for an output without a floating-point tensor.
     """
     output_loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(output_loss, Tensor):
@@ -103,9 +103,9 @@ def _loss_term(tensor: Tensor) -> Tensor:
 
 
 def language_model_loss(output: Any) -> Tensor:
-    """Return token-wise cross entropy of ``output.logits`` (batch, length, vocabulary) against token 0.
+    """Return the mean cross entropy, over all tokens, of ``output.logits`` (batch, length, vocabulary) against token 0.
 
-    In float32, whatever the logits are in: so do transformers' losses (``ForCausalLMLoss``), and autocast.
+    It is computed in float32 whatever the type of the logits, as by transformers' losses (``ForCausalLMLoss``).
     """
     logits = output["logits"] if isinstance(output, Mapping) else output.logits
     flat = logits.reshape(-1, logits.shape[-1]).float()
@@ -113,10 +113,10 @@ def language_model_loss(output: Any) -> Tensor:
 
 
 def with_batch_size(inputs: tuple[Any, ...], batch_size: int | None, dimension: int = 0) -> tuple[Any, ...]:
-    """Return the inputs at ``batch_size``: tensors of the same batch size as the first are resized along ``dimension``.
+    """Return the inputs at ``batch_size``; None: unchanged.
 
-    Other tensors and values stay as they are. Rows are repeated, so that token indices stay valid. ``batch_size``
-    None returns the inputs unchanged. Raises InputError when no tensor has a batch.
+    Tensors as long along ``dimension`` as the first one that has this dimension are resized; their entries are repeated,
+    so that token indices stay valid. Other tensors and values stay unchanged. Raises InputError if no tensor has a batch.
     """
     if batch_size is None:
         return inputs
@@ -128,16 +128,16 @@ def with_batch_size(inputs: tuple[Any, ...], batch_size: int | None, dimension: 
     if not batched:
         raise InputError("--batch-size", "the example inputs hold no tensor with a batch dimension", "leave it out")
     old_size = batched[0].shape[dimension]
-    # Tensors are told apart by identity, since == compares their elements.
+    # Tensors are compared by id, because == compares their elements.
     sharing = {id(value) for value in batched if value.shape[dimension] == old_size}
     return tuple(resized(value, dimension, batch_size) if id(value) in sharing else value for value in inputs)
 
 
 def with_sequence_length(inputs: tuple[Any, ...], length: int | None) -> tuple[Any, ...]:
-    """Return the inputs with ``length`` tokens in every sample: dimension 1 of each (batch, length) tensor of integers.
+    """Return the inputs with ``length`` tokens in every sample; None: unchanged.
 
-    Columns are repeated; ``length`` None returns the inputs unchanged. Raises InputError when there is no such
-    tensor.
+    Every (batch, tokens) tensor of integers is resized, its columns repeated or cut off. Raises InputError if there is no
+    such tensor.
     """
     if length is None:
         return inputs
@@ -161,12 +161,12 @@ _GUESSED_PIXELS = 224
 
 
 def _sequence_input(layer: nn.RNNBase) -> Tensor:
-    """Return one sequence for a recurrent layer: (batch, steps, features), or (steps, batch, features) by its setting."""
+    """Return one sequence for a recurrent layer: (1, steps, features) if it is ``batch_first``, else (steps, 1, features)."""
     width = int(layer.input_size)
     return torch.zeros(1, _GUESSED_LENGTH, width) if layer.batch_first else torch.zeros(_GUESSED_LENGTH, 1, width)
 
 
-# A type of layer, what it takes in words, and a function that makes one sample of it for a layer.
+# (a type of layer, what it takes in words, a function that makes one sample for such a layer)
 _GUESSES: tuple[tuple[type[nn.Module], str, Callable[[Any], Tensor]], ...] = (
     (nn.Embedding, "token indices", lambda _: torch.zeros(1, _GUESSED_LENGTH, dtype=torch.long)),
     (nn.Conv2d, "an image", lambda layer: torch.zeros(1, layer.in_channels, _GUESSED_PIXELS, _GUESSED_PIXELS)),
@@ -177,10 +177,10 @@ _GUESSES: tuple[tuple[type[nn.Module], str, Callable[[Any], Tensor]], ...] = (
 
 
 def guess_inputs(module: nn.Module) -> tuple[Any, str]:
-    """Return example inputs for a bare module, and a note that says how they were guessed; "" where the module provides them.
+    """Return (example inputs of a module, note): the note says how the inputs were guessed, "" if the module has its own.
 
-    The module may provide ``example_inputs()`` or ``example_input_array``. Otherwise the first layer whose input
-    shape is known decides. Raises InputError for a module with neither.
+    A module may have ``example_inputs()`` or ``example_input_array``. Otherwise they are guessed from the first layer
+    whose input shape is known. Raises InputError if there is no such layer either.
     """
     method = getattr(module, "example_inputs", None)
     array = getattr(module, "example_input_array", None)
@@ -201,8 +201,8 @@ def guess_inputs(module: nn.Module) -> tuple[Any, str]:
 def batch_dimension(module: nn.Module, *, guessed: bool) -> int:
     """Return the batch dimension of a module's inputs: 1 for a recurrent layer that takes (steps, batch, features), else 0.
 
-    ``guessed``: whether the inputs come from :func:`guess_inputs`, that is from the module's first layer of known
-    shape.
+    ``guessed``: whether the inputs were guessed by :func:`guess_inputs`; then the layer that they were guessed from is
+    looked at, otherwise the module itself.
     """
     layer_types = tuple(layer_type for layer_type, _, _ in _GUESSES)
     layers = (submodule for submodule in module.modules() if isinstance(submodule, layer_types))

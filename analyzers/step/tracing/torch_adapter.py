@@ -1,14 +1,14 @@
-"""From a torch module to a Graph: its step recorded as a script's is, no weights allocated.
+"""From a torch module to a Graph: its step is recorded as a script's is, without allocating weights.
 
-The module is built on the ``meta`` device; its parameters, buffers and inputs become tensors without values that pose as a
-GPU's, and :class:`ddltool.analyzers.step.recording.recorder.Recorder` notes every op of the step: forward for inference;
+The module is built on the ``meta`` device; its parameters, buffers and inputs become tensors without values that seem to be on
+a GPU, and :class:`ddltool.analyzers.step.recording.recorder.Recorder` notes every op of the step: forward for inference;
 forward, loss and backward for training.
 
 A recording holds one batch size. :func:`trace_any_batch` computes the work at every other batch size from it where all
 tensor sizes are proportional to a power of the batch size, and records the step again elsewhere.
 
-Every parameter is a recv root, every gradient a send leaf. Buffers, inputs and targets are on the worker already and
-are no ops.
+Every parameter has a recv op without inputs, every gradient a send op that nothing reads. Buffers, inputs and targets are on
+the worker already and have no ops.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from ddltool.analyzers.step.tracing.step import TrainingStep, called
 from ddltool.errors import DdlToolError, InputError, one_line
 from ddltool.graph import Graph, Mode
 
-# What a module may raise that computes on its weights while it is built without them.
+# Errors of modules that compute on their weights while they are built without any.
 _META_REFUSALS = (NotImplementedError, RuntimeError, TypeError)
 # Forward passes are compared at a small and at a large batch size. A model that refuses the small one (it halves the
 # batch, say) is compared at the multiple instead.
@@ -57,7 +57,7 @@ _HIGHEST_POWER = 3  # of the batch size in a tensor dimension: losses over all p
 # The limit of a traced step: one that loops over its samples has ops in proportion to the batch size.
 _MOST_OPS = 10_000
 _MODULES_SHOWN = 3
-# An op, and of each of its output tensors the dimensions followed by the elements of the storage, and the type.
+# (an op, by output tensor its dimensions followed by the elements of its storage, by output tensor its type)
 OpOutput = tuple[Any, tuple[tuple[int, ...], ...], tuple[torch.dtype, ...]]
 
 
@@ -77,10 +77,10 @@ class TracedStep:
     last: Mapping[int, Node]
     """The node after which a storage is free, by torch's identifier of the storage; one that outlives the step is missing."""
     issued: Sequence[Issued]
-    """The distinct calls as far as their cost goes: equal calls appear once."""
+    """What the cost of each compute op depends on; equal ones appear once."""
     calls: Mapping[str, int]
-    """Index in ``issued`` of each compute op, by op name."""
-    again: Callable[[int], TracedStep]
+    """The index in ``issued`` of each compute op, by op name."""
+    retrace: Callable[[int], TracedStep]
     """Traces the step at another batch size."""
     sizes: frozenset[int] = frozenset()
     """Dimensions that must scale to whole numbers at another batch size; empty for a step that takes any batch size."""
@@ -92,10 +92,10 @@ class TracedStep:
     """What :meth:`traced_at` has traced, by batch size."""
 
     def at(self, batch_size: int) -> Graph:
-        """Return the graph at another batch size: its work scaled from this trace, or read from a new trace where that fails.
+        """Return the graph at another batch size: scaled from this trace if that is exact, else read from a new trace.
 
-        O(distinct calls) where it is scaled. Raises InputError for a step that must be traced and does not run at
-        this batch size.
+        Scaling takes O(distinct calls). A step without a batch is returned unchanged. Raises InputError for a step that
+        must be traced again and does not run at this batch size.
         """
         graph = self.graph
         if batch_size == graph.batch_size or graph.batch_size is None:
@@ -124,7 +124,7 @@ class TracedStep:
         return [op_index for op_index, _ in pairs], [call_index for _, call_index in pairs]
 
     def scale(self, batch_size: int) -> Scale | None:
-        """Return how dimensions of the trace scale to another batch size; None for a step that must be traced again."""
+        """Return how dimensions of the trace scale to another batch size, None if the step must be traced again."""
         traced_batch = self.graph.batch_size
         if traced_batch is None or self.prime is None:
             return None
@@ -141,7 +141,7 @@ class TracedStep:
             problem = f"loops over its samples, too many ops to trace at batch size {batch_size}"
             raise InputError(self.graph.name, problem, f"ask for at most {self.largest}")
         if batch_size not in self._traces:
-            self._traces[batch_size] = self.again(batch_size)
+            self._traces[batch_size] = self.retrace(batch_size)
         return self._traces[batch_size]
 
 
@@ -152,11 +152,11 @@ Result = TypeVar("Result")
 def trace_torch(
     build: Callable[[], TrainingStep], *, mode: Mode, batch_size: int | None = None, numerics: Numerics = AS_DEFAULT
 ) -> Graph:
-    """Return the graph of one step of the module that ``build`` makes: FLOPs, bytes and where these come from, no durations.
+    """Return the graph of one step of the module that ``build`` makes, with FLOPs and bytes and without durations.
 
     Args:
-        build: is called under the ``meta`` device, where weights take no memory; a module that cannot be built there is
-            built on the CPU.
+        build: a function that is called under the ``meta`` device, where weights take no memory, and called again on the CPU
+            if the module cannot be built there.
         mode: ``training`` for forward, loss and backward, ``inference`` for forward alone.
         batch_size: replaces the batch of the example inputs; None keeps it.
         numerics: precision and layout.
@@ -178,15 +178,15 @@ def trace_any_batch(
 ) -> TracedStep:
     """Return a trace whose :meth:`TracedStep.at` gives the graph at any batch size.
 
-    The step is traced at a prime batch size that divides no other dimension. The multiples of the prime are then the
-    dimensions that grow with the batch. A module that takes no odd batch is traced at a multiple of the prime.
+    The step is traced at a prime batch size that divides no other dimension, so that exactly the multiples of the prime
+    grow with the batch. A module that does not run at an odd batch size is traced at a multiple of the prime.
 
-    Models may halve the batch, loop over it or branch on its size. So forward passes at a small and a large batch
-    must run the same ops, on dimensions that are equal or in the ratio of the batches. A step that fails this is
-    traced at every batch size that is asked for.
+    Models may halve the batch, loop over it or branch on its size. Therefore forward passes at a small and a large batch
+    size are compared: they must run the same ops, on dimensions that are equal or grow with the batch. A step that fails
+    this is traced at every batch size that is asked for, and a note in the graph says so.
 
-    ``like``: a trace of the same step in other numerics, which do not change what grows with the batch; it saves the
-    comparison. Raises InputError as :func:`trace_torch` does.
+    ``like``: a trace of the same step in other numerics, whose comparison holds for this one, too. Raises InputError as
+    :func:`trace_torch` does.
     """
     step = _build(build, mode, numerics)
     if like is not None and like.prime is not None:
@@ -210,22 +210,22 @@ def trace_any_batch(
         traced_outputs = () if traced_batch == prime else _forward_outputs(step, traced_batch, mode, numerics)
         return replace(traced, prime=prime, sizes=_sizes(traced_outputs or ()))
     note = "its work does not grow in proportion with the batch: traced at every batch size"
-    graph = replace(traced.graph, meta={**traced.graph.meta, "note": joined(traced.graph.meta.get("note"), note)})
+    graph = replace(traced.graph, meta={**traced.graph.meta, "note": join_notes(traced.graph.meta.get("note"), note)})
     # A step that loops over its samples is traced only up to the batch size, a power of two, with about _MOST_OPS ops.
     ops_per_sample = (len(large_outputs or small_outputs) - len(small_outputs)) / (large - small)
     largest = max(traced_batch, 2 ** int(np.log2(_MOST_OPS / ops_per_sample))) if ops_per_sample > 0 else None
     return replace(traced, graph=graph, largest=largest)
 
 
-def joined(*notes: object) -> str:
-    """Return the remarks that are not empty as one text, with semicolons between them."""
+def join_notes(*notes: object) -> str:
+    """Return the notes that are not empty as one text, separated by semicolons."""
     return "; ".join(str(note) for note in notes if note)
 
 
 def module_names(parameters: Sequence[str]) -> str:
-    """Return the modules that own parameters, without layer numbers: the first three by name, the others as a count.
+    """Return a text with the modules that own parameters, as ``model.layers.mlp, lm_head, model.norm, +2``.
 
-    Three parts of a path at most are shown: ``model.layers.mlp, lm_head, +2``.
+    Names are without layer numbers and cut to three parts; modules beyond the first three are only counted.
     """
 
     def module(parameter: str) -> str:
@@ -256,11 +256,11 @@ def _is_proportional(
 ) -> bool:
     """Return whether two forward passes run the same ops, on dimensions that are equal or grow with a power of the batch size.
 
-    The passes are at ``small_batch`` and ``large_batch``; an output is (op, shapes of its tensors, their types).
+    ``small_outputs`` are those of the pass at ``small_batch``, ``large_outputs`` those at ``large_batch``.
     """
 
     def scales(small: int, large: int) -> bool:
-        """Return whether two dimensions are in the ratio of the batches to a power of 0 to 3."""
+        """Return whether the ratio of two dimensions is that of the batches to a power from 0 to 3."""
         # Products of integers: a quotient would be rounded.
         return any(small * large_batch**power == large * small_batch**power for power in range(_HIGHEST_POWER + 1))
 
@@ -282,12 +282,9 @@ def _is_proportional(
 
 
 def _forward_outputs(step: TrainingStep, batch_size: int, mode: Mode, numerics: Numerics) -> list[OpOutput] | None:
-    """Return the outputs of all ops of the forward pass and loss at a batch size, in order.
-
-    None: the step does not run at this batch size.
-    """
+    """Return the outputs of the ops of the forward pass and loss at a batch size, in order; None: it does not run there."""
     try:
-        recorded = _recorded(step.at_batch(batch_size), mode, numerics, forward_only=True)
+        recorded = _record_step(step.at_batch(batch_size), mode, numerics, forward_only=True)
     except InputError:
         return None
     calls = recorded.recording.calls
@@ -313,13 +310,13 @@ def _trace_at(step: TrainingStep, batch_size: int | None, mode: Mode, numerics: 
         except InputError as error:
             raise InputError(f"{error.where} at batch size {size}", error.problem, error.remedy) from error
 
-    return _to_graph(_recorded(sized_step, mode, numerics), sized_step, mode, numerics, trace_again)
+    return _to_graph(_record_step(sized_step, mode, numerics), sized_step, mode, numerics, trace_again)
 
 
 def _build(build: Callable[[], TrainingStep], mode: Mode, numerics: Numerics) -> TrainingStep:
-    """Return the step that ``build`` makes, in the mode's train or eval state, with a note on layers that run in float8.
+    """Return the step that ``build`` makes, its module in train or eval mode, with a note on the layers that run in float8.
 
-    Raises InputError without a parameter that is trained, and without a layer for float8 where that is asked for.
+    Raises InputError if no parameter is trained in a training step, and if fp8 finds no layer that can run in float8.
     """
     try:
         with torch.device("meta"):
@@ -331,11 +328,11 @@ def _build(build: Callable[[], TrainingStep], mode: Mode, numerics: Numerics) ->
     step = replace(step, module=step.module.train(mode == "training"))
     if mode == "training" and not any(value.requires_grad for value in step.module.parameters()):
         raise InputError(step.name, "has no parameter that is trained", "trace it with --mode inference")
-    return replace(step, note=joined(step.note, _float8_note(step))) if numerics.format.linears else step
+    return replace(step, note=join_notes(step.note, _float8_note(step))) if numerics.format.linears else step
 
 
 def _float8_note(step: TrainingStep) -> str:
-    """Return in words which linear layers of a step run in float8, and which do not. Raises InputError where none does."""
+    """Return a note on which linear layers of a step run in float8, and which do not. Raises InputError if none does."""
     all_layers, chosen = linear_layers(step.module), float8_layers(step.module)
     if not chosen:
         problem = f"has no linear layer for float8 among {len(all_layers)}"
@@ -350,7 +347,7 @@ def _float8_note(step: TrainingStep) -> str:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _RecordedModule:
-    """What was recorded of a module's step: the recording, and what its storages are to the module, by parameters' names."""
+    """A module's step as recorded, and the tensors of its parameters, buffers and gradients in it by name."""
 
     recording: Recording
     parameters: dict[str, Shadow]
@@ -362,7 +359,7 @@ class _RecordedModule:
     trained: list[str]
     """The names of the parameters that require a gradient."""
     gradients: dict[str, Shadow]
-    """Of the parameters that got one."""
+    """By a parameter's name, its gradient; parameters that got none are missing."""
 
     @property
     def kept_type(self) -> str:
@@ -371,14 +368,13 @@ class _RecordedModule:
         return types.most_common(1)[0][0] if types else "float32"
 
     def whole(self, module: nn.Module, blocks: EqualBlocks) -> _RecordedModule:
-        """Return the recording of the whole module, from that of the module with its list of equal blocks shortened.
+        """Return the recording of the whole module, made from this one of the module with its list of equal blocks shortened.
 
-        A model of 80 equal blocks is recorded with a few, and their calls are repeated. ``module`` is the whole one.
-        Raises NotAlike where the blocks turn out to differ.
+        ``module``: the whole one. Raises NotAlike if the recorded blocks turn out to differ.
         """
         repetition = repeated(self.recording, blocks, {**self.parameters, **self.buffers})
         # By a parameter's name in the whole module, the name of the one that was recorded in its place.
-        recorded_name = {name: blocks.recorded(name) for name, _ in module.named_parameters()}
+        recorded_name = {name: blocks.name_when_shortened(name) for name, _ in module.named_parameters()}
 
         def of_all_blocks(shadows: Mapping[str, Shadow]) -> dict[str, Shadow]:
             """Return the shadows of all the module's parameters, from those of the recorded ones."""
@@ -396,35 +392,37 @@ class _RecordedModule:
         )
 
 
-def _recorded(
+def _record_step(
     step: TrainingStep, mode: Mode, numerics: Numerics, *, forward_only: bool = False, shorten: bool = True
 ) -> _RecordedModule:
-    """Return the recording of a step, or of its forward pass and loss alone. Raises InputError when the step does not run.
+    """Return the recording of a step. Raises InputError if the step does not run.
 
-    ``shorten``: of many equal blocks only a few are recorded, and the others follow from them. ``forward_only``: a
-    forward pass and loss; of shortened blocks it is returned as recorded. A step that fails because it makes tensors
-    on the CPU beside the GPU's is run once more with all of them made on the GPU.
+    ``forward_only``: record the forward pass and loss alone; the result then lacks blocks that were left out.
+    ``shorten``: of many equal blocks record only a few, and copy the others from them; if that fails, record all. A step
+    that fails is tried once more with all new tensors on the GPU, as it may have mixed in tensors of the CPU; if that fails
+    too, the first error is raised.
     """
     blocks = equal_blocks(step.module) if shorten else None
     if blocks is not None:
         with suppress(InputError, NotAlike):
             with blocks.shortened():
-                recorded = _recorded(step, mode, numerics, forward_only=forward_only, shorten=False)
+                recorded = _record_step(step, mode, numerics, forward_only=forward_only, shorten=False)
             return recorded if forward_only else recorded.whole(step.module, blocks)
     try:
-        return _run_guarded(lambda: _record(step, mode, numerics, forward_only), step, mode)
+        return _run_guarded(lambda: _record_once(step, mode, numerics, forward_only), step, mode)
     except InputError:
         with suppress(InputError):
-            return _run_guarded(lambda: _record(step, mode, numerics, forward_only, everywhere=True), step, mode)
+            return _run_guarded(lambda: _record_once(step, mode, numerics, forward_only, everywhere=True), step, mode)
         raise
 
 
-def _record(
+def _record_once(
     step: TrainingStep, mode: Mode, numerics: Numerics, forward_only: bool, *, everywhere: bool = False
 ) -> _RecordedModule:
-    """Record a step on tensors without values: the GPU's, or the CPU's where ``numerics`` asks for its kernels.
+    """Run a step once on tensors without values, and return its recording; raises what the step raises.
 
-    ``everywhere``: tensors that the module makes without naming a device are made on the GPU.
+    The tensors seem to be on a GPU, or are the CPU's where ``numerics`` asks for its kernels. ``everywhere``: tensors that
+    the module makes without naming a device are made on the GPU, too.
     """
     gpu = register_device() if numerics.cuda else torch.device("cpu")
     recorder = Recorder(gpu)
@@ -438,7 +436,9 @@ def _record(
         kept = {name: numerics.kept(value) for name, value in weights.items()}
         kept_bytes = {name: float(value.nbytes) for name, value in kept.items()}
         kept_types = {name: str(value.dtype).removeprefix("torch.") for name, value in kept.items()}
-        del kept  # tensors that live on would count in the step's memory; so ``weights`` are used up below
+        del (
+            kept
+        )  # a tensor that stays alive would count in the step's memory; therefore ``weights`` is emptied below, too
         needs_gradient = {name: value.requires_grad for name, value in step.module.named_parameters()}
         parameters = {
             name: numerics.cast(weights.pop(name)).requires_grad_(needs_gradient[name]) for name in kept_bytes
@@ -452,7 +452,9 @@ def _record(
             torch.set_grad_enabled(mode == "training"),
         ):
             recorder.start()
-            with numerics.narrowed(step.module, parameters):  # the backward pass may compute layers again
+            with numerics.float8_linears(
+                step.module, parameters
+            ):  # around backward, too: checkpoints recompute layers there
                 with numerics.autocast():
                     result = called(step.module, inputs, step.keywords)
                     if mode == "training":
@@ -476,7 +478,7 @@ def _record(
 
 @contextmanager
 def _on_device(recorder: Recorder, everywhere: bool) -> Iterator[None]:
-    """Run the block under the recorder: on the CPU, or where CUDA seems to be there.
+    """Run the block under the recorder, with CUDA seeming to be there unless the recorder's device is the CPU.
 
     ``everywhere``: tensors that are made without naming a device are made on the recorder's.
     """
@@ -489,9 +491,9 @@ def _on_device(recorder: Recorder, everywhere: bool) -> Iterator[None]:
 
 @contextmanager
 def _seeded() -> Iterator[None]:
-    """Seed Python's and NumPy's generators alike in every pass, and give back their states afterwards.
+    """Seed Python's and NumPy's generators with 0 for the block, and restore their states afterwards.
 
-    Some models skip layers at random; compared passes have to skip the same ones.
+    Some models skip layers at random, and passes that are compared have to skip the same ones.
     """
     python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002 - the generator that models use
     random.seed(0)
@@ -504,9 +506,9 @@ def _seeded() -> Iterator[None]:
 
 
 def _run_guarded(run: Callable[[], Result], step: TrainingStep, mode: Mode) -> Result:
-    """Return what ``run`` returns, with warnings and logs silenced.
+    """Call ``run`` with warnings and logs silenced, and return its result.
 
-    An exception of the user's code becomes an InputError of one line.
+    An exception of the user's code becomes an InputError of one line, which names the step.
     """
     try:
         with warnings.catch_warnings(), silent_log():
@@ -527,7 +529,7 @@ def _run_guarded(run: Callable[[], Result], step: TrainingStep, mode: Mode) -> R
 
 
 def _failed_collective(error: Exception) -> str:
-    """Return the name of the torch.distributed function that an error comes from, "" for an error from elsewhere."""
+    """Return the name of the function of torch.distributed in which an error was raised, "" if it was raised elsewhere."""
     frames = (frame for frame, _ in walk_tb(error.__traceback__))
     inside = (frame for frame in frames if str(frame.f_globals.get("__name__")).startswith("torch.distributed"))
     # torch wraps its collectives in a decorator, whose frame comes first.
@@ -536,10 +538,7 @@ def _failed_collective(error: Exception) -> str:
 
 @contextmanager
 def silent_log() -> Iterator[None]:
-    """Silence all logs within the block.
-
-    torch logs stacks of errors that are reported here in one line, or that lead to another attempt.
-    """
+    """Silence all logs within the block: torch logs stacks of errors that are reported here in one line, or tried again."""
     disabled_level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -549,11 +548,11 @@ def silent_log() -> Iterator[None]:
 
 
 def _to_graph(
-    recorded: _RecordedModule, step: TrainingStep, mode: Mode, numerics: Numerics, again: Callable[[int], TracedStep]
+    recorded: _RecordedModule, step: TrainingStep, mode: Mode, numerics: Numerics, retrace: Callable[[int], TracedStep]
 ) -> TracedStep:
-    """Return the traced step: its graph, and the recording from which that was read.
+    """Return the traced step of a recording.
 
-    The graph has recv ops of the parameters, compute ops, and in training send ops of the gradients. ``again``: a
+    Its graph has recv ops of the parameters, compute ops, and in training send ops of the gradients. ``retrace``: a
     function that traces the step at another batch size.
     """
     recording, kept_bytes = recorded.recording, recorded.kept_bytes
@@ -569,10 +568,10 @@ def _to_graph(
     # A parameter that is read and gets no gradient is mostly a mistake in the user's loss, so it is noted.
     sent = {send.parameter for send in sends}
     without_gradient = [name for name in recorded.trained if recorded_ops.given[name].users and name not in sent]
-    note = joined(step.note, assumption_line(recording.assumed))
+    note = join_notes(step.note, assumption_line(recording.assumed))
     if without_gradient and mode == "training":
         modules = module_names(without_gradient)
-        note = joined(note, f"{len(without_gradient)} trained parameters are read and get no gradient: {modules}")
+        note = join_notes(note, f"{len(without_gradient)} trained parameters are read and get no gradient: {modules}")
     meta: dict[str, str | int | float | bool | None] = {
         "framework": "torch",
         "dtype": recorded.kept_type,
@@ -604,5 +603,5 @@ def _to_graph(
         },
         issued=recorded_ops.issued,
         calls=recorded_ops.issued_of,
-        again=again,
+        retrace=retrace,
     )

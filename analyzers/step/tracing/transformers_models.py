@@ -1,9 +1,10 @@
-"""``transformers:NAME``: a model of the hub by its name, a model type's default configuration, or a configuration file
-(``transformers:config.json``), with the head for its training task. Start at :func:`transformers_step`.
+"""Training steps of ``transformers:NAME``, where NAME is a model of the hub, a model type (in its default configuration), or a
+configuration file (``transformers:config.json``). The model gets the head for its training task. Start at
+:func:`transformers_step`.
 
 :func:`example_inputs` makes example inputs from the signature of a model's forward and the sizes in its configuration.
-The text for a model of images or sound holds as many placeholder tokens as the model's tower makes of the example, so
-that the tower feeds the language model.
+A "tower" is the part of a model that encodes images or sound for its language model. The text for such a model holds a
+placeholder token for each embedding that the tower makes of the example, so that the tower feeds the language model.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ddltool.analyzers.step.tracing.factories import REMEDY, imported, least_batch, nearest
-from ddltool.analyzers.step.tracing.known_values import bind, refusal, tried
+from ddltool.analyzers.step.tracing.known_values import bind, refusal, run_without_values
 from ddltool.analyzers.step.tracing.step import TrainingStep, default_loss, language_model_loss, resized
-from ddltool.analyzers.step.tracing.torch_adapter import joined
+from ddltool.analyzers.step.tracing.torch_adapter import join_notes
 from ddltool.artifacts import read_text
 from ddltool.errors import DdlToolError, InputError, one_line
 from ddltool.plain_values import from_json
@@ -35,16 +36,16 @@ _TABLES: Mapping[str, Any] = tomllib.loads(Path(__file__).with_name("transformer
 
 
 class NamedConfig(NamedTuple):
-    """A configuration of transformers, and what it is called."""
+    """A configuration of transformers, and its names."""
 
     config: Any
     model_type: str
     title: str
-    """The model's name without its organisation, or the file's."""
+    """The name in results: the model's without its organisation, the file's, or the model type."""
     source: str
-    """What errors call it."""
+    """The name in errors."""
     note: str
-    """A remark on defaults that were replaced, "" for none."""
+    """A remark on default values that were replaced, "" for none."""
 
 
 def transformers_step(name: str, sequence_length: int | None = None, attention: str | None = None) -> TrainingStep:
@@ -64,9 +65,9 @@ def transformers_step(name: str, sequence_length: int | None = None, attention: 
 def configured_step(
     named: NamedConfig, sequence_length: int | None = None, attention: str | None = None
 ) -> TrainingStep:
-    """Return one training step of a configuration; the rest and errors are those of :func:`transformers_step`.
+    """Return one training step of the model of a configuration; arguments and errors as of :func:`transformers_step`.
 
-    A length beyond what the model is configured for is noted.
+    A length beyond what the model is configured for is noted in the step.
     """
     head, module = build_model(named, attention)
     inputs = example_inputs(module, named.config, named.source, sequence_length)
@@ -74,16 +75,16 @@ def configured_step(
     bound = bind(module, inputs, named.source, packed(inputs))
     note, longest = named.note, _max_positions(named.config)
     if sequence_length is not None and longest is not None and sequence_length > longest:
-        note = joined(
+        note = join_notes(
             note, f"{sequence_length:,} tokens are more than the {longest:,} that the model is configured for"
         )
     return TrainingStep(name=named.title, module=module, inputs=bound, loss=loss, note=note)
 
 
 def named_config(name: str) -> NamedConfig:
-    """Return the configuration that ``transformers:NAME`` means: of a file, a published model or a model type.
+    """Return the configuration that ``transformers:NAME`` stands for: of a file, a published model or a model type.
 
-    Raises InputError as :func:`transformers_step`.
+    Raises InputError for an unknown name, and for fields that make no configuration. Silences transformers' warnings.
     """
     source = f"transformers:{name}"
     config_path = Path(name) if name.endswith(".json") else None
@@ -111,17 +112,17 @@ def named_config(name: str) -> NamedConfig:
         raise InputError(source, f"unknown model type {model_type!r}", remedy)
     try:
         config = transformers.AutoConfig.for_model(model_type, **fields)
-    except Exception as error:  # some types are put together from others and have no default
+    except Exception as error:  # of any type; some model types consist of others and have no default configuration
         problem = f"is no configuration of a {model_type}" if fields else "has no default configuration"
         raise _model_error(source, problem, error) from error
     if hasattr(config, "use_cache"):
-        config.use_cache = False  # a training step keeps no generation cache, and it would be traced as outputs
+        config.use_cache = False  # a cache for generation would be traced as outputs, and training keeps none
     note = "" if fields else _repair_defaults(config, model_type)
     return NamedConfig(config, model_type, title, source, note)
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """Return the fields of a published configuration file that say the model's sizes; ``model_type`` is among them.
+    """Return the fields of a model's ``config.json`` that describe the model, ``model_type`` among them.
 
     Raises InputError for a file without ``model_type``.
     """
@@ -133,11 +134,10 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def build_model(named: NamedConfig, attention: str | None = None) -> tuple[str, nn.Module]:
-    """Return the training task of a configuration's model (a head of ``transformers.toml``), and the model with that head.
+    """Return (head, model): the model of a configuration for its training task, and the task's name in ``transformers.toml``.
 
-    ``attention``: eager or sdpa; None: what the library picks.
-
-    Raises InputError for a model that cannot be built.
+    The name is "" for a model without a head. ``attention``: eager or sdpa; None: what the library picks. Raises InputError
+    for a model that cannot be built.
     """
     _accept_any_grouped_product()
     try:
@@ -158,9 +158,9 @@ def build_model(named: NamedConfig, attention: str | None = None) -> tuple[str, 
 
 
 def _repair_defaults(config: Any, model_type: str) -> str:
-    """Replace default values that do not fit together, in place; return a note on the replacements, "" for none.
+    """Replace default values of a configuration that contradict each other; return a note on that, "" for none replaced.
 
-    ``model_type``: the model type, whose replacements ``transformers.toml`` lists.
+    The configuration is changed. ``transformers.toml`` lists the replacements by model type.
     """
     replacements = dict(_TABLES["repairs"].get(model_type, {}))
     vision: Any = getattr(config, "vision_config", None)
@@ -181,12 +181,15 @@ def _model_error(source: str, problem: str, error: Exception) -> InputError:
 
 
 def _model_class(config: Any, model_type: str) -> tuple[str, Any]:
-    """Return the head of a model type's training task ("" for a model without head), and the class with this head."""
+    """Return (head, class) for a model type's training task: the first head of ``transformers.toml`` that transformers has.
+
+    For a type with none, the class is the model itself and the head is "". Raises InputError if there is no such class.
+    """
     import transformers
     from transformers.models.auto import modeling_auto as auto
 
     def class_name_for(task: str) -> Any:
-        """Return the name of the type's class for a task ("" for none), None where transformers has none."""
+        """Return the name of the model type's class for a task ("": no task), None if transformers has none."""
         table = vars(auto).get(f"MODEL_{task and f'FOR_{task}_'}MAPPING_NAMES", {})  # MODEL_MAPPING_NAMES for no task
         class_names = table.get(model_type)
         return class_names[0] if isinstance(class_names, (tuple, list)) else class_names
@@ -197,7 +200,7 @@ def _model_class(config: Any, model_type: str) -> tuple[str, Any]:
         class_name = None if task == "ENCODER" else class_name_for(task)
         if class_name is not None:
             return head, getattr(transformers, class_name)
-    # Towers and other parts of models have their own types, which no table lists.
+    # Towers and other parts of models have model types of their own, which are in no table of transformers.
     try:
         modeling = importlib.import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
     except ModuleNotFoundError:
@@ -211,12 +214,12 @@ def _model_class(config: Any, model_type: str) -> tuple[str, Any]:
         raise InputError(
             f"transformers:{model_type}", "is a configuration without a model", "name the model that it is a part of"
         )
-    # The shortest name is the model itself: others are named after a task or a part of it.
+    # The class with the shortest name is the model itself; the names of others add a task or a part.
     return "", min(candidates, key=lambda cls: (len(cls.__name__), cls.__name__))
 
 
 def _prediction_loss(output: Any) -> Tensor:
-    """Return a loss on those outputs whose names hold "logits" or "pred", or on the whole output of a model without any."""
+    """Return the default loss of the outputs whose names hold "logits" or "pred", or of all outputs if none does."""
     if not isinstance(output, Mapping):
         return default_loss(output)
     predictions = {key: value for key, value in output.items() if "logits" in key or "pred" in key}
@@ -225,17 +228,19 @@ def _prediction_loss(output: Any) -> Tensor:
 
 @cache
 def _accept_any_grouped_product() -> torch.library.Library:
-    """Let the grouped products of mixtures of experts be traced in any type; the returned library keeps the change alive.
+    """Let the grouped products of mixtures of experts be traced in any type.
 
-    torch's kernels multiply float32 and float16 groups too; only the shape function insists on bfloat16.
+    torch's kernels multiply float32 and float16 groups too; only its shape function insists on bfloat16 and is replaced.
+    Returns the library of the replacement, which is undone when the library dies; the cache of this function holds it.
     """
 
     def shape_of(
         left: Tensor, right: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None
     ) -> Tensor:
-        """Return an empty tensor with the shape and type of the grouped product; its factors have two or three dimensions.
+        """Return an empty tensor with the shape and type of the grouped product of ``left`` and ``right``.
 
-        ``offs``: where the groups of rows, columns or of the inner dimension end; its length is the number of groups.
+        Each has two dimensions, or three with the groups first. ``offs``: where each group of rows, of columns or of the
+        inner dimension ends; its length is the number of groups.
         """
         if left.dim() == 2 and right.dim() == 2 and offs is not None:
             size = [offs.shape[0], left.shape[0], right.shape[1]]  # one product for each group of the inner dimension
@@ -261,34 +266,36 @@ _POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions", 
 _PLACEHOLDERS = ("{}_token_id", "{}_token_index", "{}_token", "boi_token_id")
 
 _MOST_EXTRA_ROWS = 4
-"""A table of position vectors holds up to so many rows more than positions, such as an offset and padding."""
+"""A table of position vectors may have up to so many more rows than positions, for an offset and padding."""
 
 Inputs = dict[str, Tensor]
-"""Example inputs by name, with one sample in dimension 0."""
+"""Example inputs by name, with the samples in dimension 0."""
 
 
 def example_inputs(module: nn.Module, config: Any, source: str, length: int | None) -> Inputs:
-    """Return example inputs for a transformers model, by name; integers lie on the CPU and have real values.
+    """Return example inputs for a transformers model, by name, as real tensors of the CPU.
 
-    ``length``: tokens of text, None for the default. ``source`` names the model in errors. Raises InputError for an
-    input that ddltool cannot make, for inputs that the model refuses, and for a length beyond the model's maximum.
+    They hold one sample, or two for a model with BatchNorm. Floating-point inputs are ones; integers have values that the
+    forward may read (tokens, masks, sizes of images). ``length``: tokens of text, None for the default. ``source`` names
+    the model in errors. Raises InputError for an input that ddltool cannot make, for inputs that the model refuses, and for
+    a length beyond the model's maximum.
     """
     return _InputMaker(module, config, source, length).inputs()
 
 
 def packed(inputs: Mapping[str, Tensor]) -> frozenset[str]:
-    """Return the names of inputs without a batch dimension, the patches of all images in a row.
+    """Return the names of the inputs that the model takes without a batch dimension: the patches of all images in a row.
 
-    Only a model that takes the images' grids has such inputs.
+    Only a model that takes the images' grids has such inputs; for any other model there are none.
     """
     return _GRIDS | {"pixel_values", "hidden_states"} if _GRIDS.intersection(inputs) else frozenset()
 
 
 class _InputMaker:
-    """Makes example inputs for one model. A "tower" is the part of a model that encodes images or sound for its text part.
+    """Makes example inputs for one model.
 
-    ``takes`` are the parameters of the model's forward; ``vision`` and ``audio`` the configurations of its towers, or
-    the model's own where it has no such tower.
+    ``takes`` are the parameters of the model's forward; ``vision`` and ``audio`` are the configurations of its towers, or
+    the model's own where it has no such tower. A method's ``kind`` is "image" or "audio".
     """
 
     def __init__(self, module: nn.Module, config: Any, source: str, length: int | None) -> None:
@@ -303,7 +310,10 @@ class _InputMaker:
         self.length = self._text_length(length)
 
     def inputs(self) -> Inputs:
-        """Return the first combination of candidates that the forward accepts. Raises InputError when it accepts none."""
+        """Return the first combination of candidates for images, sound and text that the forward accepts.
+
+        A single combination is returned without trying it. Raises InputError if there is none, or none is accepted.
+        """
         candidates = {"image": self._image_candidates(), "audio": self._sound_candidates()}
         towers = [self._accepted_candidates(*item) for item in candidates.items()]
         combinations: list[Inputs] = []
@@ -322,7 +332,10 @@ class _InputMaker:
         return self._first_accepted(self.module, "forward", combinations)
 
     def _text_length(self, wanted: int | None) -> int:
-        """Return the tokens of text: ``wanted``, or for None the default. Raises InputError beyond the model's maximum."""
+        """Return the number of tokens of text: ``wanted``, or for None the default.
+
+        Raises InputError if the model reads no text, or learned vectors for fewer positions.
+        """
         max_positions = _max_positions(self.config)
         if wanted is None:
             axial = _first_attribute((self.config,), "axial_pos_shape")  # Reformer trains on texts of one length
@@ -335,9 +348,9 @@ class _InputMaker:
         return wanted
 
     def _learned_positions(self, max_positions: int) -> int | None:
-        """Return the number of positions that a model has learned vectors for.
+        """Return how many positions the model has learned vectors for; None: positions are computed, and have no limit.
 
-        None: positions are computed, and have no limit.
+        ``max_positions``: the configuration's, by which the table of vectors is recognized among the model's embeddings.
         """
         for submodule in self.module.modules():
             if not isinstance(submodule, nn.Embedding):
@@ -349,11 +362,14 @@ class _InputMaker:
         return None
 
     def _first_accepted(self, owner: nn.Module, method: str, candidates: list[Inputs]) -> Inputs:
-        """Return the first candidate that ``owner.method`` runs on. Raises the refusal of the first when it runs on none."""
+        """Return the first candidate on which ``owner``'s method of a name runs.
+
+        If it runs on none, raises an InputError with what it raised on the first.
+        """
         refusals: list[Exception] = []
         for candidate in candidates:
             try:
-                tried(owner, method, candidate, packed(candidate))
+                run_without_values(owner, method, candidate, packed(candidate))
             except Exception as error:  # whatever a forward raises at a shape that it does not take
                 refusals.append(error)
             else:
@@ -361,30 +377,32 @@ class _InputMaker:
         raise refusal(self.source, refusals[0]) from refusals[0]
 
     def _accepted_candidates(self, kind: str, candidates: list[Inputs]) -> list[Inputs]:
-        """Return the first candidate that a tower accepts, in a list; all candidates for a model without a separate tower.
+        """Return a list of the first candidate that the tower accepts; all candidates for a model without a separate tower.
 
-        ``kind``: image or audio. ``[{}]`` stands for a model without this kind of input.
+        ``candidates``: of all inputs of this kind; ``[{}]``: the model has no such input.
         """
         owner, method = self._tower_module(kind), f"get_{kind}_features"
         if owner is None or candidates == [{}]:
             return candidates
         arguments = [_method_inputs(getattr(owner, method), candidate) for candidate in candidates]
         accepted = self._first_accepted(owner, method, arguments)
-        # By identity, since == compares tensors' elements.
-        pairs = zip(candidates, arguments, strict=True)  # of all inputs, and of those among them that the tower takes
+        # Compared by "is", because == compares the elements of tensors.
+        pairs = zip(
+            candidates, arguments, strict=True
+        )  # (all inputs of a candidate, those among them that the tower takes)
         return [next(candidate for candidate, tower_inputs in pairs if tower_inputs is accepted)]
 
     def _tower_module(self, kind: str) -> nn.Module | None:
-        """Return the module whose ``get_KIND_features`` makes the rows that replace placeholder tokens.
+        """Return the module whose ``get_KIND_features`` makes the embeddings that replace placeholder tokens.
 
-        None: the configuration has no placeholder token, or no module has such a method.
+        None: the configuration has no placeholder token, or neither the model nor its ``model`` has such a method.
         """
         modules = (self.module, getattr(self.module, "model", None))
         owner = next((module for module in modules if hasattr(module, f"get_{kind}_features")), None)
         return owner if self._placeholder_token(kind) is not None else None
 
     def _placeholder_token(self, kind: str) -> int | None:
-        """Return the token that stands for a row of an image or sound (``kind``), None where the configuration has none."""
+        """Return the id of the token that stands in the text for one embedding of an image or sound; None: there is none."""
         names = (pattern.format(kind) for pattern in _PLACEHOLDERS)
         token = _first_attribute((self.config,), *names)
         return token if isinstance(token, int) else None
@@ -392,7 +410,7 @@ class _InputMaker:
     def _image_candidates(self) -> list[Inputs]:
         """Return candidates for the model's image inputs, the likeliest first; ``[{}]`` for a model without images.
 
-        A configuration says the sizes, but not the order of dimensions: so several shapes are tried.
+        A configuration says the sizes but not the order of dimensions, so there are several shapes to try.
         """
         if not {"pixel_values", "pixel_values_videos", "grid_thw"}.intersection(self.takes):
             return [{}]
@@ -466,9 +484,10 @@ class _InputMaker:
         return [{"input_values": _floats(*shape)} for shape in shapes]
 
     def _text_inputs(self, inputs: Inputs) -> Inputs:
-        """Return the text inputs: a placeholder for every row that a tower makes of ``inputs``, then plain tokens.
+        """Return the text inputs: a placeholder for every embedding that the towers make of ``inputs``, then plain tokens.
 
-        Token types are 0 for text, 1 for an image and 2 for sound.
+        Token types are 0 for text, 1 for an image and 2 for sound. A length that was asked for is that of the whole text;
+        the default length is that of the plain tokens alone. Raises InputError if the placeholders fill the length.
         """
         text: Inputs = {}
         ids: list[int] = []
@@ -481,7 +500,7 @@ class _InputMaker:
             tower_inputs = _method_inputs(getattr(owner, method), inputs)
             if not tower_inputs:
                 continue
-            row_count = self._feature_rows(tried(owner, method, tower_inputs, packed(tower_inputs)))
+            row_count = self._feature_rows(run_without_values(owner, method, tower_inputs, packed(tower_inputs)))
             ids += [token] * row_count
             token_types += [tower_type] * row_count
         if ids and self.wanted is not None and self.wanted <= len(ids):
@@ -499,10 +518,7 @@ class _InputMaker:
         return text
 
     def _feature_rows(self, features: Any) -> int:
-        """Return how many tokens the features of a tower replace.
-
-        That is one for each vector of its pooled output, or else of its first output.
-        """
+        """Return how many placeholder tokens a tower's result replaces: one for each vector of its pooled or first output."""
         pooled = getattr(features, "pooler_output", None)
         leaves = tree_leaves(features if pooled is None else pooled)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
@@ -510,9 +526,9 @@ class _InputMaker:
         return sum(tensor.numel() // tensor.shape[-1] for tensor in tensors)
 
     def _other_inputs(self, made_inputs: Inputs) -> Inputs:
-        """Return the inputs that models need beside text, images and sound (``made_inputs``).
+        """Return the inputs that models need beside text, images and sound, and attention masks of ones that are required.
 
-        Attention masks are ones. Raises InputError for a required input that is not known.
+        ``made_inputs``: the images and sound. Raises InputError for any other required input.
         """
         tokens = torch.zeros(1, self.length, dtype=torch.long, device="cpu")
         inputs: Inputs = {
@@ -541,9 +557,12 @@ class _InputMaker:
 
 
 def _method_inputs(call: Any, inputs: Inputs) -> Inputs:
-    """Return the inputs that a tower's method names as parameters; all of its kind for a method that only has ``**kwargs``."""
+    """Return the inputs that a tower's method, ``call``, names as parameters.
+
+    If it names none (``**kwargs``), return all inputs of the tower's kind.
+    """
     parameters = inspect.signature(call).parameters
-    tower = call.__name__.split("_")[1]  # "image" of get_image_features
+    tower = call.__name__.split("_")[1]  # "image" in get_image_features
     forwarded = {
         "image": ("pixel_values", "image_sizes"),
         "audio": ("input_features", "input_values", "input_features_mask"),
@@ -558,9 +577,9 @@ def _floats(*shape: int) -> Tensor:
 
 
 def _nested_config(config: Any, *words: str) -> Any:
-    """Return the first nested configuration whose name holds one of the words, ``config`` itself where none does.
+    """Return the first nested configuration whose name holds one of the words, ``config`` itself if none does.
 
-    Earlier words come first, and nested configurations before those within them.
+    A match of an earlier word is preferred, and any match at this level to one deeper down.
     """
     nested_configs = {name: value for name, value in vars(config).items() if hasattr(value, "to_diff_dict")}
     for word in words:
@@ -572,23 +591,23 @@ def _nested_config(config: Any, *words: str) -> Any:
 
 
 def _first_attribute(configs: tuple[Any, ...], *names: str, default: Any = None) -> Any:
-    """Return the first of these attributes that a configuration has, else the default.
+    """Return the first of these attributes that a configuration has and that is not None, else the default.
 
-    An attribute that is None is skipped. Earlier names come first, then earlier configurations.
+    All configurations are asked for the first name before any is asked for the next one.
     """
     values = (getattr(config, name, None) for name in names for config in configs)
     return next((value for value in values if value is not None), default)
 
 
 def _max_positions(config: Any) -> int | None:
-    """Return the longest text that a configuration is made for, in tokens; None where it says none."""
+    """Return the length in tokens of the longest text that a configuration is made for, None if it does not say."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     positions = _first_attribute((text, config), *_POSITIONS)
     return positions if isinstance(positions, int) and positions > 0 else None
 
 
 def _image_size(*configs: Any) -> tuple[int, int]:
-    """Return height and width in pixels of the images that a model is made for, 224 x 224 for a model of any size."""
+    """Return (height, width) in pixels of the images that a model is made for, (224, 224) if no configuration says it."""
     size = _first_attribute(configs, "image_size", "img_size", default=224)
     if isinstance(size, Mapping):
         return int(size["height"]), int(size["width"])

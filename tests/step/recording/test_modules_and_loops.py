@@ -153,6 +153,22 @@ def test_a_loop_leaves_torch_as_it_was_and_runs_after_a_real_backward_pass() -> 
     assert weight.grad.tolist() == [2.0, 2.0, 2.0]
 
 
+def test_autocast_casts_a_softmax_unless_the_call_names_a_type() -> None:
+    types = []
+    with record():
+        model = nn.Linear(4, 2).cuda()
+        update = torch.optim.SGD(model.parameters())
+        for _ in range(2):
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                scores = model(torch.zeros(2, 4, device="cuda"))
+                results = [torch.softmax(scores, -1), torch.softmax(scores, -1, torch.bfloat16)]
+                results += [scores.sum(), scores.sum(dtype=torch.bfloat16)]
+            types = [result.dtype for result in results]
+            scores.sum().backward()
+            update.step()
+    assert types == [torch.float32, torch.bfloat16] * 2
+
+
 def test_threads_record_one_after_another() -> None:
     with ThreadPoolExecutor(3) as pool:
         graphs = [block.graph for block in pool.map(lambda _: looped(rows, "adamw", half=False), range(6))]

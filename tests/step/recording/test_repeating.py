@@ -75,7 +75,7 @@ def calls(step: Recording) -> list[tuple[Any, ...]]:
 
 
 def recorded(step: TrainingStep, numerics: Numerics, *, shorten: bool) -> Any:
-    return torch_adapter._recorded(step.at_batch(3), "training", numerics, shorten=shorten)
+    return torch_adapter._record_step(step.at_batch(3), "training", numerics, shorten=shorten)
 
 
 @pytest.mark.parametrize(("name", "precision"), [("llama", "fp32"), *((name, "bf16") for name in FIELDS)])
@@ -118,9 +118,9 @@ def test_what_the_host_waits_for_before_the_blocks_stays_there(monkeypatch: pyte
     )
     full = recorded(step, Numerics("bf16"), shorten=False)
     records: list[int] = []
-    whole = torch_adapter._record
+    whole = torch_adapter._record_once
     monkeypatch.setattr(
-        torch_adapter, "_record", lambda step, *rest, **more: records.append(1) or whole(step, *rest, **more)
+        torch_adapter, "_record_once", lambda step, *rest, **more: records.append(1) or whole(step, *rest, **more)
     )
     short = recorded(step, Numerics("bf16"), shorten=True)
     assert len(records) == 1
