@@ -145,9 +145,9 @@ def choose(problem: Problem, lookahead: int, max_gap: int | None, limit_s: float
             return math.inf
         offered = problem.offering(most)
         seconds = min(on_devices(counts)[0] for counts in _fastest_down_to_each_type(offered))
-        if problem.max_price_micro is None or not offered.bought:
+        if problem.max_price_micro is None or not offered.affordable_capability:
             return seconds
-        return max(seconds, float(1 / offered.bought) * (1 - _ROUNDING))
+        return max(seconds, float(1 / offered.affordable_capability) * (1 - _ROUNDING))
 
     best = best_devices(
         problem,
