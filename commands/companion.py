@@ -12,7 +12,13 @@ from typing import Annotated, Any
 
 from ddltool.analyzers.answers.emitting.kubernetes import train_job_patch
 from ddltool.analyzers.answers.emitting.layout import EqualNodes
-from ddltool.analyzers.job.placement.companion import build, disagreeing, measured_capability, meta_of, plan_for
+from ddltool.analyzers.job.placement.companion import (
+    build,
+    differing_capabilities,
+    measured_capability,
+    meta_of,
+    plan_for,
+)
 from ddltool.analyzers.job.placement.problem import from_job
 from ddltool.analyzers.job.placement.proposals import Proposal, proposals
 from ddltool.analyzers.job.planning.job_inputs import capabilities_of, graph_of, read_with_specs, scanned
@@ -143,7 +149,7 @@ def _recalibrate(database: Companion, telemetry: Path, threshold: float, remarks
     predicted_per_s = {device.type: device.capability_per_s for device in database.meta.devices}
     rows = check_rows(read_table(telemetry), str(telemetry), remarks.append)
     measured_per_s = measured_capability(rows, database.meta.batch_size)
-    corrected_per_s = disagreeing(database.meta, measured_per_s, threshold)
+    corrected_per_s = differing_capabilities(database.meta, measured_per_s, threshold)
     if corrected_per_s:
         database.recalibrate(corrected_per_s)
     for name, rate_per_s in measured_per_s.items():

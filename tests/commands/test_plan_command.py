@@ -63,8 +63,8 @@ def test_a_knob_is_turned_where_it_stands_and_as_it_is_written(
     knob: str, command: str, changed: str, stands: str | None
 ) -> None:
     [found] = knobs_of([knob])
-    assert " ".join(found.put(command.split(), found.values[0])) == changed
-    assert found.of(command.split()) == stands
+    assert " ".join(found.set_in(command.split(), found.values[0])) == changed
+    assert found.value_in(command.split()) == stands
 
 
 @pytest.mark.parametrize(

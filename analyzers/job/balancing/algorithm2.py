@@ -1,16 +1,16 @@
 """Batch sizes on GPU clusters, found by trial while the job runs (LB-BSP, section 3.3.2 and Algorithm 2).
 
-Time over batch size is not known, only that it never falls. After each iteration the *leader* (shortest time, among those
-with memory to spare) and the *straggler* (longest time) are named; a leader that has been faster than the straggler in
-every iteration of a window takes some of the straggler's samples. Fast approach: 5 samples, a window of 5. Once a leader
-is found to have been slower than the straggler before, so that samples went to and fro: fine tuning, 1 sample, a window
-of 20. The total never changes. Start at :meth:`Algorithm2.observe`.
+Start at :meth:`Algorithm2.observe`. Time over batch size is not known, only that it never falls. In each iteration the *leader*
+has the shortest time among the workers with memory to spare, and the *straggler* the longest time. A leader that has been
+faster than the straggler in every iteration of a window takes some of its samples. The fast approach moves 5 samples after a
+window of 5 iterations. When a leader turns out to have been slower than the straggler before, which means that samples move
+to and fro, fine tuning begins: 1 sample after a window of 20. The total never changes.
 
-Two additions to the listing. It tells "remove this straggler" as soon as that one has no more samples than one step, and
-leaves all as it is; in the fast approach it would stop there with up to 5 samples of which fine tuning could still give some
-away. Here that ends the fast approach, and only fine tuning gives the advice (``strict`` follows the listing). And where sizes
-come into force some iterations after they were chosen, as they do when chosen in the background, times of the old sizes
-would move samples again that are on their way already: :meth:`Algorithm2.observe` is told which sizes the times belong to.
+There are two additions to the paper's listing. The listing says "remove this straggler" as soon as that has no more samples
+than one step, and changes nothing any more; in the fast approach that may be 5 samples, some of which fine tuning could still
+move. Here it ends the fast approach, and only fine tuning gives the advice (``strict`` follows the listing). And where sizes
+come into force some iterations after they were chosen, as they do when chosen in the background, times of the old sizes would
+move the same samples again: so :meth:`Algorithm2.observe` is told which sizes the times belong to.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from ddltool.arrays import Floats
 from ddltool.errors import InputError
 
 MEMORY_SHARE = 0.95
-"""Of its memory in use, above which a worker takes no more samples."""
+"""Share of its memory in use above which a worker takes no more samples."""
 
 
 class Phase(StrEnum):
-    """How boldly batch sizes are changed."""
+    """Whether batch sizes change by large or by small steps."""
 
     APPROACH = "approach"
     FINE = "fine"
@@ -46,13 +46,13 @@ class Algorithm2Settings:
     step: int = 5
     """Samples that move at a time in the fast approach."""
     window: int = 5
-    """Iterations in which the leader must have been the faster one, in the fast approach."""
+    """Iterations in which the leader must have been faster than the straggler, in the fast approach."""
     fine_step: int = 1
     fine_window: int = 20
     strict: bool = False
-    """Advise to remove a straggler as the listing does, also in the fast approach."""
+    """Whether to advise the removal of a straggler also in the fast approach, as the listing does."""
     renew: bool = False
-    """Go back to the fast approach once there is work for it again (speeds have changed); the listing never does."""
+    """Whether to return to the fast approach when speeds have changed so much that it is needed; the listing never does."""
 
     def __post_init__(self) -> None:
         """Raise InputError for a step or window below 1."""
@@ -62,19 +62,19 @@ class Algorithm2Settings:
 
 
 class SizesDecision(NamedTuple):
-    """What one iteration's times led to."""
+    """The decision after one iteration."""
 
     sizes: tuple[int, ...]
-    """Samples of each worker from now on; their sum is that of the start."""
+    """Samples of each worker from now on; their sum never changes."""
     leader: int | None
-    """None: no worker may take more samples."""
+    """Index of the leader; None: no worker may take more samples."""
     straggler: int
     phase: Phase
-    """After the decision."""
+    """The phase after the decision."""
     moved: int
-    """Samples that went from the straggler to the leader."""
+    """Samples moved from the straggler to the leader."""
     remove: bool
-    """The straggler is the slowest although it has hardly any samples left: train without it."""
+    """Whether to train without the straggler: it is the slowest although it has hardly any samples left."""
 
 
 class Algorithm2:
@@ -106,7 +106,7 @@ class Algorithm2:
         self.phase = Phase.APPROACH
         longest = max(self.settings.window, self.settings.fine_window)
         self._recent: deque[Floats] = deque(maxlen=longest)
-        # [a, b]: a was slower than b in some iteration. One matrix instead of the whole history: O(n^2), not O(n k).
+        # [a, b]: whether a was slower than b in some iteration; it replaces the history of all iterations.
         self._was_slower = np.zeros((len(self.sizes), len(self.sizes)), dtype=bool)
 
     def observe(
@@ -115,12 +115,12 @@ class Algorithm2:
         """Take an iteration's times and return the batch sizes to use from now on.
 
         Args:
-            seconds: (n,) batch processing times, communication included, waiting for others not; above 0, finite.
-            memory: (n,) shares of each worker's memory in use, 0 to 1; None: nobody is short of memory.
+            seconds: (n,) batch processing times, with communication but without waiting for others; finite and above 0.
+            memory: (n,) shares of each worker's memory in use, 0 to 1; None: no worker is short of memory.
             sizes: (n,) samples that took these times; None: those of the last decision. Where leader or straggler had
-                others, nothing is moved between them yet.
+                other sizes than decided, nothing is moved.
 
-        O(n^2). Raises InputError for times that are no positive numbers.
+        O(n^2). Raises InputError for times or shares that are not such numbers.
         """
         seconds_array = np.asarray(seconds, dtype=np.float64)
         memory_shares = np.zeros(len(seconds_array)) if memory is None else np.asarray(memory, dtype=np.float64)
@@ -156,7 +156,7 @@ class Algorithm2:
                 raise InputError(f"{name}[{worker}]", f"is {values[worker]:g}", "give finite numbers above 0")
 
     def _leader(self, seconds: Floats, memory: Floats) -> int | None:
-        """Return the index of the fastest worker that may take one more step of samples; None: none may.
+        """Return the index of the fastest worker that may take one more step of samples; None: no worker may.
 
         ``seconds`` (n,) of the last iteration, ``memory`` (n,) shares in use.
         """
@@ -169,14 +169,15 @@ class Algorithm2:
         return self.settings.step if self.phase is Phase.APPROACH else self.settings.fine_step
 
     def _move_or_fine_tune(self, leader: int, straggler: int) -> tuple[int, int]:
-        """Return how many samples go from ``straggler`` to ``leader``, and 1 where removing the straggler is advised, else 0.
+        """Return the samples to move from ``straggler`` to ``leader``, and 1 if removing the straggler is advised, else 0.
 
-        Samples move when the leader was the faster one in the whole window. A leader that was once slower than the straggler
-        shows that steps are too large: then the phase becomes fine tuning, as it does when the straggler has no step left.
+        Samples move when the leader was faster in the whole window. Changes the phase to fine tuning where the leader was once
+        slower than the straggler, which shows that steps are too large, and where the straggler has not enough samples for a
+        step; with ``renew`` back to the fast approach.
         """
         if self.settings.renew and self.phase is Phase.FINE and self._still_far_apart(leader, straggler):
             self.phase = Phase.APPROACH
-            self._was_slower[:] = False  # that was before the change
+            self._was_slower[:] = False  # the past says nothing about the changed speeds
         step = self._step
         if self.sizes[straggler] - step < self.least:
             if self.phase is Phase.FINE or self.settings.strict:
@@ -193,10 +194,10 @@ class Algorithm2:
         return 0, 0
 
     def _still_far_apart(self, leader: int, straggler: int) -> bool:
-        """Return whether the leader would still be the faster one after a step of the fast approach.
+        """Return whether the leader would still be faster after a step of the fast approach, in each iteration of the window.
 
-        It must be in each iteration of the window. Times are taken as proportional to samples; GPUs' times change less than
-        that, so a step is never too large. False where the step would break a limit or the window is not yet full.
+        Times are taken as proportional to samples; GPUs' times change less than that, so a step is never too large. False where
+        the step would break a limit or the window is not yet full.
         """
         step, window, sizes = self.settings.step, self.settings.window, self.sizes
         at_limit = sizes[straggler] - step < self.least or sizes[leader] + step > self.limits[leader]
@@ -210,7 +211,7 @@ class Algorithm2:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, as plain numbers and lists: sizes, phase, recent times and who was slower."""
+        """Return the state for a checkpoint in numbers, text and lists: sizes, phase, recent times and ``was_slower``."""
         return {
             "sizes": self.sizes.tolist(),
             "phase": self.phase.value,
@@ -219,9 +220,9 @@ class Algorithm2:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from the state that :meth:`state_dict` returned.
+        """Continue from a state that :meth:`state_dict` returned.
 
-        Raises InputError where it is of another number of workers or another total batch.
+        Raises InputError for a state with another number of workers, another total batch, or a size below ``least``.
         """
         sizes, present_sizes = np.array(state.get("sizes", []), dtype=np.int64), self.sizes
         if sizes.shape != present_sizes.shape or sizes.sum() != present_sizes.sum() or sizes.min() < self.least:

@@ -1,9 +1,9 @@
-"""Which samples of a global batch each rank takes when they cost unlike much, so that all ranks end together.
+"""Which samples of a global batch each rank takes when their costs differ, so that all ranks end together.
 
-A sample has a cost, a rank a speed; the step takes ``max_r sum of its costs / v_r``. That is scheduling on uniform machines,
-which is NP-hard. Start at :func:`balanced`, which is what the hook does in every step: the better of :func:`lpt` and, where
-speeds are equal, :func:`karmarkar_karp`. :func:`solve` proves how far that is from the best. A pass that is padded costs as
-much as its longest sample times its samples; for those :func:`by_length` cuts the batch sorted by length.
+A sample has a cost, a rank r has a speed v_r; the step takes ``max over r of (sum of the rank's costs) / v_r``. That is
+scheduling on uniform machines, which is NP-hard. Start at :func:`balanced`, which the hook calls in every step: the better of
+:func:`lpt` and, where speeds are equal, :func:`karmarkar_karp`. :func:`solve` proves how far an assignment is from the best. A
+padded pass costs its longest sample times its number of samples; for those :func:`by_length` cuts the batch sorted by length.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from numpy.typing import ArrayLike
 from ddltool.arrays import Floats, Ints
 from ddltool.errors import InputError
 
-# Whole units of the least possible time in CP-SAT's model.
+# CP-SAT's model counts time in this fraction of the lower bound.
 _UNITS = 10**9
 # Halvings of a bracket after which it is as narrow as floats allow.
 _HALVINGS = 60
-# Samples times ranks: beyond these, differencing takes more than a quarter of a second, and CP-SAT's model too long to make.
+# Largest samples times ranks: above, differencing takes over a quarter of a second, and CP-SAT's model is slow to make.
 _MOST_DIFFERENCED, _MOST_SOLVED = 1 << 18, 1 << 16
-# Relative difference up to which times count as equal, and what a quotient may lack to the next whole number.
+# Relative difference up to which times count as equal; a quotient this close below a whole number is rounded up.
 _SAME = 1e-9
 
 
 def seconds_of(costs: Floats, places: Ints, speeds: Floats) -> Floats:
-    """Return (m,) seconds of the ranks: the sum of the costs that a rank has, over its speed.
+    """Return (m,) seconds of the ranks: the sum of the costs of a rank's samples, over its speed.
 
-    ``places`` (n,) is the rank of each sample, ``costs`` (n,) what it costs, ``speeds`` (m,) cost per second of each rank.
+    ``costs`` (n,) of the samples, ``places`` (n,) the rank of each, ``speeds`` (m,) cost per second of each rank.
     """
     times: Floats = np.bincount(places, costs, minlength=len(speeds)) / speeds
     return times
 
 
 def lower_bound(costs: Floats, speeds: Floats) -> float:
-    """Return a time in seconds before which no assignment of samples to ranks ends.
+    """Return a lower bound in seconds on the step of any assignment of samples, ``costs`` (n,), to ranks, ``speeds`` (m,).
 
-    It is the largest of three bounds. All samples take as long as if all ranks shared them perfectly. The k largest samples
-    take as long as if the k fastest ranks shared them perfectly. With m ranks of equal speed, k + 1 of the k m + 1 largest
-    samples must share a rank, and the smallest k + 1 of these are the least that it can have.
+    It is the largest of three bounds. All samples take at least as long as if all ranks shared them perfectly. The k largest
+    samples take at least as long as if the k fastest ranks shared them perfectly. With m ranks of equal speed, some rank gets
+    k + 1 of the k m + 1 largest samples, which cost at least as much as the smallest k + 1 of these.
     """
     largest, fastest = np.sort(costs)[::-1], np.sort(speeds)[::-1]
     most_samples = min(len(largest), len(fastest) - 1)
@@ -56,10 +56,11 @@ def lower_bound(costs: Floats, speeds: Floats) -> float:
 
 
 def lpt(costs: Floats, speeds: Floats) -> Ints:
-    """Return the (n,) rank of each sample by longest processing time first: each goes where it would end earliest.
+    """Return the (n,) rank of each sample by longest processing time first (LPT).
 
-    ``costs`` (n,) of the samples, ``speeds`` (m,) of the ranks. Never above 4/3 - 1/(3 m) of the best with equal speeds
-    (Graham, 1969), 2 - 2/(m + 1) with others (Gonzalez, Ibarra and Sahni, 1977). O(n m).
+    Samples are assigned in the order of falling cost, each to the rank that would end it earliest. ``costs`` (n,) of the
+    samples, ``speeds`` (m,) of the ranks. The step is at most 4/3 - 1/(3 m) times the shortest one with equal speeds (Graham,
+    1969), and 2 - 2/(m + 1) times with others (Gonzalez, Ibarra and Sahni, 1977). O(n m).
     """
     places, loads = np.zeros(len(costs), dtype=np.int64), np.zeros(len(speeds))
     for sample in np.argsort(-costs, kind="stable"):
@@ -70,14 +71,14 @@ def lpt(costs: Floats, speeds: Floats) -> Ints:
 
 
 def karmarkar_karp(costs: Floats, ranks: int) -> Ints:
-    """Return the (n,) rank of each sample, of (n,) ``costs``, on m = ``ranks`` ranks of equal speed, by largest differencing.
+    """Return the (n,) rank of each sample on m = ``ranks`` ranks of equal speed, by largest differencing.
 
-    At first each sample is a partial assignment of its own. The two whose loads differ most between ranks are joined, the
-    largest load of one with the smallest of the other, until one is left (Karmarkar and Karp, 1982).
-    Never above 4/3 - 1/(3 m) of the best (Michiels et al., 2003). O(n m log m).
+    ``costs`` (n,) of the samples. At first each sample is a partial assignment of its own. The two with the largest differences
+    between the ranks' loads are joined, the largest load of one with the smallest of the other, and so on, until one is left
+    (Karmarkar and Karp, 1982). The step is at most 4/3 - 1/(3 m) times the shortest one (Michiels et al., 2003). O(n m log m).
     """
-    # A partial assignment is (- difference of its loads, tie-breaker, (load, samples) of each rank by rising load): the heap
-    # gives the largest difference first. Samples are a tree of nested pairs, so that joining two takes no copying.
+    # A partial assignment is (-difference of its loads, tie-breaker, [(load, samples) of each rank by rising load]): the heap
+    # pops the largest difference first. Samples are a tree of nested pairs, so that joining copies nothing.
     nothing: Any = ()
     waiting = [
         (-cost, sample, [(0.0, nothing)] * (ranks - 1) + [(cost, (sample, nothing))])
@@ -93,7 +94,7 @@ def karmarkar_karp(costs: Floats, ranks: int) -> Ints:
     places = np.zeros(len(costs), dtype=np.int64)
     (_, _, whole_assignment) = waiting[0]
     for rank, (_, tree) in enumerate(whole_assignment):
-        open_trees = [tree]  # a walk with a list of its own: trees may be deeper than Python's recursion allows
+        open_trees = [tree]  # a stack, because trees may be deeper than Python's recursion allows
         while open_trees:
             for node in open_trees.pop():
                 if isinstance(node, int):
@@ -104,29 +105,29 @@ def karmarkar_karp(costs: Floats, ranks: int) -> Ints:
 
 
 def is_differenced(costs: Floats, speeds: Floats) -> bool:
-    """Return whether :func:`karmarkar_karp` is tried: speeds are equal, and samples and ranks few enough."""
+    """Return whether :func:`karmarkar_karp` is used: speeds are equal, and samples times ranks are few enough."""
     return bool(np.ptp(speeds) == 0) and len(costs) * len(speeds) <= _MOST_DIFFERENCED
 
 
 def balanced(costs: Floats, speeds: Floats, passes: int = 1) -> Ints:
-    """Return the (n,) place of each sample, which is ``rank * passes + pass``, so that all ranks end about together.
+    """Return the (n,) place of each sample, ``rank * passes + pass``, so that all ranks end at about the same time.
 
     ``costs`` (n,) of the samples, ``speeds`` (m,) of the ranks; each rank makes ``passes`` passes. The result is the same on
-    every machine, so ranks need not ask each other. No place is left without a sample if there are enough.
+    every machine, so ranks need not communicate. Every place gets a sample if there are enough.
     """
     ranks, choices = len(speeds), [lpt(costs, speeds)]
     if is_differenced(costs, speeds):
         choices.append(karmarkar_karp(costs, ranks))
     best = min(choices, key=lambda places: float(seconds_of(costs, places, speeds).max()))
-    # Each rank gets as many samples as passes at least, so that none of its passes is empty.
+    # a rank needs as many samples as passes, so that none of its passes is empty
     return in_passes(costs, filled(costs, best, ranks, passes), ranks, passes)
 
 
 def in_passes(costs: Floats, places: Ints, ranks: int, passes: int) -> Ints:
     """Return the (n,) place ``rank * passes + pass`` of each sample, from its rank in ``places`` (n,).
 
-    The samples of a rank are shared out to its passes by LPT. Its costlier passes come first, so that the passes in which
-    ranks wait for each other are alike.
+    A rank's samples are shared out to its passes by LPT. Every rank makes its costliest pass first, so that passes of similar
+    cost coincide where ranks wait for each other in every pass.
     """
     rank_and_pass = places * passes
     if passes == 1:
@@ -140,9 +141,10 @@ def in_passes(costs: Floats, places: Ints, ranks: int, passes: int) -> Ints:
 
 
 def filled(costs: Floats, places: Ints, count: int, least: int = 1) -> Ints:
-    """Return the (n,) place of each sample, changed so that each of ``count`` places has ``least`` samples or more.
+    """Return the (n,) places of the samples, changed so that each of ``count`` places has at least ``least`` samples.
 
-    While a place lacks one, the place with most samples gives it its cheapest. Nothing changes where there are too few samples.
+    While a place has too few, the place with most samples gives it its cheapest one. Nothing changes where there are too few
+    samples in all.
     """
     places = places.copy()
     sample_counts = np.bincount(places, minlength=count)
@@ -158,9 +160,10 @@ def filled(costs: Floats, places: Ints, count: int, least: int = 1) -> Ints:
 def by_length(costs: Floats, speeds: Floats, passes: int = 1) -> Ints:
     """Return the (n,) place ``rank * passes + pass`` of each sample, where passes are padded to their longest sample.
 
-    A padded pass takes its number of samples times the largest of their costs, so the batch is sorted and cut: each place
-    takes neighbours, faster ranks the longer ones. The least time for which all samples find a place is found by bisection.
-    With one pass and equal speeds no other assignment ends earlier: a place whose longest sample is shorter takes no fewer.
+    A padded pass costs its number of samples times the largest of their costs. So the samples are sorted and cut into places of
+    neighbours, with the longer ones on faster ranks. A bisection finds the least time within which the places hold all samples.
+    With one pass and equal speeds no other assignment ends earlier, because a place whose longest sample is shorter holds at
+    least as many within any time.
     """
     order = np.argsort(-costs, kind="stable")
     ranks = np.argsort(-speeds, kind="stable")
@@ -174,7 +177,7 @@ def by_length(costs: Floats, speeds: Floats, passes: int = 1) -> Ints:
             low = middle
         else:
             high, cuts = middle, cuts_within
-    # Of the sorted samples: the place, counted in the order of the cuts, fastest rank first.
+    # for each sorted sample the index of its place in the order of the cuts, which is that of falling speed
     cut_index = np.searchsorted(np.array(cuts), np.arange(len(costs)), side="right") - 1
     places = np.empty(len(costs), dtype=np.int64)
     places[order] = np.repeat(ranks * passes, passes)[cut_index] + np.tile(np.arange(passes), len(ranks))[cut_index]
@@ -182,16 +185,16 @@ def by_length(costs: Floats, speeds: Floats, passes: int = 1) -> Ints:
 
 
 def _cut_at(costs: list[float], speeds: list[float], limit: float) -> list[int] | None:
-    """Return the index in ``costs`` at which each place begins, where no place takes longer than ``limit`` seconds.
+    """Return the index in ``costs`` at which each place begins, if no place takes longer than ``limit`` seconds.
 
-    ``costs`` fall, and a place takes as long as its number of samples times its first cost, over its speed. None: the places
-    cannot hold all samples within the limit.
+    ``costs`` are in falling order, and a place takes its number of samples times its first cost, over its speed. None where the
+    places cannot hold all samples within the limit.
     """
     begin, cuts = 0, []
     for speed in speeds:
         cuts.append(begin)
         if begin < len(costs):
-            begin += int(limit * speed / costs[begin] + _SAME)  # a quotient just below a whole number counts as that
+            begin += int(limit * speed / costs[begin] + _SAME)  # rounding must not turn a whole number into one less
     return cuts if begin >= len(costs) else None
 
 
@@ -202,22 +205,22 @@ class Proven:
     places: Ints
     """(n,) rank of each sample."""
     seconds: float
-    """When its last rank ends."""
+    """Seconds of the step: until the last rank ends."""
     bound: float
-    """Before which no assignment ends."""
+    """Lower bound in seconds on the step of any assignment."""
 
     @property
     def is_optimal(self) -> bool:
-        """Whether no assignment ends earlier, to a billionth."""
+        """Whether the step is equal to its bound, up to rounding of the n costs."""
         return self.seconds <= self.bound * (1 + len(self.places) * _SAME)
 
 
 def solve(costs: Floats, speeds: Floats, limit_s: float, seed: int = 0, gap: float = 0.0) -> Proven:
-    """Return the best assignment of (n,) samples to (m,) ranks that CP-SAT finds in ``limit_s`` seconds, and a proven bound.
+    """Return the best assignment of samples, ``costs`` (n,), to ranks, ``speeds`` (m,), that CP-SAT finds, and a proven bound.
 
-    The search begins at :func:`balanced`. It is left out where that is within the share ``gap`` of :func:`lower_bound`, and
-    for more than 65,536 samples times ranks. CP-SAT needs whole numbers: costs are rounded down to billionths of the least
-    possible time, so that its bound holds for the exact costs too.
+    The search begins at :func:`balanced`, and ends after ``limit_s`` seconds. It is left out where the beginning is within the
+    share ``gap`` of :func:`lower_bound`, and for more than 65,536 samples times ranks. CP-SAT needs whole numbers: costs are
+    rounded down to billionths of the lower bound, so that its bound holds for the exact costs too.
     """
     from ortools.sat.python import cp_model
 
@@ -230,14 +233,14 @@ def solve(costs: Floats, speeds: Floats, limit_s: float, seed: int = 0, gap: flo
         return unsolved
     unit_times = np.floor(costs[:, None] / speeds * (_UNITS / bound)).astype(np.int64)  # (n, m)
     model = cp_model.CpModel()
-    # Between the bound, less what rounding takes from the n costs (below one unit each), and the assignment there is.
+    # The end is at least the bound, minus what rounding takes from n costs (below one unit each), and at most the beginning's.
     end = model.new_int_var(_UNITS - len(costs), int(seconds / bound * _UNITS), "end")
     order = np.argsort(-costs, kind="stable").tolist()
     are_alike = np.ptp(speeds) == 0
     chosen = [[model.new_bool_var("") for _ in speeds] for _ in costs]
     for position, sample in enumerate(order):
         model.add_exactly_one(chosen[sample])
-        # Ranks of equal speed can be exchanged: the k-th sample goes to one of the first k ranks, without loss.
+        # Ranks of equal speed are interchangeable, so the k-th sample may be restricted to the first k ranks.
         barred_ranks = range(position + 1, len(speeds)) if are_alike else ()
         for rank in barred_ranks:
             model.add(chosen[sample][rank] == 0)
@@ -249,7 +252,7 @@ def solve(costs: Floats, speeds: Floats, limit_s: float, seed: int = 0, gap: flo
     places = start
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         solved = np.array([[solver.boolean_value(choice) for choice in row] for row in chosen]).argmax(axis=1)
-        # By exact costs the start may be the better one.
+        # by exact costs, which are not rounded, the beginning may be the better one
         places = min(start, solved, key=lambda places: float(seconds_of(costs, places, speeds).max()))
     reached = float(seconds_of(costs, places, speeds).max())
     return Proven(places=places, seconds=reached, bound=bound * max(1.0, solver.best_objective_bound / _UNITS))
@@ -258,7 +261,7 @@ def solve(costs: Floats, speeds: Floats, limit_s: float, seed: int = 0, gap: flo
 def checked_costs(costs: ArrayLike, where: str = "costs") -> Floats:
     """Return the (n,) costs as floats.
 
-    Raises InputError where there are none, or one is not finite and above 0; ``where`` is what the error calls them.
+    Raises InputError, under the name ``where``, for no costs, and for a cost that is not finite and above 0.
     """
     checked = np.asarray(costs, dtype=np.float64)
     if checked.ndim != 1 or not len(checked):

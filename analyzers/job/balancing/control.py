@@ -1,7 +1,7 @@
 """Policies that choose the next batch sizes from the workers' reports: one interface for CPU and GPU clusters.
 
-:class:`SpeedPolicy` is LB-BSP's Algorithm 1 (predicted speeds), :class:`TrialPolicy` its Algorithm 2. Neither knows of
-processes or clocks, so both can be simulated.
+:class:`SpeedPolicy` is LB-BSP's Algorithm 1 (predicted speeds), :class:`TrialPolicy` its Algorithm 2. Neither uses processes
+or clocks, so both can be simulated.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ddltool.arrays import Floats, Ints
 from ddltool.errors import InputError
 
 ERRORS_KEPT = 20
-"""Predictions whose errors tell how noisy speeds are: as many as a live job's EMA remembers, several times over."""
+"""Number of last predictions whose errors tell how noisy speeds are: several times the memory of EMA."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -29,32 +29,32 @@ class Report:
     """One iteration of n workers, all (n,) arrays."""
 
     samples: Ints
-    """What each worker processed; at least 1."""
+    """Samples that each worker processed; at least 1."""
     seconds: Floats
-    """How long its computation took, without waiting for others; above 0."""
+    """Time of each worker's computation, without waiting for others; above 0."""
     memory: Floats
-    """Share of its memory in use, 0 to 1."""
+    """Share of each worker's memory in use, 0 to 1."""
     cpu: Floats
-    """Share of a core that it can expect now, 0 to 1; what the predictor sees."""
+    """Share of a core that each worker can expect now, 0 to 1; an input of predictors."""
     available: Floats
-    """Share of its machine's memory that is available now, 0 to 1; what the predictor sees."""
+    """Share of each worker's machine's memory that is available now, 0 to 1; an input of predictors."""
 
     @classmethod
     def of(cls, rows: Floats) -> Report:
-        """Return the report in (n, 5) rows, one per worker: samples, seconds, memory, cpu, available."""
+        """Return the report made of (n, 5) ``rows``, one per worker: samples, seconds, memory, cpu, available."""
         samples, seconds, memory, cpu, available = np.asarray(rows, dtype=np.float64).T
         return cls(samples=samples.astype(np.int64), seconds=seconds, memory=memory, cpu=cpu, available=available)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """The batch sizes from now on, and what is worth telling."""
+    """The batch sizes from now on, and news for the user."""
 
     sizes: tuple[int, ...]
     fine_tuning: bool = False
-    """Fine tuning has begun just now."""
+    """Whether this choice has begun fine tuning."""
     remove: int | None = None
-    """The straggler without which training would be faster."""
+    """Index of the straggler without which training would be faster; None: no such advice."""
 
 
 class Policy(Protocol):
@@ -63,20 +63,20 @@ class Policy(Protocol):
     sizes: Ints
 
     def choose(self, report: Report) -> Choice:
-        """Return (n,) batch sizes after one more iteration."""
+        """Return the choice of (n,) batch sizes after one more iteration, and keep the sizes in ``sizes``."""
         ...
 
 
 class SpeedPolicy:
-    """Batches in proportion to predicted speeds; no worker above its limit, and none larger that is short of memory.
+    """Batches in proportion to predicted speeds; no worker exceeds its limit, and one short of memory does not grow.
 
     Args:
         sizes: (n,) samples at the start; the sum is kept.
         limits: (n,) most samples of each worker; None: memory use alone limits them.
         predictor: see :data:`~ddltool.analyzers.job.balancing.predict.PREDICTORS`.
         settings: how trained predictors learn.
-        tolerance: share by which the longest predicted time must fall for sizes to change; 0: always the best ones, as the
-            paper has it; None: as far as predictions were off of late, so that sizes follow speeds and not their noise.
+        tolerance: share by which the longest predicted time must fall for sizes to change; 0: sizes are always the best ones,
+            as in the paper; None: the median error of the last predictions, so that sizes do not follow noise.
         least: samples that each worker gets whatever its speed.
     """
 
@@ -89,7 +89,7 @@ class SpeedPolicy:
         tolerance: float | None = 0.0,
         least: int = 1,
     ) -> None:
-        """Check sizes and limits; raises InputError, and Infeasible where limits cannot hold the total."""
+        """Check sizes and limits. Raises InputError for bad ones, and Infeasible where the limits cannot hold the total."""
         self.sizes = checked_sizes(sizes, least)
         self.total = int(self.sizes.sum())
         self.least = least
@@ -105,11 +105,11 @@ class SpeedPolicy:
     def choose(self, report: Report) -> Choice:
         """Learn the speeds in ``report`` and return the sizes for the next iteration.
 
-        Sizes change only where the longest predicted time falls by more than the tolerance; until all speeds can be predicted
-        they stay.
+        Sizes change only where the longest predicted time falls by more than the tolerance, and not before all speeds can be
+        predicted.
         """
         if not self._has_readings:
-            self._predictor.predict(report.cpu, report.available)  # nothing is known yet; it keeps the readings
+            self._predictor.predict(report.cpu, report.available)  # it must be called before the first observe()
             self._has_readings = True
         measured_speeds = report.samples / report.seconds
         if self._predicted is not None:
@@ -119,12 +119,12 @@ class SpeedPolicy:
         if not (np.isfinite(speeds) & (speeds > 0)).all():
             return Choice(sizes=tuple(self.sizes.tolist()))
         self._predicted = speeds
-        # A worker short of memory may not grow but may shrink; the present sizes keep these limits, so some sizes always do.
+        # A worker short of memory may shrink but not grow. The present sizes keep these limits, so the problem is feasible.
         limits = np.where(report.memory > MEMORY_SHARE, np.minimum(self.limits, self.sizes), self.limits)
         best_sizes = proportional(speeds, self.total, limits, self.least)
         least_gain = self.tolerance
         if least_gain is None:
-            # The median error: a lasting change of speed makes few large errors and is then followed.
+            # The median ignores the few large errors after a lasting change of speed, so sizes soon follow that.
             least_gain = float(np.median(self._prediction_errors)) if self._prediction_errors else 0.0
         if float((best_sizes / speeds).max()) <= (1 - least_gain) * float((self.sizes / speeds).max()):
             self.sizes = best_sizes
@@ -132,10 +132,10 @@ class SpeedPolicy:
 
 
 class TrialPolicy(Algorithm2):
-    """Algorithm 2: samples move between leader and straggler."""
+    """Algorithm 2 as a policy: samples move from stragglers to leaders."""
 
     def choose(self, report: Report) -> Choice:
-        """Return the batch sizes after one more iteration's ``report``, with what is worth telling about them."""
+        """Return the batch sizes after one more iteration's ``report``."""
         before = self.phase
         decision = self.observe(report.seconds, report.memory, report.samples)
         return Choice(

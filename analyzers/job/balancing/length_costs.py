@@ -1,4 +1,7 @@
-"""What samples of a model cost by their length, from the cost model: the step at three lengths. See :mod:`~.lengths`."""
+"""The cost of a model's samples by their length, fitted to steps that the cost model predicts at three lengths.
+
+Start at :func:`cost_of_model`; :mod:`~.lengths` uses the result.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,8 @@ _MULTIPLE = 64
 def lengths_tried(longest: int) -> tuple[int, ...]:
     """Return three lengths, in tokens, at which a step is predicted.
 
-    They are a sixteenth, a quarter and the whole of ``longest``, rounded up to multiples of 64. Where that makes two of them
-    equal, twice and four times the largest fill up, as the fit needs three different ones.
+    They are a sixteenth, a quarter and the whole of ``longest``, rounded up to multiples of 64. Where some of these are equal,
+    twice and four times the largest replace them, because the fit needs three different lengths.
 
     >>> lengths_tried(4096), lengths_tried(100)
     ((256, 1024, 4096), (64, 128, 256))
@@ -40,15 +43,15 @@ def lengths_tried(longest: int) -> tuple[int, ...]:
 def cost_of_model(
     source: Source, device: str, precision: str, *, longest: int, replicas: int, sharded: bool = False
 ) -> SampleCost:
-    """Return what a sample of a model costs by its length, and what a step costs besides, in seconds on a device type.
+    """Return the cost of a model's sample by its length, and the cost of a step without samples, in seconds on a device type.
 
-    A sample's cost is what a step of two samples takes more than a step of one. What a step has once (launches, reading of
-    weights, the update, exposed communication of ``replicas``) is the step's cost; of the three lengths tried, the middle
-    value counts. Raises InputError for an unknown device, and for a source that cannot be traced.
+    A sample's cost is the difference between a step of two samples and a step of one. The rest (launches, reading of weights,
+    the update, exposed communication of ``replicas``) is the step's cost, the median over the three lengths. Raises InputError
+    for an unknown device, and for a source that cannot be traced.
 
     Args:
-        source: of the model.
-        device: its name in the shipped table.
+        source: the model.
+        device: the type's name in the shipped table.
         precision: of the computation, by name (see ``ddltool.precision``).
         longest: tokens of the longest sample.
         replicas: data-parallel ranks.
@@ -68,22 +71,23 @@ def cost_of_model(
 
 
 def fitted(lengths: Floats, added_s: Floats, once_s: float) -> SampleCost:
-    """Return the cost of a sample, ``a L + b L^2 + c``, that fits ``added_s`` (n,) seconds at ``lengths`` (n,) tokens best.
+    """Return the cost of a sample, ``a L + b L^2 + c``, that best fits ``added_s`` (n,) seconds at ``lengths`` (n,) tokens.
 
-    Coefficients are 0 or more, and relative errors count. ``once_s``: seconds of a step whatever its samples.
+    Coefficients are at least 0, and the sum of squared relative errors is least. ``once_s``: seconds of a step without samples.
     """
-    # Over the seconds that are to come out: the terms then shall add up to 1, and what they lack is the relative error.
+    # Terms are divided by the seconds, so that they should add up to 1 and the residuals are relative errors.
     relative_terms = np.stack([lengths, lengths**2, np.ones_like(lengths)], axis=1) / added_s[:, None]
-    scale = relative_terms.max(axis=0)  # brings the columns to one size, for the solver's tolerance
+    scale = relative_terms.max(axis=0)  # columns of one size, because the solver's tolerance is absolute
     coefficients = nnls(relative_terms / scale, np.ones_like(lengths))[0] / scale
     per_token, per_square, per_sample = coefficients.tolist()
     return SampleCost(per_token=per_token, per_square=per_square, per_sample=per_sample, per_step=once_s)
 
 
 def _added_and_once(work: WorkCurve, model: CostModel, setting: Setting, replicas: int) -> tuple[float, float]:
-    """Return two times in seconds: what a second sample adds to a step, and what a step on ``replicas`` takes besides.
+    """Return the seconds that a sample adds to a step, and the seconds of a step without samples.
 
-    The first is of one replica; the second is a step of one sample on all replicas, without what the sample adds.
+    The first is measured on one replica: a step of two samples minus a step of one. The second is a step of one sample on each
+    of ``replicas``, minus the first.
     """
     nodes = math.ceil(replicas / setting.fabric.gpus_per_node)
     placements = [Placement(num_nodes=1, num_replicas=1), Placement(num_nodes=nodes, num_replicas=replicas)]

@@ -1,9 +1,13 @@
 """Samples of unequal length: what padding and waiting cost in a job, and what each remedy gains. Start at :func:`compare`.
 
-Global batches are drawn in random order, as training draws them, and each way of sharing them out is timed by one cost of a
-sample, ``a L + b L^2 + c``. A padded pass costs as much as if all of its samples were as long as its longest; without
-padding (documents behind one another, with masks between them) it costs the sum over its samples, so b counts the sum of
-the squares and not the square of the sum.
+Global batches are drawn in random order, as training draws them, and each way of sharing out their samples is timed by the
+cost of a sample of L tokens, ``a L + b L^2 + c``. A padded pass costs as much as if all of its samples were as long as its
+longest. Without padding (samples are concatenated, with masks between them) a pass costs the sum over its samples, so b is
+multiplied by the sum of the squared lengths, not by the square of their sum.
+
+The ways (:data:`WAYS`): ``padded`` and ``unpadded`` take samples in order; ``grouped`` is transformers' group_by_length;
+``sorted`` cuts the sorted batch; ``lpt``, ``karmarkar_karp`` and ``cp_sat`` assign samples by cost; ``window`` also moves
+samples between batches; ``cut`` and ``cut_masked`` pack samples into sequences of one length.
 """
 
 from __future__ import annotations
@@ -28,18 +32,19 @@ from ddltool.analyzers.job.balancing.assigning import (
 from ddltool.arrays import Floats, Ints
 from ddltool.errors import InputError
 
-# Forward and backward, in units of a token's products with weights: 12 d^2 of these in a block of width d, and with a causal
-# mask L d / 2 products of a query with keys, as many with values. Width 4096: a model of 7 to 8 billion parameters.
+# Cost of attention per squared token, in units of a token's products with weights. A block of width d has 12 d^2 of these per
+# token and, with a causal mask, L d / 2 products of a query with keys and as many with values: L d / (12 d^2) = L / (12 d).
+# Width 4096 is that of models of 7 to 8 billion parameters.
 _WIDTH = 4096
 DEFAULT_PER_SQUARE = 1 / (12 * _WIDTH)
-# transformers' LengthGroupedSampler sorts so many batches at a time.
+# Number of batches that transformers' LengthGroupedSampler sorts at a time.
 _MEGABATCH = 50
-# Below this gap an assignment counts as good enough to leave the solver out.
+# Gap up to which an assignment is good enough to leave the solver out.
 WORTH_SOLVING = 1e-3
 # Bootstrap samples of a speedup, and the percentiles that bound its 95 % interval.
 _RESAMPLES = 1000
 _RANGE = (2.5, 97.5)
-# Samples: beyond these, those of a histogram are not laid out, and no more are drawn.
+# Most samples of a histogram that are laid out in memory, and most samples that are drawn.
 _MOST_LAID_OUT = _MOST_DRAWN = 10**7
 WAYS = ("padded", "grouped", "sorted", "unpadded", "lpt", "karmarkar_karp", "cp_sat", "window", "cut", "cut_masked")
 IN_THE_BATCH = ("padded", "sorted", "unpadded", "lpt", "karmarkar_karp", "cp_sat")
@@ -48,9 +53,9 @@ IN_THE_BATCH = ("padded", "sorted", "unpadded", "lpt", "karmarkar_karp", "cp_sat
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleCost:
-    """What a sample of L tokens costs, ``per_token L + per_square L^2 + per_sample``; what passes and steps cost besides.
+    """The cost of a sample of L tokens, ``per_token L + per_square L^2 + per_sample``, and of each pass and step besides.
 
-    All in one unit: seconds, or what one token costs in products with weights (the defaults).
+    All are in one unit: seconds, or the cost of one token's products with weights (the defaults).
     """
 
     per_token: float = 1.0
@@ -75,64 +80,65 @@ class SampleCost:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LengthsJob:
-    """How a job takes its global batches."""
+    """The ranks of a job and how they train a global batch."""
 
     speeds: Floats
-    """(R,) of the ranks, relative to one another."""
+    """(R,) speeds of the ranks, relative to one another."""
     total_batch: int
     """Samples of all ranks in a step."""
     cost: SampleCost = SampleCost()
     passes: int = 1
     """Passes of each rank in a step."""
     max_tokens: int | None = None
-    """Most tokens in a pass, padding included: as few passes as that needs, in place of ``passes``."""
+    """Most tokens in a pass, padding included; each rank then makes as few passes as that needs. None: ``passes`` counts."""
     sharded: bool = False
-    """Whether ranks wait for each other in every pass (FSDP) and not once a step (DDP)."""
+    """Whether ranks wait for each other in every pass (FSDP), not only once a step (DDP)."""
     window: int = 1
-    """Global batches over which samples may be moved to make these alike."""
+    """Number of global batches between which samples may be moved to make these alike; 1: none are moved."""
     pack: int | None = None
-    """Tokens of a packed sequence; None: nothing is packed to a fixed length."""
+    """Tokens of a packed sequence; None: packing is not compared."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TimedSteps:
-    """What K steps took: arrays (K,), times in the unit of the job's :class:`SampleCost`."""
+    """The times and tokens of K steps: arrays (K,), times in the unit of the job's :class:`SampleCost`."""
 
     seconds: Floats
-    """Until the slowest rank ends, the cost of the step itself included."""
+    """Time until the slowest rank ends, the cost of the step itself included."""
     busy: Floats
-    """Mean over ranks of the time they compute."""
+    """Mean over ranks of the time in which they compute."""
     tokens: Floats
-    """Of all samples, without padding."""
+    """Tokens of all samples, without padding."""
     computed: Floats
     """Tokens with padding."""
     most_tokens: int
-    """In one pass, padding included: what memory follows."""
+    """Most tokens in one pass, padding included, which memory depends on."""
 
     @property
     def per_token(self) -> float:
-        """Seconds of a token."""
+        """Time of all steps over their tokens."""
         return float(self.seconds.sum() / self.tokens.sum())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class WaysCompared:
-    """The ways that were tried, and the first batch as the best assignment shares it out."""
+    """The ways that were tried, and how the solver shares out the first batch."""
 
     steps: dict[str, TimedSteps]
+    """By way, in the order of :data:`WAYS`."""
     gaps: list[float]
-    """Of each batch: how far its assignment may be above the best, as a share of it."""
+    """For each batch, the largest share by which the solver's assignment may be slower than the best one."""
     solver_s: float
     """Seconds that the solver took for all batches."""
     first: list[list[Ints]]
-    """By rank and pass: the lengths, in tokens, of the first batch."""
+    """By rank and pass: lengths, in tokens, of the samples of the first batch."""
 
 
 def draw(lengths: Ints, counts: Ints, total: int, batches: int, seed: int) -> Ints:
-    """Return (K, total) lengths in tokens of global batches in random order, as an epoch of training draws them.
+    """Return (K, total) lengths in tokens of K global batches in random order, as an epoch of training draws them.
 
-    ``counts`` (n,) samples have each of the (n,) ``lengths``; ``total`` samples are a batch. K is ``batches``, or as many whole
-    batches as an epoch has. Raises InputError where there are too few samples for one batch.
+    ``counts`` (n,) samples have each of the ``lengths`` (n,); a batch has ``total`` samples. K is ``batches``, or the number of
+    whole batches in an epoch if that is smaller. Raises InputError where there are too few samples for one batch.
     """
     rng, samples = np.random.default_rng(seed), int(counts.sum())
     wanted = total * min(batches, samples // total, max(_MOST_DRAWN // total, 1))
@@ -140,7 +146,7 @@ def draw(lengths: Ints, counts: Ints, total: int, batches: int, seed: int) -> In
         raise InputError("total_batch", f"is {total}", f"the file has {samples} samples: give at most so many")
     if samples <= _MOST_LAID_OUT:
         drawn = rng.permutation(np.repeat(lengths, counts))[:wanted]
-    else:  # of so many samples, drawing without replacement is as good as with
+    else:  # of so many samples, drawing with replacement hardly differs from drawing without
         drawn = rng.choice(lengths, wanted, p=counts / counts.sum())
     return drawn.reshape(-1, total)
 
@@ -148,7 +154,7 @@ def draw(lengths: Ints, counts: Ints, total: int, batches: int, seed: int) -> In
 def compare(
     batches: Ints, job: LengthsJob, limit_s: float, seed: int = 0, advance: Callable[[int, str], None] = lambda *_: None
 ) -> WaysCompared:
-    """Return what the steps take under every way of sharing out the samples of the same global batches.
+    """Return the times of the steps for every way of sharing out the samples of the same global batches.
 
     Raises InputError for a sample longer than ``job.max_tokens``.
 
@@ -157,7 +163,7 @@ def compare(
         job: ranks, passes and costs.
         limit_s: seconds for all of the solver's work.
         seed: of the solver.
-        advance: gets the index of each batch that the solver begins with, for a display of progress.
+        advance: called before the solver begins with a batch, with the batch's index and "cp_sat", to show progress.
     """
     if job.max_tokens is not None and (longest := int(batches.max())) > job.max_tokens:
         raise InputError("max_tokens", f"is {job.max_tokens}", f"the longest sample has {longest}: give that or more")
@@ -167,18 +173,18 @@ def compare(
     for index, batch_costs in enumerate(costs):
         advance(index, "cp_sat")
         begun_s = time.perf_counter()
-        # An equal part of the time that is left, so that what an easy batch does not need goes to the others.
+        # Each batch may use an equal part of the time that is left, so that later ones get what easy ones do not need.
         proven = solve(batch_costs, job.speeds, left_s / (len(costs) - index), seed, WORTH_SOLVING)
         left_s -= time.perf_counter() - begun_s
         gaps.append(proven.seconds / proven.bound - 1)
         solved_ranks.append(proven.places)
 
     def assigned(choose: Callable[[Floats], Ints], lengths: Ints = batches, padded: bool = False) -> TimedSteps:
-        """Return the steps over (K, B) ``lengths`` where ``choose`` makes the (B,) places from the (B,) costs of a batch."""
+        """Return the timed steps over (K, B) ``lengths``; ``choose``: (B,) costs of a batch -> (B,) places of its samples."""
         shared = (_by_place(job, row, choose(job.cost.of(row)), padded) for row in lengths)
         return timed(job, shared, padded)
 
-    # As a sampler deals them out: the first samples of a batch to the first rank, and so on.
+    # without planning, the first samples of a batch go to the first rank, and so on
     blocks = np.array_split(np.arange(batch_size), ranks)
     in_order = np.repeat(np.arange(ranks), [len(block) for block in blocks])
     steps_by_way = {
@@ -210,10 +216,10 @@ def compare(
 
 
 def speedup(today: TimedSteps, other: TimedSteps, paired: bool, seed: int) -> tuple[float, float, float]:
-    """Return by which factor ``other`` makes more tokens per second than ``today``, and the ends of its 95 % interval.
+    """Return the tokens per second of ``other`` over those of ``today``, and the ends of this ratio's 95 % interval.
 
-    The interval is a bootstrap's: steps are drawn again with replacement. ``paired``: both ways took the same batches, so the
-    same steps are drawn for both.
+    The interval is by bootstrap: steps are drawn again with replacement. ``paired``: whether both ways took the same batches,
+    so that the same steps must be drawn for both.
     """
     rng = np.random.default_rng(seed)
     picks = [rng.integers(0, len(steps.seconds), (_RESAMPLES, len(steps.seconds))) for steps in (today, other)]
@@ -228,12 +234,12 @@ def speedup(today: TimedSteps, other: TimedSteps, paired: bool, seed: int) -> tu
 
 
 def regrouped(costs: Floats, ranks: int, total: int, window: int) -> Ints:
-    """Return an order (n,) of samples in which the outliers of every ``window`` global batches come together.
+    """Return an order (n,) of the samples, by their costs (n,), that puts the outliers of every ``window`` batches together.
 
     An outlier costs more than a rank has on average, so that all other ranks wait for it. ``ranks`` outliers in one batch wait
-    for each other only. The other samples follow, costliest first: each goes to the batch that it prolongs least, and of equal
-    ones to the one with the least cost so far. A sample stays within its stretch of ``window`` batches of ``total`` samples;
-    samples after the last whole stretch stay where they are.
+    only for each other. The other samples follow, costliest first: each goes to the batch that it makes longer by least, and
+    among equal ones to that with the least cost so far. A sample stays within its span of ``window`` batches of ``total``
+    samples; samples after the last whole span keep their places.
     """
     order, stretch = np.arange(len(costs)), total * window
     for begin in range(0, len(costs) - stretch + 1, stretch):
@@ -244,7 +250,7 @@ def regrouped(costs: Floats, ranks: int, total: int, window: int) -> Ints:
         for position, sample in enumerate(ranked.tolist()):
             batch = position // ranks
             if position >= outliers:
-                # A batch takes its mean load per rank, or its costliest sample if that is longer.
+                # A batch takes as long as its mean load per rank, or as its costliest sample if that is longer.
                 before, after = (
                     np.maximum(load / ranks - longest, 0.0) for load in (loads, loads + stretch_costs[sample])
                 )
@@ -259,10 +265,10 @@ def regrouped(costs: Floats, ranks: int, total: int, window: int) -> Ints:
 
 
 def timed(job: LengthsJob, steps: Iterator[list[list[Ints]]] | list[list[list[Ints]]], padded: bool) -> TimedSteps:
-    """Return what each step takes, how long its ranks compute, and its tokens.
+    """Return the times and tokens of steps.
 
-    ``steps``: for each step, rank and pass the lengths of its samples in tokens. ``padded``: whether a pass computes all of its
-    samples as if they were as long as its longest.
+    ``steps``: for each step, rank and pass the lengths of the samples in tokens. ``padded``: whether a pass computes all of its
+    samples as if they were as long as its longest one.
     """
     rows, most_tokens = [], 0
     for ranks in steps:
@@ -279,7 +285,7 @@ def timed(job: LengthsJob, steps: Iterator[list[list[Ints]]] | list[list[list[In
                 tokens += int(lengths.sum())
                 computed += int(computed_lengths.sum())
                 most_tokens = max(most_tokens, int(computed_lengths.sum()))
-        # FSDP's ranks wait for each other in every pass, DDP's at the end of the step.
+        # With FSDP ranks wait for each other in every pass, with DDP at the end of the step.
         slowest = times.max(axis=0).sum() if job.sharded else times.sum(axis=1).max()
         rows.append((slowest + job.cost.per_step, times.sum(axis=1).mean(), tokens, computed))
     seconds, busy, all_tokens, all_computed = np.array(rows, dtype=np.float64).reshape(-1, 4).T
@@ -287,15 +293,14 @@ def timed(job: LengthsJob, steps: Iterator[list[list[Ints]]] | list[list[list[In
 
 
 def _passes(job: LengthsJob) -> int:
-    """Return the passes into which a rank's samples are first shared out: one where tokens limit a pass, to be cut later."""
+    """Return the number of passes that a rank's samples are shared out to; 1 where a limit of tokens cuts passes later."""
     return job.passes if job.max_tokens is None else 1
 
 
 def _in_order(job: LengthsJob, lengths: Ints, ranks: Ints, padded: bool) -> list[list[Ints]]:
-    """Return rank -> pass -> lengths, the samples of a rank in their given order.
+    """Return the lengths of a batch's samples by rank and pass, in their given order.
 
-    ``lengths`` (B,) of the batch's samples, ``ranks`` (B,) the rank of each; ``padded``: whether padding counts as tokens where
-    these are limited.
+    ``lengths`` (B,) of the samples, ``ranks`` (B,) the rank of each; ``padded``: whether the limit of tokens includes padding.
     """
     by_rank = [lengths[ranks == rank] for rank in range(len(job.speeds))]
     if job.max_tokens is None:
@@ -304,9 +309,9 @@ def _in_order(job: LengthsJob, lengths: Ints, ranks: Ints, padded: bool) -> list
 
 
 def _by_place(job: LengthsJob, lengths: Ints, places: Ints, padded: bool = False) -> list[list[Ints]]:
-    """Return rank -> pass -> lengths, from the (B,) ``lengths`` of samples and their (B,) places, ``rank * passes + pass``.
+    """Return the lengths of a batch's samples by rank and pass, from their places (B,), ``rank * passes + pass``.
 
-    With a limit on tokens each rank's samples are cut, longest first, into as few passes as keep it.
+    With a limit of tokens each rank's samples are cut, longest first, into as few passes as keep it.
     """
     passes = _passes(job)
     groups = [[lengths[places == rank * passes + index] for index in range(passes)] for rank in range(len(job.speeds))]
@@ -317,9 +322,9 @@ def _by_place(job: LengthsJob, lengths: Ints, places: Ints, padded: bool = False
 
 
 def _fitting(lengths: Ints, most_tokens: int, padded: bool) -> list[Ints]:
-    """Return the (n,) ``lengths`` cut into passes of at most ``most_tokens`` tokens, padding included.
+    """Return ``lengths`` (n,) cut into passes of at most ``most_tokens`` tokens, padding included.
 
-    Padded passes take neighbours in the given order, so that they waste little; others are filled by first fit.
+    Padded passes take neighbours in the given order, which keeps padding small; others are filled by first fit.
     """
     passes: list[list[int]] = []
     for length in lengths.tolist():
@@ -329,20 +334,20 @@ def _fitting(lengths: Ints, most_tokens: int, padded: bool) -> list[Ints]:
             if tokens <= most_tokens:
                 members.append(length)
                 break
-        else:  # it fits into none
+        else:  # it fits into no pass so far
             passes.append([length])
     return [np.array(members) for members in passes]
 
 
 def _grouped(job: LengthsJob, batches: Ints) -> Iterator[list[list[Ints]]]:
-    """Yield each step as rank -> pass -> lengths, as transformers' ``group_by_length`` makes them.
+    """Yield each step's lengths by rank and pass, as transformers' ``group_by_length`` makes them.
 
-    The (K, B) lengths of ``batches`` are sorted within stretches of some batches of one rank, then dealt to ranks in turn, so
-    that what all ranks compute at a time is about equally long.
+    The (K, B) lengths of ``batches`` are sorted within spans of up to 50 batches of one rank, then dealt to the ranks in turn,
+    so that the samples that ranks compute at the same time are about equally long.
     """
     flat, ranks = batches.ravel(), len(job.speeds)
     rank_batch = max(batches.shape[1] // ranks, 1)
-    stretch = rank_batch * max(1, min(len(flat) // (4 * rank_batch), _MEGABATCH))  # a quarter of all at most, as there
+    stretch = rank_batch * max(1, min(len(flat) // (4 * rank_batch), _MEGABATCH))  # at most a quarter of all
     pieces = [np.sort(flat[begin : begin + stretch])[::-1] for begin in range(0, len(flat), stretch)]
     for row in np.concatenate(pieces).reshape(batches.shape):
         parts = np.array_split(row, ranks * _passes(job))
@@ -356,11 +361,11 @@ def _grouped(job: LengthsJob, batches: Ints) -> Iterator[list[list[Ints]]]:
 def _packed(job: LengthsJob, lengths: Ints, pack: int) -> dict[str, TimedSteps]:
     """Return the steps of the ways ``cut`` and ``cut_masked``, where samples are packed into sequences of ``pack`` tokens.
 
-    All samples of ``lengths`` (n,) tokens are put behind one another and cut every ``pack`` tokens. Without masks a sequence
-    costs as much as one sample of that length, with masks as much as its pieces. Empty where there is not one whole step.
+    All samples, of ``lengths`` (n,) tokens, are concatenated and cut every ``pack`` tokens. Without masks a sequence costs as
+    much as one sample of that length, with masks as much as its pieces. {} where there is not even one whole step.
     """
     ends = np.cumsum(lengths)
-    # A piece ends where its sample does, or its sequence; its last token tells which sequence it is in.
+    # A piece ends where its sample or its sequence ends; the index of its last token, cuts - 1, tells its sequence.
     cuts = np.union1d(ends, np.arange(pack, int(ends[-1]) + 1, pack))
     pieces, sequences = np.diff(cuts, prepend=0), (cuts - 1) // pack
     ranks, passes = len(job.speeds), job.passes if job.max_tokens is None else max(job.max_tokens // pack, 1)

@@ -1,4 +1,4 @@
-"""The comparison of ways to share out samples by length, as the record that tables, pages and JSON are made from."""
+"""The record of a comparison of ways to share out samples by length, from which tables, pages and JSON are made."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def lengths_result(
         job: ranks, passes and the cost of a sample.
         table: two (n,) arrays: the lengths in the file, in tokens, and how many samples have each.
         found: the ways that were tried, and their times.
-        today: the way whose tokens per second are 1. Raises InputError where it was not tried.
+        today: the way that speedups are relative to. Raises InputError where it was not tried.
         seed: of the drawn batches and the bootstrap.
         unit: of the cost of a sample.
         source: where that cost comes from, in words.
@@ -37,7 +37,7 @@ def lengths_result(
     today = known("today", today, [*found.steps])
 
     def remedy(way: str, steps: TimedSteps) -> RemedyFigures:
-        """Return the figures of one way of sharing samples out, its speed relative to ``today``.
+        """Return the figures of one way of sharing samples out, with its speedup over ``today``.
 
         Two ways that share out the same batches step by step are compared in pairs, which narrows the interval.
         """
@@ -64,7 +64,7 @@ def lengths_result(
         for rank, passes in enumerate(found.first)
     ]
     return LengthsResult(
-        lengths=statistics(*table),
+        lengths=length_statistics(*table),
         replicas=len(job.speeds),
         speeds=job.speeds.tolist(),
         total_batch=job.total_batch,
@@ -84,8 +84,11 @@ def lengths_result(
     )
 
 
-def statistics(lengths: Ints, counts: Ints) -> LengthStatistics:
-    """Return mean and percentiles, in tokens, over samples of which ``counts`` (n,) have each of the ``lengths`` (n,)."""
+def length_statistics(lengths: Ints, counts: Ints) -> LengthStatistics:
+    """Return mean and percentiles, in tokens, over at least one sample; ``counts`` (n,) samples have each length (n,).
+
+    A percentile is the smallest length that at least that share of the samples do not exceed.
+    """
     order = np.argsort(lengths)
     cumulative_counts = np.cumsum(counts[order])
     samples = int(cumulative_counts[-1])

@@ -1,20 +1,21 @@
 """The integer batch sizes that minimise the slowest worker's time, exactly, and the workers to leave out.
 
-``min over x of max_i t_i(x_i)`` with ``sum x_i = X`` (LB-BSP, Equation 3), for curves t_i that never fall with x_i. The
-greedy rule gives one sample after the other to the worker whose next sample would end earliest. It is optimal: if the
-result ends at T, every next sample would have ended at T or later when the greedy gave its last sample, so fewer than X
-samples in all end before T, whatever the sizes. The greedy's sizes after all samples that end by a given time do not
-depend on the order, so a bisection over T for the last such state (:func:`_earliest_state`) replaces its X steps.
+Start at :func:`choose`, or :func:`spread` for given workers. The problem is ``min over x of max_i t_i(x_i)`` with ``sum x_i =
+X`` (LB-BSP, Equation 3), for curves t_i that never fall with x_i. The greedy rule gives one sample after the other to the
+worker whose next sample would end earliest. It is optimal: if the result ends at time T, every next sample would have ended at
+T or later when the last sample was given, so fewer than X samples in all end before T, whatever the sizes. The greedy sizes
+after all samples that end by a given time do not depend on the order, so a bisection over time for the last such state
+(:func:`_earliest_state`) replaces its X steps.
 
-Leaving a worker out is giving it nothing. As one worker's time does not depend on the others, the least T at which the
-workers' capacities reach X, with nothing from those that cannot make one sample by T, is the optimum over all choices of
-workers at once. Workers of a type are alike, so 100,000 of them cost no more than one. Within limits on devices and money
-the workers that make most by T are chosen: without prices those with the largest capacities, with prices by a knapsack
-with one whole number per type, which CP-SAT solves where those of the largest capacity cost too much.
+Leaving a worker out is giving it no sample. Because one worker's time does not depend on the others, the least T by which the
+workers' capacities add up to X, without those that cannot make one sample by T, is the optimum over all choices of workers at
+once. Workers of a type are alike, so 100,000 of them take no longer than one. With limits on devices and money the workers
+that make most samples by T are chosen: without prices those with the largest capacities, with prices by a knapsack with one
+whole number per type, which CP-SAT solves where the devices of largest capacity cost too much.
 
-Where an iteration takes longer the more workers take part, let T(k) be the least time by which at most k make the whole batch;
-it never rises with k. The shortest iteration is the least ``finish(T(k), k)``, and for numbers of workers from k1 to k2 nothing
-is less than ``finish(T(k2), k1)``: intervals that cannot win are dropped, the others halved (:func:`shortest`).
+Where an iteration takes longer the more workers take part, let T(k) be the least time by which at most k workers make the
+whole batch; it never rises with k. The shortest iteration is the least ``finish(T(k), k)``, and no number of workers from k1 to
+k2 has less than ``finish(T(k2), k1)``: intervals that cannot win are dropped, the others halved (:func:`shortest`).
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ from ddltool.errors import InputError
 from ddltool.search import search_counts
 
 _UNLIMITED = 2**40
-"""Samples: more than any batch has."""
+"""A limit of samples that no batch reaches."""
 Finish = Callable[[float, int], float]
-"""From the seconds of the slowest worker and the number of workers to those of the iteration; never falling in either."""
+"""(Seconds of the slowest worker, number of workers) -> seconds of the iteration; it must not fall in either argument."""
 
 
 class Curves(Protocol):
@@ -45,20 +46,20 @@ class Curves(Protocol):
 
     @property
     def limits(self) -> Counts:
-        """(n,) most samples of each worker; at least 0."""
+        """(n,) most samples of each worker, 0 or more."""
         ...
 
     def seconds(self, sizes: Counts) -> Floats:
-        """Return (n,) seconds of the workers with (n,) ``sizes`` samples, ``1 <= sizes <= limits``; never falling."""
+        """Return (n,) seconds of the workers for (n,) ``sizes`` samples, ``1 <= sizes <= limits``; never falling with these."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class DeviceCurves:
-    """``launch + per_sample * max(x, saturation) + communication`` seconds for x samples; (n,) arrays, made by :meth:`of`.
+    """Curves of n device types: ``launch + per_sample * max(x, saturation) + communication`` seconds for x samples.
 
-    With accumulation a batch above the memory limit is made in as few and as equal parts as fit, each with its own
-    launch; gradients travel once.
+    Arrays are (n,); :meth:`of` makes and explains them. With accumulation a batch above the memory limit is made in as few and
+    as equal passes as fit, each with its own launch, and gradients are sent once.
     """
 
     launch_s: Floats
@@ -79,7 +80,7 @@ class DeviceCurves:
         memory_limit: ArrayLike = 2**31,
         accumulate: bool = False,
     ) -> DeviceCurves:
-        """Return curves; each argument is (n,) or one number for all, at least 0 and finite.
+        """Return curves; each argument is (n,) or one number for all types, finite and at least 0.
 
         Args:
             per_sample_s: seconds per sample where the device is saturated; its length is n.
@@ -92,7 +93,7 @@ class DeviceCurves:
         slope = np.atleast_1d(np.asarray(per_sample_s, dtype=np.float64))
 
         def of_all(values: ArrayLike) -> Floats:
-            """Return (n,) values, one number repeated for all."""
+            """Return ``values`` as (n,), one number being repeated."""
             return np.broadcast_to(np.asarray(values, dtype=np.float64), slope.shape)
 
         return cls(
@@ -106,7 +107,7 @@ class DeviceCurves:
 
     @classmethod
     def of_types(cls, times: Sequence[StepTime], *, accumulate: bool = False) -> DeviceCurves:
-        """Return the curves of the given device types, in their order; a type without a time per sample gets NaN for it.
+        """Return the curves of device types with these step times; a type without a time per sample gets times of NaN.
 
         ``accumulate``: whether batches above a type's memory limit are made by gradient accumulation.
         """
@@ -120,22 +121,22 @@ class DeviceCurves:
 
     @property
     def limits(self) -> Counts:
-        """(n,) most samples of each worker; with accumulation memory does not bind, unless not one sample fits."""
+        """(n,) most samples of each worker; with accumulation no limit, or 0 where not even one sample fits into memory."""
         if self.accumulate:
             return np.where(self.memory_limit > 0, np.int64(_UNLIMITED), 0)
         return self.memory_limit
 
     def seconds(self, sizes: Counts) -> Floats:
-        """Return (n,) seconds of an iteration with (n,) ``sizes`` samples.
+        """Return (n,) seconds of each worker for (n,) ``sizes`` samples.
 
-        With accumulation they are made in as few passes as memory allows, of sizes that differ by one sample at most.
+        With accumulation they are made in as few passes as memory allows, whose sizes differ by at most one sample.
         """
         seconds: Floats
         if not self.accumulate:
             seconds = self.communication_s + self.launch_s + self.per_sample_s * np.maximum(sizes, self.saturation)
             return seconds
         passes = np.maximum(-(-sizes // np.maximum(self.memory_limit, 1)), 1)
-        smaller_size, larger_passes = sizes // passes, sizes % passes  # these hold one sample more
+        smaller_size, larger_passes = sizes // passes, sizes % passes  # so many passes have one sample more
         computed_samples = larger_passes * np.maximum(smaller_size + 1, self.saturation)
         computed_samples += (passes - larger_passes) * np.maximum(smaller_size, self.saturation)
         seconds = self.communication_s + passes * self.launch_s + self.per_sample_s * computed_samples
@@ -147,13 +148,13 @@ class Offer:
     """The offered devices of K types, and the limits on the devices in use."""
 
     counts: tuple[int, ...]
-    """Of each type."""
+    """Offered devices of each type."""
     max_devices: int | None = None
-    """Most devices in use; None: all."""
+    """Most devices in use; None: no limit."""
     prices: tuple[int, ...] | None = None
-    """Whole prices of one device of each type; None: they cost nothing."""
+    """Price of one device of each type, a whole number; None: devices cost nothing."""
     budget: int = 0
-    """Most that all used devices may cost; read where there are prices."""
+    """Highest price of all devices in use; it counts only with ``prices``."""
     single_type: bool = False
     """Whether all devices in use must be of one type."""
 
@@ -172,22 +173,23 @@ class Chosen:
 
     rows: tuple[Row, ...]
     numbers: tuple[int, ...]
-    """Used devices of each type."""
+    """Number of used devices of each type."""
     slowest_s: float
-    """Seconds of the slowest device."""
+    """Seconds in which the slowest device computes its samples."""
     iteration_s: float
     """Seconds of the step, synchronisation included where it is known."""
 
 
 def choose(curves: Curves, offer: Offer, total: int, finish: Finish | None = None) -> Chosen | None:
-    """Return the devices and sizes with the shortest step over all choices that ``offer`` allows; None where none fits.
+    """Return the devices and sizes with the shortest step over all choices that ``offer`` allows.
+
+    None where no choice holds ``total`` samples. Where devices cost nothing, the most devices are taken among equal steps, so
+    that none is left out without need.
 
     Args:
         curves: of the K types, in the order of ``offer``.
         total: X, samples of all devices together; at least 1.
-        finish: how synchronisation lengthens the step; None: not at all.
-
-    Where devices cost nothing, of equal steps the one with most devices is taken, so that none is left out without need.
+        finish: adds synchronisation to a step; None: there is none.
     """
     offers = [offer]
     if offer.single_type:
@@ -202,7 +204,7 @@ def choose(curves: Curves, offer: Offer, total: int, finish: Finish | None = Non
         if numbers is not None:
             used_counts = tuple(numbers.tolist())
             rows = spread(curves, used_counts, total)
-            assert rows is not None  # what they make by the best time reaches the total
+            assert rows is not None  # the chosen devices make at least ``total`` samples by the best time
             slowest_s = slowest_of(curves, rows)
             iteration_s = slowest_s if finish is None else finish(slowest_s, sum(used_counts))
             choices.append(Chosen(rows=rows, numbers=used_counts, slowest_s=slowest_s, iteration_s=iteration_s))
@@ -210,19 +212,19 @@ def choose(curves: Curves, offer: Offer, total: int, finish: Finish | None = Non
 
 
 def spread(curves: Curves, numbers: Sequence[int], total: int) -> tuple[Row, ...] | None:
-    """Return the batch sizes whose slowest device ends earliest, where ``numbers`` (K,) devices of each type all take part.
+    """Return the batch sizes with which the slowest of ``numbers`` (K,) devices of each type ends earliest.
 
-    Each device gets at least one sample, all together ``total``; None where they cannot. The greedy rule of the module gives
-    them, for all devices of a type at once.
+    Each device gets at least one sample, and all together get ``total``; None where that is impossible. Sizes are those of the
+    module's greedy rule, found for all devices of a type at once.
     """
     counts = np.asarray(numbers, dtype=np.int64)
     greedy_state = _fill_greedily(curves, counts, total)
     if greedy_state is None:
         return None
     sizes_before, sizes_at_end, extra_samples = greedy_state
-    # Of each type some devices have their size at the end, one may lie between, and the others have their size before.
+    # Of each type some devices have their size at the end, one may have a size in between, and the others that before.
     full_devices, rest_samples = np.divmod(extra_samples, np.maximum(sizes_at_end - sizes_before, 1))
-    partial_devices = np.minimum(rest_samples, 1)  # the one device that gets a part of what the type could take more
+    partial_devices = np.minimum(rest_samples, 1)
     devices = np.column_stack((full_devices, partial_devices, counts - full_devices - partial_devices))
     type_indices, size_indices = np.nonzero(devices)
     sizes = np.column_stack((sizes_at_end, sizes_before + rest_samples, sizes_before))[type_indices, size_indices]
@@ -230,18 +232,22 @@ def spread(curves: Curves, numbers: Sequence[int], total: int) -> tuple[Row, ...
 
 
 def slowest_of(curves: Curves, rows: Sequence[Row]) -> float:
-    """Return the seconds of the slowest of the rows' devices."""
+    """Return the seconds of the slowest device in ``rows``; -1.0 where no row has samples.
+
+    Of several rows of one type the largest size counts, because times do not fall with the size.
+    """
     sizes = np.zeros(len(curves.limits), dtype=np.int64)
     np.maximum.at(sizes, [row.kind for row in rows], [row.size for row in rows])
+    # curves are defined from one sample on; types without samples are left out of the maximum
     return float(curves.seconds(np.maximum(sizes, 1)).max(where=sizes > 0, initial=-1.0))
 
 
 def _fill_greedily(curves: Curves, numbers: Counts, total: int) -> tuple[Counts, Counts, Counts] | None:
-    """Return three (K,) arrays by device type: sizes before the greedy's end, sizes at its end, and samples beyond the former.
+    """Return three (K,) arrays by device type: sizes before the greedy rule's end, sizes at its end, and extra samples.
 
-    The end is the time at which the last sample of the greedy rule ends. The third array says how many samples all devices of
-    a type together take beyond their sizes before. ``numbers`` (K,) devices of each type take part, each with at least one
-    sample; None where they cannot take ``total``.
+    The end is the time at which the last sample of the greedy rule ends. Extra samples are those that all devices of a type
+    take together beyond their sizes before. ``numbers`` (K,) devices of each type take part, each with at least one sample.
+    None where these cannot take ``total`` samples.
     """
     is_used = numbers > 0
     max_sizes = np.where(is_used, np.minimum(curves.limits, total), 0)
@@ -260,7 +266,7 @@ def _fill_greedily(curves: Curves, numbers: Counts, total: int) -> tuple[Counts,
         assert earliest is not None  # the limits admit the total
         sizes_before, sizes_at_end = earliest.before, earliest.sizes
     last_samples = _type_samples(numbers, sizes_at_end - sizes_before, total)  # samples that end exactly at the optimum
-    # Not all of these may be needed to reach the total: the first types take theirs until it is reached.
+    # Not all of these may be needed: they are taken type by type until the total is reached.
     last_samples_before = np.concatenate(([0], np.cumsum(last_samples)[:-1]))
     return (
         sizes_before,
@@ -272,8 +278,8 @@ def _fill_greedily(curves: Curves, numbers: Counts, total: int) -> tuple[Counts,
 def _type_samples(numbers: Counts, sizes: Counts, total: int) -> Counts:
     """Return (K,) samples of all devices of each type: ``numbers * sizes``.
 
-    Where products might pass 64 bits, devices beyond those that make ``total`` samples are not counted, so a sum reaches
-    ``total`` exactly where the true sum does.
+    Where products might overflow 64 bits, devices beyond those that make ``total`` samples are not counted, so that a sum
+    reaches ``total`` if and only if the true sum does.
     """
     if int(numbers.sum()) * total >= 2**62:
         numbers = np.minimum(numbers, -(-total // np.maximum(sizes, 1)))
@@ -282,10 +288,10 @@ def _type_samples(numbers: Counts, sizes: Counts, total: int) -> Counts:
 
 
 class _Chooser:
-    """Chooses devices of K types by the most samples ``sizes`` (K,) that one device of each type makes in a given time."""
+    """Chooses devices of K types, when one device of type i makes at most ``sizes[i]`` samples in some given time."""
 
     def __init__(self, offer: Offer, total: int) -> None:
-        """Take the offered devices, and the ``total`` samples that they are to make together."""
+        """Take the offered devices, and the ``total`` samples that the chosen ones must make together."""
         self.offer, self.total = offer, total
         self.counts = np.asarray(offer.counts, dtype=np.int64)
         self.most_devices = min(
@@ -295,11 +301,11 @@ class _Chooser:
         self._counts_equal = offer.prices is None and self.counts.min() == self.counts.max()
 
     def fewest(self, sizes: Counts) -> int:
-        """Return the fewest devices that make the whole batch, a device of type i making ``sizes[i]`` samples, (K,).
+        """Return the fewest devices that make the whole batch, with ``sizes`` (K,) samples each; 0: no allowed choice does.
 
-        0: no allowed choice does. Devices of the largest sizes are counted; where these cost too much, CP-SAT looks for others.
+        Devices of the largest sizes are taken; where these cost too much, CP-SAT searches for others.
         """
-        if self._counts_equal:  # the order of the types is then not needed, and sorting alone is many times faster
+        if self._counts_equal:  # the types' order does not matter, and sorting values is many times faster than argsort
             ordered_sizes, ordered_counts = np.sort(sizes)[::-1], self.counts
         else:
             order = np.argsort(sizes)[::-1]
@@ -319,26 +325,26 @@ class _Chooser:
         return 0 if numbers is None else int(numbers.sum())
 
     def most(self, sizes: Counts) -> int:
-        """Return the most devices that can take part, each with at least one sample; with prices an upper bound.
+        """Return the most devices that can take part, each with at least one sample; with prices, an upper bound of that.
 
-        Only types that make a sample in the given time count: those with ``sizes`` (K,) above 0.
+        Types with a size of 0 in ``sizes`` (K,) cannot make a sample in the given time.
         """
         if self._prices is not None:
             return self.most_devices
         return min(self.most_devices, int(self.counts[sizes > 0].sum()))
 
     def best(self, sizes: Counts, devices: int) -> Counts | None:
-        """Return how many devices of each type (K,) make most samples, at most ``devices`` in all and within the budget.
+        """Return (K,) numbers of at most ``devices`` devices within the budget that make most samples; None: none allowed.
 
-        None where no choice is possible.
+        ``sizes`` (K,): samples of one device of each type.
         """
         numbers = self._largest(sizes, np.argsort(-sizes, kind="stable"), devices)
         return self._knapsack(sizes, devices, whole_batch=False) if numbers is None else numbers
 
     def _largest(self, sizes: Counts, order: Counts, devices: int) -> Counts | None:
-        """Return the (K,) numbers of the ``devices`` devices of largest sizes; None where they exceed the budget.
+        """Return the (K,) numbers of the ``devices`` devices with the largest sizes; None where they exceed the budget.
 
-        ``order`` (K,) holds the type indices by falling sizes.
+        ``order`` (K,): indices of the types by falling size.
         """
         usable = np.where(sizes[order] > 0, self.counts[order], 0)
         numbers = np.zeros_like(self.counts)
@@ -346,9 +352,9 @@ class _Chooser:
         return numbers if self._prices is None or int(self._prices @ numbers) <= self.offer.budget else None
 
     def _knapsack(self, sizes: Counts, devices: int, *, whole_batch: bool) -> Counts | None:
-        """Return (K,) numbers of at most ``devices`` devices within the budget by CP-SAT; None where none are possible.
+        """Return (K,) numbers of at most ``devices`` devices within the budget, by CP-SAT; None where none are possible.
 
-        They are the fewest devices that make the ``whole_batch``, else those that make the most samples.
+        With ``whole_batch`` they are the fewest devices that make it, else those that make the most samples.
         """
         from ortools.sat.python import cp_model
 
@@ -356,7 +362,7 @@ class _Chooser:
 
         assert self.offer.prices is not None
         model = cp_model.CpModel()
-        # More devices of one type than make the whole batch are not needed, and products stay within 64 bits.
+        # More devices of a type than make the whole batch are not needed; this also keeps products within 64 bits.
         max_numbers = [
             min(count, devices, self.offer.budget // price if price else devices, -(-self.total // size)) if size else 0
             for count, price, size in zip(self.offer.counts, self.offer.prices, sizes.tolist(), strict=True)
@@ -377,17 +383,16 @@ class _Chooser:
 
 
 def capacities(curves: Curves, within_s: float, least: int | Counts, most: Counts) -> Counts:
-    """Return (n,) the most samples that each worker makes within ``within_s``, from ``least`` to (n,) ``most``.
+    """Return (n,) the most samples that each worker makes within ``within_s`` seconds, between ``least`` and ``most`` (n,).
 
-    ``least`` is one number or (n,); where ``most`` is less than it, ``most`` is the answer.
-
-    Bisection over the size for all workers at once: O(n log max(most - least)).
+    ``least``, one number or (n,), is not checked against the time; where ``most`` is below it, ``most`` is returned. It is a
+    bisection over the size for all workers at once: O(n log max(most - least)).
     """
     high = np.array(most, dtype=np.int64)
     low = np.minimum(high, least)
     while (low < high).any():
         middle = high - (high - low) // 2
-        # Where the search has ended the middle may be 0, for which curves need not be defined.
+        # Where a worker's search has ended, its middle may be 0, for which curves need not be defined.
         fits = curves.seconds(np.maximum(middle, 1)) <= within_s
         is_searching = low < high
         low = np.where(is_searching & fits, middle, low)
@@ -401,9 +406,9 @@ class _EarliestState:
 
     at_s: float
     sizes: Counts
-    """(n,) most samples that each makes by ``at_s``."""
+    """(n,) most samples that each worker makes by ``at_s``."""
     before: Counts
-    """(n,) most samples that each makes by any earlier time."""
+    """(n,) most samples that each worker makes before ``at_s``."""
 
 
 def _earliest_state(
@@ -411,15 +416,15 @@ def _earliest_state(
 ) -> _EarliestState | None:
     """Return the state at the least time at which ``is_enough`` holds for the workers' capacities; None if it never holds.
 
-    A worker's capacity at a time is the most samples that it makes by then. A bisection over time, between the next time at
-    which any capacity grows and the last that is known to be enough, so the result is exact.
+    A worker's capacity at a time is the most samples that it makes by then. The result is exact: a bisection over time, whose
+    lower end is always the next time at which some capacity grows, and whose upper end is a time that is known to be enough.
 
     Args:
         is_enough: condition on (n,) capacities between ``min_size`` and ``max_sizes``; it must stay true for larger ones,
             and be false where no worker makes more than ``min_size``.
         curves: seconds over batch size.
-        min_size: samples that each worker has in any case (``max_sizes`` where that is less).
-        max_sizes: (n,) most samples.
+        min_size: samples that each worker has from the start (``max_sizes`` where that is less).
+        max_sizes: (n,) most samples of each worker.
 
     Raises InputError where the time of ``max_sizes`` samples is not finite.
     """
@@ -445,88 +450,89 @@ def _earliest_state(
 
 def _last_end_s(curves: Curves, mask: NDArray[np.bool_], sizes: Counts) -> float:
     """Return the seconds until the last worker in ``mask`` (n,) ends its ``sizes`` (n,) samples; -1 for an empty mask."""
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore"):  # the caller checks for infinity
         seconds = curves.seconds(np.maximum(sizes, 1))
     return float(seconds.max(where=mask, initial=-1.0))
 
 
 def _next_end_s(curves: Curves, sizes: Counts, max_sizes: Counts) -> float:
-    """Return when, in seconds, the first worker would end one sample more than its ``sizes`` (n,); infinity: none has room."""
+    """Return the earliest time in seconds at which a worker ends one sample more than ``sizes`` (n,); infinite: none can."""
     seconds = curves.seconds(np.maximum(np.minimum(sizes + 1, max_sizes), 1))
     return float(seconds.min(where=sizes < max_sizes, initial=np.inf))
 
 
 def _midpoint(low: float, high: float) -> float:
-    """Return the midpoint, or ``low`` where rounding moves it out of the interval: so a bisection always ends."""
+    """Return the midpoint, or ``low`` where there is no float between the two, so that a bisection always ends."""
     middle = low + (high - low) / 2
     return middle if low < middle < high else low
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shortest:
-    """The shortest iteration."""
+    """The shortest iteration: how many workers take part, and their capacities."""
 
     sizes: Counts
     """(n,) most samples that each worker makes by the least time in which ``number`` workers can make the batch."""
     number: int
-    """Most workers that can take part without making the iteration longer."""
+    """Number of workers; of equally short iterations the one with most workers is taken."""
 
 
 def shortest(
-    fewest: Callable[[Counts], int],
-    largest: Callable[[Counts], int],
+    fewest_workers: Callable[[Counts], int],
+    most_workers: Callable[[Counts], int],
     finish: Finish | None,
     curves: Curves,
     most: Counts,
 ) -> Shortest | None:
-    """Return the shortest iteration over all numbers of workers; None where all workers together make too little.
+    """Return the shortest iteration over all numbers of workers; None where all workers together make too few samples.
+
+    Of equally short iterations the one with most workers is taken, then the one whose slowest worker ends first. The result is
+    exact, because it is decided by the given functions' own numbers.
 
     Args:
-        fewest: from (n,) capacities to the least number of workers that make the whole batch, 0 where all together do not;
-            never rising with capacities (0 counting as infinite).
-        largest: from (n,) capacities to the most workers that can take part, with a sample at least for each; no less than
-            ``fewest``, never falling with capacities.
-        finish: from the seconds of the slowest worker and the number of workers to those of the iteration; never falling.
-            None: an iteration takes as long as its slowest worker.
+        fewest_workers: (n,) capacities -> fewest workers that make the whole batch, 0 where all together do not; it must not
+            rise with capacities (0 counts as infinite).
+        most_workers: (n,) capacities -> most workers that can take part, each with at least one sample; it must not be less
+            than ``fewest_workers``, nor fall with capacities.
+        finish: see :data:`Finish`; None: an iteration takes as long as its slowest worker.
         curves: seconds over batch size.
-        most: (n,) most samples.
-
-    Of equal iterations the one with most workers is taken, and of those the one whose slowest worker ends first. Exact: what
-    decides are the given functions' own numbers.
+        most: (n,) most samples of each worker.
     """
-    earliest = _earliest_state(lambda sizes: fewest(sizes) > 0, curves, 0, most)
+    earliest = _earliest_state(lambda sizes: fewest_workers(sizes) > 0, curves, 0, most)
     if earliest is None:
         return None
     if finish is None:
-        return Shortest(sizes=earliest.sizes, number=largest(earliest.sizes))
+        return Shortest(sizes=earliest.sizes, number=most_workers(earliest.sizes))
 
     @cache
     def earliest_with_at_most(number: int) -> _EarliestState:
         """Return the earliest state in which at most ``number`` workers make the batch."""
-        state = _earliest_state(lambda sizes: 0 < fewest(sizes) <= number, curves, 0, most)
-        assert state is not None  # they do by the last time of all
+        state = _earliest_state(lambda sizes: 0 < fewest_workers(sizes) <= number, curves, 0, most)
+        assert state is not None  # with their most samples, ``number`` workers make the batch
         return state
 
     @cache
     def earliest_with_exactly(number: int) -> _EarliestState:
         """Return the earliest state in which ``number`` workers make the batch, each with at least one sample.
 
-        It is later than that of at most so many where some workers have no sample yet.
+        In the earliest state with at most ``number`` workers, fewer may have a sample; then a later state is searched for.
         """
         state = earliest_with_at_most(number)
-        if largest(state.sizes) < number:
-            later_state = _earliest_state(lambda sizes: 0 < fewest(sizes) <= number <= largest(sizes), curves, 0, most)
-            assert later_state is not None  # they do by the last time of all
+        if most_workers(state.sizes) < number:
+            later_state = _earliest_state(
+                lambda sizes: 0 < fewest_workers(sizes) <= number <= most_workers(sizes), curves, 0, most
+            )
+            assert later_state is not None  # with their most samples, ``number`` workers do
             state = later_state
         return state
 
     def cost(number: int) -> tuple[float, int]:
-        """Return the iteration's seconds with so many workers, and their negative number, so that more of them win a tie."""
+        """Return the iteration's seconds with ``number`` workers, and ``-number``, with which more workers win a tie."""
         return finish(earliest_with_exactly(number).at_s, number), -number
 
     def bound(low: int, high: int) -> tuple[float, int]:
-        """Return a lower bound of :func:`cost` from ``low`` to ``high`` workers: the work of many, the finish of few."""
+        """Return a lower bound of :func:`cost` from ``low`` to ``high`` workers: time of ``high`` ones, finish of ``low``."""
         return finish(earliest_with_at_most(high).at_s, low), -high
 
-    best, _ = search_counts(fewest(most), largest(most), cost, bound)
+    best, _ = search_counts(fewest_workers(most), most_workers(most), cost, bound)
     return Shortest(sizes=earliest_with_exactly(best).sizes, number=best)

@@ -5,10 +5,10 @@ model sees another's data: the loss is a sum over workers and Adam treats each p
 there is one hidden layer (LB-BSP, section 3.2.2). NARX is a feedforward network over two past speeds and the current
 and two past readings of CPU and memory (Equation 4).
 
-Models are initialised by reuse, as in the paper: the first training begins with one model for the recent iterations of
-all workers together, from which each worker's own goes on. A worker that has never been short of memory so knows from
-the others what that does. Speeds enter relative to the worker's own 90th percentile and readings as the shares they are,
-so weights mean the same for every worker.
+Models are initialised by reuse, as in the paper: the first training begins with one model for the recent iterations of all
+workers together, from which each worker's own training continues. So a worker that has never been short of memory knows from
+the others how that changes its speed. Speeds are inputs relative to the worker's own 90th percentile, and readings are shares,
+so weights mean the same for every worker. In shapes, n is workers, s samples, f features, k iterations.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from ddltool.arrays import Floats
 LOOK_BACK = 2
 """Past iterations that a network sees."""
 VALIDATED = 0.2
-"""Share of the samples, the latest ones, that validate a training."""
-# The common model sees at most this many iterations of all workers together; more cost time and teach it little.
+"""Share of the samples, the latest ones, on which a training is validated."""
+# The common model is trained on at most so many iterations of all workers together; more take time and improve it little.
 POOLED = 4000
 # Adam's learning rates for the common model and for each worker's own.
 _POOLED_RATE, _OWN_RATE = 0.01, 0.003
@@ -59,7 +59,7 @@ class NeuralNetwork(Trained):
     def _train(self) -> None:
         """Fit each worker's weights to its iterations in the window.
 
-        The first training begins with a model that all workers have in common, later ones with the weights of the last.
+        The first training begins with a model trained on all workers, later ones with the previous weights.
         """
         rows = self.last(self.settings.window)
         self._reference = np.quantile(rows[:, 0], _REFERENCE, axis=0)
@@ -70,16 +70,16 @@ class NeuralNetwork(Trained):
             self.weights = self._fit(self.weights, inputs, targets, _OWN_RATE, self.settings.own_steps)
 
     def _fit_common(self, inputs: Tensor, targets: Tensor) -> None:
-        """Set every worker's weights to those of one model, trained on the iterations of all workers together.
+        """Set every worker's weights to those of one model, trained on random samples of all workers together.
 
-        ``inputs`` (n, s, f) and ``targets`` (n, s) are the workers' samples; random ones of them are taken.
+        ``inputs`` (n, s, f) and ``targets`` (n, s): the workers' samples.
         """
         held_out = _held_out(targets.shape[1])
         generator = torch.Generator().manual_seed(self.settings.seed)
         train_and_validation = []
         for span in (slice(None, -held_out), slice(-held_out, None)):
             sample_inputs, sample_targets = inputs[:, span].flatten(0, 1), targets[:, span].flatten()
-            most = POOLED if span.stop else POOLED // 4  # the span with a stop is the one to train on
+            most = POOLED if span.stop else POOLED // 4  # the span with a stop is the one for training
             chosen = torch.randperm(len(sample_targets), generator=generator)[:most]
             train_and_validation.append((sample_inputs[chosen], sample_targets[chosen]))
         common_weights = {name: value[:1] for name, value in self.weights.items()}
@@ -93,7 +93,7 @@ class NeuralNetwork(Trained):
             self.settings.most_steps,
             len(train_and_validation[1][1]),
         )
-        # Copies, as an expanded tensor is one piece of memory for all workers, and training changes each worker's own.
+        # An expanded tensor shares memory between workers, and training changes each worker's weights: so they are copied.
         self.weights = {
             name: value.expand(self.workers, *value.shape[1:]).clone() for name, value in common_weights.items()
         }
@@ -103,8 +103,8 @@ class NeuralNetwork(Trained):
     ) -> dict[str, Tensor]:
         """Return trained weights of m models: for each model those with its lowest validation error.
 
-        A model whose validation error has not fallen for ``patience`` steps keeps what it has; training goes on until all have
-        come to that.
+        A model whose validation error has not fallen for ``patience`` steps keeps its weights; training ends when all models
+        do.
 
         Args:
             weights: name -> (m, ...) parameters to begin with.
@@ -112,7 +112,7 @@ class NeuralNetwork(Trained):
             targets: (m, s) speeds that follow.
             rate: Adam's learning rate.
             steps: most steps, each over all samples.
-            held_out: how many of the last samples validate; 0: a fifth.
+            held_out: number of the last samples, which validate; 0: a fifth of them.
         """
         held_out = held_out or _held_out(targets.shape[1])
         parameters = {name: value.clone().requires_grad_() for name, value in weights.items()}
@@ -138,10 +138,10 @@ class NeuralNetwork(Trained):
     def _forecast(self, cpu: Floats, memory: Floats) -> Floats:
         """Return (n,) forecast speeds of the next iteration, in samples per second.
 
-        They come from the last two iterations and from the (n,) readings of CPU and memory at the start of the next.
+        ``cpu`` and ``memory``: (n,) readings at its start. The last two iterations are the other inputs.
         """
         past_rows = self.last(LOOK_BACK)
-        present_row = np.stack((np.zeros_like(cpu), cpu, memory))[None]  # its speed is not known, and not read
+        present_row = np.stack((np.zeros_like(cpu), cpu, memory))[None]  # 0 for the unknown speed, which is not used
         inputs, _ = _samples(self.kind, self._scaled(np.concatenate((past_rows, present_row))))
         with one_thread(), torch.no_grad():
             forecast = _forward(self.kind, self.weights, torch.from_numpy(inputs)).numpy()[:, 0]
@@ -149,9 +149,9 @@ class NeuralNetwork(Trained):
         return speeds
 
     def _scaled(self, rows: Floats) -> Floats:
-        """Return (k, 3, n) ``rows`` of speed, CPU and memory as the networks see them, about -1.5 to 1.5.
+        """Return (k, 3, n) ``rows`` of speed, CPU and memory scaled for the networks, to about -1.5 to 1.5.
 
-        Speeds are taken relative to the worker's reference speed; CPU and memory are shares already.
+        Speeds are divided by the worker's reference speed first; CPU and memory are shares already.
         """
         ones = np.ones(self.workers)
         scaled: Floats = (rows / np.stack((self._reference, ones, ones)) - _CENTRE) / _SCALE
@@ -159,22 +159,22 @@ class NeuralNetwork(Trained):
 
 
 def initial_weights(kind: str, settings: PredictorSettings, workers: int = 1) -> dict[str, Tensor]:
-    """Return name -> (n, ...) parameters before any training, random by the settings' seed and the same for every worker."""
+    """Return name -> (n, ...) untrained parameters, drawn by the settings' seed and equal for all n ``workers``."""
     generator = torch.Generator().manual_seed(settings.seed)
     shapes = _shapes(kind, settings.hidden)
     return {name: _uniform((workers, *shape), fan_in, generator) for name, (shape, fan_in) in shapes.items()}
 
 
 def _held_out(samples: int) -> int:
-    """Return how many of ``samples`` validate a training: a fifth, and at least one."""
+    """Return the number of ``samples`` that validate a training: a fifth, and at least one."""
     return max(1, int(VALIDATED * samples))
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Make torch compute on one thread within the block; then its number of threads is what it was.
+    """Let torch compute on one thread within the block, and restore its number of threads afterwards.
 
-    These operations are too small for more threads, and sums keep their order, so results repeat.
+    These operations are too small for more threads, and with one the order of sums, and so the result, is always the same.
     """
     thread_count = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -185,7 +185,7 @@ def one_thread() -> Iterator[None]:
 
 
 def _shapes(kind: str, hidden: int) -> dict[str, tuple[tuple[int, ...], int]]:
-    """Return name -> (shape of one worker's parameter, fan-in: how many inputs a unit has, for its initial range).
+    """Return name -> (shape of one worker's parameter, fan-in), the fan-in being the inputs of a unit.
 
     ``kind``: rnn, lstm or narx; ``hidden``: units of the hidden layer.
     """
@@ -199,19 +199,20 @@ def _shapes(kind: str, hidden: int) -> dict[str, tuple[tuple[int, ...], int]]:
 
 
 def _uniform(shape: tuple[int, ...], fan_in: int, generator: torch.Generator) -> Tensor:
-    """Return uniform values between -1/sqrt(fan_in) and 1/sqrt(fan_in) in the ``shape`` (n, ...).
+    """Return values in the ``shape`` (n, ...), uniform between -1/sqrt(fan_in) and 1/sqrt(fan_in).
 
-    They are the same for each of the n workers: models then differ by their data alone.
+    They are equal for the n workers, so that models differ by their data alone.
     """
     bound = fan_in**-0.5
     worker_values = torch.empty(shape[1:], dtype=torch.float64).uniform_(-bound, bound, generator=generator)
-    return worker_values.expand(shape).clone()  # memory of its own for each worker, whose weights part in training
+    return worker_values.expand(shape).clone()  # a copy, because an expanded tensor shares memory between workers
 
 
 def _samples(kind: str, scaled: Floats) -> tuple[Floats, Floats]:
-    """Return (n, s, f) inputs and (n, s) targets of (k, 3, n) scaled rows of speed, CPU and memory; s = k - 2.
+    """Return (n, s, f) inputs and (n, s) targets from (k, 3, n) scaled rows of speed, CPU and memory; s = k - 2.
 
-    Recurrent networks see the two past speeds, oldest first; NARX also sees CPU and memory of those and of the row.
+    The target is a row's speed. Inputs of recurrent networks are the two speeds before it, oldest first; NARX also gets CPU and
+    memory of these two rows and of the row itself.
     """
     speed, cpu, memory = scaled[:, 0], scaled[:, 1], scaled[:, 2]
     columns = [speed[:-2], speed[1:-1]]
@@ -222,11 +223,11 @@ def _samples(kind: str, scaled: Floats) -> tuple[Floats, Floats]:
 
 
 def _forward(kind: str, weights: Mapping[str, Tensor], inputs: Tensor) -> Tensor:
-    """Return the networks' (n, s) outputs, scaled speeds, for (n, s, f) inputs: n workers, s samples, f features.
+    """Return the networks' (n, s) outputs, which are scaled speeds, for (n, s, f) ``inputs``.
 
-    ``kind``: rnn, lstm or narx; ``weights``: name -> (n, ...), as :func:`initial_weights` names them. A NARX network is one
-    hidden layer over all features. In a recurrent network each feature is one past iteration, oldest first; an LSTM has
-    four gates, side by side in one product.
+    ``kind``: rnn, lstm or narx; ``weights``: name -> (n, ...), with the names of :func:`initial_weights`. A NARX network is one
+    hidden layer over all features. In a recurrent network each feature is one past iteration, oldest first; the four gates
+    of an LSTM are columns of one product.
     """
     if kind == "narx":
         state = torch.tanh(torch.baddbmm(weights["bias"], inputs, weights["in"]))

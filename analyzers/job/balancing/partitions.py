@@ -1,9 +1,9 @@
 """Unequal batches on partitioned data: when samples must move between ranks, and which (LB-BSP, section 3.5).
 
-Each rank can access a partition of the data only. Ranks with larger batches go through theirs more often, so their samples
+Each rank can access only its partition of the data. Ranks with larger batches traverse theirs more often, so their samples
 count more. Once one partition has been traversed more often than another by more than a threshold, samples move from the
-slower ranks to the faster ones until partitions are in proportion to batch sizes: then all are traversed equally often.
-Start at :class:`Traversals`.
+slower ranks to the faster ones until partitions are in proportion to batch sizes: from then on all are traversed equally
+often. Start at :class:`Traversals`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ THRESHOLD = 2.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Move:
-    """Samples that one rank gives to another."""
+    """``samples`` samples that rank ``source`` gives to rank ``target``."""
 
     source: int
     target: int
@@ -37,7 +37,7 @@ class Traversals:
         partitions: (n,) samples of each partition, at least 1.
         threshold: traversals by which one may lead another, above 0.
 
-    Deterministic: ranks that see the same sizes come to the same answer without asking each other.
+    It is deterministic: ranks that are told the same sizes get the same moves without communicating.
     """
 
     def __init__(self, partitions: Sequence[int], threshold: float = THRESHOLD) -> None:
@@ -57,7 +57,7 @@ class Traversals:
 
     @property
     def gap(self) -> float:
-        """How far the partition traversed most often leads the one traversed least often."""
+        """Traversals of the partition traversed most often, minus those of the one traversed least often."""
         return float(self.counts.max() - self.counts.min())
 
     def add(self, sizes: Sequence[int]) -> None:
@@ -65,18 +65,19 @@ class Traversals:
         self.processed += np.asarray(sizes, dtype=np.int64)
 
     def moves(self) -> list[Move]:
-        """Return what to move now: nothing while the gap is within the threshold, at most n - 1 moves beyond it.
+        """Return the moves to make now: none while the gap is within the threshold, else at most n - 1.
 
-        Afterwards partitions are in proportion to the samples processed since the last reset, to a sample.
+        They make partitions proportional to the samples processed since the last reset, rounded to whole samples. Nothing
+        changes here until :meth:`reset`.
         """
         if self.gap <= self.threshold:
             return []
-        # A rank that has processed nothing keeps one sample: it may be needed as soon as its batch grows again.
+        # A rank that has processed nothing keeps one sample, because no partition may become empty.
         sizes = proportional(np.maximum(self.processed, 1e-9 * self.processed.max()), int(self.partitions.sum()))
         return between(self.partitions, sizes)
 
     def reset(self, moves: Sequence[Move] = ()) -> None:
-        """Set all counts to 0, after ``moves`` have been made, which change the partitions' sizes."""
+        """Set all counts to 0, and change the partitions' sizes by the ``moves`` that have been made."""
         for move in moves:
             self.partitions[move.source] -= move.samples
             self.partitions[move.target] += move.samples
@@ -84,7 +85,7 @@ class Traversals:
 
 
 def between(present: Ints, wanted: Ints) -> list[Move]:
-    """Return at most n - 1 moves from (n,) ``present`` to (n,) ``wanted`` samples with the same sum; each sample moves once.
+    """Return at most n - 1 moves that turn ``present`` (n,) samples by rank into ``wanted`` (n,), which has the same sum.
 
     >>> between(np.array([5, 5, 5]), np.array([2, 4, 9]))
     [Move(source=0, target=2, samples=3), Move(source=1, target=2, samples=1)]

@@ -19,16 +19,16 @@ from ddltool.errors import known
 
 PREDICTORS = ("last", "ema", "arima", "rnn", "lstm", "narx")
 READING = ("narx",)
-"""Those that look at CPU and memory."""
+"""Predictors that use the readings of CPU and memory."""
 
 
 class SpeedPredictor(Protocol):
     """Predicts the next speeds of n workers."""
 
     def predict(self, cpu: Floats, memory: Floats) -> Floats:
-        """Return (n,) samples per second of the iteration that begins now, NaN where nothing is known yet.
+        """Return (n,) predicted samples per second of the iteration that begins now; NaN where nothing is known yet.
 
-        ``cpu`` and ``memory``: (n,) readings at its start. To be called once before every :meth:`observe`.
+        ``cpu`` and ``memory``: (n,) readings at its start. It must be called once before every :meth:`observe`.
         """
         ...
 
@@ -41,7 +41,7 @@ class Last:
     """The speed of the last iteration: the paper's memoryless method."""
 
     def __init__(self, workers: int) -> None:
-        """Begin without a speed, for so many workers."""
+        """Begin without a speed of any of the ``workers``."""
         self._speed = np.full(workers, np.nan)
 
     def predict(self, cpu: Floats, memory: Floats) -> Floats:
@@ -56,31 +56,30 @@ class Last:
 class Arima(Trained):
     """ARIMA(2,2,1) on each worker's speed (LB-BSP, section 5.4).
 
-    Parameters are estimated by statsmodels on a window and kept until the next training; between trainings only the state
-    moves on. With w the second difference of the speed, ``u[t] = w[t] - phi1 w[t-1] - phi2 w[t-2]`` is a moving average of
-    order 1, whose exact one-step forecasts are the innovations algorithm's (Brockwell and Davis, section 5.2):
+    Parameters are estimated by statsmodels on a window and kept until the next training; in between only the state is updated.
+    With w the second difference of the speed, ``u[t] = w[t] - phi1 w[t-1] - phi2 w[t-2]`` is a moving average of order 1, whose
+    exact one-step forecasts are given by the innovations algorithm (Brockwell and Davis, section 5.2):
 
         e[t] = u[t] - theta e[t-1] / r[t-1],   r[t] = 1 + theta^2 - theta^2 / r[t-1],   e = 0 and r = 1 + theta^2 at first.
 
-    The usual shortcut r = 1 would never forget its start where theta is -1, which is what speeds that were differenced
-    once too often lead to. All workers go in one array, where statsmodels' own ``append`` would take milliseconds for each
-    worker and iteration.
+    The usual shortcut r = 1 would never forget its start where theta is -1, the value for speeds that were differenced once too
+    often. All workers are in one array, because statsmodels' own ``append`` takes milliseconds per worker and iteration.
     """
 
     def __init__(self, workers: int, settings: PredictorSettings) -> None:
-        """Begin without parameters: they come with the first training after the warm-up."""
+        """Begin with parameters of 0, until the first training after the warm-up estimates them."""
         super().__init__(workers, settings)
         self.parameters = np.zeros((3, workers))
         """(3, n) phi1, phi2, theta."""
         self._error = np.zeros(workers)
-        """(n,) e of the last iteration: its second difference less the forecast."""
+        """(n,) e of the last iteration: its second difference minus the forecast of it."""
         self._variance = np.ones(workers)
-        """(n,) r of the last iteration: the forecast's variance over that of the noise."""
+        """(n,) r of the last iteration: the variance of the forecast's error over that of the noise."""
         self._next = np.zeros(workers)
         """(n,) forecast of the next second difference."""
 
     def _train(self) -> None:
-        """Estimate each worker's parameters on the window, then run the recursion over it once, up to the present."""
+        """Estimate each worker's parameters on the window, then run the recursion over the window up to the present."""
         window = self.last(self.settings.window)[:, 0]
         self.parameters = np.stack([_estimate_arima(series) for series in window.T], axis=1)
         second_difference = np.diff(window, n=2, axis=0)
@@ -91,7 +90,7 @@ class Arima(Trained):
             self._step(latest, previous)
 
     def _advance(self, speed: Floats) -> None:
-        """Take the latest second difference of the speeds into the state; ``speed`` is in the window already."""
+        """Take the latest second difference of the speeds into the state; ``speed`` (n,) is in the window already."""
         second_difference = np.diff(self.last(4)[:, 0], n=2, axis=0)
         self._step(second_difference[1], second_difference[0])
 
@@ -103,7 +102,7 @@ class Arima(Trained):
         self._variance = 1 + theta**2 - theta**2 / self._variance
 
     def _forecast(self, cpu: Floats, memory: Floats) -> Floats:
-        """Return (n,) forecast speeds: a straight line through the last two, bent by the forecast second difference."""
+        """Return (n,) forecast speeds: the line through the last two, plus the forecast second difference."""
         last = self.last(2)[:, 0]
         forecast: Floats = 2 * last[1] - last[0] + self._next
         return forecast
@@ -112,8 +111,8 @@ class Arima(Trained):
 def _estimate_arima(series: Floats) -> Floats:
     """Return (3,) phi1, phi2, theta, estimated from one worker's (k,) speeds.
 
-    Constant speeds get the parameters of a random walk. So do speeds on which the estimation fails or gives a theta beyond
-    1, with which the recursion would grow without bound.
+    They are those of a random walk for constant speeds, and where the estimation fails or gives a theta outside -1 to 1, with
+    which the recursion would diverge.
     """
     from statsmodels.tsa.arima.model import ARIMA
 
@@ -122,7 +121,7 @@ def _estimate_arima(series: Floats) -> Floats:
     if scale <= 1e-9 * float(np.abs(series).max()):
         return random_walk
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # convergence; what came out is judged below
+        warnings.simplefilter("ignore")  # warnings of convergence: the parameters are checked below
         try:
             fitted = ARIMA(series / scale, order=(2, 2, 1)).fit(method="innovations_mle", cov_type="none")
         except (ValueError, ArithmeticError, np.linalg.LinAlgError):
@@ -132,9 +131,9 @@ def _estimate_arima(series: Floats) -> Floats:
 
 
 def make_predictor(name: str, workers: int, settings: PredictorSettings | None = None) -> SpeedPredictor:
-    """Return the predictor called ``name``, one of :data:`PREDICTORS`, for so many workers.
+    """Return the predictor called ``name``, one of :data:`PREDICTORS`, for ``workers`` workers.
 
-    ``settings``: how trained predictors learn; None: the defaults. Raises InputError for another name.
+    ``settings``: how trained predictors learn; None: the defaults. Raises InputError for any other name.
     """
     name = known("predictor", name, PREDICTORS)
     if settings is None:

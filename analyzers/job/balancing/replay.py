@@ -1,14 +1,15 @@
 """Replay of a recorded speed trace: predict, size the batches, and compute how long each iteration would have taken.
 
-Row k of the trace says how fast each worker was in iteration k, so an iteration with batch sizes x takes
-``max_i x_i / v_i`` (LB-BSP, section 3.2). Every predictor is judged on the same iterations, those after the warm-up.
+Row k of the trace says how fast each worker was in iteration k: v_i samples per second. So an iteration with batch sizes x_i
+takes ``max_i x_i / v_i`` (LB-BSP, section 3.2). Every predictor is judged on the same iterations, those after the warm-up.
 
-:func:`compare` puts BSP, ASP, SSP, redundant execution, work shifting and LB-BSP beside each other. These let workers run
-apart, so there a row of the trace is a stretch of wall-clock time, as long as iteration k lasts with equal batches. Within
-it a worker's rate is constant; what it gets done by time t is piecewise linear, and the time at which work is done is the
-inverse of that. BSP so reproduces the trace exactly. An update is one worker's gradient. Time per iteration is
-horizon * X / samples processed: for asynchronous schemes the paper's per-update time, times n. Staleness is how many
-updates of others a gradient has not seen: those applied between its worker's reading of the parameters and its own update.
+:func:`compare` simulates BSP, ASP, SSP, redundant execution, work shifting and LB-BSP. Some of these let workers run apart, so
+there a row of the trace is a span of wall-clock time, as long as iteration k lasts with equal batches. Within it a worker's
+rate is constant, so the work that it has done by time t is piecewise linear, and the time by which work is done is the
+inverse. BSP reproduces the trace exactly. An update is one worker's gradient. Time per iteration is
+horizon * X / samples processed, with X samples of all workers in an iteration: for asynchronous schemes the paper's time per
+update, times n workers. Staleness is the number of other workers' updates that a gradient has not seen: those applied
+between its worker's reading of the parameters and its own update.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ddltool.arrays import Floats, Ints
 from ddltool.errors import InputError
 
 BATCH_PER_WORKER = 128
-# Share of a batch up to which samples left are rounding.
+# Share of a batch up to which samples that are left are rounding errors.
 _ROUNDING = 1e-9
 
 
@@ -36,18 +37,18 @@ class Outcome:
     iteration_s: Floats
     """(J,) seconds of the slowest worker."""
     predicted: Floats
-    """(J, n) predicted speeds; the actual ones where nothing is predicted."""
+    """(J, n) predicted speeds in samples per second; the actual ones for rules that predict nothing."""
     actual: Floats
-    """(J, n) samples per second."""
+    """(J, n) actual speeds in samples per second."""
 
     @property
     def rmse(self) -> float:
-        """Root mean square error of a worker's predicted speed, the mean over workers; samples per second."""
+        """Mean over workers of the root mean square error of the predicted speed, in samples per second."""
         return float(np.sqrt(((self.predicted - self.actual) ** 2).mean(axis=0)).mean())
 
     @property
     def rmse_relative(self) -> float:
-        """The root mean square error of :attr:`rmse` as a share of each worker's mean speed, the mean over workers."""
+        """Mean over workers of the root mean square error of the predicted speed over the worker's mean speed."""
         errors = np.sqrt(((self.predicted - self.actual) ** 2).mean(axis=0))
         return float((errors / self.actual.mean(axis=0)).mean())
 
@@ -58,13 +59,13 @@ class Outcome:
 
 
 def replay(trace: SpeedTrace, predictor: SpeedPredictor, total: int, *, since: int = 0) -> Outcome:
-    """Return how long iterations take when batches follow the predicted speeds.
+    """Return the outcome of batches in proportion to predicted speeds.
 
-    Where nothing can be predicted yet, batches are equal. Raises Infeasible as :func:`~.sizing.proportional` does.
+    Batches are equal until all speeds can be predicted. Raises Infeasible as :func:`~.sizing.proportional` does.
 
     Args:
         trace: speeds and readings of each iteration.
-        predictor: a fresh one; it sees all iterations in order.
+        predictor: an untrained one; it is shown all iterations in order.
         total: samples of all workers together in an iteration.
         since: first iteration that counts in the outcome.
     """
@@ -82,16 +83,16 @@ def replay(trace: SpeedTrace, predictor: SpeedPredictor, total: int, *, since: i
 
 
 def replay_equal(trace: SpeedTrace, total: int, *, since: int = 0) -> Outcome:
-    """Return the outcome of equal batches (BSP as frameworks have it) from iteration ``since`` on, ``total`` samples each."""
+    """Return the outcome of equal batches (plain BSP) of ``total`` samples together, from iteration ``since`` on."""
     sizes = equal(trace.workers, total)
     actual = trace.speed[since:]
     return Outcome(iteration_s=(sizes / actual).max(axis=1), predicted=actual, actual=actual)
 
 
 def replay_oracle(trace: SpeedTrace, total: int, *, since: int = 0) -> Outcome:
-    """Return the outcome of batches in proportion to each iteration's speeds, known beforehand: no sizing is better.
+    """Return the outcome of batches in proportion to each iteration's actual speeds, which no other sizing beats.
 
-    ``total``: samples of all workers; ``since``: the first iteration that counts.
+    ``total``: samples of all workers in an iteration; ``since``: the first iteration that counts.
     """
     actual = trace.speed[since:]
     times = np.array([(proportional(speeds, total) / speeds).max() for speeds in actual])
@@ -99,7 +100,7 @@ def replay_oracle(trace: SpeedTrace, total: int, *, since: int = 0) -> Outcome:
 
 
 def gain_kept(outcome: Outcome, equal_split: Outcome, oracle: Outcome) -> float:
-    """Return the share of the oracle's gain over the equal split that ``outcome`` reaches; 1 where no gain is possible."""
+    """Return the share of the oracle's gain over the equal split that ``outcome`` reaches; 1 if no gain is possible."""
     possible = equal_split.mean_s - oracle.mean_s
     return 1.0 if possible <= 0 else (equal_split.mean_s - outcome.mean_s) / possible
 
@@ -113,11 +114,11 @@ FLEXRR_TRIGGER = 0.2
 FLEXRR_CHUNK = 0.05
 """Share of a batch that one transfer moves."""
 MOST_PER_ROW = 100
-"""Iterations per row of the trace after which the rest of the horizon is left out: the mean is known by then."""
+"""Simulated iterations per row of the trace, after which a simulation ends early: the mean is known by then."""
 MOST_SHIFTING_PER_ROW = 20
 """The same for work shifting, whose iterations are simulated check by check."""
 MOST_RATIO = 1e9
-"""Between the fastest and the slowest speed of a trace; beyond it one row is more iterations than can be simulated."""
+"""Largest ratio of a trace's speeds; beyond it one row holds more iterations than can be simulated."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,7 +126,7 @@ class SchemeResult:
     """Mean figures of one synchronisation scheme over a trace."""
 
     iteration_s: float
-    """Mean seconds in which X samples are processed (and used)."""
+    """Mean seconds in which X samples are processed and their gradients used."""
     staleness: float
     """Mean number of other workers' updates that a gradient has not seen; 0 for synchronous schemes."""
     iteration_gap: int
@@ -137,31 +138,31 @@ class SchemeResult:
 class Clock:
     """Cumulative work of n workers over time, with rates that are constant within each of K rows.
 
-    Work is in samples, or in whatever the rates count; time in seconds from the begin of the first row.
+    Work is in the unit of the rates, such as samples; time in seconds from the beginning of the first row.
     """
 
     def __init__(self, rates: Floats, row_s: Floats) -> None:
-        """Sum up the work at the rows' ends.
+        """Take (K, n) ``rates``, work per second, and (K,) ``row_s``, seconds of each row.
 
-        ``rates``: (K, n) work per second; ``row_s``: (K,) seconds of each row. After the last row its rates go on.
+        After the last row its rates continue.
         """
         self.ends_s = np.concatenate(([0.0], np.cumsum(row_s)))
         self.done = np.concatenate((np.zeros((1, rates.shape[1])), np.cumsum(rates * row_s[:, None], axis=0)))
         self.rates = rates
         self.horizon_s = float(self.ends_s[-1])
         self._workers = np.arange(rates.shape[1])
-        # One ascending array for all workers, so that one search finds the row of each: work counted from a base that
-        # lies beyond anything the worker before it gets done.
+        # The workers' cumulative work, each shifted by a base beyond all work of the previous worker, is one ascending array,
+        # so # that one search finds the rows of all workers.
         self._base = np.concatenate(([0.0], np.cumsum(self.done[-1] + 1.0)[:-1]))
         self._all_done = (self.done + self._base).T.ravel()  # (n (K + 1),)
         self._sum_done = self.done.sum(axis=1)  # (K + 1,)
 
     def row(self, at_s: float) -> int:
-        """Return the index of the row that holds the time ``at_s``; the last one after the end."""
+        """Return the index of the row that contains the time ``at_s``; after the end, the last one."""
         return min(max(int(np.searchsorted(self.ends_s, at_s, side="right")) - 1, 0), len(self.rates) - 1)
 
     def done_by(self, at_s: Floats | float) -> Floats:
-        """Return (n,) the work that each worker has done by ``at_s``: one time for all, or (n,) times."""
+        """Return (n,) the work that each worker has done by ``at_s``, which is one time for all or (n,) times."""
         row = np.clip(np.searchsorted(self.ends_s, at_s, side="right") - 1, 0, len(self.rates) - 1)
         in_row_s = at_s - self.ends_s[row]
         work: Floats = self.done[row, self._workers] + in_row_s * self.rates[row, self._workers]
@@ -173,7 +174,7 @@ class Clock:
         It is the inverse of :meth:`done_by`. Work beyond the last row is done at the last row's rate.
         """
         rows = len(self.rates)
-        # One search in all workers' work behind one another; each has rows + 1 moments there, the ends of its rows.
+        # Each worker has rows + 1 entries in the array: its work at time 0 and at the rows' ends.
         is_past_end = work > self.done[-1]
         flat_index = np.searchsorted(self._all_done, np.minimum(work, self.done[-1]) + self._base, side="right") - 1
         row = np.where(is_past_end, rows - 1, np.clip(flat_index - self._workers * (rows + 1), 0, rows - 1))
@@ -188,7 +189,7 @@ class Clock:
 
 
 def check_ratio(trace: SpeedTrace) -> None:
-    """Raise InputError for speeds further apart than :data:`MOST_RATIO`."""
+    """Raise InputError where the fastest speed is more than :data:`MOST_RATIO` times the slowest one."""
     low, high = float(trace.speed.min()), float(trace.speed.max())
     if high > MOST_RATIO * low:
         problem = f"lie between {low:g} and {high:g} samples per second"
@@ -196,27 +197,27 @@ def check_ratio(trace: SpeedTrace) -> None:
 
 
 def cpu_clock(trace: SpeedTrace, total: int) -> Clock:
-    """Return the clock of a trace: work is samples, and a row lasts as long as an iteration with equal batches.
+    """Return the clock of a trace: work is in samples, and a row lasts as long as an iteration with equal batches.
 
-    Raises InputError for speeds too far apart (:func:`check_ratio`).
+    ``total``: samples of all workers in an iteration. Raises InputError for speeds too far apart (:func:`check_ratio`).
     """
     check_ratio(trace)
     return Clock(trace.speed, (equal(trace.workers, total) / trace.speed).max(axis=1))
 
 
 def bsp(clock: Clock, need: Floats) -> SchemeResult:
-    """Return the result of BSP, where all workers wait for the slowest in every iteration.
+    """Return the result of BSP, in which all workers wait for the slowest one in every iteration.
 
-    ``need`` (n,) is the work of each worker's batch, in the unit of the clock.
+    ``need`` (n,): work of each worker's batch, in the unit of the clock.
     """
     return _synchronous(clock, lambda at: need)
 
 
 def bounded(clock: Clock, need: Floats, bound: int | None = SSP_BOUND) -> SchemeResult:
-    """Return the result of SSP, where nobody may be more than ``bound`` iterations ahead of the slowest.
+    """Return the result of SSP, in which no worker may be more than ``bound`` iterations ahead of the slowest one.
 
-    A worker begins its j-th iteration when it has ended the one before and all have ended j - bound. None bounds nothing,
-    which is ASP. ``need`` (n,): work of each worker's batch, in the unit of the clock.
+    A worker begins its j-th iteration when it has ended its previous one and all workers have ended iteration j - bound. A
+    bound of None is ASP. ``need`` (n,): work of each worker's batch, in the unit of the clock.
     """
     workers = len(need)
     begin_rows: list[Floats] = []
@@ -232,7 +233,7 @@ def bounded(clock: Clock, need: Floats, bound: int | None = SSP_BOUND) -> Scheme
     begin_s, end_s = np.array(begin_rows), np.array(end_rows)
     in_horizon = end_s <= clock.horizon_s
     updates = np.sort(end_s.ravel())
-    # Of others: those between the begin of an iteration, when the parameters were read, and its own update.
+    # updates after the iteration's begin, when the worker read the parameters, and before its own update
     updates_missed = np.searchsorted(updates, end_s, side="left") - np.searchsorted(updates, begin_s, side="right")
     return SchemeResult(
         iteration_s=clock.horizon_s * workers / max(1, int(in_horizon.sum())),
@@ -242,11 +243,10 @@ def bounded(clock: Clock, need: Floats, bound: int | None = SSP_BOUND) -> Scheme
 
 
 def redundant(clock: Clock, need: Callable[[Ints], Floats], total: int, backups: int) -> SchemeResult:
-    """Return the result of redundant execution: only the first n - ``backups`` gradients count, the others are thrown away.
+    """Return the result of redundant execution: the first n - ``backups`` gradients count, the others are thrown away.
 
-    Of the trace's n workers ``backups`` are redundant, so each batch has ``total`` / (n - backups) samples, rounded up. The
-    paper adds two instances to 32 workers: that is the same but for the number of machines. ``need``: from (n,) batch sizes to
-    (n,) work.
+    ``backups`` of the trace's n workers are redundant, so each batch has ``total`` / (n - backups) samples, rounded up. The
+    paper instead adds two workers to 32. ``need``: (n,) batch sizes -> (n,) work.
     """
     workers = clock.rates.shape[1]
     counted = workers - backups
@@ -261,22 +261,23 @@ def redundant(clock: Clock, need: Callable[[Ints], Floats], total: int, backups:
 
 
 def work_shifting(clock: Clock, total: int, overhead: float = 0.005) -> SchemeResult:
-    """Return the result of a scheme like FlexRR on CPU workers: who is done takes work from stragglers within the iteration.
+    """Return the result of a scheme like FlexRR on CPU workers: workers that are done take work from stragglers.
 
-    ``total``: samples of all workers in an iteration. Progress is checked 100 times per (equal-split) iteration, in one
-    that lasts longer each hundredth of its time so far. A worker that has ended takes 5 % of a batch from the one with most
-    left, provided that one lags by more than 20 % of a batch; each transfer costs the helper ``overhead`` of the iteration
-    before it begins. Samples must be processed one by one for this, which the figures do not charge for.
+    ``total``: samples of all workers in an iteration. Progress is checked 100 times in the time of an iteration with equal
+    batches and, in an iteration that lasts longer, after each further hundredth of its time so far. A worker that has ended
+    takes 5 % of a batch from the one with most left, if that is more than 20 % of a batch. Each transfer delays the helper by
+    the share ``overhead`` of an iteration. Samples must be processed one by one for this; the extra cost of that is not
+    included.
     """
     workers = clock.rates.shape[1]
     batch = total / workers
     now_s, iterations = 0.0, 0
     while now_s < clock.horizon_s and iterations < MOST_SHIFTING_PER_ROW * len(clock.rates):
         rates = clock.rates[clock.row(now_s)]
-        iteration_s = float((batch / rates).max())  # with equal batches, nothing being shifted
+        iteration_s = float((batch / rates).max())  # with equal batches and no transfers
         check_s = iteration_s / FLEXRR_CHECKS
         samples_left = np.full(workers, batch)
-        # Before the first worker ends nothing is shifted.
+        # No work is shifted before the first worker ends.
         elapsed_s = float((batch / rates).min())
         end_s = elapsed_s
         samples_left = np.maximum(0.0, samples_left - (clock.done_by(now_s + elapsed_s) - clock.done_by(now_s)))
@@ -286,11 +287,11 @@ def work_shifting(clock: Clock, total: int, overhead: float = 0.005) -> SchemeRe
             idle = np.flatnonzero(samples_left <= _ROUNDING * batch)
             stragglers = np.argsort(-samples_left, kind="stable")
             stragglers = stragglers[samples_left[stragglers] > FLEXRR_TRIGGER * batch][: len(idle)]
-            # One straggler for each helper, the fastest helpers first; a transfer's delay is work that its helper does not do.
+            # One straggler per helper, the fastest helpers first; a transfer's delay is added as work that the helper could do.
             helpers = idle[np.argsort(-done[idle], kind="stable")][: len(stragglers)]
             samples_left[stragglers] -= FLEXRR_CHUNK * batch
             samples_left[helpers] += FLEXRR_CHUNK * batch + overhead * iteration_s * done[helpers] / check_s
-            # When the last one ends, if all end before the next check: each after its share of the time until then.
+            # the end of the iteration if all workers end before the next check; else it is overwritten in the next turn
             end_s = elapsed_s + check_s * float(
                 np.max(np.where(samples_left > 0, np.minimum(1.0, samples_left / done), 0.0))
             )
@@ -304,7 +305,7 @@ def work_shifting(clock: Clock, total: int, overhead: float = 0.005) -> SchemeRe
 def lb_bsp(clock: Clock, trace: SpeedTrace, total: int, predictor: SpeedPredictor) -> SchemeResult:
     """Return the result of LB-BSP on CPU workers: batches in proportion to predicted speeds, ``total`` samples in all.
 
-    The predictor gets the trace's readings of CPU and memory at the moment in which batches are chosen.
+    The predictor gets the trace's readings of CPU and memory at the time at which an iteration begins.
     """
     sizes = equal(trace.workers, total)
 
@@ -317,24 +318,25 @@ def lb_bsp(clock: Clock, trace: SpeedTrace, total: int, predictor: SpeedPredicto
         return sizes.astype(np.float64)
 
     def observe(seconds: Floats) -> None:
-        """Tell the predictor the speeds at which those batches were computed."""
-        # Far into a trace a short time can be lost to rounding.
+        """Tell the predictor the speeds at which the last batches were computed, in (n,) ``seconds``."""
+        # Late in a long trace a short time may be rounded to 0.
         predictor.observe(np.minimum(sizes / np.maximum(seconds, 1e-300), MOST_SPEED))
 
     return _synchronous(clock, need, observe)
 
 
 def lb_bsp_oracle(clock: Clock, total: int) -> SchemeResult:
-    """Return the result of LB-BSP on CPU workers whose coming speeds are known: the least time, to a sample.
+    """Return the result of LB-BSP on CPU workers whose future speeds are known, which is the least possible time.
 
-    Batches are what each worker gets done until all together have done ``total`` samples, so all end at once.
+    Each worker's batch is what it can process until all workers together have processed ``total`` samples, rounded to whole
+    samples, so that all end at about the same time.
     """
 
     def need(at: float) -> Floats:
-        """Return the (n,) samples that each worker gets done until all together have done ``total``."""
+        """Return the (n,) batches of the iteration that begins at ``at``."""
         begun = clock.done_by(at)
         done = clock.done_by(clock.when_together(float(begun.sum()) + total)) - begun
-        # Far into a trace the little that a slow worker gets done can be lost to rounding.
+        # Late in a long trace the work of a slow worker may be rounded to 0.
         return proportional(np.maximum(done, 1e-12 * done.max()), total).astype(np.float64)
 
     return _synchronous(clock, need)
@@ -345,9 +347,10 @@ WORKERS_PER_BACKUP = 16
 
 
 def compare(trace: SpeedTrace, total: int, predictor: SpeedPredictor) -> dict[str, SchemeResult]:
-    """Return the result of every scheme on a CPU cluster's trace, LB-BSP by ``predictor``.
+    """Return scheme -> its result on a CPU cluster's trace; LB-BSP uses ``predictor``.
 
-    Redundant execution has one backup in 16 workers, and no part with fewer. Raises InputError as :func:`cpu_clock`.
+    ``total``: samples of all workers in an iteration. Redundant execution has one backup for every 16 workers, and is left out
+    with fewer. Raises InputError as :func:`cpu_clock` does.
     """
     clock, need = cpu_clock(trace, total), equal(trace.workers, total).astype(float)
     results = {"bsp": bsp(clock, need), "asp": bounded(clock, need, None), "ssp": bounded(clock, need)}
@@ -365,11 +368,11 @@ def _synchronous(
     """Return the result of a scheme in which all workers begin each iteration together, up to the end of the trace.
 
     Args:
-        need: from the time in seconds at which an iteration begins to the (n,) work of each worker in it.
-        observe: receives the (n,) seconds that each worker took for an iteration; None: nobody learns from them.
+        need: time in seconds at which an iteration begins -> (n,) work of each worker in it.
+        observe: called with the (n,) seconds that the workers took for each iteration; None: they are not needed.
     """
     now_s, iterations = 0.0, 0
-    # Rounding must not let one more iteration begin an instant before the end.
+    # the factor keeps rounding errors from beginning one more iteration just before the end
     while now_s < clock.horizon_s * (1 - 1e-12) and iterations < MOST_PER_ROW * len(clock.rates):
         end_s = clock.when(clock.done_by(now_s) + need(now_s))
         if observe is not None:
@@ -380,14 +383,14 @@ def _synchronous(
 
 
 def _widest_gap(end_s: Floats, horizon_s: float) -> int:
-    """Return the largest difference of ended iterations between two workers up to the horizon.
+    """Return the largest difference between two workers' numbers of ended iterations, at any time up to the horizon.
 
-    ``end_s`` (J, n): when each worker ended its j-th iteration, in seconds.
+    ``end_s`` (J, n): time in seconds at which each worker ended its j-th iteration.
     """
     counts = np.arange(1, len(end_s) + 1)
     last_end_s = end_s.max(axis=1)
     first_end_s = end_s.min(axis=1)
-    # How many iterations the slowest worker has ended when the fastest ends its j-th.
+    # number of iterations that the slowest worker has ended when the fastest one ends its j-th
     slowest_counts = np.searchsorted(last_end_s, first_end_s, side="right")
     in_horizon = first_end_s <= horizon_s
     return int((counts - slowest_counts)[in_horizon].max()) if in_horizon.any() else 0

@@ -1,8 +1,8 @@
 """Batch sizes in proportion to speeds, as integers with an exact total (LB-BSP, section 3.2 and Algorithm 1).
 
-On a CPU worker the computation time is x / v, so with ``x_i = v_i / sum v * X`` all workers end together. Bounds (at
-least one sample or a number given, at most what fits into memory) are kept by scaling those within them by one common
-factor, so what one cannot take goes to the others in proportion to their speeds.
+On a CPU worker the computation time of x samples is x / v, so with ``x_i = v_i / sum v * X`` all workers end together. Bounds
+(at least one sample or a given number, at most what fits into memory) are kept: samples that a worker cannot take go to the
+others in proportion to their speeds. Start at :func:`proportional`.
 """
 
 from __future__ import annotations
@@ -15,19 +15,22 @@ from ddltool.errors import Infeasible, InputError
 
 NO_LIMIT = np.iinfo(np.int64).max
 MOST_SAMPLES = 10**12
-"""Largest total batch: sums of samples over devices stay exact."""
+"""Largest total batch; sums of samples over devices stay exact up to it."""
 
 
 def equal(workers: int, total: int, limits: ArrayLike | None = None, least: int = 1) -> Ints:
-    """Return the batch sizes of n ``workers``, as equal as possible with sum ``total``; the rest as :func:`proportional`."""
+    """Return the (n,) batch sizes of n ``workers``, as equal as possible with sum ``total``.
+
+    ``limits``, ``least`` and errors as in :func:`proportional`.
+    """
     return proportional(np.ones(workers), total, limits, least)
 
 
 def proportional(speeds: ArrayLike, total: int, limits: ArrayLike | None = None, least: int = 1) -> Ints:
     """Return (n,) batch sizes with sum ``total``, each at least ``least`` and less than one sample from its exact share.
 
-    The exact share is ``clip(f * v_i, least, limit_i)`` with the one factor f for which the shares add up to ``total``. It
-    is rounded down, and the largest remainders get the samples that are left (of equal ones the first workers).
+    The exact share is ``clip(f * v_i, least, limit_i)`` with the one factor f for which the shares add up to ``total``. Shares
+    are rounded down, and the samples that are left go to those with the largest remainders, in ties to the first workers.
 
     Args:
         speeds: (n,) samples per second, each above zero and finite.
@@ -52,7 +55,7 @@ def proportional(speeds: ArrayLike, total: int, limits: ArrayLike | None = None,
 
 
 def checked_sizes(sizes: ArrayLike, least: int = 1) -> Ints:
-    """Return the (n,) batch sizes as integers. Raises InputError where there are none, or one is below ``least``."""
+    """Return the (n,) batch sizes as integers. Raises InputError for no sizes, and for a size below ``least``."""
     checked, least_words = np.array(sizes, dtype=np.int64), _least_in_words(least)
     if checked.ndim != 1 or len(checked) == 0 or checked.min() < least:
         raise InputError("sizes", f"is {np.asarray(sizes).tolist()}", f"give every worker {least_words} or more")
@@ -60,17 +63,17 @@ def checked_sizes(sizes: ArrayLike, least: int = 1) -> Ints:
 
 
 def _least_in_words(least: int) -> str:
-    """Return ``least`` samples in words, for errors. Raises InputError where it is below 1."""
+    """Return ``least`` samples in words, for errors. Raises InputError for a ``least`` below 1."""
     if least < 1:
         raise InputError("least", f"is {least}", "give every worker one sample or more")
     return "one sample" if least == 1 else f"{least} samples"
 
 
 def checked_limits(limits: ArrayLike | None, workers: int, total: int, least: int) -> Ints:
-    """Return the (n,) most samples of each worker as integers; None becomes no limit.
+    """Return (n,) ``limits``, the most samples of each of n ``workers``, as integers; None becomes :data:`NO_LIMIT` for all.
 
-    Raises InputError for limits that are no n numbers of 0 or more, and Infeasible where ``total`` samples cannot be shared out
-    so that each worker gets ``least`` or more and at most its limit.
+    Raises InputError for limits that are not n numbers of 0 or more, and Infeasible where ``total`` samples cannot be shared
+    out so that each worker gets at least ``least`` and at most its limit.
     """
     least_words = _least_in_words(least)
     checked = np.asarray([NO_LIMIT] * workers if limits is None else limits, dtype=np.int64)
@@ -83,7 +86,7 @@ def checked_limits(limits: ArrayLike | None, workers: int, total: int, least: in
         admits = checked[tight_workers[0]]
         admitted_text = "no sample at all" if admits == 0 else f"{admits} of at least {least} samples"
         raise Infeasible(f"the memory limit of worker {tight_workers[0]} admits {admitted_text}")
-    admitted = sum(np.minimum(checked, total).tolist())  # may pass 64 bits
+    admitted = sum(np.minimum(checked, total).tolist())  # by Python, because it may need more than 64 bits
     if admitted < total:
         raise Infeasible(f"the memory limits of all {workers} workers admit {admitted} samples of {total}")
     return checked
@@ -92,13 +95,13 @@ def checked_limits(limits: ArrayLike | None, workers: int, total: int, least: in
 def _exact_shares(speed: Floats, total: int, max_sizes: Floats, least: int) -> Floats:
     """Return (n,) ``clip(f * speed, least, max_sizes)`` with the f for which they add up to ``total``.
 
-    The sum over the workers grows with f, piece by piece along lines: its slope changes where a worker leaves its lower bound
-    (f = least / v) or meets its limit (f = max / v). Sorted by these bends, running sums tell which piece reaches ``total``.
-    ``speed`` and ``max_sizes`` are (n,) by worker; the limits must admit ``total``.
+    ``speed`` and ``max_sizes`` are (n,) by worker; the limits must admit ``total``. The sum over the workers is piecewise
+    linear in f: its slope changes where a worker leaves its lower bound (f = least / v) or reaches its limit (f = max / v).
+    With these bends sorted, running sums tell in which piece the sum reaches ``total``.
     """
     bends = np.concatenate((least / speed, max_sizes / speed))
     slope_changes = np.concatenate((speed, -speed))
-    # A worker leaves its lower bound before it meets its limit, also where both are the same f.
+    # A stable sort puts the bend at a worker's lower bound before that at its limit, also where both are the same f.
     order = np.argsort(bends, kind="stable")
     bends = bends[order]
     slope = np.cumsum(slope_changes[order])
@@ -112,9 +115,10 @@ def _exact_shares(speed: Floats, total: int, max_sizes: Floats, least: int) -> F
 
 
 def _distribute_remainder(sizes: Ints, exact_shares: Floats, max_sizes: Ints, remainder: int, least: int) -> None:
-    """Add ``remainder`` samples to ``sizes`` (n,), in place, one by one where the exact shares exceed them most.
+    """Add ``remainder`` samples to ``sizes`` (n,), in place, one each to the workers whose exact shares exceed them most.
 
-    A negative remainder is taken away where they exceed them least. Sizes stay between ``least`` and ``max_sizes`` (n,).
+    A negative remainder is taken away from the workers whose exact shares exceed their sizes least. Sizes stay between
+    ``least`` and ``max_sizes`` (n,).
     """
     step = 1 if remainder > 0 else -1
     while remainder:

@@ -1,4 +1,4 @@
-"""The moving average of a worker's speed, and what predictors that learn from past iterations share. See :mod:`~.predict`."""
+"""The moving average of a worker's speed, and the base class of predictors that are trained. See :mod:`~.predict`."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ log = logging.getLogger(__name__)
 
 EMA_ALPHA = 0.2
 WARM_UP = 500
-# Fewer iterations do not determine a model.
+# Fewest iterations that determine a model.
 _FEWEST_ITERATIONS = 20
-# Ratio to the average above which (or below whose inverse) consecutive speeds count as a lasting change.
+# Ratio to the average above which, or below whose inverse, consecutive speeds count as a lasting change.
 _CHANGE_RATIO = 1.25
-# Forecasts are clipped to this ratio beyond a worker's lowest and highest speed; wilder ones would stall the others.
+# Forecasts are clipped to the range of a worker's past speeds, widened by this ratio; one wild forecast would stall all.
 _BOUND_RATIO = 1.5
 
 
@@ -38,17 +38,17 @@ class PredictorSettings:
     hidden: int = 10
     """Units of the one hidden layer."""
     most_steps: int = 1500
-    """Steps at most of the common model's training, each over all its samples."""
+    """Most steps of the common model's training, each over all its samples."""
     own_steps: int = 60
-    """Steps at most of each worker's own training, each over the whole window."""
+    """Most steps of each worker's own training, each over the whole window."""
     patience: int = 50
     """Steps without a lower validation error after which a model's training stops."""
     seed: int = 0
     background: bool = False
-    """Train networks in a thread, going on with what is there until it has ended: for use while a job runs."""
+    """Whether to train networks in a thread, and predict with the old weights meanwhile: for use while a job runs."""
     restart_after: int = 0
-    """Speeds in a row far off on the same side after which EMA, during a warm-up too, begins anew with their median; 0:
-    never (the paper's)."""
+    """Number of consecutive speeds far off EMA on the same side after which EMA restarts at their median, also during a
+    warm-up; 0: never, as in the paper."""
 
     def __post_init__(self) -> None:
         """Raise InputError for a number below what training needs."""
@@ -64,17 +64,17 @@ class PredictorSettings:
 
 
 class Ema:
-    """Exponential moving average that begins at the first speed; alpha is the weight of the latest.
+    """Exponential moving average that begins at the first speed; alpha is the weight of the latest speed.
 
     With ``restart_after`` k > 0, a worker whose last k speeds were each more than 1.25 times its average at that time, or each
-    less than the average over 1.25, has changed for good: its average begins anew with the median of these k.
+    less than the average over 1.25, counts as changed for good: its average restarts at the median of these k.
     """
 
     def __init__(self, workers: int, alpha: float = EMA_ALPHA, restart_after: int = 0) -> None:
-        """Begin without an average, for so many workers."""
+        """Begin without an average of any of the ``workers``."""
         self._alpha = alpha
         self._recent: deque[Floats] = deque(maxlen=restart_after)
-        # (n,) how many of the last speeds in a row were far above the average, and far below it.
+        # (n,) number of consecutive last speeds far above the average, and far below it.
         self._above = self._below = np.zeros(workers, dtype=np.int64)
         self._mean = np.full(workers, np.nan)
 
@@ -83,7 +83,7 @@ class Ema:
         return self._mean
 
     def observe(self, speed: Floats) -> None:
-        """Take (n,) speeds into the averages; restart those whose worker has changed for good."""
+        """Take (n,) speeds into the averages, and restart those of workers that have changed for good."""
         has_mean = ~np.isnan(self._mean)
         if self._recent.maxlen:
             self._recent.append(np.asarray(speed, dtype=np.float64))
@@ -96,13 +96,13 @@ class Ema:
 
 
 class Trained:
-    """A predictor that learns after a warm-up: EMA until then, and forecasts within bounds after it.
+    """A predictor that is trained after a warm-up: EMA predicts until then, and clipped forecasts afterwards.
 
-    A subclass implements :meth:`_train` and :meth:`_forecast`.
+    A subclass implements :meth:`_train` and :meth:`_forecast`, and may implement :meth:`_advance`.
     """
 
     LEARNED: tuple[str, ...] = ()
-    """Attributes that training sets and that may be taken over later; none: it always trains in the foreground."""
+    """Attributes that training sets, which are taken over from a copy trained in the background; empty: it never is."""
 
     def __init__(self, workers: int, settings: PredictorSettings) -> None:
         """Begin in the warm-up, with an EMA that predicts until a training has ended."""
@@ -119,15 +119,16 @@ class Trained:
         self._readings: tuple[Floats, Floats] | None = None
         """(n,) CPU and memory at the last prediction, which belong to the next observed speeds."""
         self._due = False
-        """Whether the next prediction trains first."""
+        """Whether the next prediction must train first."""
         self._background_training: tuple[Trained, threading.Thread] | None = None
-        """The copy that is trained, and the thread that trains it."""
+        """The copy that is being trained, and the thread that trains it; None: no training runs."""
 
     def predict(self, cpu: Floats, memory: Floats) -> Floats:
         """Return (n,) predicted speeds of the next iteration, in samples per second.
 
-        They are EMA's during the warm-up and where a forecast is not finite. ``cpu`` and ``memory`` (n,) are present readings.
-        A due training runs here and not in :meth:`observe`, so a run that ends before another prediction skips it.
+        They are EMA's during the warm-up and where a forecast is not finite. ``cpu`` and ``memory``: (n,) present readings. A
+        due training is done first, or started in the background. It is not done in :meth:`observe`, because after the last
+        iteration it would be in vain.
         """
         self._readings = np.array(cpu, dtype=np.float64), np.array(memory, dtype=np.float64)
         if self._due:
@@ -148,7 +149,7 @@ class Trained:
     def observe(self, speed: Floats) -> None:
         """Take the (n,) speeds of the iteration that the last :meth:`predict` was for, and decide whether a training is due.
 
-        Raises InputError where nothing was predicted before.
+        Raises InputError where :meth:`predict` was never called.
         """
         if self._readings is None:
             raise InputError("observe", "was called before predict", "predict every iteration before it is observed")
@@ -162,28 +163,28 @@ class Trained:
             self._advance(np.asarray(speed, dtype=np.float64))
 
     def last(self, iterations: int) -> Floats:
-        """Return (k, 3, n) speed, CPU and memory of the last k iterations, oldest first: ``iterations``, or as many as kept."""
+        """Return (k, 3, n) speed, CPU and memory of the last k = ``iterations`` iterations (or of all kept), oldest first."""
         return np.stack(list(self._rows)[-iterations:])
 
     def _start_background_training(self) -> None:
         """Start a thread that trains a copy on the present rows, unless a training still runs.
 
-        The predictor itself goes on with what it has learnt before, so no prediction waits.
+        Meanwhile this predictor predicts by what it has learnt before, so that no prediction waits.
         """
         if self._background_training is not None:
             return
-        # A shallow copy: training replaces what it learns and changes nothing else, but the rows go on growing meanwhile.
+        # A shallow copy suffices: training replaces attributes and changes none in place. Only the rows grow meanwhile.
         trained_copy = copy.copy(self)
         trained_copy._rows = self._rows.copy()
         trained_copy._background_training = None
 
         def train() -> None:
-            """Train the copy in the thread; a failure is logged and leaves the predictor as it was."""
+            """Train the copy in the thread; a failure is logged and leaves this predictor as it is."""
             trained_copy.ready = self.ready
             try:
                 trained_copy._train()
                 trained_copy.ready = True
-            except Exception:
+            except Exception:  # a failed training must not end the job
                 log.warning("training the speed predictor has failed; going on without", exc_info=True)
 
         thread = threading.Thread(target=train, name="ddltool-predictor", daemon=True)
@@ -191,7 +192,7 @@ class Trained:
         thread.start()
 
     def _adopt_trained_state(self) -> None:
-        """Take over the ``LEARNED`` attributes of a copy whose training in the background has ended, if there is one."""
+        """Take over the ``LEARNED`` attributes of the copy trained in the background, if its training has ended."""
         if self._background_training is None or self._background_training[1].is_alive():
             return
         (trained_copy, _), self._background_training = self._background_training, None
@@ -201,12 +202,12 @@ class Trained:
             self.ready = True
 
     def _train(self) -> None:
-        """Fit the model of every worker to the rows of the window; for a subclass to say how."""
+        """Fit the model of every worker to the rows of the window; subclasses must implement it."""
         raise NotImplementedError
 
     def _advance(self, speed: Floats) -> None:
-        """Update the state with the (n,) speeds of one more iteration between two trainings."""
+        """Update the model's state with the (n,) speeds of one more iteration; here nothing is to be done."""
 
     def _forecast(self, cpu: Floats, memory: Floats) -> Floats:
-        """Return (n,) forecast speeds of the next iteration from the (n,) readings at its start; for a subclass to say how."""
+        """Return (n,) forecast speeds of the next iteration from (n,) readings at its start; subclasses must implement it."""
         raise NotImplementedError

@@ -1,8 +1,8 @@
-"""What the barrier analyzers take and give: iteration ends per worker, and a barrier.
+"""Input and output of the barrier analyzers: iteration ends per worker, and a barrier.
 
 Terms (ElasticBSP, section III): worker p will end its iterations at ``e_1 <= e_2 <= ... <= e_R``. A barrier chooses one
-end per worker (the set Z); workers wait from there until ``max(Z)``. The waiting time ``d_Z = max(Z) - min(Z)`` is that
-of the worker that waits longest.
+end per worker (the set Z); each worker waits from its chosen end until ``max(Z)``. The waiting time
+``d_Z = max(Z) - min(Z)`` is that of the worker that waits longest.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ class Barrier:
     barrier_s: float
     """``max(Z)``: when the last worker arrives."""
     waiting_time_s: float
-    """``d_Z``: how long the first one waits."""
+    """``d_Z``: how long the worker that arrives first waits."""
     iterations: Ints
-    """(n,) how many iterations each worker makes until the barrier: the 1-based place of its chosen end."""
+    """(n,) iterations of each worker until the barrier: the place of its chosen end, from 1."""
     chosen_s: Floats
     """(n,) Z: when each worker begins to wait."""
 
     @property
     def total_waiting_s(self) -> float:
-        """Seconds that all workers wait together: the sum of ``max(Z) - z_p``."""
+        """Sum of the seconds that the workers wait, ``max(Z) - z_p``."""
         return float(np.sum(self.barrier_s - self.chosen_s))
 
     @property
     def iteration_gap(self) -> int:
-        """Most iterations of a worker less the fewest: the staleness within the superstep."""
+        """Largest number of iterations of a worker minus the smallest: the staleness within the superstep."""
         return int(self.iterations.max() - self.iterations.min())
 
     @property
     def waiting_per_iteration_s(self) -> float:
-        """Total waiting over all iterations made: what makes barriers after few and after many comparable."""
+        """Total waiting over all workers' iterations, by which barriers after few and after many iterations compare."""
         return self.total_waiting_s / int(self.iterations.sum())
 
 
@@ -52,7 +52,7 @@ class EndTimes:
     """Checked iteration ends of n workers in one array of N; treat it as read-only."""
 
     end_s: Floats
-    """(N,) the workers' ends one worker after the other, ascending within each."""
+    """(N,) the ends of all workers in seconds, one worker after the other, ascending within each."""
     pointers: Ints
     """(n + 1,) worker p's ends are ``end_s[pointers[p]:pointers[p + 1]]``."""
 
@@ -60,9 +60,8 @@ class EndTimes:
     def of(cls, times: Times) -> EndTimes:
         """Return the checked ends of ``times``, in seconds: one ascending array per worker, of any length, or one array (n, R).
 
-        Ends that are checked already are returned as they are.
-
-        Raises InputError naming the worker (counted from 0) whose ends are missing, not finite, or not ascending.
+        EndTimes are returned unchanged. Raises InputError naming the worker (counted from 0) whose ends are missing, not
+        finite, or not ascending.
         """
         if isinstance(times, EndTimes):
             return times
@@ -80,7 +79,7 @@ class EndTimes:
 
     @property
     def workers(self) -> int:
-        """How many workers."""
+        """Number of workers, n."""
         return len(self.pointers) - 1
 
     @property
@@ -107,11 +106,11 @@ class EndTimes:
         return self.end_s[self.pointers[worker] : self.pointers[worker + 1]]
 
     def count(self, mask: Flags) -> Ints:
-        """Return (n,) how many ends of each worker are marked in ``mask`` (N,)."""
+        """Return (n,) the number of ends of each worker that ``mask`` (N,) marks."""
         return np.add.reduceat(mask, self.pointers[:-1], dtype=np.int64)
 
     def barrier(self, iterations: Ints) -> Barrier:
-        """Return the barrier at which each worker has made its number of ``iterations`` (n,), each at least 1."""
+        """Return the barrier at which the workers have made ``iterations`` (n,), each at least 1."""
         chosen_s = self.end_s[self.pointers[:-1] + iterations - 1]
         latest_s = float(chosen_s.max())
         return Barrier(

@@ -1,7 +1,7 @@
-"""What papers measured of the loss of islands against one that meets every step: figures as printed, no promise.
+"""Published losses of training on islands (DiLoCo) relative to data-parallel training: figures as printed, no promise.
 
-Every entry is a training run of a decoder-only language model with AdamW inside and Nesterov momentum outside, of the same
-tokens as its data-parallel counterpart. Start at :func:`published`.
+Every entry is a training run of a decoder-only language model with AdamW as the inner and Nesterov momentum as the outer
+optimizer, on as many tokens as the data-parallel run. Start at :func:`published`.
 """
 
 from __future__ import annotations
@@ -9,20 +9,20 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-# Settings count as like those asked for up to these factors.
+# Factors up to which a published setting counts as similar: inner steps, islands, parameters.
 _LIKE_STEPS, _LIKE_ISLANDS, _LIKE_MODELS = 2.0, 4.0, 4.0
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredLoss:
-    """A run's evaluation loss over that of data parallel training, as a relative difference."""
+    """The evaluation loss of a published run on islands."""
 
     parameters: float
     islands: int
     every: int
     """Inner steps between outer steps."""
     change: float
-    """Islands' loss over that of data parallel training, less 1."""
+    """Loss on islands over that of data-parallel training, minus 1."""
     source: str
     """Paper and table."""
 
@@ -64,11 +64,11 @@ MEASURED = (
 
 
 def published(parameters: float, islands: int, every: float) -> list[MeasuredLoss]:
-    """Return the runs most like a setting, none where nobody has published one.
+    """Return the published runs that are most similar to a setting; [] where there is none.
 
-    Like: at most twice or half the inner steps, at most four times the islands, and a model of at most four times or a
-    quarter of the parameters; of these the nearest number of islands, and models beyond the largest that was tried count as
-    that one. ``every``: inner steps between outer steps.
+    Similar runs have half to twice the inner steps ``every``, one to four times the islands, and a quarter to four times the
+    parameters. Of these only the runs with the nearest number of islands are returned. A model larger (or smaller) than all of
+    them counts as the largest (or smallest).
     """
     like = [
         run
@@ -78,7 +78,7 @@ def published(parameters: float, islands: int, every: float) -> list[MeasuredLos
     ]
     if not like:
         return []
-    nearest = min(run.islands for run in like)  # none has fewer islands than asked for
+    nearest = min(run.islands for run in like)  # all have at least as many islands as asked for
     like = [run for run in like if run.islands == nearest]
     sizes = [run.parameters for run in like]
     size = min(max(parameters, min(sizes)), max(sizes))

@@ -1,7 +1,7 @@
-"""When each worker will end its next iterations, from the lengths of its recent ones (ElasticBSP, section III).
+"""Predicted ends of each worker's next iterations, from the lengths of its recent ones (ElasticBSP, section III).
 
-A predictor is any callable that takes one worker's recorded iteration lengths and how many to predict, and returns the
-predicted lengths; :data:`PREDICTORS` holds the built-in ones by name.
+Start at :func:`predict_ends`. A predictor is any callable that takes one worker's recorded iteration lengths and the number of
+lengths to predict, and returns these; :data:`PREDICTORS` holds the built-in ones by name.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from ddltool.errors import InputError
 EMA_ALPHA = 0.2
 """Weight of the latest length in the moving average."""
 WINDOW = 10
-"""Lengths that the mean is of."""
-# Older lengths weigh less than rounding does: 0.8 ** 200 is 4e-20.
+"""Number of last lengths of which the mean is taken."""
+# The moving average needs no older lengths: their weight, 0.8 ** 200 = 4e-20, is less than rounding.
 _EMA_MEMORY = 200
 
 
@@ -27,20 +27,20 @@ class LengthPredictor(Protocol):
     """Predicts one worker's next iteration lengths."""
 
     def __call__(self, lengths_s: Floats, lookahead: int, /) -> ArrayLike:
-        """Return (lookahead,) seconds, or one number for all, from (h,) recorded seconds, oldest first; h >= 1."""
+        """Return (lookahead,) predicted seconds, or one number for all, from (h,) recorded ones, oldest first; h >= 1."""
         ...
 
 
 def last_length(lengths_s: Floats, lookahead: int, /) -> float:
-    """Return the last recorded length in seconds: right where nothing changes, as the paper assumes."""
+    """Return the last recorded length in seconds; the paper assumes that lengths do not change."""
     return float(lengths_s[-1])
 
 
 def ema(lengths_s: Floats, lookahead: int, /) -> float:
-    """Return the exponential moving average (seconds) of the lengths, oldest first: alpha is 0.2, the start the oldest one."""
+    """Return the exponential moving average of the lengths (oldest first) in seconds, with alpha 0.2, begun at the oldest."""
     recent = lengths_s[-_EMA_MEMORY:]
     weights = EMA_ALPHA * (1 - EMA_ALPHA) ** np.arange(len(recent) - 1, -1, -1.0)
-    weights[0] /= EMA_ALPHA  # the average starts at the oldest length, which so has the whole weight that is left
+    weights[0] /= EMA_ALPHA  # the average begins at the oldest length, which has all the remaining weight
     return float(weights @ recent)
 
 
@@ -61,10 +61,15 @@ def predict_ends(
 ) -> Floats:
     """Return (n, lookahead) predicted iteration ends of n workers, in seconds.
 
-    ``lengths_s``: per worker its (h_p,) recorded iteration lengths in seconds, oldest first. ``origins_s``: (n,) when each
-    worker's first predicted iteration begins. ``names``: (n,) what errors call the workers; None: their numbers from 0.
-    Raises InputError for a lookahead below 1, a worker without a recorded length, and a predictor that returns
-    lengths which are not ``lookahead`` finite seconds above zero.
+    Args:
+        lengths_s: per worker its (h_p,) recorded iteration lengths in seconds, oldest first.
+        origins_s: (n,) times at which the workers' first predicted iterations begin.
+        lookahead: number of iterations to predict.
+        predictor: of iteration lengths.
+        names: (n,) names of the workers in errors; None: their numbers from 0.
+
+    Raises InputError for a lookahead below 1, a worker without a recorded length, and predicted lengths that are not
+    ``lookahead`` finite seconds above zero.
     """
     if lookahead < 1:
         raise InputError("lookahead", f"is {lookahead}", "predict at least one iteration")

@@ -1,12 +1,12 @@
-"""ZipLine, the barrier with the least waiting time, and the published heuristics beside it (ElasticBSP, Algorithms 1 and 2).
+"""ZipLine, the barrier with the least waiting time, and the published heuristics (ElasticBSP, Algorithms 1 and 2).
 
-ZipLine's problem is the smallest range that covers one element of each of n sorted lists. For a barrier at time T the best
-any worker can do is its latest end up to T, so only the choice of T is left, and T is one of the ends: one sort, one scan
+ZipLine's problem is the smallest range that covers one element of each of n sorted lists. For a barrier at time T each worker
+best chooses its latest end up to T, so only T is left to choose, and T is one of the ends: one sort, one scan
 (:mod:`~.tradeoff`, without a bound on the gap).
 
-For GridScan and FullGridScan every worker brings the end nearest to a pivot: an end of one worker, or of any. The nearest
-end of a worker changes halfway between two of its ends, so over a moving pivot both the latest and the earliest chosen end
-are found by running extremes: O(N log N) for N ends, where the published loops take O(R N) and O(N^2).
+In GridScan and FullGridScan every worker chooses its end nearest to a pivot, which is an end of one given worker, or of any.
+The nearest end of a worker changes halfway between two of its ends, so over ascending pivots both the latest and the earliest
+chosen end are found by running extremes: O(N log N) for N ends, where the published loops take O(R N) and O(N^2).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from ddltool.arrays import Floats
 
 
 def zipline(times: Times) -> Barrier:
-    """Return the barrier with the least waiting time ``max(Z) - min(Z)``, of several the earliest.
+    """Return the barrier with the least waiting time ``max(Z) - min(Z)``; of several the earliest.
 
-    Every worker brings its latest end up to the barrier; so the answer does not depend on the order of the workers. Waiting
-    times that differ by rounding alone (``EndTimes.rounding_s``) are equal. ``times``: per worker its (R_p,) iteration ends
-    in seconds, ascending; lengths may differ. O(N log N) for N ends in all, where the published list handling takes O(N n).
+    Every worker chooses its latest end up to the barrier, so the order of the workers does not matter. Waiting times that
+    differ by at most ``EndTimes.rounding_s`` are equal. ``times``: per worker its (R_p,) iteration ends in seconds, ascending;
+    lengths may differ. O(N log N) for N ends in all, where the published list handling takes O(N n).
 
     Raises InputError for ends that are missing, not finite or not ascending.
     """
@@ -33,11 +33,9 @@ def zipline(times: Times) -> Barrier:
 def gridscan(times: Times) -> Barrier:
     """Return GridScan's barrier: the best over the pivots of the worker whose first end is the earliest.
 
-    For a pivot every worker brings the end that is nearest to it.
-
-    Of several barriers the one with the earliest pivot wins, of two equally near ends the earlier, of workers with the
-    same first end the one whose ends come first in lexicographic order. See :func:`~.zipline.zipline` for ``times``
-    and errors.
+    For a pivot every worker chooses its nearest end. Ties go to the barrier with the earliest pivot, to the earlier of two
+    equally near ends, and, of workers with the same first end, to the one whose ends come first in lexicographic order.
+    ``times`` and errors as in :func:`zipline`.
     """
     ends = EndTimes.of(times)
     rows = [ends.row(int(worker)) for worker in np.flatnonzero(ends.first_s == ends.first_s.min())]
@@ -53,9 +51,9 @@ def full_gridscan(times: Times) -> Barrier:
 def _best_pivot(ends: EndTimes, pivots: Floats) -> Barrier:
     """Return the barrier with the least waiting time among those of the ascending ``pivots`` (k,), in seconds.
 
-    Of equal ones it is that of the first pivot, which is the earliest: the barrier moves forward with the pivot.
+    Of equally good ones it is that of the first pivot, which is the earliest barrier.
     """
-    # A worker's end is the nearest to pivots in (since_s, until_s].
+    # An end is its worker's nearest one to pivots in (since_s, until_s].
     since_s = np.empty_like(ends.end_s)
     since_s[1:] = ends.end_s[:-1] + (ends.end_s[1:] - ends.end_s[:-1]) / 2
     since_s[ends.pointers[:-1]] = -np.inf
@@ -63,8 +61,8 @@ def _best_pivot(ends: EndTimes, pivots: Floats) -> Barrier:
     until_s[ends.pointers[1:] - 1] = np.inf
     order = np.argsort(ends.end_s)
     sorted_s = ends.end_s[order]
-    # Among the ends that a pivot has not passed, the earliest is in use (its worker has no earlier one left), and among
-    # those whose turn has come, the latest is.
+    # The earliest end with until_s >= pivot is a chosen one, because its worker has no earlier such end; and so is the latest
+    # end with since_s < pivot.
     used_until_s = np.maximum.accumulate(until_s[order])
     used_since_s = np.minimum.accumulate(since_s[order][::-1])[::-1]
     earliest = sorted_s[np.searchsorted(used_until_s, pivots, side="left")]

@@ -1,10 +1,9 @@
 """How the wall clock of a job was spent, its restarts included, and what to do about it. Start at :func:`ledger`.
 
-A *ledger* is the account of a job's wall clock: seconds for each of :data:`PARTS`. A *job* may consist of several *runs*, as
-each restart begins a new one. Every moment of a rank is in one part, and a part is the mean over the ranks of a run: the parts
-add up to the wall clock. The
-share of computation is the goodput. MegaScale's effective training time and ml-goodput-measurement's productive time are
-wider: kept steps with their waiting and communication, which is ``in_steps``.
+A *ledger* is the account of a job's wall clock: seconds for each of :data:`PARTS`. A *job* may consist of several *runs*,
+because each restart begins a new one. Every moment of a rank belongs to one part, and a part is the mean over the ranks of a
+run, so the parts add up to the wall clock. The share of computation is the goodput. MegaScale's effective training time and
+ml-goodput-measurement's productive time include more: kept steps with their waiting and communication, which is ``in_steps``.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ PRODUCTIVE, WAITING, DATA, COMMUNICATION = (
 )
 CHECKPOINT, RESTART, LOST, REST = "checkpoint", "start and restart", "lost work", "unaccounted"
 STEPS = (PRODUCTIVE, WAITING, DATA, COMMUNICATION)
-"""The parts of steps that were kept: what a plan with failures calls training."""
+"""The parts of kept steps, which a plan with failures calls training."""
 PARTS = (*STEPS, CHECKPOINT, RESTART, LOST, REST)
-# Share of the wall clock below which removing a part is not worth an action.
+# Share of the wall clock from which on a part is worth an action.
 _WORTH = 0.05
 # Ratio of compute times up to which two ranks count as equally fast.
 _NOISE_RATIO = 1.02
@@ -38,9 +37,10 @@ _NOISE_RATIO = 1.02
 def ledger(frame: pd.DataFrame, where: str) -> Ledger | None:
     """Return the ledger of the last job in a telemetry table of all runs: its wall clock by part, and the advice.
 
-    The job is found backwards from the last run: a run continues the job of the run before it where torchrun restarted it
-    (``restarts`` above 0), or where its first step is above 0. None where the rows lack the columns ``end_s`` and ``data_s``,
-    or where the clock was set back. Raises InputError for rows that :func:`~ddltool.telemetry.check_rows` refuses.
+    The job's runs are collected backwards from the last one: a run continues the job of the run before it if torchrun restarted
+    it (``restarts`` above 0), or if its first step is above 0. None where the rows lack values of ``end_s`` and ``data_s``, or
+    where the clock was set back. ``where``: the telemetry file. Raises InputError for rows that
+    :func:`~ddltool.telemetry.check_rows` refuses.
     """
     rows = rows_of_runs(frame, where)
     if not {"end_s", "data_s"} <= set(rows):
@@ -59,15 +59,15 @@ def ledger(frame: pd.DataFrame, where: str) -> Ledger | None:
             break
     if not job or job[-1]["end_s"].max() <= job[0]["begin_s"].min():  # the clock was set back in between
         return None
-    return _of_job(job, where)
+    return _ledger_of_job(job, where)
 
 
-def _of_job(job: list[pd.DataFrame], where: str) -> Ledger:
+def _ledger_of_job(job: list[pd.DataFrame], where: str) -> Ledger:
     """Return the ledger of one job from its runs in the order of time.
 
-    A step that a later run makes again counts as lost work. A run ends where the next one begins, and its parts (seconds) are
-    the mean over its ranks, so that the parts of all runs add up to the wall clock. ``where`` is the telemetry file, which the
-    commands in the advice name.
+    A step that a later run makes again counts as lost work. A run lasts until the next one begins, and its parts (seconds) are
+    means over its ranks, so that the parts of all runs add up to the wall clock. ``where`` is the telemetry file, for the
+    commands in the advice.
     """
     seconds = dict.fromkeys(PARTS, 0.0)
     begins_s = [float(run["begin_s"].min()) for run in job]
@@ -79,7 +79,7 @@ def _of_job(job: list[pd.DataFrame], where: str) -> Ledger:
         ranks = run.groupby("rank")
         for _, rank_rows in ranks:
             kept = rank_rows[rank_rows["step"] < first_redone]
-            parts_s = _of_rank(rank_rows, kept, begins_s[number], ends_s[number], is_last=number == len(job) - 1)
+            parts_s = _parts_of_rank(rank_rows, kept, begins_s[number], ends_s[number], is_last=number == len(job) - 1)
             for part, value in parts_s.items():
                 seconds[part] += value / len(ranks)
             in_steps_s += float((kept["step_s"] - kept["data_s"]).sum()) / len(ranks)
@@ -117,21 +117,20 @@ def _of_job(job: list[pd.DataFrame], where: str) -> Ledger:
     return account.model_copy(update={"largest": largest, "gain": gain, "action": action})
 
 
-def _of_rank(
+def _parts_of_rank(
     rank_rows: pd.DataFrame, kept: pd.DataFrame, begin_s: float, end_s: float, *, is_last: bool
 ) -> dict[str, float]:
     """Return part -> seconds of one rank's time in one run, which lasts from ``begin_s`` to ``end_s``.
 
-    ``kept`` are those of the rank's rows whose steps no later run makes again. The time before the first row counts as start
-    and restart. So does the time after the last row, unless the run is the job's last one (``is_last``): then it is
-    unaccounted.
+    ``kept``: the rank's rows whose steps no later run makes again. The time before the first row counts as start and restart,
+    and so does the time after the last row, unless the run is the job's last one (``is_last``): then it is unaccounted.
     """
     columns = {WAITING: "wait_s", DATA: "data_s", COMMUNICATION: "sync_s"}
     parts_s = {part: float(kept[column].sum()) for part, column in columns.items()}
-    parts_s[PRODUCTIVE] = float(kept["step_s"].sum()) - sum(parts_s.values())  # the update included
+    parts_s[PRODUCTIVE] = float(kept["step_s"].sum()) - sum(parts_s.values())  # includes the optimizer's update
     parts_s[LOST] = float(rank_rows["step_s"].sum() - kept["step_s"].sum())
     parts_s[CHECKPOINT] = float(rank_rows["checkpoint_s"].sum())
-    # A checkpoint that is noted in the first row was made before it, so it is not counted as start again.
+    # The checkpoint in the first row was made before that row, and is already counted as checkpoint.
     parts_s[RESTART] = float(rank_rows["begin_s"].min()) - begin_s - float(rank_rows["checkpoint_s"].iloc[0])
     parts_s[RESTART] += 0.0 if is_last else end_s - float(rank_rows["end_s"].max())
     parts_s[REST] = end_s - begin_s - sum(parts_s.values())
@@ -144,7 +143,7 @@ def _balance(_: Ledger, rows: pd.DataFrame, where: str) -> str:
     ``rows``: telemetry of all the job's runs; ``where``: its file.
     """
     compute_s = rows.groupby("rank")["compute_s"].mean()
-    rank = int(float(str(compute_s.idxmax())))
+    rank = int(float(str(compute_s.idxmax())))  # pandas types a label as any hashable; the column may hold floats
     ratio = float(compute_s.max() / compute_s.drop(compute_s.idxmax()).median())
     slowest = "no rank is always last"
     if ratio > _NOISE_RATIO:
@@ -156,9 +155,9 @@ def _balance(_: Ledger, rows: pd.DataFrame, where: str) -> str:
 
 
 def _load(_: Ledger, rows: pd.DataFrame, where: str) -> str:
-    """Return the advice against waiting for data: how many more loader workers a rank needs.
+    """Return the advice against waiting for data: the number of additional loader workers that a rank needs.
 
-    Loading that takes k times as long as the rest of a step is hidden behind it when k workers more load in parallel.
+    If a step waits for data k times as long as the rest of it takes, k more workers in parallel hide that.
     """
     step_s, data_s = (float(rows[name].mean()) for name in ("step_s", "data_s"))
     rest_s = max(step_s - data_s, 1e-3 * step_s)  # never 0, where a step is nothing but loading
@@ -187,7 +186,7 @@ def _start_faster(account: Ledger, _: pd.DataFrame, __: str) -> str:
 
 
 def _save_by_daly(account: Ledger, _: pd.DataFrame, __: str) -> str:
-    """Return the advice on checkpoints: the interval that loses least at this job's failures and times (Daly 2006).
+    """Return the advice on checkpoints: the interval with the shortest run, by this job's failures and times (Daly 2006).
 
     Every start after the first counts as a failure; a job without any is treated as failing once in its wall clock.
     """
@@ -204,7 +203,7 @@ def _save_by_daly(account: Ledger, _: pd.DataFrame, __: str) -> str:
     return f"a checkpoint ({cost}) every {best} of training, by Daly for {rate_text}; now every {now}"
 
 
-# Part -> the advice for the job whose largest avoidable part it is, from its ledger, its rows and their file.
+# Avoidable part -> function that returns the advice against it, from the ledger, the job's rows and their file.
 _ACTIONS: dict[str, Callable[[Ledger, pd.DataFrame, str], str]] = {
     **{WAITING: _balance, DATA: _load, COMMUNICATION: _exchange},
     **{CHECKPOINT: _save_by_daly, RESTART: _start_faster, LOST: _save_by_daly},

@@ -35,13 +35,15 @@ LINEAR = 0.05
 def summarise(
     frame: pd.DataFrame, memory_limit_bytes: float | None, measured_limits: Mapping[str, int | None] | None = None
 ) -> dict[str, DeviceCurve]:
-    """Return a summary per device from a checked profile's rows with the fewest replicas and no accumulation.
+    """Return device -> summary of its median step times over local batch sizes.
 
-    ``linear_from_batch``: the smallest batch from which on one line holds all step times to 5 %, its slope being
-    ``seconds_per_sample``; None without three such batches. ``launch_overhead_s`` is the line's step time of an empty batch.
+    ``linear_from_batch`` is the smallest batch from which on one line fits all step times to 5 %, and ``seconds_per_sample``
+    that line's slope; None without three such batches. ``launch_overhead_s`` is the intercept of a line through all batches.
 
-    ``memory_limit_bytes``: what a line through the peak memories is extrapolated to, for devices that are not in
-    ``measured_limits``, the largest batch that ran by device (None: memory sets no limit).
+    Args:
+        frame: rows of a checked profile; only those with the device's fewest replicas and no accumulation are used.
+        memory_limit_bytes: memory of a device, to which a line through the peak memories is extrapolated; None: not known.
+        measured_limits: device -> largest batch that ran (None: memory set no limit); takes the place of the extrapolation.
     """
     if "accumulation_steps" in frame and (frame["accumulation_steps"].fillna(0) == 0).any():
         frame = frame[frame["accumulation_steps"].fillna(0) == 0]
@@ -59,7 +61,7 @@ def summarise(
             origin = "extrapolated" if memory_limit_batch is not None else None
         linear = _linear_part(batches, step_times_s)
         curves[str(device)] = DeviceCurve(
-            saturation_batch=_saturation(batches, step_times_s),
+            saturation_batch=_saturating_batch(batches, step_times_s),
             memory_limit_batch=memory_limit_batch,
             memory_limit_origin=origin,
             launch_overhead_s=fit_line(batches, step_times_s)[0] if len(batches) > 1 else None,
@@ -69,7 +71,7 @@ def summarise(
     return curves
 
 
-def _saturation(batches: Floats, step_times_s: Floats) -> int:
+def _saturating_batch(batches: Floats, step_times_s: Floats) -> int:
     """Return the smallest batch whose throughput is at least 90 % of the best one's.
 
     ``batches`` (n,) in samples, ascending; ``step_times_s`` (n,) of each.
@@ -79,9 +81,9 @@ def _saturation(batches: Floats, step_times_s: Floats) -> int:
 
 
 def _linear_part(batches: Floats, step_times_s: Floats) -> tuple[int, float] | None:
-    """Return the smallest batch from which on one line holds all step times to 5 %, and the line's seconds per sample.
+    """Return the smallest batch from which on one line fits all step times to 5 %, and the line's seconds per sample.
 
-    ``batches`` (n,) ascend. None where no line through three or more batches does.
+    ``batches`` (n,) ascend. None where no line through three or more batches fits that well.
     """
     for first in range(len(batches) - 2):
         intercept_s, slope_s = fit_line(batches[first:], step_times_s[first:])
@@ -93,7 +95,7 @@ def _linear_part(batches: Floats, step_times_s: Floats) -> tuple[int, float] | N
 def fit_line(batches: Floats, values: Floats) -> tuple[float, float]:
     """Return intercept and slope of a line through ``values`` (n,) over ``batches`` (n,), both 0 or more.
 
-    The sum of squared relative errors is least, so that small and large batches count alike.
+    The line has the least sum of squared relative errors, so that small and large batches count alike.
     """
     weighted = np.stack([np.ones_like(batches), batches], axis=1) / values[:, None]
     coefficients, _ = nnls(weighted, np.ones_like(values))
@@ -101,10 +103,10 @@ def fit_line(batches: Floats, values: Floats) -> tuple[float, float]:
 
 
 def _memory_limit(batches: Floats, peaks: Floats | None, limit_bytes: float | None) -> int | None:
-    """Return the largest batch that fits into memory: where a line through the peak memories meets the limit, in bytes.
+    """Return the largest batch that fits into memory, by a line through the peak memories; at least 0.
 
-    ``peaks`` (n,) bytes at each of the ``batches`` (n,). None without a limit or peaks, and where memory does not grow with the
-    batch.
+    ``peaks`` (n,) are bytes at each of the ``batches`` (n,). None without a limit, with fewer than two positive peaks, and
+    where memory does not grow with the batch.
     """
     if peaks is None or limit_bytes is None or len(batches) < 2 or not (np.isfinite(peaks) & (peaks > 0)).all():
         return None
@@ -114,8 +116,9 @@ def _memory_limit(batches: Floats, peaks: Floats | None, limit_bytes: float | No
     return max(0, int((limit_bytes - intercept_bytes) / bytes_per_sample))
 
 
+# Probability with which an interval covers the median.
 LEVEL = 0.95
-# Samples below which dependence is not looked for: their smallest and largest are the interval anyway.
+# Below so many samples dependence does not matter: their smallest and largest are the interval anyway.
 _FEWEST_DEPENDENT = 6
 # Standard deviations of a sum of autocorrelations that about 5 % of independent samples exceed at some lag.
 _MORE_THAN_CHANCE = 2.1
@@ -135,47 +138,48 @@ class Interval:
 
     @property
     def relative(self) -> float:
-        """Half the interval's width over the median: 0.05 is known to 5 %."""
+        """Half the interval's width over the median: 0.05 says that the median is known to 5 %."""
         return (self.high - self.low) / 2 / self.median
 
 
 @lru_cache(maxsize=4096)
 def interval_ranks(count: int, level: float = LEVEL) -> tuple[int, int]:
-    """Return which two of ``count`` sorted samples, as indices from 0, enclose the median with probability ``level``.
+    """Return the indices from 0 of two of ``count`` sorted samples that enclose the median with probability >= ``level``.
 
-    Distribution-free: the number of samples below the median is Binomial(n, 1/2), so the interval between the order
-    statistics k and n + 1 - k covers it with probability 1 - 2 P(Binomial < k) (David and Nagaraja, Order Statistics,
-    3rd ed., section 7.1). Under six samples no such interval has 95 %: then the smallest and largest are returned, whose
-    coverage is 1 - 2^(1 - n). Raises ValueError for no samples.
+    Distribution-free: the number of samples below the median is Binomial(count, 1/2), so the interval from the k-th smallest
+    to the k-th largest sample covers it with probability 1 - 2 P(Binomial < k) (David and Nagaraja, Order Statistics, 3rd
+    ed., section 7.1). No interval of fewer than six samples reaches 95 %: then the smallest and the largest are returned,
+    which cover it with probability 1 - 2^(1 - count). Raises ValueError for no samples.
     """
     if count < 1:
         raise ValueError("an interval needs a sample")
-    # the largest k with P(Binomial <= k - 1) <= (1 - level) / 2
+    # the largest k with P(Binomial <= k - 1) <= (1 - level) / 2; k counts from 1, the index from 0
     first = max(0, int((bdtr(np.arange(count), count, 0.5) <= (1 - level) / 2).sum()) - 1)
     return first, count - 1 - first
 
 
 def median_interval(samples: Sequence[float]) -> Interval:
-    """Return the median of samples, given in the order they were taken, with a distribution-free 95 % interval.
+    """Return the median of ``samples``, which are in the order they were taken, with a distribution-free 95 % interval.
 
-    The interval ends at the ranks of :func:`interval_ranks`, moved away from the middle by the root of :func:`dependence` d,
-    because n dependent samples tell as much as n / d independent ones. Drift slower than the whole series cannot be seen in
-    it: the interval is then still too narrow.
+    n samples with autocorrelation time d (:func:`autocorrelation_time`) tell as much as n / d independent ones. So the
+    interval reaches sqrt(d) times as far from the middle of the sorted samples as :func:`interval_ranks` says. It is too
+    narrow where the samples drift more slowly than the whole series lasts, because the samples cannot show that.
     """
     ordered = sorted(samples)
     first, _ = interval_ranks(len(ordered))
     middle = (len(ordered) - 1) / 2
-    first = max(0, math.floor(middle - (middle - first) * math.sqrt(dependence(samples))))
+    first = max(0, math.floor(middle - (middle - first) * math.sqrt(autocorrelation_time(samples))))
     return Interval(median=float(np.median(ordered)), low=ordered[first], high=ordered[len(ordered) - 1 - first])
 
 
-def dependence(samples: Sequence[float]) -> float:
+def autocorrelation_time(samples: Sequence[float]) -> float:
     """Return how many samples in a row tell as much as one independent sample, from 1 to n, for ``samples`` (n,).
 
-    That is 1 + 2 times the sum of the ranks' autocorrelations, which is cut where pairs of them stop being positive and falling
-    (the initial monotone sequence; Geyer, "Practical Markov chain Monte Carlo", Statistical Science 7, 1992, section 3.3), and
-    corrected once for the mean being the samples' own. It is 1 unless the first 1, 2, 4, ... lags have a sum that independent
-    samples seldom reach.
+    Each sample is replaced by its position in sorted order (its statistical rank). The result is 1 + 2 times the sum of the
+    autocorrelations of these, cut off where pairs of them stop being positive and falling (the initial monotone sequence;
+    Geyer, "Practical Markov chain Monte Carlo", Statistical Science 7, 1992, section 3.3), and corrected once for the bias
+    that comes from subtracting the samples' own mean. It is 1 for fewer than six samples, for equal ones, and unless the
+    autocorrelations of the first 1, 2, 4, ... lags have a sum that independent samples seldom reach.
     """
     count = len(samples)
     _, tie_index, ties = np.unique(np.asarray(samples, dtype=np.float64), return_inverse=True, return_counts=True)
@@ -186,15 +190,15 @@ def dependence(samples: Sequence[float]) -> float:
     spectrum = np.fft.rfft(ranks, 2 * count)
     autocorrelations = np.fft.irfft(np.abs(spectrum) ** 2, 2 * count)[:count]
     autocorrelations /= autocorrelations[0]
-    # Of independent samples the sum of k autocorrelations has mean -k / n and variance k / n.
+    # For independent samples the sum of k autocorrelations has mean -k / n and variance k / n, while k is small beside n.
     lags = 2 ** np.arange((count // 6).bit_length())
     if (np.cumsum(autocorrelations[1:])[lags - 1] + lags / count <= _MORE_THAN_CHANCE * np.sqrt(lags / count)).all():
         return 1.0
-    bias = _monotone_sum(autocorrelations) / count
-    return min(_monotone_sum((autocorrelations + bias) / (1 + bias)), count)
+    bias = _integrated_time(autocorrelations) / count
+    return min(_integrated_time((autocorrelations + bias) / (1 + bias)), count)
 
 
-def _monotone_sum(autocorrelations: Floats) -> float:
+def _integrated_time(autocorrelations: Floats) -> float:
     """Return 1 + 2 times the sum of the autocorrelations beyond lag 0, by Geyer's rule; at least 1.
 
     ``autocorrelations`` (n,) begin with lag 0, which is 1. They are summed in pairs up to the first pair that is not positive,
@@ -208,7 +212,7 @@ def _monotone_sum(autocorrelations: Floats) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
-    """A step time (seconds) that was not measured, and its relative uncertainty (infinite where nothing is known)."""
+    """A predicted step time in seconds (NaN: not known) and its relative uncertainty (then infinite)."""
 
     step_time_s: float
     relative: float
@@ -218,11 +222,12 @@ _UNKNOWN = Prediction(step_time_s=math.nan, relative=math.inf)
 
 
 def predict(points: Mapping[int, Interval], batch: int) -> Prediction:
-    """Return the step time at ``batch`` from ``points``, the measured times by batch: midway between two bounds.
+    """Return the step time at ``batch``, midway between two bounds, from ``points``: batch -> measured step time in seconds.
 
-    One bound is the chord between the two neighbours, the other the lines through the pairs of batches on either side,
-    extended, and not below the lower neighbour's time. The uncertainty is half the distance of the bounds plus the
-    neighbours' own intervals. Unknown outside the measured batches, and with fewer than three of them.
+    One bound is the chord between the two neighbouring batches. The other is where the lines through the pairs of batches
+    below and above them meet ``batch``, and never below the lower neighbour's time. The uncertainty is half the distance
+    of the bounds plus the neighbours' own intervals. A measured batch keeps its own time and interval. The step time is
+    unknown outside the measured batches and with fewer than three of them.
     """
     measured = sorted(points)
     if batch in points:
@@ -264,10 +269,10 @@ def _other_bound(chord_s: float, extended_s: Sequence[float], lower_s: float, up
 
 
 def first_to_measure(unpredicted: Sequence[int], measured: Sequence[int]) -> int:
-    """Return the batch to measure next of those in ``unpredicted``: the smallest, then the largest, then middle ones.
+    """Return the batch of ``unpredicted``, which is not empty, that should be measured next.
 
-    Smallest and largest are of all batches, measured ones included. The middle is the geometric mean of these ends, as
-    throughput curves bend on a logarithmic scale.
+    It is the smallest of all batches, measured ones included, then the largest, then the one nearest to the geometric mean of
+    these two, because throughput curves bend on a logarithmic scale.
     """
     batches = sorted([*unpredicted, *measured])
     for end in (batches[0], batches[-1]):
@@ -278,10 +283,11 @@ def first_to_measure(unpredicted: Sequence[int], measured: Sequence[int]) -> int
 
 
 def next_to_measure(points: Mapping[int, float], largest_batch: int) -> int | None:
-    """Return the next batch of a search for saturation, None when it is found.
+    """Return the next batch to measure in the search for saturation, the smallest batch with 90 % of the best throughput.
 
-    ``points``: step times (seconds) by batch. Doubles from 1 until two doublings in turn bring less than 5 % throughput
-    each, or ``largest_batch`` is reached; then narrows the bracket in which throughput passes 90 % of the best.
+    ``points``: batch -> step time in seconds, of the batches that this function asked for before. Batches double from 1 until
+    two doublings in turn bring less than 5 % throughput each, or ``largest_batch`` is reached. Then the bracket in which
+    throughput passes 90 % of the best is halved. None when its ends are neighbours or within a factor of 1.25.
     """
     if not points:
         return 1

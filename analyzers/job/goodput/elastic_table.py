@@ -24,7 +24,8 @@ from ddltool.plans import ElasticSetting
 class Split:
     """How ``world_size`` ranks share a total batch in ``accumulation_steps + 1`` passes each.
 
-    Rank and pass get ``total // parts`` samples, the first ``total % parts`` of the ranks (or passes) one more.
+    Samples are divided among the ranks, then each rank's among its passes: every part gets ``total // parts`` samples, and the
+    first ``total % parts`` parts one more.
     """
 
     world_size: int
@@ -42,9 +43,9 @@ class Split:
         return _share_evenly(self.total_batch_size, self.world_size, self.accumulation_steps + 1)
 
     def sizes_of(self, samples: int) -> Ints:
-        """Return (world_size, passes) samples of each rank and pass for a step of fewer samples, such as an epoch's last.
+        """Return the samples of each rank and pass, (world_size, passes), in a step of ``samples``, such as an epoch's last.
 
-        It takes as few passes as keep each one within this split's largest local batch, which is known to fit into memory.
+        There are as few passes as keep each within this split's largest local batch, which is known to fit into memory.
         """
         largest = _ceil_div(_ceil_div(self.total_batch_size, self.world_size), self.accumulation_steps + 1)
         passes = _ceil_div(_ceil_div(samples, self.world_size), largest)
@@ -53,7 +54,10 @@ class Split:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ElasticLimits:
-    """Constraints: samples per pass (memory) and accumulation steps (None: any). Raises InputError for what cannot be."""
+    """Limits of the samples of a rank in one pass (memory sets the largest) and of accumulation steps (None: any number).
+
+    Raises InputError for limits out of range.
+    """
 
     max_local_batch_size: int
     min_local_batch_size: int = 1
@@ -72,11 +76,11 @@ class ElasticLimits:
 
 
 def find_split(total_batch_size: int, world_size: int, limits: ElasticLimits) -> tuple[Split | None, str]:
-    """Return the split with the fewest accumulation steps and "", or None and the proof, in words, that no split exists.
+    """Return the split with the fewest accumulation steps and "", or None and a text that proves that no split exists.
 
-    With n passes on W ranks, local batches that differ by at most one lie within the limits if and only if
-    ``W n min <= M <= W n max``; any local batches within the limits imply that, as their sum shows. Raises InputError for
-    numbers below 1.
+    A total batch M can be split into n passes on W ranks, within the limits ``min`` and ``max`` of local batches, exactly where
+    ``W n min <= M <= W n max``: the sum of any local batches obeys that, and where it holds, local batches that differ by at
+    most one are within the limits. Raises InputError for a total or a world size below 1.
     """
     samples, ranks = total_batch_size, world_size
     if samples < 1 or ranks < 1:
@@ -106,10 +110,16 @@ def elastic_table(
     rules: Sequence[str] = ("linear", "sqrt", "legw"),
     statistics: GradientStatistics | None = None,
 ) -> list[ElasticSetting]:
-    """Return one setting per world size that keeps ``total_batch_size`` exactly, or says why none can.
+    """Return one setting per world size that keeps ``total_batch_size`` exactly, or gives the reason why none can.
 
-    ``learning_rate`` was tuned at ``initial_batch_size`` (M0, by default the total batch itself); each rule scales it by
-    its factor at ``M / M0``, without warm-up. ``epoch_samples``: samples of an epoch, for its steps and its last one.
+    Args:
+        total_batch_size: samples of a step, M.
+        limits: of local batches and accumulation steps.
+        epoch_samples: samples of an epoch, for its number of steps and the samples of its last one (0: a whole step).
+        initial_batch_size: M0, the total batch that ``learning_rate`` was tuned at; None: M.
+        rules: names of learning rate rules; each scales the rate by its factor at ``M / M0``, without warm-up.
+        statistics: of the gradient, for the rules that need them.
+
     Raises InputError for numbers out of range, unknown rules, and rules that need statistics without them.
     """
     for name, value in (("epoch_samples", epoch_samples), ("initial_batch_size", initial_batch_size)):
@@ -120,7 +130,7 @@ def elastic_table(
     settings = []
     for world_size in world_sizes:
         split, reason = find_split(total_batch_size, world_size, limits)
-        # The first rank stands for those with one sample more, if any; rank ``remainder`` for the others.
+        # The first rank stands for those with one sample more, if there are any, and rank ``remainder`` for the others.
         rank_kinds: list[int] = []
         if split is not None:
             rank_kinds = [0, split.remainder] if split.remainder else [0]
@@ -157,10 +167,10 @@ def _share_evenly(total: int, ranks: int, passes: int) -> Ints:
 
 
 def _nearest_totals(total: int, world_size: int, limits: ElasticLimits) -> list[int]:
-    """Return the nearest smaller and the nearest larger total batch that have a split, as far as they exist.
+    """Return the nearest smaller and the nearest larger total batch that have a split; one or both may not exist.
 
-    Every total from ``world_size`` times the least to ``world_size`` times the largest local batch has one, in a single pass,
-    so both searches end.
+    Every total from ``world_size`` times the least to ``world_size`` times the largest local batch has a split into a single
+    pass, so both searches end.
     """
     smallest, largest = world_size * limits.min_local_batch_size, math.inf
     if limits.max_accumulation_steps is not None:

@@ -39,14 +39,14 @@ from ddltool.goodput_model import FitError, ParameterInterval
 
 SLOPE_SPREAD = 0.05
 """Scale of the prior on ``beta / alpha`` of synchronisation."""
-# How much an error of T_grad counts beside one of the step, by the number of configurations: all measured times alike when
-# they are few. When they are many the step speaks for itself and must not pay for how T_grad bends (chosen with the prior).
+# How much an error of T_grad counts beside one of the step: as much for up to GRAD_WEIGHT_FEW configurations, then less, down
+# to GRAD_WEIGHT. Many step times determine the parameters, and must not be fitted worse because T_grad is not quite a line.
 GRAD_WEIGHT, GRAD_WEIGHT_FEW = 0.1, 20
-# Beyond this, batches are told apart only to half a per cent: the model is smooth in them.
+# Of more configurations, batches within half a per cent count as one: the model is smooth in them.
 MOST_CONFIGURATIONS = 5000
 # Standard deviation of a log time: when the rows are too few to tell, and at least.
 ASSUMED_ERROR, LEAST_ERROR = 0.05, 1e-7
-# Where the parameters that are pairs of intercept and slope stand: synchronisation within a node, and across nodes.
+# Indices of (intercept, slope) among the parameters: of synchronisation within a node, and across nodes.
 SLOPES = ((2, 3), (4, 5))
 # Index of gamma among the parameters.
 GAMMA = 6
@@ -74,10 +74,10 @@ def predict(params: ThroughputParams, rows: Observations) -> Floats:
 
 
 def evaluate(params: ThroughputParams, rows: Observations) -> FitError:
-    """Return the error of the predicted step times on measured rows, as RMSLE and MAPE.
+    """Return the error of the predicted step times on measured rows: RMSLE and MAPE.
 
-    These are the root mean squared log error and the mean absolute relative error. Raises InputError as
-    :func:`~.observations.check`.
+    These are the root mean squared log error and the mean absolute relative error. Raises InputError where
+    :func:`~.observations.check` refuses the rows.
     """
     check(rows)
     ratio = np.maximum(predict(params, rows), 1e-300) / rows.step_time_s
@@ -92,12 +92,12 @@ def fit(
     slope_spread: float = SLOPE_SPREAD,
     grad_weight: float | None = None,
 ) -> FitResult:
-    """Return the best fit of one device type's rows over several starts, one of them drawn by ``seed``.
+    """Return the best fit of one device type's rows over several starting points, one of which is drawn by ``seed``.
 
-    ``slope_spread``: scale of ``beta / alpha`` of synchronisation before any row is seen; ``math.inf`` fits the rows
-    alone. ``grad_weight``: how much an error of T_grad counts beside one of the step; by default 1 for up to 20
-    configurations, falling to 0.1 for 200 and more. Raises InputError without rows or for numbers that no measurement can
-    give, NotProven when no start converged. O(configurations) per evaluation.
+    ``slope_spread``: scale of the prior on ``beta / alpha`` of synchronisation; ``math.inf`` means no prior. ``grad_weight``:
+    how much an error of T_grad counts beside one of the step; by default 1 for up to 20 configurations, falling to 0.1 for 200
+    and more. Raises InputError without rows or for numbers that no measurement can give, NotProven when no start converged.
+    An evaluation takes O(configurations).
     """
     started = time.perf_counter()
     if not slope_spread > 0:
@@ -120,10 +120,10 @@ def fit(
 
 
 def refit(rows: Observations, before: ThroughputParams | None = None) -> ThroughputParams:
-    """Return the fit of a job's rows while it runs, in about a millisecond; ``before``: the job's last fit, to start from.
+    """Return a quick fit of a job's rows, in about a millisecond, for simulations that fit thousands of times.
 
-    A simulation calls it thousands of times, each time with a few rows more. Parameters, errors and prior are those of
-    :func:`fit`; the descent is a plain Levenberg-Marquardt and not scipy's.
+    ``before`` is the job's previous fit, an additional starting point. Model, errors and prior are those of :func:`fit`, but
+    there is one descent, which ends early (:func:`_quick_descent`), so that the result is near a local minimum only.
     """
     problem = FitProblem(rows)
     problem.set_prior(ASSUMED_ERROR)
@@ -136,11 +136,13 @@ def refit(rows: Observations, before: ThroughputParams | None = None) -> Through
 
 
 def _quick_descent(problem: FitProblem, point: Floats) -> Floats:
-    """Return a point (7,) near the local minimum, by Levenberg-Marquardt from ``point``; both are logarithms of parameters.
+    """Return a point near the local minimum of the loss, by Levenberg-Marquardt from ``point``.
 
-    The diagonal of the normal matrix grows by the damping, which falls tenfold with each step that does not raise the loss
-    and rises tenfold with each that does. A step changes no parameter by more than a factor e^3, and keeps to the bounds. It
-    ends after 30 steps, or when a step lowers the loss by less than a thousandth, or when no step lowers it.
+    Points (7,) are logarithms of the parameters; the loss is the sum of squared residuals. The diagonal of the normal matrix is
+    multiplied by 1 + damping; damping falls tenfold after a step that does not raise the loss, and rises tenfold after one
+    that does, which is undone. A step changes no parameter by more than a factor e^3, and stays within the bounds. The descent
+    ends after 30 steps, when a step lowers the loss by less than a thousandth, or when no step lowers it. Unlike scipy's, it
+    has no overhead of milliseconds.
     """
     free_indices, damping = np.flatnonzero(problem.free), 1e-3
     residuals, jacobian = problem.residuals(point)
@@ -169,18 +171,19 @@ def _quick_descent(problem: FitProblem, point: Floats) -> Floats:
 
 
 class FitProblem:
-    """Least squares by the logarithms of the seven parameters; the rows of one configuration count as one.
+    """The least-squares problem of a fit, whose unknowns are the logarithms of the seven parameters.
 
-    ``log_step`` and ``log_grad`` (g,) are means over the rows of a configuration (the latter 0 where ``grads`` is 0),
-    ``steps`` and ``grads`` how many rows they are of, ``member`` (n,) the configuration of each row. ``free`` (7,) tells
-    which parameters the rows speak about, ``low`` and ``high`` (7,) bound the logarithms. The prior adds to the loss
-    ``prior_weight log(1 + q^2)`` with q = beta / alpha over ``slope_spread``, for each of :data:`SLOPES`.
+    A configuration is (nodes, replicas, local batch, accumulation steps); its rows are replaced by their mean, with the weight
+    of all. ``member`` (n,) holds the configuration of each row. By configuration, (g,): ``log_step`` and ``log_grad`` are means
+    of log times (the latter 0 where ``grads`` is 0), ``steps`` and ``grads`` how many rows they are over. By parameter, (7,):
+    ``free`` tells which ones the rows say something about, ``low`` and ``high`` bound their logarithms. The prior adds to the
+    loss ``prior_weight log(1 + q^2)`` with q = beta / alpha / ``slope_spread``, for each pair of :data:`SLOPES`.
     """
 
     def __init__(
         self, rows: Observations, *, grad_weight: float | None = None, slope_spread: float = SLOPE_SPREAD
     ) -> None:
-        """Group the rows by configuration, and find out which parameters they speak about; the prior has no weight at first.
+        """Group the rows by configuration. The prior has no weight until :meth:`set_prior`.
 
         ``grad_weight`` and ``slope_spread`` as in :func:`fit`.
         """
@@ -202,15 +205,15 @@ class FitProblem:
         self.shared, over_two = self.replicas > 1, self.replicas > 2
         one_node, many_nodes = self.shared & (self.nodes <= 1), self.shared & (self.nodes > 1)
         batch_varies = self.batch != self.batch[0]
-        # For each parameter after alpha_grad: the configurations without which no row speaks about it.
+        # For each parameter after alpha_grad, (g,): the configurations whose times depend on it (apart from alpha_grad).
         determining_rows = (batch_varies, one_node, one_node & over_two, many_nodes, many_nodes & over_two, self.shared)
         self.free = np.array([True, *(bool(mask.any()) for mask in determining_rows)])
         self.low, self.high = self._bounds()
 
     def _means(self, values: Floats, weights: Floats) -> tuple[Floats, Floats, float]:
-        """Return (g,) means and (g,) sums of weights by configuration, and the sum of squares about the means.
+        """Return (g,) weighted means and (g,) weights by configuration, and the weighted sum of squares about the means.
 
-        ``values`` and ``weights`` (n,) are of the rows; means and squares are weighted.
+        ``values`` and ``weights`` (n,) are those of the rows. The mean is 0 where the weights sum to 0.
         """
         weight_sums = np.bincount(self.member, weights).astype(np.float64)
         means = np.bincount(self.member, weights * values) / np.where(weight_sums > 0, weight_sums, 1.0)
@@ -219,8 +222,8 @@ class FitProblem:
     def _bounds(self) -> tuple[Floats, Floats]:
         """Return the least and the largest logarithm of each parameter, both (7,).
 
-        No shorter time can be seen in the rows, and none can be longer than ten times the longest step. Slopes are bounded by
-        what they add at the largest batch or number of replicas; gamma lies between 1 and 10.
+        Times lie between 1e-7 of the shortest measured one, which no clock resolves, and ten times the longest step. A slope is
+        bounded below by what it adds at the largest batch or number of replicas. gamma lies between 1 and 10.
         """
         log_times_seen = np.append(self.log_step, self.log_grad[self.grads > 0])
         low = np.full(7, log_times_seen.min() + np.log(_LEAST_SHARE))
@@ -231,21 +234,21 @@ class FitProblem:
         return low, high
 
     def set_prior(self, error: float | None) -> None:
-        """Weigh the prior against rows whose log times have standard deviation ``error`` (None: unknown).
+        """Set the prior's weight against rows whose log times have standard deviation ``error`` (None: 5 % is assumed).
 
-        The rows of one placement (nodes and replicas, of more than one replica) err together: they count as one.
+        Rows of one placement (nodes and replicas, more than one) have errors in common, so they count as one.
         """
         placements = np.unique(np.stack([self.nodes, self.replicas])[:, self.shared], axis=1).shape[1]
         self.prior_weight = 2.0 * max(error or ASSUMED_ERROR, LEAST_ERROR) ** 2 / max(placements, 1)
 
     def start(self, gamma: float) -> Floats:
-        """Return a starting point (7,) from the rows, with the given gamma: logarithms of the parameters.
+        """Return a starting point (7,), the logarithms of the parameters, from the rows and the given gamma.
 
-        T_grad is a line through the times of a pass; synchronisation is the median of what steps take beyond their passes, and
-        its slope a tenth of that. A parameter that comes out as 0 gets a hundredth of a pass instead, as 0 has no logarithm.
+        T_grad is a line through the times of a pass. Synchronisation is the median of what steps take beyond their passes, 1 s
+        where no row shows it, and its slope a tenth of that. As 0 has no logarithm, times are at least a hundredth of a pass.
         """
         step_s = np.exp(self.log_step)
-        # ``passes`` counts those before the one that synchronises.
+        # ``self.passes`` is without the pass that synchronises; where T_grad was not measured, synchronisation counts as none
         grad_s = np.where(self.grads > 0, np.exp(self.log_grad), step_s / (self.passes + 1.0))
         intercept_s, slope_s = fit_line(self.batch, grad_s)
         floor_s = 0.01 * float(np.median(grad_s))
@@ -260,7 +263,8 @@ class FitProblem:
     def start_from(self, params: ThroughputParams) -> Floats:
         """Return the point (7,) of given parameters.
 
-        A parameter of 0 becomes a thousandth of its value at :meth:`start`: 0 has no logarithm, and near it nothing moves.
+        A parameter of 0 becomes a thousandth of its value at :meth:`start`, because 0 has no logarithm and the loss is flat
+        near the lower bound, so that a descent would not leave it.
         """
         parameters = np.array([getattr(params, name) for name in NAMES])
         return self.point(np.where(parameters > 0, parameters, np.exp(self.start(2.0)) * 1e-3))
@@ -276,17 +280,17 @@ class FitProblem:
         return values
 
     def params(self, point: Floats) -> ThroughputParams:
-        """Return the parameters at a point (7,) as a model; a time at its lower bound is 0, as no row can see it."""
+        """Return the parameters at a point (7,) as a model; a time within 1 % of its lower bound becomes 0."""
         values = self.values(point)
         values[:GAMMA][point[:GAMMA] <= self.low[:GAMMA] + 0.01] = 0.0
         values[GAMMA] = min(values[GAMMA], _LARGEST_GAMMA)
         return ThroughputParams(**dict(zip(NAMES, values.tolist(), strict=True)))
 
     def residuals(self, point: Floats) -> tuple[Floats, Floats]:
-        """Return the residuals (r,) at a point, whose squares sum to the loss, and their Jacobian (r, 7).
+        """Return the residuals (r,) at a point (7,), whose squares sum to the loss, and their Jacobian (r, 7).
 
-        The Jacobian is by the logarithms of the parameters. Residuals are, in order: the log errors of steps and of T_grad by
-        configuration, both weighted, and one for the prior on each slope that is free.
+        The Jacobian is with respect to the logarithms of the parameters. Residuals are, in order: the weighted log errors of
+        the g step times and of the g times T_grad, and one for the prior on each slope that is free.
         """
         values = self.values(point)
         log_grad, log_step, grad_slopes, step_slopes = log_times(
@@ -309,17 +313,20 @@ class FitProblem:
         return np.concatenate(residuals), np.concatenate(jacobians)
 
     def scatter(self, point: Floats) -> float | None:
-        """Return the standard deviation of the rows' log step times about the model at a point; None: too few rows to tell."""
+        """Return the standard deviation of the rows' log step times about the model at a point (7,).
+
+        None where there are no more rows than free parameters.
+        """
         log_step = log_times(self.values(point), self.nodes, self.replicas, self.batch, self.passes)[1]
         errors = log_step[self.member] - np.log(self.rows.step_time_s)
         degrees_of_freedom = len(self.rows) - int(self.free.sum())
         return math.sqrt(float(errors @ errors) / degrees_of_freedom) if degrees_of_freedom >= 1 else None
 
     def time_error(self, loss: float) -> tuple[float, float]:
-        """Return the standard deviation of all measured log times about the model, and its degrees of freedom.
+        """Return the standard deviation of all measured log times about a model with this ``loss``, and its degrees of freedom.
 
-        ``loss`` is that of the model. Each T_grad counts as the fraction of a measurement that the problem weighs it by. The
-        standard deviation is infinite where there is less than one degree of freedom.
+        Each T_grad counts as the fraction of a measurement that the problem weighs it by. The standard deviation is infinite
+        with less than one degree of freedom.
         """
         row_count = len(self.rows)
         grad_row_weight = self.grad_weight * row_count / max(self.grad_count, 1.0)
@@ -329,7 +336,7 @@ class FitProblem:
 
 
 def _distinct(keys: Floats) -> tuple[Ints, Ints]:
-    """Return where each distinct column of ``keys`` (k, n) first occurs, (g,), and which of the distinct ones each is, (n,)."""
+    """Return the index of one column for each distinct column of ``keys`` (k, n), (g,), and each column's place there, (n,)."""
     order = np.lexsort(keys)
     is_new = np.concatenate([[True], (np.diff(keys[:, order]) != 0).any(axis=0)])
     member = np.empty(keys.shape[1], dtype=np.int64)
@@ -339,7 +346,7 @@ def _distinct(keys: Floats) -> tuple[Ints, Ints]:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Descent:
-    """Where a descent ended: the point, its loss, and whether no direction within the bounds leads further down."""
+    """Where a descent ended: the point (7,), its loss, and whether the descent converged to a local minimum."""
 
     point: Floats
     loss: float
@@ -347,9 +354,9 @@ class Descent:
 
 
 def descend(problem: FitProblem, start: Floats, *, fixed: int | None = None) -> Descent:
-    """Return the local minimum of the loss that scipy's bounded least squares finds from ``start`` (7,), within the bounds.
+    """Return the local minimum of the loss, within the bounds, that scipy's least squares finds from ``start`` (7,).
 
-    ``fixed``: index of a parameter that keeps its value; None: all free parameters move.
+    ``fixed``: index of a parameter that keeps its value besides those that are not free; None: no other.
     """
     is_moving = problem.free.copy()
     if fixed is not None:
@@ -361,7 +368,7 @@ def descend(problem: FitProblem, start: Floats, *, fixed: int | None = None) -> 
 
     @lru_cache(maxsize=2)  # scipy takes the Jacobian where it took the residuals
     def evaluate_at(values: bytes) -> tuple[Floats, Floats]:
-        """Return residuals and Jacobian by the moving parameters at ``values``: as bytes, which can be a key of the cache."""
+        """Return residuals and Jacobian at ``values`` of the moving parameters: bytes, because the cache hashes them."""
         point[moving_indices] = np.frombuffer(values)
         residuals, jacobian = problem.residuals(point)
         return residuals, jacobian[:, moving_indices]
@@ -386,7 +393,7 @@ def descend(problem: FitProblem, start: Floats, *, fixed: int | None = None) -> 
         max_nfev=500,
     )
     point[moving_indices] = solution.x
-    # A residual of 1e-5 is as good as none, even if some direction is so flat that scipy did not end.
+    # A residual of 1e-5 (half its square is 5e-11) is a perfect fit, even if scipy went on along some flat direction.
     has_converged = solution.status > 0 or solution.cost < 5e-11
     return Descent(
         point=point, loss=2.0 * float(solution.cost), converged=has_converged
@@ -394,19 +401,20 @@ def descend(problem: FitProblem, start: Floats, *, fixed: int | None = None) -> 
 
 
 def _best_descent(problem: FitProblem, gammas: tuple[float, ...]) -> Descent:
-    """Return the lowest minimum over one descent for each starting gamma; a descent that converged goes before all others."""
+    """Return the lowest minimum over one descent per starting gamma; those that did not converge count only if none did."""
     starting_gammas = gammas if problem.free[GAMMA] else (2.0,)
     descents = [descend(problem, problem.start(gamma)) for gamma in starting_gammas]
     return min([descent for descent in descents if descent.converged] or descents, key=lambda descent: descent.loss)
 
 
 def _with_prior(problem: FitProblem, best: Descent) -> Descent:
-    """Return the minimum with the prior on the slopes, starting from ``best``, the one without it.
+    """Return the lowest minimum with the prior on the slopes, starting from ``best``, the one without it.
 
-    The scatter of the rows about the fit decides what the prior weighs, so both are found in turn. At the end other starting
-    points are tried with that weight, as the prior may have moved the lowest minimum.
+    The prior's weight depends on the scatter of the rows about the fit, and the fit on the weight, so both are found in turn,
+    until the weight changes by at most 1 %. Then the other starting points are tried with that weight, because the prior may
+    have made another minimum the lowest one. ``problem`` keeps the weight.
     """
-    for _ in range(20):  # to a fixed point: the scatter sets the prior's weight, and the prior moves the scatter
+    for _ in range(20):
         weight_before = problem.prior_weight
         problem.set_prior(problem.scatter(best.point))
         best = descend(problem, best.point)
@@ -428,11 +436,11 @@ _UNSEEN = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Uncertainty:
-    """Intervals of all seven parameters by name, and the size of the rows' log errors that they rest on."""
+    """Confidence intervals of all seven parameters by name, and the error of the rows that they were computed from."""
 
     level: float
     error: float
-    """Standard deviation of a measured log time about the model (so, relative error)."""
+    """Standard deviation of a measured log time about the model, which is its relative error."""
     intervals: dict[str, ParameterInterval]
 
     @property
@@ -450,8 +458,8 @@ def parameter_intervals(
 ) -> Uncertainty:
     """Return the interval of each parameter at confidence ``level``, from the rows that ``params`` were fitted to.
 
-    ``error``: known standard deviation of a log time; by default estimated from the rows, or, when they are no more than
-    the parameters, assumed to be 5 %. A few hundred small least-squares problems. Raises InputError without rows or for a
+    ``error``: standard deviation of a log time, if known; None: estimated from the rows, or assumed to be 5 % where these are
+    no more than the parameters. It solves a few hundred small least-squares problems. Raises InputError without rows or for a
     level that is not between 0 and 1.
     """
     if len(rows) == 0:
@@ -459,7 +467,7 @@ def parameter_intervals(
     if not 0 < level < 1:
         raise InputError("level", f"is {level}", "give a confidence between 0 and 1, such as 0.9")
     problem = FitProblem(rows)
-    # as in the fit, where as many T_grad were observed as steps: a T_grad counts as this much of a measured step
+    # The fit weighs the mean error of all T_grad against that of all steps; here each T_grad has that weight beside one step.
     problem.grad_weight *= problem.grad_count / len(rows)
     best = descend(problem, problem.start_from(params))
     for _ in range(4):  # a profile that meets a better fit than the one it starts from begins again there
@@ -467,8 +475,8 @@ def parameter_intervals(
         is_assumed = error is None and math.isinf(estimated_error)
         log_error = max(
             error or (ASSUMED_ERROR if is_assumed else estimated_error), 1e-9
-        )  # rows may have no error at all
-        # For a known error the normal distribution, for an estimated one Student's.
+        )  # rows without any error would make intervals of width 0, which no search can find
+        # The normal distribution for a known error, Student's for an estimated one.
         is_known = is_assumed or error is not None
         quantile = ndtri((1 + level) / 2) if is_known else stdtrit(degrees_of_freedom, (1 + level) / 2)
         profile = _Profile(problem, best, log_error / math.sqrt(len(rows)), float(quantile))
@@ -480,9 +488,10 @@ def parameter_intervals(
 
 
 class _Profile:
-    """Walks from the best point along one parameter, refitting the others, until the fit is too bad.
+    """Finds a parameter's interval: walks along it from the best fit, refitting the others, until the fit is too bad.
 
-    ``size`` is the standard deviation of an error in units of the problem's residuals.
+    ``size`` is the standard deviation of an error in the unit of the problem's residuals; ``best`` is the best fit that any
+    walk met, which may be better than ``start``; ``spread`` (7,) are approximate standard errors of the parameters.
     """
 
     def __init__(self, problem: FitProblem, start: Descent, size: float, quantile: float) -> None:
@@ -491,14 +500,15 @@ class _Profile:
         self.best = start
         _, jacobian = problem.residuals(start.point)
         information = jacobian.T @ jacobian
-        # A first guess of the step only. Rows that fit without error leave some directions flat at any scale of theirs.
+        # It only sets the first step of a walk. The ridge makes the matrix invertible where the rows leave a direction flat.
         ridge = max(1e-2 * size**2, 1e-12 * float(np.trace(information)), 1e-18)
         self.spread = size * np.sqrt(np.diag(np.linalg.inv(information + ridge * np.eye(len(information)))))
 
     def interval(self, index: int) -> ParameterInterval:
-        """Return the interval of the parameter at ``index``, with no limit where the walk reaches the parameter's bound.
+        """Return the interval of the parameter at ``index``; where a walk reaches the parameter's bound, that is the end.
 
-        Its ``reason`` says why the rows set no limit at all; it is empty where they do.
+        The end is the least or largest value that the parameter can have (``high`` is None for no such value). ``reason`` says
+        why the rows limit the parameter on neither side; it is "" where they do.
         """
         lowest, highest = (1.0, _LARGEST_GAMMA) if index == GAMMA else (0.0, math.inf)
         end_logs = (
@@ -515,16 +525,16 @@ class _Profile:
         return ParameterInterval(low=low, high=high if math.isfinite(high) else None, reason=reason)
 
     def _end(self, index: int, *, is_upper: bool) -> float | None:
-        """Return the logarithm of a parameter at which its interval ends; None: it does not end before the parameter's bound.
+        """Return the logarithm of the parameter at ``index`` where its interval ends; None where it reaches the bound.
 
-        The interval ends where the fit, with all other parameters refitted, is ``quantile`` standard errors worse than the
-        best one. Steps away from the best fit double until one is beyond the end; between the last two a root is sought.
-        ``index``: of the parameter; ``is_upper``: whether the end above the best fit is sought, not the one below.
+        ``is_upper``: whether the end above the best fit is sought, not the one below. The interval ends where the fit, with
+        all other parameters refitted, is ``quantile`` standard errors worse than the best one. Steps away from the best fit
+        double until one is beyond the end; between the last two a root is sought.
         """
         bound = float(self.problem.high[index] if is_upper else self.problem.low[index])
         centre, point = float(self.start.point[index]), self.start.point.copy()
 
-        @cache  # a refit starts where the last one ended: the same value must not get another sign later
+        @cache  # a refit starts where the last one ended, so a second one might give the same value another sign
         def excess(log_value: float) -> float:
             """Return by how many standard errors ``log_value`` is beyond the interval's end; negative inside."""
             nonlocal point
@@ -537,7 +547,7 @@ class _Profile:
 
         step = min(
             max(self.quantile * float(self.spread[index]), 1e-7), 2.0
-        )  # neither nothing nor more than a factor e^2
+        )  # not so small that it changes nothing, and at most a factor e^2
         inner = centre
         while inner != bound:
             outer = min(inner + step, bound) if is_upper else max(inner - step, bound)

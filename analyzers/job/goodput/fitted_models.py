@@ -18,10 +18,10 @@ from ddltool.tables import read_table
 
 
 def read_rows(profiles: list[Path]) -> dict[str, Observations]:
-    """Return device type -> measured rows, from all files.
+    """Return device type -> measured rows, from the tables in all files.
 
-    Rows that name no device belong to the only type that other rows name, or to "" where none is named. Raises InputError when
-    some rows name no device and others name several.
+    Rows that name no device belong to the one type that other rows name, or to the type "" where no row names any. Raises
+    InputError when some rows name no device and others name several.
     """
     devices = concatenate([from_frame(read_table(path), str(path)) for path in profiles]).by_device()
     unnamed = devices.pop("", None)
@@ -34,10 +34,10 @@ def read_rows(profiles: list[Path]) -> dict[str, Observations]:
 
 
 def fit_rows(devices: dict[str, Observations], sources: list[str], holdout: Path | None, seed: int) -> Goodput:
-    """Return the fitted model of each device type as one document.
+    """Return the fitted model of each device type as one document; its own params are those of the type with most rows.
 
-    A type without rows of several replicas takes gamma and synchronisation from the type that has most of them, because these
-    describe the network, which types share.
+    A type without rows of several replicas takes gamma and synchronisation from the type with most such rows, because these
+    describe the network, which the types share.
 
     Args:
         devices: device type -> measured rows.
@@ -110,9 +110,10 @@ def _borrow_network(
 
 
 def holdout_errors(results: dict[str, FitResult], kept_out: dict[str, Observations], where: str) -> dict[str, FitError]:
-    """Return device type -> error of its fit on the rows in ``kept_out``, which the fit has not seen.
+    """Return device type -> error of its fit on the rows in ``kept_out`` (by device type), which the fit has not seen.
 
-    Raises InputError, with ``where`` as the file, for a device that was not fitted, and for several where one was.
+    Where one type was fitted, rows of one type are taken as its own, whatever they are called. Raises InputError, with
+    ``where`` as the file, for a type that was not fitted, and for rows of several types where one was fitted.
     """
     errors = {}
     for name, rows in kept_out.items():
@@ -127,9 +128,9 @@ def holdout_errors(results: dict[str, FitResult], kept_out: dict[str, Observatio
 
 
 def pooled_error(parts: Sequence[FitError | DeviceGoodput]) -> FitError:
-    """Return the error over the samples of all parts together, of which there is at least one.
+    """Return the error over the samples of all parts together; there must be at least one sample.
 
-    Weighted by samples, it is the root mean square of the RMSLE and the mean of the MAPE.
+    Its RMSLE is the root mean square of the parts' RMSLE, its MAPE the mean of theirs, both weighted by samples.
     """
     samples = sum(part.samples for part in parts)
     return FitError(

@@ -32,10 +32,15 @@ def import_files(
     num_replicas: int | None = None,
     unnamed: str = "",
 ) -> tuple[pd.DataFrame, list[ImportedFile]]:
-    """Return the rows of all files, in their order, and what each gave. Nothing is returned when one of them is bad.
+    """Return the rows of all files as rows of profile.csv, in their order, and one record per file of what it holds.
 
-    ``device`` names the device of all rows, ``unnamed`` that of rows that name none; the three numbers are what a profiler
-    trace does not always say. Raises InputError naming file, row and column; also for a file given twice.
+    Args:
+        files: placements.csv, telemetry.jsonl, profile.csv or profiler traces (.json).
+        device: name of the device of all rows, whatever the files say; None: what they say.
+        batch_size, num_nodes, num_replicas: of profiler traces, which do not always say them.
+        unnamed: name of the device of rows that name none; "": such rows are an error.
+
+    Raises InputError naming file, row and column; also for a file given twice, and for one of the numbers without a trace.
     """
     import pandas as pd
 
@@ -78,11 +83,12 @@ def import_files(
     return pd.concat(frames, ignore_index=True), sources
 
 
-# What `ddltool profile` trains with, whose rows name neither; the settings below tell such rows.
+# What `ddltool profile` always trains with: its rows name neither, and are recognised by these settings.
 _PROFILE = {"precision": "fp32", "optimizer": "sgd"}
 _PROFILE_SETTINGS = {"device", "warmup", "torch"}
-# Names of a row's device that tell no device.
+# Names in the device column that do not say which device it is.
 _UNNAMED = {"", "cuda", "gpu"}
+# The hash of its file that a profile appends to the name of a model.
 _DIGEST = re.compile(r"#[0-9a-f]{12}$")
 
 
@@ -96,11 +102,18 @@ def measured_rows(
     precision: str = "fp32",
     optimizer: str | None = None,
 ) -> list[MeasuredStep]:
-    """Return the rows of a profile (``num_replicas`` 1, no accumulation) that were measured on a device.
+    """Return the steps in a profile that were measured on ``device`` with one replica and no accumulation.
 
-    ``frame``: in the columns of :class:`ProfileRow`. ``model``: SOURCE of rows that do not say; ``optimizer``: of rows that do
-    not say, adam by default. Raises InputError when no row is of the device, when one was predicted, was measured with another
-    precision or optimizer, on a CPU, or does not say its model.
+    Args:
+        frame: a table with the columns of :class:`ProfileRow`.
+        where: name of its file, for errors.
+        known: the table of devices, which knows the names of each.
+        model: SOURCE of rows that do not say their model.
+        precision: the one asked for, and that of rows that do not say theirs; with tf32, fp32 rows are taken too.
+        optimizer: the same; None: any, and adam for rows that do not say theirs.
+
+    Raises InputError when no row is of the device, and for a row of it that was predicted, was measured with another precision
+    or optimizer than asked for, or on a CPU, or does not say its model.
     """
     row_devices = [str(name) for name in frame["device"]]
     is_own = {name: _is_of_device(device, name, known) for name in set(row_devices)}
@@ -143,16 +156,16 @@ def measured_rows(
 
 
 def _is_of_device(device: Device, name: str, known: DeviceTable) -> bool:
-    """Return whether a row's device ``name`` means this device: a name of it in the table, or one that names no device."""
+    """Return whether the name in a row means this device: one of its names in the table, or one of no particular device."""
     found = known.find(name)
     return name.casefold() in _UNNAMED or (found is not None and name_key(found.name) == name_key(device.name))
 
 
 def _row_settings(row: Mapping[Any, Any], place: str) -> dict[str, str]:
-    """Return the precision and optimizer that a row was measured with, as far as it says, under these two names.
+    """Return ``precision`` and ``optimizer`` of the training that a row was measured in, as far as the row says them.
 
-    Its columns say it, else its ``settings`` (``name=value;...``), else the command that wrote it, whose own are fixed. Raises
-    InputError for a row that was measured on a CPU; ``place`` names the row.
+    Its columns count first, then its ``settings`` (``name=value;...``), then the fixed ones of ``ddltool profile`` if that
+    wrote it. Raises InputError for a row that was measured on a CPU; ``place`` names the row in the message.
     """
     options = dict(part.split("=", 1) for part in str(row.get("settings", "")).split(";") if "=" in part)
     settings = dict(_PROFILE) if set(options) >= _PROFILE_SETTINGS else {}
@@ -164,5 +177,5 @@ def _row_settings(row: Mapping[Any, Any], place: str) -> dict[str, str]:
 
 
 def _remedy(option: str) -> str:
-    """Return the words of an error on what to do about rows that were measured with another value of ``--option``."""
+    """Return an error's advice about rows that were measured with another value of ``--option``."""
     return f"leave --{option} out, or measure alike"

@@ -15,9 +15,9 @@ from ddltool.errors import InputError, did_you_mean
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GradientStatistics:
-    """Of the mean gradient at batch M0: squared norm of its mean (sqr) and trace of its covariance (var).
+    """Statistics of a batch's gradient at batch size M0: squared norm of its mean (sqr), trace of its covariance (var).
 
-    Any common unit: rules use their ratio only. The noise scale in samples is ``phi = M0 var / sqr``.
+    Both are in the same unit, whichever it is: rules use only their ratio. The noise scale in samples is ``M0 var / sqr``.
     """
 
     sqr: float
@@ -35,33 +35,36 @@ class GradientStatistics:
 
 
 class LrRule:
-    """One rule. Subclasses define ``name`` and :meth:`factor`; the rest has the usual answers."""
+    """One rule. Subclasses define ``name`` and :meth:`factor`; the other methods return what most rules say.
+
+    ``scale`` is the total batch over the initial batch M0; every method raises InputError unless it is finite and above 0.
+    """
 
     name: str = ""
     needs_statistics: bool = False
 
     def factor(self, scale: float, statistics: GradientStatistics | None = None) -> float:
-        """Return the learning rate at batch ``scale * M0`` over that at M0."""
+        """Return the learning rate at batch ``scale * M0`` over that at M0; subclasses must define it."""
         raise NotImplementedError
 
     def warmup_epochs(self, scale: float, epochs_at_initial: float) -> float:
-        """Return the epochs of warm-up at batch ``scale * M0``; ``epochs_at_initial``: those at M0. Here they are the same."""
+        """Return the epochs of warm-up at batch ``scale * M0``: as many as at M0, ``epochs_at_initial``."""
         checked_scale(scale)
         return epochs_at_initial
 
     def steps_at_initial(self, scale: float, statistics: GradientStatistics | None = None) -> float:
         """Return how many steps at M0 one step at batch ``scale * M0`` counts for in a schedule of steps.
 
-        Here it is ``scale``, as it has the samples of so many; a rule that knows what a step achieves returns that.
+        It is ``scale``, because the step has the samples of so many. A rule that knows a step's progress returns that instead.
         """
         return checked_scale(scale)
 
     def warmed_factor(
         self, scale: float, epoch: float, epochs_at_initial: float, statistics: GradientStatistics | None = None
     ) -> float:
-        """Return the learning rate's factor at ``epoch``, warm-up included: linear from 0 at the start to :meth:`factor`.
+        """Return the learning rate at ``epoch`` over that at M0: it rises linearly from 0 to :meth:`factor` in the warm-up.
 
-        ``epochs_at_initial``: epochs of warm-up at M0; the rule says how many that is at ``scale``.
+        ``epochs_at_initial``: epochs of warm-up at M0, from which :meth:`warmup_epochs` tells those at ``scale``.
         """
         full_factor, length = self.factor(scale, statistics), self.warmup_epochs(scale, epochs_at_initial)
         return full_factor if epoch >= length else full_factor * max(epoch, 0.0) / length
@@ -108,8 +111,8 @@ class _SquareRoot(LrRule):
 class _AdaScale(LrRule):
     """AdaScale (Johnson et al. 2020, section 3): the gain r, between 1 and S, from the gradient's noise at M0.
 
-    ``r = (var + sqr) / (var / S + sqr)``: S where noise is all, 1 where there is none. A step of batch M makes the
-    progress of r steps of batch M0, which is what its schedule counts. r / S is Pollux's statistical efficiency.
+    ``r = (var + sqr) / (var / S + sqr)``: S where the gradient is noise alone, 1 where it has none. A step of batch M makes the
+    progress of r steps of batch M0, and counts as r steps in its schedule. r / S is Pollux's statistical efficiency.
     """
 
     name = "adascale"
@@ -123,7 +126,7 @@ class _AdaScale(LrRule):
         return (var + sqr) / (var / checked_scale(scale) + sqr)
 
     def steps_at_initial(self, scale: float, statistics: GradientStatistics | None = None) -> float:
-        """Return the gain r: AdaScale's scale-invariant iterations."""
+        """Return the gain r: the paper calls steps counted so scale-invariant iterations."""
         return self.factor(scale, statistics)
 
 
@@ -141,7 +144,7 @@ _RULES: dict[str, LrRule] = {}
 
 
 def register(new: LrRule) -> None:
-    """Make a rule known by its name. Raises InputError when it has none or the name is taken."""
+    """Make a rule known by its name to :func:`rule`. Raises InputError when it has no name or the name is taken."""
     if not new.name:
         raise InputError(type(new).__name__, "has no name", "set the class attribute name")
     if new.name in _RULES:
@@ -150,7 +153,7 @@ def register(new: LrRule) -> None:
 
 
 def rule(name: str) -> LrRule:
-    """Return the rule of this name. Raises InputError with the known names."""
+    """Return the rule of this name. Raises InputError, which lists the known names, for any other."""
     if name not in _RULES:
         raise InputError("rule", f'"{name}" is not known', did_you_mean(name, _RULES))
     return _RULES[name]

@@ -35,13 +35,15 @@ class NoiseTerms:
 def noise_terms(small_sqr: float, big_sqr: float, small: float, big: float) -> NoiseTerms:
     """Return estimates of ``|G|^2`` and S from the squared norms of gradients at two batch sizes.
 
-    They solve ``E |g|^2 = |G|^2 + S / B`` for both (McCandlish et al., appendix A.1).
+    They solve ``E |g|^2 = |G|^2 + S / B`` at both sizes (McCandlish et al., appendix A.1), and are unbiased for independent
+    samples.
 
-    ``small_sqr`` is the mean of ``|g_i|^2`` over independent gradients of ``small`` samples each, ``big_sqr`` the squared
-    norm of their mean over all ``big`` samples. Unequal batches weigh by their samples in both means, and ``small`` is their
-    mean: the sum of ``b_i / B`` times ``S / b_i`` is ``S`` over it. The norms of small batches scatter most, and where noise
-    prevails the weights of least variance are nearly these, ``b_i (1 - b_i / B)`` (what Cannikin asks for, arXiv:2402.05302).
-    Unbiased for independent samples. Raises InputError unless ``0 < small < big`` and the norms are finite.
+    ``small_sqr`` is the mean of ``|g_i|^2`` over independent gradients of ``small`` samples each; ``big_sqr`` is the squared
+    norm of their mean, over all ``big`` samples. For batches of unequal sizes b_i, weigh both means by b_i and let ``small`` be
+    the mean of the b_i: S / b_i weighted by b_i / B sums to S over that mean. The norms of small batches scatter most, and
+    where noise prevails the weights of least variance are nearly these, ``b_i (1 - b_i / B)`` (Cannikin, arXiv:2402.05302).
+
+    Raises InputError unless ``0 < small < big`` and the norms are finite and at least 0.
     """
     if not 0 < small < big:
         raise InputError(
@@ -58,20 +60,20 @@ def noise_terms(small_sqr: float, big_sqr: float, small: float, big: float) -> N
 def differenced_terms(first_sqr: float, second_sqr: float, dot: float, batch: float) -> NoiseTerms:
     """Return estimates of ``|G|^2`` and S from the gradients g1 and g2 of two consecutive steps of ``batch`` samples.
 
-    This is for a job with a single gradient in each step, whose parameters hardly change between two. ``first_sqr`` and
-    ``second_sqr`` are the squared norms, ``dot`` is ``g1 . g2``. The equations of :func:`noise_terms` with the sizes ``batch``
-    and ``2 batch`` become ``|G|^2 ~ g1 . g2`` and ``S ~ batch |g1 - g2|^2 / 2``. As far as G moves between the steps, S is too
-    large by ``batch |G1 - G2|^2 / 2``. Raises InputError as :func:`noise_terms`.
+    This is for a job that computes one gradient per step. ``first_sqr`` and ``second_sqr`` are the squared norms, ``dot`` is
+    ``g1 . g2``. The equations of :func:`noise_terms` with the sizes ``batch`` and ``2 batch`` become ``|G|^2 ~ g1 . g2`` and
+    ``S ~ batch |g1 - g2|^2 / 2``. Where G changes from G1 to G2 between the steps, S is too large by ``batch |G1 - G2|^2 / 2``.
+    Raises InputError as :func:`noise_terms` does.
     """
     sum_sqr = first_sqr + second_sqr
     return noise_terms(sum_sqr / 2.0, max(sum_sqr + 2.0 * dot, 0.0) / 4.0, batch, 2.0 * batch)
 
 
 class NoiseScaleEstimator:
-    """Estimates the noise scale over many steps: smooths ``|G|^2`` and S separately, and divides.
+    """Estimates the noise scale over many steps: smooths ``|G|^2`` and S separately, and divides the second by the first.
 
-    Both are exponential moving averages whose bias towards the start is corrected (as Adam corrects its moments): an
-    average over the last ``1 / (1 - smoothing)`` observations or so. Nothing that is not finite gets in.
+    Both are exponential moving averages, over about the last ``1 / (1 - smoothing)`` observations, whose bias towards the start
+    value 0 is corrected as Adam corrects its moments.
 
     Args:
         smoothing: weight of the past, 0 <= smoothing < 1.
@@ -92,7 +94,7 @@ class NoiseScaleEstimator:
         """Observations taken since the start or the last reset."""
 
     def add(self, terms: NoiseTerms) -> None:
-        """Take one observation of both terms into the moving averages."""
+        """Take one observation of both terms into the moving averages. They must be finite, as :func:`noise_terms` ensures."""
         past, share = self.smoothing, 1.0 - self.smoothing
         sqr, var = terms.sqr, terms.var_per_sample
         self._moments = past * self._moments + share * np.array([1.0, sqr, var, sqr * sqr, var * var, sqr * var])
@@ -109,9 +111,9 @@ class NoiseScaleEstimator:
 
     @property
     def noise_scale(self) -> float | None:
-        """Phi in samples; None when unknown: nothing seen, or no gradient visible above the noise (|G|^2 <= 0).
+        """Phi in samples; None before the first observation and where no gradient is visible above the noise (|G|^2 <= 0).
 
-        A negative S means noise too small to be seen: phi is 0 then.
+        It is 0 for a negative S, which means that the noise is too small to be seen.
         """
         terms = self.terms
         if terms is None or terms.sqr <= 0:
@@ -121,10 +123,10 @@ class NoiseScaleEstimator:
 
     @property
     def relative_error(self) -> float | None:
-        """Relative standard error of :attr:`noise_scale`, to first order; None where that or the error is unknown.
+        """Relative standard error of :attr:`noise_scale`, to first order, from the scatter of independent observations.
 
-        From the scatter of the observations, taken as independent. Above about 0.3 the ratio is biased upwards as well:
-        smooth over more of them.
+        None where the noise scale is 0 or unknown, and for fewer than three observations. Above about 0.3 the noise scale is
+        also biased upwards: smooth over more observations.
         """
         terms, phi = self.terms, self.noise_scale
         if terms is None or not phi or self.count < 3:
@@ -132,12 +134,12 @@ class NoiseScaleEstimator:
         sqr, var = terms.sqr, terms.var_per_sample
         weight, _, _, sqr_sqr, var_var, sqr_var = self._moments.tolist()
         scatter = sqr_sqr / weight / sqr**2 + var_var / weight / var**2 - 2.0 * sqr_var / weight / (sqr * var)
-        share = self._weight_sqr / weight**2  # of one observation: 1 / their effective number
-        # as the sample variance divides by n - 1, so that few observations do not look surer than they are
+        share = self._weight_sqr / weight**2  # 1 / effective number of observations
+        # the division is that by n - 1 in a sample variance: few observations must not look surer than they are
         return math.sqrt(max(scatter, 0.0) * share / max(1.0 - share, share))
 
     def statistics(self, initial_batch_size: int) -> GradientStatistics | None:
-        """Return what AdaScale needs, at batch M0; None where the noise scale is unknown."""
+        """Return the statistics that AdaScale needs, at batch size M0; None where the noise scale is unknown."""
         terms = self.terms
         if terms is None or self.noise_scale is None:
             return None

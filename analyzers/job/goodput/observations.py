@@ -38,8 +38,8 @@ _DIGITS, _PER_NODE = re.compile("[0-9]+"), "one digit per node, such as 44"
 class Observations:
     """``n`` measured configurations; arrays of shape (n,), times in seconds, ``grad_time_s`` NaN where not observed.
 
-    ``accumulation_steps`` s: passes without synchronisation before the one that synchronises; ``grad_time_s`` is the time
-    of one pass. ``part`` tells which of several tables a row came from.
+    ``accumulation_steps`` are the passes before the one that synchronises; ``grad_time_s`` is the time of one pass. ``device``
+    is the type's name, "" where the table has none. ``part`` is the index of the table that a row came from.
     """
 
     num_nodes: Floats
@@ -52,7 +52,7 @@ class Observations:
     part: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
     def __post_init__(self) -> None:
-        """Fill in what most tables do not say: no accumulation, one device without a name."""
+        """Fill in the columns that were left out: no accumulation, a device without a name, part 0."""
         count = len(self.step_time_s)
         defaults: dict[str, NDArray[Any]] = {
             "accumulation_steps": np.zeros(count),
@@ -72,20 +72,23 @@ class Observations:
         return Observations(**{f.name: getattr(self, f.name)[rows] for f in fields(Observations)})
 
     def by_device(self) -> dict[str, Observations]:
-        """Return the rows of each device type, types in the order in which they come."""
+        """Return device type -> its rows, in the order in which the types first occur."""
         names, first_rows, device_index = np.unique(self.device.astype(str), return_index=True, return_inverse=True)
         return {str(names[i]): self.take(device_index == i) for i in np.argsort(first_rows)}
 
 
 def concatenate(parts: Sequence[Observations]) -> Observations:
-    """Return the rows of all parts, one part after the other; in the result ``part`` is the index of each row's part."""
+    """Return the rows of all parts, one part after the other; ``part`` in the result is the index of a row's part."""
     columns = {f.name: np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(Observations)}
     columns["part"] = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
     return Observations(**columns)
 
 
 def check(rows: Observations) -> None:
-    """Raise InputError when there are no rows, or a time or count is no number that a measurement can give."""
+    """Raise InputError when there are no rows, or a time or count is out of the range that a measurement can give.
+
+    ``grad_time_s`` may be NaN.
+    """
     if len(rows) == 0:
         raise InputError("observations", "are empty", "give at least one measured row")
     limits = {
@@ -101,9 +104,10 @@ def check(rows: Observations) -> None:
 
 
 def kind_of(columns: list[str], where: str) -> Kind:
-    """Return what a table with these columns holds: a profile, telemetry, or AdaptDL's placements or scalability.
+    """Return the kind of the table with these columns: a profile, telemetry, or AdaptDL's placements or scalability.
 
-    Raises InputError for a column that occurs twice, for columns of two kinds of table, and for those of none.
+    ``where`` is the file, for errors. Raises InputError for a column that occurs twice, for columns of two kinds of table, and
+    for columns that are not of any kind, with the name of the one that is missing.
     """
     repeated = sorted({name for name in columns if columns.count(name) > 1})
     if repeated:
@@ -134,10 +138,10 @@ def kind_of(columns: list[str], where: str) -> Kind:
 
 
 def from_frame(frame: pd.DataFrame, where: str) -> Observations:
-    """Return the observations of a native profile, hook telemetry, or AdaptDL's placements or scalability table.
+    """Return the observations in a native profile, hook telemetry, or AdaptDL's placements or scalability table.
 
-    T_grad is ``grad_time_s`` where the table has it, else one pass's share of what the step takes without synchronisation.
-    Raises InputError naming the row and the column, or the columns that would be right.
+    T_grad is ``grad_time_s`` where the table has it, else the step without synchronisation over the number of passes. Raises
+    InputError naming ``where`` (the file), row and column, or the columns that would be right.
     """
     kind = kind_of([str(name) for name in frame.columns], where)
     table = _rows_of(frame, kind, where)
@@ -152,7 +156,8 @@ def from_frame(frame: pd.DataFrame, where: str) -> Observations:
     return Observations(
         **{name: table[name].to_numpy(dtype=float) for name in _COUNTS},
         step_time_s=step_s,
-        # a pass below the resolution of any clock says that all was synchronisation: nothing about T_grad
+        # a pass below any clock's resolution means that the table counts all as synchronisation, which says nothing about
+        # T_grad
         grad_time_s=np.where(grad_s >= TIMES_S[0] * 1e-6, grad_s, np.nan),
         accumulation_steps=accumulation_steps,
         device=table["device"].astype(str).to_numpy(dtype=object) if "device" in table else np.zeros(0, dtype=object),
@@ -160,11 +165,11 @@ def from_frame(frame: pd.DataFrame, where: str) -> Observations:
 
 
 def import_table(frame: pd.DataFrame, where: str, device: str | None) -> pd.DataFrame:
-    """Return a table's rows in the columns of profile.csv, with ``origin`` = imported.
+    """Return a table's rows in the columns of profile.csv, with ``origin`` = imported where they have none.
 
-    ``device`` overrides the file's own device column; AdaptDL's tables have none and need it. Telemetry becomes one
-    row per rank, batch size and number of passes: the medians of its steps, the first three left out. Raises InputError
-    as the module says.
+    ``device`` overrides the file's own device column; AdaptDL's tables have none and need it. Telemetry becomes one row per
+    run, rank, batch size and number of passes, with medians over its steps (see :func:`_telemetry_medians`). Raises InputError
+    naming ``where`` (the file), row and column.
     """
     kind = kind_of([str(name) for name in frame.columns], where)
     if frame.empty:
@@ -202,11 +207,11 @@ def import_steps(
     num_replicas: int | None = None,
     device: str | None = None,
 ) -> pd.DataFrame:
-    """Return a profiler trace as one row of profile.csv: the medians over its steps.
+    """Return a profiler trace as a table of one row of profile.csv: the medians over its steps.
 
-    Synchronisation is the part of it that no compute hides. A trace never says its batch size and nodes, and not always its
-    device and number of replicas: the arguments do. Raises InputError when something is in neither, and when the replicas
-    given are not those of the trace.
+    ``sync_time_s`` is the communication that no compute hides. A trace never says its batch size and number of nodes, and not
+    always its device and number of replicas, so the arguments give them. Raises InputError when one is in neither, and when
+    ``num_replicas`` differs from the trace's.
     """
     import pandas as pd
 
@@ -236,9 +241,9 @@ def import_steps(
 
 
 def _check_rows(frame: pd.DataFrame, where: str, shown: Mapping[str, str] | None = None) -> pd.DataFrame:
-    """Return the checked rows of a profile, with an empty ``device`` where it has no such column.
+    """Return the checked rows of a profile, with ``device`` "" where it has no such column.
 
-    ``shown``: our name of a column -> the file's own, which errors name; None: they are the same.
+    ``shown``: our name of a column -> the file's own, for errors; None: they are the same. Raises InputError for a bad row.
     """
     rows = check_profile(frame, where, shown, required=REQUIRED if "device" in frame else REQUIRED[1:])
     rows = rows if "device" in rows else rows.assign(device="")
@@ -249,23 +254,25 @@ def _check_rows(frame: pd.DataFrame, where: str, shown: Mapping[str, str] | None
 
 
 def split_placements(placements: pd.Series[Any], where: str) -> list[tuple[int, ...]]:
-    """Return the GPUs on each used node, for each of AdaptDL's placements: "440" is 4 GPUs on each of two nodes.
+    """Return the GPUs on each used node, for each of AdaptDL's placements: "440" is (4, 4), 4 GPUs on each of two nodes.
 
-    A placement has one digit per node. Raises InputError for one that has other signs, or no GPU.
+    A placement has one digit per node. Raises InputError for one with other characters or without a GPU.
     """
     texts = placements.fillna("").astype(str).tolist()
-    gpus_of = {
+    gpus_by_text = {
         text: tuple(int(digit) for digit in text if digit != "0") for text in set(texts) if _DIGITS.fullmatch(text)
     }
-    demand(np.array([bool(gpus_of.get(text)) for text in texts], dtype=bool), placements, "placement", where, _PER_NODE)
-    return [gpus_of[text] for text in texts]
+    has_gpus = np.array([bool(gpus_by_text.get(text)) for text in texts], dtype=bool)
+    demand(has_gpus, placements, "placement", where, _PER_NODE)
+    return [gpus_by_text[text] for text in texts]
 
 
 def _telemetry_medians(frame: pd.DataFrame, where: str) -> pd.DataFrame:
-    """Return telemetry as rows of profile.csv: one for each run, rank, batch size and number of passes, of medians.
+    """Return telemetry as rows of profile.csv: medians per run, rank, batch size and number of passes.
 
-    A run's first steps, its warm-up, are left out where the run is long enough. The step is compute plus synchronisation.
-    Waiting for slower ranks is left out: it comes from how the batch is split, not from how fast this rank or the network is.
+    Left out are steps without samples, and a run's first ``WARMUP_STEPS`` steps where it has more than twice as many. The step
+    is compute plus synchronisation, without the waiting for slower ranks: that comes from how the batch is split, not from how
+    fast this rank or the network is. Raises InputError where no step is left or a median is out of range.
     """
     steps = rows_of_runs(frame, where, _TELEMETRY)
     steps = steps.assign(run=runs_of(steps), device=steps.get("device", ""))
@@ -299,9 +306,9 @@ def _telemetry_medians(frame: pd.DataFrame, where: str) -> pd.DataFrame:
 
 
 def _add_device(rows: pd.DataFrame, where: str, device: str | None) -> pd.DataFrame:
-    """Return the rows with the device's name, and with ``origin`` imported where they say none.
+    """Return the rows with a device's name, and with the column ``origin`` = imported if they have no such column.
 
-    ``device`` is the name of all rows; None leaves each row its own. Raises InputError where a row then has none.
+    ``device`` becomes the name in all rows; None leaves each row its own. Raises InputError for a row without a name.
     """
     if device is not None:
         rows = rows.assign(device=device)

@@ -31,7 +31,7 @@ NAMES = tuple(ThroughputParams.model_fields)
 
 
 def _shaped(value: Floats, *inputs: ArrayLike) -> Floats | float:
-    """Return ``value`` as a float when all ``inputs`` that it was computed from are scalars, else as the array it is."""
+    """Return ``value`` as a float when all ``inputs`` that it was computed from are scalars, else unchanged."""
     return float(value) if all(np.ndim(item) == 0 for item in inputs) else value
 
 
@@ -44,7 +44,7 @@ def grad_time_s(params: ThroughputParams, local_batch_size: ArrayLike) -> Floats
 def sync_time_s(params: ThroughputParams, num_nodes: ArrayLike, num_replicas: ArrayLike) -> Floats | float:
     """Return the seconds of one gradient synchronisation between ``num_replicas`` on ``num_nodes`` (T_sync).
 
-    0 for one replica; else a line over the replicas beyond two, with parameters of its own within a node and across nodes.
+    It is 0 for one replica, else linear in the replicas beyond two, with other parameters within a node than across nodes.
     """
     nodes, replicas = np.broadcast_arrays(np.asarray(num_nodes), np.asarray(num_replicas))
     beyond_two = np.maximum(replicas - 2, 0)
@@ -57,8 +57,8 @@ def sync_time_s(params: ThroughputParams, num_nodes: ArrayLike, num_replicas: Ar
 def overlapped(first: ArrayLike, second: ArrayLike, gamma: float) -> Floats:
     """Return the seconds of two activities that overlap in part: ``(first^gamma + second^gamma)^(1/gamma)``.
 
-    ``first`` and ``second`` are seconds of 0 or more. gamma = 1 means no overlap (the sum); the larger it is, the more the
-    longer time hides the shorter one (the maximum). It is evaluated without overflow, and exact when one time is 0.
+    ``first`` and ``second`` are seconds of 0 or more. gamma = 1 means no overlap: the sum. The larger gamma is, the more the
+    longer time hides the shorter one, up to the maximum. The result never overflows and is exact where one time is 0.
     """
     first_s, second_s = np.broadcast_arrays(np.asarray(first, dtype=np.float64), np.asarray(second, dtype=np.float64))
     with np.errstate(divide="ignore"):
@@ -73,9 +73,9 @@ def iteration_time_s(
     local_batch_size: ArrayLike,
     accumulation_steps: ArrayLike = 0,
 ) -> Floats | float:
-    """Return the seconds of one step (optimizer update).
+    """Return the seconds of one step, from one optimizer update to the next (T_iter).
 
-    ``local_batch_size`` is that of one pass; ``accumulation_steps`` passes go before the one that synchronises.
+    ``local_batch_size``: samples of a replica in one pass; ``accumulation_steps`` passes precede the one that synchronises.
     """
     grad = np.asarray(grad_time_s(params, local_batch_size))
     sync = np.asarray(sync_time_s(params, num_nodes, num_replicas))
@@ -92,7 +92,7 @@ def throughput_per_s(
 ) -> Floats | float:
     """Return samples per second: the total batch over the step time.
 
-    The total batch is replicas times local batch times passes, which are ``accumulation_steps`` and the one that synchronises.
+    The total batch is replicas times local batch times passes; there are ``accumulation_steps + 1`` passes.
     """
     total = np.asarray(num_replicas) * np.asarray(local_batch_size) * (np.asarray(accumulation_steps) + 1.0)
     step = iteration_time_s(params, num_nodes, num_replicas, local_batch_size, accumulation_steps)
@@ -100,10 +100,10 @@ def throughput_per_s(
 
 
 def efficiency(noise_scale: ArrayLike, total_batch_size: ArrayLike, initial_batch_size: ArrayLike) -> Floats | float:
-    """Return the statistical efficiency ``(phi + M0) / (phi + M)``: progress of a sample relative to batches of M0.
+    """Return the statistical efficiency ``(phi + M0) / (phi + M)``: progress per sample over that with batches of M0.
 
-    phi is the noise scale in samples, infinite where batches of any size make the same progress per sample (efficiency 1); M is
-    the total batch and M0 the initial one (Pollux, Equation 7).
+    phi is the noise scale in samples; where it is infinite, batches of any size make the same progress per sample (efficiency
+    1). M is the total batch and M0 the initial one (Pollux, Equation 7).
     """
     phi, total, first = (
         np.asarray(item, dtype=np.float64) for item in (noise_scale, total_batch_size, initial_batch_size)
@@ -138,7 +138,7 @@ def goodput_per_s(
 def log_times(
     values: Floats, nodes: NDArray[Any], replicas: NDArray[Any], batch: NDArray[Any], passes: Floats | float = 0.0
 ) -> tuple[Floats, Floats, Floats, Floats]:
-    """Return log T_grad, log T_iter, both of shape (n,), and their Jacobians of shape (n, 7).
+    """Return (log T_grad, log T_iter, Jacobian of the first, Jacobian of the second): (n,), (n,), (n, 7) and (n, 7).
 
     ``values`` are the seven parameters in the order of :data:`NAMES`; ``nodes``, ``replicas``, ``batch`` and ``passes``
     (accumulation steps s, default none) have shape (n,). The Jacobians are by the logarithms of the parameters. Pollux,
@@ -173,7 +173,7 @@ class StepTime:
 
     launch_s: float = 0.0
     per_sample_s: float | None = None
-    """None: nothing but the device's capability says it (:meth:`at_capability`)."""
+    """None: not known; :meth:`at_capability` derives it from the device's speed."""
     memory_limit: int | None = None
     """Most samples of a pass; None: no limit is known."""
     saturation: int = 0
@@ -184,9 +184,9 @@ class StepTime:
     """For ``sync``: devices that fill a node."""
 
     def at_capability(self, mini_batches_per_s: Fraction | float, batch_size: int) -> Self:
-        """Return the same model with a time per sample: the one at which a mini-batch takes ``1 / mini_batches_per_s`` seconds.
+        """Return the model with a time per sample such that a mini-batch computes for ``1 / mini_batches_per_s`` seconds.
 
-        ``batch_size``: samples of a mini-batch. A time per sample that is there already (a fitted one) stays.
+        ``batch_size``: samples of a mini-batch. A model that has a time per sample already (a fitted one) is returned as it is.
         """
         if self.per_sample_s is not None:
             return self
@@ -198,14 +198,18 @@ class StepTime:
         return 1 / self.per_sample_s if self.per_sample_s else math.inf
 
     def seconds(self, samples: float, passes: int = 1) -> float:
-        """Return the seconds of ``samples`` samples in so many equal passes. The model must have a time per sample."""
+        """Return the seconds in which the device computes ``samples`` in ``passes`` equal passes.
+
+        The model must have a time per sample. ``memory_limit`` is not looked at.
+        """
         assert self.per_sample_s is not None
         return passes * self.launch_s + self.per_sample_s * max(samples, passes * self.saturation)
 
     def most_within(self, seconds: float, samples: int) -> int:
-        """Return how many samples, at most ``samples``, one pass makes within so many seconds; 0 where that does not saturate.
+        """Return the most samples, up to ``samples``, that one pass computes within ``seconds``.
 
-        A result within rounding of the next whole number is rounded up.
+        It is 0 where the time does not suffice for one saturating batch, as no smaller batch is faster. A result within
+        rounding of the next whole number is rounded up.
         """
         left_s = seconds - self.launch_s
         if left_s < 0:
@@ -216,6 +220,6 @@ class StepTime:
         return most if most >= max(1, self.saturation) else 0
 
     def scaled(self, factor: float) -> Self:
-        """Return the same model with every time ``factor`` times as long; memory limit, saturation and ``sync`` stay."""
+        """Return the model with both times multiplied by ``factor``; memory limit, saturation and ``sync`` stay."""
         per_sample_s = None if self.per_sample_s is None else self.per_sample_s * factor
         return replace(self, launch_s=self.launch_s * factor, per_sample_s=per_sample_s)

@@ -49,7 +49,7 @@ _LARGEST_EXPONENT = 600.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchLimits(ElasticLimits):
-    """What a job allows: total batch ``M0 <= M <= max``, local batch within memory, accumulation steps.
+    """The batches that a job allows: total batch from M0 to ``max_batch_size``, local batches and accumulation steps.
 
     Raises InputError for a value out of range.
     """
@@ -67,7 +67,7 @@ class BatchLimits(ElasticLimits):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Tuned:
-    """The best batch per allocation; arrays of shape (n,), all zero where no batch is allowed."""
+    """The best batch of each allocation; arrays of shape (n,), which are all 0 where no batch is allowed."""
 
     local_batch_size: Ints
     accumulation_steps: Ints
@@ -76,7 +76,7 @@ class Tuned:
 
     @property
     def feasible(self) -> Flags:
-        """Where a batch is allowed at all, shape (n,)."""
+        """Whether any batch is allowed, shape (n,)."""
         return self.local_batch_size > 0
 
 
@@ -96,8 +96,8 @@ def tune(
     """Return the batch of highest goodput for each allocation (Pollux, Equation 13; exact over integer m and s).
 
     ``num_nodes`` and ``num_replicas`` broadcast to shape (n,). ``noise_scale`` phi >= 0 in samples; ``math.inf`` makes
-    efficiency 1, so throughput alone counts. Goodput in useful samples per second, zeros where no batch is allowed.
-    Raises InputError for an allocation or a noise scale that cannot be, and when a pass takes no time.
+    efficiency 1, so throughput alone counts. Goodput is in useful samples per second, 0 where no batch is allowed. Raises
+    InputError for fewer replicas than nodes, for no node, for a negative noise scale, and when a pass takes no time.
     """
     if not noise_scale >= 0:
         raise InputError("noise_scale", f"is {noise_scale}", "a number of samples >= 0, or inf for throughput alone")
@@ -108,13 +108,13 @@ def tune(
     if invalid.size:
         problem = f"has {replicas[invalid[0]]} replicas on {nodes[invalid[0]]} nodes"
         raise InputError(f"allocation {invalid[0]}", problem, "each node has at least one")
-    # One answer per number of replicas, on one node or several: nothing else matters. A key holds both.
+    # The model knows of an allocation only its replicas and whether these are on one node: one search for each such key.
     search_keys = 2 * replicas + (nodes > 1)
     answer_index = np.zeros(search_keys.max(initial=0) + 1, dtype=np.int64)
     answer_index[search_keys] = 1
     distinct_keys = np.flatnonzero(answer_index)
     answer_index[distinct_keys] = np.arange(len(distinct_keys))
-    answer_of = answer_index[search_keys]
+    answer_of_allocation = answer_index[search_keys]
     replicas_each = distinct_keys // 2
     search = _Search(params, 1 + distinct_keys % 2, replicas_each, limits, noise_scale)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
@@ -123,10 +123,10 @@ def tune(
     scale = 1.0 if math.isinf(noise_scale) else noise_scale + limits.initial_batch_size
     local, passes = search.m_best.astype(np.int64), search.n_best.astype(np.int64)
     return Tuned(
-        local_batch_size=local[answer_of],
-        accumulation_steps=np.maximum(passes - 1, 0)[answer_of],
-        total_batch_size=(replicas_each * local * passes)[answer_of],
-        goodput_per_s=np.where(local > 0, scale / search.cost_best, 0.0)[answer_of],
+        local_batch_size=local[answer_of_allocation],
+        accumulation_steps=np.maximum(passes - 1, 0)[answer_of_allocation],
+        total_batch_size=(replicas_each * local * passes)[answer_of_allocation],
+        goodput_per_s=np.where(local > 0, scale / search.cost_best, 0.0)[answer_of_allocation],
     )
 
 
@@ -135,7 +135,7 @@ def tune_one(
 ) -> TunedOne:
     """Return the batch of highest goodput for one allocation, as :func:`tune` does for many.
 
-    ``noise_scale`` in samples. Raises Infeasible, naming the limits, when no batch is allowed.
+    Raises Infeasible, naming the limits, when no batch is allowed, and InputError as :func:`tune` does.
     """
     tuned = tune(params, num_nodes, num_replicas, limits, noise_scale=noise_scale)
     if not tuned.feasible[0]:
@@ -158,22 +158,23 @@ def _integers(name: str, values: ArrayLike) -> Ints:
 
 
 class _Search:
-    """The search over local batch m and passes n for many allocations at once, as the module's three facts describe it.
+    """The search over local batch m and passes n for many allocations at once, by the module's three facts.
 
-    Arrays have shape (allocations, numbers of passes). ``rows`` chooses the allocations that a method looks at. ``cost_best``,
-    ``m_best`` and ``n_best`` hold each allocation's best point so far.
+    Arrays have shape (allocations, numbers of passes), or (allocations, 1) where a value does not depend on the passes.
+    ``rows`` are the indices of the allocations that a method handles. ``cost_best``, ``m_best`` and ``n_best`` (allocations,)
+    hold each allocation's best point so far.
     """
 
     def __init__(
         self, params: ThroughputParams, nodes: Ints, replicas: Ints, limits: BatchLimits, noise: float
     ) -> None:
-        """Take the symbols of the module from the model, the (allocations,) ``nodes`` and ``replicas``, and the limits.
+        """Take the module's symbols from the model, ``nodes`` and ``replicas`` (allocations,), limits and noise scale phi.
 
         ``low`` and ``high`` (allocations, 1) bound the samples of one replica in a step.
         """
         self.alpha, self.beta = params.alpha_grad_s, params.beta_grad_s
         self.gamma, self.noise = params.gamma, noise
-        # h = (weight + share / M) T_iter; without noise in sight (phi = inf) only T_iter / M counts.
+        # h = (weight + share / M) T_iter; for phi = inf, h / phi = T_iter / M takes its place.
         self.weight, self.share = (0.0, 1.0) if math.isinf(noise) else (1.0, float(noise))
         self.smallest, self.largest = float(limits.min_local_batch_size), float(limits.max_local_batch_size)
         self.most_passes = math.inf if limits.max_accumulation_steps is None else limits.max_accumulation_steps + 1.0
@@ -191,18 +192,20 @@ class _Search:
         return seconds
 
     def cost(self, m: Floats, n: Floats, rows: slice | Ints) -> Floats:
-        """Return h(m, n), which is inversely proportional to goodput, for m, n >= 1 whether or not the limits allow them."""
+        """Return h(m, n), which is inversely proportional to goodput, for any m, n >= 1, also beyond the limits."""
         x = self.alpha + self.beta * m
         step = (n - 1.0) * x + self.overlapped(x, rows)
         costs: Floats = (self.weight + self.share / (self.replicas[rows] * m * n)) * step
         return costs
 
     def stationary(self, n: Floats, rows: slice | Ints) -> Floats:
-        """Return the real m > 0 of least h for each number of passes n, infinite where h falls for ever.
+        """Return the real m >= 0 of least h for each number of passes n; infinite where h falls for ever.
 
-        Newton on ``F(y) = 2 y - log(c / beta) - log(alpha + D)``, y = log m, whose slope lies in [2, 1 + gamma]; alone it
-        can swing to and fro for ever, so the bracket is halved where F did not.
+        The module's equation for m is solved as ``F(y) = 2 y - log(phi / (K n beta)) - log(alpha + D) = 0``, with ``y = log m``
+        and ``D = X e q / (n - 1 + q)``, by Newton's method; the slope of F lies in [2, 1 + gamma]. Newton alone can swing to
+        and fro for ever, so the bracket is halved where a step did not halve |F|.
         """
+        # efficiency without noise asks for the smallest batch, infinite noise or passes of constant time for the largest
         if math.isinf(self.noise) or self.beta == 0 or self.noise == 0:
             return np.full(np.broadcast_shapes(n.shape, self.replicas[rows].shape), np.inf if self.noise else 0.0)
         log_c = np.log(self.noise / self.beta / (self.replicas[rows] * n))
@@ -235,7 +238,7 @@ class _Search:
         return np.exp(y)
 
     def run(self) -> None:
-        """Find the best point of each allocation: ``m_best``, ``n_best`` and ``cost_best``, all (allocations,).
+        """Find the best point of each allocation, and store it in ``m_best``, ``n_best`` and ``cost_best``.
 
         m is 0 and the cost infinite where the limits allow no point. First comes the best point with the largest local batch
         (fact 2); then more passes are tried, a growing number at a time, for the allocations that fact 3 leaves open.
@@ -243,7 +246,7 @@ class _Search:
         every: slice | Ints = slice(None)
         grad_s = self.alpha + self.beta * self.largest
         high = np.minimum(self.high, self.most_passes * self.largest)
-        # fact 2; noise 0 asks for the smallest batch, inf for the largest
+        # fact 2: B*; NaN stands for 0 times infinity, where noise 0 asks for the smallest batch and inf for the largest
         sync_excess = self.overlapped(np.array([[grad_s]]), every) / grad_s - 1.0
         best_batch = np.sqrt(self.noise * self.largest / self.replicas * sync_excess)
         best_batch = np.where(np.isnan(best_batch), np.inf if math.isinf(self.noise) else 0.0, best_batch)
@@ -255,7 +258,7 @@ class _Search:
         rows, passes, width = every, full_passes + 1.0, 1
         while True:
             bounds = self._consider(passes + np.arange(width), rows)
-            # fact 3
+            # fact 3: no point of more passes costs less than this
             beyond = bounds[:, -1:] + self.alpha * (self.weight + self.share / (self.replicas[rows] * high[rows]))
             passes = passes + width
             is_open = (beyond < self.cost_best[rows, None] * (1.0 - _ROUNDING)) & (passes <= self.most_passes)
@@ -267,11 +270,11 @@ class _Search:
             width = max(1, min(4 * width, _LARGEST_CHUNK // open_rows.size))
 
     def round_up(self) -> None:
-        """Answer the allocations for which no total batch within the limits can be shared equally.
+        """Store a point for the allocations for which no total batch within the limits can be shared equally.
 
-        Their total is the next above M0 that can be, in as few passes as fit; it may be above the largest total.
+        Their total is M0 rounded up to the next that can be, in as few passes as fit; it may be above the largest total.
         """
-        # No answer yet, though the smallest local batch on each replica is within the largest total.
+        # no point found, though the smallest local batch on each replica is within the largest total
         is_unanswered = np.isinf(self.cost_best[:, None]) & (self.high >= self.smallest)
         if not is_unanswered.any():
             return
@@ -281,17 +284,17 @@ class _Search:
         self._take(slice(None), m, n, np.where(is_within & is_unanswered, self.cost(m, n, slice(None)), np.inf))
 
     def _take(self, rows: slice | Ints, m: Floats, n: Floats, cost: Floats) -> None:
-        """Store for each of the ``rows`` the cheapest of its (rows, width) points m, n, where it beats the best so far."""
+        """For each of ``rows``, store the cheapest of its points ``m``, ``n`` (rows, width) if it beats the best so far."""
         best_points = (np.arange(len(cost)), cost.argmin(axis=1))
         is_better = cost[best_points] < self.cost_best[rows]
         for best, values in ((self.cost_best, cost), (self.m_best, m), (self.n_best, n)):
             best[rows] = np.where(is_better, values[best_points], best[rows])
 
     def _consider(self, n: Floats, rows: slice | Ints) -> Floats:
-        """Store the best integer m over the numbers of passes ``n`` (rows, width), where it beats the best point so far.
+        """Store the best points with ``n`` (rows, width) passes, and return the least h over real m for each n (rows, width).
 
-        Return (rows, width) the least h over real m for each n, infinite where none is allowed: a bound for fact 3. By fact 1
-        the best integer is next to the real minimum.
+        The result bounds further points by fact 3; it is infinite where no m is allowed. By fact 1 the best integer m is next
+        to the real minimum.
         """
         low, high = self.low[rows], self.high[rows]
         real_low, real_high = np.maximum(self.smallest, low / n), np.minimum(self.largest, high / n)
@@ -309,7 +312,7 @@ class _Search:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Frontier:
-    """Goodput over the number of GPUs; arrays of shape (n,), one entry per number of GPUs from 1 to n."""
+    """Best goodput over the number of GPUs; arrays of shape (n,) have one entry per number of GPUs from 1 to n."""
 
     num_replicas: Ints
     num_nodes: Ints
@@ -317,10 +320,11 @@ class Frontier:
     speedup: Floats
     """Goodput over that of the fewest GPUs that can run the job; 0 where it cannot run."""
     efficient: Flags
-    """True where no smaller number of GPUs has at least this goodput."""
+    """Whether every smaller number of GPUs has a lower goodput."""
     pays_until: int
-    """The number of GPUs from which on more cost more than they bring at the threshold."""
+    """The largest number of GPUs that still pays; see :func:`frontier`."""
     threshold: float
+    """Share of the first GPUs' goodput that further ones must bring to pay."""
 
 
 def frontier(
@@ -332,12 +336,12 @@ def frontier(
     replicas_per_node: int,
     threshold: float = 0.5,
 ) -> Frontier:
-    """Return tuned goodput for 1 to ``max_replicas`` GPUs on as few nodes as hold them.
+    """Return the best goodput for 1 to ``max_replicas`` GPUs on as few nodes as hold them.
 
-    With ``g1`` the goodput per GPU of the fewest GPUs that can run the job, ``pays_until`` is the largest K of those that
-    maximise ``goodput(K) - threshold g1 K``: beyond it no number of further GPUs brings, on average, the share
-    ``threshold`` of what the first ones do. A dip (the first GPU of a second node) does not end it when what follows makes
-    up for it. Raises InputError for arguments out of range, Infeasible when no number of GPUs can run the job.
+    With ``g1`` the goodput per GPU of the fewest GPUs that can run the job, ``pays_until`` is the largest K that maximises
+    ``goodput(K) - threshold g1 K``: no number of GPUs beyond it brings, on average, the share ``threshold`` of what the first
+    ones do. So a dip (the first GPU of a second node) does not end it when the next GPUs make up for it. ``limits`` and
+    ``noise_scale`` as in :func:`tune`. Raises InputError for arguments out of range, Infeasible when no number can run the job.
     """
     if min(max_replicas, replicas_per_node) < 1:
         raise InputError(
@@ -356,7 +360,7 @@ def frontier(
     best_before = np.concatenate([[0.0], np.maximum.accumulate(goodput)[:-1]])
     efficient = goodput > best_before
     per_gpu = goodput[fewest] / replicas[fewest]
-    # What is left when each GPU costs the share ``threshold`` of what one of the first brings.
+    # goodput minus the cost of the GPUs, each of which costs the share ``threshold`` of what one of the first brings
     net_goodput = np.where(tuned.feasible, goodput - threshold * per_gpu * replicas, -math.inf)
     return Frontier(
         num_replicas=replicas,
@@ -378,10 +382,10 @@ def goodput_grid(
     *,
     noise_scale: float,
 ) -> Floats:
-    """Return goodput of shape (allocations, batches) at given total batches; NaN where the limits do not allow one.
+    """Return the goodput of each allocation at each total batch, (allocations, batches); NaN where the limits forbid it.
 
-    For each pair the fewest accumulation steps that fit into memory (fastest for a given batch), local batches as if they
-    could be fractions: a surface to look at. ``noise_scale`` as in :func:`tune`.
+    It is a surface to look at: local batches may be fractions. Each point takes the fewest accumulation steps that fit into
+    memory, which is fastest for a given batch. ``noise_scale`` as in :func:`tune`.
     """
     nodes, replicas = (np.atleast_1d(np.asarray(item, dtype=np.float64))[:, None] for item in (num_nodes, num_replicas))
     total = np.atleast_1d(np.asarray(total_batch_sizes, dtype=np.float64))[None, :]

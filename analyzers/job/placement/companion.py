@@ -1,7 +1,7 @@
-"""EasyScale's companion module (section 3.4): the best plan for every vector of available devices, all at once.
+"""EasyScale's companion module (section 3.4): a database of the best plan for every vector of available devices.
 
-Built with one bisection for all vectors together (:class:`~.steps.StepTable`); the next vector's plan needs at most one
-device more, so many vectors share a plan and few different plans are kept.
+A vector holds the number of devices of each type. One bisection answers all vectors together (:class:`~.steps.StepTable`).
+Neighbouring vectors often share a plan, so the database keeps each different plan once. Start at :func:`build`.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from ddltool.arrays import Ints
 from ddltool.companion import CompanionDevice, CompanionMeta, CompanionPlan
 from ddltool.errors import InputError, did_you_mean
 
-# A database of more vectors is filled on demand: one plan takes microseconds to compute.
+# A database of more vectors holds no plans: each is computed when it is asked for, which takes microseconds.
 LARGEST_BUILD = 2_000_000
-# Vectors that are worked off at once.
+# Vectors that are computed at once, which bounds the memory in use.
 _CHUNK = 200_000
 
 
 def meta_of(problem: Problem) -> CompanionMeta:
-    """Return the description of a problem that heads its companion database (the best plan for any number of devices).
+    """Return the head of a problem's companion database: the job, and its device types with capabilities and limits.
 
-    Counts are limited to ``max_workers`` devices of a type, as each runs an EST at least. Raises InputError for constraints
-    that a database does not hold: price, number of devices, throughput.
+    Counts are at most ``max_workers``, because each device runs at least one EST. Raises InputError for constraints that a
+    database does not support: price, number of devices, throughput.
     """
     limits = {
         "max_devices": problem.max_devices,
@@ -57,7 +57,7 @@ def meta_of(problem: Problem) -> CompanionMeta:
 
 
 def table_for(meta: CompanionMeta) -> StepTable:
-    """Return the table of all step times that plans in the database can have."""
+    """Return the table of all step times that plans of this database can have."""
     return step_table(
         tuple(exact(device.capability_per_s) for device in meta.devices),
         meta.max_workers,
@@ -68,8 +68,8 @@ def table_for(meta: CompanionMeta) -> StepTable:
 def build(meta: CompanionMeta) -> tuple[list[CompanionPlan], Ints]:
     """Return the different best plans for all vectors of devices, and (V,) the index of each vector's plan among them.
 
-    A vector says how many devices of each type there are, from 0 to all N_i; it stands at its flat index in C order. Both
-    results are empty for more than ``LARGEST_BUILD`` vectors. Vectors are worked off in chunks, for the memory's sake.
+    A vector has 0 to ``count`` devices of each type; its place among the V is its flat index in C order. Both results are empty
+    for more than ``LARGEST_BUILD`` vectors.
     """
     sizes = [device.count + 1 for device in meta.devices]
     vector_count = math.prod(sizes)
@@ -90,7 +90,7 @@ def build(meta: CompanionMeta) -> tuple[list[CompanionPlan], Ints]:
         for code_index, (code, row) in enumerate(zip(unique_codes.tolist(), first_rows.tolist(), strict=True)):
             if code not in plan_index_of_code:
                 plan_index_of_code[code] = len(plans)
-                plans.append(describe(meta, table, int(step_indices[row]), used_counts[row].tolist()))
+                plans.append(_plan_at(meta, table, int(step_indices[row]), used_counts[row].tolist()))
             unique_plan_indices[code_index] = plan_index_of_code[code]
         plan_indices[start : start + len(flat_indices)] = unique_plan_indices[inverse]
     return plans, plan_indices
@@ -100,25 +100,27 @@ def plan_for(meta: CompanionMeta, counts: Sequence[int]) -> CompanionPlan:
     """Return the best plan for one vector of device ``counts`` (T,), computed without the database."""
     table = table_for(meta)
     step_indices, used_counts = table.best_steps(np.array([counts], dtype=np.int64), homogeneous=meta.homogeneous)
-    return describe(meta, table, int(step_indices[0]), used_counts[0].tolist())
+    return _plan_at(meta, table, int(step_indices[0]), used_counts[0].tolist())
 
 
-def describe(meta: CompanionMeta, table: StepTable, step: int, used: Sequence[int]) -> CompanionPlan:
-    """Return the plan with the step time in row ``step`` of the table, on ``used`` (T,) devices of each type.
+def _plan_at(meta: CompanionMeta, table: StepTable, step_index: int, used: Sequence[int]) -> CompanionPlan:
+    """Return the plan with the step time in row ``step_index`` of the table, on ``used`` (T,) devices of each type.
 
-    The row after the last one, S, stands for no step time: its plan is empty.
+    The index after the last row means that no step time is possible: the plan has no ESTs and a throughput of 0.
     """
-    if step == len(table.seconds):
+    if step_index == len(table.seconds):
         return CompanionPlan(throughput=0.0, step_s=0.0, ests={})
     type_rows = distribute_ests(
-        table.capacities[step].tolist(), used, meta.max_workers, integer_weights(table.capabilities)
+        table.capacities[step_index].tolist(), used, meta.max_workers, integer_weights(table.capabilities)
     )
     ests = {device.type: rows for device, rows in zip(meta.devices, type_rows, strict=True) if rows}
-    return CompanionPlan(throughput=float(table.throughputs[step]), step_s=float(table.seconds[step]), ests=ests)
+    return CompanionPlan(
+        throughput=float(table.throughputs[step_index]), step_s=float(table.seconds[step_index]), ests=ests
+    )
 
 
-def disagreeing(meta: CompanionMeta, measured: Mapping[str, float], threshold: float) -> dict[str, float]:
-    """Return the measured capabilities that differ from the database's by more than the share ``threshold``.
+def differing_capabilities(meta: CompanionMeta, measured: Mapping[str, float], threshold: float) -> dict[str, float]:
+    """Return those ``measured`` capabilities, by type, that differ from the database's by more than the share ``threshold``.
 
     Raises InputError for unknown types and capabilities that are not positive.
     """

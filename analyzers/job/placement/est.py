@@ -1,12 +1,13 @@
 """EST plans with CP-SAT: which device runs how many logical workers (EasyScale, Equation 1). Start at :func:`solve_est`.
 
-In a step of T seconds a device of type i has capacity for ``floor(C_i T)`` ESTs, and the possible step times are the exact
-rationals ``k / C_i``. Without a price limit :func:`~.steps.best_step` is the smallest step time. With a price limit, and
-for the next best plans, a bisection finds it, since ESTs that fit into a step fit into a longer one: for a given T, CP-SAT
-finds device counts (one whole number per type, so no symmetry to break) with capacity for every EST under all constraints,
-or proves that there are none. At the smallest T it minimises the devices, then the waste (at a given throughput: the
-capability in use), then prefers the types whose names come first. Objectives that stand before the throughput are
-optimised first, in the longest step. CP-SAT sees whole numbers only, so no rounding can change the optimum.
+In a step of ``step_s`` seconds a device of capability C_i (ESTs per second) has capacity for ``floor(C_i step_s)`` ESTs, and
+the possible step times are the exact rationals ``k / C_i``. Without a price limit :func:`~.steps.best_step` is the smallest
+step time. With a price limit, and for the next best plans, a bisection finds it, because ESTs that fit into a step fit into a
+longer one: for a given step time, CP-SAT finds device counts (one whole number per type, so no symmetry to break) with
+capacity for every EST under all constraints, or proves that there are none. At the smallest step time it minimises the
+devices, then the waste (at a given throughput: the capability in use), then prefers the types whose names come first.
+Objectives that stand before the throughput are optimised first, in the longest step. CP-SAT computes with whole numbers only,
+so no rounding can change the optimum.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from ddltool.errors import Infeasible, InputError, NotProven, known
 from ddltool.plans import Plan
 from ddltool.solver import run, solver_for
 
-# Objectives, which are optimised one after the other.
+# The objectives that a user may name; they are optimised one after the other.
 OBJECTIVES = ("throughput", "devices", "price", "waste")
 DEFAULT_OBJECTIVE = ("throughput", "devices", "waste")
-# Objective values stay below this bound: far inside CP-SAT's 64 bits, and exact as the floats that CP-SAT reports.
+# Objective values stay below this bound: far within CP-SAT's 64 bits, and exact as the floats that CP-SAT reports.
 _LARGEST_SUM = 2**50
 # Base of the digits into which larger sums are split.
 _DIGIT = 2**26
-# Up to this many step times are listed to find the middle one; more are halved by arithmetic.
+# Up to so many step times are listed to find their median; of more it is only approximated.
 _LISTED_STEPS = 16
 
 
@@ -47,34 +48,34 @@ class Solution:
     """Numbers of devices and their smallest step time."""
 
     counts: Counts
-    """(T,) devices of each of the T types in use."""
+    """(T,) devices of each of the problem's T types."""
     step_s: Fraction
     bound_s: Fraction
-    """No plan is faster than this."""
+    """No plan (besides those found before) has a shorter step."""
     proven: bool
-    """Whether the solution is proven best in every objective, ties broken by the most devices of the first types."""
+    """Whether the solution is proven best in every objective; ties are broken by most devices of the first types."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Search:
-    """One call of ``solve_est``: the problem, what limits the solver, and the solutions found so far."""
+    """The state of one call of ``solve_est``: the problem, the solver's limits, and the solutions found so far."""
 
     problem: Problem
     deadline: float
-    """Seconds, of ``time.perf_counter``."""
+    """The value of ``time.perf_counter`` at which the solver must end."""
     seed: int
     objective: tuple[str, ...] = DEFAULT_OBJECTIVE
     """Most important first; see ``OBJECTIVES``."""
     found: list[Solution] = field(default_factory=list)
-    """Best first; none is found again."""
+    """Best first; later solves exclude them."""
     exhausted: bool = False
     """Whether CP-SAT has proven that there is no other solution."""
     fixed: dict[str, int] = field(default_factory=dict)
-    """Best values of the objectives that stand before the throughput."""
+    """Best values of the objectives that stand before the throughput, which later solves must keep."""
 
 
 class OutOfTime(Exception):
-    """The solver stopped with neither an answer nor a proof that there is none."""
+    """The solver's time ran out before it found an answer or a proof that there is none."""
 
 
 def solve_est(
@@ -87,14 +88,17 @@ def solve_est(
 ) -> Plan:
     """Return the plan of highest throughput, then fewest devices, then least waste, with ``top_k - 1`` alternatives.
 
-    Waste is the capability of the used devices that no EST (logical worker) takes. ``objective`` sets another order of
-    ``OBJECTIVES``; what it leaves out of the default order follows. Of plans equal in all, the one that uses most devices
-    of the type whose name comes first. Alternatives use other numbers of devices; each is proven the next best, so there
-    are fewer when the different plans or the time (``time_limit_s`` in all) run out. ``status`` is "optimal" when all of
-    that is proven, so that it repeats; ``gap`` is the part of the step time that a faster plan could save at most, under
-    the values reached in the objectives before the throughput; 0 in a "feasible" plan: only what comes after the throughput
-    is open. Raises Infeasible, naming a smallest set of requirements that cannot be kept together, NotProven when there was
-    no time at all, InputError for a ``top_k`` below 1 or an impossible ``objective``.
+    Waste is the capability of the used devices that no EST (logical worker) uses. ``objective`` sets another order of
+    ``OBJECTIVES``; those of the default order that it leaves out follow. Of plans that are equal in all objectives, the one
+    with most devices of the type whose name comes first is taken. Alternatives have other numbers of devices, and each is
+    proven the next best; there are fewer when no other plans exist or the time (``time_limit_s`` in all) runs out.
+
+    ``status`` is "optimal" when all of that is proven, so that another run finds the same plan. ``gap`` is the largest share of
+    the step time that another plan could save, if it keeps the values of the objectives before the throughput. A gap of 0 in a
+    "feasible" plan means that only the objectives after the throughput are not proven.
+
+    Raises Infeasible, naming a smallest set of requirements that cannot be kept together, NotProven when no plan was found in
+    time, InputError for a ``top_k`` below 1 or an impossible ``objective``.
 
     >>> from ddltool.analyzers.job.placement.problem import DeviceType
     >>> offered = (DeviceType(name="T4", count=4, capability_per_s=Fraction(1)),
@@ -130,15 +134,15 @@ def solve_est(
 
 
 def is_feasible(problem: Problem, *, seed: int = 0, time_limit_s: float = 10.0) -> bool:
-    """Return whether any plan keeps all requirements of the problem, by one CP-SAT solve.
+    """Return whether any plan keeps all requirements of the problem, by one CP-SAT solve at the longest allowed step.
 
-    It asks for capacity for every EST in the longest allowed step. Raises NotProven where the time limit ends the solve.
+    Raises NotProven where the time limit ends the solve.
     """
     if not any(problem.affordable(device) for device in problem.devices):
         return False
     search = Search(problem=problem, deadline=time.perf_counter() + time_limit_s, seed=seed)
     try:
-        return fit(search, problem.slowest_step) is not None
+        return counts_within(search, problem.slowest_step) is not None
     except OutOfTime:
         raise NotProven(f"whether a plan exists was not settled within {time_limit_s:g} s") from None
 
@@ -146,8 +150,8 @@ def is_feasible(problem: Problem, *, seed: int = 0, time_limit_s: float = 10.0) 
 def check_objective(problem: Problem, objective: Sequence[str]) -> tuple[str, ...]:
     """Return the whole order of objectives: those in ``objective``, then those of the default order that it lacks.
 
-    Raises InputError for a name that is unknown or stands twice, ``waste`` before ``throughput`` (waste is capability
-    in use less throughput, so it has no smallest value on its own), ``price`` without prices.
+    Raises InputError for a name that is unknown or stands twice, for ``waste`` before ``throughput`` (waste is the capability
+    in use minus the throughput, so it can be minimised only at a given throughput), and for ``price`` without prices.
     """
     objective = [known("objective", name, OBJECTIVES) for name in objective]
     for index, name in enumerate(objective):
@@ -164,7 +168,7 @@ def check_objective(problem: Problem, objective: Sequence[str]) -> tuple[str, ..
 def _conflict_error_of(problem: Problem, seed: int) -> Infeasible:
     """Return the error that names a smallest set of requirements that cannot be kept together.
 
-    Where a required throughput is among them, it also says what the others allow.
+    Where a required throughput is among them, the error also names the throughput that the others allow.
     """
     conflict = minimal_conflict(problem, lambda relaxed: is_feasible(relaxed, seed=seed))
     conflict_names = {requirement.name for requirement in conflict}
@@ -179,9 +183,9 @@ def _conflict_error_of(problem: Problem, seed: int) -> Infeasible:
 
 
 def _append_next_solution(search: Search) -> bool:
-    """Append the next best solution to ``search.found``; return whether there was one.
+    """Append the next best solution to ``search.found``, and return whether there was one.
 
-    False means that there is no other (then ``search.exhausted`` is set), or that time ran out before one was found.
+    False means that there is no other, which sets ``search.exhausted``, or that time ran out before one was found.
     """
     try:
         leading_proven = _fix_leading_objectives(search)
@@ -211,7 +215,7 @@ def _fix_leading_objectives(search: Search) -> bool:
         counts, proven, value = solve(search, model, used)
         if counts is None:
             if proven:
-                return True  # there is no plan: the search for the fastest says so
+                return True  # no plan exists, which the search for the fastest plan will report
             raise OutOfTime
         search.fixed[name] = value
         if not proven:
@@ -222,31 +226,30 @@ def _fix_leading_objectives(search: Search) -> bool:
 def _fastest_solution(search: Search) -> Solution | None:
     """Return a solution with the smallest step time that is not among those found; None: there is none.
 
-    A bisection between a lower bound and the step of a first guess asks CP-SAT for each step time in the middle. Where the
-    solver's time runs out before its end, the solution is the best so far and not ``proven``. Raises OutOfTime where there is
-    not even one.
+    A bisection between a lower bound and the step of a first guess asks CP-SAT at each step time in the middle. Where the
+    solver's time runs out first, the best solution so far is returned, not ``proven``; without one, OutOfTime is raised.
     """
     problem = search.problem
     capabilities = [device.capability_per_s for device in problem.devices]
-    # The next best is no faster than the last, unless an objective before the throughput has become worse from that to this.
+    # The next best solution is no faster than the last one, unless it is worse in an objective before the throughput.
     lower_s = search.found[-1].step_s if search.found and not search.fixed else _lower_bound(problem)
     if lower_s is None or lower_s > problem.slowest_step:
         return None
     counts = _near_best_counts(search)
-    # Ask for the lower bound itself where it is likely reached: without a price limit, or by a plan as fast as the last.
+    # Try the lower bound itself where it is likely to be reached: without a price limit, or by a plan as fast as the last.
     if counts is None or (search.found and step_time_of(problem, counts) > lower_s):
-        if (exact_counts := fit(search, lower_s)) is not None:
+        if (exact_counts := counts_within(search, lower_s)) is not None:
             return Solution(counts=exact_counts, step_s=lower_s, bound_s=lower_s, proven=True)
         lower_s = _next_step(capabilities, lower_s)
-        if (counts := counts or fit(search, problem.slowest_step)) is None:
+        if (counts := counts or counts_within(search, problem.slowest_step)) is None:
             return None
     step_s = step_time_of(problem, counts)
     middle_s = _middle_step(capabilities, lower_s, step_s)
-    if middle_s and not search.found:  # the guess is often the best: ask first whether it can be beaten at all
+    if middle_s and not search.found:  # the guess is often the best, so try the next shorter step time first
         middle_s = max((math.ceil(capability * step_s) - 1) / capability for capability in capabilities)
     try:
         while middle_s is not None:
-            if (faster_counts := fit(search, middle_s)) is None:
+            if (faster_counts := counts_within(search, middle_s)) is None:
                 lower_s = _next_step(capabilities, middle_s)
             else:
                 counts, step_s = faster_counts, step_time_of(problem, faster_counts)
@@ -264,20 +267,20 @@ def _next_step(capabilities: Sequence[Fraction], step: Fraction) -> Fraction:
 def _lower_bound(problem: Problem) -> Fraction | None:
     """Return a lower bound on the step time in seconds; None where the devices cannot hold every EST.
 
-    The bound is the best step time without the price limit or, if larger, of the capability that the price limit buys.
+    It is the best step time without the price limit or, if that is larger, with the most capability that the limit buys.
     """
     step = best_step(problem)
     if step is None or not problem.max_price_micro:
         return step
-    return max(step, problem.max_workers / problem.bought)
+    return max(step, problem.max_workers / problem.affordable_capability)
 
 
 def _near_best_counts(search: Search) -> Counts | None:
-    """Return (T,) device counts that are probably near the best, as a first upper bound on the step time; None: no guess.
+    """Return (T,) device counts that are probably near the best, for a first upper bound on the step time; None: no guess.
 
-    Candidates are the fastest and the cheapest devices that the price limit buys or, after a first solution, one device more or
-    less than in the last. The best of those that the constraints allow is returned. Without a price limit the first solution
-    needs no guess, because its lower bound is exact; none is made where leading objectives (``search.fixed``) might forbid it.
+    It is the best allowed one of these: the fastest and the cheapest devices that the price limit buys or, after a first
+    solution, one device more or less than in the last one. No guess is made for the first solution without a price limit,
+    whose lower bound is exact, and where leading objectives (``search.fixed``) might forbid it.
     """
     problem = search.problem
     if search.fixed or not (search.found or problem.max_price_micro):
@@ -307,7 +310,8 @@ def _near_best_counts(search: Search) -> Counts | None:
 def _middle_step(capabilities: Sequence[Fraction], lower: Fraction, upper: Fraction) -> Fraction | None:
     """Return about the median of the possible step times from ``lower`` to below ``upper``; None: there are none.
 
-    Step times are k / C for the capabilities C. Few are listed; of many the median of the type that has most of them is taken.
+    Step times are k / C for whole numbers k and the capabilities C. Where they are many, it is the median of the k / C of the
+    one capability that has most of them.
     """
     ranges = [
         (range(math.ceil(lower * capability), math.ceil(upper * capability)), capability) for capability in capabilities
@@ -320,9 +324,9 @@ def _middle_step(capabilities: Sequence[Fraction], lower: Fraction, upper: Fract
 
 
 def _refine_later_objectives(search: Search, solution: Solution, objective_names: Sequence[str]) -> Solution:
-    """Return the solution of the same step time that is best in ``objective_names``, then uses the first types most.
+    """Return the solution with the same step time that is best in ``objective_names``, then has most of the first types.
 
-    Each objective is minimised in turn, and its value then kept. ``proven`` is false where the solver's time ran out.
+    Each objective is minimised in turn, and its value then kept. The result is not ``proven`` where the solver's time ran out.
     """
     model, used = build(search, solution.step_s)
     objectives = [expression for name in objective_names for expression in expressions(model, search, used, name)]
@@ -340,24 +344,25 @@ def _refine_later_objectives(search: Search, solution: Solution, objective_names
     return replace(solution, counts=counts)
 
 
-def fit(search: Search, step: Fraction) -> Counts | None:
-    """Return (T,) device counts that hold every EST (logical worker) in a step of ``step`` seconds; None: proven that none do.
+def counts_within(search: Search, step_s: Fraction) -> Counts | None:
+    """Return (T,) devices of each type that run every EST (logical worker) within ``step_s`` seconds.
 
-    Raises OutOfTime where the solver finds neither.
+    None: the solver has proven that no devices do. Raises OutOfTime where it finds neither counts nor a proof in its time.
     """
-    counts, proven, _ = solve(search, *build(search, step))
+    counts, proven, _ = solve(search, *build(search, step_s))
     if counts is None and not proven:
         raise OutOfTime
     return counts
 
 
-def build(search: Search, step: Fraction) -> tuple[cp_model.CpModel, list[cp_model.IntVar]]:
-    """Return the model at a step time of ``step`` seconds, and its variables: devices in use, one per type.
+def build(search: Search, step_s: Fraction) -> tuple[cp_model.CpModel, list[cp_model.IntVar]]:
+    """Return the CP-SAT model for a step of ``step_s`` seconds, and its variables: devices in use, one per type.
 
-    A device type with capacity for no EST has 0 devices. The solutions in ``search.found`` are forbidden.
+    A type whose devices have no capacity for an EST gets 0 devices. The solutions in ``search.found`` are forbidden, and the
+    values in ``search.fixed`` must be kept.
     """
     problem, model = search.problem, cp_model.CpModel()
-    capacities = [problem.est_capacity(device, step) for device in problem.devices]
+    capacities = [problem.est_capacity(device, step_s) for device in problem.devices]
     used = [
         model.new_int_var(0, problem.affordable(device) if capacity else 0, device.name)
         for device, capacity in zip(problem.devices, capacities, strict=True)
@@ -375,7 +380,7 @@ def build(search: Search, step: Fraction) -> tuple[cp_model.CpModel, list[cp_mod
 def limit_devices(model: cp_model.CpModel, problem: Problem, used: Sequence[cp_model.IntVar]) -> None:
     """Add a job's constraints on devices to the model: their number, their price, and a single type where it demands one.
 
-    ``used`` are the model's variables, the number of devices of each type of the problem.
+    ``used``: the model's variables, devices of each type.
     """
     model.add(cp_model.LinearExpr.sum(used) <= problem.device_limit)
     if problem.max_price_micro is not None:
@@ -391,8 +396,8 @@ def limit_devices(model: cp_model.CpModel, problem: Problem, used: Sequence[cp_m
 def solve(search: Search, model: cp_model.CpModel, used: Sequence[cp_model.IntVar]) -> tuple[Counts | None, bool, int]:
     """Return CP-SAT's (T,) device counts, whether this answer is proven, and the value of the objective.
 
-    The search ends with the time left. Counts are None where there are none (proven) or where none were found (not proven); the
-    value is then 0. ``used``: the model's variables, devices of each type.
+    The counts are None, and the value 0, where none exist (proven) or none were found by the search's deadline (not proven).
+    ``used``: the model's variables, devices of each type.
     """
     time_left_s = search.deadline - time.perf_counter()
     if time_left_s <= 0:
@@ -408,9 +413,9 @@ def solve(search: Search, model: cp_model.CpModel, used: Sequence[cp_model.IntVa
 def expressions(
     model: cp_model.CpModel, search: Search, used: Sequence[cp_model.IntVar], name: str
 ) -> list[cp_model.LinearExpr]:
-    """Return the expressions that, minimised in turn, optimise the objective ``name`` at a given step time.
+    """Return the expressions over ``used`` (devices of each type) that, minimised in turn, optimise the objective ``name``.
 
-    They are over ``used``, the devices of each type. At a fixed step time the waste is least where the capability in use is.
+    ``waste`` becomes the capability in use, because the two differ by a constant at a given step time.
     """
     if name == "devices":
         return [cp_model.LinearExpr.sum(used)]
@@ -425,8 +430,8 @@ def _capability_in_use(
 ) -> list[cp_model.LinearExpr]:
     """Return objectives that, minimised in turn, minimise the capability of the used devices exactly.
 
-    Capabilities become whole numbers over their common denominator. Where their sum would be too large (measured
-    capabilities have 17 digits), it is carried out digit by digit in base 2**26, highest digit first.
+    Capabilities become whole numbers over their common denominator. Where their sum would be too large for CP-SAT (measured
+    capabilities have 17 digits), its digits in base 2**26 are variables, and the objectives are these, highest first.
     """
     common = math.lcm(*(device.capability_per_s.denominator for device in problem.devices))
     weights = [int(device.capability_per_s * common) for device in problem.devices]
@@ -446,8 +451,8 @@ def _capability_in_use(
 def _type_preference(problem: Problem, used: Sequence[cp_model.IntVar]) -> Iterator[cp_model.LinearExpr]:
     """Yield objectives that, minimised in turn, make the first type's count largest, then the second's, and so on.
 
-    As many types as fit share an objective: their counts are the digits of a number in a mixed base, which stays within 64
-    bits. Weights are negative, because the counts are to be large.
+    As many types as 64 bits hold share an objective: their counts are the digits of a number in a mixed base. Weights are
+    negative, because minimising must make counts large.
     """
     group: list[cp_model.IntVar] = []
     weights: list[int] = []

@@ -1,13 +1,14 @@
 """The allocation of shared devices to several jobs at once. Start at :func:`solve_jobs`.
 
-A line is one step time of one job, with its device counts as variables. A single mixed-integer program, solved by HiGHS,
-picks at most one line for each job and a whole number of devices for the line, within the shared devices. The share of a
-line is at most the share of its step time, and at most the share of its devices while all of them compute: the second
-limit keeps the linear relaxation close to whole devices, so step times may be grouped where there are many. The bound of
-the program holds with groups too, and the share of each job is recomputed exactly from its devices.
+A job's share is its throughput over that with every device to itself. A line is one step time of one job, with the job's
+device counts as variables. A single mixed-integer program, solved by HiGHS, picks at most one line for each job and a whole
+number of devices for the line, within the shared devices. The share of a line is at most that of its step time, and at most
+that of its devices if they computed without a pause: the second limit keeps the linear relaxation close to whole devices,
+so that step times may be grouped where there are many. The bound of the program holds with groups too, and the share of each
+job is recomputed exactly from its devices.
 
-The largest smallest share is found by bisection over the shares: the same program, with one line for each job, decides
-whether all jobs can reach a share at once.
+The largest smallest share ("max-min") is found by bisection over the shares: the same program, with one line for each job,
+decides whether all jobs can reach a share at once.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ if TYPE_CHECKING:
 
 Sharings = list[Counts | None]
 """Devices of each shared type for each job; None: the job waits."""
-# Lines of one program over all jobs; longer tables are grouped, each into _MIN_LINES groups at least.
+# Most lines of a program over all jobs; larger tables are grouped, each into _MIN_LINES groups or more.
 _MAX_LINES, _MIN_LINES = 1500, 6
-# Groups of step times in one job's table at most.
+# Most groups of step times in one job's table.
 _MAX_GROUPS = 1500
 # Programs of at most _EXACT_LINES lines are solved to a gap of 0, larger ones to _GAP_LIMIT.
 _EXACT_LINES, _GAP_LIMIT = 400, 1e-3
@@ -55,9 +56,9 @@ _EXACT_LINES, _GAP_LIMIT = 400, 1e-3
 _FLOOR_SHARE, _SUM_LIMIT_S = 0.6, 4.0
 # Time limit of one program that decides whether all jobs reach a share.
 _FLOOR_LIMIT_S = 1.0
-# A gap below this is rounding.
+# Gaps below this are rounding errors.
 _ROUNDING = 1e-7
-# Step times and shares this near (relatively) are the same: floats of the same fractions, in another order.
+# Relative difference up to which step times and shares are equal: the same fractions computed in another order.
 _SAME = 1e-12
 
 
@@ -71,18 +72,18 @@ class JobTable:
     available: Ints
     """(T,) devices of each shared type that the job may use."""
     best_shares: Floats
-    """(S,) throughput of a group's fastest step, relative to the job alone."""
+    """(S,) share of the job in a group's fastest step."""
     capacities: Ints
     """(S, T) EST capacity of one device in a group's slowest step; 0 for types that the job cannot use."""
     alone: float
-    """Mini-batches per second with every device to itself."""
+    """The job's mini-batches per second with every device to itself."""
     weight: float
-    """Of the job's share in the sum over all jobs."""
+    """Weight of the job's share in the sum over all jobs."""
 
     def share(self, devices: Sequence[int]) -> float | None:
         """Return the job's share on ``devices`` (T,): its throughput there over that with every device to itself.
 
-        None where the devices break a constraint of the job.
+        None where the devices break a constraint of the job, the required throughput included.
         """
         counts = tuple(int(devices[type_index]) for type_index in self.type_indices)
         has_unusable_devices = sum(counts) != sum(devices)  # of types that the job does not name
@@ -93,16 +94,16 @@ class JobTable:
             return None
         return float(self.problem.max_workers / step) / self.alone
 
-    def of_types(self, values: Sequence[float]) -> Floats:
-        """Return (T,) ``values``, which are one per type of the problem, over the shared types; 0 for the others."""
+    def over_shared_types(self, values: Sequence[float]) -> Floats:
+        """Return ``values``, one per type of the problem, as (T,) values of the shared types; 0 for types of other jobs."""
         shared_values = np.zeros(len(self.available))
         shared_values[list(self.type_indices)] = values
         return shared_values
 
     def at_least(self, floor: float) -> Self:
-        """Return the table without the step times that are too slow for the share ``floor`` (see :meth:`share`).
+        """Return the table without the step times that are too slow for the share ``floor``.
 
-        The throughput of that share becomes a requirement of the table's problem.
+        The table's problem then requires the throughput of that share.
         """
         groups = self._groups_with_share(floor)
         least_per_s, required_per_s = Fraction(floor * (1 - _SAME) * self.alone), self.problem.min_throughput
@@ -111,23 +112,24 @@ class JobTable:
         problem = replace(self.problem, min_throughput=least_per_s)
         return replace(self, problem=problem, best_shares=self.best_shares[groups], capacities=self.capacities[groups])
 
-    def just(self, floor: float) -> Self:
+    def slowest_with_share(self, floor: float) -> Self:
         """Return the table with only the slowest group that reaches the share ``floor``, or with no group.
 
-        Devices have their largest capacity in the slowest step. A grouped step may be slightly too slow for the share, so
-        a program over such tables that is infeasible proves the share impossible.
+        Devices have their largest capacity in the slowest step. A group's slowest step may be slightly too slow for the share.
+        So an infeasible program over such tables proves the share impossible, but a feasible one does not prove it possible.
         """
         slowest_group = self._groups_with_share(floor)[-1:]
         return replace(self, best_shares=self.best_shares[slowest_group], capacities=self.capacities[slowest_group])
 
     def _groups_with_share(self, floor: float) -> Ints:
-        """Return the indices of the groups whose fastest step reaches the share ``floor``, but for rounding."""
+        """Return the indices of the groups whose fastest step reaches the share ``floor``, up to rounding errors."""
         return np.flatnonzero(self.best_shares >= floor * (1 - _SAME))
 
     def grouped(self, lines: int) -> Self:
-        """Return the table with at most ``lines`` groups: neighbouring ones are joined, in equal ratios of the step time.
+        """Return the table with at most ``lines`` groups: neighbours are joined, each group over the same ratio of step times.
 
-        A joined group has the share of its fastest step and the capacities of its slowest, so what it allows only grows.
+        A joined group has the share of its fastest step and the capacities of its slowest one, so that it allows everything
+        that its parts allow.
         """
         if len(self.best_shares) <= lines:
             return self
@@ -139,7 +141,7 @@ class Answer(NamedTuple):
     """The sharing that a program found, and its bound."""
 
     devices: Sharings | None
-    """None: no sharing was found in time, or there is none."""
+    """None: no sharing exists, or none was found in time."""
     bound: float
     """No sharing has a larger weighted sum of shares; -infinity: there is none."""
 
@@ -153,34 +155,35 @@ def solve_jobs(
     time_limit_s: float = 10.0,
     seed: int = 0,
 ) -> JointPlan:
-    """Return the devices of each job; no device belongs to two jobs, and every job keeps its own constraints.
+    """Return the plan of each job; no device belongs to two jobs, and every job keeps its own constraints.
 
-    ``gap`` of the result is relative to a bound on every sharing; ``file`` of a job in the result is its problem's name.
-    Raises Infeasible where a job cannot run even alone, NotProven where a job's throughput alone is not proven,
-    InputError for no jobs, unknown types, or weights that are not positive.
+    The result's ``gap`` is relative to a bound on every sharing; ``file`` of a job in it is its problem's name.
 
     Args:
-        problems: the jobs; a job uses the types that its problem names, at most as many devices as it offers.
+        problems: the jobs; a job uses the types that its problem names, and at most as many devices as it offers.
         devices: shared devices by type.
         weights: of the jobs, above 0; None: equal.
-        objective: "sum" maximises the weighted sum of throughputs relative to the job alone, where a job may wait;
-            "max-min" maximises the smallest relative throughput, then the sum.
+        objective: "sum" maximises the weighted sum of shares (throughput over that with every device to itself), where a job
+            may wait; "max-min" maximises the smallest share, then the sum.
         time_limit_s: seconds for all programs together; the best sharing by then is returned.
         seed: of the solver that finds what each job reaches alone.
+
+    Raises Infeasible where a job cannot run even alone, NotProven where a job's throughput alone is not proven to be the best,
+    InputError for no jobs, a job none of whose types is shared, or weights that are not positive.
     """
     started = time.perf_counter()
     deadline = started + time_limit_s
     names = sorted((name for name, count in devices.items() if count > 0), key=natural_key)
     counts = np.array([devices[name] for name in names], dtype=np.int64)
     tables = _tables(problems, names, counts, weights or [1.0] * len(problems), seed)
-    # No share passes 1, that of the job alone.
+    # No share exceeds 1, which bounds the smallest share at first.
     chosen, floor_bound, must_serve_all = _greedy_sharing(tables, counts), 1.0, False
     if objective == "max-min":
         floor_deadline = time.perf_counter() + _FLOOR_SHARE * (deadline - time.perf_counter())
         floor, floor_bound, floor_sharing = _highest_floor(tables, counts, floor_deadline)
         if floor_sharing is not None:
             tables, chosen, must_serve_all = [table.at_least(floor) for table in tables], floor_sharing, True
-        deadline = min(deadline, time.perf_counter() + _SUM_LIMIT_S)  # what follows only settles the sum
+        deadline = min(deadline, time.perf_counter() + _SUM_LIMIT_S)  # the sum is only the second objective
     max_groups = max(_MIN_LINES, _MAX_LINES // len(tables))
     program_sharing, bound = solve_sharing(
         [table.grouped(max_groups) for table in tables],
@@ -189,8 +192,8 @@ def solve_jobs(
         limit_s=max(0.05, deadline - time.perf_counter()),
     )
     if program_sharing is not None:
-        # HiGHS may stop at its limit with less than there was; and without a floor that all jobs reach, the largest sum may
-        # let a job wait that the greedy sharing serves.
+        # HiGHS may stop at its time limit with a worse sharing than the greedy one; and without a floor that all jobs reach,
+        # the sharing with the largest sum may let a job wait that the greedy one serves.
         smallest_first = objective == "max-min" and not must_serve_all
         chosen = max(chosen, program_sharing, key=lambda sharing: _merit(tables, sharing, smallest_first))
     shares = _shares_of(tables, chosen)
@@ -205,7 +208,7 @@ def solve_jobs(
         for table, row_counts, share in zip(tables, chosen, shares, strict=True)
     ]
     status = "optimal" if gap == 0 else "feasible"
-    # In floats a bound may lie just below what was reached; where that is proven best, it is the bound.
+    # Rounding may leave the bound just below the value; where the value is proven best, it is the bound.
     bound = max(bound, value) if gap else value
     return JointPlan(
         objective=objective, value=value, bound=bound, gap=gap, status=status, solve_seconds=seconds, jobs=jobs
@@ -213,10 +216,10 @@ def solve_jobs(
 
 
 def idle_throughput(problem: Problem, devices: Mapping[str, int], plans: Sequence[Plan | None]) -> float:
-    """Return what a job would reach, in mini-batches per second, on the shared ``devices`` that no plan uses.
+    """Return the mini-batches per second that a job would reach on those shared ``devices`` that no plan uses.
 
-    A throughput that the job requires is ignored; 0 means that it cannot run there. ``plans``: those of all jobs, None for a
-    job that waits.
+    It is 0 where the job cannot run on them. The throughput that the job requires is ignored. ``plans``: of all jobs; None for
+    a job that waits.
     """
     devices_left = dict(devices)
     for plan in plans:
@@ -230,7 +233,7 @@ def idle_throughput(problem: Problem, devices: Mapping[str, int], plans: Sequenc
 
 
 def _offered_devices(problem: Problem, devices: Mapping[str, int]) -> tuple[DeviceType, ...]:
-    """Return the job's device types that ``devices`` holds, each with the smaller of both counts."""
+    """Return the job's device types that are also in ``devices`` (by type), each with the smaller of the two counts."""
     usable = [device for device in problem.devices if devices.get(device.name)]
     return tuple(replace(device, count=min(device.count, devices[device.name])) for device in usable)
 
@@ -249,9 +252,9 @@ def _plan(table: JobTable, shared_counts: Counts | None, gap: float, seconds: fl
 def _tables(
     problems: Sequence[Problem], names: Sequence[str], counts: Ints, weights: Sequence[float], seed: int
 ) -> list[JobTable]:
-    """Return each job's table over the shared types, after solving what the job reaches alone.
+    """Return each job's table over the shared types, after solving what the job reaches with every device to itself.
 
-    ``names`` and ``counts`` (T,) are the shared types and how many there are. Raises as :func:`solve_jobs`.
+    ``names`` and ``counts`` (T,): the shared types and their numbers of devices. Raises as :func:`solve_jobs` does.
     """
     if not problems:
         raise InputError("jobs", "there are none", "give one job at least")
@@ -269,17 +272,20 @@ def _tables(
             alone_plan = solve_est(problem, seed=seed)
         except Infeasible as error:
             raise Infeasible(f"{problem.job}: {error}") from None
-        if alone_plan.gap > 0:  # shares of less than the best would pass 1, and no bound would hold
+        if alone_plan.gap > 0:  # shares over less than the best throughput could exceed 1, and no bound would hold
             raise NotProven(f"{problem.job}: what it reaches alone was not settled in {alone_plan.solve_seconds:.0f} s")
         tables.append(job_table(problem, names, counts, weight, step_time_of(problem, counts_of(problem, alone_plan))))
     return tables
 
 
 def job_table(problem: Problem, names: Sequence[str], devices: Ints, weight: float, alone_step: Fraction) -> JobTable:
-    """Return the table of one job; ``names`` and ``devices`` (T,) are the shared types and how many there are.
+    """Return the table of one job.
 
-    ``alone_step``: the smallest step time with all of them. Steps that are faster, or too slow for the job, are left out.
-    ``weight``: of the job's share in the sum over all jobs.
+    Args:
+        names, devices: (T,) the shared types and their numbers of devices.
+        weight: of the job's share in the sum over all jobs.
+        alone_step: the smallest step time in seconds with all devices. Faster steps are left out as impossible, and so are
+            steps that are too slow for the job's required throughput.
     """
     table = step_table(
         tuple(device.capability_per_s for device in problem.devices),
@@ -289,7 +295,7 @@ def job_table(problem: Problem, names: Sequence[str], devices: Ints, weight: flo
     type_indices = tuple(list(names).index(device.name) for device in problem.devices)
     first_step = int(np.searchsorted(table.seconds, float(alone_step) * (1 - _SAME)))
     end_step = int(np.searchsorted(table.seconds, float(problem.slowest_step) * (1 + _SAME), side="right"))
-    # At least the first one, also where the job needs all devices to be fast enough.
+    # at least one step, although rounding may put ``end_step`` at ``first_step`` where only all devices are fast enough
     group_starts, group_ends = _group_bounds(table.seconds[first_step : max(end_step, first_step + 1)], _MAX_GROUPS)
     capacities = np.zeros((len(group_ends), len(names)), dtype=np.int64)
     capacities[:, list(type_indices)] = table.capacities[first_step + group_ends]
@@ -309,9 +315,10 @@ def job_table(problem: Problem, names: Sequence[str], devices: Ints, weight: flo
 
 
 def _group_bounds(seconds: Floats, max_groups: int) -> tuple[Ints, Ints]:
-    """Return two (G,) arrays: the index of the first and of the last step time of each of G groups, at most ``max_groups``.
+    """Return the indices of the first and of the last step time of each of G groups, both (G,), G <= ``max_groups``.
 
-    The step times are ``seconds`` (S,), rising; where there are too many, groups are equal in the ratio of their ends.
+    ``seconds`` (S,): the step times, ascending. Each is a group of its own if there are few enough; else groups span equal
+    ratios of step times.
     """
     edges = np.arange(len(seconds) + 1)
     if len(seconds) > max_groups:
@@ -332,18 +339,18 @@ def _weighted_sum(tables: Sequence[JobTable], devices: Sharings) -> float:
 
 
 def _merit(tables: Sequence[JobTable], devices: Sharings, smallest_first: bool) -> tuple[float, float]:
-    """Return the key by which the better sharing is the larger: its smallest share, then its weighted sum of shares.
+    """Return the key by which sharings compare, larger is better: smallest share, then weighted sum of shares.
 
-    The smallest share counts only with ``smallest_first``.
+    Without ``smallest_first`` the smallest share does not count (0.0).
     """
     return min(_shares_of(tables, devices)) if smallest_first else 0.0, _weighted_sum(tables, devices)
 
 
 def _greedy_sharing(tables: Sequence[JobTable], counts: Ints) -> Sharings:
-    """Return a sharing of ``counts`` (T,) devices to begin with, made without a solver.
+    """Return a first sharing of ``counts`` (T,) devices, made without a solver.
 
-    Each job in turn takes the offer with which it has the largest share, as far as devices are left: one device of one type, or
-    an equal part of all types. A job waits where no offer keeps its constraints.
+    Each job in turn takes, of the devices that are left, the offer with which it has the largest share: one device of one type,
+    or an equal part of all types. A job waits where no offer keeps its constraints.
     """
     devices_left = counts.copy()
     chosen: Sharings = []
@@ -357,11 +364,11 @@ def _greedy_sharing(tables: Sequence[JobTable], counts: Ints) -> Sharings:
 
 
 def _highest_floor(tables: Sequence[JobTable], counts: Ints, deadline: float) -> tuple[float, float, Sharings | None]:
-    """Return the highest share that all jobs reach at once, an upper bound on it, and the sharing that reaches it.
+    """Return the highest floor (a share that all jobs reach) found, an upper bound on floors, and the sharing that reaches it.
 
-    ``counts`` (T,): shared devices. A share is a job's throughput over that of the job alone; a floor is a share that all
-    jobs must reach. The sharing is None where no program found one. The lowest floor is tried first, whatever the deadline.
-    Then a bisection finds the highest floor with a sharing, and a second one above it the lowest floor proven impossible.
+    ``counts`` (T,): shared devices; ``deadline``: of ``time.perf_counter``. The sharing is None where no program found one. The
+    lowest floor is tried first, whatever the deadline. Then a bisection finds the highest floor with a sharing, and a second
+    one, above it, the lowest floor that is proven impossible.
     """
     floors = np.unique(np.concatenate([table.best_shares for table in tables]))
     best_sharing: Sharings | None = None
@@ -371,7 +378,7 @@ def _highest_floor(tables: Sequence[JobTable], counts: Ints, deadline: float) ->
     def try_floor(floor_index: int) -> bool | None:
         """Return whether all jobs reach the floor at this index at once; None: neither found nor proven impossible.
 
-        Note the best sharing so far, and the lowest floor proven impossible.
+        It keeps the best sharing so far, and the lowest floor that is proven impossible.
         """
         nonlocal best_sharing, reached_index, barred_index
         devices, bound = find_floor_sharing(tables, counts, float(floors[floor_index]))
@@ -382,18 +389,18 @@ def _highest_floor(tables: Sequence[JobTable], counts: Ints, deadline: float) ->
             return None
         smallest_share = min(_shares_of(tables, devices))
         attained_index = int(np.searchsorted(floors, smallest_share * (1 + _SAME), side="right")) - 1
-        if attained_index > reached_index:  # more than this floor, or less where step times are grouped
+        if attained_index > reached_index:  # the sharing may reach more than this floor or, with grouped steps, less
             reached_index, best_sharing = attained_index, devices
         return True if reached_index >= floor_index else None
 
     try_floor(0)
-    # The highest floor with a sharing: between reached_index and ``high``, above which no sharing was found.
+    # First bisection: no sharing was found at ``high`` or above.
     high = barred_index
     while high - reached_index > 1 and time.perf_counter() < deadline:
         middle = (max(reached_index, 0) + high) // 2
         if not try_floor(max(middle, reached_index + 1)):
             high = max(middle, reached_index + 1)
-    # The lowest floor proven impossible: between ``low``, which is not proven so, and barred_index.
+    # Second bisection: ``low`` is not proven impossible, barred_index is.
     low = high
     while barred_index - low > 1 and time.perf_counter() < deadline:
         middle = (low + barred_index) // 2
@@ -406,11 +413,11 @@ def _highest_floor(tables: Sequence[JobTable], counts: Ints, deadline: float) ->
 
 
 def find_floor_sharing(tables: Sequence[JobTable], counts: Ints, floor: float) -> Answer:
-    """Return a sharing of ``counts`` (T,) devices in which all jobs reach about the share ``floor`` of their throughput alone.
+    """Return a sharing of ``counts`` (T,) devices in which all jobs reach about the share ``floor``.
 
     The answer's bound is -infinity where that is proven impossible; its devices are None where no sharing was found.
     """
-    floor_tables = [table.just(floor) for table in tables]
+    floor_tables = [table.slowest_with_share(floor) for table in tables]
     if not all(len(table.best_shares) for table in floor_tables):
         return Answer(None, -math.inf)
     return solve_sharing(floor_tables, counts, must_serve_all=True, limit_s=_FLOOR_LIMIT_S, first_feasible=True)
@@ -418,7 +425,7 @@ def find_floor_sharing(tables: Sequence[JobTable], counts: Ints, floor: float) -
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Lines:
-    """The L lines of all jobs, job after job; a job on a single device type has each step time once for each type."""
+    """The L lines of all jobs, job after job; a job that must keep to one device type has each step time once per type."""
 
     jobs: Ints
     """(L,) index of the job."""
@@ -433,16 +440,15 @@ class _Lines:
     available: Ints
     """(L, T) devices that the job may use; 0 for types that the line does not use."""
     speeds: Floats
-    """(L, T) the share that one device brings the job if it computes without a pause."""
+    """(L, T) share that one device adds to the job if it computes without a pause."""
     limit_shares: Floats
-    """(2, L, T) fraction of the job's limits that one device uses: of the number of devices, and of the hourly price."""
+    """(2, L, T) fraction of the job's limits on the number of devices and on the hourly price that one device uses."""
 
     @classmethod
     def of(cls, tables: Sequence[JobTable]) -> Self:
-        """Return the lines of the tables, job after job.
+        """Return the lines of the tables, job after job; each group of step times makes a line.
 
-        A job that must stay on one device type has its step times once for each type that is offered; others have them once,
-        for all types together.
+        A job that must keep to one device type has a line per group and offered type; other jobs have one per group.
         """
         one_type_masks = np.eye(len(tables[0].available), dtype=np.int64)
         table_rows = [
@@ -455,9 +461,12 @@ class _Lines:
         speeds, limit_shares = [], []
         for _, table, _ in table_rows:
             problem, price_limit = table.problem, table.problem.max_price_micro
-            speeds.append(table.of_types([float(device.capability_per_s) / table.alone for device in problem.devices]))
+            rates = [float(device.capability_per_s) / table.alone for device in problem.devices]
+            speeds.append(table.over_shared_types(rates))
             prices = [(device.price_micro or 0) / price_limit if price_limit else 0.0 for device in problem.devices]
-            limit_shares.append([np.full(len(one_type_masks), 1 / problem.device_limit), table.of_types(prices)])
+            limit_shares.append(
+                [np.full(len(one_type_masks), 1 / problem.device_limit), table.over_shared_types(prices)]
+            )
         return cls(
             jobs=np.repeat([job for job, _, _ in table_rows], group_counts),
             workers=np.repeat([table.problem.max_workers for _, table, _ in table_rows], group_counts),
@@ -473,14 +482,14 @@ class _Lines:
 
     @property
     def devices_alone(self) -> Ints:
-        """(L, T) devices of one type alone that hold every EST of the job."""
+        """(L, T) devices that hold every EST of the job when they are all of one type."""
         return np.asarray(-(-self.workers[:, None] // np.maximum(self.capacities, 1)))
 
     def constraints(self, *, with_rounded_cuts: bool) -> csr_matrix:
-        """Return the (R, L + L + L T) matrix A of the constraints ``A (picked, share, count) <= 0`` within single lines.
+        """Return the matrix A, (R, L + L + L T), of the R constraints ``A (picked, share, count) <= 0`` on single lines.
 
-        ``picked`` (L,) tells which lines are used, ``share`` (L,) their shares, ``count`` (L, T) their devices; A has R rows.
-        ``with_rounded_cuts`` adds Chvatal-Gomory cuts: implied by whole devices, and tighter for fractions of them.
+        The variables: ``picked`` (L,) tells which lines are used, ``share`` (L,) their shares, ``count`` (L, T) their devices.
+        ``with_rounded_cuts`` adds Chvatal-Gomory cuts, which whole numbers of devices obey anyway and fractions may not.
         """
         from scipy import sparse
 
@@ -497,10 +506,10 @@ class _Lines:
             counts: Floats | Ints,
             kept: NDArray[np.bool_] | slice,
         ) -> csr_matrix:
-            """Return a row of coefficients for each line, as far as ``kept`` (L,) chooses it.
+            """Return one row of A for each line that ``kept`` (L,) chooses.
 
-            ``pick`` is the coefficient of the line's pick, (L,) or one for all; ``share`` (L, L) the columns of the shares;
-            ``counts`` (L, T) the coefficients of its devices.
+            ``pick``: coefficient of the line's ``picked``, (L,) or one for all; ``share`` (L, L): columns of the shares;
+            ``counts`` (L, T): coefficients of the line's devices.
             """
             count_columns = sparse.csr_matrix((counts.ravel(), column_indices, row_ends))
             picked_columns = identity.multiply(np.reshape(pick, (-1, 1)))
@@ -520,7 +529,7 @@ class _Lines:
             ),
         ]
         for type_index in range(type_count):
-            # Where the available devices of a type cannot hold the job alone, their count is bounded by the pick.
+            # Without this a fraction of a line could use all available devices of a type that cannot hold the whole job.
             type_mask = np.eye(type_count)[type_index] * np.ones((line_count, 1))
             is_short = (self.capacities[:, type_index] > 0) & (
                 self.available[:, type_index] < self.devices_alone[:, type_index]
@@ -537,13 +546,16 @@ class _Lines:
 def solve_sharing(
     tables: Sequence[JobTable], devices: Ints, *, must_serve_all: bool, limit_s: float, first_feasible: bool = False
 ) -> Answer:
-    """Return the sharing of (T,) devices with the largest weighted sum of shares, and a bound on the sum.
+    """Return the sharing of ``devices`` (T,) with the largest weighted sum of shares, and a bound on the sum.
 
-    ``must_serve_all`` picks one line for each job, else a job may wait. ``first_feasible`` returns the first sharing found,
-    with no more devices for a job than hold it alone. The variables of L lines are ``picked`` (L,), 0 or 1, ``share`` (L,),
-    and ``count`` (L, T), whole numbers. ``limit_s``: seconds for HiGHS.
+    The variables for L lines are ``picked`` (L,), 0 or 1, ``share`` (L,), and ``count`` (L, T), whole numbers.
+
+    Args:
+        must_serve_all: whether every job needs devices; else a job may wait.
+        limit_s: seconds for HiGHS.
+        first_feasible: whether to return the first sharing found, in which no job has more devices of a type than hold it.
     """
-    from scipy import optimize, sparse  # of all plans only these need it
+    from scipy import optimize, sparse  # slow to import, and other plans do not need it
 
     lines = _Lines.of(tables)
     line_count, type_count = lines.capacities.shape
@@ -570,9 +582,9 @@ def solve_sharing(
             ),
             optimize.LinearConstraint(_padded(of_type, 2 * line_count, 1), ub=devices),
         ],
-        options={"time_limit": limit_s, "mip_rel_gap": min(gap_limit, 1e9)},
+        options={"time_limit": limit_s, "mip_rel_gap": min(gap_limit, 1e9)},  # HiGHS takes no infinite gap
     )
-    if solved.status == 2:  # HiGHS by scipy: infeasible
+    if solved.status == 2:  # scipy's number for infeasible
         return Answer(None, -math.inf)
     bound = float(sum(table.weight * table.best_shares.max(initial=0.0) for table in tables))
     if solved.mip_dual_bound is not None and not first_feasible:
@@ -583,7 +595,7 @@ def solve_sharing(
     chosen: Sharings = [None] * len(tables)
     for line in np.flatnonzero(picked).tolist():
         chosen[lines.jobs[line]] = tuple(counts.reshape(line_count, type_count)[line].tolist())
-    # HiGHS computes in floats, so its solution is checked in whole numbers.
+    # HiGHS computes in floats with tolerances, so its solution is checked in whole numbers.
     is_feasible = all(row is None or table.share(row) is not None for table, row in zip(tables, chosen, strict=True))
     is_feasible = is_feasible and bool((sum(np.array(row) for row in chosen if row is not None) <= devices).all())
     return Answer(chosen if is_feasible and not (must_serve_all and None in chosen) else None, bound)

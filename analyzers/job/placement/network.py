@@ -1,8 +1,10 @@
 """EST plans on nodes: the step is computing and synchronising, so fewer devices on fewer nodes may be faster.
 
-Computing takes ``f = max A_i / C_i`` (EasyScale, Equation 1b); synchronising takes Pollux's ``T_sync(N, K)`` for K devices
-on N nodes, and both overlap: ``(f^g + T_sync^g)^(1/g)`` (Pollux, section 3.2). Across nodes, T_sync grows with K alone and
-f falls with K, so the best K is found by bounding both over intervals of K; one node, and one device, are tried apart.
+Start at :func:`solve_on_nodes`. Computing takes ``f = max A_i / C_i`` for A_i ESTs on a device of capability C_i (EasyScale,
+Equation 1b). Synchronising takes Pollux's ``T_sync(N, K)`` for K devices on N nodes, and both overlap:
+``(f^g + T_sync^g)^(1/g)`` with g the fitted gamma (Pollux, section 3.2). Across nodes, T_sync depends on K alone and grows
+with it, while f falls with K; so the best K is found by bounding both over intervals of K. One node and one device are tried
+separately.
 """
 
 from __future__ import annotations
@@ -32,33 +34,33 @@ from ddltool.job import NodeGroup
 from ddltool.plans import Alternative, Choice, NetworkCost, Plan
 from ddltool.search import search_counts
 
-# Relative difference to the best step below which a bound is equal to it.
+# Gaps below this are rounding errors.
 _ROUNDING = 1e-12
 
 
 class Steps(Protocol):
-    """Step times with synchronisation; they never fall with the number of nodes (one or several) or of devices."""
+    """Step times with synchronisation between ``replicas`` devices on ``nodes`` nodes.
+
+    Both must not fall with more devices, nor from one node to several.
+    """
 
     def sync_s(self, nodes: int, replicas: int) -> float:
-        """Return the seconds of synchronising alone."""
+        """Return the seconds of synchronising without computing."""
         ...
 
     def step_s(self, compute_s: float, nodes: int, replicas: int) -> float:
-        """Return the seconds of a step."""
+        """Return the seconds of a step with ``compute_s`` seconds of computing."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _FittedSync:
-    """Pollux's T_sync and overlap."""
+    """Step times by a fitted model: Pollux's T_sync and its overlap with computing."""
 
     params: ThroughputParams
 
     def sync_s(self, nodes: int, replicas: int) -> float:
-        """Return the seconds of synchronising ``replicas`` devices on so many nodes (T_sync).
-
-        Across nodes they are at least what they are on one node, though a fit on noisy rows may say less.
-        """
+        """Return T_sync in seconds; across nodes it is at least that on one node, though a fit on noisy rows may say less."""
         on_one_s = float(sync_time_s(self.params, 1, replicas))
         return on_one_s if nodes == 1 else max(on_one_s, float(sync_time_s(self.params, nodes, replicas)))
 
@@ -77,12 +79,12 @@ class _NodePlan:
     compute_s: Fraction
     """Seconds of computing alone."""
     nodes: int
-    """How many nodes hold the devices."""
+    """Number of nodes that hold the devices."""
     proven: bool
-    """Whether no other devices of this number compute faster."""
+    """Whether it is proven that no other devices of this number compute faster."""
 
 
-# The computing time reached, and a lower bound on it; the bound is smaller where the solver's time ran out.
+# Seconds of computing of the best devices found, and a lower bound, which is smaller where the solver's time ran out.
 _ComputeTimes = tuple[Fraction, Fraction]
 
 
@@ -94,23 +96,23 @@ def solve_on_nodes(
     time_limit_s: float = 10.0,
     seed: int = 0,
 ) -> Plan:
-    """Return the plan of smallest step, synchronisation included, with the best of the other choices as alternatives.
+    """Return the plan with the shortest step, synchronisation included, with the best of the other choices as alternatives.
 
-    The choices are one device, one node, and several nodes. ``params`` gives the synchronisation times, a fit's (only those of
-    its parameters that are about synchronising and overlap are used) or those of known links; across nodes they are taken to
-    be no shorter than on one. ``iteration_s`` and ``throughput`` include synchronising, ``overload_factor`` does
-    not, ``waste`` counts the devices' time in it as idle. Every constraint holds as for ``solve_est``. Raises
-    Infeasible as it does, InputError when a type has no nodes.
+    The choices are one device, one node, and several nodes. ``nodes``: groups of equal nodes of the cluster. ``params``: the
+    synchronisation times by a fit (only its parameters of synchronisation and overlap are used) or by known links. The plan's
+    ``iteration_s`` and ``throughput`` include synchronising, ``overload_factor`` does not, and ``waste`` counts devices as idle
+    while they only synchronise. All constraints hold as in :func:`solve_est`, which also says when Infeasible and NotProven are
+    raised. Raises InputError when a type has no nodes.
     """
     started = time.perf_counter()
     steps = _FittedSync(params) if isinstance(params, ThroughputParams) else params
     check_affordable(problem)
     for name in {device.name for device in problem.devices} - {group.devices.type for group in nodes}:
         raise InputError(f"cluster:nodes.{name}", "has no nodes", "name the nodes of every device type")
-    # A required throughput is on the whole step, and is checked at the end; the solver knows the computing alone.
+    # A required throughput is that of the whole step, so it is checked at the end: the solver knows only the computing.
     unlimited = replace(problem, min_throughput=None)
     if not is_feasible(unlimited, seed=seed):
-        solve_est(unlimited, seed=seed)  # raises with the requirements that conflict
+        solve_est(unlimited, seed=seed)  # raises Infeasible with the requirements that conflict
     deadline = started + time_limit_s
     best_by_choice = _on_one_node(unlimited, nodes, steps)
     limit_s = min((node_plan.step_s for node_plan in best_by_choice.values()), default=math.inf)
@@ -141,7 +143,7 @@ def solve_on_nodes(
 
 
 def nodes_needed(counts: Mapping[str, int], nodes: Sequence[NodeGroup]) -> int:
-    """Return the fewest nodes that hold ``counts``, devices by type; a node holds one type.
+    """Return the fewest nodes that hold ``counts`` (device type -> devices); each node has devices of one type.
 
     The largest nodes of a type are filled first. Raises InputError when there are not enough nodes.
     """
@@ -160,16 +162,16 @@ def nodes_needed(counts: Mapping[str, int], nodes: Sequence[NodeGroup]) -> int:
 
 
 def _keep_if_best(best: dict[Choice, _NodePlan], plan: _NodePlan) -> None:
-    """Store ``plan`` in ``best``, under its choice (one device, one node or several), if its step is the shortest there."""
+    """Store ``plan`` in ``best`` under its choice (one device, one node or several) if no plan there has as short a step."""
     choice: Choice = "several nodes" if plan.nodes > 1 else "one node" if sum(plan.counts) > 1 else "one device"
     if choice not in best or plan.step_s < best[choice].step_s:
         best[choice] = plan
 
 
 def _on_one_node(problem: Problem, nodes: Sequence[NodeGroup], steps: Steps) -> dict[Choice, _NodePlan]:
-    """Return the best plan on one device and the best on one node, as far as they exist, by trying every number of devices.
+    """Return the best plan on one device and the best one on several devices of one node, where they exist.
 
-    A node holds one device type; ``steps`` tells how long a step takes with synchronisation.
+    Every number of devices of each type is tried, because a node holds one type.
     """
     best: dict[Choice, _NodePlan] = {}
     for type_index, device in enumerate(problem.devices):
@@ -188,15 +190,15 @@ def _on_one_node(problem: Problem, nodes: Sequence[NodeGroup], steps: Steps) -> 
 def _across_nodes(
     problem: Problem, nodes: Sequence[NodeGroup], steps: Steps, limit_s: float, deadline: float, seed: int
 ) -> tuple[_NodePlan | None, float]:
-    """Return the best plan on at least two devices anywhere, and a lower bound in seconds on the step of all such plans.
+    """Return the best plan with at least two devices on any nodes, and a lower bound in seconds on the steps of all plans.
 
-    None and infinity where there is no such plan. The number K of devices is searched by intervals, the most promising split
-    first: computing falls with K and synchronising grows, so computing at the upper end with synchronising at the lower one
-    bounds every step in between.
+    (None, infinity) where no such plan exists. The number K of devices is searched by intervals, which are split in the order
+    of their bounds: computing falls with K and synchronising grows, so the computing of an interval's upper end with the
+    synchronising of its lower end bounds every step in it.
 
     Args:
-        limit_s: the best step of the other choices.
-        deadline: of ``time.perf_counter``; what is found by then is returned.
+        limit_s: the shortest step of the other choices.
+        deadline: of ``time.perf_counter``; the best plan by then is returned.
         seed: of the solver.
     """
     max_devices = min(problem.device_limit, sum(device.count for device in problem.devices))
@@ -208,9 +210,9 @@ def _across_nodes(
     unproven_s = math.inf
 
     def step_s(devices: int) -> float:
-        """Return the seconds of a step with at most so many devices, infinite where they cannot hold every EST.
+        """Return the seconds of a step with at most ``devices`` devices; infinite where they cannot run every EST.
 
-        Lowers ``unproven_s`` to what the step may be at best where the solver's time ran out.
+        Where the solver's time ran out, lowers ``unproven_s`` to the bound on this step.
         """
         nonlocal unproven_s
         if (times := compute_times(devices)) is None:
@@ -223,7 +225,7 @@ def _across_nodes(
         """Return a lower bound on the steps with ``low`` to ``high`` devices; infinite where none can beat that of ``low``."""
         times = compute_times(high)
         if times is None or times == compute_times(low):
-            return math.inf  # none holds every EST; or none computes sooner than the low end, which was looked at
+            return math.inf  # none can run every EST, or none computes faster than ``low`` devices, which were tried
         return steps.step_s(float(times[1]), 2, low)
 
     best_devices, unopened_s = search_counts(2, max_devices, step_s, bound, lambda: time.perf_counter() >= deadline)
@@ -231,7 +233,7 @@ def _across_nodes(
     bound_s = min(best_step_s, unproven_s, math.inf if unopened_s is None else unopened_s)
     plan = solve_est(replace(problem, max_devices=best_devices), seed=seed)
     counts = counts_of(problem, plan)
-    # The plan may use fewer devices than it may, and fit on one node: its own step then is the one that counts.
+    # The plan may have fewer devices than the limit, and fit on one node: its own step counts, not ``best_step_s``.
     needed, compute_s = nodes_needed(device_counts(plan), nodes), step_time_of(problem, counts)
     plan_step_s = steps.step_s(float(compute_s), needed, sum(counts))
     proven = plan.status == "optimal"
@@ -240,10 +242,10 @@ def _across_nodes(
 
 
 def _compute_time(problem: Problem, seed: int, devices: int) -> _ComputeTimes | None:
-    """Return the smallest computing time f with at most ``devices`` devices, and a lower bound on it, exact seconds.
+    """Return the smallest computing time found with at most ``devices`` devices, and a lower bound on it, in exact seconds.
 
-    None: so many devices cannot hold every EST. The two differ only where a price limit makes a solver necessary, whose time
-    ran out.
+    None where so many devices cannot run every EST. The two differ only with a price limit, which needs a solver, if the
+    solver's time ran out.
     """
     limited = replace(problem, max_devices=devices)
     if problem.max_price_micro is None:
@@ -258,7 +260,7 @@ def _compute_time(problem: Problem, seed: int, devices: int) -> _ComputeTimes | 
 
 
 def _alternative(problem: Problem, node_plan: _NodePlan) -> Alternative:
-    """Return a plan's figures with the synchronisation in its step, whose time counts as waste."""
+    """Return the figures of a plan with synchronisation in its step; the time in which devices do not compute is waste."""
     alternative = evaluate(problem, node_plan.counts)
     throughput = problem.max_workers / node_plan.step_s
     capability_in_use = alternative.waste + alternative.throughput

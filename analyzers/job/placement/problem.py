@@ -1,4 +1,7 @@
-"""The placement problem: from job.yaml, and which of its requirements cannot be kept together, in its own words."""
+"""The placement problem of a job, and errors that name a smallest set of requirements that cannot be kept together.
+
+Start at :class:`Problem` and :func:`from_job`; :func:`minimal_conflict` finds such a set.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ PRICE_UNIT = 1_000_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceType:
-    """Devices of one type. ``capability_per_s`` is exact: the decimal number that was written."""
+    """Devices of one type. ``capability_per_s`` (mini-batches per second) is exactly the decimal number that was written."""
 
     name: str
     count: int
@@ -50,46 +53,46 @@ class DeviceType:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """Place ``max_workers`` ESTs on ``devices``, types in natural order of their names, only usable ones.
+    """The problem to place ``max_workers`` ESTs on ``devices``, which are in natural order of the types' names.
 
     An EST is EasyScale's logical worker (an "EasyScale thread"): ESTs on one device take turns, so that a job trains the same
-    on any number of devices. T is the number of device types.
+    on any number of devices. T is the number of device types. :func:`from_job` checks the values.
     """
 
     job: str
-    """Its name, for results and errors."""
+    """The job's name, for results and errors."""
     max_workers: int
     batch_size: int
     """Samples of one EST in a step."""
     devices: tuple[DeviceType, ...]
     single_type: bool = False
-    """Use one device type only: asked for, or needed for the same bits on any number of devices."""
+    """Whether a plan must keep to one device type: asked for, or needed for the same bits on any number of devices."""
     max_devices: int | None = None
     """Most devices in all; None: any number."""
     max_price_micro: int | None = None
-    """Limit of what a plan costs in an hour, in millionths. With it, every device type has a price."""
+    """Highest price of a plan per hour, in millionths; None: no limit. With it, every device type has a price."""
     min_throughput: Fraction | None = None
-    """Logical mini-batches per second that an EST plan must reach; None: any."""
+    """Logical mini-batches per second that an EST plan must reach; None: no limit."""
     left_out: tuple[DeviceType, ...] = ()
     """Offered types without the memory for one EST."""
     single_type_reason: str = "homogeneous"
     """The constraint behind ``single_type``, as it stands in job.yaml."""
     memory_text: str = ""
-    """What one worker needs, and what the types have."""
+    """What one worker needs and what the types have, in words for an error."""
 
     @property
     def device_limit(self) -> int:
-        """How many devices a plan may use: each carries at least one EST."""
+        """Most devices that a plan may use; each runs at least one EST."""
         return self.max_workers if self.max_devices is None else min(self.max_workers, self.max_devices)
 
     @property
     def slowest_step(self) -> Fraction:
-        """The largest step time in seconds to consider: one device holds every EST in it, or the throughput limit is met."""
+        """Longest step time in seconds to consider: one slowest device runs every EST, or ``min_throughput`` is just met."""
         slowest = self.max_workers / min(device.capability_per_s for device in self.devices)
         return slowest if self.min_throughput is None else min(slowest, self.max_workers / self.min_throughput)
 
     def affordable(self, device: DeviceType) -> int:
-        """Return how many devices of one type ``device_limit`` and the price limit allow when there are no others."""
+        """Return how many devices of one type a plan may use if it uses no others: the limits of number and price."""
         count = min(device.count, self.device_limit)
         if self.max_price_micro is None or not device.price_micro:
             return count
@@ -98,7 +101,7 @@ class Problem:
     def allows(self, counts: Sequence[int]) -> bool:
         """Return whether ``counts`` (T,) devices keep the constraints on numbers, price and types of devices.
 
-        Those on ESTs per device and on throughput are not looked at.
+        Constraints on ESTs per device and on throughput are not checked.
         """
         price = sum((device.price_micro or 0) * count for device, count in zip(self.devices, counts, strict=True))
         return (
@@ -109,30 +112,30 @@ class Problem:
         )
 
     def named(self, counts: Sequence[int]) -> dict[str, int]:
-        """Return the (T,) device counts above 0 by type name."""
+        """Return type name -> count, for those of the (T,) device counts that are above 0."""
         return {device.name: count for device, count in zip(self.devices, counts, strict=True) if count}
 
     def counts(self, used: Mapping[str, int]) -> tuple[int, ...]:
-        """Return (T,) device counts in the order of the problem's types from counts by type name."""
+        """Return the counts ``used`` (by type name) as (T,) counts in the order of the problem's types."""
         return tuple(used.get(device.name, 0) for device in self.devices)
 
     def spare(self, counts: Sequence[int]) -> dict[str, int]:
-        """Return the unused devices of each type of which the constraints allow one more, by type name."""
+        """Return type name -> unused devices, for the types of which the constraints allow one more than ``counts`` (T,)."""
         return {
-            device.name: device.count - counts[type_index]
-            for type_index, device in enumerate(self.devices)
-            if self.allows([count + (type_index == index) for index, count in enumerate(counts)])
+            device.name: device.count - counts[more_index]
+            for more_index, device in enumerate(self.devices)
+            if self.allows([count + (index == more_index) for index, count in enumerate(counts)])
         }
 
     def offering(self, counts: Sequence[int]) -> Problem:
-        """Return the same problem with ``counts`` (T,) devices of its types on offer; types with a count of 0 stay in it."""
+        """Return the same problem with ``counts`` (T,) devices offered; types with a count of 0 stay in it."""
         devices = tuple(replace(device, count=count) for device, count in zip(self.devices, counts, strict=True))
         return replace(self, devices=devices)
 
     def plan(self, strategy: Strategy, iteration_s: float, assignments: list[Assignment], **more: Any) -> Plan:
         """Return a plan of this problem with a step of ``iteration_s`` seconds on the devices in ``assignments``.
 
-        Its other figures are those of a proven plan without ESTs, unless ``more`` gives them by the names of Plan's fields.
+        ``more``: other fields of :class:`Plan`; by default those of a plan that is proven optimal, without ESTs and waste.
         """
         figures: dict[str, Any] = {"throughput": self.max_workers / iteration_s, "overload_factor": iteration_s}
         figures |= {"est_count": 0, "waste": 0.0, "status": "optimal", "gap": 0.0, "solve_seconds": 0.0, **more}
@@ -148,9 +151,10 @@ class Problem:
         )
 
     def filled(self, type_order: Iterable[int], limit: int, numbers: Sequence[int] | None = None) -> list[int]:
-        """Return (T,) counts of devices, filled up type by type in the order of ``type_order`` within the price limit.
+        """Return ``numbers`` (T,) with as many devices added as the limits on number and price allow, type by type.
 
-        They begin at ``numbers`` (T,), None: at no device. Their sum is at most ``limit``, or ``max_devices`` if that is less.
+        ``type_order``: indices of the types, in the order in which devices are added; ``limit``: most devices in all, beside
+        ``max_devices``; ``numbers``: None means no devices.
         """
         counts = list(numbers or [0] * len(self.devices))
         devices_left = (limit if self.max_devices is None else min(limit, self.max_devices)) - sum(counts)
@@ -179,10 +183,10 @@ class Problem:
         return sorted(range(len(value)), key=value.__getitem__)
 
     @property
-    def bought(self) -> Fraction:
-        """An upper bound on the mini-batches per second that the price limit buys, as it allows fractions of devices.
+    def affordable_capability(self) -> Fraction:
+        """An upper bound on the mini-batches per second that the price limit buys.
 
-        It is the fractional knapsack: the types with the least price per capability are bought first.
+        It is the fractional knapsack: devices, and a fraction of the last one, are bought in the order of price per capability.
         """
         budget_left, capability = Fraction(self.max_price_micro or 0), Fraction(0)
         for device in (self.devices[type_index] for type_index in self.cheapest_first):
@@ -194,9 +198,10 @@ class Problem:
         return capability
 
     def est_capacity(self, device: DeviceType, step_s: Fraction) -> int:
-        """Return how many ESTs (logical workers) one device runs one after another in a step of ``step_s`` seconds, at most.
+        """Return the most ESTs (logical workers) that one device can run, one after another, in a step of ``step_s`` seconds.
 
-        A device of capability C runs one in 1 / C seconds; its own limit and the job's number of ESTs bound the result.
+        A device of capability C runs one in 1 / C seconds. The device's own limit and the job's number of ESTs bound the
+        result.
         """
         est_limit = self.max_workers if device.most_ests is None else min(device.most_ests, self.max_workers)
         return min(int(device.capability_per_s * step_s), est_limit)
@@ -204,12 +209,12 @@ class Problem:
 
 @lru_cache(maxsize=4096)
 def exact(number: float) -> Fraction:
-    """Return the decimal number that was written: 0.1 is one tenth, not the nearest binary fraction."""
+    """Return a float as the decimal number that was written for it: 0.1 is one tenth, not the nearest binary fraction."""
     return Fraction(repr(float(number)))
 
 
 def check_capability(where: str, capability: float) -> None:
-    """Raise InputError unless ``capability`` (mini-batches per second) is finite and of a size that a device can have."""
+    """Raise InputError at ``where`` unless ``capability`` (mini-batches per second) is between 1e-12 and 1e12."""
     if not (math.isfinite(capability) and capability > 0):
         raise InputError(where, f"is {capability}", "mini-batches per second must be a finite number > 0")
     if not SMALLEST_CAPABILITY <= capability <= LARGEST_CAPABILITY:
@@ -218,14 +223,14 @@ def check_capability(where: str, capability: float) -> None:
 
 
 def from_job(job: Job, capabilities: Mapping[str, float]) -> Problem:
-    """Return the problem of a job; ``capabilities`` (mini-batches per second of one EST alone) by device type.
+    """Return the placement problem of a job.
 
-    A type without enough memory for one EST is left out: ESTs on a device take turns, so memory does not grow with
-    their number (EasyScale, section 3), unless the job gives ``memory_fixed_gib``. D1 keeps to one type, because kernels
-    differ between types, and so does D2 for a model that is not ``hardware_agnostic``; D0 promises equal bits for the
-    same placement only and D2 has hardware-agnostic kernels, so both may mix. Types with a count of 0 are ignored.
-    Raises Infeasible when nothing is left to run on, InputError when a capability is missing or a constraint needs a
-    figure that the job does not give.
+    ``capabilities``: device type -> mini-batches per second of one EST alone. Types with a count of 0 are ignored, and types
+    without the memory for one EST are left out: ESTs on a device take turns, so memory does not grow with their number
+    (EasyScale, section 3), unless the job gives ``memory_fixed_gib``. Determinism D1 keeps a plan to one type, because kernels
+    differ between types; so does D2 for a model that is not ``hardware_agnostic``. Else D2 may mix types, and so may D0, which
+    promises equal bits for the same placement only. Raises Infeasible when nothing is left to run on, InputError when a
+    capability is missing or a constraint needs a figure that the job does not give.
     """
     limits = job.constraints
     offers = sorted((offer for offer in job.devices if offer.count > 0), key=lambda offer: natural_key(offer.type))
@@ -254,9 +259,9 @@ def from_job(job: Job, capabilities: Mapping[str, float]) -> Problem:
 
 
 def check_affordable(problem: Problem) -> None:
-    """Raise Infeasible when no device is left that has the memory for one EST and can be paid for."""
+    """Raise Infeasible, naming a minimal conflict, when no device has the memory for one EST and a price within the limit."""
     if not _can_run_one_est(problem):
-        # How many ESTs fit on a device, and how fast they run, is for the strategy to see.
+        # memory and price alone are to blame here; the other requirements are for each strategy to check
         basic = replace(problem, single_type=False, max_devices=None, min_throughput=None)
         raise conflict_error(problem, minimal_conflict(basic, _can_hold_part))
 
@@ -267,7 +272,7 @@ def _can_run_one_est(problem: Problem) -> bool:
 
 
 def _can_hold_part(problem: Problem) -> bool:
-    """Return whether a problem that keeps only some of the requirements could be solved, as far as memory and price go.
+    """Return whether memory and price allow a plan of a problem from which some requirements were dropped.
 
     With a price limit it is enough that one EST can run. Without one the memory must hold every EST, so that a shortage of
     memory is not blamed on the price.
@@ -279,7 +284,7 @@ def _can_hold_part(problem: Problem) -> bool:
 
 
 def _single_type_reason(limits: Constraints) -> str | None:
-    """Return the constraint that keeps a plan to one device type, in job.yaml's words; None: types may be mixed."""
+    """Return the constraint that keeps a plan to one device type, by its name in job.yaml; None: types may be mixed."""
     if limits.homogeneous:
         return "homogeneous"
     if limits.determinism == "D2" and limits.hardware_agnostic is False:
@@ -288,9 +293,9 @@ def _single_type_reason(limits: Constraints) -> str | None:
 
 
 def _device_type(offer: DeviceOffer, capabilities: Mapping[str, float], limits: Constraints) -> DeviceType:
-    """Return the offered type with exact figures: price in millionths, rounded up, and the ESTs that its memory holds.
+    """Return an offered type with exact figures: price in millionths, rounded up, and the ESTs that its memory holds.
 
-    ``capabilities``: mini-batches per second by type. Raises InputError where the type has none.
+    ``capabilities``: type -> mini-batches per second. Raises InputError where the type has none.
     """
     where = f"devices.{offer.type}.capability_per_s"
     if offer.type not in capabilities:
@@ -309,10 +314,10 @@ def _device_type(offer: DeviceOffer, capabilities: Mapping[str, float], limits: 
 
 
 def _memory_ests(offer: DeviceOffer, limits: Constraints) -> int | None:
-    """Return how many ESTs fit into a device's memory: 0 where not one does, None for any number.
+    """Return how many ESTs fit into a device's memory; None: any number, or not known.
 
     ESTs take turns, so a device that holds one holds any number. Only where the job gives ``memory_fixed_gib`` does each EST
-    need its own memory besides that.
+    need memory of its own beside that.
     """
     worker_gib = limits.memory_per_worker_gib
     if worker_gib is None or offer.memory_gib is None:
@@ -338,28 +343,33 @@ def _memory_text(limits: Constraints, devices: Sequence[DeviceType]) -> str:
 
 
 def _check_field_given(offers: Sequence[DeviceOffer], field: str, limit: float | None, constraint: str) -> None:
-    """Raise InputError where a constraint is set (``limit``) and an offered type lacks the ``field`` that it needs."""
+    """Raise InputError where a ``limit`` is set and an offered type lacks the ``field`` that it needs.
+
+    ``constraint``: the limit's name in job.yaml, for the message.
+    """
+    if limit is None:
+        return
     for offer in offers:
-        if limit is not None and getattr(offer, field) is None:
+        if getattr(offer, field) is None:
             where = f"devices.{offer.type}.{field}"
             raise InputError(where, "is missing", f"constraints.{constraint} needs it")
 
 
 class Requirement(NamedTuple):
-    """Something that job.yaml asks for and could be left out."""
+    """A constraint in job.yaml, which could be dropped."""
 
     name: str
-    """The constraint's name in job.yaml."""
+    """Its name in job.yaml."""
     text: str
-    """What it asks for, in an error's words."""
+    """What it asks for, in words for an error."""
     without: Callable[[Problem], Problem]
-    """Returns the same problem without it."""
+    """Returns a problem without this constraint."""
 
 
 def requirements(problem: Problem) -> list[Requirement]:
-    """Return the requirements that a job sets, each with its words for an error: what could be dropped to make a plan possible.
+    """Return the requirements that a job sets, which could be dropped to make a plan possible.
 
-    The number of devices that are offered is none of them.
+    The numbers of offered devices are not among them.
     """
     devices = sorted((*problem.devices, *problem.left_out), key=lambda device: device.name)
     est_limits = _joined(f"{device.max_ests} on a {device.name}" for device in devices if device.max_ests is not None)
@@ -371,7 +381,7 @@ def requirements(problem: Problem) -> list[Requirement]:
     price_limit = "" if budget is None else f"at most {budget / PRICE_UNIT:g} an hour; {prices}"
     single_type = f"devices of one type only; offered are {offered}" if problem.single_type else ""
     throughput = "" if min_throughput is None else f"at least {float(min_throughput):g} mini-batches/s"
-    # The order of the error message, and in which minimal_conflict drops requirements.
+    # minimal_conflict drops requirements in this order, and errors name them in it.
     rows = (
         Requirement("memory_per_worker_gib", memory, _without_memory),
         Requirement(
@@ -388,18 +398,19 @@ def requirements(problem: Problem) -> list[Requirement]:
 def demand_throughput(throughput: float, least: Fraction | float | None, most: str = "this strategy reaches") -> None:
     """Raise Infeasible when a plan's throughput is below ``least``, both in logical mini-batches per second.
 
-    None demands nothing; a lack that rounding explains is none. ``most`` are the error's words before the throughput.
+    A relative difference of up to 1e-9 counts as rounding. ``least``: None demands nothing; ``most``: the words before the
+    throughput in the message.
     """
     if least is not None and throughput < float(least) * (1 - 1e-9):
         raise Infeasible(f"min_throughput: at least {float(least):g} mini-batches/s; {most} {throughput:.4g}")
 
 
 def minimal_conflict(problem: Problem, feasible: Callable[[Problem], bool]) -> list[Requirement]:
-    """Return requirements that cannot be kept together, and could if any one of them were dropped.
+    """Return a minimal set of requirements that cannot be kept together: without any one of them the others can.
 
-    A deletion filter: each requirement is left out in turn, for good when the rest is still infeasible. Of several such
-    sets it finds the one that keeps what stands last in :func:`requirements`. ``feasible`` must be exact. The problem
-    itself must be infeasible.
+    The problem must be infeasible, and ``feasible`` must tell exactly whether a problem has a plan. This is a deletion filter:
+    each requirement in turn is dropped for good if the rest is still infeasible. So of several minimal sets it finds the one
+    whose members stand last in :func:`requirements`.
     """
     kept: list[Requirement] = []
     remaining = problem
@@ -413,9 +424,9 @@ def minimal_conflict(problem: Problem, feasible: Callable[[Problem], bool]) -> l
 
 
 def conflict_error(problem: Problem, conflict: Sequence[Requirement], best: str = "") -> Infeasible:
-    """Return the error that names a minimal conflict, as :func:`minimal_conflict` found it.
+    """Return the error that names the requirements of a minimal conflict (:func:`minimal_conflict`).
 
-    ``best``: the throughput that all its requirements but ``min_throughput`` allow, in words; "": not known.
+    ``best``: the highest throughput that its requirements other than ``min_throughput`` allow, in words; "": not known.
     """
     if [requirement.name for requirement in conflict] == ["max_price_per_hour"]:
         all_types = (*problem.devices, *problem.left_out)
@@ -442,30 +453,30 @@ def _workers(problem: Problem) -> str:
 
 
 def _joined(parts: Iterable[str]) -> str:
-    """Return the parts of an error's text joined by commas; of those beyond the eighth only how many they are."""
+    """Return the first eight parts joined by commas, and the number of the others in words."""
     shown = list(parts)
     return ", ".join(shown[:8]) + (f" and {len(shown) - 8} more" if len(shown) > 8 else "")
 
 
 def _without_memory(problem: Problem) -> Problem:
-    """Return the problem as if memory were no limit: types that were left out for it are back."""
+    """Return the problem without limits by memory, with the types that were left out for lack of it."""
     devices = sorted((*problem.devices, *problem.left_out), key=lambda device: device.name)
     return replace(problem, devices=tuple(replace(device, memory_ests=None) for device in devices), left_out=())
 
 
 def _without_max_ests(problem: Problem) -> Problem:
-    """Return the problem without the limits on ESTs per device that the job sets."""
+    """Return the problem without the job's limits on ESTs per device."""
     devices = tuple(replace(device, max_ests=None) for device in problem.devices)
     left_out = tuple(replace(device, max_ests=None) for device in problem.left_out)
     return replace(problem, devices=devices, left_out=left_out)
 
 
 def capability_from_profile(frame: pd.DataFrame, device_type: str, batch_size: int, where: str) -> float:
-    """Return a device type's capability from a checked profile: 1 / step time at ``batch_size``, in mini-batches per second.
+    """Return a device type's capability in mini-batches per second from a checked profile: 1 / step time at ``batch_size``.
 
-    Rows of a single replica count, by the median of each batch size. Between measured batch sizes the step time is
-    interpolated linearly. Raises InputError when the profile has no such device (a profile of one device serves any type) or
-    when ``batch_size`` lies outside what was measured.
+    The step time is the median of the rows with one replica and no accumulation, interpolated linearly between measured batch
+    sizes. A profile of a single device is used for any type. Raises InputError when a profile of several lacks the type, or
+    when ``batch_size`` is outside the measured range. ``where`` is the profile's file.
     """
     single = frame[frame["num_replicas"] == 1]
     if "accumulation_steps" in single.columns:  # a step of several passes is no mini-batch of its local batch size
@@ -485,9 +496,9 @@ def capability_from_profile(frame: pd.DataFrame, device_type: str, batch_size: i
 
 
 def capability_from_graph(graph: Graph) -> float:
-    """Return the capability that a timed graph tells: 1 / its step time with the update, in mini-batches per second.
+    """Return the capability in mini-batches per second from a timed graph: 1 / seconds of its compute and update.
 
-    A mini-batch has the graph's batch size. Raises InputError when the graph takes no time.
+    A mini-batch has the graph's batch size. Raises InputError when its compute takes no time.
     """
     step_s = float(graph.duration_s[graph.kind == COMPUTE].sum()) + float(graph.meta.get("update_s") or 0.0)
     if not step_s > 0:

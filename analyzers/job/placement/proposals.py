@@ -1,8 +1,8 @@
 """EasyScale's intra-job scheduler (section 3.4): the throughput on a job's devices, and the gain of more devices.
 
-Role 1 is :func:`best_throughput`, role 2 :func:`proposals`; :func:`accept` is the cluster's side of role 3.
-All are exact, by the closed form: throughput is ``maxP / f`` with f the smallest step time that leaves room for every EST.
-Pure functions: the cluster simulator and the ``companion`` command call them.
+Its role 1 is :func:`best_throughput`, role 2 :func:`proposals`; :func:`accept` is the cluster's side of role 3. Throughput is
+exact: ``max_workers`` over the smallest step time in which the devices run every EST. Functions are pure: the cluster
+simulator and the ``companion`` command call them.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from ddltool.analyzers.job.placement.steps import StepTable, integer_weights, sm
 from ddltool.errors import InputError, did_you_mean
 from ddltool.graph import natural_key
 
-# For more step times than these, a table costs more than it saves.
+# For more step times than these, making a table takes longer than it saves.
 _LARGEST_TABLE = 50_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Proposal:
-    """``count`` more devices of one type."""
+    """A job's request for ``count`` more devices of one type."""
 
     device_type: str
     count: int
     throughput: float
-    """With them, logical mini-batches per second."""
+    """Logical mini-batches per second with these devices added."""
     speedup: float
-    """Over the throughput on what is held; when nothing is held, over one device of the slowest known type."""
+    """Throughput over that on the held devices; when nothing is held, over that of one device of the slowest known type."""
     speedup_per_gpu: float
-    """Gain in ``speedup`` over the held devices, divided by ``count``."""
+    """Gain in throughput, relative as in ``speedup``, divided by ``count``."""
 
 
 def best_throughput(capability: Mapping[str, float], held: Mapping[str, int], max_workers: int) -> float:
-    """Return the most logical mini-batches per second on the held devices (role 1); 0 when nothing is held.
+    """Return the highest throughput on the held devices in logical mini-batches per second (role 1); 0 when nothing is held.
 
-    ``capability``: mini-batches per second of one EST alone by device type; ``held``: devices by type. Exact (EasyScale,
-    Equation 1); some microseconds. Raises InputError for capabilities that are not positive, negative counts, types
+    ``capability``: device type -> mini-batches per second of one EST alone; ``held``: device type -> devices. Exact (EasyScale,
+    Equation 1), in some microseconds. Raises InputError for capabilities that are not positive, negative counts, types
     without a capability, or ``max_workers`` below 1.
     """
     names = _checked_names(capability, held, max_workers)
@@ -64,18 +64,18 @@ def proposals(
     top_k: int,
     homogeneous: bool,
 ) -> list[Proposal]:
-    """Return the ``top_k`` scale-outs by devices of one type, highest speedup per device first (role 2).
+    """Return the ``top_k`` best requests for more devices of one type, highest speedup per device first (role 2).
 
-    ``held`` and ``free``: devices by type that the job has, and could get; the others as in :func:`best_throughput`. On
-    equal speedup per device, more devices first, then the type's name. Only counts that make the job faster than one device
-    fewer are proposed. A homogeneous job only asks for the type that it holds. Raises InputError as :func:`best_throughput`
-    does, and for a ``top_k`` below 1.
+    ``held`` and ``free``: device type -> devices that the job has, and could get; the others as in :func:`best_throughput`. Of
+    equal speedups per device, more devices come first, then the type's name decides. A count is proposed only if the job is
+    faster with it than with one device fewer. A ``homogeneous`` job asks only for the type that it holds. Raises InputError as
+    :func:`best_throughput` does, and for a ``top_k`` below 1.
     """
     if top_k < 1:
         raise InputError("top_k", f"is {top_k}", "ask for one proposal at least")
     offered = _checked_names(capability, free, max_workers)
     names_held = _checked_names(capability, held, max_workers)
-    if homogeneous and names_held:  # it runs on one of several held types: the one with most throughput
+    if homogeneous and names_held:  # where it holds several types, it runs on the one with most throughput
         kept_name = max(names_held, key=lambda name: best_throughput(capability, {name: held[name]}, max_workers))
         offered, names_held = [name for name in offered if name == kept_name], [kept_name]
     if not offered:
@@ -92,19 +92,19 @@ def proposals(
                 speedup_each = (speed - held_throughput) / reference / count
                 speedup = {"speedup": speed / reference, "speedup_per_gpu": speedup_each}
                 candidates.append(Proposal(device_type=name, count=count, throughput=speed, **speedup))
-    return sorted(candidates, key=_priority)[:top_k]
+    return sorted(candidates, key=_sort_key)[:top_k]
 
 
 def accept(offers: Iterable[tuple[str, Proposal]], free: Mapping[str, int]) -> list[tuple[str, Proposal]]:
-    """Return which (job, proposal) pairs a cluster grants: greedily by speedup per device, more devices first on a tie.
+    """Return the (job, proposal) pairs that a cluster grants (EasyScale, section 3.4).
 
-    One proposal for each job at most, as long as the free devices last (EasyScale, section 3.4). Jobs with equal
-    proposals are served in natural order of their names.
+    Pairs are taken in the order of speedup per device, then more devices, then the job's name in natural order. One is granted
+    if the ``free`` devices (by type) suffice and its job has no grant yet.
     """
     left = dict(free)
     granted: list[tuple[str, Proposal]] = []
     served: set[str] = set()
-    for job, proposal in sorted(offers, key=lambda offer: (*_priority(offer[1])[:2], natural_key(offer[0]))):
+    for job, proposal in sorted(offers, key=lambda offer: (*_sort_key(offer[1])[:2], natural_key(offer[0]))):
         if job not in served and proposal.count <= left.get(proposal.device_type, 0):
             left[proposal.device_type] -= proposal.count
             served.add(job)
@@ -112,10 +112,10 @@ def accept(offers: Iterable[tuple[str, Proposal]], free: Mapping[str, int]) -> l
     return granted
 
 
-def _priority(proposal: Proposal) -> tuple[float, int, tuple[tuple[int, int, str], ...]]:
+def _sort_key(proposal: Proposal) -> tuple[float, int, tuple[tuple[int, int, str], ...]]:
     """Return the key by which the better proposal sorts first: speedup per device, then more devices, then the type's name.
 
-    Speedups are compared to nine digits, so that rounding does not decide between equal ones.
+    Speedups are rounded to nine digits, so that rounding errors do not decide between equal ones.
     """
     return -float(f"{proposal.speedup_per_gpu:.9g}"), -proposal.count, natural_key(proposal.device_type)
 
@@ -123,7 +123,7 @@ def _priority(proposal: Proposal) -> tuple[float, int, tuple[tuple[int, int, str
 def _checked_names(capability: Mapping[str, float], counts: Mapping[str, int], max_workers: int) -> list[str]:
     """Return the types with a positive count, in natural order of their names.
 
-    Raises InputError as :func:`best_throughput` says.
+    Raises InputError as :func:`best_throughput` does.
     """
     if max_workers < 1:
         raise InputError("max_workers", f"is {max_workers}", "at least one logical worker")
@@ -142,7 +142,7 @@ def _throughputs_with_added(
 ) -> Sequence[float]:
     """Return the throughputs, in mini-batches per second, with 1, 2, ... more devices of the type ``name``.
 
-    They go up to ``free`` devices, or to ``max_workers``, beyond which none can help. ``held``: devices held by type.
+    The last is with ``free`` devices or, as more cannot help, with ``max_workers``. ``held``: device type -> devices held.
     """
     names = sorted({*held, name}, key=natural_key)
     capabilities = tuple(float(capability[type_name]) for type_name in names)
@@ -151,7 +151,7 @@ def _throughputs_with_added(
         np.int64
     )
     vectors[:, names.index(name)] += np.arange(1, max_added + 1)
-    if max_workers * len(names) > _LARGEST_TABLE:  # then one bisection for each number of added devices
+    if max_workers * len(names) > _LARGEST_TABLE:  # one bisection per number of added devices instead of a table
         weights = _weights(capabilities)
         smallest_steps = [smallest_step(weights, counts, max_workers) for counts in vectors.tolist()]
         return [_throughput(capabilities[step[1]], step[0], max_workers) for step in smallest_steps if step is not None]
@@ -161,19 +161,19 @@ def _throughputs_with_added(
 
 @lru_cache(maxsize=4096)
 def _weights(capabilities: tuple[float, ...]) -> tuple[int, ...]:
-    """Return whole numbers in the exact ratio of the capabilities; kept, as the same jobs ask again and again."""
+    """Return whole numbers in the exact ratio of the capabilities; cached, because simulated jobs ask again and again."""
     return integer_weights(tuple(exact(capability) for capability in capabilities))
 
 
 @lru_cache(maxsize=512)
 def _table(capabilities: tuple[float, ...], max_workers: int) -> StepTable:
-    """Return the table of step times of types with these capabilities; kept, as the same jobs ask again and again."""
+    """Return the table of step times of types with these capabilities; cached, as :func:`_weights` is."""
     return step_table(tuple(exact(capability) for capability in capabilities), max_workers)
 
 
 def _throughput(capability: float, k: int, max_workers: int) -> float:
     """Return the mini-batches per second of ``max_workers`` ESTs in a step of ``k / capability`` seconds.
 
-    It is exact until a single rounding at the end, so that equal throughputs compare as equal.
+    It is rounded once, at the end, so that equal throughputs compare as equal.
     """
     return float(max_workers * exact(capability) / k)

@@ -1,10 +1,10 @@
-"""Step times and EST capacities in whole numbers: what every planner of this package is built on.
+"""Step times and EST capacities in whole numbers, on which every planner of this package is built.
 
-An EST is EasyScale's logical worker; those of one device take turns. In a step of T seconds a device of capability C (ESTs
-per second) has room for ``floor(C T)`` of them (EasyScale, Equation 1). So the best step time on given devices is the
-smallest of the numbers ``k / C_i`` in which they have room for every EST: one bisection (:func:`smallest_step`), or, for
-many vectors of devices at once, a table of all those numbers (:class:`StepTable`). :func:`evaluate` distributes the ESTs
-and returns a plan's figures, checked from scratch after every solve.
+An EST is EasyScale's logical worker; the ESTs of one device take turns. In a step of s seconds a device of capability C (ESTs
+per second) has capacity for ``floor(C s)`` of them (EasyScale, Equation 1). So the best step time on given devices is the
+smallest of the numbers ``k / C_i`` in which they have capacity for every EST. It is found by one bisection
+(:func:`smallest_step`) or, for many vectors of devices at once, in a table of all those numbers (:class:`StepTable`).
+:func:`evaluate` distributes the ESTs and returns a plan's figures, verified from scratch. T is the number of device types.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ddltool.arrays import Floats, Ints
 from ddltool.errors import InputError
 from ddltool.plans import Alternative, Assignment, Plan
 
-# (T,) devices in use of each type of a problem.
+# (T,) devices of each type of a problem.
 Counts = tuple[int, ...]
 # A larger table takes seconds to make and gigabytes to keep.
 LARGEST_TABLE = 4_000_000
@@ -32,9 +32,10 @@ LARGEST_TABLE = 4_000_000
 
 @lru_cache(maxsize=4096)
 def integer_weights(capabilities: tuple[Fraction, ...]) -> tuple[int, ...]:
-    """Return the smallest whole numbers w in the same ratio as the capabilities C.
+    """Return the smallest whole numbers w in the same ratio as the capabilities C, which are above 0.
 
-    With them EST capacities need integers only, and are exact: ``floor(C_i k / C_j)`` is ``w_i k // w_j``.
+    With them EST capacities are exact in integers: in a step of ``k / C_j`` seconds, in which a device of type j runs k ESTs,
+    one of type i runs ``floor(C_i k / C_j) = w_i k // w_j``.
     """
     common = math.lcm(*(capability.denominator for capability in capabilities))
     weights = [int(capability * common) for capability in capabilities]
@@ -51,25 +52,25 @@ def smallest_step(
 ) -> tuple[int, int] | None:
     """Return (k, i) such that ``k / C_i`` is the smallest step time with capacity for ``max_workers`` ESTs (logical workers).
 
-    None means that no step is long enough, because ESTs or devices are limited. For each type i a bisection finds the least k;
-    it starts from bounds that follow from ``x - 1 < floor(x) <= x``, so it takes a few integer operations.
+    None where no step is long enough, because ESTs or devices are limited. For each type i a bisection finds the least k; it
+    starts from bounds that follow from ``x - 1 < floor(x) <= x``, so it takes a few integer operations.
 
     Args:
         weights: capabilities of the T types as integers, from :func:`integer_weights`.
         counts: devices of each type, at least one in all.
         max_workers: ESTs to place.
-        limits: most ESTs on one device of each type; None for a type without a limit.
-        max_devices: most devices in use; the devices of the largest capacity are counted.
+        limits: most ESTs on one device of each type, None for a type without a limit; None: no limits.
+        max_devices: most devices in use, which are those of the largest capacities; None: no limit.
     """
     est_caps = [max_workers if limit is None else min(limit, max_workers) for limit in limits or (None,) * len(weights)]
     offers = [(weight, count, limit) for weight, count, limit in zip(weights, counts, est_caps, strict=True) if count]
     total_weight = sum(weight * count for weight, count, _ in offers)
     device_count = sum(count for _, count, _ in offers)
-    # Without limits capacity is a plain sum, for which the bounds hold; with them the capacities are sorted and counted.
+    # Without limits the total capacity is a plain sum, for which the bounds hold; with them, largest capacities count first.
     is_floor_sum = limits is None and (max_devices is None or max_devices >= device_count)
 
     def has_capacity(k: int, weight: int) -> bool:
-        """Return whether the devices have room for all ESTs in a step of ``k / C``, C being the capability of this weight."""
+        """Return whether the devices can run all ESTs in a step of ``k / C`` seconds, with C the capability of ``weight``."""
         if is_floor_sum:
             return sum(count * (other_weight * k // weight) for other_weight, count, _ in offers) >= max_workers
         devices_left, ests_held = device_count if max_devices is None else max_devices, 0
@@ -84,13 +85,13 @@ def smallest_step(
     for type_index, (weight, count) in enumerate(zip(weights, counts, strict=True)):
         if not count:
             continue
-        # Invariant: the smallest k with capacity lies in [low, high]. Below low even the capacities before rounding down are
-        # too small in all; rounding takes less than one EST from each device, so that maxP + devices before it are enough.
+        # The smallest k with enough capacity lies in [low, high]. Below low even the capacities before rounding down add up to
+        # too little; rounding down takes less than one EST per device, so max_workers + device_count before it are enough.
         low = -(-max_workers * weight // total_weight)
         high = est_caps[type_index]
         if is_floor_sum:
             high = min(-(-(max_workers + device_count) * weight // total_weight), max_workers)
-        if best is not None:  # no k past the best step time so far matters: that time in this type's units, rounded up
+        if best is not None:  # steps longer than the best one so far do not matter: its k for this type, rounded up
             best_k, best_type = best
             high = min(high, -(-best_k * weight // weights[best_type]))
         if low > high or not (is_floor_sum or has_capacity(high, weight)):
@@ -102,11 +103,11 @@ def smallest_step(
 
 
 def best_step(problem: Problem, counts: Counts | None = None) -> Fraction | None:
-    """Return the smallest step time in seconds on the offered devices, or on ``counts`` (T,) of them (EasyScale, Equation 1).
+    """Return the exact smallest step time in seconds on all offered devices, or on ``counts`` (T,) of them.
 
-    None means that the devices do not hold every EST. The step time is exact. The price limit and the required throughput
-    are ignored, so under a price limit no plan beats this step time. With ``counts`` every device runs at least one EST, so
-    the step is at least as long as one EST takes on the slowest of them.
+    None where the devices cannot run every EST. The price limit and the required throughput are ignored, so with a price limit
+    it is a lower bound. With ``counts`` every device runs at least one EST, so the step is at least as long as one EST takes
+    on the slowest of them (EasyScale, Equation 1).
     """
     devices, limits = problem.devices, tuple(device.most_ests for device in problem.devices)
     weights = integer_weights(tuple(device.capability_per_s for device in devices))
@@ -114,7 +115,7 @@ def best_step(problem: Problem, counts: Counts | None = None) -> Fraction | None
     vectors = [tuple(device.count for device in devices) if counts is None else counts]
     if counts is None and problem.single_type:
         vectors = [tuple(device.count * (device is only_device) for device in devices) for only_device in devices]
-    bounds = limits if any(limits) else None  # None where no type has a limit: the bisection is then shorter
+    bounds = limits if any(limits) else None  # where no type has a limit, None makes the bisection shorter
     candidates = [
         smallest_step(weights, vector, problem.max_workers, bounds, max_devices) for vector in vectors if any(vector)
     ]
@@ -130,19 +131,19 @@ def best_step(problem: Problem, counts: Counts | None = None) -> Fraction | None
 def distribute_ests(
     capacities: Sequence[int], counts: Sequence[int], workers: int, speeds: Sequence[int]
 ) -> list[list[tuple[int, int]]]:
-    """Return for each of T types its rows (devices, ESTs, which are logical workers, on each of them), most ESTs first.
+    """Return for each of T types its rows (number of devices, ESTs on each of these), most ESTs first.
 
-    Every device is filled to its capacity; the surplus over ``workers`` is then taken from the slowest types, evenly within a
-    type.
+    An EST is a logical worker. Every device is first filled to its capacity; then the surplus over ``workers`` is removed, from
+    the slowest types first and evenly within a type.
 
-    >>> distribute_ests([2, 3], [2, 1], 6, [1, 2])  # of 7 places one is left empty, on the slower type
+    >>> distribute_ests([2, 3], [2, 1], 6, [1, 2])  # capacity for 7, so the slower type runs one EST less
     [[(1, 2), (1, 1)], [(1, 3)]]
 
     Args:
         capacities: (T,) most ESTs on one device of each type.
         counts: (T,) devices of each type; each device keeps at least one EST.
-        workers: ESTs in all.
-        speeds: (T,) order of the types, higher is faster.
+        workers: ESTs in all, which must fit.
+        speeds: (T,) numbers that rank the types, higher is faster.
     """
     type_ests = [capacity * count for capacity, count in zip(capacities, counts, strict=True)]
     surplus = sum(type_ests) - workers
@@ -166,29 +167,29 @@ class StepTable:
     capabilities: tuple[Fraction, ...]
     max_workers: int
     type_indices: Ints
-    """(S,) index i of the device type in ``k / C_i``."""
+    """(S,) the i of ``k / C_i``, index of the device type."""
     multiples: Ints
-    """(S,) the k."""
+    """(S,) the k of ``k / C_i``."""
     capacities: Ints
     """(S, T) EST capacity of one device of each type: at most ``max_workers`` and the type's limit."""
     seconds: Floats
     """(S,) the step times."""
     throughputs: Floats
-    """(S + 1,) logical mini-batches per second, ``maxP / T`` rounded once; the last is 0, for no step time."""
+    """(S + 1,) logical mini-batches per second, ``max_workers`` over the step time; the last is 0 and means no step."""
 
     def step(self, step_index: int) -> Fraction:
-        """Return the exact step time in seconds of a row of the table."""
+        """Return the exact step time in seconds of the row ``step_index``."""
         return int(self.multiples[step_index]) / self.capabilities[int(self.type_indices[step_index])]
 
     def smallest_steps(self, vectors: Ints) -> Ints:
         """Return (V,) the row of the smallest step time for each of the (V, T) device counts; S where none is long enough.
 
-        One bisection over the S rows for all V vectors at once, as capacities grow with the step time.
+        It is one bisection over the S rows for all V vectors at once, because capacities grow with the step time.
         """
         low = np.zeros(len(vectors), dtype=np.int64)
         high = np.full(len(vectors), len(self.multiples), dtype=np.int64)
         for _ in range(len(self.multiples).bit_length() + 1):
-            # At most S - 1: a vector that no row is long enough for ends at S, which is no row.
+            # A vector for which no row is long enough ends at low = high = S, which must not be used as an index.
             middle = np.minimum((low + high) // 2, len(self.multiples) - 1)
             fits = np.einsum("vt,vt->v", vectors, self.capacities[middle]) >= self.max_workers
             low, high = np.where((low < high) & ~fits, middle + 1, low), np.where((low < high) & fits, middle, high)
@@ -197,8 +198,8 @@ class StepTable:
     def best_steps(self, vectors: Ints, *, homogeneous: bool = False) -> tuple[Ints, Ints]:
         """Return (V,) the row of the smallest step time for each of the (V, T) device counts, and (V, T) the devices in use.
 
-        Types of the largest capacity are used first, so the fewest devices are in use. Where no step time is long enough
-        the index is S and no device is in use. ``homogeneous`` keeps each vector to the one type with the smallest step.
+        Types of the largest capacity are used first, so that the fewest devices are in use. Where no step time is long enough,
+        the row is S and no device is in use. ``homogeneous``: each vector uses only the one type with the smallest step.
         """
         type_indices = np.arange(vectors.shape[1])
         if homogeneous:
@@ -229,8 +230,8 @@ def step_table(
 ) -> StepTable:
     """Return the table of all step times ``k / C_i`` of device types with these capabilities, each with its EST capacities.
 
-    A capability is mini-batches per second of one EST alone. ``most_ests`` limits the ESTs on one device of each type; None for
-    a type without a limit. Raises InputError when the table would have more than ``LARGEST_TABLE`` rows.
+    ``capabilities``: mini-batches per second of one EST alone, by type; ``most_ests``: most ESTs on one device by type, None
+    for a type without a limit. Raises InputError when the table would have more than ``LARGEST_TABLE`` rows.
     """
     type_count = len(capabilities)
     limits = [max_workers if limit is None else min(limit, max_workers) for limit in most_ests or (None,) * type_count]
@@ -247,11 +248,11 @@ def step_table(
     throughputs = np.concatenate(
         [_ratios(limit, rate.denominator, max_workers * rate.numerator, inverse=True) for rate, limit in pairs]
     )
-    # Rounded quotients keep the order of the exact ones except for ties; of step times that round to the same float the
-    # smaller one has no larger capacities.
+    # Rounded step times are in the order of the exact ones, except that different ones may round to the same float; of these
+    # the smaller one has no larger capacities, so the sum of capacities puts them in order.
     row_order = np.lexsort((capacities.sum(axis=1), seconds))
     capacities, seconds = capacities[row_order], seconds[row_order]
-    # Of rows with the same capacities only the first, the shortest step, can be a best step.
+    # Of rows with the same capacities only the first, which has the shortest step, can be a best step.
     is_new_row = np.append(True, (capacities[1:] != capacities[:-1]).any(axis=1))
     return StepTable(
         capabilities=capabilities,
@@ -265,9 +266,9 @@ def step_table(
 
 
 def _ratios(limit: int, numerator_factor: int, denominator: int, *, inverse: bool = False) -> Floats:
-    """Return (limit,) ``k numerator_factor / denominator`` for k from 1, or the ``inverse``, as the floats nearest to them.
+    """Return (limit,) the floats nearest to ``k numerator_factor / denominator`` for k = 1, 2, ..., or to their inverses.
 
-    Python divides whole numbers with a single rounding. Where all of them are exact as floats numpy does the same, faster.
+    Python divides whole numbers with a single rounding. Where all of them are exact as floats, numpy does so too, and faster.
     """
     if max(limit * numerator_factor, denominator) < 2**53:  # exact as floats
         multiples = np.arange(1, limit + 1) * float(numerator_factor)
@@ -278,10 +279,10 @@ def _ratios(limit: int, numerator_factor: int, denominator: int, *, inverse: boo
 
 
 def _capacity_column(weight: int, weights: Sequence[int], limits: Sequence[int], est_limit: int) -> Ints:
-    """Return one type's capacity ``min(floor(C T), est_limit)`` in every step time ``T = k / C_j``, for type j after type j.
+    """Return the EST capacities of a device of one type in the step times ``k / C_j``: for each type j, k from 1 to its limit.
 
-    ``weight`` is the type's C as a whole number, ``weights`` and ``limits`` are those of all types: k goes from 1 to a type's
-    limit. Numbers that pass 64 bits are computed by Python.
+    ``weight`` and ``est_limit``: of the one type; ``weights`` and ``limits``: of all types. Weights are
+    :func:`integer_weights`. Numbers that need more than 64 bits are computed by Python.
     """
     columns = []
     for other_weight, step_count in zip(weights, limits, strict=True):
@@ -300,7 +301,7 @@ def _capacity_column(weight: int, weights: Sequence[int], limits: Sequence[int],
 
 
 def device_counts(plan: Plan | Alternative) -> dict[str, int]:
-    """Return how many devices of each type a plan uses."""
+    """Return device type -> number of devices that a plan uses."""
     counts: Counter[str] = Counter()
     for row in plan.assignments:
         counts[row.device_type] += row.devices
@@ -308,12 +309,12 @@ def device_counts(plan: Plan | Alternative) -> dict[str, int]:
 
 
 def counts_of(problem: Problem, plan: Plan) -> Counts:
-    """Return (T,) how many devices of each of the problem's types a plan uses."""
+    """Return (T,) the numbers of devices that a plan uses, in the order of the problem's types."""
     return problem.counts(device_counts(plan))
 
 
 def step_time_of(problem: Problem, counts: Counts) -> Fraction:
-    """Return the smallest step time in seconds on (T,) devices; ValueError where they cannot hold every EST."""
+    """Return the smallest step time in seconds on (T,) devices. Raises ValueError where they cannot run every EST."""
     step = best_step(problem, counts)
     if step is None:
         raise ValueError(f"{counts} devices have no room for {problem.max_workers} ESTs")
@@ -323,9 +324,9 @@ def step_time_of(problem: Problem, counts: Counts) -> Fraction:
 def evaluate(problem: Problem, counts: Counts) -> Alternative:
     """Return the plan that distributes the ESTs (logical workers) over ``counts`` (T,) devices, with its figures.
 
-    Its step is the smallest in which these devices run every EST; waste is the capability in use that the step leaves idle.
-
-    The plan is verified from scratch. Raises ValueError where the devices cannot hold the ESTs, or a constraint is broken.
+    Its step is the smallest in which these devices run every EST. Its waste is the capability of the devices minus the
+    throughput. The plan is verified from scratch (:func:`verify`). Raises ValueError where the devices cannot run the ESTs, or
+    a constraint is broken.
     """
     step = step_time_of(problem, counts)
     capacities = [problem.est_capacity(device, step) for device in problem.devices]
@@ -358,9 +359,9 @@ def evaluate(problem: Problem, counts: Counts) -> Alternative:
 
 
 def plan_of(problem: Problem, evaluated: Alternative, *, optimal: bool, gap: float, solve_seconds: float) -> Plan:
-    """Return a plan of the strategy est with the figures that :func:`evaluate` returned, and what the solver says of it.
+    """Return a plan of the strategy est with the figures that :func:`evaluate` returned and the solver's proof.
 
-    ``gap``: the share of the step time that a better plan could save at most.
+    ``gap``: largest share of the step time that a better plan could save; ``optimal``: whether the plan is proven best.
     """
     alternative_fields = {name: getattr(evaluated, name) for name in Alternative.model_fields}
     status = "optimal" if optimal else "feasible"
@@ -370,7 +371,7 @@ def plan_of(problem: Problem, evaluated: Alternative, *, optimal: bool, gap: flo
 def verify(problem: Problem, assignments: Sequence[Assignment]) -> Fraction:
     """Return the exact step time in seconds of a plan's ``assignments``, recomputed from scratch.
 
-    Raises ValueError, which would be this package's mistake and not the user's, when an EST is missing or doubled, a
+    Raises ValueError, which would be this package's mistake and not the user's, when an EST is missing or placed twice, a
     device is used that is not offered, or a constraint is broken.
     """
     offered = {device.name: device for device in problem.devices}

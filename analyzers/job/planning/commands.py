@@ -1,4 +1,7 @@
-"""The plan of a command: the script's own knobs, each combination recorded and predicted. Start at :func:`plan_command`."""
+"""Plans of a training command: its options are varied, and each combination is recorded and predicted.
+
+Start at :func:`plan_command`. A knob is an option of the command with values to try.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +28,14 @@ from ddltool.graph_results import CommandPlan, PredictedRow, TriedCommand
 from ddltool.stages import Stage, Tell
 
 MOST = 64
-"""So many combinations of knobs are tried at most."""
+"""Largest number of combinations of values that are tried."""
 _RECORDING_BYTES = 2 * 2**30
-"""What a recording may take of this machine's memory."""
-# Launchers' options that say how many processes there are, as Knob.key has them.
+"""Memory of this machine that is allowed for each recording at the same time."""
+# Launchers' options for the number of processes on a node, in the form of Knob.key.
 _PROCESSES = {"nproc_per_node", "num_processes"}
 _NUMBER = re.compile(r"-?[0-9.]+(e-?[0-9]+)?")
 Costs = Callable[["NodeOfDevices"], tuple[CostModel, Fabric]]
-"""Returns what times the steps of a node's devices."""
+"""Node -> cost model of its devices, and their network."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,25 +43,26 @@ class Knob:
     """An option of a command and the values to try: ``--batch-size 4,8``, ``--batch-size=4,8`` or ``batch_size=4,8``."""
 
     name: str
+    """As the user wrote it, with its hyphens."""
     values: tuple[str, ...]
     is_joined: bool
-    """Whether a value follows behind ``=``."""
+    """Whether name and value are one word, joined by ``=``."""
 
     @property
     def key(self) -> str:
-        """Return the name without hyphens before it, and with underscores in it."""
+        """Return the name in the form in which options are compared: ``--batch-size`` as ``batch_size``."""
         return _key(self.name)
 
-    def of(self, words: Sequence[str]) -> str | None:
-        """Return the value that stands in a command; None: none."""
+    def value_in(self, words: Sequence[str]) -> str | None:
+        """Return the option's value in a command, "" for an option without one; None where the option is not there."""
         place = self._place(words)
         if place is None:
             return None
         _, equals, value = words[place].partition("=")
         return value if equals else words[place + 1] if _has_value(words, place) else ""
 
-    def put(self, words: Sequence[str], value: str) -> list[str]:
-        """Return a command with a value: where the option stands and as it is written there, else behind the others."""
+    def set_in(self, words: Sequence[str], value: str) -> list[str]:
+        """Return the command with the option set to ``value``: in its place and spelling, or at the end if it is not there."""
         place = self._place(words)
         if place is None:
             return [*words, f"{self.name}={value}"] if self.is_joined else [*words, self.name, value]
@@ -68,7 +72,7 @@ class Knob:
         return [*words[: place + 1], value, *words[place + 1 + _has_value(words, place) :]]
 
     def _place(self, words: Sequence[str]) -> int | None:
-        """Return where the option stands last: that one counts."""
+        """Return the index of the option's last occurrence, the one that counts; None where there is none."""
         named = [
             place
             for place, word in enumerate(words)
@@ -78,17 +82,21 @@ class Knob:
 
 
 def _key(name: str) -> str:
+    """Return an option's name without leading hyphens, with underscores for the others."""
     return name.lstrip("-").replace("-", "_")
 
 
 def _has_value(words: Sequence[str], place: int) -> bool:
-    """Return whether the word behind an option is its value."""
+    """Return whether the word after the option at ``place`` is its value: it starts without a hyphen or is a number."""
     following = words[place + 1 : place + 2]
     return bool(following) and (not following[0].startswith("-") or _NUMBER.fullmatch(following[0]) is not None)
 
 
 def knobs_of(texts: Sequence[str]) -> list[Knob]:
-    """Return the knobs in texts such as ``--batch-size 4,8,16``. Raises InputError for one without values, or given twice."""
+    """Return the knobs that texts such as ``--batch-size 4,8,16`` describe.
+
+    Raises InputError for a text without values, an option that is given twice, and more than :data:`MOST` combinations.
+    """
     knobs: list[Knob] = []
     for text in texts:
         match = re.fullmatch(r"\s*([^\s=,]+)(\s*=\s*|\s+|$)(.*?)\s*", text, re.DOTALL)
@@ -106,7 +114,7 @@ def knobs_of(texts: Sequence[str]) -> list[Knob]:
 
 @dataclass(frozen=True, slots=True)
 class NodeOfDevices:
-    """The devices of one node: their type as the table has it, and how many."""
+    """The devices of one node: the name of their type in the device table, and their number."""
 
     device: str
     count: int
@@ -114,13 +122,16 @@ class NodeOfDevices:
 
 @dataclass(frozen=True, slots=True)
 class _Variant:
-    """A command to try, and how its values differ."""
+    """A command to try."""
 
     words: tuple[str, ...]
     values: Mapping[str, str]
+    """Knob's name -> value in this command."""
     is_given: bool
+    """Whether it is the user's own command."""
 
     def tried(self, node: NodeOfDevices, row: PredictedRow | None = None, failure: str | None = None) -> TriedCommand:
+        """Return the record of this command on ``node``: its predicted ``row``, or the text of its ``failure``."""
         return TriedCommand(
             command=shlex.join(self.words),
             values=dict(self.values),
@@ -146,16 +157,26 @@ def plan_command(
 ) -> CommandPlan:
     """Return the predicted steps of a command and of its variants on each type of devices, the fastest that fits first.
 
-    Each variant is recorded once, in a process of its own, as many at once as there are cores, and ended after ``limit_s``.
-    ``devices`` are those of a node, whose launcher starts a process on each. Raises InputError for a command that cannot be
-    read, devices that do not agree with its launcher, and where no variant at all can be recorded.
+    Each variant is recorded once per number of devices on a node, in a process of its own; as many at once as there are cores
+    and memory. On Ctrl-C the running ones are ended.
+
+    Args:
+        source: the command, as one text or as words.
+        devices: types to predict for, with the number on a node; the command's launcher starts a process on each device.
+        knobs: options to vary; the command as it is given is always tried.
+        costs: times the steps on a node's devices.
+        limit_s: seconds after which a recording is ended, which makes its variant fail.
+        keep_files: whether files that the script writes are kept.
+
+    Raises InputError for a command that cannot be read, for devices that do not agree with its launcher, and where no variant
+    can be recorded.
     """
     words = words_of(source)
-    many = any(knob.key in _PROCESSES for knob in knobs)
+    varies_processes = any(knob.key in _PROCESSES for knob in knobs)
     commands: dict[NodeOfDevices, list[str]] = {}
     remarks: dict[str, None] = {}
     for offer in devices:
-        node, on_node = _on_node(words, offer, table, remarks, may_leave=many)
+        node, on_node = _node_and_command(words, offer, table, remarks, may_idle=varies_processes)
         commands[node] = on_node
     for line in remarks:
         tell(line)
@@ -164,10 +185,10 @@ def plan_command(
         for variant in _variants(on_node, knobs):
             jobs.setdefault((variant.words, node.count), []).append((node, variant))
     at_once = max(1, min(os.cpu_count() or 1, len(jobs), _memory_bytes() // _RECORDING_BYTES))
-    ended, tried, lines = threading.Event(), list[TriedCommand](), list[str]()
+    ended, tried, assumptions = threading.Event(), list[TriedCommand](), list[str]()
 
     def run(job: tuple[tuple[str, ...], int]) -> list[TriedCommand]:
-        """Record a command and predict its steps on the nodes that it is for; the graph is let go."""
+        """Return the records of one command on its nodes: it is recorded and its steps predicted, or its failure is noted."""
         variant_words, count = job
         wanted = jobs[job]
         try:
@@ -178,8 +199,8 @@ def plan_command(
                 shows=len(jobs) == 1, ended=ended,
             )  # fmt: skip
             if line := assumed(graph):
-                lines.append(line)
-            return [variant.tried(node, row_of(graph, costs(node))) for node, variant in wanted]
+                assumptions.append(line)
+            return [variant.tried(node, predicted_row(graph, costs(node))) for node, variant in wanted]
         except InputError as error:
             failure = "; ".join(filter(None, (error.problem, error.remedy)))
             return [variant.tried(node, failure=failure) for node, variant in wanted]
@@ -190,22 +211,23 @@ def plan_command(
             for done, future in enumerate(as_completed([pool.submit(run, job) for job in jobs]), 1):
                 tried += future.result()
                 advance(done)
-        finally:  # on Ctrl-C those that run are ended, and the others not begun
+        finally:  # on Ctrl-C, end the recordings that run and do not begin the others
             ended.set()
             pool.shutdown(wait=False, cancel_futures=True)
     if all(one.row is None for one in tried):
         first = next(one for one in tried if one.given)
         problem, _, remedy = (first.failure or "").partition("; ")
         raise InputError(first.command, problem, remedy)
-    for line in sorted(lines, key=len)[-1:]:  # the others say much the same
+    for line in sorted(assumptions, key=len)[-1:]:  # the others say much the same
         tell(line)
     return _ranked(shlex.join(words), knobs, tried)
 
 
 def plan_recorded(graph: Graph, devices: Sequence[Offered], *, table: DeviceTable, costs: Costs) -> CommandPlan:
-    """Return the predicted steps of a recorded graph on each type of devices, in its own world, the fastest that fits first.
+    """Return the predicted steps of a recorded graph on each type of devices, the fastest that fits first.
 
-    ``graph.recorded`` must be there. A node without a number has eight devices, or all processes where they are fewer.
+    The number of processes stays that of the recording; ``graph.recorded`` must not be None. A device type without a number has
+    eight devices on a node, or as many as there are processes where these are fewer.
     """
     assert graph.recorded is not None
     whole = _Variant(tuple(shlex.split(graph.name)), {}, is_given=True)
@@ -213,21 +235,21 @@ def plan_recorded(graph: Graph, devices: Sequence[Offered], *, table: DeviceTabl
     nodes = dict.fromkeys(
         NodeOfDevices(table.gpu(one.type, "--devices").name, one.count or per_node) for one in devices
     )
-    return _ranked(graph.name, (), [whole.tried(node, row_of(graph, costs(node))) for node in nodes])
+    return _ranked(graph.name, (), [whole.tried(node, predicted_row(graph, costs(node))) for node in nodes])
 
 
-def row_of(graph: Graph, cost: tuple[CostModel, Fabric]) -> PredictedRow:
-    """Return a recorded step's row on one device type."""
+def predicted_row(graph: Graph, cost: tuple[CostModel, Fabric]) -> PredictedRow:
+    """Return the predicted figures of a recorded step on the devices and network of ``cost``."""
     return predict_recorded(graph, [cost], graph.name).rows[0]
 
 
-def _on_node(
-    words: list[str], offer: Offered, table: DeviceTable, remarks: dict[str, None], *, may_leave: bool
+def _node_and_command(
+    words: list[str], offer: Offered, table: DeviceTable, remarks: dict[str, None], *, may_idle: bool
 ) -> tuple[NodeOfDevices, list[str]]:
-    """Return the node that is meant, and the command with as many processes on it where a launcher leaves that open.
+    """Return the node that ``offer`` means, and the command, with the number of processes added if torchrun needs it.
 
-    ``may_leave``: the processes are a knob, so that some devices may stay idle. ``remarks`` takes what is said of it.
-    Raises InputError where the two disagree.
+    ``may_idle``: whether the command may start fewer processes than there are devices, because their number is a knob. Remarks
+    for the user are added to ``remarks`` as keys. Raises InputError where offer and command disagree on the number.
     """
     device = table.gpu(offer.type, "--devices").name
     launch = launched(words, offer.count or DEVICES_PER_NODE)
@@ -242,14 +264,14 @@ def _on_node(
             ] = None
         return NodeOfDevices(device, offer.count or 1), words
     count = offer.count or launch.per_node
-    if launch.per_node > count or (launch.per_node < count and not may_leave):
+    if launch.per_node > count or (launch.per_node < count and not may_idle):
         problem = f"{count}x{device} is a node of {count}, and the command starts {launch.per_node} processes on each"
         raise InputError("--devices", problem, f"write {launch.per_node}x{device}, or --nproc-per-node {count}")
     return NodeOfDevices(device, count), words
 
 
 def _open_torchrun(words: Sequence[str], launch: Launched) -> int | None:
-    """Return the place of a torchrun that leaves open how many processes a node has; None: it says so, or is none."""
+    """Return the index in ``words`` of a torchrun that does not say how many processes a node has; None: there is none."""
     for place in range(len(words) - len(launch.script)):
         if os.path.basename(words[place]) == "torchrun" or words[place] == "torch.distributed.run":
             options = words[place + 1 : len(words) - len(launch.script)]
@@ -258,13 +280,16 @@ def _open_torchrun(words: Sequence[str], launch: Launched) -> int | None:
 
 
 def _variants(words: list[str], knobs: Sequence[Knob]) -> list[_Variant]:
-    """Return the command as it is and with each combination of values, each command once."""
-    standing = {knob.name: value for knob in knobs if (value := knob.of(words)) is not None}
+    """Return the command as given and with each combination of the knobs' values, without repeats.
+
+    The given command is marked also where a combination spells it; then its values are those of the combination.
+    """
+    standing = {knob.name: value for knob in knobs if (value := knob.value_in(words)) is not None}
     variants = {tuple(words): _Variant(tuple(words), standing, is_given=True)}
     for values in product(*(knob.values for knob in knobs)):
         changed = words
         for knob, value in zip(knobs, values, strict=True):
-            changed = knob.put(changed, value)
+            changed = knob.set_in(changed, value)
         named = dict(zip((knob.name for knob in knobs), values, strict=True))
         is_given = tuple(changed) in variants
         variants[tuple(changed)] = _Variant(tuple(changed), named, is_given)
@@ -272,11 +297,15 @@ def _variants(words: list[str], knobs: Sequence[Knob]) -> list[_Variant]:
 
 
 def _memory_bytes() -> int:
+    """Return the bytes of this machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _ranked(command: str, knobs: Sequence[Knob], tried: Sequence[TriedCommand]) -> CommandPlan:
-    """Return the plan: by tokens where the length of a sample varies, else by samples per second."""
+    """Return the plan with the commands in order: those that fit by speed, those that do not by memory, then the failed ones.
+
+    Speed is tokens per second where the variants' samples differ in length, else samples per second.
+    """
     rows = [one.row for one in tried if one.row is not None]
     lengths = {round((row.tokens_per_s or 0.0) / row.samples_per_s) for row in rows}
     varies = len(lengths) > 1 and 0 not in lengths
@@ -288,6 +317,7 @@ def _ranked(command: str, knobs: Sequence[Knob], tried: Sequence[TriedCommand]) 
     )
 
     def order(one: TriedCommand) -> tuple[int, float, str]:
+        """Return the sort key of a command."""
         if one.row is None:
             return 2, 0.0, one.command
         return (0, -plan.rate(one), one.command) if one.row.fits else (1, float(one.row.reserved_bytes), one.command)

@@ -36,9 +36,14 @@ def decide(
     sample. ``same-bits``: the fastest plan whose results do not depend on the number of devices. ``least-memory``: least
     memory on the fullest device. ``fewest-devices``: fewest that meet the deadline or the throughput.
 
-    Plans whose values differ by less than ``LEAST_GAIN`` or than the error of the compute times tie, and the simplest is
-    picked. Asynchronous workers, whose updates may be stale, must be ahead by ``STALENESS_MARGIN``. ``only`` names a single
-    strategy; None means all.
+    Plans tie whose values differ by less than ``LEAST_GAIN`` or than the error of the compute times; of these the simplest is
+    picked. Asynchronous workers, whose updates may be stale, must be ahead by ``STALENESS_MARGIN``.
+
+    Args:
+        problem: the placement problem of the job, with the speed of each device type.
+        model: what is known of the job's times, memory and communication.
+        options: how to plan, with the goal; None: the defaults.
+        only: the one strategy to plan by; None: all are compared.
 
     Raises Infeasible when no strategy has a plan, InputError when the objective lacks a price, a model or a limit.
     """
@@ -84,10 +89,10 @@ def decide(
 
 
 def _with_plans(candidates: Candidates, problem: Problem, only: str | None) -> tuple[list[Candidate], dict[str, str]]:
-    """Return the candidates that the objective takes, and strategy -> reason for those that have none.
+    """Return the candidates that the objective admits, and strategy -> reason for each strategy that has none.
 
-    ``only``: the one strategy to look at; None: all. Raises Infeasible where there is no candidate. Where limits on time or
-    money are the reason, it is the Missed of the candidate that missed them by least.
+    ``only``: the one strategy to look at; None: all. Raises Infeasible where there is no candidate. Where some candidates
+    missed limits on time or money, that is the :class:`Missed` of the one that missed them by least.
     """
     refused: dict[str, Infeasible] = {}
     taken = candidates.of(problem, refused, only)
@@ -106,13 +111,14 @@ def _with_plans(candidates: Candidates, problem: Problem, only: str | None) -> t
 def _compared(
     choice: _Choice, picked: Candidate, ranked: list[Candidate], problem: Problem, left_out: dict[str, str]
 ) -> Decision:
-    """Return the comparison of the picked candidate with the best of each strategy and with what one would do otherwise.
+    """Return the comparison of the picked candidate with the best of each strategy and with plans made without planning.
 
-    ``ranked``: all candidates, best first; ``left_out``: strategy -> why it has none.
+    ``ranked``: all candidates, best first; ``left_out``: strategy -> why it has no candidate. The decision's ``words`` are
+    still empty.
     """
     candidates, model = choice.candidates, choice.candidates.model
-    # One candidate per strategy, and size of groups: the best one, or the picked one.
-    best_per_strategy = list({_way(other.option): other for other in (*reversed(ranked), picked)}.values())
+    # One candidate per variant: the best one, as later entries replace earlier ones, or the picked one.
+    best_per_strategy = list({_variant_key(other.option): other for other in (*reversed(ranked), picked)}.values())
     best_per_strategy.sort(key=ranked.index)
     others = [other for other in best_per_strategy if other is not picked]
     baselines = candidates.usual(problem) or {"the plan itself": picked.option}
@@ -149,13 +155,13 @@ def _compared(
     )
 
 
-def _way(option: Option) -> tuple[str, str]:
-    """Return the key of options that are variants of each other, of which the comparison shows one: strategy and groups."""
+def _variant_key(option: Option) -> tuple[str, str]:
+    """Return (strategy, groups of devices); of options with the same key the comparison shows one."""
     return option.strategy, "" if option.group is None else option.group.text
 
 
 def _demand_inputs(goal: Goal, problem: Problem, model: JobModel) -> None:
-    """Raise InputError where the objective or a limit needs prices, a model or a limit that the job lacks."""
+    """Raise InputError where the goal needs prices, a model or a limit, and the job has none."""
     if goal.objective == "cheapest" or goal.budget < math.inf:
         unpriced = next((device.name for device in problem.devices if device.price_micro is None), None)
         if unpriced is not None:
@@ -174,14 +180,14 @@ class _Choice:
     """Ranks candidates by the goal and picks one."""
 
     def __init__(self, candidates: Candidates) -> None:
-        """Take the candidates' goal and model."""
+        """Take the goal and the job's model from ``candidates``."""
         self.candidates, self.goal = candidates, candidates.goal
 
     def value(self, option: Option) -> float:
-        """Return the value that options are ranked by; higher is better, and 0.0 stands for an unknown one.
+        """Return the value that options are ranked by; higher is better.
 
-        By objective it is samples per price, 1 / bytes, 1 / devices, or progress per second; time and price include the
-        slowdown by failures and checkpoints.
+        By objective it is samples per price, 1 / bytes, 1 / devices, else progress per second. Samples per price and progress
+        include the slowdown by failures and checkpoints. 0.0 where the price or the memory is not known.
         """
         slowdown = self.goal.slowdown(sum(option.devices.values()))
         if self.goal.objective == "cheapest":
@@ -195,7 +201,7 @@ class _Choice:
     def unsure(self, first: Candidate, second: Candidate) -> bool:
         """Return whether two candidates differ by less than the error of the compute times, so that either may be better.
 
-        Memory and numbers of devices are known without error.
+        False where that error is 0 or not known, and for objectives whose values have no error: memory and number of devices.
         """
         error = self.candidates.model.gain_error(first.option, second.option)
         values = self.value(first.option), self.value(second.option)
@@ -208,7 +214,10 @@ class _Choice:
         return not self.beats(first, second) and not self.beats(second, first)
 
     def beats(self, first: Candidate, second: Candidate) -> bool:
-        """Return whether a candidate is ahead by more than both the margin and the error of the compute times."""
+        """Return whether the first candidate is ahead by more than the margin and more than the error of the compute times.
+
+        The margin is larger for an asynchronous candidate against a synchronous one.
+        """
         asynchronous = [candidate.plan.superstep is not None for candidate in (first, second)]
         margin = STALENESS_MARGIN if asynchronous == [True, False] else LEAST_GAIN
         return self.value(first.option) > self.value(second.option) * (1 + margin) and not self.unsure(first, second)
@@ -216,8 +225,8 @@ class _Choice:
     def pick(self, candidates: list[Candidate]) -> Candidate:
         """Return the simplest of the candidates that no other beats.
 
-        Simpler is the earlier strategy of ``STRATEGIES``, then the smaller group, then fewer device types; then the higher
-        value and fewer devices decide.
+        A candidate is simpler if its strategy is earlier in ``STRATEGIES``, then if its group is smaller, then if it has fewer
+        device types. Among equally simple ones the higher value decides, then fewer devices.
         """
         unbeaten = [
             candidate for candidate in candidates if not any(self.beats(other, candidate) for other in candidates)
@@ -237,7 +246,8 @@ class _Choice:
 def _pareto(options: list[Option], candidates: Candidates, problem: Problem) -> list[Option]:
     """Return the Pareto front of time and price per sample, the fastest first; empty where a price is not known.
 
-    Its points are the strategies' options and the equal splits of single types.
+    Considered are ``options`` and equal splits on one device type, without those whose updates may be stale. An option must be
+    cheaper than all faster ones by more than ``LEAST_GAIN``.
     """
     if any(device.price_micro is None for device in problem.devices):
         return []
@@ -260,9 +270,9 @@ def _pareto(options: list[Option], candidates: Candidates, problem: Problem) -> 
 
 
 def _settings_of_whole_step(picked: Candidate) -> dict[str, BucketSetting | PrefetchSetting | None]:
-    """Return the fields ``ddp`` and ``fsdp2`` of the plan, with the times of a whole step, all accumulation passes included.
+    """Return the fields ``ddp`` and ``fsdp2`` of the plan (None: no such setting), with the times of a whole step.
 
-    The picked candidate's own settings carry the times of the last pass alone.
+    The picked candidate's own settings have the times of the step's last accumulation pass alone.
     """
     step_s, exposed = picked.option.iteration_s, picked.exposed
     times = {"step_s": step_s, "default_step_s": step_s + (picked.option.order_saves_s or 0.0)}
@@ -274,10 +284,7 @@ def _settings_of_whole_step(picked: Candidate) -> dict[str, BucketSetting | Pref
 
 
 def _all_layouts(picked: Candidate, ranked: list[Candidate]) -> list[Layout]:
-    """Return all layouts that were looked at, without repeats: the picked plan's, then the others'.
-
-    Layouts that do not fit into memory come last.
-    """
+    """Return the layouts of all candidates without repeats: first the picked one's; those that do not fit into memory last."""
     layouts = list(picked.layouts)
     for other in ranked:
         layouts += [layout for layout in other.layouts if layout not in layouts]
@@ -288,7 +295,7 @@ def _all_layouts(picked: Candidate, ranked: list[Candidate]) -> list[Layout]:
 def _unwaiting_throughput(picked: Candidate, problem: Problem) -> float:
     """Return the mini-batches per second that the plan's devices would make if none ever waited.
 
-    What the plan really makes less than that is its waste.
+    The plan's waste is this number minus its real throughput.
     """
     plan, option = picked.plan, picked.option
     if plan.strategy == "elastic-bsp":  # its throughput includes transfers in each iteration

@@ -1,7 +1,6 @@
-"""What a decision says to people: the answer in a sentence, why, how sure, and what next. Start at :func:`explained`.
+"""Sentences that explain a decision: the answer, why, how sure, and what to do next. Start at :func:`explained`.
 
-The decision itself is made by :mod:`~.compare`; here it becomes sentences. Functions called ``..._clause`` return a part of
-one.
+:mod:`~.compare` makes the decision. Functions called ``..._clause`` return a part of a sentence.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from ddltool.plans import Plan
 from ddltool.units import counted, faster_than, show_bytes, show_hours, show_money, show_rate, show_seconds
 
 Value = Callable[[Option], float]
-"""What options are ranked by, higher is better."""
-# From this share of communication in a step on, another number of samples per step gains more than any strategy.
+"""Returns the number that options are ranked by; higher is better."""
+# Share of communication in a step above which larger batches gain more than any strategy.
 _STARVED = 0.5
-# Below these a share reads as 0 %, and as 0.0 %.
+# Smaller shares are printed as 0 %, or with one decimal as 0.0 %.
 _LEAST_SHOWN, _LEAST_TENTH = 0.005, 0.0005
 # Share of a step below which communication is not worth mentioning.
 _NO_COMMUNICATION = 5e-5
@@ -59,15 +58,17 @@ def explained(
     first: Option,
     saved_as: str = "",
 ) -> tuple[list[str], str]:
-    """Return four sentences on the picked option (answer, reason, certainty, next step), and the next command.
+    """Return the sentences on the picked option (answer, reason, certainty, next step), and the next command to run.
 
-    A fifth sentence tells what else would save time, if anything would.
+    More sentences follow on what else would save time and on failures, where there is something to say.
 
     Args:
-        value: what options are ranked by, higher is better.
-        rival: the best option within the error of the compute times that is ahead of the picked one; None: no such option.
+        decision: the comparison, without its words.
+        plan: the picked plan; ``picked`` is its option.
+        value: option -> number that options are ranked by.
+        rival: the best option that is ahead of the picked one by less than the error of the compute times; None: none is.
         first: the highest-ranked option.
-        saved_as: the file that the plan is written to; empty: none.
+        saved_as: the file that the plan is written to; empty: it is not written.
     """
     gain = value(picked) / value(decision.baseline) - 1 if value(decision.baseline) else 0.0
     certainty, measuring_command = _certainty(decision, picked, gain, job, knowledge, value, rival)
@@ -100,7 +101,7 @@ def explained(
 
 
 def _failures(figures: FailureFigures) -> str:
-    """Return the sentences on failures: the share of time that trains, the checkpoints, and what each remedy would bring."""
+    """Return the sentences on failures: how often, the share of time that trains, checkpoints, and each remedy's goodput."""
     size = ""
     if figures.checkpoint_bytes is not None and figures.process_bytes is not None:
         size = f" of {show_bytes(figures.checkpoint_bytes)}"
@@ -126,22 +127,19 @@ def _failures(figures: FailureFigures) -> str:
 
 
 def _ordinal(number: int) -> str:
-    """Return a whole number as a rank, such as ``3rd``."""
+    """Return an ordinal number, such as ``3rd``."""
     ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
     return f"{number}{ending}"
 
 
 def _needs_only_batch(plan: Plan) -> bool:
-    """Return whether a training script can follow a plan by its batch size alone: no passes, no recomputing, no ESTs."""
+    """Return whether setting the batch size is all that a script must do: no accumulation, no recomputing, no ESTs."""
     recomputed = plan.sharding is not None and plan.sharding.checkpointing
     return not (plan.est_count or recomputed or any(row.accumulation_steps for row in plan.assignments))
 
 
 def why_not(option: Option, picked: Option, value: Value, tie: bool) -> str:
-    """Return in a few words why an option is not picked, such as ``12% behind``.
-
-    ``value`` is what options are ranked by, higher is better; ``tie``: whether the option ties with the picked one.
-    """
+    """Return in a few words why an option is not picked, such as ``12% behind``; ``tie``: it ties with the picked one."""
     ratio = value(option) / value(picked) - 1 if value(picked) else 0.0
     if tie and abs(ratio) < _LEAST_SHOWN:
         return "as good, more to change"
@@ -155,7 +153,7 @@ def why_not(option: Option, picked: Option, value: Value, tie: bool) -> str:
 def _answer(decision: Decision, plan: Plan, picked: Option, problem: Problem, value: Value, gain: float) -> str:
     """Return the sentences that name the devices, the work of each, the rate, the gain, and the whole run.
 
-    ``gain``: value of the picked option over the baseline's, less 1.
+    ``gain``: value of the picked option over the baseline's, minus 1.
     """
     offered = {device.name: device.count for device in (*problem.devices, *problem.left_out)}
     used_text = _joined(
@@ -170,12 +168,12 @@ def _answer(decision: Decision, plan: Plan, picked: Option, problem: Problem, va
 
 
 def _joined(parts: list[str]) -> str:
-    """Return the parts as a list in words, such as ``a, b and c``."""
+    """Return the parts joined as in ``a, b and c``."""
     return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
 
 
 def _counted_type(count: int, name: str, offered: int) -> str:
-    """Return so many devices of a type in words, such as ``2 of the 4 T4s``, ``the 4 T4s`` or ``the one T4``."""
+    """Return ``count`` of the ``offered`` devices of a type in words: ``2 of the 4 T4s``, ``the 4 T4s`` or ``the one T4``."""
     if count < offered:
         return f"{count} of the {_type_name(name, offered)}"
     return f"the {_type_name(name, count, numbered=True)}"
@@ -184,7 +182,7 @@ def _counted_type(count: int, name: str, offered: int) -> str:
 def _type_name(name: str, count: int, *, numbered: bool = False) -> str:
     """Return a device type with its number, such as ``4 T4s``; for one device ``T4``, or ``one T4`` if ``numbered``.
 
-    Names that end in "s", in "GB" or in a sign have no plural.
+    Names that end in "s", "GB" or a character that is no letter or digit get no plural s.
     """
     if count == 1:
         return f"one {name}" if numbered else name
@@ -193,9 +191,9 @@ def _type_name(name: str, count: int, *, numbered: bool = False) -> str:
 
 
 def _each_of_type(name: str, count: int, together: int = 1) -> str:
-    """Return the devices that take one share, such as ``each T4``, ``the T4`` where there is one, or ``each 2 T4s``.
+    """Return the devices that take one share in words: ``each T4``, ``the T4`` for a ``count`` of 1, or ``each 2 T4s``.
 
-    ``together``: devices that hold one replica of the model.
+    ``together``: number of devices that hold one replica of the model.
     """
     if together > 1:
         return f"each {_type_name(name, together)}"
@@ -203,10 +201,10 @@ def _each_of_type(name: str, count: int, together: int = 1) -> str:
 
 
 def _work_per_device(decision: Decision, plan: Plan, picked: Option) -> str:
-    """Return the clause on each device's work: samples, passes, logical workers or barriers.
+    """Return the clause on each device's work: layout, logical workers, barriers, or samples.
 
-    Where a layout (how the model is sharded, and whether it recomputes) was chosen, the clause names it. Empty for an unequal
-    split over more than three device types, which is too long to say.
+    A layout is how the model is sharded and whether it recomputes; it is named where one was chosen. Empty for samples on more
+    than three device types, which would be too long.
     """
     if decision.layouts and decision.layouts[0].text == picked.order:
         return _layout_clause(decision.layouts[0], picked.devices)
@@ -227,7 +225,7 @@ def _work_per_device(decision: Decision, plan: Plan, picked: Option) -> str:
 def _layout_clause(layout: Layout, devices: Mapping[str, int]) -> str:
     """Return the clause on a layout: how it shards and recomputes, the samples of each device, passes and memory.
 
-    ``devices``: how many of each type are used. A layout that neither shards nor recomputes is not named.
+    ``devices``: number of used devices by type. A layout on single devices that neither shards nor recomputes is not named.
     """
     passes = f" in {layout.passes} passes" if layout.passes > 1 else ""
     memory = show_bytes(max(layout.memory_bytes.values()))
@@ -244,7 +242,7 @@ def _layout_clause(layout: Layout, devices: Mapping[str, int]) -> str:
 
 
 def _rate(option: Option, step_items: float) -> str:
-    """Return the seconds of a step, with the interval where it is known, and the samples or tokens in a second."""
+    """Return the seconds of a step, with the interval where it is known, and ``step_items`` (samples or tokens) per second."""
     interval = ""
     if option.low_s is not None and option.high_s is not None and option.low_s > 0:
         interval = f" ({show_seconds(option.low_s)} to {show_seconds(option.high_s)})"
@@ -252,7 +250,7 @@ def _rate(option: Option, step_items: float) -> str:
 
 
 def _run(run: RunFigures | None) -> str:
-    """Return the sentence on time, price, energy and failures of the whole run; empty where its length is not known."""
+    """Return the sentence on time, price, energy and failures of the whole run; empty without ``run`` (length not known)."""
     if run is None:
         return ""
     text = f" The whole run takes {show_hours(run.hours)}"
@@ -267,7 +265,7 @@ def _run(run: RunFigures | None) -> str:
 
 
 def _gain(decision: Decision, picked: Option, value: Value, gain: float) -> str:
-    """Return the clause on the gain over the baseline, which is the best of what one would do without planning."""
+    """Return the clause on the gain over the baseline, the best plan that one would make without planning."""
     if abs(gain) >= LEAST_GAIN:
         return _ahead(gain, decision.objective) + decision.baseline_name
     has_same_devices = picked.devices == decision.baseline.devices
@@ -275,9 +273,9 @@ def _gain(decision: Decision, picked: Option, value: Value, gain: float) -> str:
 
 
 def _ahead(gain: float, objective: str) -> str:
-    """Return a gain of value in words, such as "25% faster than "; of a cost it is the share that is saved."""
+    """Return a gain in words, such as "25% faster than "; for objectives that are costs, the share of the cost saved."""
     better, worse = _BETTER.get(objective, ("faster", "slower"))
-    if objective in ("cheapest", "least-memory", "fewest-devices"):  # of a cost, what is saved of it
+    if objective in ("cheapest", "least-memory", "fewest-devices"):  # values are 1 / cost
         gain = 1 - 1 / (1 + gain) if gain > 0 else gain
         return f"{abs(gain):.0%} {better if gain >= 0 else worse} than "
     return f"{faster_than(gain)} "
@@ -286,12 +284,12 @@ def _ahead(gain: float, objective: str) -> str:
 def _why(decision: Decision, plan: Plan, picked: Option, first: Option, value: Value) -> str:
     """Return the sentence that says why the picked strategy wins, and how much communication is exposed.
 
-    It is made of clauses: the reason, what all devices would take, how far ahead the highest-ranked option (``first``) is
-    where another was picked, and the communication.
+    Its clauses: the reason, the step on all devices if fewer were picked, the lead of the highest-ranked option (``first``) if
+    another was picked, offloading, and communication.
     """
     is_single = sum(picked.devices.values()) == 1
     grouped = None if picked.group is None else _WHY_STAGES if picked.group.pipeline > 1 else _WHY_TENSORS
-    # Shares by speed are equal where all devices are equally fast.
+    # shares by speed may turn out equal, and then the reason is that of equal shares
     is_equal = picked.strategy == "lb-bsp" and len({row.local_batch_size for row in plan.assignments}) == 1
     alone = (
         "one device has nothing to share or to exchange" if is_single else _WHY["bsp" if is_equal else picked.strategy]
@@ -310,7 +308,10 @@ def _why(decision: Decision, plan: Plan, picked: Option, first: Option, value: V
 
 
 def _all_devices_clause(decision: Decision, picked: Option) -> str:
-    """Return the clause on what a step takes on all devices, where fewer were picked; empty where it is not longer."""
+    """Return the clause on the longer step on all devices, or else on the best layout on more types than were picked.
+
+    Empty where neither was compared.
+    """
     on_all = next((option for name, option in decision.baselines.items() if name.startswith("all ")), None)
     if on_all is not None and on_all.devices != picked.devices and on_all.iteration_s > picked.iteration_s:
         exposed_s = on_all.communication_s
@@ -326,7 +327,7 @@ def _all_devices_clause(decision: Decision, picked: Option) -> str:
 
 
 def _first_clause(decision: Decision, picked: Option, first: Option, value: Value) -> str:
-    """Return the clause on why the highest-ranked option is not picked; empty where its strategy is."""
+    """Return the clause on why the highest-ranked option is not picked; empty where its strategy is the picked one."""
     if first.strategy == picked.strategy or not value(picked):
         return ""
     stale_clause = f", but with updates up to {first.staleness} iterations stale" if first.staleness else ""
@@ -341,8 +342,7 @@ def _first_clause(decision: Decision, picked: Option, first: Option, value: Valu
 
 
 def _exposed_clause(picked: Option, communication_s: float) -> str:
-    """Return the clause on the communication that the step exposes, the order of transfers, and where the figure is from."""
-    # The error of communication is not known, whether simulated, fitted or measured in an earlier run.
+    """Return the clause on the step's exposed communication, the order of transfers, and the source of the figure."""
     is_fitted_or_measured = picked.order in (FITTED, MEASURED)
     saves_enough = (picked.order_saves_s or 0.0) >= _LEAST_SHOWN * picked.iteration_s
     is_order_shown = saves_enough or not picked.order.startswith("DDP, ")
@@ -364,9 +364,9 @@ def _certainty(
     value: Value,
     rival: Option | None,
 ) -> tuple[str, str]:
-    """Return the sentence on how sure the choice is, and the measuring command that would settle it; empty: it is settled.
+    """Return the sentence on how sure the choice is, and the measuring command that would settle it ("": it is settled).
 
-    ``gain``: of the picked option over the baseline; ``rival``: the best option ahead of it within the error; None: none is.
+    ``gain``: value of the picked option over the baseline's, minus 1; ``rival`` as in :func:`explained`.
     """
     remark = f"; {knowledge.remark}" if knowledge.remark else ""
     gain_error = decision.gain_error
@@ -406,7 +406,7 @@ def _certainty(
 
 
 def _gain_interval(gain: float, gain_error: float | None) -> str:
-    """Return the clause on the interval in which the gain lies; empty where its ends print alike, or none is known."""
+    """Return the clause on the interval of the gain; empty where its error is not known, or its ends are printed alike."""
     if not gain_error or abs(gain) < _LEAST_SHOWN:
         return ""
     low, high = (1 + gain) / (1 + gain_error), (1 + gain) * (1 + gain_error)
@@ -415,7 +415,7 @@ def _gain_interval(gain: float, gain_error: float | None) -> str:
 
 
 def _is_only_communication(picked: Option, baseline: Option) -> bool:
-    """Return whether two plans compute for the same time, so that what differs is their communication."""
+    """Return whether two plans compute for the same time, so that they differ by communication alone."""
     return bool(picked.communication_s) and abs(picked.compute_s / baseline.compute_s - 1) < _LEAST_TENTH
 
 
@@ -431,7 +431,7 @@ def _measuring_command(devices: Mapping[str, int], knowledge: JobModel, job: Job
 
 
 def _lead_clause(picked: Option, rival: Option | None, value: Value) -> str:
-    """Return the clause on by how much the rival may be better; empty without a rival, and where that is too little."""
+    """Return the clause on how much better the rival may be; empty without a rival, and where its lead prints as 0 %."""
     if rival is None or not value(picked):
         return ""
     lead = value(rival) / value(picked) - 1

@@ -1,9 +1,9 @@
 """The device counts of least cost, for any cost function, by branch and bound over boxes. Start at :func:`best_devices`.
 
-A box holds all device counts between two corners. Its bound is a lower bound on their values, by a cost model that leaves
-out the costs that it cannot bound; boxes are opened in order of their bounds, until no other can hold a smaller value. So
-the answer is over all subsets, and more devices, more options or more money never make it worse. Where time runs out, the
-least bound of the unopened boxes limits the distance from the best value.
+A box holds all device counts between two corners, and has a lower bound on their values. Boxes are split in the order of
+their bounds, until no other can hold a smaller value. So the answer is the best over all subsets of the devices, and more
+devices, options or money never make it worse. Where time runs out, the least bound of the open boxes limits the distance
+from the best value.
 """
 
 from __future__ import annotations
@@ -36,11 +36,13 @@ class Best(Generic[Evaluation]):
     bound: float
     """No device counts have a smaller value; equal to ``value``: proven best."""
     tried: int
+    """Number of device counts that were evaluated."""
     seconds: float
+    """CPU seconds of the search."""
 
     @property
     def gap(self) -> float:
-        """Relative distance to the bound; 0: proven."""
+        """How much higher the value is than the bound, as a share; 0: proven best; infinite for a bound of 0."""
         if self.value <= self.bound * (1 + _EQUAL):
             return 0.0
         return self.value / self.bound - 1 if self.bound > 0 else math.inf
@@ -59,14 +61,15 @@ def best_devices(
     """Return the device counts of least value that the problem's constraints allow; None where none has a value.
 
     Args:
-        value: from (T,) counts and the least value so far to the value on exactly these devices, with its evaluation;
-            None where there is no value, or none below the least one.
-        bound: from the corners of a box to a lower bound on the values inside; infinite where no counts are possible.
-        most: devices that can take part at all.
+        value: takes (T,) counts and the least value so far; returns the value on exactly these devices, with its evaluation,
+            or None where there is no value, or only one above the least so far.
+        bound: takes the two corners of a box, (T,) each; returns a lower bound on the values inside, infinite where no
+            counts are possible.
+        most: largest number of devices that can take part.
         limit_s: CPU seconds of this thread after which the best so far is returned; ``first`` and the largest counts
             are evaluated in any case.
         first: counts to evaluate before all others.
-        spare: whether the fewest devices are taken among equal values; else the first found, which are larger counts.
+        spare: whether to take the fewest devices among equal values; else the counts that were found first, which are larger.
     """
     widened = replace(problem, max_workers=most)
     started_s = time.thread_time()
@@ -75,7 +78,7 @@ def best_devices(
     best: tuple[float, Counts, Evaluation] | None = None
 
     def try_counts(counts: Counts) -> None:
-        """Evaluate counts once, and keep them where they are better, or as good with fewer devices."""
+        """Evaluate ``counts`` unless that was done, and keep them in ``best`` if they are better, or as good and fewer."""
         nonlocal best
         if counts in seen or not widened.allows(counts):
             return
@@ -89,7 +92,7 @@ def best_devices(
             best = (evaluated[0], counts, evaluated[1])
 
     def split(box: Box) -> list[Box]:
-        """Try the largest allowed counts of a box, and return its halves."""
+        """Try the largest allowed counts of a box, and return its halves; a box of one point has none."""
         offered = widened.offering(box[1])
         try_counts(tuple(offered.filled(offered.fastest_first, most, box[0])))
         return [] if box[0] == box[1] else [half for half in _halves(box) if sum(half[0]) <= most]
@@ -105,7 +108,7 @@ def best_devices(
     )
     if best is None:
         return None
-    if spare and time.thread_time() < deadline_s:
+    if spare and time.thread_time() < deadline_s:  # boxes with values equal to the best were not searched
         for smaller_counts in _smaller_counts(best[1]):
             try_counts(smaller_counts)
     best_value, counts, evaluation = best
@@ -120,7 +123,7 @@ def best_devices(
 
 
 def _roots(problem: Problem) -> list[Box]:
-    """Return boxes that hold all counts: one, or one for each type where types may not mix."""
+    """Return boxes that together hold all allowed counts: one, or one for each type where types may not mix."""
     offered = tuple(device.count for device in problem.devices)
     only_type = range(len(offered))
     corners = [offered]
@@ -130,7 +133,10 @@ def _roots(problem: Problem) -> list[Box]:
 
 
 def _largest_counts(problem: Problem, max_devices: int) -> Iterator[Counts]:
-    """Yield the largest counts of all types, of each type alone, and of the fastest two types, three types, and so on."""
+    """Yield the largest allowed counts of all types, each type alone, the fastest two types, three types, and so on.
+
+    Where types may not mix, those of each type alone.
+    """
     order = problem.fastest_first
     type_sets = [[type_index] for type_index in order]
     if not problem.single_type:
@@ -140,9 +146,9 @@ def _largest_counts(problem: Problem, max_devices: int) -> Iterator[Counts]:
 
 
 def _halves(box: Box) -> list[Box]:
-    """Return the halves of a box: without and with its first undecided type, else split along its longest side.
+    """Return the halves of a box: without and with the first type that may be unused, else split along its longest side.
 
-    Whether a type is used at all decides which links are used, and with them the bound.
+    Types are decided first because the types in use determine the links, and these the bound.
     """
     low, high = box
     undecided = [index for index in range(len(low)) if low[index] == 0 < high[index]]
@@ -155,7 +161,7 @@ def _halves(box: Box) -> list[Box]:
 
 
 def _smaller_counts(counts: Counts) -> Iterator[Counts]:
-    """Yield the counts with 1, 2, 4, ... devices less of one type."""
+    """Yield (T,) counts with 1, 2, 4, ... devices of one type less than ``counts``."""
     for index, count in enumerate(counts):
         for power in range(count.bit_length()):
             yield (*counts[:index], count - 2**power, *counts[index + 1 :])

@@ -35,11 +35,11 @@ from ddltool.plans import BucketSetting, CompressionFigures, PrefetchSetting
 from ddltool.units import show_bytes
 
 FITTED, MEASURED = "as fitted", "as measured"
-"""``Exposed.setting`` of a fit or a run: the order of transfers is not known, so no better one is proposed."""
+"""``Exposed.setting`` of a fit or a run, which do not know the order of transfers and so propose no better one."""
 
-# Weights, gradients and Adam's two moments, all of one dtype: what every replica of DDP holds.
+# What every replica of DDP holds, in sizes of the weights: weights, gradients and Adam's two moments.
 STATES = 4
-# Simulated runs with different random orders that an asynchronous exposure is the mean of.
+# Number of simulated runs with random orders of which an asynchronous exposure is the mean.
 _SEEDS = 5
 
 
@@ -53,48 +53,63 @@ class Exposed:
     """Lower end of the interval of ``best_s``; None: not known. ``high_s`` is the upper end."""
     high_s: float | None = None
     setting: str = ""
-    """The best setting in words; empty: none."""
+    """The best setting in words; empty: there is nothing to set."""
     ddp: BucketSetting | None = None
     fsdp2: PrefetchSetting | None = None
 
 
 class Communication(Protocol):
-    """A source of exposed communication; ``devices`` counts devices by type, ``pass_s`` is a pass's compute in seconds."""
+    """A source of exposed communication.
+
+    In all methods, ``devices`` is device type -> number of devices, and ``pass_s`` the seconds of compute of one pass.
+    """
 
     @property
     def source(self) -> str:
-        """Return the source of the figures in words."""
+        """Return in words where the figures come from."""
         ...
 
     def synchronous(self, devices: Mapping[str, int], pass_s: float) -> Exposed:
-        """Return the exposure of data-parallel replicas, whose last pass of a step takes ``pass_s`` of compute."""
+        """Return the exposure of a step of data-parallel replicas; gradients travel during the step's last pass.
+
+        May raise Infeasible where the model does not fit into memory.
+        """
         ...
 
     def asynchronous(self, devices: Mapping[str, int], pass_s: float) -> Exposed:
-        """Return the exposure of one iteration of a parameter server's worker."""
+        """Return the exposure of one iteration of a worker with a parameter server."""
         ...
 
     def ordered(self, devices: Mapping[str, int], exposed: Exposed) -> Exposed:
-        """Return the exposure of ESTs, whose gradients are summed in a fixed order, from that of replicas (``exposed``)."""
+        """Return the exposure of ESTs, whose gradients are summed in a fixed order, from that of replicas (``exposed``).
+
+        By default the order costs nothing.
+        """
         return exposed
 
     def least_s(self, devices: Mapping[str, int], pass_s: float) -> float:
-        """Return the seconds that :meth:`synchronous` calls best, without building their setting: for searches."""
+        """Return ``best_s`` of :meth:`synchronous`; a subclass may have a faster way, as searches call it often."""
         return self.synchronous(devices, pass_s).best_s
 
     def bound_s(self, devices: Mapping[str, int], most: Mapping[str, int], pass_s: float) -> float:
-        """Return a lower bound in seconds of the exposure on any devices from ``devices`` up to ``most``."""
+        """Return a lower bound of :meth:`least_s` on any numbers of devices from ``devices`` up to ``most``.
+
+        It is 0.0 where no bound is known.
+        """
         return 0.0
 
     def demand_whole(self, name: str) -> None:
-        """Raise Infeasible where a process on such a device cannot hold the whole model's state."""
+        """Raise Infeasible where a device of the type ``name`` cannot hold the state of the whole model.
+
+        By default memory is not known, and nothing is raised.
+        """
         return
 
 
 class GraphCommunication(Communication):
-    """From a timed training graph, its compute scaled to ``pass_s``, and the network of each device type.
+    """Exposure simulated on a timed training graph, with compute scaled to ``pass_s``, and the network of each device type.
 
-    Parameter servers are assumed on all nodes, so that the link that a node's workers share is the bottleneck.
+    Parameter servers are assumed to be on all nodes, so that the bottleneck is the link that a node's workers share.
     """
 
     def __init__(
@@ -103,9 +118,9 @@ class GraphCommunication(Communication):
         fabrics: Mapping[str, Fabric],
         memory_gib: Mapping[str, float | None],
     ) -> None:
-        """Take a timed graph, and by device type the network and the memory in GiB (None: not known, taken as unlimited).
+        """Take a timed graph, and by device type the network and the memory in GiB (None: not known, so not limited).
 
-        Raises InputError where the graph is no training step.
+        Raises InputError where the graph is not that of a training step.
         """
         self.graph = graph
         self.program = program_of(graph)
@@ -119,7 +134,7 @@ class GraphCommunication(Communication):
 
     @property
     def source(self) -> str:
-        """Return in words the graph's name and each different network, with its device types where there are several."""
+        """Return in words the graph's name and its networks, each with its device types if the networks differ."""
         names_by_text: dict[str, list[str]] = {}
         for name, fabric in self.fabrics.items():
             names_by_text.setdefault(fabric.text, []).append(name)
@@ -130,9 +145,9 @@ class GraphCommunication(Communication):
         return f"{self.graph.name}'s gradients on {links} (predicted)"
 
     def synchronous(self, devices: Mapping[str, int], pass_s: float) -> Exposed:
-        """Return DDP's exposure, or FSDP2's where a whole replica does not fit, after ``pass_s`` seconds of compute.
+        """Return DDP's exposure, or FSDP2's where a whole replica does not fit into the smallest device.
 
-        Raises Infeasible when neither fits into memory.
+        Raises Infeasible when neither fits into memory. It is 0 for one device.
         """
         replicas = sum(devices.values())
         if replicas < 2:
@@ -171,7 +186,7 @@ class GraphCommunication(Communication):
     def least_s(self, devices: Mapping[str, int], pass_s: float) -> float:
         """Return the exposed seconds with DDP's best buckets, or with FSDP2's best prefetch where a replica does not fit.
 
-        They are kept by devices and ``pass_s``, for the search asks for the same again.
+        They are cached by devices and ``pass_s``, because searches ask for the same ones again.
         """
         if sum(devices.values()) < 2:
             return 0.0
@@ -188,9 +203,10 @@ class GraphCommunication(Communication):
         return self._least_s_cache[key]
 
     def bound_s(self, devices: Mapping[str, int], most: Mapping[str, int], pass_s: float) -> float:
-        """Return a lower bound in seconds of the exposure on any devices from ``devices`` up to ``most``.
+        """Return a lower bound of :meth:`least_s` on any numbers of devices from ``devices`` up to ``most``.
 
-        It is that of the best buckets on a network that is as fast as any of them; 0.0 where no bound is known.
+        It is the exposure of the best buckets on a network as fast as the fastest of these. It is 0.0 for models that must be
+        sharded and where no such network can be given.
         """
         if self.state_bytes > self._least_memory(devices)[0]:
             return 0.0
@@ -203,7 +219,7 @@ class GraphCommunication(Communication):
     def demand_whole(self, name: str) -> None:
         """Raise Infeasible where a device of the type ``name`` cannot hold weights, gradients and Adam's moments.
 
-        That is what a strategy needs that cannot shard the model.
+        Strategies that cannot shard the model call it.
         """
         needed_bytes, available_bytes = self.state_bytes, self.memory_bytes.get(name, math.inf)
         if needed_bytes > available_bytes:
@@ -216,18 +232,18 @@ class GraphCommunication(Communication):
     def compressed(
         self, devices: Mapping[str, int], pass_s: float, compression: Compression, memory_bytes_per_s: float
     ) -> CompressionFigures:
-        """Return what compressing gradients saves a step with DDP's default buckets, on at least two devices.
+        """Return the figures of a step with compressed gradients, beside DDP's default buckets, on two or more devices.
 
-        ``pass_s``: compute of a pass in seconds; ``memory_bytes_per_s``: of the slowest device, which compressing costs.
+        ``memory_bytes_per_s``: memory bandwidth of the slowest device, which limits the speed of compressing.
         """
         program, group = stretched(self.program, pass_s), Fabric.joined(self.fabrics, devices)
         default_s = max(pass_s, finish_s(program, group, default_cuts(program)))
         return compressed_ddp(self.graph, program, group, compression, memory_bytes_per_s, default_s)
 
     def _must_shard(self, devices: Mapping[str, int]) -> bool:
-        """Return whether the model must be sharded, as the smallest device cannot hold a whole replica's state.
+        """Return whether the model must be sharded, because the smallest device cannot hold a whole replica's state.
 
-        Raises Infeasible when not even a shard over all ``devices`` fits.
+        Raises Infeasible when the state does not fit even if it is sharded over all ``devices``.
         """
         available_bytes, smallest = self._least_memory(devices)
         replicas = sum(devices.values())
@@ -239,13 +255,14 @@ class GraphCommunication(Communication):
         return self.state_bytes > available_bytes
 
     def _least_memory(self, devices: Mapping[str, int]) -> tuple[float, str]:
-        """Return (bytes, type) of the device with least memory; infinite where none is known."""
+        """Return (bytes, type) of the device with least memory; infinite bytes where no type's memory is known."""
         return min((self.memory_bytes.get(name, math.inf), name) for name in devices)
 
     def asynchronous(self, devices: Mapping[str, int], pass_s: float) -> Exposed:
-        """Return a worker's exposure to parameter servers, simulated on the graph with its transfers.
+        """Return the exposure of a worker with parameter servers, by simulating the graph with its transfers.
 
-        Best is TAC's order of transfers, default the mean over random orders. Workers of a node share its link to the servers.
+        ``best_s`` is with TAC's order of transfers, ``default_s`` the mean over random orders. Workers of a node share its
+        link to the servers.
         """
         fabrics = [self.fabrics[name] for name in devices]
         leaves_node = any(count > self.fabrics[name].gpus_per_node for name, count in devices.items())
@@ -278,14 +295,14 @@ class LinkedSteps:
     """Step times under DDP's default buckets for placement on nodes, on the slowest links of all device types."""
 
     def __init__(self, source: GraphCommunication) -> None:
-        """Take the program and the slowest links of a graph's communication."""
+        """Take the program of ``source`` and, of all its device types, the slowest links inside and between nodes."""
         fabrics = list(source.fabrics.values())
         slowest = min(fabrics, key=lambda fabric: fabric.between.bytes_per_s)
         inside = min((fabric.inside for fabric in fabrics), key=lambda link: link.bytes_per_s)
         self.program, self.fabric = source.program, replace(slowest, inside=inside)
 
     def sync_s(self, nodes: int, replicas: int) -> float:
-        """Return the seconds of all buckets in sequence, without compute."""
+        """Return the seconds of synchronisation by itself, on ``replicas`` devices of so many nodes: all buckets in turn."""
         return self.step_s(0.0, nodes, replicas)
 
     def step_s(self, compute_s: float, nodes: int, replicas: int) -> float:
@@ -295,10 +312,10 @@ class LinkedSteps:
 
 
 class FittedCommunication(Communication):
-    """From fitted throughput models (Pollux): default and best setting are the same, because the fit knows no order."""
+    """Exposure by fitted throughput models (Pollux); default and best are the same, as a fit knows no order of transfers."""
 
     def __init__(self, models: Mapping[str, ThroughputParams], devices_per_node: int) -> None:
-        """Take ``models`` by device type; where no used type has one, all models count."""
+        """Take ``models`` by device type, and how many devices fill a node."""
         self.models = models
         self.devices_per_node = devices_per_node
 
@@ -308,7 +325,7 @@ class FittedCommunication(Communication):
         return "fitted synchronisation of " + ", ".join(self.models)
 
     def synchronous(self, devices: Mapping[str, int], pass_s: float) -> Exposed:
-        """Return the exposure after ``pass_s`` seconds of compute: the longest that the models of the used types predict."""
+        """Return the longest exposure that the models of the used types predict; all models where no used type has one."""
         replicas = sum(devices.values())
         nodes = sum(-(-count // self.devices_per_node) for count in devices.values())
         used_models = [self.models[name] for name in devices if name in self.models] or list(self.models.values())
@@ -319,22 +336,25 @@ class FittedCommunication(Communication):
         return Exposed(default_s=max(0.0, exposed_s), best_s=max(0.0, exposed_s), setting=FITTED)
 
     def asynchronous(self, devices: Mapping[str, int], pass_s: float) -> Exposed:
-        """Return :meth:`synchronous`, for lack of a fit of parameter servers."""
+        """Return the same as :meth:`synchronous`, because there is no fit of parameter servers."""
         return self.synchronous(devices, pass_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredCommunication(Communication):
-    """Scaled from an earlier run: ``sync_s`` seconds of exposed synchronisation in a step of ``replicas`` DDP processes.
+    """Exposure scaled from an earlier run of DDP.
 
     With K processes a ring all-reduce of n bytes sends 2 (K - 1) / K n bytes from each process in 2 (K - 1) messages, and
     receives as much; on a single node one processor does both, so one direction alone takes half the time. A run does not
-    tell whether bytes, messages or the copying devices limit it: each assumption gives an end of the interval.
+    tell whether bytes, messages or the copying devices limit it: the interval covers these assumptions.
     """
 
     sync_s: float
+    """Exposed synchronisation in a step of the run."""
     replicas: int
+    """Processes of the run, 2 or more."""
     nodes: int = 1
+    """Nodes of the run."""
     speeds: Mapping[str, float] = field(default_factory=dict)
     """Samples per second of each of the run's device types."""
     buckets: int | None = None
@@ -342,13 +362,14 @@ class MeasuredCommunication(Communication):
 
     @property
     def source(self) -> str:
-        """Return the size of the measured run."""
+        """Return in words the number of processes of the measured run."""
         return f"synchronisation measured on {self.replicas} processes"
 
     def synchronous(self, devices: Mapping[str, int], pass_s: float) -> Exposed:
         """Return the measured time scaled to K processes by their bytes, with an interval.
 
-        Bytes grow as (K - 1) / K, messages as K - 1; scaled by messages the time is the other end of the interval.
+        Bytes grow as (K - 1) / K, messages as K - 1: the times scaled by the one and by the other are the interval's ends. If
+        the devices here are faster than the run's, its lower end is shorter by that ratio.
         """
         count = sum(devices.values())
         by_messages_s = self.sync_s * (count - 1) / (self.replicas - 1)
@@ -372,10 +393,10 @@ class MeasuredCommunication(Communication):
         return one_way_s / 2 if self.nodes == 1 else one_way_s
 
     def asynchronous(self, devices: Mapping[str, int], pass_s: float) -> Exposed:
-        """Return the seconds of a push and a pull at one server, a queue that serves workers one after another.
+        """Return the seconds of a push and a pull at one server, which serves the workers one after another.
 
-        The queue length is by mean value analysis (Reiser and Lavenberg, 1980). Interval: at least push or pull is exposed;
-        at most the worker waits for all others.
+        The length of its queue is by mean value analysis (Reiser and Lavenberg, 1980). The lower end of the interval is a push
+        or a pull alone, the upper end a worker that waits for all others.
         """
         workers, service_s = sum(devices.values()), 2 * self._transfer_s
         response_s, queue_length = service_s, 0.0
@@ -391,15 +412,15 @@ class MeasuredCommunication(Communication):
         )
 
     def ordered(self, devices: Mapping[str, int], exposed: Exposed) -> Exposed:
-        """Return the seconds of a chain reduce, then a chain broadcast of the mean, over K processes, as ESTs sum in order.
+        """Return the exposure of ESTs, which sum in order: a chain reduce, then a chain broadcast, over K processes.
 
-        With B buckets each chain takes (K - 1 + B - 1) / B times the gradients' transfer, because buckets are pipelined. At
-        least one of the two chains is exposed.
+        With B buckets each chain takes (K - 1 + B - 1) / B times the gradients' transfer, because buckets are pipelined. The
+        lower end of the interval is one of the two chains. One process exposes nothing more than ``exposed``.
         """
         hops = sum(devices.values()) - 1
         if not hops:
             return exposed
-        # The number of buckets where it is not known: one, and so many that the pipeline is full.
+        # Where the number of buckets is not known: between one bucket, and so many that the pipeline is always full.
         most_s, least_s = (
             2 * self._transfer_s * (hops + buckets - 1) / buckets
             for buckets in (self.buckets or 1, self.buckets or 2**20)
@@ -412,7 +433,7 @@ class MeasuredCommunication(Communication):
 
 
 def _bucket_text(setting: BucketSetting) -> str:
-    """Return DDP's buckets in a few words, as an option of the comparison shows them."""
+    """Return DDP's buckets in a few words, for an option of the comparison."""
     if setting.bucket_cap_mb_list is not None:
         return f"DDP, {len(setting.bucket_cap_mb_list)} buckets of the plan"
     return "DDP's defaults" if setting.bucket_cap_mb is None else f"DDP, bucket_cap_mb={setting.bucket_cap_mb:.4g}"

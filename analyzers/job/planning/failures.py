@@ -1,8 +1,8 @@
-"""Devices that fail: checkpoints, restarts, and what they leave of a run's time. Start at :class:`Failures`.
+"""Devices that fail: how often to save checkpoints, and what failures add to a run's time. Start at :class:`Failures`.
 
 The one model of failures, for one job (``plan``, the ledger of ``verify``) and for clusters (``simulate``): every device, or
-whatever else fails as one, fails by itself after an exponentially distributed time. A job stops with the first of its devices,
-starts again after ``restart_s``, and does again what it trained since its last checkpoint. All times are seconds.
+whatever else fails as one, fails independently after an exponentially distributed time. A job stops when the first of its
+devices fails, starts again after ``restart_s``, and repeats what it trained since its last checkpoint. All times are seconds.
 """
 
 from __future__ import annotations
@@ -18,52 +18,52 @@ from ddltool.errors import InputError
 # Shorter mean times between failures than a second are another unit; longer ones than 1,000 years never fail.
 _MTBF_S = (1.0, 3.2e10)
 _LONGEST_S = 604_800.0
-# From this exponent on a run does not come to an end.
+# A run that takes e^500 times as long, or more, counts as one that never ends.
 _NEVER = 500.0
-# Devices that are down at once beyond which the rest of the binomial distribution does not count.
+# Probability below which the tail of the binomial distribution of failed devices is cut off.
 _LEAST_PROBABILITY = 1e-15
 
 
-class Rhythm(NamedTuple):
-    """How often a job saves, and what that leaves: ``factor`` times the time of its training alone."""
+class Checkpointing(NamedTuple):
+    """How often a job saves, and how long its run takes then."""
 
     factor: float
+    """Time of the run over the time of its training alone; 1 or more, infinite where it never ends."""
     interval_s: float
-    """Training between checkpoints; infinite: none but that of a notice."""
+    """Training between checkpoints; infinite: checkpoints are made at the notice of a failure only, or never."""
     per_storage: int
     """How many checkpoints in a neighbour's memory come with each one in storage; 0: all are in storage."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failures:
-    """What fails, what a checkpoint and a restart take. Raises InputError for values that make no sense.
-
-    A device is down for ``repair_s`` from its failure on; 0: another takes its place at once.
-    """
+    """How often devices fail, and what checkpoints and restarts take. Raises InputError for values out of range."""
 
     mtbf_s: float = math.inf
     """Mean seconds between failures of one device; infinite: none fails by chance."""
     checkpoint_s: float = 60.0
-    """For which training stops while a checkpoint is made."""
+    """How long training stops for each checkpoint."""
     write_s: float = 0.0
-    """For which it is written after that, beside training; only then it can be restored."""
+    """How long a checkpoint is written after that, while training goes on; it can be restored only when written."""
     size_bytes: float = 0.0
-    """Of a checkpoint of all processes; 0: not known."""
+    """Bytes of a checkpoint, of all processes together; 0: not known."""
     restart_s: float = 300.0
+    """From a failure until training goes on."""
     checkpoint_interval_s: float | None = None
-    """Training between checkpoints; None: the one that loses least."""
+    """Training between checkpoints; None: the interval with the shortest run."""
     memory_s: float = 0.0
-    """For which training stops for a checkpoint in a neighbour's memory; 0: there are none."""
+    """How long training stops for a checkpoint in a neighbour's memory; 0: there are no such checkpoints."""
     memory_share: float = 0.0
-    """Share of the failures after which that one can be restored."""
+    """Share of the failures after which a checkpoint in memory can be restored."""
     repair_s: float = 0.0
+    """How long a failed device is down; 0: another takes its place at once."""
     spares: int = 0
     """Devices beside the job's that take the place of failed ones."""
     notice_s: float = 0.0
-    """From the announcement of a failure to the failure."""
+    """From the announcement of a failure to the failure; 0: failures are not announced."""
 
     def __post_init__(self) -> None:
-        """Refuse times out of range, in whatever unit they were meant, and shares that are none."""
+        """Raise InputError for a time out of range, and for a share that is not between 0 and 1."""
         if not (_MTBF_S[0] <= self.mtbf_s <= _MTBF_S[1] or self.mtbf_s == math.inf):
             raise InputError("mtbf", f"is {self.mtbf_s:g} s", f"from {_MTBF_S[0]:g} to {_MTBF_S[1]:g} seconds per node")
         for name in (
@@ -87,9 +87,10 @@ class Failures:
             )
 
     def of_size(self, size_bytes: float, bytes_per_s: float | None) -> Failures:
-        """Return these failures with checkpoints of a size, and as long as storage takes to write them where it is known.
+        """Return these failures with checkpoints of ``size_bytes``, written in the time that storage takes for them.
 
-        Training stops for that time, unless it goes on beside the write.
+        ``bytes_per_s``: of the storage; None: times stay as they are. The time replaces ``write_s`` where that is above 0
+        (training goes on during the write), else ``checkpoint_s``.
         """
         sized = replace(self, size_bytes=size_bytes)
         if bytes_per_s is None:
@@ -98,42 +99,45 @@ class Failures:
         return replace(sized, write_s=seconds) if self.write_s else replace(sized, checkpoint_s=seconds)
 
     def interval_s(self, devices: int) -> float:
-        """Return the seconds of training between checkpoints, of whatever kind; infinite: a notice tells when to save."""
-        return _rhythm(self, devices).interval_s
+        """Return the seconds of training between checkpoints, in memory or storage; see :class:`Checkpointing`."""
+        return _best_checkpointing(self, devices).interval_s
 
     def per_storage(self, devices: int) -> int:
         """Return how many checkpoints in memory come with each one in storage; 0: all are in storage."""
-        return _rhythm(self, devices).per_storage
+        return _best_checkpointing(self, devices).per_storage
 
     def factor(self, devices: int) -> float:
-        """Return how many times as long a run takes as without failures and checkpoints; grows with the devices.
+        """Return the time of a run on so many devices over its time without failures and checkpoints.
 
-        The time until failed devices are back is not in it: see :meth:`remedies`.
+        It grows with the devices. The time until failed devices are repaired is not in it: see :meth:`remedies`.
         """
-        return _rhythm(self, devices).factor
+        return _best_checkpointing(self, devices).factor
 
     def spread_s(self, devices: int, run_s: float) -> float:
-        """Return the standard deviation of the time of a run that takes ``run_s`` on average.
+        """Return the standard deviation in seconds of the time of a run that takes ``run_s`` on average.
 
-        Failures come as a Poisson process, each of which loses up to an interval, evenly, and the restart.
+        Failures are a Poisson process. Each one costs the restart, the write, and a uniformly distributed part of the time from
+        one checkpoint to the next; of such a sum the variance is the rate times the mean square of a cost.
         """
-        rhythm, job_mtbf_s = _rhythm(self, devices), self.mtbf_s / devices
-        period_s = rhythm.interval_s + self.checkpoint_s if rhythm.interval_s < math.inf else 0.0
-        lost_s = period_s / 2 + self.write_s + self.restart_s
-        return math.sqrt(run_s / job_mtbf_s * (lost_s**2 + period_s**2 / 12))
+        interval_s, job_mtbf_s = self.interval_s(devices), self.mtbf_s / devices
+        period_s = interval_s + self.checkpoint_s if interval_s < math.inf else 0.0
+        mean_cost_s = period_s / 2 + self.write_s + self.restart_s
+        return math.sqrt(run_s / job_mtbf_s * (mean_cost_s**2 + period_s**2 / 12))
 
     def remedies(self, devices: int) -> Mapping[str, tuple[float, int]]:
-        """Return remedy -> (goodput: its training over its wall clock, devices that are paid), for a job on so many devices.
+        """Return remedy -> (share of the time that trains, number of devices that are paid), for a job on so many devices.
 
-        ``wait`` until the failed device is back, ``shrink`` to the others until then, or take one of the ``spares``. Devices
-        fail and are repaired independently, idle ones too, so that the number of those down is binomially distributed. A
-        shrunk job is as fast as its devices are many, and restarts to take each one back. Where nothing has to be repaired
-        there is ``restart`` alone.
+        ``wait`` until the failed device is back, ``shrink`` to the others until then, or use the ``spares``, if there are any.
+        Devices, idle ones too, fail and are repaired independently, so the number that are down is binomially distributed. A
+        shrunk job's speed is proportional to its devices, and it restarts to take each repaired one back. Where ``repair_s`` is
+        0 or no device fails, ``restart`` is the only remedy.
         """
         whole = 1 / self.factor(devices)
         if not self.repair_s or self.mtbf_s == math.inf:
             return {"restart": (whole, devices)}
-        down = _down(devices, self.repair_s / (self.mtbf_s + self.repair_s))
+        share_down = self.repair_s / (self.mtbf_s + self.repair_s)
+        down = _down_probabilities(devices, share_down)
+        # devices come back at a rate of (devices - up) / repair_s, each time with a restart
         shrunk = sum(
             chance * up / devices / self.factor(up) * max(0.0, 1 - (devices - up) / self.repair_s * self.restart_s)
             for up, chance in ((devices - number, chance) for number, chance in enumerate(down))
@@ -141,13 +145,16 @@ class Failures:
         )
         found = {"wait": (whole * down[0], devices), "shrink": (shrunk, devices)}
         if self.spares:
-            down = _down(devices + self.spares, self.repair_s / (self.mtbf_s + self.repair_s))
+            down = _down_probabilities(devices + self.spares, share_down)
             found["spares"] = whole * sum(down[: self.spares + 1]), devices + self.spares
         return found
 
 
-def _down(devices: int, share: float) -> list[float]:
-    """Return the probabilities that 0, 1, 2, ... of the devices are down, each for ``share`` of the time."""
+def _down_probabilities(devices: int, share: float) -> list[float]:
+    """Return the binomial probabilities that 0, 1, 2, ... of the devices are down, each for ``share`` of the time.
+
+    The list ends where the next ones are negligible.
+    """
     chances = []
     for number in range(devices + 1):
         ways = math.lgamma(devices + 1) - math.lgamma(number + 1) - math.lgamma(devices - number + 1)
@@ -158,60 +165,71 @@ def _down(devices: int, share: float) -> list[float]:
 
 
 @lru_cache(maxsize=4096)  # a search of plans asks for the same numbers of devices again and again
-def _rhythm(failures: Failures, devices: int) -> Rhythm:
-    """Return the checkpoints that lose least on so many devices, of those that ``failures`` allow."""
+def _best_checkpointing(failures: Failures, devices: int) -> Checkpointing:
+    """Return the checkpointing with the shortest run on so many devices, of the kinds that ``failures`` allow.
+
+    A notice that is long enough for a checkpoint makes regular ones unnecessary.
+    """
     job_mtbf_s, saving_s = failures.mtbf_s / devices, failures.checkpoint_s + failures.write_s
     if failures.notice_s and failures.notice_s >= saving_s:
-        # Saved at the notice: lost are the checkpoint and the restart, which a failure may interrupt.
-        return Rhythm(_grown(failures.restart_s / job_mtbf_s) + saving_s / job_mtbf_s, math.inf, 0)
+        # A failure costs the checkpoint and the restart, which another failure may interrupt.
+        factor = _exp_or_infinite(failures.restart_s / job_mtbf_s) + saving_s / job_mtbf_s
+        return Checkpointing(factor=factor, interval_s=math.inf, per_storage=0)
     if job_mtbf_s == math.inf:
         interval_s = failures.checkpoint_interval_s or math.inf
-        return Rhythm(1 + failures.checkpoint_s / interval_s, interval_s, 0)
-    rhythms = [_of_storage(failures, job_mtbf_s)]
+        return Checkpointing(factor=1 + failures.checkpoint_s / interval_s, interval_s=interval_s, per_storage=0)
+    found = [_storage_checkpointing(failures, job_mtbf_s)]
     if failures.memory_s and failures.memory_share:
-        # Of each kind of failure and checkpoint the first-order optimum (Benoit et al. 2017, the case of two levels).
+        # The first-order optimum of checkpoints in memory per one in storage (Benoit et al. 2017, the case of two levels).
         lasting = max(1 - failures.memory_share, 1e-9)
         ratio = math.sqrt(failures.memory_share / lasting * failures.checkpoint_s / failures.memory_s)
         numbers = {max(1, round_to(min(ratio, 1e6))) for round_to in (math.floor, math.ceil)}
-        rhythms += [_of_memory(failures, job_mtbf_s, number) for number in numbers]
-    return min(rhythms)
+        found += [_memory_checkpointing(failures, job_mtbf_s, number) for number in numbers]
+    return min(found)  # by factor, the first field
 
 
-def _grown(exponent: float) -> float:
+def _exp_or_infinite(exponent: float) -> float:
+    """Return e^exponent; infinite above :data:`_NEVER`, where it would soon overflow."""
     return math.inf if exponent > _NEVER else math.exp(exponent)
 
 
 def daly_s(checkpoint_s: float, mtbf_s: float) -> float:
-    """Return the seconds between checkpoints that lose least (Daly 2006, Equation 37; Young's 1974 is its first term)."""
+    """Return the seconds of training between checkpoints with the shortest run (Daly 2006, Equation 37).
+
+    The formula's first term is Young's of 1974. Checkpoints that take twice the mean time between failures, or more, are made
+    once in ``mtbf_s``, as Daly says.
+    """
     if checkpoint_s >= 2 * mtbf_s:
         return mtbf_s
     ratio = math.sqrt(checkpoint_s / (2 * mtbf_s))
     return math.sqrt(2 * checkpoint_s * mtbf_s) * (1 + ratio / 3 + ratio * ratio / 9) - checkpoint_s
 
 
-def _of_storage(failures: Failures, mtbf_s: float) -> Rhythm:
-    """Return the rhythm of a job that fails every ``mtbf_s``, with all its checkpoints in storage.
+def _storage_checkpointing(failures: Failures, mtbf_s: float) -> Checkpointing:
+    """Return the best checkpointing with all checkpoints in storage, for a job that fails every ``mtbf_s`` on average.
 
-    Exponential failures: ``M e^(R/M) (e^((t + w)/M) - 1) / t`` (Daly 2006, Equation 13). A checkpoint that is still written
-    when a failure comes is none: all failures lose that time beside the restart, which is why the exact form has it in R.
-    No checkpoint begins before the last one is written.
+    The factor is ``M e^(R/M) (e^((t + d)/M) - 1) / t`` (Daly 2006, Equation 13) with M the mean time between failures, R the
+    restart, t the interval and d the time of a checkpoint. A checkpoint that is still being written when a failure comes is
+    lost, so each failure costs ``write_s`` besides: R includes it. No checkpoint begins before the previous one is written.
     """
     interval_s = failures.checkpoint_interval_s or max(daly_s(failures.checkpoint_s, mtbf_s), failures.write_s)
-    if not interval_s:  # checkpoints that cost nothing, all the time
-        return Rhythm(_grown(failures.restart_s / mtbf_s), 0.0, 0)
-    exponent = (interval_s + failures.checkpoint_s) / mtbf_s
-    if exponent > _NEVER:
-        return Rhythm(math.inf, interval_s, 0)
-    lost = _grown((failures.restart_s + failures.write_s) / mtbf_s)
-    return Rhythm(mtbf_s * lost * math.expm1(exponent) / interval_s, interval_s, 0)
+    if not interval_s:  # checkpoints that cost nothing are made all the time
+        return Checkpointing(factor=_exp_or_infinite(failures.restart_s / mtbf_s), interval_s=0.0, per_storage=0)
+    exponent, factor = (interval_s + failures.checkpoint_s) / mtbf_s, math.inf
+    if exponent <= _NEVER:
+        restarted = _exp_or_infinite((failures.restart_s + failures.write_s) / mtbf_s)
+        factor = mtbf_s * restarted * math.expm1(exponent) / interval_s
+    return Checkpointing(factor=factor, interval_s=interval_s, per_storage=0)
 
 
-def _of_memory(failures: Failures, mtbf_s: float, number: int) -> Rhythm:
-    """Return the rhythm of ``number`` checkpoints in memory, the last of which goes to storage too.
+def _memory_checkpointing(failures: Failures, mtbf_s: float, number: int) -> Checkpointing:
+    """Return the checkpointing with ``number`` checkpoints in memory, the last of which also goes to storage.
 
-    The interval is Daly's for the mean cost of a checkpoint and for failures that count by the intervals that they undo. The
-    factor is exact: a Markov chain over the checkpoints of a pattern (as Vaidya 1995), in which each part is done again until
-    no failure comes. ``share`` of the failures go back to the last checkpoint in memory, the others to the one in storage.
+    The interval is Daly's for the mean cost of a checkpoint; a failure that memory does not outlast undoes ``number``
+    intervals and so counts as many times. The factor is exact, by a Markov chain over the parts of a pattern (as Vaidya 1995):
+    ``number`` intervals, each with its checkpoint in memory, then the checkpoint in storage. A part is repeated until no
+    failure interrupts it. ``memory_share`` of the failures return to the last checkpoint in memory, the others to the one in
+    storage, which is the beginning of the pattern.
     """
     share, lasting = failures.memory_share, 1 - failures.memory_share
     cost_s = failures.memory_s + failures.checkpoint_s / number
@@ -219,14 +237,15 @@ def _of_memory(failures: Failures, mtbf_s: float, number: int) -> Rhythm:
     interval_s = failures.checkpoint_interval_s or max(best_s, failures.write_s / number)
     part_s = interval_s + failures.memory_s
     if max(part_s, failures.checkpoint_s, failures.restart_s + failures.write_s) / mtbf_s > _NEVER:
-        return Rhythm(math.inf, interval_s, number)
+        return Checkpointing(factor=math.inf, interval_s=interval_s, per_storage=number)
     restarted = math.exp(-failures.restart_s / mtbf_s)
-    # Expected time from a failure on that storage outlasts, until training goes on from the pattern's beginning.
+    # Expected time from a failure that only storage outlasts until training goes on from the pattern's beginning.
     from_storage_s = mtbf_s * math.expm1((failures.restart_s + failures.write_s) / mtbf_s)
-    # From one that memory outlasts: a constant, and the shares that go on from the last checkpoint and from the beginning.
+    # From a failure that memory outlasts: expected time, and probabilities to go on from the last checkpoint in memory or,
+    # after another failure during the restart, from the beginning.
     ends = 1 - (1 - restarted) * share
     from_memory_s, on, back = mtbf_s * (1 - restarted) / ends, restarted / ends, (1 - restarted) * lasting / ends
-    # Expected time to the pattern's end from its part on, as a constant and a multiple of that from the beginning.
+    # Expected time from a part to the pattern's end: constant + multiple * the same from the beginning; last part first.
     constant, multiple = 0.0, 0.0
     for duration_s in (failures.checkpoint_s, *[part_s] * number):
         passes = math.exp(-duration_s / mtbf_s)
@@ -238,4 +257,4 @@ def _of_memory(failures: Failures, mtbf_s: float, number: int) -> Rhythm:
         ) / again
         multiple = (passes * multiple + to_beginning) / again
     whole_s = constant / (1 - multiple) if multiple < 1 else math.inf
-    return Rhythm(whole_s / (number * interval_s), interval_s, number)
+    return Checkpointing(factor=whole_s / (number * interval_s), interval_s=interval_s, per_storage=number)

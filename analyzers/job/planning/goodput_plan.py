@@ -1,9 +1,9 @@
 """A job's goodput as a plan: how many devices, which batch, and the batch on any other number. Start at :func:`plan_goodput`.
 
 The choice maximises goodput over the numbers of devices of one type, local batches and accumulation steps (Pollux, section
-3); devices of other types have models of their own, and the best type wins, or a mix of types in unequal batches whose total is
-chosen with it (Cannikin). On one type the plan says besides from where on more
-devices bring less than half of what the first did, and how to keep the chosen total batch when their number changes.
+3). Each type has a model of its own, and the best type wins, or a mix of types in unequal batches whose total is chosen with it
+(Cannikin). On one type the plan also says from where on more devices bring less than half of what the first did, and how to
+keep the chosen total batch when their number changes.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ BATCH = ("local_batch_size", "accumulation_steps", "total_batch_size")
 
 
 def plan_goodput(job: Job, section: GoodputSection, models: Mapping[str, ThroughputParams]) -> Plan:
-    """Return the plan of highest goodput; ``models`` by device type.
+    """Return the plan of highest goodput (useful samples per second).
 
-    Its devices are of one type, with equal batches and what other numbers of them would do, unless devices of several types in
-    unequal batches are better by ``LEAST_GAIN``. Raises Infeasible when no number of the offered devices allows a batch.
+    ``section``: the job's goodput section; ``models``: fitted model by device type, others are not used. The plan is on devices
+    of one type with equal batches, unless devices of several types with unequal batches are better by more than ``LEAST_GAIN``.
+    Raises Infeasible when no number of the offered devices allows a batch.
     """
     initial = section.initial_batch_size or job.max_workers * job.batch_size
     phi = math.inf if section.noise_scale is None else section.noise_scale
@@ -58,9 +59,10 @@ def plan_goodput(job: Job, section: GoodputSection, models: Mapping[str, Through
 def _mixed(
     job: Job, section: GoodputSection, models: Mapping[str, ThroughputParams], initial: int, phi: float
 ) -> Plan | None:
-    """Return the plan of highest goodput on devices of several types; None: the job offers or allows one type alone.
+    """Return the plan of highest goodput on devices of several types, with unequal batches.
 
-    ``initial``, ``phi``: as of :func:`_best_type`.
+    ``initial`` and ``phi`` as in :func:`_best_type`. None where the job offers (with a model) or allows one type alone, and
+    where no devices or total batch within the limits are possible.
     """
     offers = [offer for offer in job.devices if offer.type in models]
     if len(offers) < 2 or section.max_batch_size < initial:
@@ -84,21 +86,21 @@ def _mixed(
             plan = plan_best_total(
                 problem, curves, totals, lambda total: total * float(efficiency(phi, total, initial))
             )
-        if plan is not None:
-            of_job = {"max_workers": job.max_workers, "batch_size": job.batch_size}
-            return plan.model_copy(update={**of_job, "throughput": plan.throughput / job.batch_size})
+        if plan is not None:  # whose mini-batches are single samples
+            own_units = {"max_workers": job.max_workers, "batch_size": job.batch_size}
+            return plan.model_copy(update={**own_units, "throughput": plan.throughput / job.batch_size})
     return None
 
 
 def _of_one_type(
     job: Job, section: GoodputSection, models: Mapping[str, ThroughputParams], initial: int, phi: float
 ) -> Plan:
-    """Return the plan of highest goodput on devices of one type. Raises Infeasible as :func:`_best_type` does."""
+    """Return the plan of highest goodput on devices of one type; arguments and Infeasible as in :func:`_best_type`."""
     started = time.perf_counter()
     device, best_index, curve = _best_type(job, section, models, initial, phi)
 
     def row(at: int) -> dict[str, Any]:
-        """Return the figures at index ``at`` of the curve over numbers of devices, by the names of a plan's fields."""
+        """Return the figures for the number of devices at index ``at`` of the curve, by the names of a plan's fields."""
         batch = {name: int(getattr(curve.tuned, name)[at]) for name in BATCH}
         speed = {"goodput_per_s": float(curve.tuned.goodput_per_s[at]), "speedup": float(curve.speedup[at])}
         return {"num_replicas": int(curve.num_replicas[at]), "num_nodes": int(curve.num_nodes[at]), **batch, **speed}
@@ -148,9 +150,10 @@ def _of_one_type(
 def _best_type(
     job: Job, section: GoodputSection, models: Mapping[str, ThroughputParams], initial: int, phi: float
 ) -> tuple[str, int, Frontier]:
-    """Return the device type of highest goodput, the index of its best number of devices, and its curve over these numbers.
+    """Return the device type of highest goodput, the index of its best number of devices in its curve, and that curve.
 
     ``initial``: the initial batch size M0 in samples; ``phi``: the noise scale in samples, infinite where it is not known.
+    Raises Infeasible when no number of the offered devices, within the limits on devices and price, allows a batch.
     """
     limits = BatchLimits(
         initial_batch_size=initial,

@@ -1,7 +1,7 @@
-"""Islands of devices on a slow link: each one's own best plan, and what meeting every H steps costs. :func:`plan_islands`.
+"""Islands of devices on a slow link: the best plan of each, and what averaging every H steps costs (DiLoCo).
 
-Against them stand two synchronous steps: one job over all devices, whatever the planner finds best for it (it may leave an
-island idle), and every island by its own plan with its gradients averaged over the link in every step.
+Start at :func:`plan_islands`. It compares them with two synchronous steps: one job over all devices, by the plan that is best
+for it (which may leave an island idle), and every island by its own plan, with gradients averaged over the link in every step.
 """
 
 from __future__ import annotations
@@ -37,19 +37,22 @@ from ddltool.plans import Plan
 from ddltool.shipped import devices_of
 from ddltool.stages import Stage
 
-# As fast as another: nobody would take a longer round, or islands, for less.
+# Ratio of two times up to which the simpler choice is taken: fewer inner steps, or no islands.
 _AS_FAST = 1.05
-# Islands whose speeds differ by less are alike.
+# Ratio of the islands' step times up to which they count as equally fast.
 _ALIKE = 1.02
-# Of a step: the backward pass, behind which an all-reduce of gradients can hide.
+# Share of a step that is the backward pass, behind which an all-reduce of gradients can hide.
 _BACKWARD = 2 / 3
-# Numbers that an outer state has for each parameter (itself and its momentum), of so many bytes.
+# The outer optimizer's state: numbers per parameter (the parameter and its momentum), bytes of each. Bits of a gradient.
 _STATES, _STATE_BYTES, _GRADIENT_BITS = 2, 4, 32
 _MOST_SAMPLES = 10**9
 
 
 def link_of(text: str) -> Link:
-    """Return the link between islands that ``1Gbit`` or ``1Gbit,30ms`` names. Raises InputError for anything else."""
+    """Return the link between islands from a text such as ``1Gbit`` or ``1Gbit,30ms`` (latency).
+
+    Raises InputError for anything else.
+    """
     rate, _, latency = text.partition(",")
     link = between_nodes(None, rate.strip(), latency.strip() or None, ("", "--link-between", "--link-between"))
     assert link is not None  # a rate was given
@@ -66,12 +69,16 @@ def island_texts(devices: str) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OuterOptions:
-    """What is asked of the outer steps: inner steps to try, fragments, inner steps that hide a fragment, bits of a number."""
+    """How islands should meet in outer steps."""
 
     every: Sequence[int]
+    """Numbers of inner steps between outer steps to try."""
     fragments: int = 1
+    """Parts in which the model is exchanged, one at a time."""
     overlap: int = 1
+    """Inner steps during which a fragment may still be on its way."""
     bits: int = 32
+    """Bits of each number that is sent."""
 
 
 def plan_islands(
@@ -85,47 +92,52 @@ def plan_islands(
     stage: Stage,
     **model: Any,
 ) -> IslandsPlan:
-    """Return the plan of islands of ``devices`` (``+`` between them) for each number of inner steps in ``outer.every``.
+    """Return the plan of islands, with a row of figures for each number of inner steps in ``outer.every``.
+
+    The picked row is the one with the fewest inner steps that takes at most 5 % longer than the fastest. Shares of the batch
+    are by devices, and where the islands' step times then differ by over 2 %, shares by speed are planned too.
 
     Args:
         source: the model.
+        devices: those of each island, with ``+`` between islands: ``8xH100+8xA100``.
         between: the link of one island to the others.
         batch_size: samples of all islands' inner steps together; None: 8 per device.
-        model: how it is trained and what joins an island's own devices, as :func:`job_of` takes it.
+        model: how the model is trained and the links inside an island: further arguments of :func:`job_of`.
 
-    Raises InputError, and Infeasible, which names the island.
+    Raises InputError for arguments that cannot be, and Infeasible, which names the island, where one has no plan.
     """
     texts = island_texts(devices)
-    heard: set[str] = set()
+    told: set[str] = set()
 
-    def once(line: str) -> None:
-        if line not in heard:
-            heard.add(line)
+    def tell_once(line: str) -> None:
+        """Pass a remark on to the user unless another island's plan made the same one."""
+        if line not in told:
+            told.add(line)
             options.tell(line)
 
-    options = replace(options, tell=once)
+    options = replace(options, tell=tell_once)
     counts = [sum(offer.count for offer in job_of(source, text, **model).devices) for text in texts]
     total = batch_size or 8 * sum(counts)
     if not len(texts) <= total <= _MOST_SAMPLES:
         raise InputError("--batch-size", f"is {total}", f"give {len(texts)} (a sample for each island) or more")
     if not outer.every:
         raise InputError("outer_every", "is empty", "give the inner steps between outer steps to try, such as 1,8,64")
-    shares = _shared([1 / count for count in counts], total)
+    shares = _shares_by_speed([1 / count for count in counts], total)
     with stage("planning islands", 2 * len(texts) + 1) as advance:
         planner = _Planner(source, texts, model, options, advance)
         elements, reads_tokens = trained_numbers(planner.job(texts[0], shares[0]))
         exchange = FragmentExchange(
             elements=elements, islands=len(texts), link=between, bits=outer.bits, fragments=outer.fragments
         )
-        # what cannot be is said before anything is planned
+        # raises InputError for impossible fragments before the planning, which takes long
         Rounds(step_s=[1.0], every=[min(outer.every)], fragment_s=0.0, fragments=outer.fragments)
         islands = planner.islands(shares)
         step_s = [plan.iteration_s for plan in islands]
-        fairly = _shared([seconds / share for seconds, share in zip(step_s, shares, strict=True)], total)
-        is_mixed = max(step_s) > _ALIKE * min(step_s) and fairly != shares
-        by_speed = planner.islands(fairly) if is_mixed else islands
+        fair_shares = _shares_by_speed([seconds / share for seconds, share in zip(step_s, shares, strict=True)], total)
+        is_mixed = max(step_s) > _ALIKE * min(step_s) and fair_shares != shares
+        by_speed = planner.islands(fair_shares) if is_mixed else islands
         together = planner.together(total, sum(-(-count // DEVICES_PER_NODE) for count in counts), between)
-    compared = _Compared(
+    compared = _Comparison(
         exchange=exchange,
         shares=shares,
         step_s=step_s,
@@ -136,7 +148,7 @@ def plan_islands(
     rows = [compared.row(every) for every in sorted(set(outer.every))]
     fastest_s = min(row.overlapped_s for row in rows)
     best = next(row for row in rows if row.overlapped_s <= _AS_FAST * fastest_s)
-    synchronous = sorted([*together, compared.each_step()], key=lambda step: step.step_s)
+    synchronous = sorted([*together, compared.averaged_gradients()], key=lambda step: step.step_s)
     return IslandsPlan(
         source=source,
         link_bytes_per_s=between.bytes_per_s,
@@ -145,7 +157,7 @@ def plan_islands(
         total_batch=total,
         compute_s=compared.compute_s,
         islands=[
-            _figures(text, plan, fast, elements, best.way if is_mixed else None, planner.job(text, share))
+            _island_figures(text, plan, fast, elements, best.way if is_mixed else None, planner.job(text, share))
             for text, share, plan, fast in zip(texts, shares, islands, by_speed, strict=True)
         ],
         synchronous=synchronous,
@@ -161,68 +173,80 @@ def plan_islands(
     )
 
 
-def _shared(seconds: Sequence[float], total: int) -> list[int]:
-    """Return whole shares of ``total`` with which all end as early as can be, of so many seconds each; at least 1 each.
+def _shares_by_speed(seconds: Sequence[float], total: int) -> list[int]:
+    """Return whole shares of ``total``, at least 1 each, with which the last island ends as early as possible.
 
-    LB-BSP, Equation 3, of samples; of inner steps DyLU (Asynchronous Local-SGD, arXiv 2401.09135).
+    ``seconds``: what one unit takes on each island. Units are samples (LB-BSP, Equation 3) or inner steps (DyLU: Asynchronous
+    Local-SGD, arXiv 2401.09135).
     """
     rows = spread(DeviceCurves.of(per_sample_s=list(seconds)), [1] * len(seconds), total)
-    assert rows is not None  # each takes any number of them
+    assert rows is not None  # no island's share is limited
     return [row.size for row in sorted(rows, key=lambda row: row.kind)]
 
 
 @dataclass(slots=True)
 class _Planner:
-    """Plans of islands, and of all devices as one job."""
+    """Makes the plans of single islands and of all devices as one job."""
 
     source: str
     texts: Sequence[str]
+    """The devices of each island."""
     model: dict[str, Any]
+    """Further arguments of :func:`job_of`."""
     options: PlanOptions
     advance: Callable[..., object]
-    """Told how many plans are done, and the next one's name."""
+    """Called before each plan with the number of plans done and the name of the next one."""
     _done: int = 0
 
     def job(self, devices: str, samples: int, **more: Any) -> Job:
-        """Return the job of some devices."""
+        """Return the job that trains ``samples`` in a step on ``devices``; ``more`` replaces arguments of ``model``."""
         made = job_of(self.source, devices, batch_size=samples, **{**self.model, **more})
         return read_with_specs(made, self.model.get("devices_file"), allow_code=True)
 
     def islands(self, shares: Sequence[int]) -> list[Plan]:
-        """Return each island's own best plan for its samples. Raises Infeasible, which names the island."""
+        """Return the best plan of each island for its share of the samples. Raises Infeasible, which names the island."""
         return [
-            self._solved(self.job(text, samples), f"island {number} ({text})", self.options)
+            self._solve(self.job(text, samples), f"island {number} ({text})", self.options)
             for number, (text, samples) in enumerate(zip(self.texts, shares, strict=True), 1)
         ]
 
     def together(self, total: int, nodes: int, link: Link) -> list[SynchronousStep]:
-        """Return the step of one job over all devices, the link between its nodes; none where no plan is feasible."""
+        """Return [the step of one job over all devices], or [] where it has no feasible plan.
+
+        Its ``total`` samples are trained on ``nodes`` nodes, with ``link`` between any two of them. Remarks are not repeated.
+        """
         rate, latency = f"{link.bytes_per_s:.15g}B/s", f"{link.latency_s:.15g}s"
         job = self.job(",".join(self.texts), total, nodes=nodes, nic=None)
         options = replace(self.options, bandwidth=rate, latency=latency, nccl_tests=(), tell=lambda _: None)
         with suppress(Infeasible):
-            plan = self._solved(job, "all islands", options)
-            return [SynchronousStep(name="one job", text=_layout(plan), step_s=plan.iteration_s)]
+            plan = self._solve(job, "all islands", options)
+            return [SynchronousStep(name="one job", text=_layout_text(plan), step_s=plan.iteration_s)]
         return []
 
-    def _solved(self, job: Job, name: str, options: PlanOptions) -> Plan:
+    def _solve(self, job: Job, name: str, options: PlanOptions) -> Plan:
+        """Return the job's plan with shares by speed, after a sign of progress; ``name`` takes the file's place in errors."""
         self.advance(self._done, name)
         self._done += 1
         return solve("lb-bsp", job, Path(name), options)
 
 
-def _layout(plan: Plan) -> str:
-    """Return in words who trains how."""
+def _layout_text(plan: Plan) -> str:
+    """Return a plan's devices in words, and the layout of the model on them where one was chosen."""
     devices = " + ".join(f"{row.devices} {row.device_type}" for row in plan.assignments)
     how = "" if plan.decision is None or not plan.decision.layouts else plan.decision.layouts[0].text
     return f"{how} on {devices}" if how else devices
 
 
-def _figures(text: str, plan: Plan, fast: Plan, elements: int, way: Way | None, job: Job) -> IslandFigures:
-    """Return an island's figures, with what its devices have left beside the outer state.
+def _island_figures(text: str, plan: Plan, fast: Plan, elements: int, way: Way | None, job: Job) -> IslandFigures:
+    """Return an island's figures, with the memory that is left on its devices beside the outer state.
 
-    ``plan``: for its samples by devices; ``fast``: for those by speed; ``way``: what the picked row takes, None: islands are
-    alike.
+    Args:
+        text: the island's devices.
+        plan: the island's plan with a share by devices.
+        fast: the island's plan with a share by speed.
+        elements: number of trained parameters.
+        way: what the picked row gives unequal islands by their speeds; None: the islands are equally fast.
+        job: the island's job, which knows the device table.
     """
     taken = fast if way == "samples" else plan
     shard = 1 if taken.sharding is None else taken.sharding.shard
@@ -232,47 +256,61 @@ def _figures(text: str, plan: Plan, fast: Plan, elements: int, way: Way | None, 
     free = [usable_bytes(table.device(name, "--devices")) - size - outer_bytes for name, size in held.items()]
     optional: dict[str, Any] = {}
     if way is not None:
-        optional = {"samples_by_speed": _total(fast), "step_by_speed_s": fast.iteration_s}
+        optional = {"samples_by_speed": _step_samples(fast), "step_by_speed_s": fast.iteration_s}
     optional |= {"memory_bytes": float(max(held.values())), "free_bytes": float(min(free))} if held else {}
     return IslandFigures(
-        devices=text, samples=_total(plan), step_s=plan.iteration_s, outer_bytes=outer_bytes, plan=taken, **optional
+        devices=text,
+        samples=_step_samples(plan),
+        step_s=plan.iteration_s,
+        outer_bytes=outer_bytes,
+        plan=taken,
+        **optional,
     )
 
 
-def _total(plan: Plan) -> int:
+def _step_samples(plan: Plan) -> int:
+    """Return the samples of a plan's step."""
     return plan.max_workers * plan.batch_size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Compared:
-    """Islands with their samples and the seconds of an inner step; ``step_by_speed_s`` with samples by speed, None: alike."""
+class _Comparison:
+    """Times of the islands' rounds for any number of inner steps, and of a synchronous step."""
 
     exchange: FragmentExchange
     shares: Sequence[int]
+    """Samples of each island in an inner step, by its devices."""
     step_s: Sequence[float]
+    """Seconds of each island's inner step with these samples."""
     step_by_speed_s: Sequence[float] | None
+    """The same with samples by speed; None: the islands are equally fast."""
     overlap: int
     reads_tokens: bool
+    """Whether the model reads tokens, as those of the published losses do."""
 
     @property
     def compute_s(self) -> float:
-        """Return the seconds of a total batch if nothing had to be sent: all islands work all the time."""
+        """Return the seconds of a total batch if nothing had to be sent and no island ever waited."""
         rates = [share / seconds for share, seconds in zip(self.shares, self.step_s, strict=True)]
         by_steps = sum(self.shares) / sum(rates)
         return min([by_steps, *([max(self.step_by_speed_s)] if self.step_by_speed_s else [])])
 
-    def each_step(self) -> SynchronousStep:
-        """Return the step in which every island averages its gradients with the others', behind its backward pass."""
+    def averaged_gradients(self) -> SynchronousStep:
+        """Return the synchronous step: gradients are averaged over the link in every step, hidden behind the backward pass."""
         inner_s = min(max(self.step_s), max(self.step_by_speed_s or self.step_s))
         sent_s = replace(self.exchange, bits=_GRADIENT_BITS, fragments=1).fragment_s
         step_s = inner_s + max(0.0, sent_s - _BACKWARD * inner_s)
         return SynchronousStep(name="DDP between islands", text="DDP between islands", step_s=step_s)
 
     def row(self, every: int) -> OuterRow:
-        """Return the figures of ``every`` inner steps on average, by what is fastest for unequal islands."""
+        """Return the figures of rounds with ``every`` inner steps on average, balanced by the fastest of :meth:`_ways`.
+
+        All times are seconds per total batch; without ``overlapped`` in the name they are those of the same round without
+        overlap.
+        """
         ways = self._ways(every)
-        step = {way: self._step_s(rounds.round_s, rounds.every) for way, rounds in ways.items()}
-        way = min(ways, key=lambda one: step[one])
+        step_s = {way: self._step_s(rounds.round_s, rounds.every) for way, rounds in ways.items()}
+        way = min(ways, key=lambda one: step_s[one])
         best = ways[way]
         blocking = replace(best, overlap=0)
         exchange = self.exchange
@@ -283,19 +321,23 @@ class _Compared:
             step_s=self._step_s(blocking.round_s, best.every),
             exposed_s=self._step_s(blocking.exposed_s, best.every),
             overlap=best.overlap,
-            overlapped_s=step[way],
+            overlapped_s=step_s[way],
             overlapped_exposed_s=self._step_s(best.exposed_s, best.every),
             sent_bytes=exchange.sent_bytes,
             sent_bytes_per_s=exchange.sent_bytes / best.round_s,
-            ways=step,
+            ways=step_s,
             published=_published(exchange.elements, exchange.islands, every) if self.reads_tokens else None,
         )
 
     def _ways(self, every: int) -> dict[Way, Rounds]:
-        """Return the rounds by what islands take by their speeds: nothing, inner steps, samples."""
+        """Return the rounds of each way to balance unequal islands by their speeds.
+
+        They are ``equal`` (not at all), ``steps`` (each island makes its own number of inner steps) and ``samples`` (of an
+        inner step). The last two exist for unequal islands only, and ``steps`` only if each island makes one per fragment.
+        """
         steps: dict[Way, tuple[Sequence[float], list[int]]] = {"equal": (self.step_s, [every] * len(self.shares))}
         if self.step_by_speed_s is not None:
-            steps["steps"] = self.step_s, _shared(self.step_s, every * len(self.shares))
+            steps["steps"] = self.step_s, _shares_by_speed(self.step_s, every * len(self.shares))
             steps["samples"] = self.step_by_speed_s, steps["equal"][1]
         return {
             way: Rounds(
@@ -310,13 +352,13 @@ class _Compared:
         }
 
     def _step_s(self, seconds: float, every: Sequence[int]) -> float:
-        """Return a round's seconds per total batch of samples."""
+        """Return the share of a round's ``seconds`` per total batch, if the islands make ``every`` inner steps."""
         made = sum(steps * share for steps, share in zip(every, self.shares, strict=True))
         return seconds * sum(self.shares) / made
 
 
 def _published(elements: int, islands: int, every: int) -> PublishedLoss | None:
-    """Return the range of losses that papers measured in settings like this one."""
+    """Return the range of losses that papers measured in the settings nearest to this one; None where there are none."""
     runs = published(elements, islands, every)
     if not runs:
         return None

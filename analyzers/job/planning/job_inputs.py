@@ -1,6 +1,7 @@
 """Reads the files that a job names (models, graphs, profiles, fits, telemetry) into the inputs of plans.
 
-Start at :func:`knowledge_of`. ``tell`` is called with remarks for the user.
+Start at :func:`knowledge_of`. In all functions ``tell`` is called with each remark for the user, and paths in the job are
+relative to ``folder`` or to the folder of ``job_file``.
 """
 
 from __future__ import annotations
@@ -53,7 +54,11 @@ if TYPE_CHECKING:
 
 
 def read_with_specs(job_or_file: Path | Job, devices_file: Path | None, *, allow_code: bool = False) -> Job:
-    """Return a job, read where it is a file (:func:`read_job`), with the device types that ``devices_file`` describes."""
+    """Return a job, or read it from its file, with the specifications of device types in ``devices_file``.
+
+    ``allow_code``: whether the file may name a model in Python code. The configuration file of a ``transformers:`` model is
+    taken relative to the job's file.
+    """
     if isinstance(job_or_file, Job):
         return with_specs(job_or_file, job_or_file.name, devices_file)
     file, job = job_or_file, read_job(job_or_file, allow_code=allow_code)
@@ -74,7 +79,7 @@ def written_in(job: Job, folder: Path) -> Job:
 
 
 def step_curves(job: Job, job_file: Path) -> dict[str, StepTime]:
-    """Return the step time over batch size of each device type with a fitted model, a saturation batch or a memory limit.
+    """Return device type -> step time over batch size, for types with a fitted model, a saturation batch or a memory limit.
 
     Raises InputError for a total batch above ``split.MOST_SAMPLES``.
     """
@@ -97,9 +102,10 @@ def step_curves(job: Job, job_file: Path) -> dict[str, StepTime]:
 
 
 def fitted_models(job: Job, job_file: Path) -> dict[str, ThroughputParams]:
-    """Return the fitted throughput models of the job's device types that have one.
+    """Return device type -> fitted throughput model, for the job's device types that name one.
 
-    Raises InputError, which names the model's file, where it lacks the type, or gives a pass of 0 s or no finite time.
+    Raises InputError, which names the model's file, where the file lacks the type, or where the job's mini-batch would take 0 s
+    or no finite time.
     """
     models = {}
     for offer in job.devices:
@@ -121,7 +127,11 @@ def fitted_models(job: Job, job_file: Path) -> dict[str, ThroughputParams]:
 
 
 def scanned(job: Job, graph: Graph | None, tell: Tell) -> Job:
-    """Return the job with ``hardware_agnostic`` from a scan of its model's ops, where it asks for D2 without that field."""
+    """Return the job with ``hardware_agnostic`` set by a scan of its model's operators.
+
+    Only for a job that asks for determinism D2 without that field; any other is returned as it is. Without a model or ``graph``
+    to scan it becomes False, which keeps the plan to one device type.
+    """
     limits = job.constraints
     if limits.determinism != "D2" or limits.hardware_agnostic is not None:
         return job
@@ -144,9 +154,9 @@ def scanned(job: Job, graph: Graph | None, tell: Tell) -> Job:
 
 
 def capabilities_of(job: Job, folder: Path, where: str, tell: Tell) -> dict[str, float]:
-    """Return each device type's capability in mini-batches per second: as written, else fitted, profiled or predicted.
+    """Return device type -> capability in mini-batches per second: as written in the job, else fitted, profiled or predicted.
 
-    Paths in the job are relative to ``folder``; ``where`` names the job in errors. Raises InputError where no source is given.
+    ``where`` names the job in errors. Raises InputError for a type without any of these sources.
     """
     capabilities: dict[str, float] = {}
     unrated: list[str] = []
@@ -155,7 +165,7 @@ def capabilities_of(job: Job, folder: Path, where: str, tell: Tell) -> dict[str,
         if offer.capability_per_s is not None:
             capabilities[offer.type] = offer.capability_per_s
         elif offer.goodput is not None:
-            # A fit goes before a profile, because the strategies that are compared must use one source of times.
+            # A fit takes precedence over a profile, because strategies are compared by times from the same source.
             models = models or fitted_models(job, folder / "job.yaml")
             model = models[offer.type]
             capabilities[offer.type] = 1.0 / (model.alpha_grad_s + model.beta_grad_s * job.batch_size)
@@ -188,9 +198,12 @@ def capabilities_of(job: Job, folder: Path, where: str, tell: Tell) -> dict[str,
 
 
 def _predicted_capabilities(job: Job, folder: Path, types: list[str], where: str) -> dict[str, float]:
-    """Return capabilities that the cost model predicts from the traced model and each type's specification."""
+    """Return type -> mini-batches per second that the cost model predicts from the model's graph and the specifications.
+
+    Raises InputError for a type without a specification, or one without a rate for the job's precision.
+    """
     table = devices_of(job, where)
-    if narrow := precision_of(job.precision).linears:  # said before the model is traced
+    if narrow := precision_of(job.precision).linears:  # checked first, because tracing takes long
         for name in types:
             table.device(name, "devices.type").demand_rate(narrow, job.precision)
     graph = _untimed_graph(job, folder)
@@ -205,14 +218,18 @@ def _predicted_capabilities(job: Job, folder: Path, types: list[str], where: str
 
 
 def graph_of(job: Job, folder: Path, graph_file: Path | None) -> Graph | None:
-    """Return the graph whose parameters the plan lists: from ``graph_file``, or the job's graph file; None without either."""
+    """Return the graph in ``graph_file``, else in the graph file that the job names as its model; None without either."""
     if graph_file is not None:
         return read_graph(graph_file)
     return read_graph(folder / job.model) if job.model is not None and is_graph_file(job.model) else None
 
 
 def samples_of(job: Job, graph: Graph | None, tokens: float | None) -> float | None:
-    """Return the samples in ``tokens`` tokens; None for None. Raises InputError where a sample's length is not known."""
+    """Return how many samples ``tokens`` tokens are; None for None.
+
+    A sample's length is the job's ``sequence_length``, else that of its traced model or of ``graph``. Raises InputError where
+    none of these knows it.
+    """
     if tokens is None:
         return None
     tokens_per_sample: object = job.sequence_length
@@ -228,19 +245,22 @@ def samples_of(job: Job, graph: Graph | None, tokens: float | None) -> float | N
 
 
 def powers(job: Job, where: str) -> dict[str, float]:
-    """Return the datasheet power in watts of each device type that has one."""
+    """Return device type -> datasheet power in watts, for types whose specification has it."""
     table = devices_of(job, where)
     specs = {offer.type: table.find(offer.type) for offer in job.devices}
     return {name: device.power_w for name, device in specs.items() if device is not None and device.power_w}
 
 
 def run_of(path: Path | None, tell: Tell) -> Run | None:
-    """Return the earlier run in a telemetry file; None without a file."""
+    """Return the earlier run that a telemetry file recorded; None for None."""
     return None if path is None else read_run(read_table(path), str(path), tell)
 
 
 def knowledge_of(job: Job, job_file: Path, options: PlanOptions, run: Run | None) -> JobModel:
-    """Return the job model: step curves, fitted models, communication, layouts, errors, and eligibility for D2."""
+    """Return all that is known of the job's times and memory, from its files and from an earlier ``run`` (None: none).
+
+    With a run, layouts are left out. The curves and models are not yet scaled to the run.
+    """
     named = {offer.type: job_file.parent / offer.goodput for offer in job.devices if offer.goodput is not None}
     fitted = {name: load(path, Goodput) for name, path in named.items()}
     models = {name: model.params_of(name) for name, model in fitted.items()}
@@ -262,7 +282,10 @@ def knowledge_of(job: Job, job_file: Path, options: PlanOptions, run: Run | None
 
 
 def _errors(job: Job, folder: Path, fitted: Mapping[str, Goodput], run: Run | None) -> tuple[dict[str, float], str]:
-    """Return the relative error of each type's compute times where known (the largest of its sources), and those sources."""
+    """Return device type -> relative error of its compute times (the largest of its sources), and the sources in words.
+
+    Types whose error is not known, such as those with a capability in the job, are left out.
+    """
     errors: dict[str, float] = {}
     sources: list[str] = []
     table = devices_of(job, str(folder / "job.yaml"))
@@ -278,7 +301,7 @@ def _errors(job: Job, folder: Path, fitted: Mapping[str, Goodput], run: Run | No
         elif offer.capability_per_s is None and offer.type not in fitted:
             model = cost_model(table.device(offer.type, "devices.type"), calibration())
             candidates.append((model.relative_error, "cost model, in cross-validation"))
-        if offer.type in fitted:  # even beside a measured time, the growth with the batch is the fit's
+        if offer.type in fitted:  # also beside a measured run, because the fit says how times grow with the batch
             mape = fitted[offer.type].devices.get(offer.type, fitted[offer.type]).mape
             candidates.append((mape, "error of the fit"))
         if candidates:
@@ -295,9 +318,9 @@ def _communication(
     run: Run | None,
     fabrics: dict[str, Fabric] | None,
 ) -> Communication | None:
-    """Return the best source of exposed communication; None without any.
+    """Return the first source of exposed communication that is there; None without any.
 
-    In this order: an earlier run of several processes, a graph on a known network, a fit of several replicas.
+    The order is: an earlier run of several processes, a graph on a known network, a fit of several replicas.
     """
     if run is not None and run.world_size > 1:
         size_bytes = None if options.graph is None else options.graph.parameter_bytes
@@ -322,7 +345,10 @@ def _communication(
 
 
 def _fabrics_or_assumed(job: Job, folder: Path, options: PlanOptions) -> dict[str, Fabric] | None:
-    """Return the job's network; an assumed one, with a note, where a traceable job names none; else None."""
+    """Return device type -> network; where a traceable job names no network, an assumed one, with a remark.
+
+    None where another job names none.
+    """
     fabrics = fabrics_of(job, folder, options)
     if fabrics is not None or not traceable(job):
         return fabrics
@@ -333,12 +359,12 @@ def _fabrics_or_assumed(job: Job, folder: Path, options: PlanOptions) -> dict[st
 
 
 def traceable(job: Job) -> bool:
-    """Return whether a job names a model that can be traced at any batch size, for workers of one device each."""
+    """Return whether a job's model can be traced at any batch size: it is code, and each worker is a single device."""
     return job.group is None and job.model is not None and not is_graph_file(job.model) and not is_onnx_file(job.model)
 
 
 def _layouts(job: Job, folder: Path, fabrics: Mapping[str, Fabric]) -> Layouts | None:
-    """Return the layouts of the job's model; None where it cannot be traced or a device type has no specification."""
+    """Return the layouts of the job's model; None where it cannot be traced or an offered type has no specification."""
     table = devices_of(job, str(folder / "job.yaml"))
     if not traceable(job) or any(table.find(offer.type) is None for offer in job.devices if offer.count):
         return None
@@ -347,11 +373,12 @@ def _layouts(job: Job, folder: Path, fabrics: Mapping[str, Fabric]) -> Layouts |
     return layouts_of(job, table, fabrics)
 
 
-def would_fit(job: Job, job_file: Path, options: PlanOptions, holds: Callable[[Layouts], bool]) -> list[str]:
-    """Return what of the job, changed alone, would let its devices hold a step, as options of ``ddltool plan``.
+def options_that_fit(job: Job, job_file: Path, options: PlanOptions, holds: Callable[[Layouts], bool]) -> list[str]:
+    """Return the options of ``ddltool plan``, each by itself, with which the job would fit into memory: ``["--lora 16"]``.
 
-    Each is computed as a plan is: an 8-bit optimizer, parameters in a half type, both where neither does, LoRA of rank 16, and
-    the longest half, quarter, ... of the samples' length. ``holds``: whether layouts have one that fits.
+    Tried are an 8-bit optimizer, parameters in a half type, both where neither does, LoRA of rank 16, and half the samples'
+    length, a quarter, ... (the longest that fits). ``holds``: layouts -> whether one of them fits. Nothing is told to the
+    user.
     """
     quiet = replace(options, tell=lambda _: None)
     fabrics = _fabrics_or_assumed(job, job_file.parent, quiet)
@@ -359,10 +386,11 @@ def would_fit(job: Job, job_file: Path, options: PlanOptions, holds: Callable[[L
         return []
 
     def fits(**changed: Any) -> bool:
+        """Return whether the job fits with these fields changed."""
         try:
             layouts = _layouts(job.model_copy(update=changed), job_file.parent, fabrics)
             return layouts is not None and holds(layouts)
-        except InputError:  # no adapters for this model, or no such length
+        except InputError:  # this model takes no adapters, or no samples of that length
             return False
 
     table = devices_of(job, str(job_file))
@@ -372,6 +400,7 @@ def would_fit(job: Job, job_file: Path, options: PlanOptions, holds: Callable[[L
     from ddltool.analyzers.job.planning.layouts import job_work  # it loads torch
 
     length = job.sequence_length or job_work(job).traced.graph.meta.get("tokens_per_sample")
+    # Where not even the shortest length fits, no longer one does.
     is_long = isinstance(length, int) and length >= 2 * _SHORTEST and fits(sequence_length=_SHORTEST)
     while is_long and isinstance(length, int) and length >= 2 * _SHORTEST:
         length //= 2
@@ -384,10 +413,10 @@ def would_fit(job: Job, job_file: Path, options: PlanOptions, holds: Callable[[L
 def graph_communication(
     job: Job, folder: Path, options: PlanOptions, fabrics: dict[str, Fabric] | None
 ) -> GraphCommunication | None:
-    """Return communication simulated on the model's graph; None without a graph or a bandwidth.
+    """Return communication simulated on the graph in ``options`` or, where ``fabrics`` are given, of the job's model.
 
-    The network is ``fabrics``; None means the one that the graph was timed for. Raises InputError for a graph that is no timed
-    training step.
+    ``fabrics``: device type -> network; None: links of the bandwidth that the graph was timed for. None without a graph, and
+    with a remark where no bandwidth is known. Raises InputError for a graph that is not a timed training step.
     """
     graph = options.graph
     if graph is None and job.model is not None and fabrics is not None:
@@ -418,17 +447,21 @@ def graph_communication(
 
 
 def slowest_memory(job: Job, where: str, names: Iterable[str]) -> float:
-    """Return the lowest memory bandwidth of the named types in bytes per second. Raises InputError for an unknown type."""
+    """Return the lowest memory bandwidth of the types ``names`` in bytes per second.
+
+    ``where`` names the job's file. Raises InputError for a type without a specification.
+    """
     table = devices_of(job, where)
     return min(table.device(name, "--compress").memory_bytes_per_s for name in names)
 
 
 def fabrics_of(job: Job, folder: Path, options: PlanOptions, timed_for: Link | None = None) -> dict[str, Fabric] | None:
-    """Return the network of each offered device type; None where a link between nodes is not known.
+    """Return device type -> network, for the offered types; None where some link between nodes is not known.
 
-    Between nodes: --bandwidth, else the cluster's slowest card, the offer's nic, or ``timed_for``. Inside a node: the slowest
-    link of cluster and offer, else the device's own. Devices per node: as the cluster or per_node says, else 8 (with a note) of
-    a type with NVLink under --bandwidth, else 1.
+    The link between nodes is that of --bandwidth, else the slowest card of the cluster's nodes, the offer's nic, or
+    ``timed_for``; for devices of one node it is PCIe. The link inside a node is the slowest that cluster or offer names, else
+    the device's own. Devices per node are as the cluster or per_node says, else 8 (with a remark) for a type with NVLink under
+    --bandwidth, else 1.
     """
     cluster = None if job.cluster is None else load(folder / job.cluster, Cluster)
     table, offers = devices_of(job, str(folder / "job.yaml")), [offer for offer in job.devices if offer.count]
@@ -460,7 +493,10 @@ def fabrics_of(job: Job, folder: Path, options: PlanOptions, timed_for: Link | N
 
 
 def _slowest_card(groups: Sequence[NodeGroup], offer: DeviceOffer, latency: str) -> Link | None:
-    """Return the slowest link between nodes of a type; None where any node's link is not known."""
+    """Return the slowest link between the nodes in ``groups``, or the offer's for no groups; None where any is not known.
+
+    ``latency``: of links that the cluster gives by their speed alone.
+    """
     cards = [(group.nic_gbit, group.nic or offer.nic) for group in groups] or [(offer.nic_gbit, offer.nic)]
     links = [
         between_nodes(nic, None, None, ("nic", "", ""))
@@ -473,13 +509,19 @@ def _slowest_card(groups: Sequence[NodeGroup], offer: DeviceOffer, latency: str)
 
 
 def _timed_graph(job: Job, folder: Path) -> Graph:
-    """Return the job's model as a graph timed on its first known type: compute is rescaled later, so any type will do."""
+    """Return the graph of the job's model, timed on its first shipped device type, else on a V100.
+
+    The type does not matter, because compute is scaled to each type's speed later.
+    """
     name = next((offer.type for offer in job.devices if devices().find(offer.type)), "V100")
     return estimate(_untimed_graph(job, folder), cost_model(devices().device(name), calibration()), Network())
 
 
 def _untimed_graph(job: Job, folder: Path) -> Graph:
-    """Return the untimed graph of a step of ``batch_size`` samples of the job's model."""
+    """Return the untimed graph of a step of ``batch_size`` samples of the job's model.
+
+    A graph file has its own batch. Raises InputError for a graph that was recorded from a script.
+    """
     if not traceable(job):
         source = str(folder / str(job.model)) if is_graph_file(str(job.model)) else str(job.model)
         graph = load_graph(source, None, None if is_graph_file(source) else job.batch_size)
@@ -493,16 +535,16 @@ def _untimed_graph(job: Job, folder: Path) -> Graph:
 
 
 def trained_numbers(job: Job) -> tuple[int, bool]:
-    """Return how many numbers a step of the job's model has gradients of (parameters or adapters); whether it reads tokens."""
+    """Return the number of trained parameters (those of the adapters with LoRA), and whether the model reads tokens."""
     graph = _untimed_graph(job, Path())
     size_bytes = float(graph.size_bytes[graph.of_kind(SEND)].sum())
     return round(size_bytes / precision_of(graph.meta.get("precision")).width), "tokens_per_sample" in graph.meta
 
 
 def checkpoint_bytes(job: Job, folder: Path, graph: Graph | None) -> float | None:
-    """Return the bytes of a checkpoint of all processes; None where neither the job nor a graph knows the parameters.
+    """Return the bytes of a checkpoint of all processes; None where there is neither a graph nor a model in the job.
 
-    They are the trained parameters as they are kept, and the optimizer's state; frozen parameters are in no checkpoint.
+    It holds the trained parameters in their precision and the optimizer's state, but no frozen parameters.
     """
     if graph is None and job.model is None:
         return None
@@ -510,14 +552,14 @@ def checkpoint_bytes(job: Job, folder: Path, graph: Graph | None) -> float | Non
     return graph.trained_bytes * (1 + state_share(graph, job.optimizer))
 
 
-# Where nothing fits, samples of no fewer tokens than this are tried.
+# Where nothing fits, :func:`options_that_fit` tries samples of at least so many tokens.
 _SHORTEST = 256
 _OFFER = re.compile(r"((?P<times>[0-9]{1,7})x)?(?P<type>[^=,@]+?)(=(?P<count>[0-9]{1,7}))?(@(?P<price>[0-9.]{1,12}))?")
 
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """Devices as an option names them."""
+    """Devices of one type as ``--devices`` names them; None for a count or price that it leaves out."""
 
     type: str
     count: int | None
@@ -525,7 +567,10 @@ class Offered:
 
 
 def offered(devices: str) -> list[Offered]:
-    """Return the devices in ``8xH100,A100=4@2.5,L4``: count, type, price. Raises InputError for anything else."""
+    """Return the devices in a text such as ``8xH100,A100=4@2.5,L4``, with ``@`` before a price per hour.
+
+    Raises InputError for a part that is not of this form.
+    """
     offers = []
     for part in devices.split(","):
         match = _OFFER.fullmatch(part.strip())
@@ -541,7 +586,10 @@ def offered(devices: str) -> list[Offered]:
 
 
 def with_prices(job: Job, prices: str) -> Job:
-    """Return the job with prices per hour as ``H100=2.5,A100=1.2`` says them. Raises InputError for anything else."""
+    """Return the job with prices in dollars per hour from a text such as ``H100=2.5,A100=1.2``; others stay.
+
+    Raises InputError for a part that is not of this form, and for a type that the job does not offer.
+    """
     by_type: dict[str, float] = {}
     types = {name_key(offer.type): offer.type for offer in job.devices}
     for part in prices.split(","):
@@ -561,6 +609,7 @@ def with_prices(job: Job, prices: str) -> Job:
     return job.model_copy(update={"devices": offers})
 
 
+# Field of a job -> option that sets it, where that is not named like the field.
 _FIELDS = {"batch_size": "--batch-size", "max_workers": "--batch-size", "devices": "--devices"}
 
 
@@ -584,12 +633,15 @@ def job_of(
 ) -> Job:
     """Return the job of a model on devices that options describe. Raises InputError, which names the option.
 
+    The total batch is divided into as many workers as there are devices, or the next smaller number that divides it. Options
+    that are None take the job's default.
+
     Args:
         source: the model.
-        devices: for example ``A100=8,V100=4``, or ``A100=8@2.5`` with a price per hour.
-        nodes: nodes in all, each of one type, dealt in proportion to the devices; None: 8 devices on each.
+        devices: for example ``A100=8,V100=4``, or ``A100=8@2.5`` with a price per hour; every type needs its number.
+        nodes: nodes in all, each with devices of one type, dealt in proportion to the devices; None: 8 devices on each.
         batch_size: samples of a step on all devices together; None: 8 per device.
-        bandwidth: the network between nodes as measured; ``nic``: their cards by datasheet.
+        link: between the devices of a node; ``nic``: between nodes, by their cards' datasheet; ``bandwidth``: as measured.
         devices_file: specifications of the user's own types.
     """
     if nic is not None and bandwidth is not None:
@@ -650,7 +702,10 @@ def job_of(
 
 
 def _per_node(counts: dict[str, int], nodes: int | None) -> dict[str, int]:
-    """Return the devices per node of each type, when ``nodes`` nodes of one type each hold ``counts``."""
+    """Return device type -> devices per node, when the devices ``counts`` (by type) are dealt to ``nodes`` nodes.
+
+    A node has devices of one type. None: nodes of 8. Raises InputError for fewer nodes than types or more than devices.
+    """
     used_counts = {name: count for name, count in counts.items() if count}
     if nodes is None:
         return {name: max(1, min(count, DEVICES_PER_NODE)) for name, count in counts.items()}
@@ -660,7 +715,7 @@ def _per_node(counts: dict[str, int], nodes: int | None) -> dict[str, int]:
         )
         raise InputError("--nodes", problem, "a node has devices of one type, and at least one")
     nodes_by_type = dict.fromkeys(used_counts, 1)
-    for _ in range(nodes - len(used_counts)):  # the next node to the type whose nodes are fullest
+    for _ in range(nodes - len(used_counts)):  # the next node goes to the type whose nodes are fullest
         fullest = max(
             (name for name in used_counts if nodes_by_type[name] < used_counts[name]),
             key=lambda name: used_counts[name] / nodes_by_type[name],

@@ -1,7 +1,7 @@
-"""What is known about a job beside its placement problem: :class:`JobModel`; the least that a step takes: :class:`Bounds`.
+"""What is known about a job beside its placement problem (:class:`JobModel`), and bounds of its steps (:class:`Bounds`).
 
-Fitted and predicted times are corrected by an earlier run's measured ones, so that all strategies are compared by one source:
-:func:`measured_speeds`, :func:`combine`, :func:`with_run`.
+Fitted and predicted times are corrected by those that an earlier run measured, so that all strategies are compared by times
+from one source: :func:`measured_speeds`, :func:`combine`, :func:`with_run`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ddltool.analyzers.job.planning.layouts import Layouts
 
 
-# Halvings in which the least computing time is found; what is returned is its lower end.
+# Halvings of the interval that holds the least computing time; its lower end is a bound after any number.
 _HALVINGS = 44
 
 
@@ -41,41 +41,43 @@ class JobModel:
     """Fitted throughput models, by device type."""
     communication: Communication | None = None
     layouts: Layouts | None = None
-    """What memory and time the job's model takes however it is sharded; None: the model cannot be traced here."""
+    """Memory and time of the job's model for every way to shard it; None: the model cannot be traced."""
     overhead_s: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of each step, or each worker's iteration, beside both, by device type: optimizer, loader."""
+    """Seconds of a step (or of a worker's iteration) beside compute and communication, by device type: optimizer, loader."""
     imbalance: float = 0.0
-    """What several that synchronise wait because none is always as fast, over their compute."""
+    """Waiting of devices that synchronise, because each is slow at other times, over their compute."""
     drift: float = 0.0
-    """By what share a step of an earlier run may differ in another run, whatever decides it."""
+    """Share by which the steps of another run may differ from those of the earlier run."""
     seen: Mapping[str, int] = field(default_factory=dict)
-    """The devices of an earlier run."""
+    """Number of devices of the earlier run by type."""
     errors: Mapping[str, float] = field(default_factory=dict)
     """Relative error of the compute times, by device type, where one is known."""
     error_source: str = ""
+    """Where ``errors`` come from, in words."""
     remark: str = ""
-    """What a reader must know of the compute times beside their errors: some measured, some predicted."""
+    """A remark on the compute times besides their errors: which are measured and which predicted; empty: none."""
     d2_eligible: bool | None = None
-    """Whether the model may have the same bits on devices of different types; None: not known."""
+    """Whether the model can give the same bits on devices of different types; None: not known."""
 
     def other_s(self, devices: Iterable[str], skewed_s: float = 0.0) -> float:
-        """Return what a step has beside compute and communication on devices of some types.
+        """Return the seconds of a step beside compute and communication, on the types ``devices``.
 
-        ``skewed_s``: the compute of several that synchronise. Of a type that no run has seen it is the longest known.
+        It is the longest overhead, that of a type without a known one being the longest of all, and the waiting that goes with
+        ``skewed_s`` seconds of compute on devices that synchronise (0: a single device).
         """
         longest = max(self.overhead_s.values(), default=0.0)
         return max((self.overhead_s.get(name, longest) for name in devices), default=0.0) + self.imbalance * skewed_s
 
     def error(self, devices: Iterable[str]) -> float | None:
-        """Return the largest relative error of the used types' compute times, given ones counted as exact; None for none."""
+        """Return the largest relative error of the compute times of the types ``devices``; None where none is known."""
         return max((self.errors[name] for name in devices if name in self.errors), default=None)
 
     def gain_error(self, first: Option, second: Option) -> float | None:
-        """Return the relative error of one plan's rate over another's; None where no error is known.
+        """Return the relative error of the ratio of two plans' rates; None where no error is known.
 
-        The errors of different types are independent and add in squares, each by how much more one step leans on that type's
-        times than the other: one type's error alone scales both, and cancels. Where the host decides, the types' times do not,
-        and each counts in full.
+        The errors of different types are independent and add in squares, each multiplied by the difference between the shares
+        in which the two steps depend on that type's times (``leans_on``). So where both depend on one type alone, its error
+        cancels. With several types, where the host's time limits a step, every type's error counts in full.
         """
         types = {*first.devices, *second.devices}
         errors = {name: self.errors[name] for name in types if name in self.errors}
@@ -90,14 +92,15 @@ class JobModel:
 
 
 class Bounds:
-    """What the goal compares (:meth:`Goal.of`), bounded from below over all numbers of devices between two corners.
+    """Lower bounds of the number that the goal minimises (:meth:`Goal.of`) over boxes of device counts.
 
-    Each part of a step is bounded alone: computing as if all devices of the upper corner took as many whole samples (or
-    mini-batches, where the strategy deals out these) as they can by then; the rest and the communication as on the
-    devices of the lower corner, for neither gets shorter with more devices.
+    A box holds all counts between a lower and an upper corner. Each part of a step is bounded by itself. Computing: as if all
+    devices of the upper corner shared the work in whole samples (or mini-batches, where the strategy deals out these).
+    Communication and the rest: as on the devices of the lower corner, because neither gets shorter with more devices.
     """
 
     def __init__(self, model: JobModel, goal: Goal, problem: Problem, strategy: str) -> None:
+        """Take the job's model, goal and problem, and the name of the strategy whose steps are bounded."""
         self.model, self.goal, self.problem, self.strategy = model, goal, problem, strategy
         by_samples = strategy in ("bsp", "lb-bsp")
         work_per_worker = problem.batch_size if by_samples else 1
@@ -110,7 +113,7 @@ class Bounds:
         self._least_compute_s = cache(self._compute_s)
 
     def __call__(self, low: Counts, high: Counts) -> float:
-        """Return a lower bound of the goal's value over counts from ``low`` to ``high`` by type; infinite: none is possible."""
+        """Return a lower bound of the goal's number over (T,) counts from ``low`` to ``high``; infinite: none is possible."""
         fewest = sum(low)
         if not any(high) or fewest > self.work:
             return math.inf
@@ -119,7 +122,7 @@ class Bounds:
             share = self.work // min(self.work, sum(high))
             compute_s = max([compute_s, *(curve.seconds(share) for curve, n in zip(self.times, low, strict=True) if n)])
         communication_s, other_s = 0.0, 0.0
-        if self.strategy != "elastic-bsp":  # whose iterations have both in them, as long as each worker takes
+        if self.strategy != "elastic-bsp":  # its workers communicate by themselves, which is not bounded here
             other_s = self.model.other_s(self.problem.named(low), compute_s if fewest > 1 else 0.0)
             if fewest > 1:
                 communication_s = self._communication_s(low, high, compute_s)
@@ -129,33 +132,28 @@ class Bounds:
         return self.goal.of(step_s, max(fewest, 1), self._price(low, high, step_s))
 
     def _compute_s(self, high: Counts) -> float:
-        """Return a lower bound of the seconds in which up to ``high`` devices of each type do the whole step's work."""
+        """Return a lower bound of the seconds in which up to ``high`` (T,) devices do the work of a step."""
         offered = [(step_time, count) for step_time, count in zip(self.times, high, strict=True) if count]
         if self.strategy == "elastic-bsp":  # nobody waits for a whole step
             return self.work / sum(step_time.samples_per_s * count for step_time, count in offered)
         low_s, high_s = 0.0, min(step_time.seconds(self.work) for step_time, _ in offered)
         for _ in range(_HALVINGS):
             middle_s = (low_s + high_s) / 2
-            if self._is_done(offered, middle_s):
+            if sum(step_time.most_within(middle_s, self.work) * count for step_time, count in offered) >= self.work:
                 high_s = middle_s
             else:
                 low_s = middle_s
         return low_s
 
-    def _is_done(self, types: list[tuple[StepTime, int]], seconds: float) -> bool:
-        """Return whether the given numbers of devices by type can do the whole work within ``seconds``, no used one idle."""
-        samples_done, work_left = 0, self.work
-        for samples, count in sorted(((curve.most_within(seconds, self.work), n) for curve, n in types), reverse=True):
-            used = min(count, work_left)
-            samples_done, work_left = samples_done + samples * used, work_left - used
-        return samples_done >= self.work
-
     def _communication_s(self, low: Counts, high: Counts, compute_s: float) -> float:
-        """Return the least seconds that communication leaves exposed; infinite where exactly ``low`` hold no replica."""
+        """Return a lower bound of the seconds of exposed communication from ``low`` to ``high`` (T,) devices.
+
+        ``compute_s``: of a step. Infinite where ``low`` equals ``high`` and the model does not fit on these devices.
+        """
         source = self.model.communication
         if source is None:
             return 0.0
-        # Gradients travel while the last pass computes: an EST's is of one mini-batch.
+        # Gradients travel while the last pass computes; with ESTs that is a pass over one mini-batch.
         mini_batch_s = max(
             (1 / curve.samples_per_s for curve, n in zip(self.times, high, strict=True) if n), default=0.0
         )
@@ -167,7 +165,10 @@ class Bounds:
             return math.inf
 
     def _price(self, low: Counts, high: Counts, step_s: float) -> float:
-        """Return the least price of a step: of the devices of ``low`` for its time, and of the work on the cheapest type."""
+        """Return a lower bound of the price of a step of ``step_s`` seconds.
+
+        It is the larger of two: the price of ``low`` (T,) devices for that time, and that of the work on the cheapest type.
+        """
         hourly = [(device.price_micro or 0) / 1e6 for device in self.problem.devices]
         price_of_low = sum(price * count for price, count in zip(hourly, low, strict=True)) * step_s
         offers = zip(hourly, self.times, high, strict=True)
@@ -176,18 +177,18 @@ class Bounds:
         return max(price_of_low, price_of_work) / HOUR_S
 
 
-# Ratio of measured to predicted speed from which on the predictions of the other types are scaled as well.
+# Ratio of measured to predicted speed, or its inverse, beyond which predictions of other types are scaled as well.
 RESCALED_FROM = 2.0
 
 
 def measured_speeds(
     run: Run, batch_size: int, curves: Mapping[str, StepTime]
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Return how fast the run's device types are with mini-batches of ``batch_size`` samples, and how far fits were off.
+    """Return device type -> mini-batches per second in an earlier run, and device type -> factor by which its fit was off.
 
-    Both by device type: mini-batches per second of the median rank, and measured compute over what the type's fit says of
-    the measured batch. A type with a fit keeps the fit's shape: its curve, multiplied so that the measured batch takes the
-    measured time. Any other type takes a time proportional to its samples, or to its saturation where there are fewer.
+    A factor is measured compute over that of the fit (in ``curves``) for the measured batch, of the median rank. A type with a
+    fit keeps the fit's shape: its time for ``batch_size`` samples is the fit's times the factor. A type without one takes a
+    time proportional to its samples, or to its saturation batch where that is larger.
     """
     factors: dict[str, float] = {}
     capabilities: dict[str, float] = {}
@@ -208,23 +209,23 @@ def measured_speeds(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Combined:
-    """Speeds of all offered device types: of some measured, of the others predicted."""
+    """Speeds of all offered device types, measured where possible and else predicted."""
 
     capabilities: Mapping[str, float]
     """Mini-batches per second by device type."""
     errors: Mapping[str, float]
     """Relative error of the types whose prediction was scaled."""
     remark: str
-    """What a reader must know before comparing one with the other; empty where all types are measured."""
+    """In words, which are measured, which predicted and scaled; empty unless there are both."""
 
 
 def combine(measured: Mapping[str, float], predicted: Mapping[str, float]) -> Combined:
-    """Return the measured speeds, and for types without one the predictions, scaled where measured types were far off.
+    """Return the measured speeds, and for types without one the predicted speeds, scaled where predictions are far off.
 
-    Both are mini-batches per second by device type; ``predicted`` holds the measured types as well, as far as something
-    predicts them. Where a measured type is more than ``RESCALED_FROM`` times off its own prediction, whatever made it so
-    (another machine posing as it, a model the roofline does not know) makes it for the others too: they are scaled by
-    the geometric mean of measured over predicted, with the spread of these ratios as their error, at least 50 %.
+    Both arguments are mini-batches per second by device type; ``predicted`` holds measured types as well where something
+    predicts them. If any measured type is off its own prediction by more than a factor of ``RESCALED_FROM``, the same cause is
+    assumed for the others (a slower machine, a model that the roofline does not fit): they are scaled by the geometric mean of
+    measured over predicted. Their error is then the spread of these ratios, at least 50 %.
     """
     predicted_others = {name: rate for name, rate in predicted.items() if name not in measured}
     errors: dict[str, float] = {}
@@ -245,7 +246,7 @@ def combine(measured: Mapping[str, float], predicted: Mapping[str, float]) -> Co
 def with_run(knowledge: JobModel, run: Run, factors: Mapping[str, float]) -> JobModel:
     """Return ``knowledge`` with every curve and model scaled to agree with ``run``.
 
-    ``factors``: by how much the compute of each device type is longer than its fit says.
+    ``factors``: device type -> measured compute over that of its fit; 1 for types that are not in it.
     """
     curves = {name: curve.scaled(factors.get(name, 1.0)) for name, curve in knowledge.curves.items()}
     models = {name: scaled_model(model, factors.get(name, 1.0), run) for name, model in knowledge.models.items()}
@@ -253,11 +254,11 @@ def with_run(knowledge: JobModel, run: Run, factors: Mapping[str, float]) -> Job
 
 
 def scaled_model(model: ThroughputParams, factor: float, run: Run) -> ThroughputParams:
-    """Return a fitted model whose compute is ``factor`` times as long and whose synchronisation is the run's.
+    """Return the fitted model with compute ``factor`` times as long and synchronisation scaled to the run's.
 
-    The synchronisation that a run leaves exposed behind its longest compute c, m seconds, is the model's
-    ``((c + m)^gamma - c^gamma)^(1/gamma)`` (Pollux, section 3.2, solved for the synchronisation). A run of one process
-    says nothing about it: it stays as fitted.
+    If c is the run's longest compute and m its exposed synchronisation, both in seconds, the model's T_sync is
+    ``((c + m)^gamma - c^gamma)^(1/gamma)`` (Pollux, section 3.2, solved for T_sync). After a run of one process the
+    synchronisation stays as fitted. Where the fit's T_sync is 0 for the run's devices, the run's becomes the intercept.
     """
     scaled = {"alpha_grad_s": model.alpha_grad_s * factor, "beta_grad_s": model.beta_grad_s * factor}
     if run.world_size > 1:

@@ -1,6 +1,6 @@
-"""Which of the precisions, optimizers and LoRA ranks that the user named is best; they change training, so no others are tried.
+"""Which of the precisions, optimizers and LoRA ranks that the user named is best. Start at :func:`best_of`.
 
-Start at :func:`best_of`.
+Others are never tried, because they change how the model trains.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _MOST = 12
 def combinations(
     precisions: Sequence[str | None], optimizers: Sequence[str | None], ranks: Sequence[int | None]
 ) -> list[dict[str, str | int | None]]:
-    """Return every combination of the named values, as fields of a job; None: the job's default.
+    """Return every combination of the named values, each as fields of a job; a value of None means the job's default.
 
-    Raises InputError for more than twelve.
+    Raises InputError for more than twelve combinations.
 
     >>> combinations(["bf16", "fp8"], [None], [None])[1]
     {'precision': 'fp8', 'optimizer': None, 'lora': None}
@@ -37,12 +37,13 @@ def combinations(
 
 
 def best_of(jobs: Sequence[Job], planned: Callable[[Job], Plan], goal: Goal) -> tuple[Job, Plan]:
-    """Return of jobs that differ in their numerics the best and its plan, with what each would bring in its decision.
+    """Return the best of several jobs that differ in their numerics, and its plan, whose decision compares them all.
 
-    Better is what the goal says; one that is less than ``LEAST_GAIN`` better than one named before it is not. Raises
-    Infeasible, the first job's, where none has a plan.
+    ``planned`` makes the plan of a job. A later job counts as better, by ``goal``, only if it is so by more than
+    ``LEAST_GAIN``. A plan without a decision is returned without the comparison. Raises the first job's Infeasible where none
+    has a plan.
     """
-    outcomes: list[Plan | Infeasible] = []
+    outcomes: list[Plan | Infeasible] = []  # by job
     for job in jobs:
         try:
             outcomes.append(planned(job))
@@ -77,15 +78,15 @@ def best_of(jobs: Sequence[Job], planned: Callable[[Job], Plan], goal: Goal) -> 
 
 
 def _option(plan: Plan) -> Option | None:
-    """Return the picked option of a plan; None: it was made without a comparison."""
+    """Return the option that a plan's decision picked; None for a plan without a decision."""
     if plan.decision is None:
         return None
-    picked = [option for option in plan.decision.options if not option.why_not]
+    picked = [option for option in plan.decision.options if not option.why_not]  # only the picked one has no reason
     return (picked or plan.decision.options)[0]
 
 
 def _cost(plan: Plan, goal: Goal) -> float:
-    """Return what plans are compared by, the least first."""
+    """Return the number by which plans are compared, lower is better: bytes, the goal's value, or seconds of a step."""
     option = _option(plan)
     if option is None:
         return plan.iteration_s
@@ -95,7 +96,7 @@ def _cost(plan: Plan, goal: Goal) -> float:
 
 
 def _names(jobs: Sequence[Job]) -> Iterator[str]:
-    """Yield what tells each job from the others."""
+    """Yield a name of each job made of the numerics in which the jobs differ, such as ``bf16, LoRA 16``."""
     differing = [
         field for field in ("precision", "optimizer", "lora") if len({getattr(job, field) for job in jobs}) > 1
     ]
@@ -107,7 +108,7 @@ def _names(jobs: Sequence[Job]) -> Iterator[str]:
 
 
 def _sentence(rows: Sequence[Named], goal: Goal) -> str:
-    """Return what each of the named numerics would bring, the picked one first."""
+    """Return the sentences that compare the named numerics by step time (or price); the picked one is the first of ``rows``."""
     texts = []
     for row in rows:
         if row.option is None:

@@ -41,9 +41,9 @@ SHARING: tuple[str, ...] = get_args(Sharing)
 
 
 def solve(strategy: str, job: Job, job_file: Path, options: PlanOptions) -> Plan:
-    """Return the plan of a job by one strategy, or for ``auto`` by the best one.
+    """Return the plan of a job by one strategy, or by the best one for ``auto``.
 
-    Raises InputError for what is wrong in the files, and Infeasible, which names the job's file, where no plan is possible.
+    Raises InputError for errors in the files, and Infeasible, which names the job's file, where no plan is possible.
     """
     try:
         with naming(job_file, type(job).model_fields):
@@ -57,7 +57,7 @@ def solve(strategy: str, job: Job, job_file: Path, options: PlanOptions) -> Plan
 def _plan_job(strategy: str, job: Job, job_file: Path, options: PlanOptions) -> Plan:
     """Return the plan of a job as :func:`solve` does; errors do not name the job's file yet.
 
-    ``auto``, and any strategy but est whose communication is known, goes through the comparison of strategies.
+    ``auto``, and strategies other than est and goodput whose communication is known, go through :func:`auto_plan`.
     """
     if strategy == "auto":
         return auto_plan(job, job_file, options)
@@ -65,7 +65,7 @@ def _plan_job(strategy: str, job: Job, job_file: Path, options: PlanOptions) -> 
         plan = goodput_plan(job, job_file)
         demand_throughput(plan.throughput, job.constraints.min_throughput)
         return plan
-    # A traced model, or a run, tells what gradients cost on the network: then a split is compared with its communication.
+    # A traced model or an earlier run tells how long gradients take on the network, which auto_plan adds to the step.
     has_network = job_inputs.traceable(job) or options.telemetry is not None
     if strategy != "est" and has_network:
         return auto_plan(job, job_file, options, only=strategy)
@@ -80,7 +80,7 @@ def _plan_job(strategy: str, job: Job, job_file: Path, options: PlanOptions) -> 
 def _of_types_that_hold(job: Job, job_file: Path, options: PlanOptions) -> Job:
     """Return the job without the device types that lack memory for a whole traced model and a mini-batch.
 
-    Raises Infeasible where none is left. A job that says itself what memory a worker needs is returned as it is.
+    A job that says what memory a worker needs is returned as it is. Raises Infeasible where no type is left.
     """
     layouts = None
     if job.constraints.memory_per_worker_gib is None:
@@ -90,7 +90,7 @@ def _of_types_that_hold(job: Job, job_file: Path, options: PlanOptions) -> Job:
     kept, missing = [], list[Infeasible]()
     for offer in job.devices:
         try:
-            # Two devices, where there are so many: gradients that are exchanged take memory too.
+            # on two devices if there are two, because the exchange of gradients takes memory too
             layouts.whole_bytes({offer.type: min(2, offer.count)} if offer.count else {}, job.batch_size)
             kept.append(offer)
         except Infeasible as error:
@@ -108,10 +108,10 @@ def make_plan(
     *,
     curves: Mapping[str, StepTime] | None = None,
 ) -> Plan:
-    """Return the plan of a job by one strategy alone, without its communication.
+    """Return the plan of a job by one strategy, without the time of communication.
 
-    ``capabilities``: mini-batches per second by device type; ``curves``: seconds over batch size by type, where they are
-    known. Raises Infeasible where no plan keeps the constraints, the required throughput among them.
+    ``capabilities``: device type -> mini-batches per second; ``curves``: device type -> step time over batch size, if known.
+    Raises Infeasible where no plan keeps the constraints, including the required throughput.
     """
     problem = from_job(job, capabilities)
     plan = plan_by(strategy, problem, options, curves)
@@ -120,14 +120,14 @@ def make_plan(
 
 
 def with_compute(plan: Plan, capabilities: Mapping[str, float]) -> Plan:
-    """Return the plan with the seconds that each device computes in a step, where its strategy does not say them.
+    """Return the plan with ``compute_s`` of each assignment, where its strategy has not set it.
 
-    ``capabilities``: mini-batches per second by device type. ESTs take turns of one mini-batch each; a whole local batch
-    takes the time by its share of a mini-batch.
+    ``capabilities``: device type -> mini-batches per second. A device computes one mini-batch per EST, else its local batch,
+    whose time is proportional to its samples.
     """
 
     def seconds(row: Assignment) -> float | None:
-        """Return the seconds that each device of a row computes in a step; None where neither says them."""
+        """Return the seconds that each device of a row computes in a step; None where they are not known."""
         if row.compute_s is not None or row.device_type not in capabilities:
             return row.compute_s
         return (row.ests_per_device or row.local_batch_size / plan.batch_size) / capabilities[row.device_type]
@@ -137,9 +137,9 @@ def with_compute(plan: Plan, capabilities: Mapping[str, float]) -> Plan:
 
 
 def goodput_plan(job: Job, job_file: Path) -> Plan:
-    """Return the plan of highest goodput: useful samples per second, throughput times statistical efficiency.
+    """Return the plan of highest goodput (useful samples per second: throughput times statistical efficiency).
 
-    Raises InputError when job.yaml lacks the goodput section, or no device has a fitted model.
+    Raises InputError when the job lacks the goodput section, or no device has a fitted model.
     """
     if job.goodput is None:
         remedy = "add goodput: {max_batch_size: N, max_local_batch_size: N, noise_scale: PHI}"
@@ -152,23 +152,25 @@ def goodput_plan(job: Job, job_file: Path) -> Plan:
 
 
 def complete(plan: Plan, job: Job, job_file: Path, options: PlanOptions) -> Plan:
-    """Return a plan with what the other commands read from it, as far as it is known.
+    """Return the plan with the fields that other commands read, as far as they are known.
 
-    That is: its parameters in the order in which they should travel and its data-parallel settings, where ``options`` have a
-    graph; what compression would bring, where they ask; devices on a node; and how the job runs its step.
+    With a graph in ``options``: parameters in the order in which they should travel, and data-parallel settings. Where
+    ``options.compress`` asks: figures of compression. Always: devices on a node, and how the job runs its step.
     """
     graph = options.graph
     if graph is not None:
         fabrics = job_inputs.fabrics_of(job, job_file.parent, options)
-        settings = {} if plan.decision is not None else data_parallel(graph, plan, fabrics)
+        # a plan with a decision has its settings from the comparison
+        settings = {} if plan.decision is not None else ddp_and_fsdp2_fields(graph, plan, fabrics)
         plan = plan.model_copy(update={"parameters": parameters_of(graph), **settings})
     if options.compress is not None and plan.world_size == 1:
         options.tell("note: --compress: the plan is for one device, which sends no gradients")
     elif options.compress is not None:
         figures = _compression_figures(plan, job, job_file, options, options.compress)
         plan = plan.model_copy(update={"compressed": figures})
-    has_single_device_nodes = job.group is not None and job.cluster is not None  # whose nodes count single devices
-    devices_per_node = None if has_single_device_nodes else _devices_per_node(job, job_file, plan, options)
+    # A worker of such a job is a group of devices, and the cluster counts single devices.
+    counts_differ = job.group is not None and job.cluster is not None
+    devices_per_node = None if counts_differ else _devices_per_node(job, job_file, plan, options)
     gpus_per_node = None
     if plan.group is not None and devices_per_node is not None:
         gpus_per_node = devices_per_node
@@ -178,9 +180,9 @@ def complete(plan: Plan, job: Job, job_file: Path, options: PlanOptions) -> Plan
 
 
 def _run_settings(plan: Plan, job: Job, gpus_per_node: Mapping[str, int] | None) -> StepSettings:
-    """Return how the job runs its step: model, precision, optimizer, tokens of a sample, GPUs on a node.
+    """Return how the job runs its step: model, precision, optimizer, tokens of a sample, GPUs on a node by type.
 
-    Where the job leaves the sequence length to its model, the tokens of a step in the comparison tell it.
+    Where the job does not say the sequence length, it is the tokens of a step in the plan's decision over its samples.
     """
     tokens = job.sequence_length
     if tokens is None and plan.decision is not None and plan.decision.step_tokens is not None:
@@ -199,9 +201,9 @@ def _run_settings(plan: Plan, job: Job, gpus_per_node: Mapping[str, int] | None)
 def _compression_figures(
     plan: Plan, job: Job, job_file: Path, options: PlanOptions, compression: Compression
 ) -> CompressionFigures:
-    """Return what compressing the gradients would bring on the plan's devices.
+    """Return the figures of a step with compressed gradients on the plan's devices.
 
-    Raises InputError where the gradients, the network or the memory's speed of a device are not known.
+    Raises InputError where the gradients, the network or the memory bandwidth of a device are not known.
     """
     communication = job_inputs.graph_communication(
         job, job_file.parent, options, job_inputs.fabrics_of(job, job_file.parent, options)
@@ -216,10 +218,10 @@ def _compression_figures(
 
 
 def _devices_per_node(job: Job, job_file: Path, plan: Plan, options: PlanOptions) -> dict[str, int] | None:
-    """Return device type -> devices on a node, for the types that the plan uses; None where nothing is known.
+    """Return device type -> devices on a node, for the types that the plan uses; None where it is known for no type.
 
-    The nodes are those of the job's cluster; where a type's nodes differ, the smallest counts. Without a cluster there are as
-    many as the job says, or as were assumed for their network.
+    With a cluster it is the smallest number on any of its nodes with the type; else what the job says, or what was assumed for
+    the type's network. Types with one assumed device on a node are left out.
     """
     used_types = {row.device_type for row in plan.assignments}
     counts: dict[str, int] = {}
@@ -240,7 +242,8 @@ def _devices_per_node(job: Job, job_file: Path, plan: Plan, options: PlanOptions
 def parameters_of(graph: Graph, *, ordered: bool = True) -> list[ParameterRecord]:
     """Return the graph's parameters in the order in which they should travel: TAC's, or TIC's for an untimed graph.
 
-    Unless ``ordered`` they are in the graph's own order and without priorities: a sharded model travels block by block.
+    If not ``ordered``, they are in the graph's own order, without priorities. That is for a sharded model, which travels block
+    by block.
     """
     schedule = None
     if ordered:
@@ -256,17 +259,18 @@ def parameters_of(graph: Graph, *, ordered: bool = True) -> list[ParameterRecord
     ]
 
 
-def data_parallel(graph: Graph, plan: Plan, fabrics: Mapping[str, Fabric] | None) -> dict[str, Any]:
-    """Return the fields ``ddp`` and ``fsdp2`` of a plan: best settings for its processes on the job's network.
+def ddp_and_fsdp2_fields(graph: Graph, plan: Plan, fabrics: Mapping[str, Fabric] | None) -> dict[str, Any]:
+    """Return the fields ``ddp`` and ``fsdp2`` of a plan: the best settings on the job's network, each None where there is none.
 
-    Without ``fabrics`` by device type the network is the one that the graph was timed for. Empty where the network or the
-    graph's times are not known, and for a plan without a synchronous exchange of gradients.
+    ``fabrics``: device type -> network; None: the one that the graph was timed for. Returns {} where the network or the graph's
+    times are not known, and for a plan without a synchronous exchange of gradients.
     """
     counts = device_counts(plan)
     if fabrics is None and (graph_fabric := own_fabric(graph)) is not None:
         fabrics = dict.fromkeys(counts, graph_fabric)
     if fabrics is None or not graph.timed or plan.world_size < 2 or plan.superstep is not None:
         return {}
+    # the slowest device's pass: a device makes one per EST or, without ESTs (0 of them), one per accumulation step
     pass_s = max(
         (row.compute_s or 0.0) / max(row.ests_per_device, row.accumulation_steps + 1) for row in plan.assignments
     )
@@ -275,22 +279,23 @@ def data_parallel(graph: Graph, plan: Plan, fabrics: Mapping[str, Fabric] | None
         return {}
     # Collectives overlap the last pass of a step; the passes before it come on top.
     earlier_s = max(0.0, plan.iteration_s - collectives.compute_s) if pass_s else 0.0
-    return {
-        name: setting
-        and setting.model_copy(
-            update={"step_s": setting.step_s + earlier_s, "default_step_s": setting.default_step_s + earlier_s}
-        )
-        for name, setting in zip(("ddp", "fsdp2"), settings(collectives), strict=True)
-    }
+    fields: dict[str, Any] = {}
+    for name, setting in zip(("ddp", "fsdp2"), settings(collectives), strict=True):
+        fields[name] = setting
+        if setting is not None:
+            times = {"step_s": setting.step_s + earlier_s, "default_step_s": setting.default_step_s + earlier_s}
+            fields[name] = setting.model_copy(update=times)
+    return fields
 
 
 def auto_plan(job: Job, job_file: Path, options: PlanOptions, only: str | None = None) -> Plan:
     """Return the plan picked by comparing the strategies' best plans, with the comparison in its ``decision``.
 
-    ``only``: the one strategy to plan by; None: all are compared. Measured speeds of a run (``options.telemetry``) go before
-    predicted ones. Raises InputError for a run on devices that the job does not offer, Infeasible where no strategy has a plan.
+    ``only``: the one strategy to plan by; None: all are compared. Speeds that an earlier run measured (``options.telemetry``)
+    take precedence over others. Raises InputError for a run on devices that the job does not offer, Infeasible where no
+    strategy has a plan; where memory is the reason, the message also names options with which the job would fit.
     """
-    # Several strategies call the solver, each with a share of the time.
+    # Several strategies search in turn, each with a part of the time.
     options = replace(options, limit_s=options.limit_s / 2)
     run = job_inputs.run_of(options.telemetry, options.tell)
     knowledge = job_inputs.knowledge_of(job, job_file, options, run)
@@ -303,7 +308,7 @@ def auto_plan(job: Job, job_file: Path, options: PlanOptions, only: str | None =
         raise InputError(str(options.telemetry), problem, f"types there: {', '.join(sorted(offered))}")
     unmeasured = [offer for offer in job.devices if offer.type not in measured_per_s]
     with_speeds = [offer for offer in job.devices if offer.capability_per_s or offer.profile or offer.goodput]
-    # Predictions of measured types as well, where the job has them, show how far predictions are off.
+    # Measured types are predicted too where the job can, because that shows how far predictions are off.
     predicts_all = job.model or len(with_speeds) == len(job.devices)
     predicted_job = job if predicts_all else job.model_copy(update={"devices": unmeasured})
     predicted_per_s: Mapping[str, float] = {}
@@ -322,7 +327,7 @@ def auto_plan(job: Job, job_file: Path, options: PlanOptions, only: str | None =
     try:
         plan = decide(job, wanted, knowledge, options=options, only=only)
     except NothingFits as error:
-        nearest = job_inputs.would_fit(job, job_file, options, lambda layouts: layouts.holds(wanted))
+        nearest = job_inputs.options_that_fit(job, job_file, options, lambda layouts: layouts.holds(wanted))
         also = f"; on these devices with {' or '.join(nearest)}" if nearest else ""
         raise NothingFits(f"{error}{also}", error.layouts) from None
     if options.graph is None and isinstance(knowledge.communication, GraphCommunication):
@@ -334,9 +339,10 @@ def auto_plan(job: Job, job_file: Path, options: PlanOptions, only: str | None =
 
 
 def _with_checkpoint(job: Job, job_file: Path, options: PlanOptions) -> PlanOptions:
-    """Return the options with the size of the job's checkpoints, and their time by the storage where that is given.
+    """Return the options whose failures know the size of the job's checkpoints, and their time on the storage if that is given.
 
-    Raises InputError for a storage where nothing says that size.
+    Without failures, or where the size is not known, they are returned as they are; raises InputError if a storage is given
+    then.
     """
     failures = options.goal.failures
     size_bytes = None if failures is None else job_inputs.checkpoint_bytes(job, job_file.parent, options.graph)
@@ -353,8 +359,8 @@ def _with_checkpoint(job: Job, job_file: Path, options: PlanOptions) -> PlanOpti
 def _plan_on_nodes(job: Job, job_file: Path, problem: Problem, options: PlanOptions) -> Plan:
     """Return the EST plan whose step includes the synchronisation on the cluster's nodes.
 
-    The synchronisation comes from known links or from the fitted model that the job's ``network`` names. Raises InputError
-    where the cluster, or what it needs, is missing.
+    The job's ``network`` is "links" (synchronisation simulated on the graph and the cluster's links) or the file of a fitted
+    model. Raises InputError where the cluster, the graph or the links are missing, and with the option --prefer.
     """
     from ddltool.analyzers.job.placement.network import solve_on_nodes  # it loads a solver
 
@@ -379,11 +385,11 @@ def _plan_on_nodes(job: Job, job_file: Path, problem: Problem, options: PlanOpti
 def plan_together(
     files: Sequence[Path], sharing: str, *, limit_s: float, seed: int, tell: Tell, read: Callable[[Path], Job]
 ) -> JointPlan:
-    """Return the plan of several jobs on the same devices, and for each job that has to wait the reason.
+    """Return the plan of several jobs on the same devices, with the reason in words for each job that has to wait.
 
-    There are as many devices of each type as the job that names most of them says. ``sharing``: the objective, see
-    :func:`~ddltool.analyzers.job.placement.jobs.solve_jobs`; ``read`` loads a job's file. Raises InputError for job files with
-    a network, which is not part of a joint plan.
+    The number of devices of each type is the largest that any job names. ``sharing``: the objective, see
+    :func:`~ddltool.analyzers.job.placement.jobs.solve_jobs`; ``read``: job file -> job. Raises InputError for a job with a
+    ``network``, which joint plans do not support.
     """
     from ddltool.analyzers.job.placement.jobs import idle_throughput, solve_jobs  # it loads a solver
 

@@ -1,6 +1,6 @@
 """How many samples of the total batch each device takes: equally (BSP), or so that all end together (LB-BSP).
 
-Start at :func:`plan_lb_bsp`; :func:`plan_bsp` is what one would do otherwise.
+Start at :func:`plan_lb_bsp`; :func:`plan_bsp` is the equal split that one would use without planning.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from ddltool.plans import Assignment, BatchSplit, Plan, Strategy
 from ddltool.quantities import MOST_PASSES
 
 NEAR_BEST = 1e-3
-"""A total batch is looked for until none may be better by more than this share."""
+"""The search for a total batch ends when no other can be better by more than this share."""
 
 
 def memory_limit(job: Job, offer: DeviceOffer) -> int | None:
     """Return the most samples that one device of ``offer`` holds at a time; None: no limit is known.
 
-    The least of the device's and the goodput section's ``max_local_batch_size``, and of what its memory holds where
-    ``memory_per_worker_gib`` is what ``batch_size`` samples need: ``floor((memory - fixed) / each) batch_size``.
+    It is the least of the device's ``max_local_batch_size``, that of the goodput section, and the samples that fit into its
+    memory: ``batch_size`` of them need ``memory_per_worker_gib``, beside ``memory_fixed_gib`` for all.
     """
     limits = [offer.max_local_batch_size, None if job.goodput is None else job.goodput.max_local_batch_size]
     memory_of_batch_gib = job.constraints.memory_per_worker_gib
@@ -52,14 +52,14 @@ def memory_limit(job: Job, offer: DeviceOffer) -> int | None:
 
 
 def plan_bsp(problem: Problem, curves: Mapping[str, StepTime] | None = None) -> Plan:
-    """Return bulk-synchronous training with an equal split: every device is one replica.
+    """Return the plan of bulk-synchronous training with an equal split of ``max_workers * batch_size`` samples.
 
-    Samples that do not divide go to the fastest devices. A step takes as long as the slowest share: ``max x_i /
-    (batch_size C_i)`` seconds, the same figure f as for ESTs (EasyScale, Equation 1b) with ``A_i = x_i / batch_size``, or
-    what a type's entry of ``curves`` gives, launch and saturation included. Where a constraint excludes devices, the fastest
-    are kept, each type as far as devices and money go; with a single type, the one whose kept devices have the most
-    capability in all. Each device gets a sample at least. Raises Infeasible when no device can be afforded, or a share does
-    not fit into a device's memory.
+    Every device is one replica and gets at least one sample; the remainder goes to the fastest devices, one each. A step takes
+    as long as the slowest share: the time that the type's entry of ``curves`` (by device type) gives, launch and saturation
+    included, or without one ``x_i / (batch_size C_i)`` seconds for x_i samples at capability C_i. That is EasyScale's f
+    (Equation 1b) with ``A_i = x_i / batch_size``. Where constraints exclude devices, the fastest are kept, as far as devices
+    and money go; where a job must keep to one type, the type whose kept devices have the most capability in all. Raises
+    Infeasible when no device can be afforded, or a share does not fit into a device's memory.
     """
     started = time.perf_counter()
     check_affordable(problem)
@@ -76,12 +76,13 @@ def plan_bsp(problem: Problem, curves: Mapping[str, StepTime] | None = None) -> 
 def plan_lb_bsp(problem: Problem, curves: Mapping[str, StepTime] | None = None, *, synchronise: bool = True) -> Plan:
     """Return the split of ``max_workers * batch_size`` samples with the shortest step, over all subsets of the devices.
 
-    Devices, as many of each type as the limits of devices, money and types allow, and sizes are chosen together, exactly
-    (:mod:`~.minmax`). A type's time is its entry of ``curves``, or ``x / (batch_size C)`` from its
-    capability. Where the devices' memory does not hold the batch at once, each makes its samples in as few and as equal
-    passes as fit (gradient accumulation). With ``synchronise`` and a fitted model in ``curves`` the step is
-    ``(compute^gamma + sync^gamma)^(1/gamma)`` (Pollux, section 3.2) with the slowest type's synchronisation time on that
-    number of devices, and their sum under accumulation. A device is left out only where the step is shorter without it.
+    Devices, within the problem's limits, and their samples are chosen together and exactly (:mod:`~.minmax`). A type's time for
+    x samples is its entry of ``curves`` (by device type), or ``x / (batch_size C)`` seconds by its capability C. Where a type's
+    memory does not hold the whole batch, gradient accumulation is tried too: each device makes its samples in as few and as
+    equal passes as fit, and the shorter step is taken. A device is left out only where the step is shorter without it.
+
+    With ``synchronise`` and a fitted model in ``curves``, the step is ``(compute^gamma + sync^gamma)^(1/gamma)`` (Pollux,
+    section 3.2) with the slowest type's synchronisation time on that number of devices; with accumulation it is their sum.
 
     Raises Infeasible when no device can be afforded or none holds a sample, InputError above 10^12 samples.
     """
@@ -126,27 +127,31 @@ def plan_best_total(
 ) -> Plan | None:
     """Return the split of most progress per second; its total batch, devices and sizes are chosen together.
 
-    This is Cannikin's problem (arXiv:2402.05302). Steps and their synchronisation are those of :func:`plan_lb_bsp`, in one pass
-    or in several, whichever is shorter. ``progress``: of a step with so many samples. Neither it nor a step gets less with more
-    samples, so totals between two make at most the progress of the last in the step of the first; ranges are halved until none
-    may be better than what was found by more than :data:`NEAR_BEST`. None where no total fits.
+    This is Cannikin's problem (arXiv:2402.05302). ``totals``: the total batches to choose from, in samples; ``progress``: total
+    -> progress of a step. Step times are those of :func:`plan_lb_bsp`, in one pass or in several, whichever is shorter. Both
+    progress and step time grow with the total, so any total in a range makes at most the progress of the largest in the time of
+    the smallest. Ranges are halved, the most promising first, until none can be better than the best total found by more than
+    :data:`NEAR_BEST`. None where no total fits.
     """
     started, step_times, offer = time.perf_counter(), _step_times(problem, curves), _offer(problem)
     timings = [_Timing.of(step_times, synchronise=True, accumulate=accumulate) for accumulate in (False, True)]
 
     @cache
     def shortest(total: int) -> tuple[_Timing, Chosen] | None:
-        """Return the shortest step of so many samples; None where none fits."""
+        """Return the timing and the split of the shortest step of ``total`` samples; None where none fits."""
         found = [(timing, choice) for timing in timings if (choice := timing.choose(offer, total)) is not None]
         return min(found, key=lambda each: each[1].iteration_s, default=None)
 
-    def rate(total: int, of_first: int) -> float:
-        """Return the progress of ``total`` samples in the shortest step of ``of_first``, by seconds."""
-        step = shortest(of_first)
+    def rate(total: int, timed_total: int) -> float:
+        """Return the progress of ``total`` samples over the seconds of the shortest step of ``timed_total`` samples.
+
+        Where these are the largest and the smallest total of a range, it is an upper bound of the range's best rate.
+        """
+        step = shortest(timed_total)
         return 0.0 if step is None else progress(total) / step[1].iteration_s
 
     best = max(totals[0], totals[-1], key=lambda total: rate(total, total))
-    ranges = [(-rate(totals[-1], totals[0]), totals[0], totals[-1])]
+    ranges = [(-rate(totals[-1], totals[0]), totals[0], totals[-1])]  # a heap of (-bound, smallest, largest total)
     while ranges and -ranges[0][0] > rate(best, best) * (1 + NEAR_BEST):
         _, first, last = heappop(ranges)
         middle = (first + last + 1) // 2
@@ -176,7 +181,7 @@ def plan_best_total(
 
 
 def _offer(problem: Problem) -> Offer:
-    """Return a problem's devices with the limits on them."""
+    """Return the problem's devices, prices and limits in the form that :mod:`~.minmax` takes."""
     prices = tuple(device.price_micro or 0 for device in problem.devices)
     return Offer(
         counts=tuple(device.count for device in problem.devices),
@@ -188,7 +193,7 @@ def _offer(problem: Problem) -> Offer:
 
 
 def checked_total(workers: int, batch_size: int, where: str) -> int:
-    """Return the samples of a step, ``workers * batch_size``; above :data:`MOST_SAMPLES`, raise InputError at ``where``."""
+    """Return the samples of a step, ``workers * batch_size``. Raises InputError at ``where`` above :data:`MOST_SAMPLES`."""
     if (total := workers * batch_size) > MOST_SAMPLES:
         problem = f"is {batch_size}, which makes {total} samples a step for {workers} workers"
         raise InputError(where, problem, f"at most {MOST_SAMPLES // workers} (10^12 samples in all)")
@@ -198,10 +203,10 @@ def checked_total(workers: int, batch_size: int, where: str) -> int:
 def _plan(
     problem: Problem, strategy: Strategy, curves: DeviceCurves, rows: Sequence[Row], step_s: float, seconds: float
 ) -> Plan:
-    """Return a plan from its ``rows``: so many devices of a type with so many samples each.
+    """Return the plan with these ``rows``: numbers of devices of a type with the same number of samples each.
 
-    Waste is the mini-batches per second that its devices lose by waiting. ``step_s``: seconds of a step; ``seconds``: spent on
-    the search. Raises Infeasible where a device would make more passes than a plan may have.
+    ``step_s``: seconds of a step; ``seconds``: spent on the search. The plan's waste is the mini-batches per second that its
+    devices lose by waiting. Raises Infeasible where a device would make more passes than a plan may have.
     """
     names = [device.name for device in problem.devices]
     for row in rows:
@@ -227,9 +232,9 @@ def _plan(
 
 
 def _step_times(problem: Problem, curves: Mapping[str, StepTime] | None) -> list[StepTime]:
-    """Return the step time of each type, in the problem's order, from ``curves`` by name.
+    """Return the step time of each type, in the problem's order, from ``curves``: device type -> step time.
 
-    A type without a time per sample there gets the one that its capability says.
+    A type without a time per sample there gets the one that its capability implies.
     """
     known = curves or {}
     return [
@@ -241,8 +246,9 @@ def _step_times(problem: Problem, curves: Mapping[str, StepTime] | None) -> list
 def _synchronised_finish(step_times: Sequence[StepTime], accumulating: bool) -> Finish | None:
     """Return the function that adds synchronisation to a step's compute; None where no type has a fitted model.
 
-    ``step_times``: those of the types, with the models. ``accumulating``: nothing overlaps, because gradients are exchanged
-    after the last of several passes, so the times add up.
+    ``step_times``: of each type, with its model if it has one. ``accumulating``: whether a step may have several passes; then
+    the times add up, because gradients are exchanged after the last pass. The function takes (seconds of compute of the
+    slowest device, number of devices).
     """
     models = [(curve.sync, curve.devices_per_node) for curve in step_times if curve.sync is not None]
     if not models:
@@ -250,10 +256,10 @@ def _synchronised_finish(step_times: Sequence[StepTime], accumulating: bool) -> 
     gamma = 1.0 if accumulating else min(params.gamma for params, _ in models)
 
     def sync_s(params: ThroughputParams, per_node: int, devices: int) -> float:
-        """Return the seconds of synchronisation between so many devices by one type's model."""
+        """Return the seconds of synchronisation between ``devices`` devices, ``per_node`` on a node, by one type's model."""
         inside = float(sync_time_s(params, 1, min(devices, per_node)))
         across = float(sync_time_s(params, -(-devices // per_node), devices)) if devices > per_node else 0.0
-        return max(inside, across)  # a fit may make it faster across nodes than inside; more devices never are
+        return max(inside, across)  # a fit may say that several nodes are faster; the search needs growing times
 
     @cache
     def longest(devices: int) -> float:
@@ -261,14 +267,17 @@ def _synchronised_finish(step_times: Sequence[StepTime], accumulating: bool) -> 
         return max(sync_s(params, per_node, devices) for params, per_node in models)
 
     def finish(slowest_s: float, devices: int) -> float:
-        """Return the seconds of a step whose slowest device computes for ``slowest_s``, synchronisation overlapped."""
+        """Return the seconds of a step on ``devices`` devices, the slowest of which computes for ``slowest_s``."""
         return float(overlapped(slowest_s, longest(devices), gamma))
 
     return finish
 
 
 def _passes(curves: DeviceCurves, row: Row) -> int:
-    """Return in how many passes the devices of a row make their samples: as few as memory allows; 1 without accumulation."""
+    """Return the number of passes in which the devices of a row make their samples: the fewest that fit into memory.
+
+    It is 1 where ``curves`` are without accumulation.
+    """
     if not curves.accumulate:
         return 1
     most_samples = max(1, int(curves.memory_limit[row.kind]))
@@ -277,11 +286,11 @@ def _passes(curves: DeviceCurves, row: Row) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Timing:
-    """How long a step takes, where devices hold their samples at once or make them in passes (accumulation)."""
+    """How long a step takes: compute by ``curves``, then synchronisation by ``finish``."""
 
     curves: DeviceCurves
     finish: Finish | None
-    """Adds synchronisation; None: a step takes as long as its slowest device."""
+    """See :func:`_synchronised_finish`; None: a step takes as long as its slowest device computes."""
 
     @classmethod
     def of(cls, step_times: Sequence[StepTime], *, synchronise: bool, accumulate: bool = False) -> _Timing:
@@ -293,7 +302,7 @@ class _Timing:
         return cls(curves=curves, finish=_synchronised_finish(step_times, accumulate) if synchronise else None)
 
     def choose(self, offer: Offer, total: int) -> Chosen | None:
-        """Return the devices and sizes of the shortest step; None where none fits."""
+        """Return the devices and sizes of the shortest step of ``total`` samples; None where they fit on no devices."""
         return choose(self.curves, offer, total, self.finish)
 
     def step_s(self, rows: Sequence[Row]) -> float:
@@ -305,7 +314,8 @@ class _Timing:
 def _equal_rows(problem: Problem, total: int) -> list[Row]:
     """Return the equal split of ``total`` samples over the devices that BSP uses; the fastest take the remainder.
 
-    These are the fastest devices that the constraints allow; of a single type, the type with the most capability in all.
+    BSP uses the fastest devices that the constraints allow, or the type with the most capability in all where a job must keep
+    to one.
     """
     order, speeds = problem.fastest_first, [device.capability_per_s for device in problem.devices]
     type_sets = [[type_index] for type_index in order] if problem.single_type else [order]
@@ -315,9 +325,9 @@ def _equal_rows(problem: Problem, total: int) -> list[Row]:
 
 
 def equal_rows(numbers: Mapping[int, int], total: int) -> list[Row]:
-    """Return an equal split of ``total`` samples over devices; those of the first types take the remainder, one sample each.
+    """Return the equal split of ``total`` samples over devices; those of the first types take one more for the remainder.
 
-    ``numbers``: type index -> devices.
+    ``numbers``: type index -> number of devices. Devices of one type and size are one row.
 
     >>> [(row.devices, row.size) for row in equal_rows({0: 2, 1: 2}, 11)]
     [(2, 3), (1, 3), (1, 2)]
@@ -333,9 +343,9 @@ def equal_rows(numbers: Mapping[int, int], total: int) -> list[Row]:
 
 
 def _with_all_usable(problem: Problem, timing: _Timing, best: Chosen, total: int) -> tuple[list[int], float | None]:
-    """Return (T,) numbers of devices if all usable ones were kept beside the ``best`` ones, and the step in seconds with them.
+    """Return (T,) numbers of devices when all usable ones are added to the ``best`` ones, and the seconds of a step on these.
 
-    They show what leaving devices out gains. The step is None where such a split does not fit into memory.
+    The difference is what leaving devices out gains. The seconds are None where such a split does not fit into memory.
     """
     with_memory = [index for index in problem.fastest_first if int(timing.curves.limits[index]) >= 1]
     usable = [index for index in with_memory if best.numbers[index] or not problem.single_type]
@@ -347,7 +357,7 @@ def _with_all_usable(problem: Problem, timing: _Timing, best: Chosen, total: int
 
 
 def _limits_text(problem: Problem, step_times: Sequence[StepTime]) -> str:
-    """Return in words how many samples a device of each type holds, for an error; ``step_times``: step times of the types."""
+    """Return an error's words on how many samples a device of each type holds; ``step_times`` in the problem's order."""
     limits = ["any number" if curve.memory_limit is None else str(curve.memory_limit) for curve in step_times]
     pairs = zip(problem.devices, limits, strict=True)
     return ", ".join(f"{device.count} {device.name} of at most {limit}" for device, limit in pairs)

@@ -1,15 +1,15 @@
 """ElasticBSP as a plan: how many iterations each device makes until the barrier, and what that gains over BSP.
 
-Every device is one worker with a logical mini-batch of its own per iteration, so worker p's predicted ends are
-``k / C_p``. Of the barriers among the next R of them (ElasticBSP, section IV) the plan takes the one that makes most
-mini-batches per second: with speeds known, the least waiting per unit of time, where ZipLine takes the least waiting of
-one superstep. All supersteps are alike, because all workers start together after each barrier.
+Start at :func:`plan_elastic_bsp`. Every device is one worker that trains a logical mini-batch of its own per iteration. With
+C_p iterations per second, worker p's k-th iteration ends at ``k / C_p``. Of the barriers at one of the next R ends
+(ElasticBSP, section IV) the plan takes the one that makes most mini-batches per second, which waits least per unit of time;
+ZipLine takes the one that waits least in a superstep. All supersteps are alike, because all workers start together after
+each barrier.
 
-Which devices take part is chosen too, for a slow one can cost more than it brings. At a barrier time T a worker's
-iterations grow with its speed, also when they are clipped to the fewest plus a bound on the gap. So without a price the
-best devices are the fastest ones, down to some type: one candidate per type, and the best of them is optimal. That bounds
-every choice with a limit on the price, as what its money buys at most does; that is found by branch and bound.
-Start at :func:`plan_elastic_bsp`.
+Which devices take part is chosen too, because a slow one can cost more than it brings. Until a given barrier, a worker's
+iterations grow with its speed, also where they are clipped to the fewest plus a bound on the gap. So without a price limit
+the best devices are the fastest ones down to some type: one candidate per type, and the best of them is optimal. With a price
+limit, that value bounds every choice, and so does the most capability that the money buys; branch and bound finds the best.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class BestSuperstep(NamedTuple):
     """The best superstep of given devices, in exact numbers."""
 
     type_indices: list[int]
-    """Of the used device types in ``problem.devices``, fastest first."""
+    """Indices in ``problem.devices`` of the used device types, fastest first."""
     barrier_s: Fraction
     """Length of the superstep."""
     iterations: list[int]
@@ -64,13 +64,13 @@ def plan_elastic_bsp(
     limit_s: float = 2.0,
     all_devices: bool = False,
 ) -> Plan:
-    """Return the plan with a barrier among each worker's next ``lookahead`` iterations, and the best devices for it.
+    """Return the plan with the best barrier among each worker's next ``lookahead`` iterations, and the best devices for it.
 
-    ``max_gap`` bounds the iterations by which one worker may be ahead of another; ``all_devices``: there is nothing to choose.
-    At most ``max_workers`` devices take part, as each makes a logical mini-batch at a time. ``status`` is ``optimal`` when no
-    other devices and no other barrier make more mini-batches per second; else ``gap`` bounds how much more they could, after
-    ``limit_s`` seconds. Synchronisation itself is left out, as in all plans. Raises Infeasible when no device can be afforded,
-    InputError as :func:`best_superstep`.
+    ``max_gap``: most iterations by which one worker may be ahead of another; None: no limit. ``all_devices``: take them all
+    instead of choosing. At most ``max_workers`` devices take part, as each makes a logical mini-batch at a time. ``status`` is
+    ``optimal`` when no other devices and no other barrier make more mini-batches per second; else the search ended after
+    ``limit_s`` seconds, and ``gap`` bounds how much more they could make. The time of synchronisation is not included. Raises
+    Infeasible when no device can be afforded, InputError where :func:`best_superstep` does.
     """
     started = time.perf_counter()
     check_affordable(problem)
@@ -138,16 +138,16 @@ def choose(problem: Problem, lookahead: int, max_gap: int | None, limit_s: float
     def least_s(most: Counts) -> float:
         """Return a lower bound of the seconds per mini-batch on up to ``most`` (T,) devices; infinite for no device.
 
-        It is the larger of two bounds: what the devices could do if they cost nothing, where the best choice is the fastest
-        ones down to some type, and what the price limit buys.
+        It is the larger of two bounds: the best value if devices cost nothing (the fastest ones down to some type), and that of
+        the most capability that the price limit buys.
         """
         if not any(most):
             return math.inf
         offered = problem.offering(most)
         seconds = min(on_devices(counts)[0] for counts in _fastest_down_to_each_type(offered))
-        if problem.max_price_micro is None or not offered.bought:
+        if problem.max_price_micro is None or not offered.affordable_capability:
             return seconds
-        return max(seconds, float(1 / offered.bought) * (1 - _ROUNDING))
+        return max(seconds, float(1 / offered.affordable_capability) * (1 - _ROUNDING))
 
     best = best_devices(
         problem,
@@ -162,10 +162,10 @@ def choose(problem: Problem, lookahead: int, max_gap: int | None, limit_s: float
 
 
 def _fastest_down_to_each_type(problem: Problem) -> set[Counts]:
-    """Return (T,) device counts, among which the best ones are if price is no limit.
+    """Return candidates of (T,) device counts, one of which is optimal if there is no limit on the price.
 
-    They are all devices of the fastest type, of the fastest two types, and so on; or of each type alone, where a job keeps to
-    one.
+    They are all devices of the fastest type, of the fastest two types, and so on; of each type alone where a job must keep to
+    one. Each is cut off at the limit of devices.
     """
     order, unpriced = problem.fastest_first, replace(problem, max_price_micro=None)
     type_sets = [[index] for index in order] if problem.single_type else [order[: n + 1] for n in range(len(order))]
@@ -174,9 +174,9 @@ def _fastest_down_to_each_type(problem: Problem) -> set[Counts]:
 
 
 def _first_guesses(problem: Problem) -> Iterator[Counts]:
-    """Yield (T,) device counts that the search should try first under a price limit.
+    """Yield (T,) device counts that the search should try first under a price limit; none without one.
 
-    Each takes a run of neighbouring types, ordered by speed or by price per capability, and buys devices while money lasts.
+    For each range of types, in the order of speed or of price per capability, devices are bought while money lasts.
     """
     if problem.max_price_micro is None:
         return
@@ -190,9 +190,9 @@ def best_superstep(
 ) -> tuple[Fraction, list[int]]:
     """Return (barrier in seconds, iterations per entry) of the superstep that makes most mini-batches per second.
 
-    ``workers``: (iterations per second, how many such workers). Every worker makes 1 to ``lookahead`` iterations, at most
-    ``max_gap`` more than any other. The earliest of equal ones wins. Exact, in O(n^2 R) operations on arrays for n
-    entries. Raises InputError for a lookahead below 1 or a negative gap, and for n^2 R above 100 million.
+    ``workers``: entries (iterations per second, number of such workers). Every worker makes 1 to ``lookahead`` iterations, at
+    most ``max_gap`` more than any other. Of equally good barriers the earliest is taken. Exact; O(n^2 R) operations for n
+    entries and R = ``lookahead``. Raises InputError for a lookahead below 1 or a negative gap, and for n^2 R above 100 million.
     """
     if lookahead < 1 or (max_gap is not None and max_gap < 0):
         raise InputError(
@@ -222,10 +222,10 @@ def best_superstep(
 def _best_barrier(
     speed: Fraction, speeds: Sequence[Fraction], counts: Ints, lookahead: int, max_gap: int | None
 ) -> tuple[Fraction, Fraction] | None:
-    """Return (mini-batches per second, barrier in seconds) of the best barrier at an iteration end of a worker with ``speed``.
+    """Return (mini-batches per second, barrier in seconds) of the best barrier where a worker with ``speed`` ends an iteration.
 
-    ``speeds`` are the iterations per second of all n kinds of workers, ``counts`` (n,) how many there are of each. Of equal
-    barriers the earliest is taken. None where at each of these ends some worker has not completed an iteration.
+    ``speeds``: iterations per second of all n kinds of workers; ``counts`` (n,): number of workers of each kind. Of equally
+    good barriers the earliest is taken. None where at each of these ends some worker has not completed an iteration.
     """
     iterations = _completed_iterations(speed, speeds, lookahead)  # (n, R)
     fewest_iterations = iterations.min(axis=0)
@@ -235,7 +235,7 @@ def _best_barrier(
     if max_gap is not None:
         iterations = np.minimum(iterations, fewest_iterations + max_gap)
     mini_batches = counts @ iterations[:, valid_ends]  # (r,) mini-batches until the (valid_ends[i] + 1)-th end
-    rate = mini_batches / (valid_ends + 1)  # times speed
+    rate = mini_batches / (valid_ends + 1)  # in mini-batches per iteration of that worker; times speed: per second
     # Rates closer than rounding are compared exactly; the first of equal ones stays.
     near_best = np.flatnonzero(rate >= rate.max() * (1 - _ROUNDING))
     best_count, best_end = 0, 0  # mini-batches until the barrier, and which end it is, from 1
@@ -247,9 +247,9 @@ def _best_barrier(
 
 
 def _completed_iterations(speed: Fraction, speeds: Sequence[Fraction], lookahead: int) -> Ints:
-    """Return (n, R) how many iterations each worker has completed when one with ``speed`` ends its first, ..., R-th.
+    """Return (n, R) the iterations that each worker has completed when one with ``speed`` ends its first, ..., R-th iteration.
 
-    ``speeds``: iterations per second of the n workers; R is ``lookahead``, and no count is above it. Exact.
+    ``speeds``: iterations per second of the n workers; R is ``lookahead``, which also caps every number. Exact.
     """
     ends = np.arange(1, lookahead + 1, dtype=np.int64)
     completed = np.empty((len(speeds), lookahead), dtype=np.int64)
@@ -258,6 +258,6 @@ def _completed_iterations(speed: Fraction, speeds: Sequence[Fraction], lookahead
         numerator, denominator = ratio.numerator, ratio.denominator
         exact_ends: NDArray[Any] = ends
         if numerator * lookahead >= _INT64 or denominator >= _INT64:
-            exact_ends = ends.astype(object)  # Python's whole numbers, which have no largest
+            exact_ends = ends.astype(object)  # Python's integers, which cannot overflow
         completed[index] = np.minimum(exact_ends * numerator // denominator, lookahead)
     return completed

@@ -17,7 +17,13 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from ddltool.analyzers.job.placement.companion import build, disagreeing, measured_capability, meta_of, plan_for
+from ddltool.analyzers.job.placement.companion import (
+    build,
+    differing_capabilities,
+    measured_capability,
+    meta_of,
+    plan_for,
+)
 from ddltool.analyzers.job.placement.problem import from_job
 from ddltool.analyzers.job.placement.proposals import best_throughput
 from ddltool.companion import Companion, CompanionDevice, CompanionMeta, is_companion, write_companion
@@ -109,8 +115,8 @@ def test_recalibration_makes_plans_again_when_they_are_asked_for(tmp_path: Path)
     file = written(tmp_path / "plans.db")
     held = {"T4": 3, "P100": 4, "V100": 2}
     with Companion(file) as base:
-        assert disagreeing(base.meta, {"V100": 3.0}, 0.1) == {}
-        changed = disagreeing(base.meta, {"V100": 2.0, "T4": 1.05}, 0.1)
+        assert differing_capabilities(base.meta, {"V100": 3.0}, 0.1) == {}
+        changed = differing_capabilities(base.meta, {"V100": 2.0, "T4": 1.05}, 0.1)
         assert changed == {"V100": 2.0}
         base.recalibrate(changed)
         counts = base.meta.clamped(held)

@@ -11,7 +11,7 @@ import pytest
 
 import ddltool as dt
 from ddltool.analyzers.job.barriers.islands import FragmentExchange, Rounds
-from ddltool.analyzers.job.planning.islands import _shared, island_texts, link_of
+from ddltool.analyzers.job.planning.islands import _shares_by_speed, island_texts, link_of
 from ddltool.errors import InputError
 from ddltool.island_results import IslandsPlan
 from ddltool.links import Link
@@ -64,7 +64,7 @@ def test_a_plan_of_unequal_islands(cli: Cli, folder: Path) -> None:
     assert fast.samples_by_speed > slow.samples_by_speed
     options = {"fragments": 2, "bits": 16}
     for row in plan.rows:
-        steps = _shared([fast.step_s, slow.step_s], 2 * row.outer_every)
+        steps = _shares_by_speed([fast.step_s, slow.step_s], 2 * row.outer_every)
         own = [fast.step_s, slow.step_s]
         ends = [fast.step_by_speed_s or 0.0, slow.step_by_speed_s or 0.0]
         equal = [row.outer_every] * 2
@@ -111,7 +111,7 @@ def test_its_table_and_page(cli: Cli, folder: Path) -> None:
 def test_shares_are_the_best_of_all() -> None:
     """Inner steps, or samples, by speed: no other shares, one each at least, let the last arrive earlier."""
     for seconds, total in itertools.product(([1.0, 2.0], [0.3, 1.0, 1.1], [1.0, 9.0, 30.0]), (3, 8, 17)):
-        shares = _shared(seconds, total)
+        shares = _shares_by_speed(seconds, total)
         assert sum(shares) == total
         others = (
             [*first, total - sum(first)]
