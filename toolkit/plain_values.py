@@ -106,16 +106,23 @@ def _plain(loader: Any, node: yaml.Node) -> Any:
         return [_plain(loader, entry) for entry in node.value]
     if not (isinstance(node, yaml.MappingNode) and node.tag == f"{_TAG}map"):
         raise wrong(f"the tag {shortened(node.tag.replace(_TAG, '!!'), 60)} does not go here")
-    seen: set[str] = set()
-    for key, _ in node.value:
-        if key.tag not in (f"{_TAG}str", f"{_TAG}merge"):
+    mapping: dict[str, Any] = {}
+    merged: dict[str, Any] = {}
+    # Merge keys (<<) are resolved here: PyYAML's flatten_mapping changes the node, which an alias may bring in again.
+    for key, value in node.value:
+        if key.tag == f"{_TAG}merge":
+            sources = value.value if isinstance(value, yaml.SequenceNode) else [value]
+            for source in reversed(sources):  # the first of a list wins
+                if not isinstance(source, yaml.MappingNode):
+                    raise wrong("expected a mapping or a list of mappings for merging", source)
+                merged |= _plain(loader, source)
+        elif key.tag != f"{_TAG}str":
             raise wrong("a key is no text" if isinstance(key, yaml.ScalarNode) else "a key is a collection", key)
-        if key.value in seen and key.tag == f"{_TAG}str":
+        elif key.value in mapping:
             raise RepeatedKey(key.value, key.start_mark.line + 1)
-        seen.add(key.value)
-    # Merge keys (<<) bring in the fields of other mappings.
-    loader.flatten_mapping(node)
-    return {key.value: _plain(loader, value) for key, value in node.value}
+        else:
+            mapping[key.value] = _plain(loader, value)
+    return merged | mapping
 
 
 def from_yaml(text: str, where: str) -> Any:
