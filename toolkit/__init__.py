@@ -62,13 +62,14 @@ __all__ = ["__version__", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:
-    """Return a public name from the module that has it, which is imported when it is first asked for."""
+    """Return the public object ``name``; its module is imported on first use. Raises AttributeError for any other name."""
     if name not in _HOMES:
         raise AttributeError(f"module 'ddltool' has no attribute {name!r}")
+    # Kept as a global, so that Python does not come here for it again.
     found = globals()[name] = getattr(import_module(f"ddltool.{_HOMES[name]}"), name)
     return found
 
 
 def __dir__() -> list[str]:
-    """Return the public names, those included that were not asked for yet."""
+    """Return all public names, including those that are not imported yet."""
     return sorted(__all__)

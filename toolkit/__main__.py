@@ -9,20 +9,21 @@ from ddltool import interrupts
 
 
 def main() -> None:
-    """Run the ``ddltool`` command line and exit with its exit code (:mod:`ddltool.errors` lists them)."""
+    """Run the ``ddltool`` command line and exit with its exit code (:mod:`ddltool.errors` lists them); never returns."""
     try:
         interrupts.listen()
-        # A command makes many objects that stay: to look through them as often as by default is a tenth of its time.
+        # A command keeps most objects that it makes: Python's default thresholds would spend a tenth of its time on them.
         gc.set_threshold(100_000, 20, 20)
         from ddltool.commands.main import run
 
         code = run()
-    except KeyboardInterrupt:  # before run() could take care of it
+    except KeyboardInterrupt:  # it came before run() could handle it
         print("error: interrupted", file=sys.stderr)  # noqa: T201
         code = 130
-    interrupts.told()
+    interrupts.mark_reported()
     # The interpreter looks through all of them again before it ends, which takes a second of a command that has loaded torch.
     gc.freeze()
+    # 130 is any interruption; a signal that came says whether it was Ctrl-C (130) or SIGTERM (143).
     raise SystemExit(interrupts.exit_code() if code == 130 else code)
 
 

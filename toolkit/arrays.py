@@ -1,4 +1,4 @@
-"""The arrays that figures are kept in, by what they hold."""
+"""Types of numpy arrays by what they hold."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Indices = NDArray[np.int32]
-"""Half as large as ``Ints``, for columns of events."""
+"""Half the size of ``Ints``; for the long columns of events."""
 Places = NDArray[np.intp]
+"""Indices into arrays, in numpy's own index type."""
 Flags = NDArray[np.bool_]

@@ -1,4 +1,7 @@
-"""Reads any artifact, told by its kind, its name or its columns, and checked: for the report, and as documents for gate."""
+"""Read and check any artifact, recognised by its kind, its file's name or its columns.
+
+:func:`read_any` returns records, for the report; :func:`read_artifact` returns documents, for gate.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ if TYPE_CHECKING:
 
 # Suffixes of files that hold tables.
 _TABLE_SUFFIXES = (".csv", ".jsonl", ".ndjson")
-# Sections stand in the order in which data flow.
+# Kinds in the order of the report's sections, along the flow of data.
 ORDER = (
     *("graph", "profile", "network", "goodput", "plan", "command_plan", "islands_plan", "enforcement", "telemetry"),
     *("verification", "stragglers"),
@@ -59,42 +62,42 @@ RECORDS: dict[str, type[Artifact]] = {
         *(SimulationDocument, SweepDocument, GateResult, StragglersResult),
     )
 }
-"""By kind, what other commands read again."""
+"""The record of each kind that is read back from a file."""
 _MODELS = {kind: RECORDS[f"ddltool.{kind}"] for kind in ORDER if f"ddltool.{kind}" in RECORDS}
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadArtifact:
-    """One artifact: kind without ``ddltool.``, where it was read, and the checked content.
-
-    ``content`` is a Graph, a frame (profile, telemetry), a list of rows (sync), or the kind's record.
-    """
+    """One artifact: its kind, its file and its checked content."""
 
     kind: str
+    """Without ``ddltool.``."""
     path: Path
     content: Any
+    """A Graph, a frame (profile, telemetry), a list of rows (sync), or the kind's record."""
     remark: str = ""
-    """Which of the file's runs telemetry or sync rows are of; empty: it holds one."""
+    """For telemetry and sync: which of the file's runs the rows are of; "": the file has one run."""
     folders: int = 0
+    """Number of folders that ``name`` shows before the file's name."""
 
     @property
     def name(self) -> str:
-        """The file's name after its last ``folders`` folders."""
+        """The file's name, after its last ``folders`` folders: "a/plan.json" with one."""
         return "/".join(self.path.parts[-1 - self.folders :])
 
 
 def told_apart(artifacts: Sequence[ReadArtifact]) -> list[ReadArtifact]:
-    """Return the artifacts, each name with the fewest folders that distinguish its file from others of the same name.
+    """Return the artifacts with the fewest ``folders`` in each name that tell files of the same name apart.
 
-    ``a/plan.json`` and ``b/plan.json`` are named so; a plan that is alone stays ``plan.json``.
+    ``a/plan.json`` and ``b/plan.json`` get these names; a single plan is named ``plan.json``.
     """
     renamed = list(artifacts)
     for artifact_index, artifact in enumerate(artifacts):
         others = {
             other.path for other in artifacts if other.path != artifact.path and other.path.name == artifact.path.name
         }
-        # One folder more until the name is nobody else's.
+        # One folder more until no other file has this name.
         for folders in range(len(artifact.path.parts) if others else 0):
             renamed[artifact_index] = replace(artifact, folders=folders)
             if all(
@@ -105,12 +108,15 @@ def told_apart(artifacts: Sequence[ReadArtifact]) -> list[ReadArtifact]:
 
 
 def read(path: str | Path) -> Any:
-    """Return the content of an artifact's file by its kind, name or columns: a record, a Graph, a frame, or sync rows."""
+    """Return the content of an artifact's file: a record, a Graph, a frame (tables), or a list of rows (sync).
+
+    Raises InputError as :func:`read_any` does.
+    """
     return read_any(Path(path)).content
 
 
 def read_any(path: Path) -> ReadArtifact:
-    """Return the artifact in a file. Raises InputError, naming the file, for what is unknown, broken or empty."""
+    """Return the artifact in a file. Raises InputError for an unknown kind, and for a broken, wrong or empty file."""
     suffix = ending(path)
     if suffix in (".jsonl", ".ndjson"):
         return _from_rows(path, list(read_lines(path)))
@@ -122,7 +128,10 @@ def read_any(path: Path) -> ReadArtifact:
 
 
 def _from_document(path: Path) -> ReadArtifact:
-    """Return the artifact in a JSON or YAML file, by its ``kind``. Raises InputError for a kind that has no section."""
+    """Return the artifact in a JSON or YAML file, by its ``kind``. Raises InputError for an unknown kind and wrong content.
+
+    The frame of a predicted profile has the whole prediction in ``attrs["prediction"]``.
+    """
     document, where = read_document(path), str(path)
     kind_field = document.get("kind")
     kind = str(kind_field).removeprefix("ddltool.")
@@ -143,14 +152,14 @@ def _from_document(path: Path) -> ReadArtifact:
 
 
 def _from_rows(path: Path, rows: list[tuple[int, Row]]) -> ReadArtifact:
-    """Return the artifact in (line number, row) pairs of JSON Lines: a profile, or the last run of telemetry or of a server.
+    """Return the artifact in ``rows``, the (line number, row) pairs of the JSON Lines file ``path``.
 
-    Raises InputError for rows of another kind.
+    It is a profile, or the last run of telemetry or of a server's events (sync). Raises InputError for other rows.
     """
     import pandas as pd
 
     first = rows[0][1]
-    # Rows of earlier versions have no kind; then their columns tell.
+    # Rows of earlier versions have no kind; they are recognised by their columns.
     kind_field = first.get("kind")
     if kind_field == "ddltool.sync":
         records, notes = _sync_rows(path, rows), list[str]()
@@ -175,7 +184,7 @@ def _from_rows(path: Path, rows: list[tuple[int, Row]]) -> ReadArtifact:
 
 
 def _run_remark(notes: list[str], path: Path) -> str:
-    """Return the notes of ``last_run`` without the file's name; empty where the file holds one run."""
+    """Return the remarks of ``last_run`` in one text without the file's name; "" if the file has one run."""
     return "".join(line.removeprefix(f"{path}: ") for line in notes)
 
 
@@ -189,7 +198,7 @@ def _sync_rows(path: Path, rows: Iterable[tuple[int, Row]]) -> list[Row]:
         event = row.get("event")
         if not isinstance(event, str) or event not in EVENTS:
             raise InputError(f"{path}:line {line_number}:event", f"is {event!r}", did_you_mean(str(event)[:60], EVENTS))
-        # As JSON, so that keys of mappings, which are texts there, count as the integers that they stand for.
+        # Checked as JSON text: only there pydantic takes keys of mappings, which are texts, for integers.
         records.append(parse_record(json.dumps(row), EVENTS[event], f"{path}:line {line_number}").model_dump())
     return records
 
@@ -198,14 +207,14 @@ def _sync_rows(path: Path, rows: Iterable[tuple[int, Row]]) -> list[Row]:
 
 
 def is_table(path: Path) -> bool:
-    """Return whether a file is a table of rows (.csv, .jsonl, .ndjson) by its name; standard input by how it begins."""
+    """Return whether a file's name (for standard input: its beginning) says that it is a table: .csv, .jsonl, .ndjson."""
     return ending(path) in _TABLE_SUFFIXES
 
 
 def read_artifact(path: Path) -> dict[str, Any]:
-    """Return an artifact as a document with its ``kind``; tables become ``{kind, rows}``.
+    """Return an artifact as a document with its ``kind``; a table becomes ``{kind, rows}``.
 
-    Raises InputError for files that cannot be read and for tables that break their schema.
+    Raises InputError for an unreadable file and for rows that break their schema; other documents are not checked.
     """
     if is_table(path):
         return _read_table_document(path)
@@ -213,9 +222,9 @@ def read_artifact(path: Path) -> dict[str, Any]:
 
 
 def checked_document(document: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return a document as it is; the rows of a profile (as ``ddltool profile --json`` prints it) are checked first.
+    """Return the document unchanged, except for a profile, which is rebuilt from its checked ``rows`` alone.
 
-    Raises InputError, named ``where``, for rows that are none, or break the profile's schema.
+    Raises InputError, named ``where``, for rows that are missing, empty, no mappings, or against the profile's schema.
     """
     if document.get("kind") != "ddltool.profile":
         return document
@@ -228,7 +237,7 @@ def checked_document(document: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _read_table_document(path: Path) -> dict[str, Any]:
-    """Return a table as a document: the last run's rows of telemetry, told by its column ``compute_s``, else a profile's."""
+    """Return a table as a document: the last run of telemetry if it has a column ``compute_s``, else a profile."""
     frame = read_table(path)
     if "compute_s" not in frame.columns:
         return profile_document(frame, str(path))
@@ -238,5 +247,5 @@ def _read_table_document(path: Path) -> dict[str, Any]:
 
 
 def profile_document(frame: pd.DataFrame, where: str) -> dict[str, Any]:
-    """Return a profile's frame as a document with its rows. Raises InputError, named ``where``, if it breaks the schema."""
+    """Return a profile's frame, checked, as a document ``{kind, rows}``. Raises InputError, named ``where``, if it is wrong."""
     return {"kind": "ddltool.profile", "rows": check_profile(frame, where).to_dict("records")}

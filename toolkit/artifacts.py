@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 1
 _THIS_VERSION = Field(ge=SCHEMA_VERSION, le=SCHEMA_VERSION, json_schema_extra={"const": SCHEMA_VERSION})
 Version = Annotated[int, Strict(), _THIS_VERSION]
-"""Not a Literal, which takes true for 1."""
-# Most unpacked bytes of a document in memory, of a file that is read line by line, of one such line.
+"""The one version, 1. (Literal[1] would accept true, which equals 1.)"""
+# Most unpacked bytes of a document in memory, of a file that is read line by line, and of one such line.
 LONGEST_TEXT, LONGEST_STREAM, _LONGEST_LINE = 1 << 29, 1 << 33, 1 << 20
 # Bytes that are read or written at once.
 _READ_AT_ONCE, _WRITTEN_AT_ONCE = 1 << 18, 1 << 16
@@ -53,38 +53,38 @@ _STDIN, _GZIP = "-", b"\x1f\x8b"
 
 
 class Record(BaseModel):
-    """A part of a document: unknown fields are refused, so that a misspelt one cannot be ignored in silence."""
+    """A part of a document. Unknown fields are refused, so that a misspelt one is not silently ignored."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class Artifact(Record):
-    """A whole document. Subclasses have a ``kind`` field, a literal and its own default."""
+    """A whole document. Each subclass has a field ``kind``: a literal, such as ``ddltool.plan``, that is its own default."""
 
     schema_version: Version = SCHEMA_VERSION
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> Self:
-        """Return the document that a mapping holds, as a file would. Raises InputError, naming the field, for what is wrong."""
+        """Return the document in a mapping, which is checked as a file is. Raises InputError naming the wrong field."""
         return parse({**document}, cls, kind_of(cls).removeprefix("ddltool."))
 
     def save(self, path: str | Path) -> None:
-        """Write the document atomically as JSON; a profile's rows as CSV where the file's name ends so."""
+        """Write the document atomically as JSON; for a name ending in ``.csv``, the rows of a profile as CSV."""
         if Path(path).name.removesuffix(".gz").endswith(".csv"):
             showing.module().save_table(self, path)
         else:
             save(self, path)
 
     def to_frame(self) -> pd.DataFrame:
-        """Return the document's main rows as a table: a profile's rows, a simulation's policies, a plan's assignments."""
+        """Return the document's main table: a profile's rows, a simulation's policies, a plan's assignments."""
         return cast("pd.DataFrame", showing.module().frame(self))
 
     def chart(self) -> Any:
-        """Return its first picture as an Altair chart. Raises InputError where it has none."""
+        """Return the first picture of its report section as an Altair chart. Raises InputError if there is none."""
         return showing.module().chart(self)
 
     def _repr_html_(self) -> str:
-        """Return its section of the report, for a notebook."""
+        """Return its section of the report as HTML, which a notebook shows."""
         return str(showing.module().html(self))
 
 
@@ -94,9 +94,9 @@ R = TypeVar("R", bound=BaseModel)
 
 @contextlib.contextmanager
 def _name_read_errors(path: Path) -> Iterator[None]:
-    """Turn an error of reading ``path`` in the body into an InputError that says what is wrong with the file.
+    """Turn an error of the body into an InputError that says what is wrong with the file ``path``.
 
-    It is missing, a folder, unreadable, no whole gzip file, or not UTF-8.
+    The errors: the file is missing, a folder, unreadable, a broken gzip file, or not UTF-8.
     """
     try:
         yield
@@ -114,28 +114,28 @@ def _name_read_errors(path: Path) -> Iterator[None]:
 
 
 class _FileWithTimeout(io.FileIO):
-    """A file whose read fails when it is a pipe into which nothing is written for ``_PIPE_TIMEOUT_S``."""
+    """A file or pipe whose reads raise TimeoutError if nothing is written into the pipe for ``_PIPE_TIMEOUT_S``."""
 
     def readinto(self, buffer: Any) -> int | None:
-        """Read into ``buffer`` and return how many bytes; raise TimeoutError where a pipe has none for a minute."""
+        """Read into ``buffer`` and return the number of bytes, 0 at the end of the file."""
         if not select.select([self], [], [], _PIPE_TIMEOUT_S)[0]:
             raise TimeoutError(0, f"nothing was written to this pipe within {_PIPE_TIMEOUT_S:g} s")
         return super().readinto(buffer)
 
 
 class _BoundedBytes(io.RawIOBase):
-    """A stream of a file's unpacked bytes; reading raises InputError after more than ``max_bytes``."""
+    """A file's unpacked bytes, with a limit: reading more than ``max_bytes`` raises InputError."""
 
     def __init__(self, stream: Any, path: Path, max_bytes: int) -> None:
-        """Read from ``stream``, which holds the unpacked bytes of ``path``, for messages, at most ``max_bytes``."""
+        """Read from ``stream``, the unpacked bytes of ``path`` (named in the error)."""
         self._stream, self._path, self._max_bytes, self._left = stream, path, max_bytes, max_bytes
 
     def readable(self) -> bool:
-        """Say that this can be read, which a BufferedReader around it asks."""
+        """Return True: the BufferedReader around this asks."""
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Read into ``buffer`` and return how many bytes; raise InputError where that makes more than allowed in all."""
+        """Read into ``buffer`` and return the number of bytes. Raises InputError once they exceed the limit in all."""
         count = int(self._stream.readinto1(buffer))
         self._left -= count
         if self._left < 0:
@@ -146,11 +146,11 @@ class _BoundedBytes(io.RawIOBase):
 
 @contextlib.contextmanager
 def opened(path: str | Path, max_bytes: int = LONGEST_STREAM) -> Iterator[io.BufferedReader]:
-    """Open a file or pipe for reading its bytes, unpacked where its name or its first bytes say that it is gzip.
+    """Yield an open file or pipe, from which bytes are read; gzip, told by name or first bytes, is unpacked.
 
-    ``-`` is standard input, which may be opened several times. Raises InputError, also from the body of the ``with``,
-    when the file is missing, a folder, unreadable, a broken gzip file, longer than ``max_bytes`` unpacked, a pipe
-    without data for a minute, or not UTF-8 when the body decodes it.
+    ``-`` is standard input, which may be opened several times. Raises InputError, also for errors of the ``with`` body,
+    if the file is missing, a folder, unreadable, a broken gzip file, longer than ``max_bytes`` unpacked, a pipe without
+    data for a minute, or not UTF-8 when the body decodes it.
     """
     path = Path(path)
     if str(path) == _STDIN:
@@ -164,7 +164,8 @@ def opened(path: str | Path, max_bytes: int = LONGEST_STREAM) -> Iterator[io.Buf
         _name_read_errors(path),
         _FileWithTimeout(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as raw,
     ):
-        os.set_blocking(raw.fileno(), True)  # opening a pipe must not wait for its writer, reading it must
+        # Opened without blocking, as opening a pipe would wait for its writer; reading does wait, up to the timeout.
+        os.set_blocking(raw.fileno(), True)
         buffered = io.BufferedReader(raw)
         is_gzip = path.suffix == ".gz" or buffered.peek(2)[:2] == _GZIP
         stream = gzip.GzipFile(fileobj=buffered) if is_gzip else buffered
@@ -173,7 +174,7 @@ def opened(path: str | Path, max_bytes: int = LONGEST_STREAM) -> Iterator[io.Buf
 
 @lru_cache(maxsize=1)
 def _all_of_stdin(stream: Any) -> bytes:
-    """Return all bytes of standard input, ``stream``; it is read once and kept, as it cannot be read again.
+    """Return all bytes of standard input (``stream``). They are read once and cached, as they cannot be read again.
 
     Raises InputError for more than ``LONGEST_TEXT`` bytes.
     """
@@ -200,10 +201,11 @@ def read_text(path: str | Path) -> str:
 
 
 def read_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (line number, object) of a file of JSON Lines, line by line: such files may be larger than memory.
+    """Yield (line number, object) for each line of a JSON Lines file; numbers count from 1, blank lines are skipped.
 
-    A broken last line without its end of line is dropped: its writer was killed, or is still writing. Raises InputError
-    as :func:`read_text` does, and naming the line where one is no JSON object or holds NaN.
+    The file is read as it is iterated: it may be larger than memory. A last line without line end that is no valid JSON
+    is dropped, as its writer was killed or still writes. Raises InputError as :func:`read_text` does, and naming the
+    line for any other line that is no JSON object, and for a NaN.
     """
     path = Path(path)
     has_rows = False
@@ -213,27 +215,27 @@ def read_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
             if not line.strip():
                 continue
             where = f"{path}:line {line_number}"
-            row, problem = _object_of(line)
+            row, problem = _parse_object(line)
             if row is None:
                 is_broken_off = not line.endswith(b"\n") and len(line) < _LONGEST_LINE
-                if has_rows and is_broken_off and problem != _NO_OBJECT:
+                if has_rows and is_broken_off and problem != _NOT_AN_OBJECT:
                     return
                 raise InputError(where, problem, "one JSON object per line")
             has_rows = True
             if b"NaN" in line:
                 for name, value in row.items():
-                    if isinstance(value, float) and math.isnan(value):  # in a table, a missing one would look the same
+                    if isinstance(value, float) and math.isnan(value):  # a table shows a missing value as NaN too
                         raise InputError(f"{where}:{name}", "is NaN", "give a finite number, or null")
             yield line_number, row
     if not has_rows:
         raise InputError(str(path), "is empty", "expected one JSON object per line")
 
 
-_NO_OBJECT = "is not an object"
+_NOT_AN_OBJECT = "is not an object"
 
 
-def _object_of(line: bytes) -> tuple[dict[str, Any] | None, str]:
-    """Return (object, "") for a line that holds a JSON object, else (None, what is wrong with it)."""
+def _parse_object(line: bytes) -> tuple[dict[str, Any] | None, str]:
+    """Return (object, "") for a line that is a JSON object, else (None, the problem as text)."""
     try:
         value = json_value(line.decode("utf-8-sig"))
     except json.JSONDecodeError as error:
@@ -244,11 +246,11 @@ def _object_of(line: bytes) -> tuple[dict[str, Any] | None, str]:
         return None, f"has the key {error.key!r} twice"
     except RecursionError:
         return None, "is nested thousands deep"
-    return (value, "") if isinstance(value, dict) else (None, _NO_OBJECT)
+    return (value, "") if isinstance(value, dict) else (None, _NOT_AN_OBJECT)
 
 
 def read_document(path: str | Path) -> dict[str, Any]:
-    """Return the mapping that a JSON or YAML file holds. Raises InputError with the line and column of a mistake."""
+    """Return the mapping in a JSON or YAML (by its name) file. Raises InputError with the line and column of a mistake."""
     path = Path(path)
     read = from_yaml if ending(path) in (".yaml", ".yml") else from_json
     document = read(read_text(path), str(path))
@@ -258,18 +260,19 @@ def read_document(path: str | Path) -> dict[str, Any]:
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
-    """Return the tables of a TOML file. Raises InputError as :func:`read_text` does, and with what is no TOML."""
+    """Return the tables of a TOML file. Raises InputError as :func:`read_text` does, and for text that is not TOML."""
+    text = read_text(path)
     try:
-        return tomllib.loads(read_text(path))
-    except (ValueError, RecursionError) as error:  # TOMLDecodeError, numbers of thousands of digits
-        reason = str(error).partition(";")[0]
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError, or a number of thousands of digits
+        reason = str(error).partition(";")[0]  # about such a number, advice for programmers follows the semicolon
         raise InputError(str(path), f"is not valid TOML ({reason})", "mind the quotes and brackets") from None
 
 
 def ending(path: Path) -> str:
-    """Return the end of a file's name that tells what it holds, in lower case and without ``.gz``; "" for none.
+    """Return a file's last suffix other than ``.gz``, in lower case and with its dot; "" if it has none.
 
-    For standard input, which has no name, the text's beginning tells.
+    For standard input (``-``), which has no name, the suffix is guessed from the beginning of its text.
 
     >>> ending(Path("telemetry.JSONL.gz"))
     '.jsonl'
@@ -280,9 +283,10 @@ def ending(path: Path) -> str:
 
 
 def _ending_of_stdin() -> str:
-    """Return the end that a file with standard input's text would have: ``.jsonl``, ``.json``, ``.csv`` or ``.yaml``.
+    """Return the suffix for the text of standard input: ``.jsonl``, ``.json``, ``.csv`` or ``.yaml``.
 
-    Several lines that are objects are JSON Lines; a first line with a comma and no colon is a table's header.
+    Text that begins with ``{`` or ``[`` is JSON; it is JSON Lines if the first line ends an object and the next begins
+    one. A first line with a comma and no colon is the header of a CSV. All else is YAML.
     """
     with opened(_STDIN, LONGEST_TEXT) as file:
         beginning = file.read(_LONGEST_LINE)
@@ -295,15 +299,15 @@ def _ending_of_stdin() -> str:
 
 
 def kind_of(model: type[BaseModel]) -> str:
-    """Return the kind that a model's documents have in their field ``kind``, such as ``ddltool.plan``."""
+    """Return the ``kind`` of a model's documents, such as ``ddltool.plan``."""
     return str(model.model_fields["kind"].default)
 
 
 def parse(document: dict[str, Any], model: type[A], where: str) -> A:
-    """Return ``document`` as ``model``. Raises InputError as ``WHERE:FIELD: what is wrong and what would be right``.
+    """Return ``document`` checked and as a ``model``. Raises InputError as ``WHERE:FIELD: PROBLEM; REMEDY``.
 
-    ``schema_version`` may be left out (the newest is meant); ``kind`` may be left out only together with it. ``where``:
-    the file, or what else the document is from.
+    ``schema_version`` may be absent, and stands for the newest; ``kind`` may be absent only together with it.
+    ``where``: the file or other origin of the document.
     """
     wanted = kind_of(model)
     kind = document.get("kind", wanted if "schema_version" not in document else None)
@@ -316,10 +320,10 @@ def parse(document: dict[str, Any], model: type[A], where: str) -> A:
 
 
 def parse_record(document: Mapping[str, Any] | str, model: type[R], where: str, inside: str = "") -> R:
-    """Return a mapping, or a text of JSON, as ``model``. Raises InputError for the first problem.
+    """Return a mapping, or a JSON text, checked and as a ``model``. Raises InputError for its first problem.
 
-    ``where``: the file, for the message. ``inside``: the place of the mapping in the file, which is put before the
-    field.
+    ``where``: the file, for the message. ``inside``: the path of the mapping within the file, such as ``devices[0]``,
+    which the message puts before the field.
     """
     try:
         return model.model_validate_json(document) if isinstance(document, str) else model.model_validate(document)
@@ -328,15 +332,15 @@ def parse_record(document: Mapping[str, Any] | str, model: type[R], where: str, 
 
 
 def load(path: str | Path, model: type[A]) -> A:
-    """Return the artifact in a file; see :func:`read_document` and :func:`parse` for what is refused."""
+    """Return the artifact in a JSON or YAML file. Raises InputError as :func:`read_document` and :func:`parse` do."""
     return parse(read_document(path), model, str(path))
 
 
 def _first_validation_error(error: ValidationError, model: type[BaseModel], where: str, inside: str = "") -> InputError:
-    """Return an InputError for one of pydantic's errors: an unknown field if there is one, else the first.
+    """Return an InputError for one of pydantic's errors: the first unknown field, else the first error.
 
-    A field's own limits come before the agreement of several fields. ``where`` and ``inside``: as of
-    :func:`parse_record`. Of several errors it says how many more there are.
+    A field's own limits come before the agreement of several fields. Its message says how many more errors there are.
+    ``where`` and ``inside``: see :func:`parse_record`.
     """
     # A misspelt field is both unknown and missing; the unknown one is what the reader must mend. Only validators, which
     # compare fields, raise ValueError.
@@ -361,9 +365,10 @@ def _first_validation_error(error: ValidationError, model: type[BaseModel], wher
 
 
 def _fields_beside(location: tuple[int | str, ...], model: type[BaseModel]) -> list[str]:
-    """Return the field names that the model knows at the place of an unknown field; ``location``: its path, from the top.
+    """Return the names of the fields that the model has where an unknown field was found; [] where it has none.
 
-    The JSON schema is followed along the path: into lists, fields, and the first alternative that has any.
+    ``location``: the path of the unknown field from the top, such as ("devices", 0, "typ"). The JSON schema is followed
+    along it.
     """
     schema: dict[str, Any] = model.model_json_schema()
     schema_node = schema
@@ -373,7 +378,7 @@ def _fields_beside(location: tuple[int | str, ...], model: type[BaseModel]) -> l
             if isinstance(location_part, int)
             else schema_node.get("properties", {}).get(location_part, {})
         )
-        # "This or null": the alternative that has fields or entries is the one.
+        # Of alternatives ("this or null") the first with fields or entries is followed.
         for alternative in schema_node.get("anyOf", [schema_node]):
             if "$ref" in alternative or "items" in alternative or "properties" in alternative:
                 schema_node = alternative
@@ -390,8 +395,8 @@ def to_json(artifact: BaseModel | dict[str, Any], *, indent: int | None = 1) -> 
 
 
 def to_yaml(artifact: Artifact) -> str:
-    """Return an artifact as people write it: what is not the default, in the order of its fields."""
-    import yaml  # who writes JSON needs none
+    """Return an artifact as YAML text with its ``kind`` and the fields that differ from their defaults, in schema order."""
+    import yaml  # most commands write JSON alone
 
     document = artifact.model_dump(mode="json", exclude_defaults=True)
     kind = type(artifact).model_fields["kind"].default
@@ -399,21 +404,24 @@ def to_yaml(artifact: Artifact) -> str:
 
 
 def save(artifact: BaseModel | dict[str, Any], path: str | Path) -> None:
-    """Write an artifact atomically. Raises InputError when the place cannot be written."""
+    """Write an artifact atomically as JSON (:func:`write_bytes`). Raises InputError if ``path`` cannot be written."""
     write_text(path, to_json(artifact))
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write ``text`` atomically, gzip-compressed (without a time stamp) when the name ends in ``.gz``."""
+    """Write ``text`` atomically as UTF-8 (:func:`write_bytes`), gzip-compressed if the name ends in ``.gz``.
+
+    The gzip file has no time stamp, so that the same text gives the same bytes.
+    """
     data = text.encode("utf-8")
     write_bytes(path, gzip.compress(data, mtime=0) if Path(path).suffix == ".gz" else data)
 
 
 def write_bytes(path: str | Path, data: bytes) -> None:
-    """Write ``data`` atomically: to a temporary file beside ``path``, which is synced to the disk and renamed into place.
+    """Write ``data`` atomically: into a temporary file in the folder of ``path``, which is synced to disk and renamed.
 
-    ``-`` is standard output; a pipe or a device is written as it is, see :func:`opened_stream`. Raises InputError when
-    it cannot be written.
+    ``-`` is standard output. Into a pipe or a device the bytes are written directly (:func:`opened_stream`). Raises
+    InputError if ``path`` cannot be written.
     """
     if str(path) in _STDOUT:
         sys.stdout.buffer.write(data)
@@ -425,13 +433,13 @@ def write_bytes(path: str | Path, data: bytes) -> None:
             _fill_stream(path, data)
             return
         target = path.resolve()
-        # In the same folder, as only there a rename is atomic.
+        # In the same folder, as a rename is atomic only within one file system.
         handle = tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False)  # noqa: SIM115
         _fill_and_rename(handle, data, target, mode)
 
 
 def append_text(path: str | Path, text: str) -> None:
-    """Write ``text`` at the end of a file, or into a pipe or a device. Raises InputError when it cannot be written."""
+    """Append ``text`` to a file, or write it into a pipe or a device. Raises InputError if it cannot be written."""
     path = Path(path)
     with _name_write_errors(path):
         if is_stream(path):
@@ -442,9 +450,10 @@ def append_text(path: str | Path, text: str) -> None:
 
 
 def opened_stream(path: Path) -> int:
-    """Return the descriptor of a pipe or a character device, opened for writing, which does not block.
+    """Open a pipe or a character device for writing, and return its descriptor, whose writes do not block.
 
-    Raises InputError for what is neither, and TimeoutError where nobody reads the pipe for a minute.
+    Waits up to a minute for a reader of the pipe, then raises TimeoutError. Raises InputError for a folder, a disk or a
+    socket.
     """
     check_writable(path)
     deadline_s = time.monotonic() + _PIPE_TIMEOUT_S
@@ -452,7 +461,7 @@ def opened_stream(path: Path) -> int:
         try:
             return os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
         except OSError as error:
-            if error.errno != errno.ENXIO:
+            if error.errno != errno.ENXIO:  # ENXIO: nobody reads the pipe yet
                 raise
             if time.monotonic() > deadline_s:
                 raise TimeoutError(0, f"nobody read from this pipe within {_PIPE_TIMEOUT_S:g} s") from None
@@ -460,7 +469,7 @@ def opened_stream(path: Path) -> int:
 
 
 def _fill_stream(path: Path, data: bytes) -> None:
-    """Write all of ``data`` into a pipe or a device. Raises TimeoutError where its reader pauses for longer than a minute."""
+    """Write all of ``data`` into a pipe or a device. Raises TimeoutError if its reader takes nothing for a minute."""
     descriptor, rest = opened_stream(path), memoryview(data)
     try:
         while rest:
@@ -473,23 +482,18 @@ def _fill_stream(path: Path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def _name_write_errors(path: Path) -> Iterator[None]:
-    """Turn an error of writing to ``path`` in the body into an InputError; also for a loop of links, or a NUL in the name."""
+    """Turn an error of the body, which writes to ``path``, into an InputError with the system's reason."""
     try:
         yield
-    except (OSError, RuntimeError, ValueError) as error:
-        raise _write_error(path, error) from None
-
-
-def _write_error(path: Path, error: Exception) -> InputError:
-    """Return the InputError for an error of writing, with the system's reason."""
-    reason = getattr(error, "strerror", None) or str(error)
-    return InputError(str(path), f"cannot be written ({reason})", "give a file in a writable folder")
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: a loop of links; ValueError: a NUL in the name
+        reason = getattr(error, "strerror", None) or str(error)
+        raise InputError(str(path), f"cannot be written ({reason})", "give a file in a writable folder") from None
 
 
 def _fill_and_rename(handle: IO[bytes], data: bytes, target: Path, mode: int | None) -> None:
-    """Write ``data`` into the temporary file ``handle`` and move it over ``target``; remove it on any failure.
+    """Write ``data`` into the temporary file ``handle`` and rename it to ``target``; on any failure delete it.
 
-    ``mode``: the permissions of the file that it replaces; None: those that a new file gets.
+    ``mode``: the permissions of the file that is replaced; None: there is none, and the umask's permissions are given.
     """
     try:
         with handle:
@@ -505,19 +509,19 @@ def _fill_and_rename(handle: IO[bytes], data: bytes, target: Path, mode: int | N
 
 
 def _read_umask() -> int:
-    """Return the process's umask (there is no way to read it without setting it)."""
-    mask = os.umask(0o022)
+    """Return the process's umask."""
+    mask = os.umask(0o022)  # it can be read only by setting it
     os.umask(mask)
     return mask
 
 
 def is_stream(path: str | Path) -> bool:
-    """Return whether what is written there goes on to somebody else: standard output, a pipe, a device."""
+    """Return whether ``path`` is standard output, a pipe or a device, into which bytes are written directly."""
     return str(path) in _STDOUT or (Path(path).exists() and not Path(path).is_file())
 
 
 def check_writable(path: str | Path) -> None:
-    """Raise InputError now if ``path`` cannot be written later, so that no long run ends in a loss."""
+    """Raise InputError if ``path`` cannot be written; called before long work, whose result would be lost."""
     if str(path) in _STDOUT:
         return
     path = Path(path)
@@ -528,13 +532,13 @@ def check_writable(path: str | Path) -> None:
             raise InputError(str(path), f"is {what}", "give a file name")
         if not folder.is_dir():
             raise InputError(str(path), f"cannot be written (no folder {folder})", "make the folder first")
-        if not path.exists() or path.is_file():  # else a pipe or a device: written as it is
-            # Asking for the permission is not enough: the disk may be read-only.
+        if not path.exists() or path.is_file():  # a pipe or a device needs no temporary file
+            # A file is really made there, as permissions do not tell whether the disk is read-only.
             tempfile.TemporaryFile(dir=folder).close()
 
 
 def demand_file(path: str | Path) -> None:
-    """Raise InputError where something other than a file has the name ``path``, which a new file must not replace."""
+    """Raise InputError if ``path`` is a folder, a pipe or a device; a file, or nothing, passes."""
     path = Path(path)
     if path.exists() and not path.is_file():
         what = "a folder" if path.is_dir() else "a pipe or a device"
@@ -545,7 +549,7 @@ _LONGEST_NAME = 160
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and those that it is in. Raises InputError where it cannot be made."""
+    """Make a folder and its missing parents. Raises InputError if it cannot be made."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -555,11 +559,11 @@ def make_folder(path: Path) -> None:
 def check_outputs(
     inputs: Iterable[str | Path | None], outputs: Mapping[str, str | Path | None], remedy: str = "give another file"
 ) -> None:
-    """Raise InputError where a file to write is one of those to read, or is written twice, or cannot be written.
+    """Raise InputError if an output is also an input, is written by two options, or cannot be written.
 
-    ``outputs``: file by option. None and ``-`` (the standard streams) are no files; neither are pipes and devices.
-    Files are compared by what they are, not by their names: links, hard links and other spellings of a path count as
-    the same. ``remedy``: the end of the error's line.
+    ``outputs``: the path by option. None and ``-`` (the standard streams) are not checked. Paths are the same if they
+    are the same file, whatever their spelling or links; pipes and devices may be used twice. ``remedy``: the end of the
+    error's line.
     """
     input_paths = [Path(path) for path in inputs if path is not None and str(path) != "-"]
     path_by_option: dict[str, Path] = {}
@@ -581,10 +585,7 @@ def check_outputs(
 
 
 def demand_once(paths: Iterable[Path], remedy: str) -> None:
-    """Raise InputError for a path to the same file as an earlier path.
-
-    ``remedy``: the end of the error's line.
-    """
+    """Raise InputError if two of the paths are the same file. ``remedy``: the end of the error's line."""
     seen: set[str] = set()
     for path in paths:
         if (real_path := os.path.realpath(path)) in seen:
@@ -593,7 +594,10 @@ def demand_once(paths: Iterable[Path], remedy: str) -> None:
 
 
 def _is_same_file(path: Path, other_path: Path) -> bool:
-    """Return whether two paths are the same file; False where one cannot be examined, which reading or writing refuses."""
+    """Return whether two paths are the same file; False for two pipes or devices.
+
+    Also False if one cannot be examined: reading or writing it then raises the error.
+    """
     try:
         if path.exists() and other_path.exists():
             return path.is_file() and os.path.samefile(path, other_path)

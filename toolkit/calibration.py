@@ -1,4 +1,4 @@
-"""Calibration: the constants of the cost model as a file, where they come from, and how far off they were."""
+"""Calibration: the file of the cost model's constants, with their sources and the errors of predictions made with them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from ddltool.artifacts import Artifact, Record
 from ddltool.quantities import Count, Duration, NonNegative, Positive
 
 Shares = dict[str, Positive]
-"""Factors by unit, class of kernel or architecture; 1 changes nothing."""
-# What a generation or a device has factors on: matrix units, float32 units, memory.
+"""Positive numbers by unit, class of kernel or architecture: shares of a peak, or factors on shares (1: no change)."""
+# The units of which a generation or a device may have factors: matrix units, float32 units, memory.
 UNITS = ("tensor", "vector", "memory")
 
 
 class Residuals(Record):
-    """Where measured / predicted lay in cross-validation: the middle 80 % of rows, and how many there were."""
+    """The middle 80 % of measured / predicted times in cross-validation, from ``low`` to ``high``."""
 
     low: Positive
     high: Positive
@@ -26,14 +26,14 @@ class Residuals(Record):
 
     @model_validator(mode="after")
     def _check_range(self) -> Residuals:
-        """Refuse a range of measured over predicted that does not hold the prediction itself, 1."""
+        """Refuse a range of measured over predicted that does not contain 1, the prediction itself."""
         if not self.low <= 1.0 <= self.high:
             raise ValueError(f"low is {self.low:g} and high {self.high:g}; the prediction itself, 1, lies between them")
         return self
 
 
 class DeviceFit(Record):
-    """What a user's own measurements say about one device, in place of the shipped constants."""
+    """Constants of one device fitted to a user's own measurements, which replace the shipped ones."""
 
     units: Shares = Field(description="factors on the shares of matrix units, float32 units and memory")
     issue_s: Duration
@@ -45,7 +45,7 @@ class DeviceFit(Record):
     @field_validator("units")
     @classmethod
     def _check_units(cls, units: dict[str, float]) -> dict[str, float]:
-        """Refuse factors that are not exactly those of the three units."""
+        """Refuse ``units`` whose keys are not exactly the three of ``UNITS``."""
         if set(units) != set(UNITS):
             raise ValueError(f"has {', '.join(sorted(units)) or 'nothing'}; give exactly {', '.join(UNITS)}")
         return units

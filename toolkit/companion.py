@@ -1,8 +1,8 @@
 """The companion database: a job's best plan for every number of available devices, as one SQLite file.
 
-``meta`` holds the kind, the version and one JSON document (:class:`CompanionMeta`); ``plans`` the different plans;
-``vectors`` which plan is the best for each vector of device counts, under a key in mixed base. A file is written beside its
-place and renamed; later changes are transactions. What is torn, foreign or of another version is refused in one line.
+Its tables: ``meta`` holds one JSON document (:class:`CompanionMeta`); ``plans`` the different plans; ``vectors`` the best
+plan for each vector of device counts, under a key in mixed base (:meth:`CompanionMeta.key`). The file is written atomically;
+later changes are transactions. A file that is cut off, foreign or of another version is refused.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SCHEMA = (
     "CREATE TABLE plans (id INTEGER PRIMARY KEY, document TEXT NOT NULL)",
     "CREATE TABLE vectors (key INTEGER PRIMARY KEY, plan INTEGER NOT NULL, generation INTEGER NOT NULL)",
 )
-# Bytes of a value, and seconds of a query, of a database that others made.
+# Limits of the bytes of a value and the seconds of a query: anybody may have made the database.
 _LONGEST_VALUE, _QUERY_S = 1 << 26, 10.0
 _LOOKUP = """SELECT plans.document FROM vectors JOIN plans ON plans.id = vectors.plan
 WHERE vectors.key = ? AND vectors.generation = ?"""
@@ -39,7 +39,7 @@ class CompanionDevice(Record):
     """Devices of one type."""
 
     type: Name
-    count: Processes = Field(description="plans are kept for 0 to so many")
+    count: Processes = Field(description="the most devices of this type for which plans are kept")
     capability_per_s: Rate = Field(
         description="mini-batches per second of one EST alone; measured where telemetry disagreed"
     )
@@ -47,7 +47,7 @@ class CompanionDevice(Record):
 
 
 class CompanionMeta(Artifact):
-    """What the plans were made for (kind ``ddltool.companion``)."""
+    """The job and the devices that the plans were made for (kind ``ddltool.companion``)."""
 
     kind: Literal["ddltool.companion"] = "ddltool.companion"
     job: str
@@ -61,10 +61,10 @@ class CompanionMeta(Artifact):
     )
 
     def clamped(self, counts: Mapping[str, int]) -> tuple[int, ...]:
-        """Return the counts in the order of ``devices``, as many as plans are kept for.
+        """Return the ``counts`` (by type, absent: 0) in the order of ``devices``, each limited to the kept count.
 
-        More devices of a type than the job has logical workers cannot help, and count as that many. Raises InputError
-        for unknown types, negative counts, and more devices than plans are kept for where more would help.
+        Raises InputError for an unknown type, a negative count, and a count above the kept one. The last is allowed if
+        plans are kept for as many devices as the job has logical workers: more of them would stay idle.
         """
         types = [device.type for device in self.devices]
         for name, count in counts.items():
@@ -75,7 +75,6 @@ class CompanionMeta(Artifact):
         kept_counts = []
         for device in self.devices:
             count = counts.get(device.type, 0)
-            # More devices than the job has logical workers would stay idle; below that they could help.
             if count > device.count and device.count < self.max_workers:
                 problem = f"is {count}, and plans are kept for at most {device.count}"
                 raise InputError(f"devices.{device.type}", problem, "make the database again with more")
@@ -83,10 +82,9 @@ class CompanionMeta(Artifact):
         return tuple(kept_counts)
 
     def key(self, counts: Sequence[int]) -> int:
-        """Return the number under which the plan for these counts is kept.
+        """Return the key in table ``vectors`` of these counts, in the order of ``devices``.
 
-        The counts, in the order of ``devices``, are its digits in mixed base: a type with 4 devices has the digits 0 to
-        4.
+        The counts are its digits in mixed base: a type with 4 devices has the digits 0 to 4.
         """
         number = 0
         for device, count in zip(self.devices, counts, strict=True):
@@ -98,12 +96,12 @@ class CompanionPlan(Record):
     """One plan. All figures are predicted."""
 
     throughput: NonNegative = Field(description="logical mini-batches per second; 0: the devices cannot run the job")
-    step_s: Seconds = Field(description="0 where throughput is")
+    step_s: Seconds = Field(description="seconds of a step; 0 if throughput is 0")
     ests: dict[str, list[tuple[AtLeastOne, AtLeastOne]]] = Field(description="device type to (devices, ESTs on each)")
 
     @property
     def used(self) -> dict[str, int]:
-        """Return how many devices of each type the plan uses."""
+        """The number of devices that the plan uses, by type."""
         return {name: sum(devices for devices, _ in rows) for name, rows in self.ests.items()}
 
 
@@ -111,7 +109,7 @@ _NOTHING_RUNS = CompanionPlan(throughput=0.0, step_s=0.0, ests={})
 
 
 def is_companion(path: Path) -> bool:
-    """Return whether a file starts as an SQLite database does."""
+    """Return whether ``path`` is a file that begins as an SQLite database; False if it cannot be read."""
     with contextlib.suppress(OSError, ValueError):
         if path.is_file():
             with path.open("rb") as file:
@@ -122,9 +120,9 @@ def is_companion(path: Path) -> bool:
 def write_companion(
     path: Path, meta: CompanionMeta, plans: Iterable[CompanionPlan], vectors: Iterable[tuple[int, int]]
 ) -> None:
-    """Write a database atomically. ``vectors``: pairs (key of the device counts, index in ``plans`` of the best plan for them).
+    """Write a database atomically. Raises InputError if it cannot be written.
 
-    Raises InputError when it cannot be written. ``meta``: what the plans were made for.
+    ``vectors``: pairs (key of the device counts, index in ``plans`` of the best plan for them).
     """
     with contextlib.closing(sqlite3.connect(":memory:")) as base:
         base.executescript("; ".join(_SCHEMA))
@@ -137,58 +135,57 @@ def write_companion(
 
 
 class Companion:
-    """An open database. Use as a context manager."""
+    """An open database; a context manager that closes it. Every method raises InputError for a damaged file."""
 
     def __init__(self, path: Path) -> None:
-        """Open and check ``path``. Raises InputError for anything but a whole database of this version."""
+        """Open and check the file. Raises InputError unless it is a whole database of this version."""
         self.path = path
         _check_file(path)
         with self._explained():
             self._base = sqlite3.connect(path, timeout=10.0)
         try:
             with self._explained():
-                self._distrust()
-                self.meta = self._stored()
+                self._limit_database()
+                self.meta = self._read_meta()
         except BaseException:
             self._base.close()
             raise
 
-    def _distrust(self) -> None:
-        """Bound what a file that anybody may have made can do: no functions in its schema, no long values, no long searches.
+    def _limit_database(self) -> None:
+        """Limit what a file from anybody can do: no functions in its schema, no long values, no long queries.
 
-        Raises InputError where its tables are not exactly those that :func:`write_companion` makes.
+        Raises InputError unless its tables are exactly those that :func:`write_companion` makes.
         """
         base = self._base
         base.execute("PRAGMA trusted_schema = OFF")
         base.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST_VALUE)
-        deadline = [0.0]  # a list, so that the function below can change what the other one reads
+        deadline = [0.0]  # a list, as both functions below share it
 
         def set_deadline(_statement: str) -> None:
-            """Give the statement that begins ten seconds; ``_statement`` is its text, which SQLite passes."""
+            """Set the deadline of the statement that begins; ``_statement`` is its text, which SQLite passes."""
             deadline[0] = time.monotonic() + _QUERY_S
 
-        base.set_trace_callback(set_deadline)  # called with each statement as it begins
-        # Asked every 10,000 instructions of SQLite's machine; True interrupts the statement.
+        base.set_trace_callback(set_deadline)  # SQLite calls it as each statement begins
+        # SQLite calls it every 10,000 instructions of its machine; True interrupts the statement.
         base.set_progress_handler(lambda: time.monotonic() > deadline[0], 10_000)
         if base.execute("SELECT sql FROM sqlite_master ORDER BY name").fetchall() != [(sql,) for sql in _SCHEMA]:
             problem = "is no companion database: its tables are others"
             raise InputError(str(self.path), problem, "make one with: ddltool companion JOB.yaml")
 
     def lookup(self, counts: Sequence[int]) -> CompanionPlan | None:
-        """Return the plan for device counts, in the order of the devices.
+        """Return the plan for device counts, which are in the order of the devices.
 
-        None where it is not in the database, or was made with capabilities that have changed since (an earlier
-        generation).
+        None if the database has none, or only one of an earlier generation, made with capabilities that have changed.
         """
         with self._explained():
             row = self._base.execute(_LOOKUP, (self.meta.key(counts), self.meta.generation)).fetchone()
             return None if row is None else self._checked(row[0], counts)
 
     def _checked(self, document: str, counts: Sequence[int]) -> CompanionPlan:
-        """Return the plan that a row holds, as the file may be anybody's. Raises ValueError unless it can be true.
+        """Return the plan in a row's JSON ``document``. Raises ValueError if it is no possible plan for ``counts``.
 
-        Either it runs nothing, or it places every EST (logical worker) on devices among ``counts``, its step takes as
-        long as the slowest of them, and its throughput is that of such steps.
+        Anybody may have made the file. A possible plan uses at most ``counts`` devices, and either runs nothing or
+        passes :meth:`_runs_all`.
         """
         with contextlib.suppress(ValidationError):
             plan = CompanionPlan.model_validate_json(document)
@@ -199,7 +196,7 @@ class Companion:
         raise ValueError("a plan in it does not fit its devices")
 
     def _runs_all(self, plan: CompanionPlan) -> bool:
-        """Return whether a plan places every EST (logical worker), in the time that the devices' capabilities give."""
+        """Return whether a plan places every EST (logical worker), with the step time and throughput that follow from it."""
         speeds = {device.type: device.capability_per_s for device in self.meta.devices}
         placed = sum(devices * ests for rows in plan.ests.values() for devices, ests in rows)
         # A device runs its ESTs one after another; the step waits for the slowest device.
@@ -211,14 +208,14 @@ class Companion:
         )
 
     def remember(self, counts: Sequence[int], plan: CompanionPlan) -> None:
-        """Keep a plan that was made on demand. A database that cannot be written is left as it is: the plan is no less good.
+        """Store a plan for ``counts`` devices (in their order), which was made on demand.
 
-        ``counts``: the devices that it is for, in their order.
+        Nothing is stored, without an error, if the file cannot be written or its capabilities have changed since it was
+        opened: the caller has the plan anyway.
         """
         with self._explained(), contextlib.suppress(sqlite3.OperationalError), self._writing():
-            # Another process may have corrected a capability since this file was opened.
-            if self._stored().generation != self.meta.generation:
-                return  # made with capabilities that have changed since
+            if self._read_meta().generation != self.meta.generation:  # another process has recalibrated
+                return
             inserted = self._base.execute("INSERT INTO plans (document) VALUES (?)", (plan.model_dump_json(),))
             self._base.execute(
                 "INSERT OR REPLACE INTO vectors VALUES (?, ?, ?)",
@@ -226,12 +223,12 @@ class Companion:
             )
 
     def recalibrate(self, capability: Mapping[str, float]) -> None:
-        """Replace capabilities (mini-batches per second, by type); plans made before then count as out of date.
+        """Replace capabilities (mini-batches per second, by type), which makes all stored plans out of date.
 
-        What another process has changed since the file was opened is kept.
+        Types that are not in ``capability`` keep what the file has, also if another process changed it since opening.
         """
         with self._explained(), self._writing():
-            stored = self._stored()
+            stored = self._read_meta()
             devices = [
                 device.model_copy(
                     update={"capability_per_s": float(capability.get(device.type, device.capability_per_s))}
@@ -244,13 +241,13 @@ class Companion:
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
-        """Be the only writer from here to the end of the body, which is committed; an error in it undoes all."""
+        """Run the body as a transaction of the only writer: committed at its end, undone by an error in it."""
         with self._base:
             self._base.execute("BEGIN IMMEDIATE")
             yield
 
-    def _stored(self) -> CompanionMeta:
-        """Return the meta document as it stands in the file now. Raises InputError where it cannot be read."""
+    def _read_meta(self) -> CompanionMeta:
+        """Return the meta document that is now in the file. Raises InputError if it cannot be read."""
         row = self._base.execute("SELECT document FROM meta").fetchone()
         document = None
         with contextlib.suppress(ValueError, TypeError):  # no row, or in a damaged file one without a text
@@ -260,14 +257,14 @@ class Companion:
         return parse(document, CompanionMeta, str(self.path))
 
     def counts(self) -> tuple[int, int]:
-        """Return how many vectors have a plan of this generation, and how many there are in all."""
+        """Return (number of count vectors with a plan of this generation, number of all count vectors)."""
         with self._explained():
             query = "SELECT COUNT(*) FROM vectors WHERE generation = ?"
             fresh = int(self._base.execute(query, (self.meta.generation,)).fetchone()[0])
         return fresh, math.prod(device.count + 1 for device in self.meta.devices)
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the database."""
         self._base.close()
 
     def __enter__(self) -> Self:
@@ -275,12 +272,12 @@ class Companion:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close the file."""
+        """Close the database; errors of the body pass."""
         self.close()
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """Turn SQLite's and JSON's errors in the body into one line about the file."""
+        """Turn SQLite's and JSON's errors of the body into an InputError about the file."""
         try:
             yield
         except (sqlite3.Error, ValueError) as error:
@@ -290,11 +287,8 @@ class Companion:
 
 
 def _check_file(path: Path) -> None:
-    """Raise InputError for what is no whole SQLite file.
-
-    Its header says the bytes of a page and the number of pages; a copy that was cut off has fewer bytes.
-    """
-    demand_file(path)  # a pipe would be waited for
+    """Raise InputError unless ``path`` is an SQLite file with as many bytes as its header says."""
+    demand_file(path)  # opening a pipe would wait for its writer
     try:
         with path.open("rb") as file:
             head = file.read(_HEADER_BYTES)
@@ -305,8 +299,9 @@ def _check_file(path: Path) -> None:
         raise InputError(str(path), f"cannot be read ({error.strerror})", "check the path") from None
     if head[: len(_MAGIC)] != _MAGIC or len(head) < _HEADER_BYTES:
         raise InputError(str(path), "is no SQLite file", "make one with: ddltool companion JOB.yaml -o FILE")
+    # Offsets of SQLite's file format, section 1.3: the page size in bytes and the number of pages.
     page_bytes = int.from_bytes(head[16:18], "big")
-    page_bytes = 65536 if page_bytes == 1 else page_bytes  # which does not fit into two bytes
+    page_bytes = 65536 if page_bytes == 1 else page_bytes  # 1 stands for 65536, which needs more than two bytes
     page_count = int.from_bytes(head[28:32], "big")
     if size < page_bytes * page_count:
         raise InputError(str(path), f"is cut off ({size} of {page_bytes * page_count} bytes)", "copy or make it again")

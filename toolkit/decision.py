@@ -15,11 +15,11 @@ from ddltool.quantities import AtLeastOne, Count, Devices, NonNegative, Number, 
 Objective = Literal["fastest", "cheapest", "same-bits", "least-memory", "fewest-devices"]
 Kept = Literal["none", "D0", "D1", "D2"]
 LEAST_GAIN = 0.02
-"""Better by less than this share is no reason to change anything, or to prefer what has more to set."""
+"""The least gain (a share of the step) for which a change, or a strategy with more to set, is worth while."""
 
 
 class Option(Record):
-    """One strategy for the job, with its best communication order. All figures are predicted."""
+    """One strategy for the job, with its best order of communication. All figures are predicted."""
 
     strategy: str
     devices: dict[str, Devices] = Field(description="how many devices of each type it uses")
@@ -64,14 +64,14 @@ class Option(Record):
 class Named(Record):
     """The best plan with one of the precisions, optimizers or LoRA ranks that the user named. Predicted."""
 
-    name: str = Field(description="what tells it from the others: bf16, adamw-8bit; full: no LoRA")
+    name: str = Field(description="the precision, optimizer or LoRA rank: bf16, adamw-8bit; full: no LoRA")
     option: Option | None = Field(default=None, description="null: nothing fits")
     saves: Number = Field(default=0.0, description="the share of its time or money that the picked one saves")
     why_not: str = Field(default="", description="why nothing fits")
 
 
 class RunFigures(Record):
-    """What the whole run takes. Predicted."""
+    """Steps, time, price and energy of the whole run. Predicted."""
 
     samples: NonNegative
     steps: NonNegative
@@ -87,7 +87,7 @@ class RunFigures(Record):
 
 
 class Remedy(Record):
-    """What to do when a device fails, and what that leaves. Predicted."""
+    """The figures of a run under one way to go on after a device has failed. Predicted."""
 
     goodput: NonNegative = Field(description="share of the wall clock that is training which lasts")
     devices: Devices = Field(description="that are paid, spares included")
@@ -96,7 +96,7 @@ class Remedy(Record):
 
 
 class FailureFigures(Record):
-    """What failures leave of the picked plan's time, and when it saves. Predicted."""
+    """The picked plan under failures: how it goes on after one, and how often it writes checkpoints. Predicted."""
 
     remedy: str = Field(description="the best of the remedies for the objective")
     remedies: dict[str, Remedy] = Field(
@@ -117,7 +117,7 @@ class FailureFigures(Record):
 
 
 class OnHost(Record):
-    """What a host does whose memory keeps the state of its processes. Predicted."""
+    """Memory, traffic and time of a host that keeps the state of its processes (offload). Predicted."""
 
     memory_bytes: NonNegative = Field(description="of the host, for all processes of the node")
     copied_bytes: NonNegative = Field(description="in a step over the link between a process's device and the host")
@@ -125,7 +125,7 @@ class OnHost(Record):
 
 
 class Layout(Record):
-    """One way to hold and train a model on some devices: who shards, what is computed again, in how many passes. Predicted."""
+    """One way to train a model on some devices: sharding, parallelism, checkpointing and passes of a step. Predicted."""
 
     devices: dict[str, Devices] = Field(description="how many devices of each type it uses")
     sharding: Literal["none", "ddp", "fsdp", "hsdp"] = Field(description="none: one process holds everything")
@@ -156,7 +156,7 @@ class Layout(Record):
 
     @property
     def text(self) -> str:
-        """Return the layout in words: how the state is shared, and what is computed again."""
+        """The layout in words, such as "FSDP2, tensor parallel 2, full checkpointing"."""
         shared = {
             "none": "one process",
             "ddp": "DDP",
@@ -172,7 +172,7 @@ class Layout(Record):
 
     @property
     def gpus(self) -> int:
-        """How many devices hold one replica between them, by tensor and pipeline parallelism."""
+        """Number of devices that hold one replica together: tensor times pipeline parallel."""
         return self.tensor_parallel * self.pipeline_parallel
 
     @property
@@ -182,7 +182,7 @@ class Layout(Record):
 
 
 class NothingFits(Infeasible):
-    """No layout holds a step; ``layouts`` are those that lack least."""
+    """No layout fits into memory; ``layouts`` are those that lack the fewest bytes."""
 
     def __init__(self, text: str, layouts: Sequence[Layout] = ()) -> None:
         """Make the error with the message ``text``."""
@@ -244,5 +244,5 @@ class Decision(Record):
 
     @property
     def how_sure(self) -> str:
-        """How sure the answer is: the third of the words, without its heading; "" where there is none."""
+        """The sentence on how sure the answer is: the third of ``words``, without its heading; "" if there is none."""
         return self.words[2].removeprefix("How sure: ") if len(self.words) > 2 else ""

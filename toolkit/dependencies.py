@@ -1,6 +1,6 @@
-"""What every analysis of a graph needs first: whole times, and which ops depend on which, as bit sets.
+"""Times of a graph's ops as integers, and which ops depend on which, as bit sets: the input of every analysis of a graph.
 
-Times are whole picoseconds, so sums do not depend on their order and equal means equal.
+Times are whole picoseconds, so that sums do not depend on their order and equal times compare equal.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _LARGEST_TOTAL = 2**61  # a quarter of what 64 bits hold, so that a few such sum
 
 
 def time_scale(graph: Graph) -> float:
-    """Return how many whole units make a second: 1e12 (picoseconds), or a smaller power of ten.
+    """Return the number of time units in a second: 1e12 (picoseconds), or a smaller power of ten.
 
-    The smaller one where the sum of all durations would leave 64 bits.
+    It is smaller if the sum of all durations in picoseconds would exceed ``_LARGEST_TOTAL``.
     """
     scale = 1e12
     total = math.fsum(graph.duration_s.tolist())
@@ -33,9 +33,9 @@ def time_scale(graph: Graph) -> float:
 
 
 def whole_times(graph: Graph) -> Ints:
-    """Return the durations, shape (n,), as whole units of 1 / :func:`time_scale` seconds (picoseconds as a rule).
+    """Return the durations of the n ops, (n,), as integers in units of 1 / :func:`time_scale` seconds.
 
-    Raises InputError for a graph with ops that have no duration.
+    Raises InputError if an op has no duration.
     """
     unknown = np.flatnonzero(np.isnan(graph.duration_s))
     if unknown.size:
@@ -45,13 +45,13 @@ def whole_times(graph: Graph) -> Ints:
 
 
 def input_lists(graph: Graph) -> list[list[int]]:
-    """Return for every op the numbers of the ops whose results it needs."""
+    """Return for every op the indices of its inputs, the ops whose results it needs."""
     sources = graph.input_index.tolist()
     return [sources[first:last] for first, last in itertools.pairwise(graph.input_ptr.tolist())]
 
 
 def reversed_edges(edges: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return for every op those whose edges name it, ascending.
+    """Return the reversed graph: for every op the ops that list it in ``edges``, ascending.
 
     >>> reversed_edges([[], [0], [0, 1]])
     [[1, 2], [2], []]
@@ -64,15 +64,14 @@ def reversed_edges(edges: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def first_ready_first(inputs: Sequence[Sequence[int]]) -> list[int]:
-    """Return the ops in an order with every one after its inputs; of several that are ready the lowest number goes first.
+    """Return a topological order of the ops (each after its inputs) in which the lowest-numbered ready op comes first.
 
-    ``inputs``: as of :func:`input_lists`. O((n + e) log n).
+    ``inputs``: see :func:`input_lists`; they must form no cycle (AssertionError). O((n + e) log n) for n ops, e edges.
     """
     waiting, consumers = [len(sources) for sources in inputs], reversed_edges(inputs)
-    ready = [op for op, count in enumerate(waiting) if count == 0]  # ascending: a heap
+    ready = [op for op, count in enumerate(waiting) if count == 0]  # an ascending list is a heap
     order = []
-    # Kahn's algorithm with a heap of what is ready.
-    while ready:
+    while ready:  # Kahn's algorithm, with a heap of the ready ops
         order.append(heapq.heappop(ready))
         for target in consumers[order[-1]]:
             waiting[target] -= 1
@@ -83,10 +82,10 @@ def first_ready_first(inputs: Sequence[Sequence[int]]) -> list[int]:
 
 
 def collected(edges: Sequence[Sequence[int]], order: Iterable[int], marked: Iterable[int]) -> list[int]:
-    """Return for each op the set of marked ops that its edges lead to, itself included, as an integer: bit k for ``marked[k]``.
+    """Return for each op the set of marked ops that it reaches along its edges, including itself.
 
-    ``order``: all ops, every one after those that its edges name. O((n + e) marked / 64): a set is a union of a few
-    words.
+    A set is an integer whose bit k stands for ``marked[k]``. ``order``: all ops, each after those in its ``edges``.
+    O((n + e) m / 64) for n ops, e edges and m marked ops.
 
     >>> [bin(bits) for bits in collected([[], [0], [0, 1]], [0, 1, 2], [0, 1])]
     ['0b1', '0b11', '0b11']
@@ -103,20 +102,19 @@ def collected(edges: Sequence[Sequence[int]], order: Iterable[int], marked: Iter
 
 
 def bits_of(bits: int) -> Iterator[int]:
-    """Yield the positions of the set bits, ascending.
+    """Yield the positions of the 1 bits of ``bits``, ascending.
 
     >>> list(bits_of(0b1010))
     [1, 3]
     """
     while bits:
-        # The lowest set bit alone.
-        lowest = bits & -bits
+        lowest = bits & -bits  # the lowest 1 bit alone
         yield lowest.bit_length() - 1
         bits ^= lowest
 
 
 def as_matrix(sets: Sequence[int], width: int) -> Flags:
-    """Return bit sets as rows of a matrix of booleans, (sets, width): column k is bit k."""
+    """Return bit sets as a matrix of booleans, (len(sets), width): one row for each set, column k for bit k."""
     row_bytes = max(1, math.ceil(width / 8))
     raw = np.frombuffer(b"".join(bits.to_bytes(row_bytes, "little") for bits in sets), dtype=np.uint8)
     return np.unpackbits(raw.reshape(len(sets), row_bytes), axis=1, bitorder="little", count=width).astype(bool)
@@ -124,31 +122,30 @@ def as_matrix(sets: Sequence[int], width: int) -> Flags:
 
 @dataclass(frozen=True, kw_only=True)
 class Dependencies:
-    """Which recv ops every op needs, directly or transitively, grouped.
-
-    ``recvs`` (r,) are op indices in graph order; ``sets`` (g entries) says which recvs a group of non-recv ops needs,
-    bit k for recv k; ``group`` (n,) gives each op's group, -1 for recvs and for ops that need no recv. ``inputs`` and
-    ``order`` are the graph's edges, and its ops with every one after its inputs.
-    """
+    """Which recv ops every op needs, directly or transitively; ops that need the same ones form a group."""
 
     inputs: Sequence[Sequence[int]]
+    """By op: the indices of its inputs (:func:`input_lists`)."""
     order: Sequence[int]
+    """All ops, each after its inputs."""
     recvs: Places
+    """(r,) op indices of the recv ops, ascending."""
     sets: tuple[int, ...]
+    """By group, g entries: the recvs that its ops need, bit k for ``recvs[k]``."""
     group: Places
+    """(n,) each op's group; -1 for recv ops and for ops that need no recv."""
 
     def matrix(self) -> Flags:
-        """Return which recv (row) which group (column) needs, shape (r, g)."""
+        """Return booleans, (r, g): whether the ops of a group (column) need a recv (row)."""
         return np.ascontiguousarray(as_matrix(self.sets, len(self.recvs)).T)
 
 
 def find_dependencies(graph: Graph) -> Dependencies:
-    """Return which parameters' recv ops every op needs. O((n + e) r / 64) for r recv ops.
+    """Return which recv ops every op needs; groups are numbered in the order of their first ops.
 
-    Ops that need the same set form a group, numbered as they first come.
+    O((n + e) r / 64) for n ops, e edges and r recv ops.
     """
     recvs, inputs, order = graph.of_kind(RECV), input_lists(graph), graph.topological_order().tolist()
-    # A recv needs itself, which makes no group.
     needed = collected(inputs, order, recvs.tolist())
     group_by_set: dict[int, int] = {}
     group = [

@@ -1,4 +1,4 @@
-"""Device and Network: what an estimate needs to know about hardware."""
+"""Device, DeviceTable and Network: the figures of hardware from which times are estimated."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from ddltool.calibration import DeviceFit
 from ddltool.errors import InputError, did_you_mean
 from ddltool.quantities import Name, NonNegative, Positive, Price, Rate, Seconds
 
-# NVIDIA's, in the order of their years.
+# NVIDIA's, the oldest first.
 Generation = Literal["Kepler", "Maxwell", "Pascal", "Volta", "Turing", "Ampere", "Ada", "Hopper", "Blackwell"]
 Architecture = Literal["", Generation, "CDNA", "CDNA2", "CDNA3", "CDNA4", "CPU"]
-# Of these there are two kinds of chips: for data centres, with HBM, fast float64 or wide matrix units; and for graphics.
+# Generations with two kinds of chips: for data centres (HBM, fast float64 or wide matrix units) and for graphics.
 _BOTH = ("Pascal", "Ampere", "Blackwell")
-# The source of a device whose figures are not the shipped ones begins so.
+# The ``source`` of a device whose figures are not the shipped ones begins with this.
 GIVEN = "given by the user"
-# Devices of a node where nothing says how many: modules with NVLink stand so many to a board.
+# Devices of a node if nothing else is known: boards of NVLink modules have eight.
 DEVICES_PER_NODE = 8
-# A link that was measured begins so.
+# The ``link`` of a device begins with this if its rate was measured.
 MEASURED = "measured"
 PEAKS = ("float64", "float32", "tf32", "float16", "bfloat16", "float8", "float4", "int8", "int4")
 
@@ -29,7 +29,7 @@ _MAKERS = re.compile("(nvidia|amd|tesla|geforce|instinct)+(?=.)")
 
 
 def name_key(name: str) -> str:
-    """Return what two spellings of a device's name have in common: no case, blanks, hyphens, underscores or maker.
+    """Return a device's name in lower case without blanks, hyphens, underscores and maker: equal for all its spellings.
 
     >>> name_key("NVIDIA GeForce RTX 3090") == name_key("rtx3090")
     True
@@ -38,7 +38,7 @@ def name_key(name: str) -> str:
 
 
 class Device(Record):
-    """One device type, with datasheet figures and where they were read. Zero and the empty text mean: not known."""
+    """One device type: its figures and their source. 0 and "" mean: not known."""
 
     name: Name
     title: str = ""
@@ -71,7 +71,7 @@ class Device(Record):
     @field_validator("peak_flops")
     @classmethod
     def _known_types(cls, peaks: dict[str, float]) -> dict[str, float]:
-        """Refuse rates of types that no device has, and a device without float32, at which all other types run."""
+        """Refuse unknown number types, and a device without a rate of float32, which stands in for missing ones."""
         for name in peaks:
             if name not in PEAKS:
                 raise ValueError(f"names the type {name!r}; {did_you_mean(name, PEAKS)}")
@@ -81,20 +81,20 @@ class Device(Record):
 
     @property
     def free_of_codes(self) -> float:
-        """The share of memory, and of its traffic, that error-correcting codes leave: 15/16 with them, else 1."""
+        """The share of memory and of its traffic that is free of error-correcting codes: 15/16 with them, else 1."""
         return 15.0 / 16.0 if self.ecc else 1.0
 
     @property
     def branch(self) -> str:
-        """What chips must share to be alike: the generation, with " HBM" for data centre chips where it has two kinds."""
-        # Rates over that of float32.
+        """The class of similar chips: the generation, plus " HBM" for data centre chips of a generation with two kinds."""
+        # Rates relative to that of float32.
         double, half = (self.peak_flops.get(name, 0.0) / self.peak_flops["float32"] for name in ("float64", "float16"))
-        # Graphics chips compute float64 at a 32nd or less of float32, and float16 at less than ten times of it.
+        # Graphics chips compute float64 at most at 1/32 of the float32 rate, and float16 at less than ten times it.
         is_data_centre = self.architecture in _BOTH and (double >= 0.25 or half >= 10.0)
         return f"{self.architecture} HBM" if is_data_centre else self.architecture
 
     def runs_like(self, other: Device) -> bool:
-        """Return whether another device has the same figures, as far as a step's time depends on them."""
+        """Return whether another device has the same figures on which the time of a step depends."""
         names = (
             "architecture",
             "multiprocessors",
@@ -107,13 +107,13 @@ class Device(Record):
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
     def demand_rate(self, dtype: str, precision: str) -> None:
-        """Raise InputError where the datasheet has no rate for ``dtype``, the type that ``precision`` computes in."""
+        """Raise InputError if the device has no rate for ``dtype``, the type in which ``precision`` (its name) computes."""
         if dtype not in self.peak_flops:
             rates = ", ".join(self.peak_flops)
             raise InputError("--precision", f"{self.name} has no rate for {precision}", f"its datasheet has {rates}")
 
     def peak_for(self, dtype: str) -> float:
-        """Return FLOP/s for a dtype name; types without a figure of their own run at the float32 rate."""
+        """Return the peak FLOP/s of a number type, by torch's name; that of float32 for a type without a rate."""
         name = "float8" if dtype.startswith("float8_") else dtype
         return self.peak_flops.get(name, self.peak_flops["float32"])
 
@@ -132,9 +132,9 @@ class DeviceTable(Artifact):
     devices: list[Device]
 
     def find(self, name: str) -> Device | None:
-        """Return the device of that name, however spelt (:func:`name_key`); None where it is not known.
+        """Return the device with this name or alias, however spelt (:func:`name_key`); None if there is none.
 
-        Names are looked through before other devices' aliases.
+        A name wins over another device's alias.
         """
         key = name_key(name)
         by_name = (device for device in self.devices if name_key(device.name) == key)
@@ -142,9 +142,9 @@ class DeviceTable(Artifact):
         return next(by_name, None) or next(by_alias, None)
 
     def device(self, name: str, where: str = "--device") -> Device:
-        """Return the device of that name; see :meth:`find`. Raises InputError naming the nearest.
+        """Return the device that :meth:`find` finds. Raises InputError, with the most similar name, if it finds none.
 
-        ``where``: the option or field that names it, for errors.
+        ``where``: the option or field that has the name, for the error.
         """
         device = self.find(name)
         if device is None and name_key(name).startswith("cpu"):
@@ -156,20 +156,20 @@ class DeviceTable(Artifact):
         return device
 
     def gpu(self, name: str, where: str = "--device") -> Device:
-        """Return the device of that name; see :meth:`find`. Raises InputError naming the nearest, and for a CPU."""
+        """Return the device that :meth:`device` returns. Raises InputError as that does, and for a CPU."""
         device = self.device(name, where)
         if device.architecture == "CPU" or device.name.startswith("cpu"):
             raise InputError(where, f"{device.name} {_NO_GPU[0]}", _NO_GPU[1])
         return device
 
     def with_devices(self, own: list[Device]) -> DeviceTable:
-        """Return a table in which ``own`` come first, in place of those of the same name here."""
+        """Return a table of the devices ``own``, then those of this table that have none of their names."""
         names = {name_key(device.name) for device in own}
         return DeviceTable(devices=own + [each for each in self.devices if name_key(each.name) not in names])
 
 
 class Network(Record):
-    """The worker's connection: one channel per parameter server, each at the full rate."""
+    """A worker's connection to the parameter servers: one channel to each, all at the full rate."""
 
     bandwidth_bytes_per_s: Rate = 1.25e9
     latency_s: Seconds = 50e-6

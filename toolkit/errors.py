@@ -26,7 +26,7 @@ LONGEST_PART = 1000
 
 
 class DdlToolError(Exception):
-    """Anything that ddltool can explain in one line."""
+    """The base of all errors; its message is one line for the user."""
 
     exit_code = 1
 
@@ -38,7 +38,7 @@ class CheckFailed(DdlToolError):
 
 
 class InputError(DdlToolError):
-    """Input that cannot be used. Reads as ``WHERE: PROBLEM; REMEDY`` on one line.
+    """Input that cannot be used; the message is ``WHERE: PROBLEM; REMEDY`` on one line.
 
     ``where`` is ``FILE`` or ``FILE:FIELD`` or an option; ``remedy`` says what would be right.
     """
@@ -55,7 +55,10 @@ class InputError(DdlToolError):
         super().__init__(one_line(f"{text}; {remedy}" if remedy else text))
 
     def __reduce__(self) -> tuple[type[InputError], tuple[str, str, str]]:
-        """Return how another process makes the error again: of the three parts, not of the message."""
+        """Return how pickle rebuilds the error in another process: from its three parts, not from its message.
+
+        A MissingExtra, which takes other parts, arrives as an InputError with the same message.
+        """
         return InputError, (self.where, self.problem, self.remedy)
 
 
@@ -91,27 +94,28 @@ class Interrupted(DdlToolError):
 
 @contextmanager
 def naming(path: str | Path, fields: Collection[str]) -> Iterator[None]:
-    """Put the file's name before an InputError of the body that names only a field of it.
+    """Add the file's name to an InputError of the body whose ``where`` is only a field of that file.
 
-    ``fields``: the file's top fields. Errors about anything else, and other kinds of errors, pass unchanged.
+    ``fields``: the names of the file's top fields. Errors about anything else, and other kinds of errors, pass unchanged.
     """
     try:
         yield
     except InputError as error:
-        if type(error) is not InputError or re.split("[.:[]", error.where, maxsplit=1)[0] not in fields:
+        top_field = re.split("[.:[]", error.where, maxsplit=1)[0]  # "devices" of "devices[0].type"
+        if type(error) is not InputError or top_field not in fields:
             raise
         raise InputError(f"{path}:{error.where}", error.problem, error.remedy) from None
 
 
 def one_line(text: str) -> str:
-    """Return ``text`` with every run of white space (newlines included) as one blank, and :func:`visible`."""
+    """Return ``text`` with every run of white space (newlines included) as one blank, made :func:`visible`."""
     return visible(" ".join(text.split()))
 
 
 def visible(text: str) -> str:
-    r"""Return ``text`` with each character that a terminal acts on (controls, bidirectional marks) as an escape.
+    r"""Return ``text`` with each unprintable character (controls, bidirectional marks) as an escape such as ``\x1b``.
 
-    Newlines and tabs stay.
+    A terminal would act on such characters. Newlines and tabs stay.
 
     >>> visible("V100\u202e001P")
     'V100\\u202e001P'
@@ -125,7 +129,7 @@ def visible(text: str) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """Return ``text`` with its middle left out where it is longer than ``most`` characters: names differ at both ends.
+    """Return ``text``, its middle replaced by … if it has more than ``most`` characters: names differ at both ends.
 
     >>> shortened("telemetry-of-node-17.jsonl", 15)
     'telemet…7.jsonl'
@@ -137,13 +141,13 @@ def shortened(text: str, most: int) -> str:
 
 
 def few(remarks: Sequence[str], most: int = 4) -> list[str]:
-    """Return the first ``most`` remarks, each cut to a few lines, and a line that says how many more there are."""
+    """Return the first ``most`` remarks, each cut to 240 characters, and a line with the number of those left out, if any."""
     shown = [shortened(remark, 240) for remark in remarks[:most]]
     return [*shown, f"and {len(remarks) - most:,} more of the kind"] if len(remarks) > most else shown
 
 
 def listed(names: Sequence[str], most: int) -> str:
-    """Return names in a row; of more than ``most``, the first ones and how many more there are."""
+    """Return names joined by commas: the first ``most``, and the number of those left out, as "a, b and 3 more"."""
     shown = ", ".join(shortened(name, 60) for name in names[:most])
     return f"{shown} and {len(names) - most} more" if len(names) > most else shown
 
@@ -152,9 +156,9 @@ _LISTED = 30
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """Return a remedy that names the nearest of ``choices``, then all of them, or the first of many.
+    """Return a remedy for the unknown ``word``: the most similar of ``choices``, if any is similar, then the choices.
 
-    ``word``: what was written.
+    The choices are sorted; of more than 30 the first 30 are named.
 
     >>> did_you_mean("V-100", ["V100", "P100"])
     'did you mean "V100"? (known: P100, V100)'
@@ -166,9 +170,9 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
 
 
 def known(option: str, name: str, names: Sequence[str]) -> str:
-    """Return ``name`` as it is spelt in ``names``, whatever its capitals. Raises InputError, with the nearest, for any other.
+    """Return the one of ``names`` that equals ``name`` but for upper and lower case.
 
-    ``option``: where the name was given, for the message.
+    Raises InputError for any other name, with the most similar one. ``option``: where the name was given, for the message.
     """
     for each in names:
         if each.lower() == name.lower():

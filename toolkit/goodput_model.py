@@ -12,7 +12,11 @@ from ddltool.quantities import AtLeastOne, NonNegative, Seconds
 
 
 class ThroughputParams(Record):
-    """The seven parameters (Pollux, section 3.2): seconds, seconds per sample or further replica, the overlap exponent."""
+    """The seven parameters of the throughput model (Pollux, section 3.2).
+
+    alpha_grad_s + beta_grad_s * local batch is the time of a gradient; alpha_sync + beta_sync * (replicas - 2) that of
+    synchronising it, within one node (local) or across nodes; gamma, 1 to 10, says how far the two overlap.
+    """
 
     alpha_grad_s: Seconds
     beta_grad_s: Seconds
@@ -24,7 +28,7 @@ class ThroughputParams(Record):
 
 
 class FitError(Record):
-    """Error of predicted against measured step times."""
+    """Errors of predicted against measured step times; ``rmsle``: root mean square of the logarithms' differences."""
 
     rmsle: NonNegative
     mape: NonNegative
@@ -32,7 +36,7 @@ class FitError(Record):
 
 
 class ParameterInterval(Record):
-    """What the rows alone say about one parameter, at 90 % confidence."""
+    """The 90 % confidence interval of one parameter that follows from the rows alone, without its prior."""
 
     low: NonNegative
     high: NonNegative | None = Field(description="null: the rows set no upper limit")
@@ -51,12 +55,12 @@ class DeviceGoodput(Record):
     intervals: dict[str, ParameterInterval] = Field(default_factory=dict)
 
 
-# Said only where there is something to say, so that the document of one device stays short.
+# Fields that are left out of the document when empty, so that the document of one device stays short.
 _OCCASIONAL = ("devices", "shared_network", "network_choice", "note")
 
 
 class Goodput(Artifact):
-    """A throughput model fitted to measured step times; of several device types, one model each."""
+    """A throughput model fitted to measured step times; for several device types, one model of each."""
 
     kind: Literal["ddltool.goodput"] = "ddltool.goodput"
     sources: list[str] = Field(description="the files that were fitted")
@@ -76,10 +80,10 @@ class Goodput(Artifact):
     note: str = Field(default="", description="whose params are at the top when there are several devices")
 
     def params_of(self, device: str) -> ThroughputParams:
-        """Return the parameters of a device type: its own when the file has it, else those at the top.
+        """Return the parameters of a device type.
 
-        The file of one device type says nothing about its name, so it answers for any; a file of several refuses a type
-        that it does not know: InputError.
+        A file of one device type does not name it, so its parameters are returned for any type. A file of several types
+        raises InputError for a type that it does not have.
         """
         if not self.devices:
             return self.params
@@ -89,10 +93,7 @@ class Goodput(Artifact):
 
     @model_serializer(mode="wrap")
     def _without_empty(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Return the document without the fields that only some models have, where they are empty.
-
-        ``handler`` makes the whole document.
-        """
+        """Return the document without the fields of ``_OCCASIONAL`` that are empty; ``handler`` makes the whole one."""
         document: dict[str, Any] = handler(self)
         return {
             name: value

@@ -1,7 +1,7 @@
 """Graph: one worker's partitioned graph of one training or inference step.
 
-Ops sit in parallel arrays (column ``i`` of every array belongs to op ``i``), edges in compressed rows, so that the
-analyzers run vectorised; :class:`Op` is the view of one op for people and files. Start at :meth:`Graph.from_ops`.
+Ops are stored in parallel arrays (entry ``i`` of every array belongs to op ``i``) and edges in compressed rows, so that
+analyzers are vectorised; :class:`Op` shows one op to people and files. Start at :meth:`Graph.from_ops`.
 
 Terms (TicTac, section 3): a ``recv`` op is a root that brings one parameter in over a channel, a ``send`` op is a leaf
 that takes one gradient out, everything else is ``compute``. A resource runs one op at a time.
@@ -24,7 +24,7 @@ from ddltool.artifacts import Artifact, parse, read_document, save
 from ddltool.errors import InputError
 from ddltool.quantities import MOST, AtLeastOne, Count, NonNegative, Processes, Seconds
 
-# Strict: a text of digits is not taken as a number, nor a number as a text.
+# Strict: a text of digits is not taken for a number, nor a number for a text.
 Text = Annotated[str, Strict()]
 Place = Annotated[int, Strict(), Field(ge=-1, le=MOST)]
 OpKind = Literal["recv", "compute", "send"]
@@ -34,7 +34,7 @@ Gemm = tuple[float, float, float, float]
 Layout = Literal["", "channels_first", "channels_last"]
 NO_GEMM: Gemm = (0.0, 0.0, 0.0, 0.0)
 RECV, COMPUTE, SEND = range(3)
-# Columns of a graph that are columns of its ops.
+# Names that are both arrays of a graph and fields of its ops.
 _TEXTS = ("parameter", "op_type", "estimate", "dtype", "layout")
 _NUMBERS = ("duration_s", "flops", "size_bytes", "written_bytes")
 # Where a duration comes from: a formula for that op type, the memory-traffic default, an op that costs nothing, the
@@ -44,7 +44,7 @@ Estimate = Literal["rule", "default", "free", "file", "measured"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Op:
-    """One op, as people see it and as graph.json holds it."""
+    """One op as a record, as in graph.json."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
@@ -79,7 +79,7 @@ class Op:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recorded:
-    """What a step of a script is beside its ops. A place is the position of an op among the graph's compute ops."""
+    """Processes and memory of a script's recorded step. A place is the position of an op among the graph's compute ops."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
@@ -110,22 +110,25 @@ class Recorded:
     ] = None
 
     def lives(self, places: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
-        """Return for every storage the first and the last place where it lives, and its bytes; all (storages,).
+        """Return the first place, the last place and the bytes of every storage, each (storages,).
 
-        ``places``: how many compute ops the step has. One that was there before lives from 0, one that outlives the
-        step to the last place.
+        ``places``: number of compute ops of the step. A storage made before the step begins at place 0; one that
+        outlives the step ends at the last place.
         """
         start = np.maximum(np.array(self.made, dtype=np.int64), 0)
         end = np.array([places - 1 if place is None else place for place in self.freed], dtype=np.int64)
-        # One that ends before it starts, unused, counts as living at its first place alone.
+        # A storage that no op used ends before it starts: it lives at its first place alone.
         return start, np.maximum(end, start), np.array(self.storage_bytes, dtype=np.float64)
 
     def held_bytes(self, places: int, part: str | None = None) -> NDArray[np.float64]:
-        """Return the bytes that live at every place, (places,): of the storages of one ``part`` ("gradients"), or of all."""
+        """Return the bytes that are held at every place, (places,).
+
+        ``part``: count only storages of this part, such as "gradients"; None: all.
+        """
         start, end, size = self.lives(places)
         if part is not None:
             size = size * np.array([name == part for name in self.parts], dtype=bool)
-        # What is added at a storage's first place and taken off after its last one; the running sum is what lives.
+        # Bytes are added at a storage's first place and subtracted after its last; the running sum is what is held.
         change = np.zeros(places + 1)
         np.add.at(change, np.minimum(start, places), size)
         np.add.at(change, np.minimum(end + 1, places), -size)
@@ -147,7 +150,7 @@ class Graph:
     duration_s: NDArray[np.float64]
     """(n,) seconds; NaN where not estimated."""
     flops: NDArray[np.float64]
-    """(n,), as the other columns of ops; :class:`Op` says what each holds."""
+    """(n,); :class:`Op` says what this and the next columns hold."""
     size_bytes: NDArray[np.float64]
     parameter: tuple[str | None, ...]
     op_type: tuple[str, ...]
@@ -160,12 +163,12 @@ class Graph:
     dtype: tuple[str, ...]
     layout: tuple[Layout, ...]
     gemm: NDArray[np.float64]
-    """(n, 4) count, m, n and k of the matrix products behind each op; zeros where there are none or nobody said."""
+    """(n, 4) count, m, n and k of the matrix products behind each op; zeros: none, or not known."""
     batch_size: int | None = None
     meta: Mapping[str, str | int | float | bool | None] = field(default_factory=dict)
-    """What the graph was made from and for: source, device, bandwidth. Free-form, kept in the file."""
+    """What the graph was made from and for, such as source, device and bandwidth; free-form, kept in the file."""
     recorded: Recorded | None = None
-    """Of a script's step: its processes, streams and memory."""
+    """Processes and memory of a script's step; None: the graph of a model alone."""
 
     @classmethod
     def from_ops(
@@ -179,16 +182,15 @@ class Graph:
         recorded: Recorded | None = None,
         where: str = "graph",
     ) -> Graph:
-        """Return the validated graph of ``ops``.
+        """Return the validated graph of ``ops``; ``meta`` and ``recorded`` are its fields.
 
         Raises InputError (``where`` stands before the field) for duplicate names, unknown inputs, recv ops with inputs,
-        send ops that are consumed, a kind on the wrong resource, negative, NaN or infinite numbers, a parameter
-        received twice, and cycles, which are reported with the edges that form them. ``meta``: what it was made from;
-        ``recorded``: of a script's step, None for a model's.
+        send ops that are inputs, a kind on the wrong resource, negative, NaN or infinite numbers, a parameter received
+        twice, and cycles, one of which the message shows.
         """
         records = list(ops)
-        op_index = _unique_names(records, where)
-        # Edges in compressed rows: where each op's inputs begin in one long list.
+        op_index = _index_by_name(records, where)
+        # Edges in compressed rows: pointers[i] is where the inputs of op i begin in the list of all inputs.
         pointers = np.zeros(len(records) + 1, dtype=np.int64)
         sources: list[int] = []
         for position, op in enumerate(records):
@@ -222,7 +224,10 @@ class Graph:
         return len(self.names)
 
     def __eq__(self, other: object) -> bool:
-        """Return whether another graph has the same ops in the same order, name, mode, batch size and meta."""
+        """Return whether another graph has the same name, mode, batch size, meta, and ops in the same order.
+
+        ``recorded`` is not compared.
+        """
         if not isinstance(other, Graph):
             return NotImplemented
         same = (self.name, self.mode, self.batch_size, dict(self.meta)) == (
@@ -233,11 +238,11 @@ class Graph:
     __hash__ = None  # type: ignore[assignment]
 
     def inputs_of(self, op: int) -> NDArray[np.int32]:
-        """Return the indices of op ``op``'s inputs."""
+        """Return the indices of the inputs of the op with index ``op``."""
         return self.input_index[self.input_ptr[op] : self.input_ptr[op + 1]]
 
     def op(self, position: int) -> Op:
-        """Return the op at ``position`` as a record, with its inputs by name."""
+        """Return the op with index ``position`` as a record, with its inputs by name."""
         columns: dict[str, Any] = {name: getattr(self, name)[position] for name in _TEXTS}
         columns |= {name: float(getattr(self, name)[position]) for name in _NUMBERS}
         if math.isnan(columns["duration_s"]):
@@ -252,7 +257,7 @@ class Graph:
         )
 
     def ops(self) -> Iterator[Op]:
-        """Iterate over the ops in file order."""
+        """Return an iterator of the ops as records, in file order."""
         return (self.op(position) for position in range(len(self)))
 
     def of_kind(self, kind: int) -> NDArray[np.intp]:
@@ -261,7 +266,7 @@ class Graph:
 
     @property
     def users(self) -> NDArray[np.int32]:
-        """The op that needs each entry of ``input_index``, (e,): together they are the edges' two ends."""
+        """(e,) the op that uses each entry of ``input_index``: edge k goes from ``input_index[k]`` to ``users[k]``."""
         return np.repeat(np.arange(len(self), dtype=np.int32), np.diff(self.input_ptr))
 
     @property
@@ -271,16 +276,16 @@ class Graph:
 
     @property
     def parameter_bytes(self) -> float:
-        """Bytes of all parameters: what the recv ops bring in."""
+        """Bytes of all parameters: the sum over the recv ops."""
         return float(self.size_bytes[self.kind == RECV].sum())
 
     @property
     def trained_bytes(self) -> float:
-        """Bytes of the parameters that are trained: those whose gradients the send ops take away."""
+        """Bytes of the trained parameters: the sum over the send ops, which carry their gradients."""
         return float(self.size_bytes[self.kind == SEND].sum())
 
     def successors(self) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-        """Return which ops need each op's result, as compressed rows: pointers (n + 1,) and op indices (e,).
+        """Return the ops that need each op's result, as compressed rows: (pointers (n + 1,), indices (e,)).
 
         The ops that need op i are ``indices[pointers[i]:pointers[i + 1]]``.
         """
@@ -289,9 +294,9 @@ class Graph:
         return pointers, self.users[np.argsort(self.input_index, kind="stable")]
 
     def topological_order(self) -> NDArray[np.int32]:
-        """Return the op indices with every op after its inputs (Kahn, first in file first). O(n + e).
+        """Return the op indices, (n,), each after its inputs: Kahn's algorithm with a first-in first-out queue. O(n + e).
 
-        Raises InputError with the edges of one cycle if there is any.
+        Raises InputError that shows one cycle if there is any.
         """
         missing_inputs = np.diff(self.input_ptr).tolist()
         pointer_array, targets = self.successors()
@@ -309,7 +314,7 @@ class Graph:
         return np.array(order, dtype=np.int32)
 
     def with_durations(self, duration_s: NDArray[np.float64], estimate: Sequence[Estimate | None]) -> Graph:
-        """Return the same graph with other durations, (n,) in seconds, and the origin (``Estimate``) of each.
+        """Return a copy with other durations, (n,) in seconds, and with the origin (``Estimate``) of each.
 
         Raises InputError for a negative, NaN or infinite duration and for a wrong length.
         """
@@ -325,21 +330,21 @@ class Graph:
 
 
 def natural_key(text: str) -> tuple[tuple[int, int, str], ...]:
-    """Return a sort key under which ``layer2`` stands before ``layer10``; different texts have different keys.
+    """Return a sort key that compares runs of digits as numbers; different texts have different keys.
 
     >>> sorted(["layer10", "layer2"], key=natural_key)
     ['layer2', 'layer10']
     """
     parts = [part for part in re.split(r"([0-9]+)", text) if part]
-    # Numbers before other text, by value; the digits themselves come last, so that 01 and 1 differ.
+    # Numbers sort before other text and by value; the digits themselves are compared last, so that 01 and 1 differ.
     key = [(0, int(part), part) if part.isascii() and part.isdigit() else (1, 0, part) for part in parts]
     return tuple(key)
 
 
 def spread(sizes: Mapping[str, float], channels: int) -> dict[str, int]:
-    """Return a channel (0 to ``channels`` - 1) for each name, so that the channels' total sizes are nearly equal.
+    """Return a channel (0 to ``channels`` - 1) for each name of ``sizes``, so that the channels' sums are nearly equal.
 
-    Largest first onto the least loaded channel (LPT), ties by name. O(n log n + n p) for p channels.
+    The largest goes first, onto the least loaded channel (LPT); ties by name. O(n log n + n p) for p channels.
 
     >>> spread({"a": 3, "b": 2, "c": 2, "d": 1}, 2)
     {'a': 0, 'b': 1, 'c': 1, 'd': 0}
@@ -352,8 +357,8 @@ def spread(sizes: Mapping[str, float], channels: int) -> dict[str, int]:
     return channel_of
 
 
-def _unique_names(rows: Sequence[Op], where: str) -> dict[str, int]:
-    """Return each op's index by name. Raises InputError for an empty or repeated name, and where there are no ops."""
+def _index_by_name(rows: Sequence[Op], where: str) -> dict[str, int]:
+    """Return each op's index by its name. Raises InputError for an empty or repeated name, and if there are no ops."""
     index: dict[str, int] = {}
     for position, op in enumerate(rows):
         if not op.name:
@@ -370,9 +375,9 @@ def _unique_names(rows: Sequence[Op], where: str) -> dict[str, int]:
 
 
 def _input_indices(op: Op, index: Mapping[str, int], where: str) -> list[int]:
-    """Return the indices of an op's inputs. Raises InputError for an unknown name and for one given twice.
+    """Return the indices of an op's inputs. Raises InputError for an unknown name and for a repeated one.
 
-    ``index``: ops' positions by name.
+    ``index``: the ops' indices by name.
     """
     try:
         indices = [index[source] for source in op.inputs]
@@ -384,7 +389,7 @@ def _input_indices(op: Op, index: Mapping[str, int], where: str) -> list[int]:
 
 
 def _check_op(op: Op, where: str) -> None:
-    """Raise InputError for numbers that are not finite and >= 0, a resource of another kind, and a recv op with inputs."""
+    """Raise InputError for a number that is not finite and >= 0, a wrong kind of resource, and a recv op with inputs."""
     numbers = [("duration_s", op.duration_s), ("flops", op.flops), ("size_bytes", op.size_bytes)]
     numbers += [("written_bytes", op.written_bytes), *(("gemm", value) for value in op.gemm)]
     for name, value in numbers:
@@ -401,13 +406,12 @@ def _check_op(op: Op, where: str) -> None:
 
 
 def _check_structure(graph: Graph, where: str) -> None:
-    """Raise InputError for a send op that is an input, a parameter received twice, and a cycle."""
+    """Raise InputError for a send op that is an input, a parameter of two recv ops, and a cycle."""
     consumed_sends = np.flatnonzero(graph.kind[graph.input_index] == SEND)
     if consumed_sends.size:
         send = graph.names[graph.input_index[consumed_sends[0]]]
         raise InputError(f"{where}:ops", f"send op {send!r} is used as an input", "a send op is a leaf")
     receiver_of: dict[str, str] = {}
-    # A parameter comes in by one recv.
     for position in graph.of_kind(RECV):
         parameter = graph.parameter[position]
         if parameter is not None and parameter in receiver_of:
@@ -422,12 +426,11 @@ def _check_structure(graph: Graph, where: str) -> None:
 
 
 def _show_cycle(graph: Graph, pending: Sequence[int]) -> str:
-    """Return one cycle of the inputs as ``a -> b -> a``, a long one with its middle left out.
+    """Return one cycle as text, ``a -> b -> a``; of more than 9 ops the middle is left out.
 
-    ``pending``: by op, how many inputs are left after every op without pending inputs was taken away; those of a cycle
-    are.
+    ``pending``: by op, the number of its inputs that Kahn's algorithm could not order: above 0 for every op of a cycle.
     """
-    import networkx as nx  # half a second that only a broken graph costs
+    import networkx as nx  # takes half a second, and only a broken graph needs it
 
     unordered = nx.DiGraph(
         (int(source), op) for op in np.flatnonzero(pending).tolist() for source in graph.inputs_of(op)
@@ -437,11 +440,12 @@ def _show_cycle(graph: Graph, pending: Sequence[int]) -> str:
     return " -> ".join([*shown, cycle[0]])
 
 
+# Fields of an op that are written even if they are empty.
 _ALWAYS = frozenset(["name", "kind", "resource", "duration_s", "flops", "size_bytes", "parameter", "inputs"])
 
 
 class GraphDocument(Artifact):
-    """The document of a graph; :class:`ddltool.graph.Graph` is the same thing checked and in arrays."""
+    """The document of a graph, as in graph.json; :func:`from_document` makes a :class:`Graph` of it."""
 
     kind: Literal["ddltool.graph"] = "ddltool.graph"
     name: str
@@ -453,7 +457,7 @@ class GraphDocument(Artifact):
 
 
 def to_document(graph: Graph) -> dict[str, Any]:
-    """Return the graph as a mapping ready for JSON. Fields of an op that are empty, and not in ``_ALWAYS``, are left out."""
+    """Return the graph as a mapping for JSON, without the ops' empty fields that are not in ``_ALWAYS``."""
     names = [field.name for field in fields(Op)]
     op_rows = [{name: value for name in names if (value := getattr(op, name)) or name in _ALWAYS} for op in graph.ops()]
     for row in op_rows:
@@ -467,7 +471,7 @@ def to_document(graph: Graph) -> dict[str, Any]:
 
 
 def from_document(document: dict[str, Any], where: str = "graph") -> Graph:
-    """Return the graph in a document. Raises InputError; see :meth:`Graph.from_ops` for what is refused."""
+    """Return the graph in a document. Raises InputError as :meth:`Graph.from_ops` does, and for a wrong ``recorded``."""
     checked = parse(document, GraphDocument, where)
     graph = Graph.from_ops(
         checked.name,
@@ -484,7 +488,7 @@ def from_document(document: dict[str, Any], where: str = "graph") -> Graph:
 
 
 def _check_recorded(graph: Graph, recorded: Recorded, where: str) -> None:
-    """Raise InputError for a recorded step with columns of unequal length, places outside of it, or unknown ops."""
+    """Raise InputError if ``recorded`` has lists of unequal length, places beyond the compute ops, or unknown ops."""
     columns = {len(recorded.made), len(recorded.freed), len(recorded.storage_bytes), len(recorded.parts)}
     if len(columns) > 1:
         raise InputError(where, "made, freed, storage_bytes and parts differ in length", "give one of each per storage")
@@ -497,7 +501,7 @@ def _check_recorded(graph: Graph, recorded: Recorded, where: str) -> None:
 
 
 def read_graph(path: str | Path) -> Graph:
-    """Return the graph in a graph.json (or .json.gz). Raises InputError for a file that is unreadable or no valid graph."""
+    """Return the graph in a graph.json (or .json.gz). Raises InputError for an unreadable file and an invalid graph."""
     return from_document(read_document(path), str(path))
 
 
@@ -507,14 +511,14 @@ def write_graph(graph: Graph, path: str | Path) -> None:
 
 
 def assign_channels(graph: Graph, servers: int) -> Graph:
-    """Return the graph with its transfers spread over ``channel:0`` to ``channel:servers-1``.
+    """Return a copy with the transfers spread (:func:`spread`) over ``channel:0`` to ``channel:SERVERS-1``.
 
-    A parameter's recv and send use the same channel. Largest parameter first onto the least loaded channel (LPT), ties
-    by name, so the assignment does not depend on the file's order. O(p log p + p * servers).
+    A parameter's recv and send get the same channel. The assignment does not depend on the order of ops.
+    O(p log p + p * servers) for p parameters.
     """
     bytes_by_parameter: dict[str, float] = {}
     transfers = np.flatnonzero(graph.kind != COMPUTE)
-    # A parameter's recv and send are of one size; the larger counts where they are not.
+    # A parameter's recv and send should have one size; if they differ, the larger counts.
     for position in transfers:
         parameter = graph.parameter[position] or graph.names[position]
         bytes_by_parameter[parameter] = max(bytes_by_parameter.get(parameter, 0.0), float(graph.size_bytes[position]))

@@ -14,7 +14,7 @@ from ddltool.results import Part, Result
 
 
 class RecomputeFigures(Part):
-    """The modules whose activations are computed again in the backward pass, and what that costs."""
+    """The modules whose activations are computed again in the backward pass, with their cost and saving."""
 
     modules: list[Recomputed]
     recomputed_s: Seconds = Field(description="in a pass; step_time_s has it")
@@ -23,7 +23,7 @@ class RecomputeFigures(Part):
 
 
 class MemoryTimeline(Part):
-    """What a process holds over a pass of the fastest row that fits, at moments of most memory."""
+    """The bytes that a process holds at moments of a pass, among them those of most memory; of the fastest row that fits."""
 
     num_replicas: Count
     local_batch_size: Count
@@ -32,7 +32,7 @@ class MemoryTimeline(Part):
 
 
 class PredictedRow(Part):
-    """A row of profile.csv that was predicted, and more."""
+    """A predicted row of profile.csv, with further predicted figures."""
 
     device: str
     num_nodes: Count
@@ -63,7 +63,7 @@ class PredictedRow(Part):
 
 
 class PredictedDevice(Part):
-    """What the rows say of a device, and how sure they are."""
+    """Figures of a device that follow from its rows, and their error."""
 
     saturation_batch: Count | None
     memory_limit_batch: Count
@@ -76,7 +76,7 @@ class PredictedDevice(Part):
 
 
 class PredictionAssumptions(Part):
-    """How the steps were taken to be trained."""
+    """The assumptions on how the steps are trained."""
 
     precision: str
     channels_last: bool
@@ -109,15 +109,15 @@ class PredictResult(Result):
     )
 
     def command_of(self, row: PredictedRow) -> str:
-        """Return the command that predicts one row alone; "" where no command says it."""
+        """Return the command that predicts one row alone; "" if the result was not made by a command."""
         own = ["--device", row.device]
-        if self.assumptions.optimizer != "recorded":  # else the step has its batch and replicas
+        if self.assumptions.optimizer != "recorded":  # a recorded script fixes its batch and its replicas
             own += ["--batch-sizes", str(row.local_batch_size), "--replicas", str(row.num_replicas)]
         return shlex.join(["ddltool", "predict", *own, *self.command]) if self.command else ""
 
 
 class TriedCommand(Part):
-    """A command on a device type: its predicted step, or why there is none."""
+    """One variant of the command on one device type: its predicted step, or why there is none."""
 
     command: str
     values: dict[str, str] = Field(description="by knob; of the command as it is only those that stand in it")
@@ -129,7 +129,7 @@ class TriedCommand(Part):
 
 
 class CommandPlan(Result):
-    """``ddltool plan -- COMMAND``: a script's own knobs, tried; every step is recorded without a GPU, and predicted."""
+    """The result of ``ddltool plan -- COMMAND``: variants of a script's options, recorded without a GPU and predicted."""
 
     kind: Literal["ddltool.command_plan"] = "ddltool.command_plan"
     command: str
@@ -141,17 +141,17 @@ class CommandPlan(Result):
 
     @property
     def best(self) -> TriedCommand | None:
-        """The fastest variant that fits in memory; None: nothing does."""
-        # They are sorted, the best first and what does not fit after all that does.
+        """The best variant that fits in memory; None if none fits."""
+        # ``tried`` is sorted: the best first, and those that do not fit after all that do.
         first = self.tried[0]
         return first if first.row is not None and first.row.fits else None
 
     def rate(self, tried: TriedCommand) -> float:
-        """Return how much a variant does per second, of what the plan ranks by; 0 where its step could not be recorded."""
+        """Return a variant's figure by which the plan ranks (a rate per second); 0 if its step could not be recorded."""
         return float(getattr(tried.row, self.ranked_by) or 0.0) if tried.row is not None else 0.0
 
     def as_given(self, device: str, devices_per_node: int) -> TriedCommand | None:
-        """Return the variant that changes nothing of the command, on these devices; None: it was not tried."""
+        """Return the unchanged command's variant on these devices; None if it was not tried."""
         setting = (True, device, devices_per_node)
         return next(
             (tried for tried in self.tried if (tried.given, tried.device, tried.devices_per_node) == setting), None
@@ -159,7 +159,7 @@ class CommandPlan(Result):
 
 
 class Table1Row(Part):
-    """A model's row in TicTac's Table 1."""
+    """The figures of a model in Table 1 of the TicTac paper."""
 
     parameters: Count
     parameter_mib: NonNegative
@@ -208,7 +208,7 @@ class HubModelsResult(Result):
 
 
 class DeterminismOp(Part):
-    """An op type whose bits depend on more than its inputs."""
+    """An op type whose results may differ in their bits for the same inputs."""
 
     op: str
     class_: str = Field(alias="class")
@@ -221,7 +221,7 @@ class DeterminismOp(Part):
 
 
 class DeterminismLevel(Part):
-    """What all ops together allow, when everything in ``settings`` is done."""
+    """The level of determinism that all ops together allow if everything in ``settings`` is set."""
 
     level: str
     d2_eligible: bool
@@ -233,7 +233,7 @@ class DeterminismLevel(Part):
 
 
 class NamedGraph(Part):
-    """Which graph."""
+    """The name of the graph."""
 
     name: str
     mode: str
@@ -248,7 +248,7 @@ class DeterminismResult(Result):
 
 
 class TracedGraph(Part):
-    """A graph's figures, and what it says of its times."""
+    """A graph's figures, and the sources of its times."""
 
     name: str
     mode: str
@@ -274,7 +274,7 @@ class TracedGraph(Part):
 
 
 class TraceBounds(Part):
-    """U, L and S of TicTac's Equations 1, 2 and 4, and the least that any order can reach."""
+    """Bounds U and L and speedup S of TicTac's Equations 1, 2 and 4, and a lower bound on the time of every order."""
 
     upper_s: Seconds
     lower_s: Seconds
@@ -283,7 +283,7 @@ class TraceBounds(Part):
 
 
 class LostEfficiency(Part):
-    """What becomes of 1 - E: what an order could win, what is open, what is the graph's own."""
+    """The parts of 1 - E (E: efficiency): what an order can gain, what is not known, what the graph itself imposes."""
 
     winnable: Number
     open: Number
@@ -291,7 +291,7 @@ class LostEfficiency(Part):
 
 
 class ScheduleFigures(Part):
-    """One order of transfers. ``exact`` alone has a bound and a status, the simulated ones a spread."""
+    """One order of transfers. Only ``exact`` has a bound and a status; simulated orders have a spread."""
 
     makespan_s: Seconds
     makespan_std_s: Seconds | None = None
@@ -322,7 +322,7 @@ class BucketFigures(Part):
 
 
 class DdpFigures(Part):
-    """DDP's default, its best single cap, its best buckets."""
+    """DDP with its default buckets, with the best single cap, and with the best buckets."""
 
     default: BucketFigures
     best_cap: BucketFigures
@@ -343,7 +343,7 @@ class PrefetchFigures(Part):
 
 
 class FsdpFigures(Part):
-    """FSDP2's default and best, and the best without resharding."""
+    """FSDP2 with its default prefetch, with the best, and with the best without resharding."""
 
     units: list[str]
     default: PrefetchFigures
@@ -356,7 +356,7 @@ class FsdpFigures(Part):
 
 
 class CollectiveFigures(Part):
-    """What DDP and FSDP2 leave exposed, and what to set."""
+    """The communication that DDP and FSDP2 leave exposed, and the settings that reduce it."""
 
     replicas: Count
     network: str = Field(default="", description="the links between them, in words")
@@ -367,7 +367,7 @@ class CollectiveFigures(Part):
 
 
 class CoverageFigures(Part):
-    """How much of the compute ops and of their time rests on a rule, a measurement, or a default."""
+    """The shares of the compute ops and of their time that come from a rule, a measurement, or a default."""
 
     rule_ops: NonNegative
     rule_time: NonNegative

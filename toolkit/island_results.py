@@ -1,4 +1,4 @@
-"""The plan of islands that train by themselves and meet every so many steps, as a record."""
+"""Record of a plan for islands: groups of devices that train separately and exchange parameters every so many steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Way = Literal["equal", "steps", "samples"]
 
 
 class PublishedLoss(Part):
-    """What papers measured of the evaluation loss against data parallel training in settings like this one; no promise."""
+    """The change of the evaluation loss against data parallel training that papers measured in similar settings."""
 
     low: Number = Field(description="relative change of the loss")
     high: Number
@@ -42,7 +42,7 @@ class IslandFigures(Part):
 
 
 class SynchronousStep(Part):
-    """A step in which all meet. Predicted."""
+    """A step in which all islands synchronise their gradients. Predicted."""
 
     name: Literal["one job", "DDP between islands"]
     text: str
@@ -50,7 +50,7 @@ class SynchronousStep(Part):
 
 
 class OuterRow(Part):
-    """One number of inner steps between outer steps. Predicted; seconds of a step are per total batch of samples."""
+    """The figures for one number of inner steps between outer steps. Predicted; step times are per total batch of samples."""
 
     outer_every: AtLeastOne = Field(description="inner steps of an island between outer steps, on average")
     inner_steps: list[AtLeastOne] = Field(description="of each island")
@@ -67,7 +67,7 @@ class OuterRow(Part):
 
 
 class OuterSetting(Part):
-    """What the hook's outer steps take."""
+    """The settings of the hook's outer steps."""
 
     every: Annotated[list[AtLeastOne], Field(min_length=2, description="inner steps of each island")]
     fragments: AtLeastOne
@@ -97,5 +97,5 @@ class IslandsPlan(Result):
 
     @property
     def best(self) -> OuterRow:
-        """Return the picked row."""
+        """The picked row of ``rows``."""
         return next(row for row in self.rows if row.outer_every == self.picked)

@@ -1,4 +1,4 @@
-"""Job and Cluster: what a person writes in job.yaml and cluster.yaml."""
+"""Job and Cluster: the contents of job.yaml and cluster.yaml."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ddltool.links import parse_link, parse_nic
 from ddltool.precision import ALIASES, NAMES, PrecisionName
 from ddltool.quantities import AtLeastOne, Devices, Name, NonNegative, Positive, Price, Processes, Rate
 
-# Larger weights would leave the solvers' sums, or nothing of the others in them.
+# A larger weight would overflow the solvers' sums, or make the other jobs vanish in them.
 LARGEST = 1e9
 Determinism = Literal["D0", "D1", "D2"]
 OptimizerName = Literal[
@@ -24,11 +24,11 @@ OptimizerName = Literal[
 
 
 LINKS = "links"
-"""A job's network that is no file: what joins the cluster's nodes."""
+"""The value of a job's ``network`` that names no file: synchronisation over the cluster's links."""
 
 
 class Linked(Record):
-    """How the devices of a node are joined, and the node to others."""
+    """The link between the devices of a node, and the network cards of the node."""
 
     link: str | None = Field(
         default=None,
@@ -42,7 +42,7 @@ class Linked(Record):
     @field_validator("link", "nic")
     @classmethod
     def _readable(cls, text: str | None, about: ValidationInfo) -> str | None:
-        """Refuse a text that names no link, with the words of the option of that name."""
+        """Refuse a text that names no link, with the same message as the option ``--link`` or ``--nic``."""
         try:
             if text is not None:
                 (parse_link if about.field_name == "link" else parse_nic)(text, "")
@@ -88,7 +88,7 @@ class DeviceOffer(Linked):
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
-        """Refuse a capability from two sources, and a spec with a name beside the type."""
+        """Refuse both a capability and a profile, and a spec that has a name of its own."""
         if self.capability_per_s is not None and self.profile is not None:
             raise ValueError(f"{self.type} has both capability_per_s and profile; give one of the two")
         if self.spec is not None and "name" in self.spec:
@@ -97,7 +97,7 @@ class DeviceOffer(Linked):
 
 
 class GoodputSection(Record):
-    """What choosing the batch needs to know (Pollux, section 3)."""
+    """The input for choosing the batch of highest goodput (Pollux, section 3)."""
 
     noise_scale: NonNegative | None = Field(
         default=None, description="gradient noise scale in samples; null: every sample counts the same"
@@ -113,7 +113,7 @@ class GoodputSection(Record):
 
 
 class Constraints(Record):
-    """What every plan must keep. All optional."""
+    """Limits that every plan must keep; all are optional."""
 
     homogeneous: bool = Field(default=False, description="use devices of one type only")
     max_devices: AtLeastOne | None = None
@@ -142,7 +142,7 @@ LoraRank = Annotated[int, Field(ge=1, le=4096)]
 
 
 class WorkerGroup(Record):
-    """Devices that hold one model between them: one logical worker, whose step is measured or given."""
+    """A group of devices that holds one copy of the model: one logical worker, whose step is measured or given."""
 
     tensor: Annotated[int, Field(ge=1, le=1024)] = 1
     pipeline: Annotated[int, Field(ge=1, le=1024)] = 1
@@ -150,14 +150,14 @@ class WorkerGroup(Record):
     @model_validator(mode="before")
     @classmethod
     def _without_experts(cls, given: Any) -> Any:
-        """Refuse expert parallelism by name: as an unknown field it would look like a misspelt one."""
+        """Refuse the field ``expert`` with its reason; as an unknown field it would be taken for a misspelt one."""
         if isinstance(given, dict) and "expert" in given:
             raise ValueError("expert: the all-to-all of experts is not modelled; give tensor: and pipeline: alone")
         return given
 
     @property
     def size(self) -> int:
-        """How many devices a group is."""
+        """Number of devices of a group."""
         return self.tensor * self.pipeline
 
     @property
@@ -215,13 +215,16 @@ class Job(Artifact):
     @field_validator("precision", mode="before")
     @classmethod
     def _named(cls, value: Any) -> Any:
-        """Return the precision that an alias, such as amp, stands for."""
+        """Return the precision for an alias, such as fp16 for amp; other values pass, to be checked by the field's type."""
         return ALIASES.get(value, value) if isinstance(value, str) else value
 
     @field_validator("devices")
     @classmethod
     def _added_up(cls, offers: list[DeviceOffer]) -> list[DeviceOffer]:
-        """Add up the counts of lines that say the same of one device type, however spelt; refuse one name for two."""
+        """Merge offers of one device type, however spelt, and equal other fields into one with their total count.
+
+        Refuses two offers of one type that differ in another field.
+        """
         offer_by_identity: dict[tuple[str, str], DeviceOffer] = {}
         for offer in offers:
             identity = name_key(offer.type), offer.model_dump_json(exclude={"type", "count"})
@@ -239,7 +242,7 @@ class Job(Artifact):
 
     @model_validator(mode="after")
     def _has_devices(self) -> Self:
-        """Refuse a job without devices, and settings that do not go together."""
+        """Refuse a job without devices or cluster, and settings that contradict each other."""
         if not self.devices and self.cluster is None:
             raise ValueError("names no devices; give devices: [{type, count, capability_per_s}] or cluster: FILE")
         if self.constraints.memory_fixed_gib is not None and self.constraints.memory_per_worker_gib is None:
@@ -257,7 +260,7 @@ class NodeDevices(Record):
 
 
 class NodeGroup(Linked):
-    """``count`` equal nodes."""
+    """``count`` equal nodes of a cluster."""
 
     name: Name
     count: Devices = 1
@@ -265,17 +268,17 @@ class NodeGroup(Linked):
 
 
 class Cluster(Artifact):
-    """Machines and what is in them (kind ``ddltool.cluster``)."""
+    """Nodes and their devices (kind ``ddltool.cluster``)."""
 
     kind: Literal["ddltool.cluster"] = "ddltool.cluster"
     name: str | None = None
     nodes: list[NodeGroup] = Field(min_length=1, max_length=10_000)
 
     def device_counts(self, together: int = 1) -> dict[str, int]:
-        """Return how many devices of each type the cluster has, in file order.
+        """Return the number of devices by type, in file order.
 
-        ``together``: only devices count that make whole groups of so many, each group within a node or on several whole
-        nodes.
+        ``together``: count only devices that make whole groups of so many devices, each within one node or on several
+        whole nodes.
         """
         counts: dict[str, int] = {}
         for group in self.nodes:
@@ -289,16 +292,17 @@ class Cluster(Artifact):
 
 
 def is_code(source: str) -> bool:
-    """Return whether SOURCE names a function of the user's, such as ``package.module:f``, which would be imported and run."""
+    """Return whether a SOURCE names user code, such as ``package.module:f``, which would be imported and run."""
     scheme, colon, _ = source.partition(":")
     return bool(colon) and scheme not in ("zoo", "timm", "transformers")
 
 
 def read_job(path: str | Path, *, allow_code: bool = False) -> Job:
-    """Return the job of a job.yaml, with the counts that its devices leave out taken from the cluster that it names.
+    """Return the job in a job.yaml, with its devices counted in its groups, if it has any.
 
-    Paths in the file are relative to the file. Raises InputError for a device type that the cluster lacks, for files
-    that are not there, and for a model that is code (:func:`is_code`) unless ``allow_code`` trusts the file.
+    Counts that its devices lack are taken from its cluster; a job without devices gets all of the cluster's types. Paths
+    in the file are relative to the file. Raises InputError for a device type that the cluster lacks, for missing files,
+    and for a model that is code (:func:`is_code`) unless ``allow_code``.
     """
     path = Path(path)
     job = load(path, Job)
@@ -326,9 +330,10 @@ def read_job(path: str | Path, *, allow_code: bool = False) -> Job:
 
 
 def _in_groups(job: Job, path: Path) -> Job:
-    """Return the job with groups of devices in place of devices: fewer of them, each with the memory and price of its group.
+    """Return the job with each offer counted in groups of devices, each with the memory and price of all its devices.
 
-    Raises InputError where the devices of a type are too few for a group. ``path``: the job's file, for errors.
+    A job without groups is returned unchanged. Raises InputError if a type has too few devices for one group. ``path``:
+    the job's file, for errors.
     """
     if job.group is None or (size := job.group.size) == 1:
         return job
@@ -338,14 +343,13 @@ def _in_groups(job: Job, path: Path) -> Job:
             raise InputError(f"{path}:devices", problem, "offer more of them, or take a smaller group")
     if not any(offer.count for offer in job.devices):
         raise InputError(f"{path}:devices", f"make no group of {job.group.text} on whole nodes", "take a smaller group")
-    # What a device has, a group has as often as it has devices.
-    grown_fields = {"memory_gib", "price_per_hour"}
+    summed_fields = {"memory_gib", "price_per_hour"}
     devices = [
         offer.model_copy(
             update={
                 "count": offer.count // size,
                 "per_node": None if offer.per_node is None else max(offer.per_node // size, 1),
-                **{name: value * size for name in grown_fields if (value := getattr(offer, name)) is not None},
+                **{name: value * size for name in summed_fields if (value := getattr(offer, name)) is not None},
             }
         )
         for offer in job.devices

@@ -13,7 +13,7 @@ Held = Annotated[int, Strict(), Field(ge=0, le=100_000)]
 
 
 class JobState(Artifact):
-    """What advice on a resize needs to know. Times in seconds, batch sizes in samples."""
+    """The state of a job from which advice on resizing it is made. Times in seconds, batch sizes in samples."""
 
     kind: Literal["ddltool.job_state"] = "ddltool.job_state"
     goodput: str = Field(description="the fitted throughput model (kind ddltool.goodput), relative to this file")
@@ -39,7 +39,11 @@ class JobState(Artifact):
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        """Refuse node lists of unequal length, a job without GPUs, both or neither of what is left, and M0 above the limit."""
+        """Refuse a state that contradicts itself.
+
+        That is: ``held`` and ``free`` of unequal length, no held GPU, both or neither of ``remaining_s`` and
+        ``remaining_samples``, an initial batch above the largest.
+        """
         if len(self.held) != len(self.free):
             raise ValueError(f"free has {len(self.free)} nodes, held has {len(self.held)}; one number per node in both")
         if not sum(self.held):

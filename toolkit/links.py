@@ -1,4 +1,4 @@
-"""Links between devices by name: what joins the GPUs of a node, and what joins nodes. Start at :func:`parse_link`."""
+"""Links inside a node and between nodes, by name or rate. Start at :func:`parse_link`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ddltool.units import parse_bandwidth
 Kind = Literal[
     "nvlink1", "nvlink2", "nvlink3", "nvlink4", "nvlink5", "pcie3", "pcie4", "pcie5", "infinity", "nic", "plain"
 ]
-# One way, of one GPU: all NVLinks of the generation's SXM module; 16 lanes of PCIe.
+# Bytes per second of one GPU, one way: all NVLinks of the generation's SXM module together; 16 lanes of PCIe.
 DATASHEET = {
     "nvlink1": 80e9,
     "nvlink2": 150e9,
@@ -24,8 +24,8 @@ DATASHEET = {
     "pcie5": 63e9,
     "infinity": 448e9,
 }
-# Of a datasheet's rate, what a ring reaches: NCCL's own figures per NVLink and for PCIe (src/graph/topo.h), and for NVLink 5
-# and network cards what published nccl-tests reach; for AMD's what an MI300X does (XLA's collective tables).
+# The share of a datasheet's rate that a ring reaches. Sources: NCCL's figures per NVLink and for PCIe (src/graph/topo.h);
+# for NVLink 5 and network cards published results of nccl-tests; for Infinity Fabric an MI300X (XLA's collective tables).
 REACHED = {
     "nvlink1": 0.9,
     "nvlink2": 0.8,
@@ -38,7 +38,7 @@ REACHED = {
 }
 _PCIE_REACHED = 0.76
 _NAME = re.compile(r"(nvlink|pcie)\s*(\d)|infinity", re.IGNORECASE)
-# On a board of eight of AMD's, each has a link to every other.
+# On a board of eight AMD GPUs, each has a link to each of the seven others.
 INFINITY_PEERS = 7
 _CARDS = re.compile(r"(?:(\d+)\s*x\s*)?(.*)")
 
@@ -48,38 +48,39 @@ class Link:
     """One level of a network: between the GPUs of a node, or between nodes."""
 
     kind: Kind
-    """``plain``: no more is known than a rate and a latency, which are taken as measured."""
+    """``plain``: only a rate and a latency are known, and are taken as measured."""
     bytes_per_s: float
-    """What a ring reaches one way: of one GPU inside a node, of the whole node between nodes."""
+    """Rate that a ring reaches, one way: of one GPU inside a node, of the whole node between nodes."""
     latency_s: float = 0.0
-    """Of one message, where it is more than the kind's own."""
+    """Seconds of one message, where that is more than the kind's own latency; 0: the kind's own."""
     peers: int = 0
-    """Where it is a link to each of so many neighbours, not to a switch: a group uses those between its members."""
+    """Number of neighbours to each of which a GPU has a link of its own (a group uses only those between its members);
+    0: all GPUs are joined by a switch."""
     title: str = ""
-    """What its maker calls it, where that is not the kind."""
+    """The maker's name of the link, if it differs from the kind's."""
 
     @property
     def text(self) -> str:
-        """The link's name: ``NVLink 3``, ``PCIe 4``, ``Infinity Fabric 4``; "" for a rate alone."""
+        """The link's name: ``NVLink 3``, ``PCIe 4``, ``Infinity Fabric 4``; "" for a plain one without a title."""
         named = self.kind.upper().replace("NVLINK", "NVLink ").replace("PCIE", "PCIe ")
         return self.title or ("" if self.kind == "plain" else named)
 
 
 def kind_of(text: str) -> Kind | None:
-    """Return the kind of link that a datasheet's words name; None where they name none.
+    """Return the first kind of link that a datasheet's text names; None if it names none of a known generation.
 
     >>> kind_of("NVLink 3, 12 links"), kind_of("PCIe 4.0 x16")
     ('nvlink3', 'pcie4')
     """
     match = _NAME.search(text)
     name = (f"{match[1].lower()}{match[2]}" if match[1] else "infinity") if match else ""
-    return name if name in DATASHEET else None  # type: ignore[return-value]  # its keys are kinds
+    return name if name in DATASHEET else None  # type: ignore[return-value]  # the keys of DATASHEET are kinds
 
 
 def datasheet_link(kind: Kind, bytes_per_s: float, latency_s: float = 0.0) -> Link:
-    """Return the link of a datasheet's rate (bytes per second, one way), at the share of it that a ring of GPUs reaches.
+    """Return the link with a datasheet's rate (bytes per second, one way), reduced to the share that a ring reaches.
 
-    ``latency_s``: of one message, 0 for the kind's own.
+    ``latency_s``: of one message; 0: the kind's own.
     """
     peers = INFINITY_PEERS if kind == "infinity" else 0
     rate = bytes_per_s * REACHED.get(kind, _PCIE_REACHED)
@@ -87,14 +88,15 @@ def datasheet_link(kind: Kind, bytes_per_s: float, latency_s: float = 0.0) -> Li
 
 
 def parse_link(text: str, where: str = "--link") -> Link:
-    """Return the link inside a node that ``nvlink3``, ``pcie4`` or a measured rate such as ``240GB/s`` names.
+    """Return the link inside a node for a name such as ``nvlink3`` or ``pcie4``, or a measured rate such as ``240GB/s``.
 
-    Raises InputError for anything else, named ``where``.
+    A measured rate makes a plain link. Raises InputError, named ``where``, for anything else.
 
     >>> parse_link("nvlink3").bytes_per_s
     240000000000.0
     """
     kind = kind_of(text)
+    # Here the name must be the whole text; kind_of also finds it within other words.
     if kind is not None and (name := _NAME.search(text)) and name[0].strip() == text.strip():
         return datasheet_link(kind, DATASHEET[kind])
     try:
@@ -105,9 +107,9 @@ def parse_link(text: str, where: str = "--link") -> Link:
 
 
 def parse_nic(text: str, where: str = "--nic") -> Link:
-    """Return the network cards of a node as one link: ``200Gbit`` for all of them, or ``8x200Gbit``, by their datasheet.
+    """Return the network cards of a node as one link, from datasheet rates: ``200Gbit`` for all cards, or ``8x200Gbit``.
 
-    Its rate is the share of the datasheet's that a ring reaches. Raises InputError for anything else, named ``where``.
+    The rate is reduced to the share that a ring reaches. Raises InputError, named ``where``, for anything else.
 
     >>> parse_nic("8x200Gbit").bytes_per_s == 0.92 * 200e9
     True

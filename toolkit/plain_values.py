@@ -1,4 +1,4 @@
-"""Values of YAML and JSON texts: plain scalars, lists and mappings of texts, within limits. Start at :func:`from_yaml`."""
+"""Parse YAML and JSON into plain scalars, lists and mappings with text keys, within limits. Start at :func:`from_yaml`."""
 
 from __future__ import annotations
 
@@ -14,35 +14,34 @@ import yaml
 from ddltool.errors import InputError, shortened
 from ddltool.units import show_bytes
 
-# YAML: most characters of a text, levels of nesting, values with aliases expanded.
+# Limits of YAML: characters of a text, levels of nesting, values after aliases are expanded.
 _LONGEST_YAML, _DEEPEST_YAML, _MOST_VALUES = 1 << 24, 100, 1_000_000
 
 
 class RepeatedKey(Exception):
-    """A mapping gives a key twice: one of the two values would be lost in silence."""
+    """A mapping has a key twice, so that one of the two values would be silently lost."""
 
     def __init__(self, key: object, line: int | None = None) -> None:
-        """Remember the key and, in YAML, the line (from 1) where it stands again."""
+        """Keep the key and the line (from 1) of its second place; None: JSON, whose lines are not known."""
         super().__init__(key)
         self.key, self.line = key, line
 
 
 def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the object of a JSON text's (key, value) pairs. Raises RepeatedKey where a key stands twice."""
+    """Return the mapping of a JSON object's (key, value) pairs. Raises RepeatedKey for a key that is there twice."""
     mapping = dict(pairs)
     if len(mapping) < len(pairs):
-        # Fewer keys than pairs: some key stands twice.
         counts = Counter(key for key, _ in pairs)
         raise RepeatedKey(next(key for key in counts if counts[key] > 1))
     return mapping
 
 
 def _count_values(node: yaml.Node, count_by_node: dict[int, int]) -> int:
-    """Return how many values a YAML node stands for when its aliases are written out.
+    """Return the number of values in a YAML node after its aliases are expanded.
 
-    A few lines of aliases of aliases can stand for billions of values. Raises ValueError above ``_MOST_VALUES``, and
-    for an alias within what it names. ``count_by_node``: the counts so far, by id of the node; 0 while its children are
-    counted.
+    A few lines of nested aliases can stand for billions of values. Raises ValueError above ``_MOST_VALUES``, and for an
+    alias of a node that contains it. ``count_by_node`` is changed: counts by id of the node, 0 while its children are
+    being counted.
     """
     if id(node) in count_by_node:
         if not count_by_node[id(node)]:
@@ -62,11 +61,11 @@ def _count_values(node: yaml.Node, count_by_node: dict[int, int]) -> int:
 
 # The C parser where PyYAML has it: ten times as fast.
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """YAML's parser, without dates, with numbers as YAML 1.2 and JSON write them; what is made is up to :func:`_plain`."""
+    """A YAML parser that reads dates as texts and 1e-3 as a number; :func:`_plain` makes the values of its nodes."""
 
 
 _TAG = "tag:yaml.org,2002:"
-# A date is a text. And YAML 1.1 takes 1e-3 for a text, which is not what anybody who writes it into a job file means.
+# YAML 1.1, which PyYAML follows, takes 1e-3 (without a point and a sign) for a text; YAML 1.2 and JSON take it for a number.
 _Loader.yaml_implicit_resolvers = {
     first: [pair for pair in pairs if pair[0] != f"{_TAG}timestamp"]
     for first, pairs in _Loader.yaml_implicit_resolvers.items()
@@ -74,6 +73,7 @@ _Loader.yaml_implicit_resolvers = {
 _Loader.add_implicit_resolver(
     f"{_TAG}float", re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+"), list("-+.0123456789")
 )
+# By tag: the function that makes the value of (loader, node), and the word for such a value in errors.
 _SCALARS: Mapping[str, tuple[Any, str]] = {
     f"{_TAG}str": (yaml.SafeLoader.construct_yaml_str, "text"),
     f"{_TAG}int": (
@@ -87,13 +87,14 @@ _SCALARS: Mapping[str, tuple[Any, str]] = {
 
 
 def _plain(loader: Any, node: yaml.Node) -> Any:
-    """Return a node's value: a plain scalar, a list, or a mapping of texts. Raises MarkedYAMLError for anything else.
+    """Return a node's value: a plain scalar, a list, or a mapping with text keys.
 
-    ``loader``: the parser that made the node.
+    Raises MarkedYAMLError for anything else, and RepeatedKey for a key that a mapping has twice. ``loader``: the parser
+    that made the node.
     """
 
     def wrong(problem: str, at: yaml.Node = node) -> yaml.MarkedYAMLError:
-        """Return the error about a node (``at``), with its line and column."""
+        """Return the error with the line and column of the node ``at``."""
         return yaml.MarkedYAMLError(problem=problem, problem_mark=at.start_mark)
 
     if isinstance(node, yaml.ScalarNode) and node.tag in _SCALARS:
@@ -106,30 +107,38 @@ def _plain(loader: Any, node: yaml.Node) -> Any:
         return [_plain(loader, entry) for entry in node.value]
     if not (isinstance(node, yaml.MappingNode) and node.tag == f"{_TAG}map"):
         raise wrong(f"the tag {shortened(node.tag.replace(_TAG, '!!'), 60)} does not go here")
-    seen: set[str] = set()
-    for key, _ in node.value:
-        if key.tag not in (f"{_TAG}str", f"{_TAG}merge"):
+    mapping: dict[str, Any] = {}
+    merged: dict[str, Any] = {}
+    # Merge keys (<<) are resolved here: PyYAML's flatten_mapping changes the node, which an alias may bring in again.
+    for key, value in node.value:
+        if key.tag == f"{_TAG}merge":
+            sources = value.value if isinstance(value, yaml.SequenceNode) else [value]
+            for source in reversed(sources):  # the first of a list wins
+                if not isinstance(source, yaml.MappingNode):
+                    raise wrong("expected a mapping or a list of mappings for merging", source)
+                merged |= _plain(loader, source)
+        elif key.tag != f"{_TAG}str":
             raise wrong("a key is no text" if isinstance(key, yaml.ScalarNode) else "a key is a collection", key)
-        if key.value in seen and key.tag == f"{_TAG}str":
+        elif key.value in mapping:
             raise RepeatedKey(key.value, key.start_mark.line + 1)
-        seen.add(key.value)
-    # Merge keys (<<) bring in the fields of other mappings.
-    loader.flatten_mapping(node)
-    return {key.value: _plain(loader, value) for key, value in node.value}
+        else:
+            mapping[key.value] = _plain(loader, value)
+    return merged | mapping
 
 
 def from_yaml(text: str, where: str) -> Any:
-    """Return the value of a YAML text: plain scalars, lists and mappings of texts.
+    """Return the value of a YAML text: a plain scalar, a list or a mapping with text keys; None for an empty text.
 
-    Raises InputError with line and column for a mistake, and for texts that are too long, deep or large. ``where``: the
-    file, for errors.
+    Raises InputError with line and column for a mistake, and for a text beyond the limits (length, nesting, number of
+    values). ``where``: the file, for errors.
     """
     if len(text) > _LONGEST_YAML:
         raise InputError(where, f"holds more than {show_bytes(_LONGEST_YAML)} of YAML", "give a shorter file")
     loader = None
     try:
         depth = 0
-        for event in yaml.parse(text, _Loader):  # the C parser's composer has no limit but the stack's
+        # Nesting is checked before the tree is built: the C parser builds it recursively, and would overflow the stack.
+        for event in yaml.parse(text, _Loader):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > _DEEPEST_YAML:
                 raise RecursionError
@@ -148,7 +157,7 @@ def from_yaml(text: str, where: str) -> Any:
         place = f"{where}:line {mark.line + 1} column {mark.column + 1}" if mark is not None else where
         problem = getattr(error, "problem", None) or str(error)
         raise InputError(place, f"is not valid YAML ({problem})", "mind the indentation and the quotes") from None
-    except ValueError as error:  # too many values
+    except ValueError as error:  # of _count_values
         raise InputError(where, f"holds a value that cannot be read ({error})", "write it out, or shorter") from None
     finally:
         if loader is not None:
@@ -156,10 +165,9 @@ def from_yaml(text: str, where: str) -> Any:
 
 
 def _within_64_bits(value: int) -> int | float:
-    """Return an integer of at most 64 bits as it is, and a larger one as a float.
+    """Return an integer of at most 64 bits unchanged, a larger one as a float (infinite from 2**1000 on).
 
-    Solvers and arrays would fail on it far from here; as such a float it is beyond every field's range and refused
-    there.
+    Arrays and solvers could not hold it; as a float it is outside of every integer field's type or range, and refused.
     """
     if -(2**63) <= value < 2**63:
         return value
@@ -167,20 +175,21 @@ def _within_64_bits(value: int) -> int | float:
 
 
 def json_value(text: str) -> Any:
-    """Return the value of a JSON text. Raises json's own errors, and RepeatedKey for a key that stands twice.
+    """Return the value of a JSON text; integers beyond 64 bits become floats (:func:`_within_64_bits`).
 
-    Integers beyond 64 bits become floats (:func:`_within_64_bits`).
+    Raises json's own errors, and RepeatedKey for a key that an object has twice.
     """
 
     def whole_number(digits: str) -> int | float:
-        """Return the number; 18 digits fit into 64 bits, and 400 are infinite already, however many follow."""
+        """Return the integer of a JSON text of digits, with a sign if negative."""
+        # 18 digits fit into 64 bits. 400 make an infinite float already; int() is slow, or refuses, for thousands.
         return int(digits) if len(digits) < 19 else _within_64_bits(int(digits[:400]))
 
     return json.loads(text, object_pairs_hook=_refuse_repeated_keys, parse_int=whole_number)
 
 
 def from_json(text: str, where: str) -> Any:
-    """Return the value of a JSON text. Raises InputError with line and column of a mistake, and for a key that stands twice.
+    """Return the value of a JSON text. Raises InputError with line and column for a mistake, and for a repeated key.
 
     ``where``: the file, for errors.
     """

@@ -1,4 +1,4 @@
-"""Plan and Enforcement: what to do, and what the hook needs to know to do it."""
+"""Plan: how to run a job. Enforcement: the configuration of the hook that runs it so."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Choice = Literal["one device", "one node", "several nodes"]
 
 
 def _demand_names(what: str, names: Iterable[str], known: Collection[str] = ()) -> None:
-    """Raise ValueError for a name that stands twice, or that is none of the ``known`` ones, where there are any.
+    """Raise ValueError for a repeated name, and, unless ``known`` is empty, for one that is not in ``known``.
 
     ``what``: the field that holds the names, for the message.
     """
@@ -52,17 +52,18 @@ def _demand_names(what: str, names: Iterable[str], known: Collection[str] = ()) 
         seen.add(name)
 
 
-def _demand_equal(what: str, given: float, sum_of_parts: float, words: str) -> None:
-    """Raise ValueError where a figure ``given`` in a plan is not the ``sum_of_parts``, but for rounding.
+def _demand_equal(what: str, given: float, sum_of_parts: float, before_sum: str) -> None:
+    """Raise ValueError unless a plan's figure ``given`` equals the ``sum_of_parts`` to 1e-6.
 
-    ``what``: the figure's field; ``words``: those before the other number, such as "the assignments have".
+    The message is "WHAT is 3, but BEFORE_SUM 4": ``what`` is the figure's field, ``before_sum`` such as "the assignments
+    have".
     """
     if not math.isclose(given, sum_of_parts, rel_tol=1e-6):
-        raise ValueError(f"{what} is {given:.10g}, but {words} {sum_of_parts:.10g}")
+        raise ValueError(f"{what} is {given:.10g}, but {before_sum} {sum_of_parts:.10g}")
 
 
 class Assignment(Record):
-    """``devices`` devices of one type that all do the same."""
+    """The share of each of ``devices`` devices of one type, which all do the same."""
 
     device_type: Name
     devices: Processes
@@ -75,7 +76,7 @@ class Assignment(Record):
 
 
 class Alternative(Record):
-    """A different plan for the same job, best first."""
+    """Another plan for the same job; the fields are those of :class:`Plan`."""
 
     iteration_s: Duration
     throughput: Rate
@@ -86,7 +87,7 @@ class Alternative(Record):
 
 
 class ParameterRecord(Record):
-    """One parameter of the model, in the order in which it should travel."""
+    """One parameter of the model, with its place in the order of transfers."""
 
     name: str
     size_bytes: Count
@@ -94,7 +95,7 @@ class ParameterRecord(Record):
 
 
 class BucketSetting(Record):
-    """How DDP should bucket gradients, and what that is predicted to give."""
+    """DDP's gradient buckets, and the step time predicted with them."""
 
     bucket_cap_mb: Positive | None = Field(default=None, description="MiB; null: DDP's default, or the list")
     bucket_cap_mb_list: list[Positive] | None = Field(
@@ -106,7 +107,7 @@ class BucketSetting(Record):
 
     @model_validator(mode="after")
     def _names_once(self) -> Self:
-        """Refuse a parameter that is in two buckets."""
+        """Refuse a parameter that is in two buckets, or twice in one."""
         _demand_names("buckets", chain(*self.buckets))
         return self
 
@@ -126,7 +127,7 @@ class CompressionFigures(Record):
 
 
 class PrefetchSetting(Record):
-    """Which blocks FSDP2 should gather ahead, and what that is predicted to give."""
+    """The blocks that FSDP2 gathers ahead, and the step time predicted with them."""
 
     units: list[str] = Field(description="the modules to shard, one unit each, in the order of forward")
     forward: dict[str, list[str]] = Field(description="block to the blocks to prefetch in forward; empty: default")
@@ -137,7 +138,7 @@ class PrefetchSetting(Record):
 
     @model_validator(mode="after")
     def _of_units(self) -> Self:
-        """Refuse a unit that stands twice, and prefetch lists of or with modules that are no units."""
+        """Refuse repeated names, and names in the prefetch lists that are not in ``units``."""
         _demand_names("units", self.units)
         for way, blocks in (("forward", self.forward), ("backward", self.backward)):
             for block, ahead in blocks.items():
@@ -147,7 +148,7 @@ class PrefetchSetting(Record):
 
 
 class Recomputed(Record):
-    """A module that gives up its activations after its forward pass and computes them again before its backward pass."""
+    """A module whose activations are dropped after its forward pass and computed again before its backward pass."""
 
     module: str
     keeps: list[Count] = Field(
@@ -157,7 +158,9 @@ class Recomputed(Record):
 
 
 def is_product(op: str) -> bool:
-    """Return whether an aten op is a matrix product, a convolution or an attention, by its name without an overload.
+    """Return whether an aten op is a matrix product, a convolution or the forward pass of an attention.
+
+    ``op``: its name without an overload.
 
     >>> is_product("addmm"), is_product("_scaled_dot_product_flash_attention"), is_product("gelu")
     (True, True, False)
@@ -167,7 +170,7 @@ def is_product(op: str) -> bool:
 
 
 class ShardingSetting(Record):
-    """How the processes share a model's state, and which of its modules are computed again. Memory is predicted."""
+    """How the processes share the model's state, and which modules are recomputed. Memory is predicted."""
 
     kind: Literal["ddp", "fsdp", "hsdp"]
     replicate: AtLeastOne = Field(default=1, description="groups that hold the whole state each")
@@ -182,20 +185,20 @@ class ShardingSetting(Record):
 
     @model_validator(mode="after")
     def _shape_of_kind(self) -> Self:
-        """Refuse a shape (replicate x shard) that its kind does not have, and a module that stands twice."""
+        """Refuse ddp with ``shard`` above 1, fsdp with ``replicate`` above 1, and a repeated module."""
         if (self.kind == "ddp" and self.shard > 1) or (self.kind == "fsdp" and self.replicate > 1):
             raise ValueError(f"{self.kind} is not {self.replicate} x {self.shard} (replicate x shard); hsdp is")
         _demand_names("checkpointing", [recomputed.module for recomputed in self.checkpointing])
         return self
 
     def demand_all(self, world_size: int) -> None:
-        """Raise ValueError unless the shape, replicate x shard, takes up all ``world_size`` processes."""
+        """Raise ValueError unless replicate x shard equals ``world_size``, the number of processes."""
         if self.replicate * self.shard != world_size:
             raise ValueError(f"sharding is {self.replicate} x {self.shard} processes, and world_size {world_size}")
 
 
 class Superstep(Record):
-    """ElasticBSP's next barrier on each device type."""
+    """A superstep of ElasticBSP: the iterations of each device type until the next barrier."""
 
     lookahead: AtLeastOne = Field(description="R: iterations looked ahead per worker")
     superstep_s: Seconds = Field(description="seconds from barrier to barrier")
@@ -210,7 +213,7 @@ class Superstep(Record):
 
 
 class BatchSplit(Record):
-    """LB-BSP's split of the total batch beside the equal one."""
+    """The figures of LB-BSP's split of the total batch, compared with the equal split."""
 
     total_batch_size: AtLeastOne
     equal_s: Seconds | None = Field(description="step time of the equal split; null where memory forbids it")
@@ -228,7 +231,7 @@ class BatchSplit(Record):
 
 
 def _demand_total(choice: ScalingRow | GoodputChoice) -> None:
-    """Raise ValueError unless the replicas' passes make the total batch, and there is a replica for each node."""
+    """Raise ValueError unless replicas x local batch x passes is the total batch, and each node has a replica."""
     total = choice.num_replicas * choice.local_batch_size * (choice.accumulation_steps + 1)
     _demand_equal("total_batch_size", choice.total_batch_size, total, "the passes of all replicas make")
     if choice.num_nodes > choice.num_replicas:
@@ -236,7 +239,7 @@ def _demand_total(choice: ScalingRow | GoodputChoice) -> None:
 
 
 class ScalingRow(Record):
-    """The best batch on one number of devices."""
+    """The batch of highest goodput on one number of devices."""
 
     num_replicas: AtLeastOne
     num_nodes: AtLeastOne
@@ -248,13 +251,13 @@ class ScalingRow(Record):
 
     @model_validator(mode="after")
     def _adds_up(self) -> Self:
-        """Refuse a total batch that the replicas do not make."""
+        """Refuse a total batch that is not the replicas' passes times their batch, and more nodes than replicas."""
         _demand_total(self)
         return self
 
 
 class ElasticSetting(Record):
-    """How one number of processes keeps the total batch exactly, or why it cannot."""
+    """How one number of processes splits the total batch exactly, or why it cannot."""
 
     world_size: AtLeastOne
     local_batch_sizes: list[list[Count]] = Field(
@@ -270,7 +273,7 @@ class ElasticSetting(Record):
 
 
 class GoodputChoice(Record):
-    """The devices and the batch of highest goodput, and what other numbers of devices would do."""
+    """The devices and the batch of highest goodput, and the best batches on other numbers of devices."""
 
     device_type: str
     num_replicas: AtLeastOne
@@ -288,13 +291,13 @@ class GoodputChoice(Record):
 
     @model_validator(mode="after")
     def _adds_up(self) -> Self:
-        """Refuse a total batch that the replicas do not make."""
+        """Refuse a total batch that is not the replicas' passes times their batch, and more nodes than replicas."""
         _demand_total(self)
         return self
 
 
 class NetworkCost(Record):
-    """Where the devices stand and what synchronising them costs. Predicted."""
+    """How the devices are spread over nodes, and the time to synchronise them. Predicted."""
 
     choice: Choice
     num_nodes: AtLeastOne
@@ -305,7 +308,7 @@ class NetworkCost(Record):
 
 
 class StepSettings(Record):
-    """How the job runs its step: what a framework's own settings name beside the layout."""
+    """The settings of a step beside its layout, which a framework's configuration names too."""
 
     model: str | None = Field(default=None, description="SOURCE of the model, as in job.yaml")
     precision: PrecisionName = "fp32"
@@ -321,7 +324,7 @@ class StepSettings(Record):
 
 
 class EmitResult(Artifact):
-    """``ddltool emit``: what was written."""
+    """The result of ``ddltool emit``: the files that were written."""
 
     kind: Literal["ddltool.emit"] = "ddltool.emit"
     target: str
@@ -378,7 +381,11 @@ class Plan(Artifact):
     predicted: Literal[True] = True
 
     def emit(self, target: str | None = None, output: str | Path | None = None, **options: Any) -> EmitResult:
-        """Write what makes a job follow this plan; the options are those of ``ddltool.emit``, which says what is raised."""
+        """Write the files that make a job follow this plan, and return what was written.
+
+        ``target``, ``output`` and ``options`` are the options of ``ddltool.emit``, which says what is raised; None: its
+        default.
+        """
         given = {"target": target, "output": output, **options}
         written: EmitResult = showing.module("emits plans").emit(
             self, **{name: value for name, value in given.items() if value is not None}
@@ -387,11 +394,10 @@ class Plan(Artifact):
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:
-        """Raise ValueError, which names the field, where the parts of the plan contradict its assignments or each other."""
+        """Refuse parts of the plan that contradict its assignments or each other."""
         rows, types = self.assignments, {row.device_type for row in self.assignments}
         _demand_placed(self, types)
-        # Places for logical workers: every device has as many.
-        places = sum(row.devices * row.ests_per_device for row in rows)
+        places = sum(row.devices * row.ests_per_device for row in rows)  # for logical workers
         _demand_equal("est_count", self.est_count, places, "the assignments have")
         samples = sum(row.devices * row.local_batch_size for row in rows)
         if self.strategy == "est":
@@ -417,17 +423,17 @@ class Plan(Artifact):
 
     @property
     def world_size(self) -> int:
-        """Number of used devices: of processes, or of groups of them."""
+        """Number of used devices; of a plan with ``group``, number of such groups of devices."""
         return sum(assignment.devices for assignment in self.assignments)
 
     @property
     def processes(self) -> int:
-        """Number of processes: one per GPU, those of groups included."""
+        """Number of processes, one for each single device of the groups."""
         return self.world_size * (1 if self.group is None else self.group.size)
 
     @property
     def other_s(self) -> float | None:
-        """Seconds of a step beside compute and synchronisation, such as the optimizer's; None where no run measured them."""
+        """Seconds of a step beside computation and synchronisation, such as the optimizer's; None if no run measured them."""
         if self.decision is None:
             return None
         return (
@@ -436,7 +442,7 @@ class Plan(Artifact):
 
 
 class RankEnforcement(Record):
-    """What one process does."""
+    """The share of one process in a step."""
 
     rank: Count
     device_type: Name
@@ -448,7 +454,7 @@ class RankEnforcement(Record):
 
 
 class ScriptProof(Record):
-    """What ``ddltool doctor --check`` found of the script that attached to a config. Measured."""
+    """The result of ``ddltool doctor --check`` for a script that uses the config. Measured."""
 
     script_sha256: Digest = Field(description="of the file that was run; imported ones do not count")
     plan_sha256: Digest | None = Field(default=None, description="the config's own, as it was then")
@@ -462,7 +468,7 @@ class ScriptProof(Record):
 
 
 class Enforcement(Artifact):
-    """What the hook enforces in a training process (kind ``ddltool.enforcement``)."""
+    """The configuration that the hook enforces in each training process (kind ``ddltool.enforcement``)."""
 
     kind: Literal["ddltool.enforcement"] = "ddltool.enforcement"
     job: str
@@ -492,7 +498,7 @@ class Enforcement(Artifact):
 
     @model_validator(mode="after")
     def _adds_up(self) -> Self:
-        """Refuse ranks that are not 0, 1, ..., a total batch that is not theirs, and parts that do not fit them."""
+        """Refuse ranks that are not 0, 1, ... in order, a total batch that is not their sum, and parts that contradict them."""
         if [entry.rank for entry in self.ranks] != list(range(self.world_size)):
             raise ValueError(f"ranks must be 0 to {self.world_size - 1} in order, one entry each (world_size)")
         total = sum(entry.local_batch_size for entry in self.ranks)
@@ -503,7 +509,7 @@ class Enforcement(Artifact):
 
 
 def _demand_placed(plan: Plan | Enforcement, types: Collection[str]) -> None:
-    """Raise ValueError unless a plan's parts agree with its processes, parameters and device types.
+    """Raise ValueError unless the buckets, sharding and superstep fit the parameters, the processes and the device ``types``.
 
     ``types``: the device types that the plan uses.
     """

@@ -13,31 +13,31 @@ from ddltool.errors import InputError, did_you_mean
 
 PrecisionName = Literal["fp32", "tf32", "bf16", "fp16", "bf16-pure", "fp16-pure", "fp8"]
 NAMES: tuple[PrecisionName, ...] = get_args(PrecisionName)
-# Other names that are accepted: autocast to float16 is what amp once meant.
+# Other accepted names: "amp" is what autocast to float16 was called first.
 ALIASES: dict[str, PrecisionName] = {"amp": "fp16"}
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """What a precision computes and keeps in; types are torch's names, and ``tf32``."""
+    """The number types of a precision, by torch's names and ``tf32``."""
 
     computes: str
-    """Of matrix products: the rate of the device that counts."""
+    """The type of matrix products, which picks the device's peak rate."""
     keeps: str
-    """Of parameters, gradients and optimizer states."""
+    """The type of parameters, gradients and optimizer states."""
     width: float
-    """Bytes of one number that is kept."""
+    """Bytes of one number of type ``keeps``."""
     linears: str = ""
-    """Of the products of linear layers, where that is a narrower type than ``computes``."""
+    """The type of linear layers' products; "": ``computes``."""
 
     @property
     def is_autocast(self) -> bool:
-        """Whether parameters are kept in float32, and cast for the products of each forward pass."""
+        """Whether parameters are kept in float32 and cast to a 16-bit type in each forward pass."""
         return self.keeps == "float32" and self.computes in ("bfloat16", "float16")
 
     @property
     def words(self) -> str:
-        """What the name stands for, in words; "" for plain float32."""
+        """What the precision's name means, in words; "" if all is kept in float32 without autocast (fp32, tf32)."""
         if self.is_autocast:
             return f"autocast over float32 parameters{f', linear layers in {self.linears}' if self.linears else ''}"
         return f"everything in {self.keeps}" if self.keeps != "float32" else ""
@@ -55,7 +55,9 @@ PRECISIONS: dict[str, Precision] = {
 
 
 def precision_name(text: str, where: str = "--precision") -> PrecisionName:
-    """Return the name of a precision, ``fp16`` for ``amp``. Raises InputError for a text that names none.
+    """Return the precision that ``text`` names: itself, or ``fp16`` for its alias ``amp``.
+
+    Raises InputError, named ``where``, for a text that is no precision.
 
     >>> precision_name("amp"), precision_name("bf16-pure")
     ('fp16', 'bf16-pure')
@@ -68,7 +70,7 @@ def precision_name(text: str, where: str = "--precision") -> PrecisionName:
 
 
 def precision_of(text: object) -> Precision:
-    """Return the precision that a graph's ``meta`` names; float32 where it names none.
+    """Return the precision named by a graph's ``meta["precision"]``, fp32 for None. Raises InputError for an unknown name.
 
     >>> precision_of("amp").computes, precision_of(None).keeps
     ('float16', 'float32')

@@ -1,6 +1,6 @@
-"""Profile: measured step times, a pandas frame with a checked schema (kind ``ddltool.profile``, a CSV file).
+"""Profile: measured step times as a pandas frame with a checked schema (kind ``ddltool.profile``, a CSV file).
 
-One row is one configuration: device, nodes, replicas and local batch size, with the median over the repeats.
+Each row holds the medians over the repeats of one configuration: device, nodes, replicas and local batch size.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from ddltool.tables import checked_columns, demand, read_table
 if TYPE_CHECKING:
     import pandas as pd
 
-# Beyond these a number is a mistake of units or of a writer, and its square would leave the range of floats.
+# A number beyond these is a mistake of units or of the writer.
 TIMES_S = (1e-9, 1e9)
 LARGEST_COUNT = 10**9
 Count = Annotated[int, Strict(), Field(ge=1, le=LARGEST_COUNT)]
 
 
 class ProfileRow(Record):
-    """One row of profile.csv."""
+    """One row of profile.csv: a measured configuration."""
 
     device: Name
     num_nodes: Count
@@ -59,10 +59,10 @@ _COUNTS = ("num_nodes", "num_replicas", "local_batch_size")
 def check_profile(
     frame: pd.DataFrame, where: str, shown: Mapping[str, str] | None = None, *, required: Sequence[str] = REQUIRED
 ) -> pd.DataFrame:
-    """Return the frame with the schema's types; extra columns stay. Raises InputError naming row (from 1) and column.
+    """Return a copy of the frame, checked and with the schema's types; further columns stay as they are.
 
-    ``shown``: the names that the file has for columns, by ours, where they differ. ``required``: columns that must be
-    there.
+    Raises InputError naming row (from 1) and column. ``shown``: our column's name to the file's, where they differ.
+    ``required``: columns that must be there.
     """
     checked = frame.copy()
     columns = checked_columns(frame, ProfileRow, where, required=required, shown=shown)
@@ -72,19 +72,20 @@ def check_profile(
         elif checked[name].dtype.kind not in "iuf":
             checked[name] = column
     pairs = checked["num_replicas"].astype(str) + " replicas on " + checked["num_nodes"].astype(str) + " nodes"
-    processes = checked.get("num_gpus", checked["num_replicas"])  # a predicted replica may be spread over nodes
+    # Predictions also have num_gpus: one replica may be spread over several nodes.
+    processes = checked.get("num_gpus", checked["num_replicas"])
     is_enough = (processes >= checked["num_nodes"]).to_numpy()
     demand(is_enough, pairs, "num_replicas", where, "every node holds at least one replica", said="")
     return checked
 
 
 def read_profile(path: str | Path) -> pd.DataFrame:
-    """Return a checked profile.csv as a frame with the columns of :class:`ProfileRow`."""
+    """Return the table in a profile file, checked by :func:`check_profile`. Raises InputError for a wrong one."""
     return check_profile(read_table(path), str(path))
 
 
 def write_profile(frame: pd.DataFrame, path: str | Path) -> None:
-    """Write a profile atomically, schema's columns first. Raises InputError if the frame breaks the schema."""
+    """Check a profile and write it atomically as CSV: the schema's columns first. Raises InputError for a wrong one."""
     checked = check_profile(frame, str(path)).assign(schema_version=SCHEMA_VERSION)
     ordered = [name for name in COLUMNS if name in checked.columns]
     other_columns = [str(name) for name in checked.columns if name not in ordered]
@@ -92,5 +93,5 @@ def write_profile(frame: pd.DataFrame, path: str | Path) -> None:
 
 
 def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return a table's rows as mappings for a document, with None for a missing value."""
+    """Return the rows of a table as mappings from column to value, None for a missing one."""
     return frame.astype(object).where(frame.notna(), None).to_dict("records")  # type: ignore[return-value]

@@ -28,26 +28,29 @@ from ddltool.quantities import (
 
 
 class Part(BaseModel):
-    """A part of a result. Fields that were not set are left out of its JSON."""
+    """A part of a result. Its JSON has only the fields that were set."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, strict=True, populate_by_name=True)
 
     @model_serializer(mode="wrap")
     def _as_set(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Return the document with the fields that were set alone; names end in ``_`` only where Python reserves the word."""
+        """Return the document (made whole by ``handler``) with only the fields that were set, ``kind`` first.
+
+        A ``_`` at the end of a field's name, which avoids a reserved word of Python, is dropped.
+        """
         written_names = {*self.model_fields_set, "kind", "schema_version"}
         fields = {name.removesuffix("_"): value for name, value in handler(self).items() if name in written_names}
         return {"kind": fields["kind"], **fields} if "schema_version" in fields else fields
 
 
 class Result(Part, Artifact):
-    """What one command found."""
+    """The result of one command."""
 
     model_config = ConfigDict(extra="ignore")
 
 
 class NetworkPair(Part):
-    """Two processes, one-way times of their messages, and the line that fits the shortest."""
+    """One-way times of messages between two processes, by size, and the line fitted to the shortest times."""
 
     ranks: Annotated[list[Count], Field(min_length=2, max_length=2)]
     bandwidth_bytes_per_s: Rate
@@ -60,7 +63,7 @@ class NetworkPair(Part):
 
     @model_validator(mode="after")
     def _of_each_size(self) -> Self:
-        """Refuse lists of times that do not have one entry for each size of message."""
+        """Refuse lists of times that do not have one entry per size of message; an empty list passes."""
         for name in ("shortest_s", "median_s", "spread_s"):
             if (values := getattr(self, name)) and len(values) != len(self.sizes_bytes):
                 raise ValueError(
@@ -70,7 +73,7 @@ class NetworkPair(Part):
 
 
 class NetworkResult(Result):
-    """``ddltool network``. The worst of all pairs, which is what collectives wait for."""
+    """The result of ``ddltool network``; its top figures are of the worst pair, for which collectives wait."""
 
     kind: Literal["ddltool.network"] = "ddltool.network"
     processes: Count
@@ -82,7 +85,7 @@ class NetworkResult(Result):
 
 
 class BarrierFigures(Part):
-    """One choice of the next barrier."""
+    """Figures of one choice of the next barrier."""
 
     waiting_time_s: NonNegative = Field(description="longest waiting of a worker")
     barrier_s: Number
@@ -126,14 +129,14 @@ class BarrierResult(Result):
 
 
 class SplitTime(Part):
-    """Iteration time of a way to size batches."""
+    """Iteration time of one way to choose batch sizes."""
 
     iteration_s: Seconds
     iteration_time_ratio: NonNegative
 
 
 class PredictorFigures(SplitTime):
-    """How well speeds were foretold, and what batches sized by that gave."""
+    """The error of one predictor of speeds, and the iteration time with batches sized by it."""
 
     rmse: NonNegative
     rmse_relative: NonNegative
@@ -141,7 +144,7 @@ class PredictorFigures(SplitTime):
 
 
 class SchemeFigures(SplitTime):
-    """A way to synchronise, on the whole trace."""
+    """One way to synchronise, replayed on the whole trace."""
 
     staleness: NonNegative
     iteration_gap: Count
@@ -177,7 +180,7 @@ class LengthStatistics(Part):
 
 
 class LengthCost(Part):
-    """What a sample of L tokens costs: per_token L + per_square L^2 + per_sample; and what passes and steps cost besides."""
+    """Cost of a sample of L tokens: per_token L + per_square L^2 + per_sample; and the further cost of a pass and of a step."""
 
     per_token: NonNegative
     per_square: NonNegative
@@ -189,7 +192,7 @@ class LengthCost(Part):
 
 
 class RemedyFigures(Part):
-    """A way to share out global batches; speedup: tokens per second over those of today."""
+    """One way to distribute global batches over ranks; ``speedup``: its tokens per second over today's."""
 
     step: NonNegative = Field(description="mean over steps, in the cost's unit")
     speedup: NonNegative
@@ -201,7 +204,7 @@ class RemedyFigures(Part):
 
 
 class RankLengths(Part):
-    """What one rank has of a global batch: the lengths in each of its passes."""
+    """One rank's part of a global batch: the lengths in each of its passes."""
 
     rank: Count
     samples: Count
@@ -234,7 +237,7 @@ class LengthsResult(Result):
 
 
 class VerifiedTime(Part):
-    """A part of the step, predicted and measured; null: the plan says nothing about it."""
+    """The time of a part of the step, predicted and measured; ``predicted_s`` null: the plan does not predict it."""
 
     predicted_s: Seconds | None
     measured_s: Seconds
@@ -250,7 +253,7 @@ class VerifiedStep(VerifiedTime):
 
 
 class VerifiedRank(Part):
-    """One process's computation: what the plan said and what it did."""
+    """One process: its computation, batch and device, as planned and as measured."""
 
     rank: Count
     device: str = Field(description="what it ran on")
@@ -267,7 +270,7 @@ class VerifiedRank(Part):
 
 
 class Ledger(Part):
-    """How the wall clock of a job was spent, restarts included; each part the mean over the ranks."""
+    """The parts of a job's wall-clock time, restarts included; each is the mean over the ranks."""
 
     wall_s: Duration = Field(description="from the start of telemetry to the end of the last step")
     starts: AtLeastOne
@@ -306,7 +309,7 @@ class Verification(Result):
 
     @property
     def complete(self) -> bool:
-        """Whether the run can tell if the plan was right: all its processes are there, on the devices that it names."""
+        """Whether all processes of the plan have rows, on the devices that it names; else the run cannot judge the plan."""
         return not self.missing_ranks and not self.elsewhere
 
     @property
@@ -316,12 +319,12 @@ class Verification(Result):
 
     @property
     def followed(self) -> bool:
-        """Whether every process that has rows did what the plan says: its batch, on its device."""
+        """Whether every process with rows had the batch and the device that the plan gives it."""
         return not any(check.other_device or check.batch != check.planned_batch for check in self.ranks)
 
 
 class NoiseFigures(Part):
-    """The noise test of a measured figure; ``p``: how likely so clear a change is when the truth is on the limit."""
+    """The noise test of a measured figure; ``p``: probability of at least this change if the true one is at the limit."""
 
     p: Finite
     level: Finite
@@ -331,7 +334,7 @@ class NoiseFigures(Part):
 
 
 class GateCheck(Part):
-    """One rule on one figure. ``limit`` is what ``current`` had to keep to, in SI base units."""
+    """The check of one rule on one figure; ``limit`` is the bound on ``current``, both in SI base units."""
 
     name: str = ""
     metric: str
@@ -403,7 +406,7 @@ class ReportResult(Result):
 
 
 class Machine(Part):
-    """What a machine is."""
+    """Description of a machine."""
 
     python: str
     platform: str
@@ -415,7 +418,7 @@ class Machine(Part):
 
 
 class MachineCheck(Part):
-    """One thing that was tried."""
+    """One check of the machine."""
 
     name: str
     status: str
@@ -435,7 +438,7 @@ class DoctorResult(Machine, Result):
 
 
 class OverheadInterval(Part):
-    """The median of the pairs' ratios, and between which values it lies."""
+    """The median of the pairs' ratios, with its confidence interval."""
 
     median: NonNegative
     low: NonNegative
@@ -480,7 +483,7 @@ class ScriptCheck(Result):
 
 
 class RunSeen(Part):
-    """What was read of one record; ``cut``: its last line is unfinished."""
+    """How much of one run's record was read; ``cut``: its last line is unfinished."""
 
     steps_read: Count
     first_step: Count | None
@@ -489,7 +492,7 @@ class RunSeen(Part):
 
 
 class DifferingSetting(Part):
-    """A setting in which the first common steps differ."""
+    """A setting that differs between the two runs at their first common step."""
 
     name: str
     a: Any
@@ -497,7 +500,7 @@ class DifferingSetting(Part):
 
 
 class FirstDifference(Part):
-    """Where two runs part; ``worker`` null: all share it."""
+    """The first record in which two runs differ; ``worker`` null: it belongs to no single logical worker."""
 
     step: Count
     epoch: Count
@@ -509,7 +512,7 @@ class FirstDifference(Part):
     differing_in_step: dict[str, Count]
 
     def __str__(self) -> str:
-        """Return the sentence that says where two runs differ first, and what that means."""
+        """Return the sentence that says where the runs first differ, and the cause."""
         who = "" if self.worker is None else f", logical worker {self.worker}"
         what = f"{self.record} {self.tensor} differs. All before it is equal, so it is {self.cause}"
         return f"step {self.step}{who}: {what}"
@@ -563,7 +566,7 @@ class WatchResult(Result):
 
 
 class StragglerFinding(Part):
-    """A rank that holds the others up; null: no rank in particular, or not known."""
+    """One cause of slow steps and the rank responsible; ``rank`` null: no single rank, or not known."""
 
     rank: Count | None
     node: str = ""
@@ -589,7 +592,7 @@ class StragglerFinding(Part):
 
 
 class RankSplit(Part):
-    """Where a rank's mean step goes, and how long steps were with this rank as fast as the median of the others."""
+    """The parts of a rank's mean step, and the step time if this rank were as fast as the median of the others."""
 
     rank: Count
     node: str = ""
@@ -602,7 +605,7 @@ class RankSplit(Part):
 
 
 class Drawn(Part):
-    """What a rank did from when to when, in some steps."""
+    """The intervals of one rank's work in some steps, for drawing."""
 
     rank: str
     spans: list[tuple[Change, Change, str]]
@@ -636,7 +639,7 @@ class StragglersResult(Result):
 
 
 class ImportedFile(Part):
-    """What one file gave: rows of a table, or steps of a trace."""
+    """The number of rows of a table, or of steps of a trace, that were read from one file."""
 
     path: str
     kind: str = Field(description="profile, placements, scalability, telemetry or trace")
@@ -645,7 +648,7 @@ class ImportedFile(Part):
 
 
 class DeviceCurve(Part):
-    """A device's throughput over batch sizes; null where the rows do not tell."""
+    """A device's throughput over batch sizes; null: the rows do not determine it."""
 
     saturation_batch: Count = Field(description="smallest measured local batch with 90 % of the best throughput")
     memory_limit_batch: Count | None
@@ -666,7 +669,7 @@ class SkippedConfiguration(Part):
 
 
 class MemoryTry(Part):
-    """One try of the search for the memory limit; null: it did not fit."""
+    """One trial of the search for the memory limit; null bytes: it did not fit."""
 
     local_batch_size: Count
     peak_memory_bytes: NonNegative | None
@@ -680,7 +683,7 @@ class MemorySearch(Part):
 
 
 class ProfileResult(Result):
-    """``ddltool profile``: the rows of profile.csv, and what they say; of an import, where they come from."""
+    """The result of ``ddltool profile`` and ``import``: the rows of profile.csv, curves of them, and their source files."""
 
     kind: Literal["ddltool.profile"] = "ddltool.profile"
     rows: list[dict[str, Any]]

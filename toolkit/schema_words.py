@@ -1,4 +1,4 @@
-"""What a schema refuses, in this project's words: what is wrong, and what would be right. Start at :func:`in_words`."""
+"""Plain words for pydantic's validation errors: what is wrong, and what would be right. Start at :func:`in_words`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 from ddltool.errors import one_line, shortened
 
 _LONGEST_VALUE = 80
-# Of a model and of a dataclass.
+# Pydantic's error types for an unknown field: of a model, of a dataclass.
 UNKNOWN_FIELD = frozenset(["extra_forbidden", "unexpected_keyword_argument"])
+# What to give instead, by the type in the name of pydantic's error.
 _WANTED = {
     "int": "a whole number",
     "float": "a number",
@@ -41,17 +42,17 @@ def in_words(complaint: Mapping[str, Any]) -> tuple[str, str]:
         return "is unknown", "remove it"
     remedy_words = _wanted(kind, context)
     if kind in ("string_too_short", "too_short", "string_too_long", "too_long"):
-        return _of_length(kind, value), remedy_words
+        return _length_in_words(kind, value), remedy_words
     if remedy_words:
         return f"is {shown(value)}", remedy_words
-    # Validators of this project speak for themselves; so does, in a pinch, pydantic.
+    # The messages of our own validators are plain already; for errors that are not covered above, pydantic's is shown.
     message = one_line(str(complaint["msg"]).removeprefix("Value error, "))
     scalar = value is None or isinstance(value, (str, int, float))
     return f"{message} (got {shown(value)})" if scalar else message, ""
 
 
 def shown(value: object) -> str:
-    """Return a value as JSON and YAML write it; of a list or a mapping only that it is one.
+    """Return a value as JSON and YAML write it, shortened; a list or a mapping is only named as such.
 
     >>> shown(True), shown(None), shown("4"), shown({"a": 1}), shown(1e308)
     ('true', 'null', "'4'", 'a mapping', '1e+308')
@@ -66,11 +67,11 @@ def shown(value: object) -> str:
 
 
 def _wanted(kind: str, context: Mapping[str, Any]) -> str:
-    """Return what would be right in place of a value that pydantic refuses; "" for an error that needs no more words.
+    """Return what would be right in place of a value that pydantic refuses, such as "give a number above 0".
 
-    ``kind`` and ``context`` are the error's ``type`` and ``ctx``.
+    Returns "" for a type of error that is not covered. ``kind`` and ``context`` are the error's ``type`` and ``ctx``.
     """
-    if kind == "greater_than_equal" and 0 < context["ge"] < 1e-6:
+    if kind == "greater_than_equal" and 0 < context["ge"] < 1e-6:  # the limits of Positive and Duration
         return f"give a number above 0 (at least {_number(context['ge'])})"
     for name, key, words in (
         ("greater_than", "gt", "above"),
@@ -101,17 +102,17 @@ def _wanted(kind: str, context: Mapping[str, Any]) -> str:
 
 
 def _number(value: float) -> str:
-    """Return a limit as people write it, without needless digits."""
+    """Return a limit as text: 5 for 5.0."""
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _of_length(kind: str, value: object) -> str:
-    """Return in words how long a text or a list is; ``kind``: the type of pydantic's error, which tells the two apart."""
+def _length_in_words(kind: str, value: object) -> str:
+    """Return the length of a text or a list in words, such as "has 3 entries"; ``kind``: the type of pydantic's error."""
     count = len(value) if isinstance(value, (str, list, tuple, dict)) else 0
     return f"has {_counted(kind, count)}" if count else "is empty"
 
 
 def _counted(kind: str, count: int) -> str:
-    """Return a number of characters, where the error is about a text, else of entries."""
+    """Return ``count`` characters (for an error about a text) or entries, in words."""
     unit, units = ("character", "characters") if kind.startswith("string") else ("entry", "entries")
     return f"{count} {unit if count == 1 else units}"

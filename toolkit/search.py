@@ -1,4 +1,4 @@
-"""Branch and bound, best first: what every exact search here that is not a solver's is made of."""
+"""Best-first branch and bound, on which every exact search of ddltool that needs no solver is built."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any, Protocol, TypeVar
 
 
 class Ordered(Protocol):
-    """What can be compared: a number, or a tuple of them."""
+    """A value with an order, such as a number or a tuple of numbers; the lesser is the better."""
 
     def __lt__(self, other: Any, /) -> bool:
-        """Return whether this is the better one."""
+        """Return whether this is the lesser."""
         ...
 
 
@@ -27,25 +27,27 @@ def search(
     to_beat: Callable[[], Bound],
     out_of_time: Callable[[], bool] = lambda: False,
 ) -> Bound | None:
-    """Open boxes (sets of candidates), least bound first, until no other can hold a candidate better than the best found.
+    """Open boxes (sets of candidates), least bound first, until none can hold a better candidate than the best found.
+
+    The caller keeps the best candidate: ``parts`` records it, and ``to_beat`` returns its cost.
 
     Args:
-        roots: boxes that hold all candidates together.
+        roots: boxes that together hold all candidates.
         bound: returns a lower bound on the cost of every candidate in a box.
-        parts: examines a box, and returns boxes that hold the candidates not examined.
-        to_beat: returns the cost of the best candidate found so far, which ``parts`` may lower.
-        out_of_time: whether to stop.
+        parts: examines some candidates of a box, and returns boxes that hold the others.
+        to_beat: returns the cost of the best candidate found so far.
+        out_of_time: returns whether to stop; asked before each box.
 
-    Returns the least bound of the boxes left unopened, a lower bound on what is better than the best found; None where no
-    box is left, so that the best found is optimal.
+    Returns the least bound of the boxes left unopened, or None if no box is left. If it is None or not less than
+    ``to_beat()``, the best candidate found is optimal; else no candidate costs less than it.
     """
-    order = itertools.count()  # of equal bounds the box that was found first
+    order = itertools.count()  # breaks ties: of equal bounds, the box found first is opened first
     waiting = [(bound(box), next(order), box) for box in roots]
     heapq.heapify(waiting)
     while waiting and waiting[0][0] < to_beat() and not out_of_time():
         _, _, box = heapq.heappop(waiting)
         for part in parts(box):
-            # What cannot hold a better candidate is never opened.
+            # A box that cannot hold a better candidate is dropped.
             if (least := bound(part)) < to_beat():
                 heapq.heappush(waiting, (least, next(order), part))
     return waiting[0][0] if waiting else None
@@ -58,16 +60,16 @@ def search_counts(
     bound: Callable[[int, int], Bound],
     out_of_time: Callable[[], bool] = lambda: False,
 ) -> tuple[int, Bound | None]:
-    """Return the best whole number from ``least`` to ``most``, and what :func:`search` returns of those not looked at.
+    """Return the whole number of least ``cost`` from ``least`` to ``most``, and the bound that :func:`search` returns.
 
-    Intervals are halved, and the ends of each are looked at. ``cost`` is asked again for the same number, so it should
-    be cached. ``bound`` returns a lower bound on the costs between two numbers, ends included. ``out_of_time``: whether
-    to stop.
+    Intervals are halved, and the cost at their ends is computed. ``cost`` is called several times for one number, so it
+    should be cached. ``bound``: returns a lower bound on the costs from one number to another, both included.
+    ``out_of_time``: returns whether to stop; the number is then the best so far.
     """
     best = min(least, most, key=cost)
 
     def halves(interval: tuple[int, int]) -> list[tuple[int, int]]:
-        """Look at the middle of an interval, and return its halves; none where nothing lies between its ends."""
+        """Compare the middle of an interval with ``best``, and return its halves; [] if no number lies between its ends."""
         nonlocal best
         low, high = interval
         if high - low < 2:

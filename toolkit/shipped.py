@@ -1,4 +1,4 @@
-"""The data that ships beside the code (devices, constants, graphs), from a wheel or a checkout, and what a user adds to it."""
+"""The data files that ship with the code (devices, constants, graphs), and the devices that a user adds to them."""
 
 from __future__ import annotations
 
@@ -29,26 +29,25 @@ def devices() -> DeviceTable:
 
 @cache
 def calibration() -> CalibrationTable:
-    """Return the shipped constants of the cost model, as `benchmarks/calibrate.py` fitted them to measured steps."""
+    """Return the shipped constants of the cost model, which ``benchmarks/calibrate.py`` fitted to measured steps."""
     text = resources.files("ddltool.fixtures").joinpath("calibration.json").read_text(encoding="utf-8")
     return parse(json.loads(text), CalibrationTable, "calibration.json")
 
 
 def known_devices(extra: Path | None = None) -> DeviceTable:
-    """Return the devices of a user's file (kind ``ddltool.devices``), followed by the shipped ones.
+    """Return the devices of the user's file ``extra`` (kind ``ddltool.devices``; None: no file), then the shipped ones.
 
     An entry replaces a shipped device of the same name. Fields that it lacks come from the device that it names as
-    ``like``: a shipped one, or one further up in the file. Raises InputError for a file that cannot be read. ``extra``:
-    the user's file, None for none.
+    ``like``: a shipped one, or an earlier one of the file. Raises InputError for a file that is wrong or unreadable.
     """
     return devices() if extra is None else devices().with_devices(_read_user_devices(extra))
 
 
 def with_specs(job: Job, where: str, extra: Path | None = None) -> Job:
-    """Return the job with a complete ``spec`` for each device that its own ``spec`` or the file ``extra`` describes.
+    """Return a copy of the job with a complete ``spec`` for each device type that its ``spec`` or the file ``extra`` describes.
 
-    The device's memory and price stand in where the job's offer lacks them. ``where``: the job's file, for errors.
-    Raises InputError for a file or a spec that cannot be read.
+    The job's own ``spec`` wins. An offer without memory or price gets those of the device. Raises InputError for a file
+    or a spec that is wrong. ``where``: the job's file, for errors.
     """
     device_by_type = _described_devices(job, where, [] if extra is None else _read_user_devices(extra))
     offers = []
@@ -62,12 +61,12 @@ def with_specs(job: Job, where: str, extra: Path | None = None) -> Job:
 
 
 def devices_of(job: Job, where: str) -> DeviceTable:
-    """Return the devices that the job's specs describe, followed by the shipped ones. Raises InputError for a wrong spec."""
+    """Return the devices that the job's specs describe, then the shipped ones. Raises InputError for a wrong spec."""
     return devices().with_devices(list(_described_devices(job, where, []).values()))
 
 
 def _described_devices(job: Job, where: str, user_devices: list[Device]) -> dict[str, Device]:
-    """Return by type the devices that the job's ``spec``, or else ``user_devices``, describe; other types are left out."""
+    """Return by type the devices that an offer's ``spec``, or else one of ``user_devices``, describes; others are left out."""
     known_table, device_by_type = devices().with_devices(user_devices), {}
     for offer_index, offer in enumerate(job.devices):
         device = DeviceTable(devices=user_devices).find(offer.type)
@@ -81,15 +80,15 @@ def _described_devices(job: Job, where: str, user_devices: list[Device]) -> dict
 
 
 def _read_user_devices(path: Path) -> list[Device]:
-    """Return the devices of a user's file. An entry may build on an earlier one, named as its ``like``.
+    """Return the devices of a user's file, in file order; ``like`` may name a shipped device or an earlier entry.
 
-    Raises InputError for an entry that is wrong, or whose name stands twice.
+    Raises InputError for a wrong entry, and for a name that two entries have.
     """
     document, where = read_document(path), str(path)
     entries = document.get("devices")
     if not isinstance(entries, list):
-        return parse(document, DeviceTable, where).devices
-    # The head of the file; the entries follow one by one, as one may build on another.
+        return parse(document, DeviceTable, where).devices  # raises the error about it
+    # The file without its entries is checked first; then each entry, as one may build on another.
     parse({**document, "devices": []}, DeviceTable, where)
     devices_so_far: list[Device] = []
     for entry_index, entry in enumerate(entries):
@@ -103,10 +102,10 @@ def _read_user_devices(path: Path) -> list[Device]:
 
 
 def _device_with_source(entry: Any, known: DeviceTable, where: str, inside: str) -> Device:
-    """Return the device of an entry, with a ``source`` that says whether its figures are the shipped ones.
+    """Return the device of an entry. If a shipped device has its name but other figures, ``source`` begins with ``GIVEN``.
 
-    What was measured on a shipped device holds for another entry of its name only if the figures are the same.
-    ``inside``: the entry's place in the file ``where``, for errors.
+    Measurements of a shipped device do not hold for such an entry; with equal figures, ``source`` is the shipped one's.
+    ``entry``, ``known``, ``where`` and ``inside``: see :func:`_parse_device`.
     """
     device = _parse_device(entry, known, where, inside)
     shipped = devices().find(device.name)
@@ -119,10 +118,10 @@ def _device_with_source(entry: Any, known: DeviceTable, where: str, inside: str)
 
 
 def _parse_device(entry: Any, known: DeviceTable, where: str, inside: str) -> Device:
-    """Return the device of an entry; fields that it lacks are those of the device that it names as ``like``.
+    """Return the device of an entry; fields that it lacks come from the device in ``known`` that it names as ``like``.
 
-    ``known``: the devices that it may name. Single rates of ``peak_flops`` may be replaced too. Raises InputError, with the
-    place ``inside`` the file ``where``, for a wrong field and for an unknown device.
+    Of ``peak_flops`` each rate is inherited by itself. Raises InputError for a wrong field and for an unknown device.
+    ``where``: the file; ``inside``: the entry's path in it, such as ``devices[0]``; both for errors.
     """
     if not isinstance(entry, Mapping) or "like" not in entry:
         return parse_record(entry, Device, where, inside)

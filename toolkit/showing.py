@@ -1,7 +1,6 @@
-"""What records can do that stands above them: show themselves as a page, a table or a picture, and be emitted.
+"""Registry of the modules that show and emit records, so that records need not import the packages above them.
 
-The records ask here and need not know who does it. The package's door (``import ddltool``) registers who does, which is loaded
-when the first record needs it.
+``import ddltool`` registers the modules; each is imported when the first record needs it.
 """
 
 from __future__ import annotations
@@ -13,15 +12,16 @@ _loaders: dict[str, Callable[[], Any]] = {}
 
 
 def register(load: Callable[[], Any], what: str = "shows records") -> None:
-    """Let the module that ``load`` returns do ``what`` from now on; it is loaded when it is first needed.
+    """Register ``load``, which imports and returns a module, for the task ``what``, in place of an earlier one.
 
-    One that shows records has ``html``, ``frame``, ``chart`` and ``save_table``; one that emits plans has ``emit``.
+    The module for "shows records" has the functions ``html``, ``frame``, ``chart`` and ``save_table``; the one for
+    "emits plans" has ``emit``.
     """
     _loaders[what] = load
 
 
 def module(what: str = "shows records") -> Any:
-    """Return the module that was registered for ``what``. Raises RuntimeError when none was."""
+    """Return the module registered for the task ``what``, imported if need be. Raises RuntimeError if none is registered."""
     if what not in _loaders:
         raise RuntimeError(f"nothing is registered that {what}; import ddltool registers it")
     return _loaders[what]()

@@ -19,7 +19,7 @@ class Fairness(Part):
 
 
 class ReplayedJob(Part):
-    """One job under one policy; seconds. What failures took is there where nodes could fail, a cost where GPUs have a price."""
+    """One job under one policy; times in seconds. Losses by failures and cost are there only if they were simulated."""
 
     name: str
     application: str
@@ -38,7 +38,7 @@ class ReplayedJob(Part):
 
 
 class UsageRecord(Part):
-    """GPUs that are held, and jobs that are there, from each time (seconds) on."""
+    """Number of GPUs held and of jobs present from each time (seconds) on."""
 
     time_s: list[Seconds]
     gpus: list[Count]
@@ -46,7 +46,7 @@ class UsageRecord(Part):
 
     @model_validator(mode="after")
     def _as_long(self) -> Self:
-        """Refuse lists that do not have one entry for each time."""
+        """Refuse lists that do not have one entry for each time; ``jobs`` may be empty."""
         for name, column in (("gpus", self.gpus), ("jobs", self.jobs or self.gpus)):
             if len(column) != len(self.time_s):
                 raise ValueError(f"{name} has {len(column)} entries and time_s {len(self.time_s)}; give one per time")
@@ -54,7 +54,7 @@ class UsageRecord(Part):
 
 
 class ClassFigures(Part):
-    """The jobs of one size class; seconds unless said otherwise."""
+    """Figures of the jobs of one size class; times in seconds."""
 
     jobs: Count
     avg_jct_s: Seconds
@@ -67,14 +67,14 @@ class ClassFigures(Part):
 
 
 class ReplayCost(Part):
-    """Price of the GPU time that jobs held, and of all GPUs that were up from the first submission to the last finish."""
+    """Price of the GPU time that jobs held, and of all GPUs that were up between first submission and last finish."""
 
     jobs: NonNegative
     cluster: NonNegative
 
 
 class PolicyRecord(Part):
-    """One policy; seconds unless said otherwise. What older files lack is None."""
+    """Figures of one policy; times in seconds unless said otherwise. None: older files do not have it."""
 
     avg_jct_s: Seconds
     median_jct_s: Seconds
@@ -114,7 +114,7 @@ class PolicyRecord(Part):
 
 
 class ReplayFailures(Part):
-    """What went wrong in a replay; ``events``: how many were given."""
+    """The failures of a replay; ``events``: the number of given ones."""
 
     mtbf_s: Seconds | None
     repair_s: Seconds
@@ -148,7 +148,7 @@ class SimulationDocument(Result):
 
 
 class SweepFigures(Part):
-    """What one replay comes to, or the mean of several; less is better for the measures that are compared."""
+    """Figures of one replay, or their means over several; for the compared measures less is better."""
 
     jobs: NonNegative
     avg_jct_s: Seconds
@@ -165,7 +165,7 @@ class SweepFigures(Part):
 
 
 class SweepCell(Part):
-    """One replay: a workload, a policy, a seed; its figures, or the one line that says why there are none."""
+    """One replay of a workload under a policy with a seed: its figures, or the line of its error."""
 
     workload: str
     policy: str
@@ -176,16 +176,16 @@ class SweepCell(Part):
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """The cell's workload, policy and seed, which no other cell of a sweep has."""
+        """(workload, policy, seed), which identifies a cell of a sweep."""
         return self.workload, self.policy, self.seed
 
     def __str__(self) -> str:
-        """Return the cell as people name it."""
+        """Return the cell's name, such as "day-1 under sia, seed 2"."""
         return f"{self.workload} under {self.policy}, seed {self.seed}"
 
 
 class ComparedMeasure(Part):
-    """One measure of the first policy over the second's; below 1 the first is better."""
+    """The ratio of one measure under the first policy to that under the second; below 1 the first is better."""
 
     measure: str
     ratio: Positive
@@ -197,11 +197,11 @@ class ComparedMeasure(Part):
     """Units (workloads, or seeds) on which the first is better."""
     units: Count
     decided: bool
-    """Whether the interval leaves equality out."""
+    """Whether the interval excludes 1, so that one policy is better beyond chance."""
 
 
 class PolicyComparison(Result):
-    """Two policies in pairs, which a sweep with ``--compare`` has at its end; ``unit`` is what was counted."""
+    """Paired comparison of two policies, by ``ddltool simulate sweep --compare``; ``unit``: what a pair is."""
 
     kind: Literal["ddltool.comparison"] = "ddltool.comparison"
     first: str
@@ -224,7 +224,7 @@ class SweepDocument(Result):
 
     @model_validator(mode="after")
     def _check_distinct_cells(self) -> Self:
-        """Refuse two cells of the same workload, policy and seed."""
+        """Refuse two cells with the same workload, policy and seed."""
         seen: set[tuple[str, str, int]] = set()
         for cell in self.cells:
             if cell.key in seen:
@@ -234,16 +234,16 @@ class SweepDocument(Result):
         return self
 
     def means_by_policy(self) -> list[tuple[str, str, int, SweepFigures]]:
-        """Return (workload, policy, number of seeds, means over these) for each pair that was replayed, workload by workload.
+        """Return (workload, policy, number of replays, their means) for each workload and policy, grouped by workload.
 
-        Failed replays are left out. A cost is there where every replay of the pair has one.
+        Failed replays are left out, and pairs all of whose replays failed. A figure that one replay lacks is None.
         """
         groups: dict[tuple[str, str], list[SweepFigures]] = {}
         for cell in self.cells:
             groups.setdefault((cell.workload, cell.policy), [])
             if cell.figures is not None:
                 groups[cell.workload, cell.policy].append(cell.figures)
-        # Workload by workload, as they come first.
+        # Workloads in the order of their first cells.
         position_by_workload = {
             workload: position for position, workload in enumerate(dict.fromkeys(workload for workload, _ in groups))
         }
@@ -252,11 +252,11 @@ class SweepDocument(Result):
 
 
 def _mean(values: list[SweepFigures]) -> SweepFigures:
-    """Return the mean of each figure over several replays; None for one that a replay lacks."""
+    """Return the mean of each figure over the replays; None for a figure that a replay lacks."""
     means: dict[str, float | None] = {}
     for name in SweepFigures.model_fields:
         numbers = [getattr(record, name) for record in values]
-        # Divided first: a sum of large numbers may be none.
+        # Divided before they are added, and limited: the sum of large numbers could be infinite.
         means[name] = (
             None if None in numbers else min(sum(value / len(numbers) for value in numbers), sys.float_info.max)
         )
@@ -264,7 +264,7 @@ def _mean(values: list[SweepFigures]) -> SweepFigures:
 
 
 class JobNow(Part):
-    """A job as it runs, at its best batch; ``gpus`` per node."""
+    """A job on what it holds now, at its best batch; ``gpus`` per node."""
 
     gpus: list[Count]
     replicas: Count
@@ -275,7 +275,7 @@ class JobNow(Part):
 
 
 class ResizeSaving(Part):
-    """What changing to another allocation saves; seconds, negative where it loses time."""
+    """The seconds that changing to another allocation saves; negative: it loses time."""
 
     gain: NonNegative
     """Goodput then over goodput now."""
@@ -293,7 +293,7 @@ class ResizeSaving(Part):
 
 
 class ResizeOption(ResizeSaving):
-    """Another allocation, and what changing to it saves."""
+    """Another allocation, and the seconds that changing to it saves."""
 
     gpus_by_node: dict[str, Count]
     replicas: Count
@@ -318,7 +318,7 @@ class AdviceResult(Result):
 
 
 class ScaledEpoch(Part):
-    """One epoch: when it began (a restart before it included), on what, and its statistical efficiency."""
+    """One epoch: its begin (of the restart before it, if any), its nodes, and its statistical efficiency."""
 
     begin_s: Seconds
     seconds: Seconds
@@ -356,7 +356,7 @@ class AutoscalingResult(Result):
 
 
 class TrialSearch(Part):
-    """A search of hyper-parameters: 100 trials, 4 at a time in the paper; each of the baseline has ``gpus``, a fixed batch."""
+    """The setting of a hyper-parameter search; the baseline gives each trial ``gpus`` and a fixed batch."""
 
     application: str = "cifar10"
     trials: Annotated[int, Field(ge=1, le=10_000)] = 100
@@ -366,7 +366,7 @@ class TrialSearch(Part):
 
 
 class SearchFigures(Part):
-    """All trials under one policy; a trial's completion time counts from when the search proposes it."""
+    """Figures of all trials under one policy; a trial's completion time counts from its proposal by the search."""
 
     avg_jct_s: Seconds
     makespan_s: Seconds

@@ -1,4 +1,4 @@
-"""How a function that takes long says how far it is, and what it remarks: a terminal draws a bar, a notebook stays quiet."""
+"""How a long function reports progress and remarks: commands draw a bar, notebooks show nothing."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 Advance = Callable[..., None]
-"""Takes how much is done and, if there is one, a remark."""
+"""``advance(done, remark="")``: report how much is done so far, and a remark to show beside it."""
 Stage = Callable[..., AbstractContextManager[Advance]]
-"""Given a title and, where it is known, how much there is to do: what surrounds the work."""
+"""``stage(title, total=None)``: a context manager around the work that yields its :data:`Advance`; None: total unknown."""
 Tell = Callable[[str], None]
-"""Takes a remark for the user."""
+"""``tell(line)``: give the user a remark of one line."""
 
 
 @contextmanager
 def quietly(title: str, total: int | None = None) -> Iterator[Advance]:
-    """Surround work that nobody watches: a :data:`Stage` whose function takes the progress and shows nothing."""
+    """Yield an :data:`Advance` that shows nothing: the :data:`Stage` of work that nobody watches."""
     yield lambda done, remark="": None
 
 
 def log_remark(line: str) -> None:
-    """Log a remark on the result, which is shown unless the caller has silenced the logger ``ddltool``."""
+    """Log a remark as a warning of the logger ``ddltool``, which Python prints unless the caller has silenced it."""
     logging.getLogger("ddltool").warning("%s", line)

@@ -32,20 +32,20 @@ def read_table(
 ) -> pd.DataFrame:
     """Return the rows of a ``.csv``, ``.jsonl`` or ``.ndjson`` file (``.gz`` accepted) as a frame.
 
-    Raises InputError for a file that cannot be read or has no rows; for a CSV also, naming the row (from 1 after the
-    header), where a row has more or fewer fields than the header: extra ones would shift its values by a column, missing
-    ones are what a killed writer leaves. Lines of JSON may differ in their keys: a missing one is NaN.
+    A key that a line of JSON lacks is NaN. Raises InputError for a file that cannot be read or has no rows; for a CSV
+    also, naming the row (from 1 after the header), if a row has more or fewer fields than the header: with more, its
+    values would shift by a column; fewer are what a killed writer leaves.
 
-    Args:
-        expected: columns to name in the error for a CSV without rows. Of a CSV alone, as the next two.
-        no_nan: columns in which ``nan`` is an error, although an empty field counts as missing.
-        ended: the last row must have its end of line, which a file that was cut off within a number lacks.
+    Args (all of a CSV alone):
+        expected: columns that the error for a file without rows names.
+        no_nan: columns in which the word ``nan`` is refused; an empty field is missing there too.
+        ended: whether the last row must end with a line end; a file cut off within a number has none.
     """
     import pandas as pd
 
     path = Path(path)
     if ending(path) in (".jsonl", ".ndjson"):
-        # Interned: a million "ddltool.telemetry" share one text in memory.
+        # Equal texts share memory: "ddltool.telemetry" stands in every one of a million rows.
         lines = (
             {key: sys.intern(value) if type(value) is str else value for key, value in row.items()}
             for _, row in read_lines(path)
@@ -81,9 +81,9 @@ def read_table(
 
 
 def _checked_widths(text: str, path: Path, no_nan: Collection[str]) -> tuple[list[str], int]:
-    """Return the column names of a CSV and its number of rows. Raises InputError for a row not as wide as the header.
+    """Return (column names, number of rows) of a CSV's ``text``. Raises InputError for what :func:`read_table` refuses.
 
-    ``no_nan``: columns in which the word nan is refused.
+    ``path``: for errors. ``no_nan``: columns in which the word nan is refused.
     """
     if text.lstrip()[:1] in ("{", "["):
         problem = "is not a CSV table (it begins like JSON)"
@@ -115,14 +115,14 @@ def _checked_widths(text: str, path: Path, no_nan: Collection[str]) -> tuple[lis
 
 
 def read_columns(path: Path, columns: Sequence[str], *, ended: bool = False) -> pd.DataFrame:
-    """Read a table with :func:`read_table`. Raises InputError for the first of ``columns`` that it lacks."""
+    """Return :func:`read_table` of a file. Raises InputError for the first of ``columns`` that it lacks."""
     frame = read_table(path, columns, ended=ended)
     demand_columns(frame, columns, path)
     return frame
 
 
 def demand_columns(frame: pd.DataFrame, columns: Sequence[str], where: str | Path) -> None:
-    """Raise InputError for the first of these columns that a table lacks."""
+    """Raise InputError for the first of ``columns`` that a table lacks. ``where``: the file, for the error."""
     missing = [name for name in columns if name not in frame.columns]
     if missing:
         raise InputError(f"{where}:{missing[0]}", "no such column", did_you_mean(missing[0], list(frame.columns)))
@@ -141,26 +141,29 @@ def numbers(
     shown: str = "",
     unit: str = "row",
 ) -> Floats:
-    """Return a column (n,) as finite numbers from ``minimum`` to ``maximum``.
+    """Return a column (n,) as finite numbers from ``minimum`` to ``maximum``, both included.
 
-    Raises InputError naming the row (from 1) of the first cell that is not such a number. ``whole``: only whole numbers
-    are allowed.
+    Raises InputError naming the row (from 1) of the first cell that is not such a number.
 
     Args:
-        missing: an empty field is allowed, and becomes NaN.
-        remedy: the error's remedy for a value above ``maximum``; empty: the allowed range.
-        shown: the column's name in the file where ``frame`` has another; unit: the word for a row.
+        whole: whether only whole numbers are allowed.
+        missing: whether an empty cell is allowed; it becomes NaN.
+        remedy: the error's remedy for a value above ``maximum``; "": the allowed range.
+        shown: the column's name in the file; "": ``column``.
+        unit: the error's word for a row ("row", "line").
     """
     import pandas as pd
 
     cells = frame[column]
-    if cells.dtype == object:  # an integer of hundreds of digits is no float
+    if cells.dtype == object:  # an integer of hundreds of digits does not fit into a float
         cells = cells.map(lambda cell: math.inf if isinstance(cell, int) and abs(cell) > 1e300 else cell)
     values = pd.to_numeric(cells, errors="coerce").to_numpy(dtype=np.float64, copy=True)
+    # "None" is how Python's str() writes a missing value.
     is_empty = (cells.isna() | cells.isin(["None"])).to_numpy() if missing else np.zeros(len(cells), dtype=bool)
     if cells.dtype.kind not in "iuf":
-        # A CSV's column comes as texts where one of them is no number: all texts, and the others are numbers. In JSON "4" and
-        # true are no numbers, though to_numeric takes them: refused, and shown with their quotes.
+        # to_numeric turns "4" and true into numbers. That is right for a CSV: if one of its cells is no number, pandas leaves
+        # all of them texts. A column that mixes texts with numbers, or whose texts are all numbers, is from JSON: there the
+        # texts are refused, and shown with their quotes.
         quoted = cells.map(lambda cell: isinstance(cell, (str, bool))).to_numpy(dtype=bool)
         if not (quoted | cells.isna().to_numpy()).all() or np.isfinite(values[quoted]).all():
             cells = cells.where(~(quoted & np.isfinite(values)), cells.map(repr))
@@ -187,11 +190,11 @@ def checked_columns(
     shown: Mapping[str, str] | None = None,
     unit: str = "row",
 ) -> dict[str, Any]:
-    """Return the columns (n,) of a table that a record has as fields: numbers in the record's ranges, texts as they are.
+    """Return by name the columns (n,) of a table that are fields of ``model``: numbers as floats, texts unchanged.
 
     A missing cell, or null, of a field with a default is NaN. Raises InputError naming row and column of the first cell
-    that the record would refuse, and for a missing one of the ``required`` columns. ``shown`` (names in the file, by
-    column) and ``unit``: as for :func:`numbers`.
+    that the model would refuse, and for a ``required`` column that is absent. ``shown``: the columns' names in the file,
+    where they differ. ``unit``: see :func:`numbers`.
     """
     whole_schema = model.model_json_schema()
     schema, required_cells = whole_schema["properties"], whole_schema["required"]
@@ -200,7 +203,7 @@ def checked_columns(
             raise InputError(str(where), f"has no column {name!r}", did_you_mean(name, map(str, frame.columns)))
     columns: dict[str, Any] = {}
     for name in filter(frame.columns.__contains__, schema):
-        # A field that may be missing is "a number or null": here the number counts.
+        # Of "a number or null", the schema of a field that may be missing, only the number is checked here.
         (kind,) = (part for part in schema[name].get("anyOf", [schema[name]]) if part["type"] != "null")
         const = kind.get("const")  # the one value that is allowed
         if kind["type"] != "string":
@@ -210,7 +213,6 @@ def checked_columns(
             columns[name] = numbers(frame, name, where, **limits, **options, whole=kind["type"] == "integer")
             continue
         cells = columns[name] = frame[name]
-        # A text of its own: the one that is allowed, or any.
         is_valid = cells.isin([const]) if const is not None else cells.map(lambda cell: isinstance(cell, str))
         if "pattern" in kind:
             is_valid &= cells.map(str).str.contains(kind["pattern"])
@@ -232,21 +234,22 @@ def demand(
     said: str = "is ",
     unit: str = "row",
 ) -> None:
-    """Raise InputError for the first of the ``cells``, (n,), whose ``is_valid`` is False, naming its row (from 1).
+    """Raise InputError for the first of the ``cells``, (n,), whose ``is_valid`` is False; pass if there is none.
 
-    ``name``: its column. ``said``: the words before its value; ``unit``: the word for a row.
+    The error names the row (from 1), the column ``name`` and the cell's value. ``said``: the error's words before the
+    value; ``unit``: its word for a row.
     """
     if is_valid.all():
         return
     first_index = int(np.argmin(is_valid))
     # A series picked from a table keeps the table's row numbers as its index.
     row = first_index if isinstance(cells, np.ndarray) else int(cells.index[first_index])
-    cell_text = str(np.asarray(cells)[first_index]).removesuffix(".0")
+    cell_text = str(np.asarray(cells)[first_index]).removesuffix(".0")  # a whole number may have become a float
     raise InputError(f"{where}:{unit} {row + 1}:{name}", f"{said}{shortened(cell_text, 40)}", remedy)
 
 
 def texts(frame: pd.DataFrame, column: str, where: str | Path) -> list[str]:
-    """Return a column as texts. Raises InputError naming the row (from 1) of the first empty cell."""
+    """Return a column's cells as texts. Raises InputError naming the row (from 1) of the first empty cell."""
     empty = frame[column].isna().to_numpy()
     if empty.any():
         row = frame.index[int(empty.argmax())] + 1
@@ -255,7 +258,7 @@ def texts(frame: pd.DataFrame, column: str, where: str | Path) -> list[str]:
 
 
 def demand_distinct_jobs(names: pd.Series[Any], where: str | Path) -> None:
-    """Raise InputError for the first job name that repeats an earlier row's, naming both rows (from 1)."""
+    """Raise InputError for the first job name that an earlier row has too, naming both rows (from 1)."""
     is_repeated = names.duplicated().to_numpy()
     if is_repeated.any():
         repeated_row = int(is_repeated.argmax())

@@ -90,10 +90,10 @@ class BalanceEvent(Record):
 
 
 def runs_of(frame: pd.DataFrame) -> pd.Series[Any]:
-    """Return for each row the number of its run, (n,), in the order in which the runs began.
+    """Return the number of each row's run, (n,), from 0 in the order in which the runs began.
 
-    Where no row says its run (files of earlier versions), a rank's next run begins where its step number falls back;
-    rows of another number of processes than the last row's are then earlier ones.
+    Where no row has a ``run`` (files of earlier versions), a rank's next run begins where its step number decreases, and
+    rows whose ``world_size`` is not the last row's count as one run earlier.
     """
     import pandas as pd
 
@@ -103,9 +103,9 @@ def runs_of(frame: pd.DataFrame) -> pd.Series[Any]:
     step, rank = (pd.to_numeric(frame[name], errors="coerce") for name in ("step", "rank"))
     is_first_of_run = step.groupby(rank, dropna=False).diff() < 0
     runs_begun = is_first_of_run.groupby(rank, dropna=False).cumsum()
-    # Counted back from each rank's last run, which is 0: ranks may have missed earlier ones.
+    # Runs are numbered 0, -1, -2 ... back from each rank's last one: a rank may have taken no part in earlier runs.
     run_number: pd.Series[Any] = runs_begun - runs_begun.groupby(rank, dropna=False).transform("max")
-    if "world_size" in frame.columns:  # rows of another number of processes belong to a run before
+    if "world_size" in frame.columns:  # a run does not change its number of processes
         world_sizes = pd.to_numeric(frame["world_size"], errors="coerce")
         run_number -= world_sizes != world_sizes.iloc[-1]
     return run_number.sub(run_number.min())
@@ -114,7 +114,8 @@ def runs_of(frame: pd.DataFrame) -> pd.Series[Any]:
 def last_run(frame: pd.DataFrame, where: str, tell: Tell) -> pd.DataFrame:
     """Return the rows of a table's last run, with their index in the table.
 
-    ``where``: the file, and ``tell`` is given the remark which of several runs it is.
+    If the table has several runs, ``tell`` gets a remark with the run's number and its steps; ``where``: the file, for
+    the remark.
     """
     runs = runs_of(frame)
     rows: pd.DataFrame = frame[runs == runs.max()]
@@ -125,7 +126,7 @@ def last_run(frame: pd.DataFrame, where: str, tell: Tell) -> pd.DataFrame:
 
 
 class SyncEvent(Record, extra="ignore"):
-    """What all rows have. Fields of other versions are passed over: what a long job wrote stays readable."""
+    """The fields that every event of a server has. Unknown fields are ignored, so files of other versions stay readable."""
 
     kind: Literal["ddltool.sync"] = "ddltool.sync"
     schema_version: Version = SCHEMA_VERSION
@@ -134,52 +135,52 @@ class SyncEvent(Record, extra="ignore"):
 
 
 class StepRow(SyncEvent):
-    """One worker's step, when its last gradient came in."""
+    """One worker's step, written when its last gradient has arrived."""
 
     event: Literal["step"] = "step"
     worker: Count
     step: Count
     wait_s: Seconds
-    """How long its pull waited for other workers."""
+    """Seconds that its pull of parameters waited for other workers."""
     staleness: Count
-    """Updates that others made to a parameter between its pull and the use of its gradient; the most of any."""
+    """Updates by others between the pull of a parameter and the use of its gradient; the largest of all parameters."""
     gap: Whole
-    """Steps that it was ahead of the slowest member when it had pushed."""
+    """Steps that the worker was ahead of the slowest member after its push."""
 
 
 class BarrierRow(SyncEvent):
-    """One superstep of ElasticBSP, when it is over. Ends are since ``time_s - length_s``."""
+    """One superstep of ElasticBSP, written at its end. Its times count from its begin, ``time_s - length_s``."""
 
     event: Literal["barrier"] = "barrier"
     superstep: Count
     workers: list[Count]
-    """The members when it was decided; the other lists have one entry for each."""
+    """The members when the barrier was chosen; the other lists have one entry for each of them."""
     iterations: list[Count]
-    """How many each made in the superstep."""
+    """Iterations that each member made in the superstep."""
     predicted_end_s: list[Change]
-    """When each was to begin to wait; empty in the warm-up."""
+    """When each member was predicted to begin its wait at the barrier; empty in the warm-up."""
     end_s: list[Change | None]
-    """When each began to wait; None: it was lost before."""
+    """When each member began its wait; None: it was lost before."""
     length_s: Seconds
 
 
 class LeftRow(SyncEvent):
-    """A worker has closed or was lost."""
+    """A worker has left: it closed its connection, or was lost."""
 
     event: Literal["left"] = "left"
     worker: Count
     lost: bool
     reason: str
     epoch: Count | None = None
-    """The epoch of which it last asked for a share (server 0 alone is asked)."""
+    """The last epoch of which it asked for its share of the data; None on all servers but 0, which alone is asked."""
     steps_of_epoch: Count | None = None
-    """Steps of that epoch that it has made."""
+    """Steps that it has made in that epoch."""
     batches_left: Count | None = None
-    """Batches of its share that nobody has processed, where it has said how many there are."""
+    """Batches of its share that nobody has processed; None: it did not say how many its share has."""
 
 
 class JoinedRow(SyncEvent):
-    """A worker has joined; ``step`` is the number of its first one, ``epoch`` the first of which it gets a share."""
+    """A worker has joined. ``step``: the number of its first step; ``epoch``: the first epoch of which it gets data."""
 
     event: Literal["joined"] = "joined"
     worker: Count
@@ -188,18 +189,18 @@ class JoinedRow(SyncEvent):
 
 
 class SummaryRow(SyncEvent):
-    """The last line: the whole run."""
+    """The figures of the whole run, in the file's last line."""
 
     event: Literal["summary"] = "summary"
     policy: str
     steps: list[Count]
-    """Of each worker."""
+    """Steps of each worker."""
     updates: Count
     updates_per_s: NonNegative
     wait_s: list[Seconds]
-    """How long each worker waited for others in all."""
+    """Seconds that each worker waited for others, in all."""
     staleness: dict[int, Count]
-    """How many gradients had each staleness."""
+    """Number of gradients by staleness."""
 
 
 SyncRow = StepRow | BarrierRow | LeftRow | JoinedRow | SummaryRow
@@ -208,11 +209,11 @@ EVENTS: dict[str, type[SyncEvent]] = {
 }
 
 
-# The first steps after a start allocate, compile and fill caches; they are no steady state.
+# The first steps after a start allocate, compile and fill caches; they are slower than the later ones.
 WARMUP_STEPS = 3
 
 
-# The hook writes nanoseconds; a step that takes less was never made.
+# The hook's clock counts nanoseconds; a step with samples cannot take less than one.
 _SHORTEST_S = 1e-9
 
 
@@ -220,28 +221,29 @@ _NEEDED = tuple(name for name, field in TelemetryRow.model_fields.items() if fie
 
 
 def check_rows(frame: pd.DataFrame, where: str, tell: Tell = log_remark) -> pd.DataFrame:
-    """Return the columns that a run is read from, numbers as floats, of a telemetry table's last run, with its index kept.
+    """Return the last run of a telemetry table: the columns of :class:`TelemetryRow`, numbers as floats, index kept.
 
-    Everybody who reads the hook's files has their rows checked here; ``tell`` is given the remark which of several runs
-    it is. Raises InputError, naming line and column, for missing columns, values that :class:`TelemetryRow` refuses,
-    ranks or nodes beyond the number of processes, steps that do not rise, batches that are not the total, samples that
-    took no time; and for a last run in which no step has samples.
+    Every command that reads the hook's files calls this. ``tell`` gets a remark if the table has several runs. Raises
+    InputError, naming line and column, for missing columns, values that :class:`TelemetryRow` refuses, ranks or nodes
+    beyond the number of processes, a rank's steps that do not rise, batches that do not add up to the total, and samples
+    that took no time; and for a last run in which no step has samples.
     """
     return last_with_samples(rows_of_runs(frame, where), where, tell)
 
 
 def rows_of_runs(frame: pd.DataFrame, where: str, needed: Sequence[str] = _NEEDED) -> pd.DataFrame:
-    """Return the checked columns of all runs of a table; of the schema's only ``needed`` must be there.
+    """Return the columns of :class:`TelemetryRow` that a table has, checked, with the rows of all runs.
 
-    Raises InputError as :func:`check_rows`.
+    ``needed``: columns that must be there. A condition on columns that are absent is not checked. Raises InputError as
+    :func:`check_rows` does.
     """
     import pandas as pd  # most plans are made without a table
 
     rows = pd.DataFrame(checked_columns(frame, TelemetryRow, where, required=needed, unit="line"), index=frame.index)
     rows["passes"] = rows["passes"].fillna(1.0) if "passes" in rows else 1.0
     run = runs_of(frame)
-    # What all ranks of a step must agree on is checked where rows of all are there.
-    of_step = rows.groupby([run, "step"], sort=False)["batch"]
+    # The batches of a step are added up where the rows of all its ranks are there.
+    batch_by_step = rows.groupby([run, "step"], sort=False)["batch"]
     takes = "a step takes at least 1 ns; the run did not measure"
     conditions: list[tuple[tuple[str, ...], Callable[[], Any], str]] = [
         (("rank", "world_size"), lambda: rows["rank"] < rows["world_size"], "below the number of processes"),
@@ -263,7 +265,8 @@ def rows_of_runs(frame: pd.DataFrame, where: str, needed: Sequence[str] = _NEEDE
         (
             ("total_batch", "batch", "world_size"),
             lambda: (
-                (of_step.transform("size") != rows["world_size"]) | (of_step.transform("sum") == rows["total_batch"])
+                (batch_by_step.transform("size") != rows["world_size"])
+                | (batch_by_step.transform("sum") == rows["total_batch"])
             ),
             "the samples of all ranks in the step",
         ),
@@ -282,7 +285,7 @@ def rows_of_runs(frame: pd.DataFrame, where: str, needed: Sequence[str] = _NEEDE
 
 
 def last_with_samples(rows: pd.DataFrame, where: str, tell: Tell) -> pd.DataFrame:
-    """Return the rows of the last run, as :func:`last_run`. Raises InputError where no step of it has samples."""
+    """Return the rows of the last run (:func:`last_run`). Raises InputError if no step of that run has samples."""
     last = last_run(rows, where, tell)
     if not (last["batch"] > 0).any():
         raise InputError(where, "holds no step with samples", "let the job train for more steps")

@@ -1,6 +1,6 @@
-"""Quantities that people write with units, and quantities shown to people.
+"""Parse quantities with units (``parse_...``), and format quantities for people (``show_...``).
 
-Inside the package everything is SI base units: seconds, bytes, bytes per second.
+Inside the package all quantities are in SI base units: seconds, bytes, bytes per second.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ddltool.errors import InputError
 # Network rates count bits and powers of ten; memory sizes count bytes, with Ki/Mi/Gi as powers of two.
 _PREFIX = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30, "ti": 2.0**40}
 _TIME = {"ns": "1e-9", "us": "1e-6", "µs": "1e-6", "ms": "1e-3", "s": "1", "m": "60", "min": "60", "h": "3600"}
-# Beyond these, sums of times and sizes are no longer numbers.
+# Limits of bytes (per second), of seconds (ten thousand years) and of a latency: sums of such numbers stay finite.
 _FASTEST, _LONGEST_S, _LONGEST_LATENCY_S = 1e18, 3.2e11, 3600.0
 _NUMBER = r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*"
 
@@ -22,7 +22,8 @@ _NUMBER = r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*"
 def parse_bandwidth(text: str, where: str = "--bandwidth") -> float:
     """Return bytes per second for text such as ``10Gbit``, ``100 Mbit/s``, ``1.2GB/s``.
 
-    ``bit`` or a lower-case ``b`` is bits, ``B`` is bytes. Raises InputError for anything else and for a rate of zero.
+    ``bit`` or a lower-case ``b`` is bits, ``B`` is bytes. Raises InputError, named ``where``, for anything else and for
+    a rate outside of 1 B/s to 1e18 B/s.
 
     >>> parse_bandwidth("10Gbit")
     1250000000.0
@@ -41,7 +42,7 @@ def parse_bandwidth(text: str, where: str = "--bandwidth") -> float:
 def parse_bytes(text: str, where: str) -> float:
     """Return bytes for a size of memory such as ``40GiB``, ``512 MiB`` or ``24GB``.
 
-    Raises InputError, named ``where``, for anything else.
+    Raises InputError, named ``where``, for anything else and for a size outside of 1 B to 1e18 B.
 
     >>> parse_bytes("40GiB", "--checkpointing")
     42949672960.0
@@ -54,7 +55,7 @@ def parse_bytes(text: str, where: str) -> float:
 
 
 def parse_share(text: str) -> float:
-    """Return the share that ``5%`` or ``0.05`` means, NaN for anything that is no number: callers know their limits.
+    """Return the number that ``5%`` or ``0.05`` stands for, NaN for any other text; the range is left to the caller.
 
     >>> parse_share("5%"), parse_share("0.02")
     (0.05, 0.02)
@@ -69,7 +70,7 @@ def parse_share(text: str) -> float:
 def parse_duration(text: str, where: str) -> float:
     """Return seconds for text such as ``50us``, ``1.5ms``, ``60s``, ``2h``; a bare number is seconds.
 
-    Raises InputError, named ``where``, for anything else.
+    Raises InputError, named ``where``, for anything else and for more than ten thousand years.
 
     >>> parse_duration("50us", "--repair")
     5e-05
@@ -77,16 +78,18 @@ def parse_duration(text: str, where: str) -> float:
     match = re.fullmatch(_NUMBER + r"(ns|us|µs|ms|s|min|m|h)?\s*", text)
     if match is None:
         raise InputError(where, f"{text!r} is not a duration", "write a number with a unit, such as 50us or 1.5ms")
-    seconds = float(Decimal(match.group(1)) * Decimal(_TIME[match.group(2) or "s"]))  # 50us is 5e-05, not nearly so
+    # Decimal, so that 50us is exactly the float 5e-05.
+    seconds = float(Decimal(match.group(1)) * Decimal(_TIME[match.group(2) or "s"]))
     if not seconds <= _LONGEST_S:
         raise InputError(where, f"{text!r} is longer than ten thousand years", "write a duration such as 1.5h")
     return seconds
 
 
 def parse_latency(text: str, where: str = "--latency") -> float:
-    """Return seconds for a latency with its unit; ``10`` would be ten seconds, which nobody means.
+    """Return seconds for a latency such as ``10us``.
 
-    Raises InputError, named ``where``, for a number without a unit, and for more than an hour.
+    Raises InputError, named ``where``, for a number other than 0 without a unit (as seconds it would hardly be meant),
+    for more than an hour, and for what is no duration.
 
     >>> parse_latency("10us")
     1e-05
@@ -100,7 +103,7 @@ def parse_latency(text: str, where: str = "--latency") -> float:
 
 
 def show_seconds(seconds: float | None) -> str:
-    """Return a duration for people with three significant digits, from 1,000 s on in whole seconds; ``-`` for None and NaN.
+    """Return a duration as text: three significant digits, from 1,000 s on whole seconds; "-" for None and NaN.
 
     >>> show_seconds(0.00153), show_seconds(0.9996), show_seconds(86400.0), show_seconds(None)
     ('1.53 ms', '1 s', '86,400 s', '-')
@@ -111,7 +114,7 @@ def show_seconds(seconds: float | None) -> str:
         return "inf"
     rounded = float(f"{seconds:.3g}")  # the unit is that of the rounded value, so that 999.6 us are 1 ms
     if abs(rounded) >= 1000:
-        return f"{seconds:,.0f} s" if abs(seconds) < 1e12 else f"{rounded:g} s"  # digits would hide what it is
+        return f"{seconds:,.0f} s" if abs(seconds) < 1e12 else f"{rounded:g} s"  # a row of 13 digits is unreadable
     for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns")):
         if abs(rounded) >= scale:
             return f"{rounded / scale:.3g} {unit}"
@@ -119,7 +122,7 @@ def show_seconds(seconds: float | None) -> str:
 
 
 def show_hours(hours: float) -> str:
-    """Return a long duration in the unit that people count it in.
+    """Return a duration in hours as text, in days from 48 hours on, in minutes below one hour, in seconds below 2 minutes.
 
     >>> show_hours(0.25), show_hours(19.04), show_hours(75.0)
     ('15 min', '19 h', '3.12 days')
@@ -132,7 +135,7 @@ def show_hours(hours: float) -> str:
 
 
 def show_money(amount: float) -> str:
-    """Return an amount of US dollars to the cent; less than a cent in two significant digits.
+    """Return an amount of US dollars as text, to the cent; an amount below one cent with two significant digits.
 
     >>> show_money(0.8912), show_money(12345.6), show_money(0.00321)
     ('$0.89', '$12,345.60', '$0.0032')
@@ -141,13 +144,12 @@ def show_money(amount: float) -> str:
 
 
 def show_span(low_s: float, high_s: float) -> str:
-    """Return a range of durations, in one unit where the lower end is at least a tenth of it.
+    """Return a range of durations as text: in the higher end's unit if the lower end is at least a tenth of that unit.
 
     >>> show_span(0.00583, 0.021), show_span(0.5, 75.0), show_span(0.00002, 0.002)
     ('5.83..21 ms', '0.5..75 s', '20 us..2 ms')
     """
     low, high = show_seconds(low_s), show_seconds(high_s)
-    # In the unit of the higher end, as long as the lower one keeps two digits in it.
     for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns")):
         if high.endswith(f" {unit}") and low_s >= 0.1 * scale:
             return f"{low_s / scale:.3g}..{high}"
@@ -157,7 +159,7 @@ def show_span(low_s: float, high_s: float) -> str:
 
 
 def show_rate(per_s: float) -> str:
-    """Return a rate in four significant digits, thousands set apart.
+    """Return a rate as text: four significant digits, from 1,000 on with commas.
 
     >>> show_rate(38324.6), show_rate(2.658e7), show_rate(12.345)
     ('38,320', '26,580,000', '12.35')
@@ -166,7 +168,7 @@ def show_rate(per_s: float) -> str:
 
 
 def faster_than(gain: float) -> str:
-    """Return a gain of speed as a share, in words.
+    """Return in words a gain of speed given as a share (0.25: a quarter more), to be followed by what is compared with.
 
     >>> faster_than(0.25), faster_than(-0.1), faster_than(2.0)
     ('25% faster than', '10% slower than', '3 times as fast as')
@@ -177,7 +179,7 @@ def faster_than(gain: float) -> str:
 
 
 def show_bytes(size_bytes: float | None) -> str:
-    """Return a size for people in binary units, with one digit; ``-`` for None and NaN.
+    """Return a size as text in binary units, with one decimal digit from KiB on; "-" for None and NaN.
 
     >>> show_bytes(1536), show_bytes(102_230_128)
     ('1.5 KiB', '97.5 MiB')
@@ -193,7 +195,7 @@ def show_bytes(size_bytes: float | None) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """Return a number of things in words.
+    """Return a count with its noun, to which an s is added for any count but 1.
 
     >>> counted(1, "barrier"), counted(2000, "barrier")
     ('1 barrier', '2,000 barriers')

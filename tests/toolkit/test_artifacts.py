@@ -452,6 +452,18 @@ def test_an_alias_is_fine(tmp_path: Path) -> None:
     assert read_document(tmp_path / "a.yaml") == {"a": {"x": 1}, "b": {"x": 1, "y": 2}, "c": [{"x": 1}] * 2}
 
 
+def test_an_alias_of_a_mapping_that_overrides_a_merged_field(tmp_path: Path) -> None:
+    """Read twice, a field that overrides one under ``<<`` is still given once; of merged mappings the first wins."""
+    text = "a: {<<: &m {<<: &b {x: 1, y: 2}, x: 3}, z: 4}\nb: *m\nc: {<<: [{x: 5}, *b], w: 6}\n"
+    (tmp_path / "a.yaml").write_text(text, encoding="utf-8")
+    merged = {"x": 3, "y": 2}
+    expected = {"a": {**merged, "z": 4}, "b": merged, "c": {"x": 5, "y": 2, "w": 6}}
+    assert read_document(tmp_path / "a.yaml") == expected
+    (tmp_path / "a.yaml").write_text("a: {<<: {x: 1, x: 2}}\n", encoding="utf-8")
+    with pytest.raises(InputError, match="line 1: gives 'x' twice"):
+        read_document(tmp_path / "a.yaml")
+
+
 def test_a_key_at_the_end_of_many_is_found_at_once(tmp_path: Path) -> None:
     """Quadratic time would be a minute."""
     keys = [f'"k{i}": 1' for i in range(100_000)]
