@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperCommand, TyperGroup, TyperOption
 from typer.main import get_command
 
 from ddltool import __version__, interrupts
@@ -90,10 +90,10 @@ class _Command(_PlainHelp, TyperCommand):
 
         Raises InputError for an option that is given twice: the parser would keep the last one and drop the others unsaid.
         """
-        _, _, in_order = self.make_parser(ctx).parse_args(args=list(args))
-        for option in set(in_order):
-            is_single = option.param_type_name == "option" and not (option.multiple or option.is_flag or option.count)
-            if is_single and in_order.count(option) > 1:
+        _, _, given = self.make_parser(ctx).parse_args(args=list(args))
+        for option in set(given):
+            is_single = isinstance(option, TyperOption) and not (option.multiple or option.is_flag or option.count)
+            if is_single and given.count(option) > 1:
                 remedy = "give it once; of several values, all in one text with commas"
                 raise InputError(option.opts[-1], "is given twice", remedy)
         return super().parse_args(ctx, args)

@@ -490,7 +490,7 @@ class TensorLifetimes:
         held.add("gradients", alloc[is_root_gradient], end, size[is_root_gradient])
         is_of_block = is_parameter & (self.owner >= 0)
         # All by block, one entry for each.
-        block_bytes = np.bincount(self.owner[is_of_block], size[is_of_block], minlength=len(self.blocks))
+        block_bytes: Array = np.bincount(self.owner[is_of_block], size[is_of_block], len(self.blocks)).astype(float)
         first, _, ends = self.block_places
         last = np.array([block.last for block in self.blocks], dtype=np.int64)
         backward_ends, starts = recomputation.moved(ends), recomputation.start
