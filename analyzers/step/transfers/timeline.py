@@ -60,7 +60,7 @@ class Ready:
             heapq.heappush(self.order, priority)
 
     def pick(self, chance: random.Random) -> int:
-        """Remove and return a random op of the lowest bucket and those without a number, all equally likely; -1: none is ready."""
+        """Remove and return a random op of the lowest bucket or without a number, all equally likely; -1: none is ready."""
         lowest_bucket = self.buckets[self.order[0]] if self.order else []
         candidate_count = len(lowest_bucket) + len(self.free)
         if candidate_count == 0:
