@@ -1,19 +1,20 @@
-"""What data-parallel frameworks leave exposed on one traced step, and what to set: DDP here, FSDP2 in :mod:`.fsdp`.
+"""The communication that data-parallel frameworks leave exposed on a traced step, and which settings shorten it: DDP here,
+FSDP2 in :mod:`.fsdp`.
 
-DistributedDataParallel closes a bucket once it holds at least its cap, in the order in which gradients became ready in
-the first step, and all-reduces the buckets one after another, each when its last gradient is ready. With ``t_j`` when
-gradient j is ready, a bucket of gradients i+1 to j ends at ``max(end of the bucket before, t_j) + cost(bytes)``; what
-lies after the end of backward is exposed. The best cut of p gradients in ready order follows by dynamic programming.
-Start at :func:`plan_collectives`.
+DistributedDataParallel fills buckets with gradients in the order in which these became ready in the first step, closes a
+bucket once it holds at least its cap, and all-reduces the buckets one after another, each once its last gradient is ready.
+With ``t_j`` the time at which gradient j is ready, a bucket of gradients i+1 to j ends at ``max(end of the bucket before,
+t_j) + cost(bytes)``; what lies after the end of backward is exposed. The best division of p gradients into buckets follows by
+dynamic programming. Start at :func:`plan_collectives`.
 
-What compressing gradients would bring under DDP: bf16, or PowerSGD of a rank. Start at :func:`compressed_ddp`.
+Gradients may also be compressed, to bfloat16 or by PowerSGD of a rank r. Start at :func:`compressed_ddp`.
 
-As torch's communication hooks do it, bucket by bucket. ``bf16_compress_hook`` casts a bucket, all-reduces half of a
-float32's bytes, and casts back. ``powerSGD_hook`` (Vogels, Karimireddy and Jaggi, NeurIPS 2019, Algorithm 1) keeps what it
-lost for the next step, multiplies each gradient, seen as a matrix of n rows and m columns, with a matrix of m x r, all-reduces
-the n x r result, orthogonalises it, multiplies again, all-reduces m x r, and multiplies back; a tensor of which that sends
-more than half (vectors among them) is all-reduced whole. The work is bound by memory: bytes over the device's rate. It runs
-where the backward pass does, and delays it.
+Both are modelled as torch's communication hooks work, bucket by bucket. ``bf16_compress_hook`` casts a bucket, all-reduces
+half of the bytes of float32, and casts back. ``powerSGD_hook`` (Vogels, Karimireddy and Jaggi, NeurIPS 2019, Algorithm 1)
+keeps the error of the last step and adds it, multiplies each gradient, seen as a matrix of n rows and m columns, by a matrix
+of m x r, all-reduces the n x r result, orthogonalises it, multiplies again, all-reduces m x r, and multiplies back. A tensor of
+which that would send more than half (vectors among them) is all-reduced whole. The work is bound by memory: bytes over the
+device's rate. It runs on the device between the ops of the backward pass, and delays them.
 """
 
 from __future__ import annotations
@@ -47,12 +48,11 @@ MIB = 2**20
 DEFAULT_CAP_MIB = 25.0
 # torch.distributed._DEFAULT_FIRST_BUCKET_BYTES: only the default configuration begins with a small bucket.
 DEFAULT_FIRST_BYTES = 2**20
-# At most so many gradients are looked at as ends of buckets to find the caps (``bucket_cap_mb``, in MiB) worth trying, and so
-# many caps are tried.
+# Caps (``bucket_cap_mb``, in MiB) to try are found from at most so many ends of buckets, and at most so many are tried.
 _MOST_SUMS, _MOST_CAPS = 400, 300
-# More buckets are only worth it from this share of the step on: what a launch costs is not in the ring's formula.
+# More buckets have to save this share of the step, because the cost of launching a collective is not in the ring's formula.
 _WORTHWHILE_SHARE = 0.001
-# Sums of gradients that are timed in one call.
+# How many bucket sizes are timed in one call.
 _SUMS_PER_CALL = 2**14
 # A simpler setting within this share of the best one's step is preferred.
 _EQUAL_SHARE = 0.002
@@ -62,10 +62,10 @@ CAPS_MIB = (1, 2, 4, 8, 10, 16, 25, 32, 50, 64, 100, 128, 200, 256, 400, 512, 80
 
 
 def plan_collectives(graph: Graph, group: Group, compute_s: float | None = None) -> CollectiveFigures | None:
-    """Return the plans of DDP and FSDP2 for a timed training graph, None for inference: there is no gradient to reduce.
+    """Return the plans of DDP and FSDP2 for a timed training graph; None for inference, which has no gradients to reduce.
 
-    ``group``: the processes that reduce. ``compute_s``: seconds of all compute to which the pass is stretched; None: the
-    graph's own.
+    ``group``: the processes that reduce. ``compute_s``: the seconds of all compute, to which the graph's times are scaled;
+    None: they are not scaled.
     """
     if graph.mode != "training" or not len(graph.of_kind(SEND)):
         return None
@@ -81,17 +81,18 @@ def plan_collectives(graph: Graph, group: Group, compute_s: float | None = None)
 
 
 def settings(plans: CollectiveFigures) -> tuple[BucketSetting, PrefetchSetting | None]:
-    """Return the settings that a plan stores: DDP's buckets, and FSDP2's prefetch lists or None for a model without blocks."""
+    """Return (DDP's buckets, FSDP2's prefetch lists) as a plan stores them; the latter is None for a model without blocks."""
     return bucket_setting(plans.ddp), None if plans.fsdp2 is None else prefetch_setting(plans.fsdp2)
 
 
 def plan_ddp(program: Program, group: Communicator) -> DdpFigures:
     """Return the default buckets of DDP, the best ``bucket_cap_mb``, and the best buckets of any size. O(p^2) for p gradients.
 
-    Caps tried: the usual sizes, and those at which the buckets change (all of them for small models, else spread evenly
-    over them); of those within 0.1 % of the best, the one with the fewest buckets. The order of buckets is that of one
-    dtype: torch buckets each dtype separately. No buckets at all can be faster than the bound: backward first, then at
-    least the last gradient; or all bytes on the wire.
+    The caps that are tried are the usual ones, and those at which the buckets change (all of them for small models, else an
+    even selection). Of the caps within 0.1 % of the fastest, the one with the fewest buckets is taken as the best. All
+    gradients are taken to be of one dtype, since torch buckets each dtype separately. ``lower_bound_s`` holds for buckets of
+    any size: the step takes at least its compute, the last gradient's reduction after it is ready, and the reduction of all
+    bytes after the first gradient is ready.
     """
     default = _figures(program, group, default_cuts(program))
     total_mib = float(program.size_bytes.sum()) / MIB
@@ -126,8 +127,8 @@ def plan_ddp(program: Program, group: Communicator) -> DdpFigures:
 def _breakpoints(program: Program) -> list[float]:
     """Return caps in MiB at which the buckets change: sums of neighbouring gradients, at most ``_MOST_CAPS`` of them.
 
-    A bucket closes once its sum reaches the cap, so that only such sums matter. There are p^2 / 2 of them; of a large model
-    both the ends and the sums are thinned evenly.
+    A bucket closes once its sum reaches the cap, so only such sums change the buckets. There are p^2 / 2 of them; for a large
+    model an even selection of the ends of buckets, and then of the sums, is taken.
     """
     cumulative = np.concatenate([np.zeros(1), np.cumsum(program.size_bytes)])
     ends = np.arange(len(cumulative))
@@ -141,9 +142,9 @@ def _breakpoints(program: Program) -> list[float]:
 
 
 def _fewest_digits(program: Program, cap: float) -> float:
-    """Return the cap in MiB with the fewest digits, at most this one, that makes the same buckets; people copy it."""
+    """Return a cap in MiB with as few digits as possible, for people to copy, that makes the same buckets as ``cap``."""
     cuts = assign_buckets(program, cap)
-    # Rounded down to one digit, to two, ...; a cap that becomes 0 is none.
+    # The cap rounded down to one digit, to two, ...; one that is rounded to 0 is skipped.
     candidates = (float(Context(prec=digits, rounding=ROUND_FLOOR).create_decimal(cap)) for digits in range(1, 8))
     return next(
         (candidate for candidate in candidates if candidate and assign_buckets(program, candidate) == cuts), cap
@@ -151,14 +152,14 @@ def _fewest_digits(program: Program, cap: float) -> float:
 
 
 def default_cuts(program: Program) -> list[int]:
-    """Return the ends of DDP's default buckets, exclusive indices in ready order."""
+    """Return where DDP's default buckets end: exclusive indices of gradients in ready order."""
     return assign_buckets(program, DEFAULT_CAP_MIB, DEFAULT_FIRST_BYTES)
 
 
 def assign_buckets(program: Program, cap_mib: float, first_bytes: float | None = None) -> list[int]:
-    """Return where buckets end (exclusive indices in ready order) under a cap in MiB, as DDP's reducer forms them.
+    """Return where DDP's buckets end under a cap in MiB: ascending exclusive indices in ready order, the last one p.
 
-    ``first_bytes`` limits the first bucket; None: the cap does.
+    ``first_bytes``: the cap of the first bucket, in bytes; None: the same as the others'.
     """
     limit = cap_mib * MIB if first_bytes is None else first_bytes
     cuts: list[int] = []
@@ -174,9 +175,10 @@ def assign_buckets(program: Program, cap_mib: float, first_bytes: float | None =
 
 
 def finish_s(program: Program, group: Reducer, cuts: Sequence[int]) -> float:
-    """Return when the last bucket is reduced, seconds from the step's start.
+    """Return when the last bucket is reduced, in seconds from the step's start.
 
-    ``cuts``: where the buckets end, exclusive indices in ready order.
+    Buckets are reduced one after another, each once its last gradient is ready. ``cuts``: where they end: ascending exclusive
+    indices in ready order, the last one p.
     """
     cumulative = np.concatenate([np.zeros(1), np.cumsum(program.size_bytes)])
     ends = np.array([0, *cuts])
@@ -188,20 +190,21 @@ def finish_s(program: Program, group: Reducer, cuts: Sequence[int]) -> float:
 
 
 def best_cuts(program: Program, group: Reducer) -> list[int]:
-    """Return the ends of the buckets, in ready order, whose last all-reduce ends earliest. O(p^2) vectorised.
+    """Return the ``cuts`` (see :func:`finish_s`) with which the last all-reduce ends earliest. O(p^2) vectorised.
 
-    Dynamic programming: the best buckets of the first j gradients are those of the first i, and one of gradients i + 1 to j.
+    Dynamic programming: the best buckets of the first j gradients are the best ones of the first i, for some i, and one
+    bucket of gradients i + 1 to j.
     """
     count = len(program.parameters)
     cumulative = np.concatenate([np.zeros(1), np.cumsum(program.size_bytes)])
     ends_s = np.zeros(count + 1)
-    """Of index j: the least end of all buckets of the first j gradients."""
+    """At index j, the least time at which all buckets of the first j gradients are reduced."""
     previous: Places = np.zeros(count + 1, dtype=np.intp)
-    """Of index j: where the last of these buckets begins."""
+    """At index j, where the last of these buckets begins."""
     rows_at_once = max(1, _SUMS_PER_CALL // max(count, 1))
     for first in range(1, count + 1, rows_at_once):
         end_indices = np.arange(first, min(first + rows_at_once, count + 1))
-        # (ends, begins) the bytes of the buckets that end and begin there; below 0, and unused, where one begins after its end.
+        # (ends, begins) bytes of the bucket between the two; below 0, and not used, where it would begin after its end.
         bucket_bytes = cumulative[end_indices, None] - cumulative[None, : end_indices[-1]]
         reduce_s = group.all_reduce_s(np.maximum(bucket_bytes, 0.0))
         for end_index, row_s in zip(end_indices.tolist(), reduce_s, strict=True):
@@ -217,9 +220,9 @@ def best_cuts(program: Program, group: Reducer) -> list[int]:
 
 
 def _caps_of_cuts(program: Program, cuts: Sequence[int]) -> list[float]:
-    """Return the caps in MiB that make the reducer form exactly these buckets: each its own size in bytes.
+    """Return the list of caps in MiB with which the reducer forms exactly these buckets: the size of each.
 
-    Exact for parameters of one dtype that hold something, in the order in which their gradients become ready.
+    Exact for parameters of one dtype without empty ones, in the order in which their gradients become ready.
     """
     bounds = [0, *cuts]
     return [float(program.size_bytes[low:high].sum()) / MIB for low, high in itertools.pairwise(bounds)]
@@ -233,9 +236,9 @@ def _figures(
     cap: float | None = None,
     cap_list: list[float] | None = None,
 ) -> BucketFigures:
-    """Return the step and its exposed communication with the buckets that end at ``cuts``.
+    """Return the seconds of the step, and of its exposed communication, with the buckets that end at ``cuts``.
 
-    ``cap`` or ``cap_list``: the setting in MiB that makes these buckets; neither: DDP's default does.
+    ``cap`` or ``cap_list``: the setting in MiB that makes these buckets; neither: it is DDP's default.
     """
     bounds = [0, *cuts]
     step_s = max(program.compute_s, finish_s(program, group, cuts))
@@ -251,9 +254,9 @@ def _figures(
 
 
 def bucket_setting(ddp: DdpFigures) -> BucketSetting:
-    """Return DDP's buckets for a plan: the simplest of default, single cap and list that is about as good as the best.
+    """Return DDP's buckets for a plan: the default, else a single cap, else a list of caps, whichever is first good enough.
 
-    As good is a step that takes at most the share ``_EQUAL_SHARE`` longer.
+    Good enough is a step that takes longer than the best one by at most the share ``_EQUAL_SHARE``.
     """
     chosen = ddp.best_cap if ddp.best_cap.step_s <= ddp.best.step_s * (1 + _EQUAL_SHARE) else ddp.best
     chosen = ddp.default if ddp.default.step_s <= chosen.step_s * (1 + _EQUAL_SHARE) else chosen
@@ -267,7 +270,7 @@ def bucket_setting(ddp: DdpFigures) -> BucketSetting:
 
 
 def _verdict(program: Program, default: BucketFigures, best_cap: BucketFigures, best: BucketFigures) -> str:
-    """Return in words what DDP's buckets can gain and what to set: nothing, one cap, or a list of caps."""
+    """Return a text that says what DDP's buckets can gain and what to set: nothing, one cap, or a list of caps."""
     gain, cap_gain = share_saved(best.step_s, default.step_s), share_saved(best_cap.step_s, default.step_s)
     text = f"DDP's default leaves {show_seconds(default.exposed_s)} of communication exposed; "
     if gain < SMALL_GAIN:
@@ -278,15 +281,15 @@ def _verdict(program: Program, default: BucketFigures, best_cap: BucketFigures, 
         cap_text = f"bucket_cap_mb={best_cap.bucket_cap_mb:g} alone" if best_cap.bucket_cap_mb else "no cap alone"
         advice = "worth it" if gain >= CLEAR_GAIN else "a small gain"
         text += f"{best.buckets} buckets by bucket_cap_mb_list save {gain:.1%} ({cap_text}: {cap_gain:.1%}): {advice}."
-    return text + program.starved(default.exposed_s)
+    return text + program.starvation_advice(default.exposed_s)
 
 
-# Bytes read and written per element of 4 bytes before the all-reduce, between the two of PowerSGD, and after: casts to and
-# from bfloat16; PowerSGD's adding of the error, a copy of it, three products, and the new error
-# (torch.distributed.algorithms.ddp_comm_hooks).
+# Bytes that compression reads and writes per element of 4 bytes: before the all-reduce (encode), between PowerSGD's two, and
+# after it (decode). They are the casts to and from bfloat16; and PowerSGD's addition of the error, a copy of it, three
+# products, and the new error (torch.distributed.algorithms.ddp_comm_hooks).
 _BF16_ENCODE, _BF16_DECODE = 6.0, 6.0
 _POWER_ENCODE, _POWER_BETWEEN, _POWER_DECODE = 24.0, 4.0, 16.0
-# powerSGD_hook's min_compression_rate: a tensor that sends more than one in so many of its elements is sent whole.
+# powerSGD_hook's min_compression_rate: a tensor whose elements are not reduced to one in so many is sent whole.
 _LEAST_RATE = 2.0
 # Bytes of an element.
 _WIDTHS = {"float32": 4.0, "float64": 8.0, "float16": 2.0, "bfloat16": 2.0}
@@ -300,7 +303,7 @@ class Compression:
 
     @property
     def name(self) -> str:
-        """Return the compression's name as an argument of ``--compress``."""
+        """The compression's name, as ``--compress`` takes it."""
         return f"powersgd:{self.rank}" if self.rank else "bf16"
 
 
@@ -337,7 +340,7 @@ class _CompressedSizes:
 
     @classmethod
     def of(cls, **parts: Floats) -> _CompressedSizes:
-        """Return the sizes with zeros for all columns that are not in ``parts``, by name; no errors are kept."""
+        """Return the sizes with the columns (p,) in ``parts``, by name, and zeros for the others; no errors are kept."""
         zero = np.zeros(len(next(iter(parts.values()))))
         columns = ("whole", "first", "second", "encode_s", "between_s", "decode_s")
         return cls(**{name: parts.get(name, zero) for name in columns}, kept_bytes=0.0)
@@ -383,7 +386,7 @@ def compressed_ddp(
 def _compression_verdict(
     compression: Compression, before_bytes: float, sent_bytes: float, work_s: float, saved: float
 ) -> str:
-    """Return in words what compression saves; ``saved``: share of DDP's default step, negative where it takes longer."""
+    """Return a text that says what compression saves; ``saved``: share of DDP's default step, negative: it takes longer."""
     sizes = f"{show_bytes(sent_bytes)} in place of {show_bytes(before_bytes)}"
     text = f"{compression.name} would send {sizes} for {show_seconds(work_s)} of work: "
     if sent_bytes >= before_bytes:
@@ -397,10 +400,10 @@ def _compression_verdict(
 def _compressed_sizes(
     graph: Graph, program: Program, compression: Compression, memory_bytes_per_s: float
 ) -> _CompressedSizes:
-    """Return what each gradient sends compressed, and the seconds of work at the device's ``memory_bytes_per_s``.
+    """Return the bytes that each gradient sends compressed, and the seconds of work at ``memory_bytes_per_s``.
 
-    A cast to bfloat16 sends two bytes of each element. PowerSGD sends rows x rank, then columns x rank elements of a matrix,
-    and whole what that would not make small enough.
+    A cast to bfloat16 sends two bytes per element, and nothing is cast that is as narrow already. PowerSGD sends rows x rank,
+    then columns x rank elements of a matrix; a gradient that would not become small enough is sent whole.
     """
     element_bytes = _element_bytes(graph)
     elements = program.size_bytes / element_bytes
@@ -411,9 +414,9 @@ def _compressed_sizes(
         sent_bytes = elements * _WIDTHS["bfloat16"]
         return _CompressedSizes.of(first=sent_bytes, encode_s=work_s * _BF16_ENCODE, decode_s=work_s * _BF16_DECODE)
     rows, columns = matrices(graph, elements)
-    rank = np.minimum(compression.rank, np.minimum(rows, columns))  # no matrix has a larger one than its shorter side
+    rank = np.minimum(compression.rank, np.minimum(rows, columns))  # a matrix's rank is at most its shorter side
     is_compressed = (rows + columns) * compression.rank * _LEAST_RATE < elements
-    # The bytes of work are those of elements of 4 bytes.
+    # The constants of work are bytes for elements of 4 bytes; others take proportionally.
     traffic_s = np.where(is_compressed, elements * element_bytes / 4.0, 0.0) / memory_bytes_per_s
     return _CompressedSizes(
         whole=np.where(is_compressed, 0.0, program.size_bytes),
@@ -437,8 +440,9 @@ def _element_bytes(graph: Graph) -> float:
 def matrices(graph: Graph, elements: Floats) -> tuple[Floats, Floats]:
     """Return (p,) rows and (p,) columns of gradients with ``elements`` (p,), guessed from the shapes of the graph's products.
 
-    A weight is the factor k x n of a product m, n, k with as many elements. A parameter of no product (an embedding) takes
-    the most frequent width of products that divides its elements. A vector has 1 row.
+    A gradient with as many elements as the factor (n, k) of some product has that shape. Any other one (an embedding's) gets
+    the most frequent n or k that divides its number of elements as its columns. A number of elements that is such an n or k
+    itself is taken for a vector, with 1 row.
     """
     factors: dict[float, tuple[float, float]] = {}  # by number of elements, rows and columns of a weight
     widths: Counter[float] = Counter()
@@ -458,9 +462,9 @@ def matrices(graph: Graph, elements: Floats) -> tuple[Floats, Floats]:
 
 
 def _finish_compressed_s(program: Program, group: Communicator, sent: _CompressedSizes, cuts: Sequence[int]) -> float:
-    """Return the seconds at which the step with compressed buckets ends; ``cuts`` as of :func:`finish_s`.
+    """Return the seconds at which the step with compressed buckets ends; ``cuts``: see :func:`finish_s`.
 
-    The device encodes and decodes between the ops of the backward pass, which delays those that follow.
+    The device encodes and decodes between the ops of the backward pass, which delays the ops that follow.
     """
     # ``network_s`` is when the network is free again, ``encode_delay_s`` by how much encoding has delayed the pass so far.
     decoded_s = network_s = last_decode_s = encode_delay_s = 0.0
@@ -474,5 +478,5 @@ def _finish_compressed_s(program: Program, group: Communicator, sent: _Compresse
         network_s = max(network_s, ready_s) + float(reduce_s) + between_s
         last_decode_s = float(sent.decode_s[bucket].sum())
         decoded_s += last_decode_s + between_s
-    # what is decoded while the backward pass runs delays it; the last bucket is decoded after it has come
+    # decoding delays the backward pass, too, except for the last bucket, which is decoded after its all-reduce
     return max(program.compute_s + encode_delay_s + decoded_s - last_decode_s, network_s) + last_decode_s

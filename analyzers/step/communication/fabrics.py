@@ -1,6 +1,6 @@
-"""The network of a job from what the user names: links, cards, rates, logs of nccl-tests. Start at :func:`fabric_of`.
+"""The network of a job, made from what the user names: links, cards, rates, logs of nccl-tests. Start at :func:`fabric_of`.
 
-What nccl-tests print (github.com/NVIDIA/nccl-tests): the times of one collective. Start at :func:`read_tests`.
+:func:`read_tests` reads what nccl-tests (github.com/NVIDIA/nccl-tests) print: the times of one collective by message size.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LARGE_BYTES = 64 * 2**20
 _ROW = re.compile(r"(?:^|\s)(\d+)\s+\d+\s+(?:u?int\d+|half|float|double|bfloat16|f8\w+)\s")
 _RANK = re.compile(r"#\s+Rank\s+(\d+)\s.*\bon\s+(\S+)\s+device")
 _NAMES: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
-# GB/s from which on a rate printed with two decimals is precise enough for a ratio of two.
+# Rates are printed with two decimals; from so many GB/s on they are precise enough for a ratio of two.
 _PRECISE_GB_PER_S = 10.0
 # Nearer than this to its limit for many ranks, the ratio of the two bandwidths no longer tells how many there are.
 _NEAR_LIMIT = 1e-3
@@ -49,14 +49,14 @@ def is_nccl_log(text: str) -> bool:
 
 
 def rows_of(text: str) -> list[TestRow]:
-    """Return the rows of an nccl-tests log, of collectives out of place (into a second buffer). Unreadable lines are skipped.
+    """Return the rows of an nccl-tests log with its out-of-place figures (into a second buffer); other lines are skipped.
 
-    Columns are the header's, counted from the right: versions differ in those before the time (``root`` came later, ``redop``
-    may be blank), and a column of errors may be ``N/A``.
+    Columns are found by the header's names and counted from the right, because versions differ in the columns before the
+    time (``root`` came later, ``redop`` may be blank).
     """
     rows = []
     columns: list[str] = []  # of the last header
-    columns_from_time = 0  # how many of them there are from the time on; 0: no header yet
+    columns_from_time = 0  # the number of columns from "time" to the end; 0: no header yet
     for line in text.splitlines():
         words = line.split()
         if "busbw" in words and "time" in words:
@@ -81,7 +81,7 @@ def rows_of(text: str) -> list[TestRow]:
 
 
 def processes_of(text: str) -> tuple[int, int]:
-    """Return the number of ranks and the number of nodes that a log's head lists; 0 where it lists none."""
+    """Return (ranks, nodes): how many of each the head of a log lists, (0, 0) if it lists none."""
     ranks = [(int(match[1]), match[2]) for match in _RANK.finditer(text)]
     return max((rank + 1 for rank, _ in ranks), default=0), len({host for _, host in ranks})
 
@@ -89,9 +89,9 @@ def processes_of(text: str) -> tuple[int, int]:
 def read_tests(text: str, where: str, gpus_per_node: int = DEVICES_PER_NODE) -> MeasuredCollective:
     """Return the table of an nccl-tests log: its collective, its processes, and the median seconds by size.
 
-    Ranks that the log does not list follow from the ratio of bus bandwidth and algorithm bandwidth; nodes that it does not list
-    hold ``gpus_per_node``. ``where``: the file, for errors. Raises InputError for a log without rows, of an unknown collective,
-    or of an unknown number of ranks.
+    If the log does not list its ranks, their number follows from the ratio of bus bandwidth and algorithm bandwidth; if it
+    does not list its nodes, each is taken to hold ``gpus_per_node``. ``where``: the file, for errors. Raises InputError for a
+    log without rows, of an unknown collective, or of an unknown number of ranks.
     """
     rows = [row for row in rows_of(text) if row.size_bytes > 0]
     if not rows:
@@ -107,7 +107,7 @@ def read_tests(text: str, where: str, gpus_per_node: int = DEVICES_PER_NODE) -> 
     if len(named_collectives) > 1 or ((other_name := re.search(r"\b(\w+)_perf\b", text)) and not named_collectives):
         name = ", ".join(named_collectives) or other_name[1]  # type: ignore[index]  # one of both
         raise InputError(where, f"is of {name}", f"one of {', '.join(_NAMES)} in each file")
-    # n ranks have a ratio of 2 (n - 1) / n (all-reduce) or (n - 1) / n: solved for n, unless it is too near its limit to tell
+    # The ratio is 2 (n - 1) / n for an all-reduce, else (n - 1) / n: solved for n, unless it is too near its limit for large n.
     turns = 2.0 if collective == "all_reduce" else 1.0
     inferred_ranks = round(turns / (turns - ratio)) if 0 < ratio < turns - _NEAR_LIMIT else 0
     replicas = listed_ranks or inferred_ranks
@@ -153,7 +153,7 @@ BANDWIDTH, LATENCY = "10Gbit", "50us"
 def own_link(device: Device) -> Link:
     """Return the link inside a node that a device type's data names, PCIe 3.0 if it names none.
 
-    A rate that was measured is taken as it is, a datasheet's as far as such links reach it.
+    A measured rate is taken unchanged; of a datasheet's rate, the share that such links reach.
     """
     if "bridge" in device.link:
         return parse_link("pcie5")  # a bridge joins two cards, and a ring of more goes over PCIe
@@ -167,10 +167,11 @@ def own_link(device: Device) -> Link:
 def between_nodes(
     nic: str | None, bandwidth: str | None, latency: str | None, options: tuple[str, str, str]
 ) -> Link | None:
-    """Return the link between nodes: cards by datasheet, or a rate as measured; None: neither is given.
+    """Return the link between nodes from texts: ``nic``, cards by datasheet, or ``bandwidth``, as measured; None: neither.
 
-    Without ``latency`` a card's hop takes what NCCL's model says of cards (``Link.latency_s`` of 0), a measured rate's 50 us.
-    ``options`` name the three options for errors. Raises InputError for cards with a rate, and for a malformed text.
+    Without ``latency``, a measured rate has 50 us, and a card has the latency of NCCL's model for cards, which a
+    ``Link.latency_s`` of 0 stands for. ``options``: the names of the three options, for errors. Raises InputError if both
+    cards and a rate are given, and for a malformed text.
     """
     if nic is not None and bandwidth is not None:
         raise InputError(options[0], f"does not go with {options[1]}", "cards by datasheet, or a rate as measured")
@@ -197,9 +198,9 @@ def fabric_of(
 ) -> Fabric:
     """Return the network of nodes of one device type, from the texts of the options of those names.
 
-    Inside a node it is the device's own link unless one is named; between nodes 10 Gbit/s where neither ``nic`` nor
-    ``bandwidth`` is given. Without ``latency`` a rate has 50 us and a ``nic`` NCCL's own. Raises InputError for what cannot be
-    read.
+    Inside a node, the link is the device's own unless one is named (PCIe 3.0 if ``device`` is None, too). Between nodes it is
+    10 Gbit/s unless ``nic`` or ``bandwidth`` is given; for latencies see :func:`between_nodes`. Raises InputError for a text
+    or file that cannot be read, and for options that exclude each other.
     """
     if link is not None and local_bandwidth is not None:
         raise InputError("--link", "does not go with --local-bandwidth", "leave out one of the two")
@@ -216,9 +217,9 @@ def fabric_of(
 
 
 def tests_in(path: Path, gpus_per_node: int) -> MeasuredCollective:
-    """Return the table of the nccl-tests log at ``path``; ``gpus_per_node`` as of :func:`read_tests`.
+    """Return the table of the nccl-tests log at ``path``; ``gpus_per_node``: see :func:`read_tests`.
 
-    Raises InputError for another file.
+    Raises InputError for a file that is no such log.
     """
     text = read_text(path)
     if not is_nccl_log(text):

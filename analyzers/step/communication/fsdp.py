@@ -1,6 +1,6 @@
-"""FSDP2's all-gathers: how much stays exposed for each prefetch depth, and what to set. Start at :func:`plan_fsdp`.
+"""FSDP2's all-gathers: how much of them stays exposed for each prefetch depth, and what to set. Start at :func:`plan_fsdp`.
 
-What ``fully_shard`` does with one unit per block and one for the root, on CUDA streams that run ahead of the program:
+This models ``fully_shard`` with one unit per block and one for the root, on CUDA streams that run ahead of the program:
 
 - The network runs the collectives one after another in the order of issue.
 - Forward: the all-gather of unit j is issued with the units before it and may start once compute of unit j - 1 - d has
@@ -47,10 +47,10 @@ class Unit:
 
 
 def plan_fsdp(program: Program, group: Communicator) -> FsdpFigures | None:
-    """Return FSDP2's default, its best prefetch depths, and its best without resharding, with a unit for each block.
+    """Return FSDP2's default, its best prefetch depths, and its best without resharding; None: the model has no blocks.
 
-    Of the settings about as fast as the fastest, the one that gathers least at a time is best. None: the model has no list
-    of blocks.
+    There is a unit for each block and one for the root. Of the settings within ``_WORTHWHILE_SHARE`` of the fastest, the one
+    with the least memory for gathered parameters counts as best.
     """
     units_found = units_of(program)
     if units_found is None:
@@ -80,7 +80,7 @@ def plan_fsdp(program: Program, group: Communicator) -> FsdpFigures | None:
 
 
 def _prefetch_lists(names: Sequence[str], depth: int) -> dict[str, list[str]]:
-    """Return by block the next ``depth`` blocks, which it prefetches; {}: the default depth of 1 needs no list.
+    """Return, by block, the next ``depth`` blocks that it prefetches; {} for the default depth of 1, which needs no list.
 
     >>> _prefetch_lists(["a", "b", "c"], 2)
     {'a': ['b', 'c'], 'b': ['c']}
@@ -91,7 +91,7 @@ def _prefetch_lists(names: Sequence[str], depth: int) -> dict[str, list[str]]:
 
 
 def prefetch_setting(fsdp: FsdpFigures, chosen: PrefetchFigures | None = None) -> PrefetchSetting:
-    """Return FSDP2's units and prefetch lists for a plan: those of ``chosen``, None: of the best setting."""
+    """Return FSDP2's units and prefetch lists as a plan stores them, for the setting ``chosen``; None: for the best one."""
     chosen = fsdp.best if chosen is None else chosen
     return PrefetchSetting(
         units=fsdp.units,
@@ -104,7 +104,7 @@ def prefetch_setting(fsdp: FsdpFigures, chosen: PrefetchFigures | None = None) -
 
 
 def _verdict(program: Program, default: PrefetchFigures, best: PrefetchFigures, unresharded: PrefetchFigures) -> str:
-    """Return in words what FSDP2's prefetch can gain and what to set."""
+    """Return a text that says what FSDP2's prefetch can gain and what to set."""
     gain = share_saved(best.step_s, default.step_s)
     text = f"FSDP2's default leaves {show_seconds(default.exposed_s)} of communication exposed; "
     if gain < SMALL_GAIN:
@@ -116,14 +116,14 @@ def _verdict(program: Program, default: PrefetchFigures, best: PrefetchFigures, 
     if (more := share_saved(unresharded.step_s, best.step_s)) >= SMALL_GAIN:
         size = show_bytes(unresharded.gathered_bytes)
         text += f" Where {size} of gathered parameters fit, reshard_after_forward=False saves another {more:.1%}."
-    return text + program.starved(default.exposed_s)
+    return text + program.starvation_advice(default.exposed_s)
 
 
 def units_of(program: Program) -> tuple[Unit, list[Unit]] | None:
-    """Return the root and the blocks in forward order, with their bytes and seconds; None without a numbered list of blocks.
+    """Return (root, blocks in forward order) with their bytes and seconds; None: there are no two numbered blocks in use.
 
-    A block's forward runs from its first use of a parameter to the next block's; its backward ends with its last
-    gradient and begins where the block after it ended. The root gets the time before the first and after the last.
+    A block's forward pass lasts from its first use of a parameter to that of the next block; its backward pass ends with its
+    last gradient and begins where the backward pass of the block after it ended. All other time is the root's.
     """
     container = block_container(program.held, program.held_bytes.tolist())
     if container is None:
@@ -144,8 +144,7 @@ def units_of(program: Program) -> tuple[Unit, list[Unit]] | None:
         return None
     names.sort(key=lambda name: (first_use_s[name], name))
     starts_s = [first_use_s[name] for name in names]
-    # Ops of the root after the last block (head, loss) are not told from it by first use alone: the root's own
-    # parameters used later mark them.
+    # The last block ends where the root's own parameters are first used after it began (head, loss), or with the forward pass.
     uses = zip(program.first_use_s.tolist(), held_blocks, strict=True)
     late_root_uses_s = [use_s for use_s, name in uses if not name and starts_s[-1] < use_s < np.inf]
     ends_s = [*starts_s[1:], min([*late_root_uses_s, program.backward_s])]
@@ -168,10 +167,10 @@ def units_of(program: Program) -> tuple[Unit, list[Unit]] | None:
 def _backward_seconds(
     program: Program, trained_blocks: Sequence[str], last_gradient_s: Mapping[str, float]
 ) -> dict[str, float]:
-    """Return by block the seconds of its backward pass: from the end of the block before it to its own last gradient.
+    """Return, by block, the seconds of its backward pass: from the end of the one that ran before it to its last gradient.
 
-    ``trained_blocks`` (p,): the block of each gradient in ready order, "": the root. ``last_gradient_s``: by block, when its
-    last gradient is ready. The root's gradients before the first block's are the head's, after which that block begins.
+    ``trained_blocks`` (p,): the block of each gradient in ready order, "" for the root. ``last_gradient_s``: by block, when
+    its last gradient is ready. The first block to run begins after the root's gradients that come before it (the head's).
     """
     backward_order = sorted(last_gradient_s, key=lambda name: (last_gradient_s[name], name))
     first_block_s = last_gradient_s[backward_order[0]]
@@ -197,15 +196,15 @@ def simulate_fsdp(
 ) -> PrefetchFigures:
     """Return the simulated step of one setting of prefetch and resharding. O(blocks x depth).
 
-    The root's backward time is taken to lie half before the blocks (loss, head) and half after (embeddings). Units without
-    a gradient are not reduced.
+    Half of the root's backward time is taken to lie before the blocks (loss, head) and half after them (embeddings). Units
+    without a gradient are not reduced.
 
     Args:
         root, units: what ``fully_shard`` gathers at once, the blocks in the order of their forward passes.
         group: the processes that gather and reduce.
         forward_depth, backward_depth: how many units ahead are gathered in each pass.
-        reshard: whether a block's parameters are given up after its forward pass, and gathered again.
-        near: the group that gathers for the backward pass; None: ``group``.
+        reshard: whether a block's parameters are freed after its forward pass, and gathered again for its backward pass.
+        near: the group that gathers for the backward pass, if it is another (``reshard_after_forward`` as a number).
     """
     # ``network_s`` and ``device_s`` are when the network and the device's compute are free again.
     count = len(units)
@@ -251,7 +250,7 @@ def simulate_fsdp(
         network_s = max(network_s, device_s) + group.reduce_scatter_s(root.gradient_bytes)
     total_compute_s = root.forward_s + root.backward_s + sum(unit.forward_s + unit.backward_s for unit in units)
     step_s = max(device_s, network_s)
-    # Blocks gathered at a time: in forward the current one, the one before it, and those ahead; in backward no one before it.
+    # Blocks that are gathered at one time: the current one, those ahead and, in forward alone, the one before.
     window = max(forward_depth + 2, backward_depth + 1) if reshard else count
     gathered_bytes = max(sum(sizes[low : low + window]) for low in range(max(1, count - window + 1)))
     return PrefetchFigures(
@@ -267,7 +266,7 @@ def simulate_fsdp(
 def _lower_bound_s(root: Unit, units: Sequence[Unit], group: Communicator) -> float:
     """Return a lower bound on the step's seconds for every prefetch depth, with and without resharding.
 
-    It is the longer of all compute with the root's collectives, which overlap no compute, and every collective once.
+    It is the larger of two sums: all compute and the root's collectives, which overlap no compute; and every collective once.
     """
     compute_s = root.forward_s + root.backward_s + sum(unit.forward_s + unit.backward_s for unit in units)
     reduce_s = [group.reduce_scatter_s(unit.gradient_bytes) for unit in (root, *units) if unit.gradient_bytes]
@@ -278,7 +277,7 @@ def _lower_bound_s(root: Unit, units: Sequence[Unit], group: Communicator) -> fl
 
 
 def block_of(parameter: str, container: str) -> str:
-    """Return the block that a parameter belongs to: ``container.NUMBER``, or "" for the root.
+    """Return the block that a parameter belongs to, as ``CONTAINER.NUMBER``; "" if it belongs to the root.
 
     >>> block_of("model.layers.3.mlp.weight", "model.layers")
     'model.layers.3'
@@ -291,10 +290,10 @@ def block_of(parameter: str, container: str) -> str:
 
 
 def block_container(parameters: Sequence[str], size_bytes: Sequence[float]) -> str | None:
-    """Return the list of blocks that holds most of the parameters' bytes, as ``model.layers``; None if there is none.
+    """Return the name of the list of blocks that holds most of the parameters' bytes, as ``model.layers``; None: there is none.
 
-    ``parameters`` and ``size_bytes``: (q,) names and sizes. A list is whatever numbers its members: ``layers.0.weight``,
-    ``layers.1.weight``; the outermost one wins a tie.
+    ``parameters`` and ``size_bytes``: (q,) names and sizes. A list is recognized by two or more numbered members
+    (``layers.0.weight``, ``layers.1.weight``); of lists with as many bytes the outermost is taken.
     """
     sizes: dict[str, float] = {}
     members: dict[str, set[str]] = {}

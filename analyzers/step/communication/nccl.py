@@ -1,4 +1,4 @@
-"""How long NCCL's collectives take on two levels of links: inside a node, and between nodes. Start at :class:`Fabric`.
+"""The time of NCCL's collectives on two levels of links: inside a node, and between nodes. Start at :class:`Fabric`.
 
 The model is NCCL's own (src/graph/tuning.cc, NCCL 2.28): for each algorithm (ring, tree, NVLS) and protocol (LL, LL128,
 Simple) a time ``latency + bytes / bandwidth``, of which NCCL takes the smallest. The latency sums the hops of each level;
@@ -7,8 +7,8 @@ that published nccl-tests show: the start of a kernel, the filling of a tree's c
 reach (:mod:`ddltool.links`). Where a link is only known by a rate and a latency, NCCL's constants are zero: what is left is
 the ring's formula (Patarasuk and Yuan, JPDC 2009) or the tree's.
 
-Sizes are those of the whole: what is gathered on each process, or reduced; all functions broadcast over arrays of bytes.
-Bus bandwidth is what each process sends over its link: it does not depend on how many processes there are.
+Sizes are bytes of the whole tensor that is gathered or reduced, not of one process's part; all functions broadcast over arrays
+of sizes. Bus bandwidth is the rate at which each process sends over its link, which does not depend on their number.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ _HOP_US = {
 }
 # Microseconds of a reduction in NVLink's switches, and of a hop of the tree over nodes that follows it.
 _NVLS_US, _NVLS_HOP_US = 25.0, 20.9
-# Posting each step of a ring through nodes to a card takes this long; LL, LL128, Simple.
+# Microseconds to post a step of a ring through nodes to a network card, with LL, LL128 and Simple.
 _POST_US = (2.0, 2.0, 6.0)
-# Messages of at least so many bytes per process and channel wait so many times as long for the steps of a ring through nodes
-# ("plateau effect" there).
+# For messages of at least so many bytes per process and channel, NCCL multiplies the latency of a ring through nodes by so much
+# ("plateau effect" in tuning.cc).
 _PLATEAU_BYTES = 64.0
 _PLATEAU_VOLTA, _PLATEAU_NEWER = 1.9, 1.4
 
 
 @dataclass(frozen=True, slots=True)
 class _Generation:
-    """tuning.cc's limits of a GPU generation, GB/s; three figures are those on one node, on two, and on more."""
+    """tuning.cc's limits of a GPU generation, in GB/s; three figures are for one node, for two, and for more."""
 
     channels: int
     """Channels per collective, which work in parallel."""
@@ -69,9 +69,9 @@ class _Generation:
     gathers: float = 1.0
     """Bus bandwidth of rings that gather or scatter over that of rings that reduce."""
     few: float = 0.0
-    """A ring of n processes loses the share ``few / n`` of the links' rate: fewer of them are busy at a time."""
+    """A ring of n processes does not reach the share ``few / n`` of the links' rate, because fewer links are busy at a time."""
     start_us: float = 12.0
-    """A kernel's start as nccl-tests see it; RCCL's as XLA's tables do, on an MI300X."""
+    """Microseconds to start a kernel, from nccl-tests; RCCL's from XLA's tables of an MI300X."""
 
 
 _INF = math.inf
@@ -94,7 +94,8 @@ _GENERATIONS: dict[Kind, _Generation] = {
     "pcie5": replace(_HOPPER, nvls=0.0, few=0.0),
     "infinity": _RCCL,
 }
-# A tree's bandwidth at 64 B times powers of two, by protocol (treeCorrectionFactor there).
+# Factors on a tree's bandwidth: a row for each protocol, a column for each size of 64 B times a power of two
+# (treeCorrectionFactor in tuning.cc).
 _CORRECTION = np.array(
     [
         [1, 1, 1, 1, 0.9, 0.8, 0.7, 0.7, 0.7, 0.7, 0.6, 0.5, 0.4, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1, 1, 1, 1],
@@ -108,14 +109,14 @@ _CHUNK_BYTES = 2.0**19
 _LEAST_CHUNKS = 8.0
 # Shares of the links' rate that protocols reach: LL and LL128 in rings, and in trees over nodes.
 _RING_SHARES, _TREE_SHARES = (0.5, 0.92, 1.0), (1 / 3.8, 0.9375, 1.0)
-# What rings of so many and more reach is the links' rate.
+# Rings of so many processes reach the links' rate.
 _MANY = 8
-# Rack-scale domains of NVLink were measured to go round in rings: their switches reduce for 8 GPUs at a time here.
+# NVLS is used for at most so many GPUs of a node: larger (rack-scale) NVLink domains were measured to use rings.
 _LARGEST_NVLS = 8
 
 
 class Reducer(Protocol):
-    """Processes that reduce. Sizes in bytes (of any shape), times in seconds."""
+    """Anything that can say how long an all-reduce takes. Sizes are bytes, a number or an array."""
 
     def all_reduce_s(self, size_bytes: Size) -> Size:
         """Return the seconds to reduce ``size_bytes`` on every process."""
@@ -123,11 +124,11 @@ class Reducer(Protocol):
 
 
 class Communicator(Reducer, Protocol):
-    """Processes that communicate: what a collective among them costs."""
+    """Anything that can say how long collectives among its processes take."""
 
     @property
     def replicas(self) -> int:
-        """Return how many processes there are."""
+        """The number of processes."""
         ...
 
     def all_gather_s(self, size_bytes: Size) -> Size:
@@ -141,7 +142,7 @@ class Communicator(Reducer, Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredCollective:
-    """What nccl-tests measured of one collective on one set of processes: (k,) ascending bytes, and seconds."""
+    """What nccl-tests measured of one collective among certain processes: (k,) ascending sizes, and seconds."""
 
     collective: Collective
     replicas: int
@@ -161,7 +162,7 @@ class _Variant:
     protocol: int
     latency_us: float
     longer_us: float
-    """Added to the latency of messages of :data:`_PLATEAU_BYTES` and more per process and channel."""
+    """Microseconds added to ``latency_us`` for messages of :data:`_PLATEAU_BYTES` and more per process and channel."""
     bytes_per_us: float
     fill_us_per_byte: float = 0.0
     """Microseconds per byte of a chunk, until a tree's chain is full."""
@@ -171,15 +172,15 @@ class _Variant:
 
 @dataclass(frozen=True, kw_only=True)
 class Fabric:
-    """Nodes of GPUs: ``inside`` joins those of a node, ``between`` the nodes."""
+    """The network of a cluster: ``inside`` links the GPUs of a node, ``between`` links the nodes."""
 
     inside: Link
     between: Link
     gpus_per_node: int = 1
     algorithms: tuple[Algorithm, ...] = ("ring", "tree", "nvls")
-    """What NCCL_ALGO lets it choose from; NCCL_CUMEM_ENABLE=0 takes nvls away."""
+    """The algorithms that NCCL may choose from (NCCL_ALGO); without nvls under NCCL_CUMEM_ENABLE=0."""
     measured: tuple[MeasuredCollective, ...] = ()
-    """Tables that scale the model: by the ratio of table and model on the table's own processes."""
+    """Tables that scale the model, by the ratio of measured to modelled time for the table's own processes."""
 
     @classmethod
     def flat(cls, bytes_per_s: float, latency_s: float) -> Fabric:
@@ -191,8 +192,9 @@ class Fabric:
     def joined(cls, fabrics: Mapping[str, Fabric], devices: Mapping[str, int]) -> Group:
         """Return the group of processes on devices of several types, each type on nodes of its own.
 
-        ``fabrics``: by type; ``devices``: how many processes run on each type. All go as fast as the slowest links. The link
-        inside a node counts only of types with several processes on a node, and nodes are as large as the smallest type's.
+        ``fabrics``: by device type; ``devices``: the number of processes on each type. The group has the slowest link between
+        nodes, the slowest link inside a node among types with several processes on a node, and nodes as large as those of the
+        type with the smallest nodes.
         """
         counts = {name: count for name, count in devices.items() if count}
         node_counts = {name: math.ceil(count / fabrics[name].gpus_per_node) for name, count in counts.items()}
@@ -205,13 +207,13 @@ class Fabric:
 
     @property
     def text(self) -> str:
-        """Return the links in words, such as "8 a node on NVLink 4 at 370.8 GB/s, 10 Gbit/s between nodes"."""
+        """A text for the links, such as "8 a node on NVLink 4 at 370.8 GB/s, 10 Gbit/s between nodes"."""
         between = f"{self.between.bytes_per_s * 8 / 1e9:.4g} Gbit/s"
         if self.gpus_per_node == 1:
             return between
         name = f"{self.inside.text} at " if self.inside.text else ""
         inside = f"{self.gpus_per_node} a node on {name}{self.inside.bytes_per_s / 1e9:.4g} GB/s"
-        # a link through the host stands where no network was named, for nothing leaves the node
+        # a PCIe link between nodes is a placeholder for a single node, where no network was named
         return inside if self.between.kind.startswith("pcie") else f"{inside}, {between} between nodes"
 
     def over(self, replicas: int, nodes: int | None = None) -> Group:
@@ -219,9 +221,9 @@ class Fabric:
         return Group(fabric=self, replicas=replicas, nodes=nodes or math.ceil(replicas / self.gpus_per_node))
 
     def sharded(self, replicas: int, shard: int, nodes: int | None = None) -> Communicator:
-        """Return one of the groups of ``shard`` neighbours, whose parts are reduced over the groups as well (HSDP).
+        """Return one of the groups of ``shard`` neighbouring processes, over which gradients are reduced, too (HSDP).
 
-        A shard of all replicas is a single group. ``nodes``: of all replicas, as of :meth:`over`.
+        A shard of all ``replicas`` is a plain group. ``nodes``: of all replicas, see :meth:`over`.
         """
         if shard >= replicas:
             return self.over(replicas, nodes)
@@ -229,8 +231,8 @@ class Fabric:
         nodes = nodes or math.ceil(replicas / self.gpus_per_node)
         # one process of each group, all of the same rank within it: as far apart as the groups are
         between = self.over(groups, min(groups, nodes))
-        # all ranks reduce over the groups at once: a node's cards carry a group for each of its processes, or for each pair of
-        # them where two shard groups lie on the node, and so on
+        # All these groups reduce at once, so a node's cards carry one message for each of its processes, divided by the shard
+        # groups on the node, because processes of one such group do not leave the node to reach each other.
         sharing = max(1, math.ceil(replicas / nodes) * between.nodes // groups)
         return Replicated(inside=self.over(shard), between=between, sharing=sharing if between.nodes > 1 else 1)
 
@@ -256,7 +258,7 @@ class Group:
         return self.collective_s("reduce_scatter", size_bytes)
 
     def chosen(self, collective: Collective, size_bytes: float) -> tuple[Algorithm, str]:
-        """Return the algorithm and the protocol (of ``PROTOCOLS``) that NCCL takes for a message, by its own model."""
+        """Return the algorithm and the protocol (one of ``PROTOCOLS``) that NCCL chooses for a message by its own model."""
         variants = self._variants[collective]
         times_us = self._variant_times_us(variants, np.array([float(size_bytes)]))[:, 0]
         fastest = variants[int(np.argmin(times_us))]
@@ -265,8 +267,8 @@ class Group:
     def collective_s(self, collective: Collective, size_bytes: Size) -> Size:
         """Return the seconds of a collective over ``size_bytes``, 0 for one process.
 
-        They are the model's, scaled by the ratio of measured and modelled time in the most similar table. Between its sizes
-        the logarithm of the ratio is interpolated; beyond them it stays what it is at the end.
+        They are the model's, multiplied by the ratio of measured to modelled time in the most similar table, if there is one.
+        Between the table's sizes the logarithm of the ratio is interpolated; beyond them the ratio at the end is taken.
         """
         if self.replicas < 2:
             return size_bytes * 0.0
@@ -280,9 +282,10 @@ class Group:
         return float(seconds[0]) if np.ndim(size_bytes) == 0 else seconds.reshape(np.shape(size_bytes))  # type: ignore[return-value]
 
     def _nearest_table(self, collective: Collective) -> MeasuredCollective | None:
-        """Return the most similar table of the fabric, None where nothing was measured.
+        """Return the most similar table of the fabric, None if it has none.
 
-        Tables with the same levels of links come first, then those of the collective, then those of the nearest counts.
+        Tables on one node or on several, as this group is, are preferred; then those of the same collective; then those with
+        the nearest number of processes, and of nodes.
         """
         return min(
             self.fabric.measured,
@@ -303,7 +306,7 @@ class Group:
     def _variant_times_us(self, variants: Sequence[_Variant], size: Array) -> Array:
         """Return (variants, ...) the microseconds of messages of ``size`` (...) bytes by each variant.
 
-        Each is latency and bytes over rate, and for trees the time until their chains are full.
+        They are latency plus bytes over rate, and for trees the time until the first chunk has passed their chains.
         """
         channels = self._generation.channels
         octave = np.log2(np.maximum(size / 64.0, 1.0))  # fractional column of _CORRECTION, which begins at 64 bytes
@@ -321,25 +324,25 @@ class Group:
 
     @cached_property
     def _per_node(self) -> int:
-        """Return the processes on the fullest node."""
+        """The number of processes on the fullest node."""
         return math.ceil(self.replicas / self.nodes)
 
     @cached_property
     def _generation(self) -> _Generation:
-        """Return the limits of the GPUs' generation, told by the link inside a node; a link of another kind has no limits."""
+        """The limits of the GPUs' generation, which the kind of link inside a node tells; none for any other kind."""
         return _GENERATIONS.get(self.fabric.inside.kind, _ANY)
 
     @cached_property
     def _levels(self) -> list[Link]:
-        """Return the links that are in use: inside a node where one holds several processes, and between nodes if several."""
+        """The links in use: inside a node if one holds several processes, and between nodes if there are several."""
         inside = [self.fabric.inside] if self._per_node > 1 else []
         return inside + ([self.fabric.between] if self.nodes > 1 else [])
 
     @cached_property
     def _variants(self) -> dict[Collective, list[_Variant]]:
-        """Return the variants of each collective among which NCCL chooses on these processes.
+        """The variants of each collective among which NCCL chooses for these processes.
 
-        An all-reduce may go by ring, tree or NVLS, as far as the fabric allows it; the others go by ring or chain.
+        An all-reduce may use a ring, a tree or NVLS, as far as the fabric allows; the others use a ring or a chain.
         """
         all_reduces = [*self._ring_variants(2.0), *self._tree_variants(), *self._nvls_variants()]
         variants: dict[Collective, list[_Variant]] = {
@@ -348,7 +351,7 @@ class Group:
             "reduce_scatter": list(self._ring_variants(1.0)),
             "broadcast": list(self._broadcast_variants()),
         }
-        # LL128 needs stores of 128 bytes that stay whole: NVLink and RDMA keep them so
+        # LL128 needs links that do not split stores of 128 bytes, as NVLink and RDMA
         has_ll128 = all(link.kind.startswith(("nvlink", "nic")) for link in self._levels)
         return {
             collective: [variant for variant in candidates if has_ll128 or variant.protocol != _LL128]
@@ -357,7 +360,7 @@ class Group:
 
     @cached_property
     def _has_constants(self) -> bool:
-        """Return whether NCCL's constants are in the times: where any link is known by more than a rate and a latency."""
+        """Whether times include NCCL's constants: if any link in use is known by more than a rate and a latency."""
         return any(link.kind != "plain" for link in self._levels)
 
     def _base_us(self, algorithm: Algorithm, protocol: int) -> float:
@@ -370,13 +373,13 @@ class Group:
         return max(_HOP_US[kind][algorithm][protocol], 1e6 * link.latency_s)
 
     def _bus_rate(self, card_factor: float = 1.0) -> float:
-        """Return GB/s of bus bandwidth that the slowest level lets through; the cards' rate counts ``card_factor`` times.
+        """Return the bus bandwidth in GB/s of the slowest level of links; that of the cards is multiplied by ``card_factor``.
 
-        Few processes on a node do not reach the rate of its links: a ring of few keeps fewer of them busy, and GPUs that are
-        wired to ``peers`` others use only the links to those that take part.
+        Few processes on a node do not reach the rate of its links: a small ring keeps fewer of them busy, and a GPU that is
+        wired to ``peers`` others uses only its links to those that take part.
         """
         inside, few = self.fabric.inside, self._generation.few
-        # a link's rate is what rings of _MANY processes reach: 1 for those
+        # relative to a ring of _MANY processes, for which a link's rate is given
         reached_share = min((1.0 - few / self._per_node) / (1.0 - few / _MANY), 1.0)
         if inside.peers:
             reached_share = min((self._per_node - 1) / inside.peers, 1.0)
@@ -386,25 +389,25 @@ class Group:
 
     @property
     def _node_count_index(self) -> int:
-        """Return the index of these nodes in figures for one node, two, and more."""
+        """The index in a triple of figures for one node, for two, and for more."""
         return min(self.nodes, 3) - 1
 
     def _ring_variants(self, turns: float) -> Iterator[_Variant]:
         """Yield a ring for each protocol, with its latency and rate.
 
-        Data goes ``turns`` times round the ring, each time in ``replicas - 1`` steps: twice for an all-reduce (to reduce and
-        to gather), once for a gather or a scatter.
+        ``turns``: how often the data passes round the ring, each time in ``replicas - 1`` steps: 2 for an all-reduce (to
+        reduce and to gather), 1 for a gather or a scatter.
         """
         generation = self._generation
         steps, steps_between = turns * (self.replicas - 1), turns * (self.nodes - 1)
-        # over many nodes no channel was measured to carry more than a tree's does
+        # over more than two nodes, no channel was measured to carry more than a tree's
         most_gb_per_s = generation.tree[2] * generation.channels if self.nodes > 2 else math.inf
         link_gb_per_s = min(self._bus_rate(), most_gb_per_s) * (generation.gathers if turns == 1 else 1.0)
         limits = (generation.ll[self._node_count_index], generation.channels * generation.ring_ll128, math.inf)
         has_cards = self.nodes > 1 and self.fabric.between.kind != "plain"
         for protocol, (share, limit) in enumerate(zip(_RING_SHARES, limits, strict=True)):
             inside_us = max(self._hop_us(self.fabric.inside, "ring", protocol), has_cards * _POST_US[protocol])
-            # with one process per node nothing is hidden: a tree's hop
+            # with one process per node a ring's hops are not hidden behind others, and take as long as a tree's
             between_us = self._hop_us(self.fabric.between, "tree" if self._per_node == 1 else "ring", protocol)
             hops_us = (steps - steps_between) * inside_us + steps_between * between_us
             plateau = _PLATEAU_VOLTA if generation is _VOLTA else _PLATEAU_NEWER
@@ -420,7 +423,7 @@ class Group:
     def _tree_variants(self) -> Iterator[_Variant]:
         """Yield a double binary tree over the nodes for each protocol, with a chain through the processes of each node.
 
-        Data goes up the tree and down again, so that every hop counts twice, and the rate half.
+        Data goes up the tree and down again, so that every hop counts twice and the rate is halved.
         """
         generation, counts = self._generation, self._node_count_index
         chain, depth = self._per_node - 1, math.ceil(math.log2(self.nodes))
@@ -446,9 +449,9 @@ class Group:
             )
 
     def _nvls_variants(self) -> Iterator[_Variant]:
-        """Yield the all-reduce in NVLink's switches (NVLS), with a tree over several nodes; nothing where GPUs lack it.
+        """Yield the all-reduce in NVLink's switches (NVLS), with a tree over several nodes.
 
-        It needs three or more processes on a node, and no more than the switches of one domain join.
+        Yields nothing if the GPUs lack NVLS, or a node holds fewer than three processes or more than ``_LARGEST_NVLS``.
         """
         generation = self._generation
         if not (generation.nvls and 2 < self._per_node <= _LARGEST_NVLS):
@@ -465,9 +468,9 @@ class Group:
         yield _Variant("nvls", _SIMPLE, latency_us, longer_us=0.0, bytes_per_us=bytes_per_us)
 
     def _broadcast_variants(self) -> Iterator[_Variant]:
-        """Yield for each protocol a chain from one process through all others, at the rate at which a ring's links work.
+        """Yield for each protocol a chain from one process through all others, whose links have the rate of a ring's.
 
-        A chain has a hop less than a ring, and passes every byte over each link once.
+        A chain has a hop less than a ring, and every byte passes over each link once.
         """
         hops_between = self.nodes - 1
         hops_inside = self.replicas - 1 - hops_between
@@ -480,18 +483,18 @@ class Group:
 
 
 _Line = tuple[float, float, float]
-"""Of one variant: ``start_us``, ``us_per_byte`` and ``fill_us_per_byte``, see :class:`Floor`."""
+"""(``start_us``, ``us_per_byte``, ``fill_us_per_byte``) of one variant, see :class:`Floor`."""
 
 
 class _FastestVariants:
-    """Each variant of an all-reduce at its fastest in any group that :meth:`Floor.of` bounds, with a method for each algorithm.
+    """The least time of each variant of an all-reduce in any of the groups that :meth:`Floor.of` bounds, by algorithm.
 
-    n is the number of processes of ``used``: those that join only add hops, and bytes over each link. Rates are bytes per
-    microsecond; a card that joins can only lower them.
+    n is the number of processes of ``used``; more processes only add hops, and bytes over each link. Rates are bytes per
+    microsecond; more cards can only lower them.
     """
 
     def __init__(self, used: Group, fabrics: Sequence[Fabric], most_nodes: int) -> None:
-        """Note what the variants share. The arguments are those of :meth:`Floor.of`."""
+        """Work out what the variants have in common. The arguments are those of :meth:`Floor.of`."""
         self.used, self.fabrics = used, fabrics
         n, nodes = used.replicas, used.nodes
         self.generations = [_GENERATIONS.get(fabric.inside.kind, _ANY) for fabric in fabrics]
@@ -512,14 +515,15 @@ class _FastestVariants:
         return self.start_us + _BASE_US[algorithm][protocol] if self.has_constants else 0.0
 
     def _hops_us(self, algorithm: Algorithm, protocol: int) -> tuple[float, float]:
-        """Return the microseconds of the shortest hop of all fabrics, inside a node and between nodes."""
+        """Return the microseconds of the shortest hop in any of the fabrics: (inside a node, between nodes)."""
         inside_us = min(self.used._hop_us(fabric.inside, algorithm, protocol) for fabric in self.fabrics)
         return inside_us, min(self.used._hop_us(fabric.between, algorithm, protocol) for fabric in self.fabrics)
 
     def ring(self, protocol: int) -> _Line:
-        """Return a ring's line: twice round in ``n - 1`` hops, of which ``nodes - 1`` between nodes, at the card's rate.
+        """Return the line of a ring: twice round, each time ``n - 1`` hops, ``nodes - 1`` of them between nodes.
 
-        A hop between nodes may cost as little as a tree's, which it does where each node has one process.
+        The rate is the card's. A hop between nodes is taken at a tree's cost if that is less, because rings with one process
+        on each node have that cost.
         """
         inside_us, between_us = self._hops_us("ring", protocol)
         inside_us = max(inside_us, _POST_US[protocol]) if self.has_cards else inside_us
@@ -533,9 +537,9 @@ class _FastestVariants:
         )
 
     def tree(self, protocol: int) -> _Line:
-        """Return a tree's line: up and down the chain of a node and the tree over the nodes, every byte twice over a card.
+        """Return the line of a tree: up and down a node's chain and the tree over the nodes, every byte twice over a card.
 
-        All hops pass a first chunk on before the rate is reached.
+        The fill is the time in which a first chunk passes all hops.
         """
         inside_us, between_us = self._hops_us("tree", protocol)
         tree_us = 2.0 * (self.chain * inside_us + self.depth * between_us)
@@ -545,8 +549,8 @@ class _FastestVariants:
 
     @property
     def may_use_nvls(self) -> bool:
-        """Return whether any fabric has NVLS, and links inside a node that are no faster than those in use already."""
-        # The slowest link decides: a group whose links are slower than a fabric's stays without that fabric's NVLS.
+        """Whether any of the groups could use NVLS: a fabric has it, and no faster links than those in use already."""
+        # A joined group has its slowest type's links, and NVLS only if these have it: a faster fabric's does not count.
         slowest_inside = self.used.fabric.inside.bytes_per_s if self.used.replicas > self.used.nodes else math.inf
         return any(
             generation.nvls and fabric.inside.bytes_per_s <= slowest_inside
@@ -554,32 +558,33 @@ class _FastestVariants:
         )
 
     def nvls(self) -> _Line:
-        """Return the line of NVLS: a reduction in the switches, and up and down a tree over the nodes at the card's rate."""
+        """Return the line of NVLS: a reduction in the switches, then up and down a tree over the nodes at the card's rate."""
         return self.start_us + _NVLS_US + 2.0 * self.depth * _NVLS_HOP_US, self.ring_passes / self.tree_rate, 0.0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Floor:
-    """A lower bound on the all-reduces of every group that holds certain processes: the least over ``w`` variants.
+    """A lower bound on the time of an all-reduce in every group that contains certain processes: the least over ``w`` variants.
 
-    A variant is an algorithm with a protocol, which takes ``start_us`` and ``us_per_byte`` of the message, and the filling of
-    a tree's chains. Searches over sets of processes use it to rule out all supersets of a set at once. Arrays are (w, 1, 1).
-    The bound is concave in the size: several messages take no less than one of all their bytes.
+    A variant, an algorithm with a protocol, takes ``start_us``, ``us_per_byte`` of the message, and the time to fill a tree's
+    chains. Arrays are (w, 1, 1). Searches over sets of processes rule out all supersets of a set with it at once. The bound is
+    concave in the size, so that several messages take no less than a single one of all their bytes.
     """
 
     start_us: Array
     us_per_byte: Array
     fill_us_per_byte: Array
-    """Added per byte, up to ``most_filled_bytes``."""
+    """Microseconds per byte of the message, up to ``most_filled_bytes``."""
     most_filled_bytes: float
-    """Bytes that fill a tree's chains, at most."""
+    """The most bytes of a message that count for filling a tree's chains."""
 
     @classmethod
     def of(cls, used: Group, fabrics: Sequence[Fabric], most_nodes: int) -> Floor | None:
-        """Return the floor of all groups that hold the processes of ``used``, and others on links of any of the ``fabrics``.
+        """Return the bound for all groups that contain ``used`` and further processes, on links of any of the ``fabrics``.
 
-        None: no bound is known, on one node and where measured tables scale the model. Each variant is taken at its fastest:
-        the slowest card so far at its full rate, no hop shorter than any link's, the processes spread over ``most_nodes``.
+        Each variant is taken at its fastest: the slowest card of ``used`` at its full rate, every hop as short as the
+        shortest of any fabric, the processes spread over ``most_nodes`` nodes. None: no bound is known, because ``used`` is
+        on one node, or measured tables scale the model.
         """
         if used.nodes < 2 or any(fabric.measured for fabric in fabrics):
             return None
@@ -591,7 +596,7 @@ class Floor:
         return cls(start_us=start_us, us_per_byte=us_per_byte, fill_us_per_byte=fill, most_filled_bytes=most)
 
     def all_reduce_s(self, size_bytes: Size) -> Size:
-        """Return the seconds below which none of the groups reduces ``size_bytes``, a number or an array of one to two axes."""
+        """Return a lower bound on the seconds to reduce ``size_bytes``, a number or an array of one or two axes."""
         size = np.atleast_2d(np.asarray(size_bytes, dtype=np.float64))
         fill_us = self.fill_us_per_byte * np.minimum(size, self.most_filled_bytes)
         least_s = 1e-6 * (self.start_us + self.us_per_byte * size + fill_us).min(axis=0)
@@ -600,18 +605,18 @@ class Floor:
 
 @dataclass(frozen=True, kw_only=True)
 class Replicated:
-    """One shard group of several: what it has reduced is reduced over the groups as well (HSDP)."""
+    """One shard group of several whose reduced parts are also reduced over the groups (HSDP)."""
 
     inside: Group
     """The processes of the shard group."""
     between: Group
-    """The processes that hold the same part, one of each shard group."""
+    """The processes that hold the same part, one in each shard group."""
     sharing: int
-    """Groups of ``between`` that go through the same cards at once."""
+    """How many groups like ``between`` use the same network cards at once."""
 
     @property
     def replicas(self) -> int:
-        """Return how many processes share one set of parameters."""
+        """The number of processes that share one set of parameters."""
         return self.inside.replicas
 
     def all_gather_s(self, size_bytes: Size) -> Size:
@@ -620,7 +625,7 @@ class Replicated:
 
     def reduce_scatter_s(self, size_bytes: Size) -> Size:
         """Return the seconds to reduce and scatter within the group, and then to reduce each part over the groups."""
-        # the parts that share a card take as long as one message of all their bytes
+        # parts that share a card take as long as one message of all their bytes
         part_bytes = size_bytes * (self.sharing / self.inside.replicas)
         return self.inside.reduce_scatter_s(size_bytes) + self.between.all_reduce_s(part_bytes)
 

@@ -1,4 +1,4 @@
-"""One replica's step in program order: when each gradient is ready, and when each unit of parameters is used.
+"""One replica's step in program order: when each gradient is ready, and when each parameter is first used.
 
 Data-parallel frameworks run the compute ops of a step one after another in the order in which the program issues them,
 which is the order of a traced graph's ops. Start at :func:`program_of`.
@@ -17,9 +17,9 @@ from ddltool.errors import InputError
 from ddltool.graph import COMPUTE, RECV, SEND, Graph
 from ddltool.precision import precision_of
 
-# Below the first a change is lost in the noise of real steps; from the second on it pays for the work of enforcing it.
+# A gain below the first share is lost in the noise of real steps; one above the second is worth the work of enforcing it.
 SMALL_GAIN, CLEAR_GAIN = 0.01, 0.05
-# Where a step takes more than this many times its compute, a larger batch or a faster network is the answer and no setting is.
+# If a step takes more than this many times its compute, a larger batch helps far more than any setting.
 _STARVED = 1.5
 
 
@@ -33,9 +33,9 @@ class Program:
     size_bytes: Floats
     """(p,)"""
     held: tuple[str, ...]
-    """All q parameters, those without a gradient (frozen, unused) included, in file order."""
+    """The names of all q parameters, also of those without a gradient (frozen, unused), in file order."""
     held_bytes: Floats
-    """(q,) as FSDP gathers them: in the half type of autocast."""
+    """(q,) bytes of each parameter as FSDP gathers it, which is in the half type under autocast."""
     first_use_s: Floats
     """(q,) start of the first op that needs the parameter directly; infinite for an unused one."""
     backward_s: float
@@ -43,8 +43,8 @@ class Program:
     compute_s: float
     """All compute, one op after another."""
 
-    def starved(self, exposed_s: float) -> str:
-        """Return an advice for a step with ``exposed_s`` seconds of communication beside its compute; "": it needs none."""
+    def starvation_advice(self, exposed_s: float) -> str:
+        """Return advice in a sentence if ``exposed_s`` of communication make a step far longer than its compute, else ""."""
         ratio = 1.0 + exposed_s / self.compute_s if self.compute_s > 0 else 0.0
         if ratio < _STARVED:
             return ""
@@ -52,7 +52,7 @@ class Program:
 
 
 def stretched(program: Program, compute_s: float) -> Program:
-    """Return the same step on a device on which all compute takes ``compute_s`` seconds, each op in proportion."""
+    """Return the same step with all its times scaled so that its compute takes ``compute_s`` seconds."""
     factor = compute_s / program.compute_s
     return replace(
         program,
@@ -64,7 +64,7 @@ def stretched(program: Program, compute_s: float) -> Program:
 
 
 def own_fabric(graph: Graph) -> Fabric | None:
-    """Return the network that the graph was timed for, one process behind each link; None when the graph does not say."""
+    """Return the network that the graph was timed for, with one process on each node; None: the graph does not name it."""
     bytes_per_s, latency_s = graph.meta.get("bandwidth_bytes_per_s"), graph.meta.get("latency_s")
     if not (isinstance(bytes_per_s, (int, float)) and isinstance(latency_s, (int, float))):
         return None
@@ -72,15 +72,16 @@ def own_fabric(graph: Graph) -> Fabric | None:
 
 
 def share_saved(step_s: float, before_s: float) -> float:
-    """Return the share of a step of ``before_s`` seconds that one of ``step_s`` saves; 0: it took no time before."""
+    """Return the share of ``before_s`` that a step of ``step_s`` saves, negative if it is longer; 0 if ``before_s`` is 0."""
     return 1.0 - step_s / before_s if before_s > 0 else 0.0
 
 
 def program_of(graph: Graph) -> Program:
-    """Return the program view of a timed training graph. O(n + e), and a sort if ops stand before their inputs.
+    """Return the program view of a timed training graph. O(n + e), and a sort if the file lists ops before their inputs.
 
-    Ops of several compute resources run one after another; gradients of zero bytes are left out, unless all are. Raises
-    InputError for an inference graph, for one without sends, and for ops without a duration.
+    All compute ops are taken to run one after another, also those of different compute resources. Gradients of zero bytes
+    are left out, unless all are. Raises InputError for an inference graph, for one without sends, and for ops without a
+    duration.
     """
     sends = graph.of_kind(SEND)
     if graph.mode != "training" or not len(sends):
@@ -98,7 +99,7 @@ def program_of(graph: Graph) -> Program:
     ready_s, producer_index = np.zeros(n), np.zeros(n)  # of an op's inputs the latest end, and the last one's index
     np.maximum.at(ready_s, user, end[source])
     np.maximum.at(producer_index, user, program_index[source])
-    # Gradients that are ready at one time, because views that make them take no time, go in the order of their producers.
+    # Gradients that are ready at the same time (views of them take no time) are ordered by the ops that make them.
     sends = sends[np.lexsort((producer_index[sends], ready_s[sends]))]
     recvs = graph.of_kind(RECV)
     first_use_s = np.full(n, np.inf)
@@ -118,16 +119,16 @@ def program_of(graph: Graph) -> Program:
 
 
 def _gathered_share(graph: Graph) -> float:
-    """Return what FSDP gathers as a share of the parameters' bytes: half of float32 ones under autocast."""
+    """Return the bytes that FSDP gathers over the parameters' bytes: 0.5 for float32 parameters under autocast, else 1."""
     is_half = precision_of(graph.meta.get("precision")).is_autocast and graph.meta.get("dtype") == "float32"
     return 0.5 if is_half else 1.0
 
 
 def _find_backward_start(graph: Graph, start: Floats, compute_s: float) -> float:
-    """Return the seconds at which the backward pass begins: at the first op named ``backward/``.
+    """Return the seconds at which the backward pass begins: the start of the first op named ``backward/``.
 
-    In a graph without such names it is the first op that some sends need and others do not: every gradient needs the whole
-    forward pass. ``start`` (n,): the start of every op.
+    In a graph without such names it is the first op that some sends need and others do not, since every gradient needs the
+    whole forward pass; ``compute_s``, the end, if there is no such op. ``start`` (n,): the start of every op.
     """
     compute_ops = graph.of_kind(COMPUTE).tolist()
     named_starts = [float(start[op]) for op in compute_ops if graph.names[op].startswith("backward/")]

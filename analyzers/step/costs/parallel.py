@@ -109,11 +109,11 @@ class _Ranks:
                 blocks = self.curve.lifetimes(size or 1).blocks
                 rank = rank_of(traced, blocks, self.layout.tensor, sequence=self.layout.sequence)
 
-            def again(other_size: int) -> TracedStep:
+            def retrace(other_size: int) -> TracedStep:
                 """Return the rank's step, traced at another batch size."""
                 return self.rank(traced.traced_at(other_size)).traced
 
-            self._known[size] = replace(rank, traced=replace(rank.traced, again=again))
+            self._known[size] = replace(rank, traced=replace(rank.traced, retrace=retrace))
         return self._known[size]
 
 

@@ -1,14 +1,16 @@
-"""How good an order is: bounds, scheduling efficiency, better orders than TAC's, the optimum, a verdict (:func:`compare`).
+"""How good an order is: bounds, scheduling efficiency, better orders than TAC's, the optimum, a verdict. Start at
+:func:`compare`.
 
-``U`` = all ops one after the other, ``L`` = the busiest resource alone, ``E = (U - makespan) / (U - L)``,
-``S = (U - L) / L`` (TicTac, Equations 1 to 4). L ignores that ops wait for each other, so a low E can be the graph's fault:
-``attribution`` tells the part of 1 - E that some order could win from the part that none can.
+With ``U`` the time of all ops one after the other and ``L`` that of the busiest resource alone, the efficiency of an order is
+``E = (U - makespan) / (U - L)``, and ``S = (U - L) / L`` (TicTac, Equations 1 to 4). L ignores that ops wait for each other, so
+a low E can be due to the graph: ``attribution`` divides 1 - E into what some order could win and what none can.
 
-TAC looks at single recvs: while several are missing for every op, all P are 0 and only the nearest join counts, however
-little it unlocks. :func:`improve` also tries Johnson's rule on whole joins, and orders compute and sends as well (longest
-tail first) if that shortens the step. :func:`solve_exact` gives the optimum: every resource is a machine that runs one op
-at a time; CP-SAT orders them all, on the reduced graph, so the answer is also a bound for orders of transfers alone. The
-search starts from the best schedule at hand and from :func:`~.shop.lower_bound`; it is skipped where the two already meet.
+TAC looks at single recvs: while several are missing for every op, all P are 0 and only the nearest join counts (a join is a
+set of recvs for which some op waits), however little it unlocks. :func:`improve` also tries Johnson's rule on whole joins, and
+orders compute and sends as well (longest tail first) if that shortens the step. :func:`solve_exact` gives the optimum: every
+resource is a machine that runs one op at a time, and CP-SAT orders the ops of all of them on the reduced graph, so that the
+answer is also a bound for orders of transfers alone. The search starts from the best known schedule and from
+:func:`~.shop.lower_bound`, and is skipped if these already meet.
 """
 
 from __future__ import annotations
@@ -34,31 +36,31 @@ from ddltool.graph import COMPUTE, RECV, Graph, natural_key
 from ddltool.graph_results import LostEfficiency, ScheduleFigures, TraceVerdict
 from ddltool.units import show_seconds
 
-# Simulated steps that decide between two orders: common random numbers, so few suffice.
+# Simulated steps by which orders are compared; all orders get the same seeds, so few suffice.
 _RUNS = 8
 # Compute ops get priority numbers only where those gain more than this share of the step.
 _WORTHWHILE_SHARE = 1e-3
-# CP-SAT works on whole numbers; horizons beyond this are rounded down for the bound (times of real graphs lose less
-# than a millionth), and the schedule found is timed again with the full figures.
+# CP-SAT works on whole numbers. Times with a horizon beyond this are rounded down (those of real graphs lose less than a
+# millionth), so that its bound holds, and the schedule that it finds is timed again with the exact times.
 _LARGEST_HORIZON = 2**34
 # A schedule within this share of its bound counts as optimal.
 _CLOSED = 1e-6
-# What the bound of the solver, a float, may lie above a whole number by rounding.
+# By so much the solver's bound, a float, may lie above a whole number because of rounding.
 _ROUNDED = 1e-6
 
 
 def improve(
     graph: Graph, *, seed: int = 0, start: Schedule | None = None, problem: ShopProblem | None = None
 ) -> Schedule:
-    """Return the schedule of the shortest mean step in simulation: TAC's, TIC's, or one of whole joins.
+    """Return the schedule with the shortest mean step in simulation: TAC's, TIC's, or one of whole joins.
 
-    Its priority numbers are those of the recvs, or of every op where that shortens a training step further: a runtime that
-    only orders transfers gains less then.
+    Its priority numbers are for recvs, or for every op if that shortens a training step further; a runtime that only orders
+    transfers then gains less.
 
     Args:
         seed: of the first of ``_RUNS`` simulated steps, whose mean is compared.
-        start: TAC's order, where it is at hand.
-        problem: the reduced graph, where it is at hand.
+        start: TAC's order, if it is known already.
+        problem: the reduced graph, if it is known already.
 
     Raises InputError for ops without a duration.
     """
@@ -78,7 +80,7 @@ def improve(
     best = schedules[min(step_by_order, key=step_by_order.__getitem__)]
     if graph.mode == "inference":
         return best
-    # With numbers for every op hardly anything is left to chance: one run of each finds the best.
+    # With numbers for every op hardly anything is left to chance, so that one run of each is enough to find the best.
     numbered = [
         replace(schedule, priority=_number_all_ops(graph, problem, schedule.order, block_numbers))
         for schedule, block_numbers in itertools.product(schedules.values(), shop.numberings(problem))
@@ -89,11 +91,10 @@ def improve(
 
 
 def _order_by_joins(graph: Graph, problem: ShopProblem, *, by_load: bool) -> tuple[str, ...]:
-    """Return the recvs' names join by join, the next join by Johnson's rule on (missing transfers, compute they unlock).
+    """Return the recvs' names join by join; the next join follows by Johnson's rule on (missing transfers, compute unlocked).
 
-    A join is a set of recvs for which some block waits: a block of H, the compute that every send needs, or any compute
-    block where H is empty. ``by_load``: the join with the largest load per missing transfer comes next, in place of Johnson's
-    rule. Times are whole units.
+    A join is a set of recvs for which some block waits: a block of H (the compute that every send needs), or if H is empty
+    any compute block. ``by_load``: instead of Johnson's rule, the join with the most compute per missing transfer comes next.
     """
     recvs = problem.of_kind(RECV)
     loads: dict[int, int] = {}  # by join (bit k: the k-th recv), the compute time of the blocks that wait for it
@@ -137,10 +138,10 @@ def _next_join(candidates: Places, transfer: Ints, load: Ints, *, by_load: bool)
 def _number_all_ops(
     graph: Graph, problem: ShopProblem, order: Sequence[str], block_numbers: Sequence[int]
 ) -> dict[str, int]:
-    """Return priority numbers of all ops by name: recvs as in ``order``, then the blocks by ``block_numbers`` (n,).
+    """Return priority numbers of all ops by name: recvs as in ``order``, then the ops of block b by ``block_numbers[b]``.
 
-    Numbers are compared on one resource only; sends come after all recvs of their channel that are ready. Free ops are
-    in no block: they get 0 and so run at once.
+    Numbers are compared within one resource only; so sends come after the ready recvs of their channel. Ops without a block,
+    which take no time, get 0 and run at once.
     """
     numbers = dict.fromkeys(graph.names, 0)
     for block, members in enumerate(problem.members):
@@ -151,7 +152,7 @@ def _number_all_ops(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExactResult:
-    """The best schedule found and how far from it the optimum can be at most."""
+    """The best schedule that was found, and a bound on the optimum."""
 
     schedule: Schedule
     """Recvs in the order of the best schedule."""
@@ -159,7 +160,7 @@ class ExactResult:
     makespan_s: float
     lower_bound_s: float
     status: Literal["optimal", "feasible"]
-    """"optimal": the bound is reached (to a millionth, the solver's resolution)."""
+    """"optimal": the schedule reaches the bound (to a millionth, the solver's resolution); "feasible": it may not be."""
     solve_seconds: float
 
 
@@ -172,14 +173,14 @@ def solve_exact(
     start: Schedule | None = None,
     problem: ShopProblem | None = None,
 ) -> ExactResult:
-    """Return the shortest step over all orders on all resources, or the best found with a bound.
+    """Return the shortest step over all orders on all resources, or the best one found in the time, with a bound.
 
     Args:
         time_limit_s: seconds for the solver.
         workers: solver threads; 0: one for each processor.
         seed: of the solver, and of the simulated runs of ``start``.
-        start: the order to begin with, None: TAC's. The result is never worse than the schedule that it gives.
-        problem: the reduced graph, where it is at hand.
+        start: the order to begin with, None: TAC's. The result is never worse than this order.
+        problem: the reduced graph, if it is known already.
 
     Raises InputError for ops without a duration.
     """
@@ -194,7 +195,7 @@ def solve_exact(
         bound = max(bound, proven_bound)
         best_starts = min([best_starts, list(solver_starts)], key=lambda entry: _makespan(problem, entry))
     scale = time_scale(graph)
-    # The order simulated as it is can beat list schedules of blocks where CP-SAT found nothing: blocks are not cut up.
+    # Where CP-SAT found nothing, the simulated start can beat list schedules, because it may interleave the ops of blocks.
     simulator = Simulator(graph)
     simulated = [simulator.run(order.priority, seed + run) for run in range(_RUNS)]
     timeline = min([_as_timeline(graph, problem, best_starts), *simulated], key=lambda entry: entry.makespan_s)
@@ -214,9 +215,9 @@ def solve_exact(
 
 
 def _as_timeline(graph: Graph, problem: ShopProblem, block_starts: Sequence[int]) -> Timeline:
-    """Return the timeline of the graph's ops in which every resource follows the order of a reduced schedule.
+    """Return the timeline of the graph's ops in which every resource keeps the order of a schedule of blocks.
 
-    ``block_starts`` (blocks,): the starts of the blocks of ``problem``, in whole units.
+    ``block_starts`` (blocks,): the starts of the blocks of ``problem``, the reduced graph, in whole units.
     """
     whole = shop.unreduced(graph)
     ops = [op for (op,) in whole.members]
@@ -229,9 +230,9 @@ def _as_timeline(graph: Graph, problem: ShopProblem, block_starts: Sequence[int]
 
 
 def _block_priorities(graph: Graph, problem: ShopProblem, priority: Mapping[str, int]) -> list[list[int]]:
-    """Return several lists (blocks,) of priority numbers to try: recvs by their ``priority``, and before all other blocks.
+    """Return lists (blocks,) of priority numbers to try: recvs by their ``priority`` and before all blocks of other ops.
 
-    ``priority``: by the names of the graph's ops; recvs that it lacks come last among the recvs.
+    ``priority``: by op name; recvs that it lacks come last among the recvs.
     """
     recv_names = {block: graph.names[problem.members[block][0]] for block in problem.of_kind(RECV)}
     op_count = len(graph)
@@ -241,28 +242,29 @@ def _block_priorities(graph: Graph, problem: ShopProblem, priority: Mapping[str,
 
 
 def _makespan(problem: ShopProblem, starts: Sequence[int]) -> int:
-    """Return the last end of ops that start at ``starts``, whole time units."""
+    """Return the last end of ops that start at ``starts`` (n,); all in whole units, 0 without ops."""
     return max((start + length for start, length in zip(starts, problem.times, strict=True)), default=0)
 
 
 def _solve_with_cp_sat(
     problem: ShopProblem, hint: Sequence[int], bound: int, time_limit_s: float, workers: int, seed: int
 ) -> tuple[Sequence[int], int]:
-    """Return CP-SAT's starts in whole units (the hint if it found nothing), and the bound on the makespan that it proved.
+    """Return (starts, bound): CP-SAT's starts of the ops, ``hint`` if it found none, and the makespan's bound that it proved.
 
-    Each op is an interval on its resource, where intervals must not overlap, and starts after its inputs have ended.
+    Each op is an interval on its resource, where intervals must not overlap, and starts after its inputs have ended. All
+    times are whole units.
 
     Args:
-        hint: starts of a schedule that the search begins with; its makespan is the horizon.
-        bound: a lower bound on the makespan that is known already, in whole units.
-        time_limit_s, workers, seed: as of :func:`solve_exact`.
+        hint: (n,) starts of a schedule that the search begins with; its makespan is the horizon.
+        bound: a known lower bound on the makespan.
+        time_limit_s, workers, seed: see :func:`solve_exact`.
     """
     from ortools.sat.python import cp_model
 
     from ddltool.solver import run, solver_for
 
     span_of_hint = _makespan(problem, hint)
-    # Whole time units in one of the solver's: as many as divide all times, more if the horizon would be too long.
+    # How many whole time units make one of the solver's: the greatest that divides all times, more for too long a horizon.
     unit = fold(math.gcd, problem.times, 0) or 1
     if span_of_hint // unit > _LARGEST_HORIZON:
         unit = -(-span_of_hint // _LARGEST_HORIZON)
@@ -278,7 +280,7 @@ def _solve_with_cp_sat(
             model.add(starts[op] >= starts[source] + times[source])
         if not problem.consumers[op]:
             model.add(makespan >= starts[op] + times[op])
-    # The hint's sequence in the solver's units; below, the solver's sequence in whole ones.
+    # Only the sequence of the hint is kept, and timed in the solver's units; below, the solver's is timed in whole units.
     for op, value in enumerate(shop.run_order(problem, shop.order_of(problem, hint, problem.times), times)):
         model.add_hint(starts[op], value)
     model.minimize(makespan)
@@ -291,9 +293,9 @@ def _solve_with_cp_sat(
     return shop.run_order(problem, solver_order, problem.times), proven_bound
 
 
-# A ratio of loads below this is as good as equal; above the other, the smaller load is not worth a word.
+# Loads are called balanced if their ratio is below the first; above the second, the smaller load is not mentioned.
 _BALANCED, _ONE_SIDED = 1.05, 1e4
-# An order whose first runs are all equal leaves nothing to chance; the remaining samples would repeat them.
+# After so many equal runs an order is taken to leave nothing to chance, and the other samples are not run.
 _ENOUGH_EQUAL = 5
 
 
@@ -313,19 +315,19 @@ class MakespanBounds:
     """Busiest channel."""
 
     def share(self, makespan_s: float, best_s: float | None = None) -> float | None:
-        """Return the scheduling efficiency E of a makespan (Equation 3), None when U = L: there is nothing to overlap.
+        """Return the scheduling efficiency E of a makespan (Equation 3), from 0 to 1; None if U = L: nothing can overlap.
 
-        ``best_s`` takes the place of L: E against the best that any schedule could reach.
+        ``best_s``: the best that any schedule could reach, in place of L.
         """
         spread_s = self.upper_s - (self.lower_s if best_s is None else best_s)
-        if spread_s <= 1e-12 * max(self.upper_s, 1e-300):  # no more than rounding leaves of U - U
+        if spread_s <= 1e-12 * max(self.upper_s, 1e-300):  # a difference that rounding alone can make
             return None
         return min(1.0, max(0.0, (self.upper_s - makespan_s) / spread_s))
 
 
 @dataclass(kw_only=True, slots=True)
 class Comparison:
-    """Random orders, TIC, TAC, the improved order and, where asked for, the exact optimum of one graph."""
+    """The figures of random orders, TIC, TAC, the improved order and, if it was asked for, the exact optimum of one graph."""
 
     bounds: MakespanBounds
     schedules: dict[str, ScheduleFigures] = field(default_factory=dict)
@@ -337,14 +339,14 @@ class Comparison:
 
     @property
     def undefined_reason(self) -> str | None:
-        """The reason why the scheduling efficiency is undefined, None where it is defined."""
+        """The reason why the scheduling efficiency is undefined, None if it is defined."""
         if self.bounds.share(self.bounds.lower_s) is not None:
             return None
         return "U = L, one resource does all the work: there is nothing to overlap"
 
     @property
     def gain(self) -> float:
-        """Share of the mean step under random orders that TAC saves."""
+        """The share of the mean step under random orders that TAC saves; 0 if the efficiency is undefined."""
         if self.undefined_reason is not None or self.bounds.speedup is None:
             return 0.0
         return 1.0 - self.schedules["tac"].makespan_s / self.schedules["random"].makespan_s
@@ -375,13 +377,13 @@ def simulated(
     seed: int = 0,
     tell: Callable[[], None] = lambda: None,
 ) -> tuple[dict[str, ScheduleFigures], dict[str, Timeline]]:
-    """Return by name the figures of each order's simulated runs, and the run nearest their mean.
+    """Return (figures, timelines) by name: the figures of each order's simulated runs, and the run nearest their mean.
 
     Args:
-        orders: by name; None leaves all picks to chance.
+        orders: the orders by name; None: all picks are random.
         limits: the graph's bounds, for the efficiency.
-        samples: runs of each order, with the seeds from ``seed`` on; fewer where the first ones are all equal.
-        tell: is called after each run.
+        samples: how many runs of each order, with seeds from ``seed`` on; fewer if the first ``_ENOUGH_EQUAL`` are equal.
+        tell: a function that is called after each run.
     """
     simulator = Simulator(graph)
     figures, timelines = {}, {}
@@ -417,10 +419,10 @@ def compare(
     exact_s: float | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Comparison:
-    """Return how random orders, TIC, TAC and the improved one compare, in ``samples`` simulated runs each, seeds from ``seed``.
+    """Compare random orders, TIC, TAC and the improved order in ``samples`` simulated runs of each, with seeds from ``seed``.
 
-    ``exact_s``: seconds for the exact optimum, None without it. ``progress`` is called with (runs done, runs in all). Raises
-    InputError for ops without a duration.
+    ``exact_s``: seconds to look for the exact optimum, None: it is left out. ``progress`` is called with (runs done, runs in
+    all). Raises InputError for ops without a duration.
     """
     comparison, runs_done = Comparison(bounds=bounds(graph)), 0
 
@@ -445,7 +447,7 @@ def compare(
     if best_order.priority != tac_order.priority:
         simulate({"improved": best_order})
         improved_figures = comparison.schedules["improved"]
-    if improved_figures.makespan_s > tac_figures.makespan_s:  # the improved order was chosen on other seeds
+    if improved_figures.makespan_s > tac_figures.makespan_s:  # it can be, because the order was chosen by fewer seeds
         best_order, improved_figures = tac_order, tac_figures
     orders_compute = len(best_order.priority) > len(best_order.order)
     comparison.schedules["improved"] = improved_figures.model_copy(update={"orders_compute": orders_compute})
@@ -476,10 +478,10 @@ def compare(
 
 
 def _attribute_loss(comparison: Comparison, makespan_s: float, known_s: float) -> LostEfficiency | None:
-    """Return the parts of 1 - E of a makespan: what a known order wins, what is open, and what is lost to the graph itself.
+    """Return 1 - E of a makespan in three parts; None if E is undefined.
 
-    Open is what lies between the best known order and the lower bound; below the bound no order can come. ``known_s``: the
-    shortest step of any order compared, in seconds as ``makespan_s``. None: E is undefined.
+    ``winnable`` lies between the makespan and the best known one, ``known_s``; ``open`` between that and the lower bound,
+    where better orders may or may not exist; ``graph`` between the lower bound and L, which no order can reach.
     """
     if comparison.undefined_reason is not None:
         return None
@@ -494,7 +496,7 @@ def _attribute_loss(comparison: Comparison, makespan_s: float, known_s: float) -
 
 
 def verdict(comparison: Comparison) -> TraceVerdict:
-    """Return in words what any order could gain at best, what TAC gains over a random one, and whether to do it."""
+    """Return a text on what an order could gain at best, what TAC gains over random orders, and whether to enforce it."""
     limits, random, best = comparison.bounds, comparison.schedules["random"], comparison.schedules["tac"]
     if comparison.undefined_reason is not None or limits.speedup is None:
         reason = comparison.undefined_reason or "nothing takes any time"
@@ -502,7 +504,7 @@ def verdict(comparison: Comparison) -> TraceVerdict:
     gain = comparison.gain
     ceiling = 1.0 - limits.lower_s / limits.upper_s
     heavier, lighter = ("computation", "communication")[:: -1 if limits.transfer_s > limits.compute_s else 1]
-    # Where the lighter one takes no time, the ratio is beyond _ONE_SIDED, not a division by 0.
+    # If the lighter one takes no time, the ratio becomes huge, beyond _ONE_SIDED, in place of a division by 0.
     ratio = max(limits.transfer_s, limits.compute_s) / max(min(limits.transfer_s, limits.compute_s), 1e-300)
     balance = f"{heavier} takes {ratio:.1f} times as long as {lighter}"
     if ratio < _BALANCED or ratio > _ONE_SIDED:

@@ -33,19 +33,19 @@ _NEVER = 2**62
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """Priority numbers of recv ops (0 first; equal numbers: any order), and the recvs in that order."""
+    """An order of recv ops: priority numbers by op name (0 goes first; ops with equal numbers go in any order)."""
 
     name: str
     priority: Mapping[str, int]
     order: tuple[str, ...]
-    """Recv op names by priority; equal priorities in graph order."""
+    """The names of the recv ops by priority, those of equal priority in graph order."""
 
 
 def tic(graph: Graph) -> Schedule:
-    """Return the timing-independent order (Algorithm 2): priority is M+ with unit transfers, equal M+ equal priority.
+    """Return the timing-independent order (Algorithm 2): recvs by M+ with transfers of equal time, equal M+ in any order.
 
-    M+ of a recv is the least time of all transfers of an op that needs it and other recvs beside it: how soon such an op can
-    run. Needs no durations. O((n + e) r / 64) for the dependency sets, then O(groups (log groups + r / 64)).
+    M+ of a recv is the least sum of transfers that any op needs which also needs other recvs: how soon such an op can run.
+    Needs no durations. O((n + e) r / 64) for the dependency sets, then O(groups (log groups + r / 64)).
     """
     dependencies = find_dependencies(graph)
     _, priority = np.unique(_unit_impending(dependencies), return_inverse=True)  # 0, 1, ... in place of M+
@@ -59,13 +59,13 @@ def tic(graph: Graph) -> Schedule:
 
 
 def _unit_impending(dependencies: Dependencies) -> list[int]:
-    """Return M+ of each of the r recvs when every transfer takes time 1 and none has come yet.
+    """Return M+ of each of the r recvs if every transfer takes time 1 and none is done yet.
 
-    It is the size of the smallest dependency set (the recvs that some op needs) of two or more recvs that holds the recv;
-    ``_NEVER``: no such set does.
+    It is the size of the smallest dependency set (the recvs that some op needs) that contains the recv and another one;
+    ``_NEVER`` if there is no such set.
     """
     impending = [_NEVER] * len(dependencies.recvs)
-    seen = 0  # recvs, as bits, of which a smaller set has been met
+    seen = 0  # as bits, the recvs whose smallest set has been found
     for size, bits in sorted((bits.bit_count(), bits) for bits in dependencies.sets):
         if size > 1:
             for recv in bits_of(bits & ~seen):
@@ -75,10 +75,10 @@ def _unit_impending(dependencies: Dependencies) -> list[int]:
 
 
 def tac(graph: Graph) -> Schedule:
-    """Return the timing-aware order (section 4.3 with Equation 6): one recv at a time, the first under the comparator.
+    """Return the timing-aware order (section 4.3 with Equation 6): repeatedly pick the recv that goes first.
 
-    O((n + e) r / 64) for the dependency sets, then O(r (groups + r)) in vector operations, against
-    O(r (n r + r^2)) when every property is computed anew for every pick. Raises InputError for ops without a duration.
+    O((n + e) r / 64) for the dependency sets, then O(r (groups + r)) in vector operations; computing every property anew for
+    every pick would take O(r (n r + r^2)). Raises InputError for ops without a duration.
     """
     dependencies = find_dependencies(graph)
     properties = Properties(dependencies, whole_times(graph))
@@ -94,20 +94,19 @@ def tac(graph: Graph) -> Schedule:
 class Properties:
     """M, P and M+ (TicTac, section 4.1 and Algorithm 1) of the outstanding recvs, kept up to date as recvs complete.
 
-    Only groups of ops with the same dependency set matter: their outstanding part and the sum of their compute times.
-    Completing a recv costs O(groups) in vector operations; nothing is computed anew from the ops.
+    M of a recv is the time of its transfer, P the compute time that it alone still blocks, M+ see :func:`tic`. Ops with the
+    same dependency set form a group, of which only the outstanding recvs and the sum of compute times are kept. Completing a
+    recv costs O(groups) in vector operations.
     """
 
     def __init__(self, dependencies: Dependencies, times: Ints) -> None:
-        """Begin with all r recvs outstanding; ``times``: (n,) of all ops of the graph, in whole units.
-
-        Groups are the dependency sets: the ops of one group need the same recvs.
-        """
+        """Begin with all r recvs outstanding; ``times`` (n,): of all ops of the graph, in whole units."""
         self.recv_time = times[dependencies.recvs]
-        """(r,) M of each recv: the time of its transfer."""
+        """(r,) M of each recv."""
         self.outstanding = np.ones(len(dependencies.recvs), dtype=bool)
+        """(r,) whether each recv is still to come."""
         self.compute = np.zeros(len(dependencies.recvs), dtype=np.int64)
-        """P of each recv: compute time that it alone still blocks."""
+        """(r,) P of each recv."""
         is_grouped = dependencies.group >= 0
         self._compute_load = np.zeros(len(dependencies.sets), dtype=np.int64)
         """(groups,) compute time of each group's ops."""
@@ -123,7 +122,7 @@ class Properties:
         self._unblock(np.flatnonzero(self._recvs_left == 1))
 
     def _unblock(self, groups: Places) -> None:
-        """Add the compute time of ``groups``, indices of groups that one recv still blocks, to that recv's P."""
+        """Add the compute time of each of ``groups``, which a single recv still blocks, to that recv's P."""
         if groups.size:
             recvs = (self._needs[:, groups] & self.outstanding[:, None]).argmax(axis=0)
             np.add.at(self.compute, recvs, self._compute_load[groups])
@@ -131,8 +130,8 @@ class Properties:
     def least_impending(self, candidates: Flags) -> Flags:
         """Return the mask (r,) of the candidates with the least M+; ``candidates``: a mask (r,) of outstanding recvs.
 
-        Groups that need several outstanding recvs are gone through by the time of their transfers, those of equal time at
-        once, until one needs a candidate. All candidates are returned if none does: their M+ is infinite.
+        Groups that need several outstanding recvs are searched in the order of their transfers' times, those of equal time
+        together, until some need a candidate. If none does, all candidates have an infinite M+ and are returned.
         """
         blocked = np.flatnonzero(self._recvs_left > 1)
         blocked = blocked[np.argsort(self._transfer_left[blocked], kind="stable")]
@@ -147,7 +146,7 @@ class Properties:
         return candidates
 
     def complete(self, recv: int) -> None:
-        """Take a recv, by its index among the recvs, as transferred: it is outstanding no longer, and blocks no group."""
+        """Mark a recv, given by its index among the recvs, as transferred, and update the properties of the others."""
         self.outstanding[recv] = False
         is_touched = self._needs[recv]
         self._recvs_left -= is_touched
@@ -156,25 +155,25 @@ class Properties:
 
 
 def first_recv(properties: Properties, rank: Places) -> int:
-    """Return the index of the outstanding recv that goes first by Equation 6; ``rank`` (r,): places in graph order.
+    """Return the index of the outstanding recv that goes first by Equation 6.
 
-    Ties are broken by the smallest M+, then the largest P, then graph order.
+    Ties are broken by the smallest M+, then the largest P, then ``rank`` (r,), the positions in graph order.
     """
     compute, transfer = properties.compute, properties.recv_time
     candidates = unpreceded(compute, transfer, properties.outstanding)
     is_chosen = candidates if int(candidates.sum()) == 1 else properties.least_impending(candidates)
     recvs = np.flatnonzero(is_chosen)
-    # A recv that Equation 6 puts behind another can still tie with one of these and have the smaller M+. Such ties rule
-    # out all of them, or those with the smallest P: the largest P goes first either way.
+    # A recv that Equation 6 puts behind another can still tie with one of these and, by a smaller M+, go before it. Then it
+    # goes before all of these, or before those with the smallest P, so that taking the largest P is right either way.
     return int(recvs[np.lexsort((rank[recvs], -compute[recvs]))[0]])
 
 
 def unpreceded(compute: Ints, transfer: Ints, outstanding: Flags) -> Flags:
-    """Return (r,) which outstanding recvs no other precedes by Equation 6 alone, at least one if any is outstanding. O(r).
+    """Return (r,) whether each outstanding recv is preceded by none under Equation 6 alone; True for at least one. O(r).
 
-    ``compute`` (r,) is P, the compute time that a recv alone unlocks; ``transfer`` (r,) is M, the time of its transfer.
-    Johnson's rule in one pass: recvs that transfer faster than they compute go by ascending M, before the others by
-    descending P; a recv with P = M ties with either side.
+    ``compute`` (r,) is P, the compute time that a recv alone unlocks; ``transfer`` (r,) is M, the time of its transfer. This
+    is Johnson's rule in one pass: recvs with M < P go first, by ascending M, then the others by descending P; a recv with
+    P = M ties with both kinds.
     """
     is_early = outstanding & (transfer < compute)
     is_even = outstanding & (transfer == compute)
@@ -187,9 +186,9 @@ def unpreceded(compute: Ints, transfer: Ints, outstanding: Flags) -> Flags:
 
 
 def _graph_order(graph: Graph, dependencies: Dependencies) -> Places:
-    """Return (r,) each recv's place in graph order: by the level of its earliest consumer, then by name.
+    """Return (r,) each recv's position in graph order: by the least level of an op that reads it, then by name.
 
-    An op's level is the longest path to it from an op without inputs, in edges.
+    An op's level is the number of edges on the longest path to it from an op without inputs.
     """
     levels, earliest_levels = [0] * len(graph), [_NEVER] * len(graph)
     for op in dependencies.order:

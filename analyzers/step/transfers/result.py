@@ -1,4 +1,4 @@
-"""What tracing a step and ordering its transfers finds, as one record. Start at :func:`trace_result`."""
+"""The result of tracing a step and ordering its transfers, as one record. Start at :func:`trace_result`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from ddltool.graph_results import BucketFigures, CollectiveFigures, TraceBounds,
 
 
 def trace_result(graph: Graph, comparison: Comparison, plans: CollectiveFigures | None = None) -> TraceResult:
-    """Return a trace as the command's result: graph, bounds, schedules, what is winnable, collectives, coverage, verdict.
+    """Return the result of the command ``trace``: graph, bounds, schedules, coverage, collectives and verdict.
 
-    ``plans``: of the data-parallel frameworks' collectives; None: for inference there are none.
+    ``comparison``: of orders of the graph's transfers. ``plans``: for the collectives of data-parallel frameworks; None: it is
+    an inference graph, which has none.
     """
     bounds, best_s = comparison.bounds, comparison.best_bound_s
     return TraceResult(
@@ -36,7 +37,7 @@ _DESCRIPTION = (
 
 
 def _traced_graph(graph: Graph) -> TracedGraph:
-    """Return a graph's name, counts and sizes, and what its times are of (``_DESCRIPTION``)."""
+    """Return a graph's name, counts and sizes, and the values of its ``meta`` that describe its times (``_DESCRIPTION``)."""
     recvs, sends = len(graph.of_kind(RECV)), len(graph.of_kind(SEND))
     counts = {"parameters": recvs, "parameter_bytes": int(graph.parameter_bytes)}
     counts |= {"ops": len(graph), "recvs": recvs, "sends": sends}
@@ -47,7 +48,7 @@ def _traced_graph(graph: Graph) -> TracedGraph:
 
 
 def _servers_of(graph: Graph) -> dict[str, list[str]]:
-    """Return the parameters of each channel (parameter server) by its name, in file order."""
+    """Return, by the name of each channel (parameter server), the names of its parameters in file order."""
     parameters_of: dict[str, list[str]] = {name: [] for name in graph.resource_names if name.startswith("channel:")}
     for op in graph.of_kind(RECV):
         parameters_of[graph.resource_names[graph.resource[op]]].append(graph.parameter[op] or graph.names[op])
@@ -55,7 +56,7 @@ def _servers_of(graph: Graph) -> dict[str, list[str]]:
 
 
 def _drop_other_bucket_names(plans: CollectiveFigures) -> CollectiveFigures:
-    """Return the plans with parameter names in DDP's best buckets only: three lists of all names would fill the result."""
+    """Return the plans without the parameter names in DDP's default and best-cap buckets, which would swell the result."""
     plans_without_names = {"default": plans.ddp.default, "best_cap": plans.ddp.best_cap}
     shortened = {
         name: BucketFigures(**bucket_plan.model_dump(exclude={"bucket_parameters"}))

@@ -3,26 +3,26 @@
 Every resource runs one op at a time, in any order that the inputs allow. Write H for the compute ops that every send needs
 (all compute ops where there are no sends), D(op) for the recvs that op needs.
 
-1. A compute op that takes no time and needs no recv directly runs at the instant when its last input ends, when the
-   compute resource is between two ops anyway: it constrains nothing and goes.
-2. Ops of H with equal D form one block. Before the last of H has ended there are no sends, so only the arrival times
-   matter; sorting what runs until then by them (Jackson's rule for one machine with release times) ends no later, keeps
-   inputs in front, because D grows along an edge, and puts the ops of one D side by side.
-3. Recvs of one channel that are needed by the same blocks form one, if H needs them: every send comes after them, so
+1. A compute op that takes no time and needs no recv directly can run at the instant when its last input ends, at which the
+   compute resource is between two ops. It constrains nothing and is left out.
+2. Ops of H with equal D form one block. Before the last of H has ended there are no sends, so only the arrival times of
+   recvs matter. Sorting the ops until then by these times (Jackson's rule for one machine with release times) ends no later,
+   keeps inputs before their consumers, because D grows along an edge, and puts ops of equal D side by side.
+3. Recvs of one channel that are needed by the same blocks form one block, if H needs them: every send comes after them, so
    moving the earlier one next to the later one only lets the transfers in between start earlier.
-4. A compute op outside H that needs all recvs, and whose consumers all sit in one block of compute, joins that block:
-   everything after it has all its recvs, so what ran in between can move up.
+4. A compute op outside H that needs all recvs, and whose consumers are all in one block of compute, joins that block:
+   everything after it has all its recvs, so ops that ran in between can run earlier.
 5. Compute ops outside H that need all recvs and lead to no send run last, as one block, for the same reason.
-6. Sends of one channel that wait for the same block form one, if H needs all recvs: sends lead to nothing, so a
+6. Sends of one channel that wait for the same block form one block, if H needs all recvs: nothing waits for sends, so a
    channel is done at the same time whichever of its waiting sends goes first.
 
-The tests hold all of this against the least makespan of the unreduced problem.
+The tests compare the reduced problem's least makespan with the unreduced one's.
 
-:func:`lower_bound` is what no order of anything can beat, cheap enough for every graph. ``L``, the busiest resource alone,
-ignores that an op must wait for its inputs. Here every op gets a head (what must happen before it can start) and a tail
-(what must happen after it ended), both from its whole set of ancestors and descendants on each resource; each resource
-then is a one-machine problem with heads and tails, whose preemptive optimum (Jackson's schedule: always run the available
-op with the longest tail) no real schedule can beat.
+:func:`lower_bound` returns a time that no order of the ops can beat, and is cheap enough for every graph. ``L``, the busiest
+resource alone, ignores that an op must wait for its inputs. Here every op gets a head (the least time before it can start) and
+a tail (the least time after it has ended), from all its ancestors and descendants on each resource. Each resource is then a
+one-machine problem with heads and tails, whose preemptive optimum (Jackson's schedule: always run the available op with the
+longest tail) no real schedule can beat.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ from ddltool.dependencies import (
 )
 from ddltool.graph import COMPUTE, RECV, SEND, Graph
 
-# A free op with more inputs times consumers than this stays: taking it out would add too many edges.
+# An op without time is kept if it has more inputs times consumers than this: leaving it out would add so many edges.
 _BYPASS_EDGES = 256
-# Subset edges between blocks of H save edges from recvs; more than this many per block save nothing.
+# Edges from blocks of H with a subset of the recvs replace edges from recvs; more than so many per block save nothing.
 _SUBSET_EDGES = 8
 # The ancestor matrix takes n^2 bytes; beyond this many blocks only paths are looked at.
 _MATRIX_OPS = 6000
-# Rows of a matrix of flags that are widened to integers at a time.
+# How many rows of a matrix of flags are widened to integers at a time.
 _ROWS_AT_ONCE = 256
 
 
@@ -83,9 +83,9 @@ class ShopProblem:
         return len(self.times)
 
     def part(self, chosen: Sequence[int], inputs: Sequence[Sequence[int]] | None = None) -> ShopProblem:
-        """Return the problem of the ``chosen`` ops alone; their inputs must be among them.
+        """Return the problem of the ``chosen`` ops alone (ascending indices), which must include their inputs.
 
-        ``chosen``: ascending. ``inputs``: of all ops of this problem, in place of its own.
+        ``inputs``: the inputs of all ops of this problem, in place of its own.
         """
         new_index = {op: index for index, op in enumerate(chosen)}
         edges = self.inputs if inputs is None else inputs
@@ -114,10 +114,10 @@ class ShopProblem:
 
     @cached_property
     def heads_and_tails(self) -> tuple[Ints, Ints]:
-        """For each op the least time before its start, and the least time after its end, each (n,), in whole time units.
+        """(n,) the least time before each op's start, and (n,) the least time after its end, in whole time units.
 
-        All ops that an op needs, directly or not, run before it; those on one resource one after another. So do the ops of
-        every path to it. The same holds for the ops that need it.
+        All ops that an op needs, directly or not, run before it: those on one resource one after another, and those on a
+        path to it, too. The same holds for the ops that need it.
         """
         count, times = len(self), np.array(self.times, dtype=np.int64)
         head, tail = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
@@ -139,7 +139,7 @@ class ShopProblem:
         return head, tail
 
     def _head_end_bound(self, needs: Flags) -> Ints:
-        """Return (n,) the earliest end of H for ops that need all of H, 0 for the others.
+        """Return (n,) a lower bound on the end of H for ops that need all of H, 0 for the others.
 
         ``needs`` (n, n): whether the op of a row needs that of a column, directly or not.
         """
@@ -152,9 +152,9 @@ class ShopProblem:
 
 
 def _rows_times(rows: Flags, columns: Ints) -> Ints:
-    """Return ``rows @ columns`` in exact integers, some rows at a time.
+    """Return ``rows @ columns`` in exact integers, computed some rows at a time.
 
-    numpy copies the flags to int64 for the product, which would take eight times the memory of the whole matrix.
+    numpy copies the flags to int64 for the product, which for all rows at once would take eight times their memory.
     """
     parts = [rows[start : start + _ROWS_AT_ONCE] @ columns for start in range(0, len(rows), _ROWS_AT_ONCE)]
     return np.concatenate(parts)
@@ -179,11 +179,10 @@ def unreduced(graph: Graph) -> ShopProblem:
 
 
 def reduce(graph: Graph) -> ShopProblem:
-    """Return the merged problem of a timed graph, whose least makespan is that of the graph. O((n + e) r / 64 + b^2).
+    """Return the merged problem of a timed graph, which has the graph's least makespan. O((n + e) r / 64 + b^2).
 
-    n ops with e edges and r recvs become b blocks, by the rules of this module's head.
-
-    Graphs with several compute resources are only renumbered. Raises InputError for ops without a duration.
+    n ops with e edges and r recvs become b blocks, by the rules in the module's docstring. A graph with several compute
+    resources is only renumbered. Raises InputError for ops without a duration.
     """
     problem = unreduced(graph)
     if len(np.unique(graph.resource[graph.kind == COMPUTE])) != 1:
@@ -194,7 +193,7 @@ def reduce(graph: Graph) -> ShopProblem:
 def _without_free_ops(problem: ShopProblem) -> ShopProblem:
     """Return the problem without the compute ops of rule 1, which take no time and need no recv directly.
 
-    What such an op needs becomes an input of what needs it. Removed ops are members of no block.
+    The inputs of such an op become inputs of its consumers. Removed ops are members of no block.
     """
     inputs = [list(sources) for sources in problem.inputs]
     consumers = [list(targets) for targets in problem.consumers]
@@ -247,7 +246,7 @@ def _merge_ops(problem: ShopProblem) -> ShopProblem:
 
 
 def _join_blocks(problem: ShopProblem, block: Sequence[int], head: set[int], last: Sequence[int]) -> ShopProblem:
-    """Return the problem of the blocks, in topological order; a block's key is one of its ops.
+    """Return the problem whose ops are the blocks, in topological order; a block's key is one of its ops.
 
     Args:
         problem: the problem of the single ops.
@@ -282,10 +281,10 @@ def _join_blocks(problem: ShopProblem, block: Sequence[int], head: set[int], las
 
 
 def _head_edges(problem: ShopProblem, block: Sequence[int], head: set[int]) -> dict[int, set[int]]:
-    """Return by key the inputs of the blocks of H: recvs, and blocks with a subset of them in place of those recvs.
+    """Return, by key, the inputs of the blocks of H: recvs, and in place of some of them other blocks that need these.
 
-    Jackson's rule runs a block with a subset of the recvs first, so that such an edge loses nothing, and there are fewer
-    edges. The arguments are those of :func:`_join_blocks`.
+    Jackson's rule runs a block that needs a subset of the recvs first, so that an edge from it loses nothing and replaces
+    several edges. The arguments are those of :func:`_join_blocks`.
     """
     needed, recvs = problem.needed, problem.of_kind(RECV)
     by_size = sorted(head, key=lambda key: (needed[key].bit_count(), key))
@@ -305,10 +304,10 @@ def _head_edges(problem: ShopProblem, block: Sequence[int], head: set[int]) -> d
 
 
 def lower_bound(problem: ShopProblem) -> int:
-    """Return a lower bound on the makespan in whole time units: the largest of the resources' own.
+    """Return a lower bound on the makespan in whole time units: the largest of the bounds of the single resources.
 
-    Each resource is a one-machine problem with heads and tails, see this module's head. O(n^2 / 8 + n resources log n) for
-    n blocks.
+    Each resource is a one-machine problem with heads and tails, see the module's docstring. O(n^2 / 8 + n resources log n)
+    for n blocks.
     """
     head, tail = (times.tolist() for times in problem.heads_and_tails)
     return max((_one_machine_bound(problem, resource, head, tail) for resource in range(problem.resources)), default=0)
@@ -317,8 +316,8 @@ def lower_bound(problem: ShopProblem) -> int:
 def _one_machine_bound(problem: ShopProblem, resource: int, head: Sequence[int], tail: Sequence[int]) -> int:
     """Return the makespan of Jackson's preemptive schedule of one resource, which no real schedule can beat.
 
-    The resource always runs the available op with the longest tail, and may interrupt it. An op is available ``head[op]``
-    after the start of the step, and the step ends ``tail[op]`` after the op at the earliest. All times are whole units.
+    The resource always runs the available op with the longest tail, and may interrupt another op for it. An op is available
+    from ``head[op]`` on, and the step ends ``tail[op]`` after the op at the earliest. All times are whole units.
     """
     by_head = sorted((head[op], op) for op in range(len(problem)) if problem.resource[op] == resource)
     remaining = {op: problem.times[op] for _, op in by_head}
@@ -344,10 +343,10 @@ def _one_machine_bound(problem: ShopProblem, resource: int, head: Sequence[int],
 
 
 def numberings(problem: ShopProblem) -> list[list[int]]:
-    """Return priority numbers of the blocks to try in list schedules: four lists (n,), the lowest number goes first.
+    """Return four lists (n,) of priority numbers of the blocks to try in list schedules; the lowest number goes first.
 
-    They are the order of the graph and the longest tail first, each also with the blocks moved to the front that a send
-    waits for directly: a channel that is fed early has less left over at the end.
+    The orders are the graph's, and the longest tail first; each also with the blocks for which a send waits directly moved to
+    the front, because a channel that gets its sends early has less to do at the end.
     """
     _, tail = (times.tolist() for times in problem.heads_and_tails)
     feeds_a_send = [any(problem.kind[target] == SEND for target in targets) for targets in problem.consumers]
@@ -360,7 +359,7 @@ def numberings(problem: ShopProblem) -> list[list[int]]:
 
 
 def _ranks(order: Sequence[int]) -> list[int]:
-    """Return the inverse of a permutation: where each of 0 to n - 1 stands in it."""
+    """Return the inverse of a permutation: the position of each of 0 to n - 1 in ``order``."""
     ranks = [0] * len(order)
     for rank, block in enumerate(order):
         ranks[block] = rank
@@ -368,9 +367,9 @@ def _ranks(order: Sequence[int]) -> list[int]:
 
 
 def list_schedule(problem: ShopProblem, priority: Sequence[int]) -> list[int]:
-    """Return (n,) the starts in whole units when each free resource takes the ready op with the lowest priority. O(n log n).
+    """Return (n,) the starts, in whole units, of the schedule in which each free resource takes the ready op that goes first.
 
-    ``priority`` (n,): of equal ones the lower op index goes first.
+    That is the op with the lowest ``priority`` (n,), of several the one with the lowest index. O(n log n).
     """
     numbers = _ranks(sorted(range(len(problem)), key=priority.__getitem__))
     input_counts = [len(sources) for sources in problem.inputs]
@@ -380,19 +379,19 @@ def list_schedule(problem: ShopProblem, priority: Sequence[int]) -> list[int]:
 
 
 def order_of(problem: ShopProblem, starts: Sequence[int], times: Sequence[int]) -> list[int]:
-    """Return all ops by start, then end, then index; ``starts`` and ``times`` (n,) in the same units.
+    """Return all ops sorted by start, then end, then index; ``starts`` and ``times`` (n,) in the same units.
 
-    It is an order in which inputs and every resource's earlier ops come first, zero times included: along both kinds of
-    edges none of the three decreases, and the index increases.
+    Every op comes after its inputs and after its resource's earlier ops, also ops of no duration: of two such ops, neither
+    start nor end of the later one is smaller, and its index is larger.
     """
     return sorted(range(len(problem)), key=lambda op: (starts[op], starts[op] + times[op], op))
 
 
 def run_order(problem: ShopProblem, order: Sequence[int], times: Sequence[int]) -> list[int]:
-    """Return (n,) the start of each op when every resource runs its ops in that order, each as early as it can be.
+    """Return (n,) the start of each op if every resource runs its ops in ``order``, each as early as possible.
 
-    ``times`` (n,): in the units of the result, other than the problem's where a solver rounds them. Raises ValueError when
-    an op stands before one of its inputs.
+    ``times`` (n,): of the ops, in the units of the result, which may be a solver's. Raises ValueError if an op stands before
+    one of its inputs.
     """
     starts, ends = [0] * len(problem), [-1] * len(problem)
     free_at = [0] * problem.resources
@@ -408,9 +407,9 @@ def run_order(problem: ShopProblem, order: Sequence[int], times: Sequence[int]) 
 
 
 def expand(problem: ShopProblem, whole: ShopProblem, starts: Sequence[int]) -> list[int]:
-    """Return the ops of the unreduced problem in the order of a reduced schedule; ops in no block follow their last input.
+    """Return the ops of the unreduced problem ``whole`` in the order of a schedule of the reduced one, ``problem``.
 
-    ``whole``: the unreduced problem of the same graph; ``starts``: of the blocks of ``problem``, in whole units.
+    Ops without a block follow their last input. ``starts``: of the blocks of ``problem``, in whole units.
     """
     op_index = {op: index for index, (op,) in enumerate(whole.members)}
     positions = [-1] * len(whole)

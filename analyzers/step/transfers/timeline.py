@@ -31,7 +31,7 @@ class Timeline:
 
 # Later than every event; whole times add up to less (dependencies.time_scale).
 _NEVER = 2**62
-# Marks in place of the running op: the resource waits for a ready op, or is about to pick one.
+# In place of a running op: the resource waits for a ready op (idle), or picks one at this instant.
 _IDLE, _PICKING = -1, -2
 
 
@@ -60,11 +60,7 @@ class Ready:
             heapq.heappush(self.order, priority)
 
     def pick(self, chance: random.Random) -> int:
-        """Remove and return a random op among those of the lowest bucket and those without a number; -1: no op is ready.
-
-        Every one of them is as likely as any other. The last op of a list takes the place of the one that is removed, which
-        costs O(1).
-        """
+        """Remove and return a random op of the lowest bucket or without a number, all equally likely; -1: none is ready."""
         lowest_bucket = self.buckets[self.order[0]] if self.order else []
         candidate_count = len(lowest_bucket) + len(self.free)
         if candidate_count == 0:
@@ -75,7 +71,7 @@ class Ready:
         else:
             ops, index = self.free, index - len(lowest_bucket)
         op = ops[index]
-        ops[index] = ops[-1]
+        ops[index] = ops[-1]  # the last op takes its place, so that removing costs O(1)
         ops.pop()
         if ops is lowest_bucket and not lowest_bucket:
             del self.buckets[heapq.heappop(self.order)]
@@ -90,7 +86,7 @@ def play(
     numbers: Sequence[int],
     chance: random.Random,
 ) -> tuple[list[int], list[int], int]:
-    """Return (n,) the starts and (n,) the ends of all ops in whole units, and the last end. O((n + e) log n).
+    """Run all ops and return (starts, ends, last end): (n,) and (n,) in whole units, and the makespan. O((n + e) log n).
 
     All ops that end at one instant complete before any resource picks, so that a pick sees every ready op.
 
@@ -102,8 +98,8 @@ def play(
         numbers: (n,) priorities; negative: the op has none, and may be picked at any time.
         chance: decides among ops that may be picked.
     """
-    # A lane runs one op at a time, until ``until``: the next event is the least of these. ``pending`` are the inputs of each
-    # op that have not ended; lists of ready ops are taken out of ``ready``, because calls of its methods take the most time.
+    # A lane runs one op at a time, until ``until``; the least of these is the next event. ``pending`` counts the inputs of each
+    # op that have not ended. Ops without a number are handled here and not by Ready, because calls take most of the time.
     pending = list(inputs)
     lanes = range(max(resource, default=0) + 1)
     ready = [Ready() for _ in lanes]
@@ -125,7 +121,7 @@ def play(
                 continue
             else:
                 op = unnumbered_ops.pop()
-                if unnumbered_ops:  # the place of the one that was drawn is taken by the last
+                if unnumbered_ops:  # as in Ready.pick: the last op takes the place of the one that is drawn
                     index = int(draw() * (len(unnumbered_ops) + 1))
                     if index < len(unnumbered_ops):
                         op, unnumbered_ops[index] = unnumbered_ops[index], op
@@ -159,7 +155,7 @@ def play(
 class Simulator:
     """A graph prepared for many simulated runs.
 
-    Ops are numbered by name inside, so the same seed gives the same run whatever the order of the file.
+    Inside, ops are numbered in the order of their names, so that a seed gives the same run whatever the order of the file.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -178,13 +174,13 @@ class Simulator:
         self._names = [graph.names[op] for op in self.file_order]
 
     def numbers(self, priority: Mapping[str, int] | None) -> list[int]:
-        """Return the priority numbers of the ops in the simulator's own order; -1: the op has none."""
+        """Return the priority numbers of the ops in the simulator's own order, -1 for ops without one."""
         return [priority.get(name, -1) for name in self._names] if priority else [-1] * len(self._names)
 
     def run(self, priority: Mapping[str, int] | None, seed: int) -> Timeline:
-        """Return one simulated run; its picks among ops of equal priority are those of ``seed``.
+        """Return one simulated run; ``seed`` decides its picks among ops of equal priority.
 
-        ``priority``: numbers of 0 and more by op name, ops that it lacks have none; None: all picks are left to chance.
+        ``priority``: numbers of 0 or more by op name; an op that it lacks has none; None: no op has a number.
         """
         chance = random.Random(seed)
         starts, ends, last = play(
@@ -202,10 +198,10 @@ def simulate(graph: Graph, priority: Mapping[str, int] | None, seed: int) -> Tim
 
 
 def to_chrome_trace(graph: Graph, timeline: Timeline, priority: Mapping[str, int] | None) -> dict[str, Any]:
-    """Return a timeline as a JSON-ready mapping that Perfetto and chrome://tracing open.
+    """Return a timeline as a mapping that, written as JSON, Perfetto and chrome://tracing open.
 
-    Each op is an event in microseconds, each resource a thread. ``priority``: numbers by op name, which are shown with the
-    ops; None: there are none. Format: "Trace Event Format" (Google), complete ("X") and metadata ("M") events.
+    Each op is an event in microseconds, each resource a thread. ``priority``: numbers by op name to show with the ops, None:
+    there are none. Format: "Trace Event Format" (Google), complete ("X") and metadata ("M") events.
     """
     title = f"{graph.name} ({graph.mode}, simulated)"
     events: list[dict[str, Any]] = [{"ph": "M", "pid": 0, "name": "process_name", "args": {"name": title}}]
