@@ -234,10 +234,6 @@ def test_every_mistake_is_one_line(cli: Cli, folder: Path, arguments: str, messa
     assert sorted(path for path in folder.iterdir() if path.name != "__pycache__") == before  # of the model's file
 
 
-def test_unwritable_output_is_told_before_any_work(cli: Cli, folder: Path) -> None:
-    cli("profile", "zoo:cifarnet", "-o", folder / "no" / "p.csv").refuses("cannot be written (no folder")
-
-
 def test_version_and_schema(cli: Cli, folder: Path) -> None:
     from ddltool import __version__
 

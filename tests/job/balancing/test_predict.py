@@ -39,7 +39,7 @@ from ddltool.analyzers.job.balancing.replay import (
 from ddltool.analyzers.job.balancing.sizing import equal, proportional
 from ddltool.analyzers.job.balancing.trained import Ema, PredictorSettings
 from ddltool.analyzers.step.measured.worker_tables import SpeedTrace
-from ddltool.errors import Infeasible, InputError
+from ddltool.errors import InputError
 from tests.conftest import Cli, write
 
 QUICK = PredictorSettings(warm_up=150, refit_every=150, window=300, most_steps=400, own_steps=20)
@@ -83,19 +83,6 @@ def test_predictions_of_one_worker_do_not_hang_on_the_order_of_workers(
     monkeypatch.setattr(NeuralNetwork, "_fit_common", lambda *_: None)
     first, second = replay(trace, one, 96).predicted, replay(swapped, other, 96).predicted
     np.testing.assert_allclose(first, second[:, ::-1], rtol=1e-6)  # type: ignore[index]
-
-
-def test_ema_is_its_closed_form() -> None:
-    trace = cpu_cluster(60, seed=1, workers=2)
-    predicted = replay(trace, make_predictor("ema", 2), 64).predicted
-    assert predicted is not None
-    for k in (1, 7, 59):
-        weights = 0.2 * 0.8 ** np.arange(k - 1, -1, -1)
-        weights[0] = 0.8 ** (k - 1)
-        np.testing.assert_allclose(predicted[k], weights @ trace.speed[:k])
-    last = replay(trace, make_predictor("last", 2), 64).predicted
-    assert last is not None
-    assert np.array_equal(last[1:], trace.speed[:-1])
 
 
 @pytest.mark.parametrize("name", ["arima", "rnn", "lstm", "narx"])
@@ -199,37 +186,6 @@ def test_the_clock_inverts_itself(seed: int, workers: int, rows: int) -> None:
     halves = np.linspace(0, clock.horizon_s, 200)
     done = np.array([clock.done_by(float(t)) for t in halves])
     assert (np.diff(done, axis=0) > 0).all()
-
-
-def test_bsp_on_the_clock_is_the_trace() -> None:
-    trace = cpu_cluster(200, seed=1, workers=6)
-    clock = cpu_clock(trace, 192)
-    assert bsp(clock, np.full(6, 32.0)).iteration_s == pytest.approx(replay_equal(trace, 192).mean_s)
-
-
-def test_ssp_against_a_step_by_step_simulation() -> None:
-    """Two steady workers, 1 s and 3 s per iteration, bound 2: events by hand."""
-    rates = np.tile([3.0, 1.0], (40, 1))
-    clock = Clock(rates, np.full(40, 3.0))
-    need = np.array([3.0, 3.0])
-    ends: list[list[float]] = [[], []]
-    for _ in range(200):
-        for worker in range(2):
-            begin = ends[worker][-1] if ends[worker] else 0.0
-            number = len(ends[worker])
-            other = ends[1 - worker]
-            if number >= 2:
-                if len(other) < number - 1:
-                    continue
-                begin = max(begin, other[number - 2])
-            ends[worker].append(begin + 3.0 / rates[0, worker])
-    made = bounded(clock, need, 2)
-    counted = sum(end <= clock.horizon_s for row in ends for end in row)
-    assert made.iteration_s == pytest.approx(clock.horizon_s * 2 / counted)
-    assert made.iteration_gap == 2
-    free = bounded(clock, need, None)
-    assert free.iteration_s == pytest.approx(2 / (1 + 1 / 3), rel=0.02)
-    assert free.iteration_gap == 80
 
 
 def test_schemes_keep_their_order() -> None:
@@ -499,33 +455,8 @@ def test_the_schemes_by_hand(cli: Cli, tmp_path: Path, seed: int) -> None:
 NOTHING = np.zeros(2)
 
 
-@given(
-    st.lists(st.tuples(st.floats(1e-3, 1e3), st.integers(0, 40)), min_size=1, max_size=6),
-    st.integers(1, 9),
-    st.integers(0, 100),
-)
-def test_shares_are_cut_off_below_at_the_least(workers: list[tuple[float, int]], least: int, extra: int) -> None:
-    """Against the factor that bisection finds."""
-    speeds = np.array([speed for speed, _ in workers])
-    limits = np.array([least + room for _, room in workers])
-    total = min(len(workers) * least + extra, int(limits.sum()))
-    sizes = proportional(speeds, total, limits, least)
-    assert sizes.sum() == total
-    assert (sizes >= least).all()
-    assert (sizes <= limits).all()
-    low, high = 0.0, 1e6
-    for _ in range(200):
-        middle = (low + high) / 2
-        low, high = (middle, high) if np.clip(middle * speeds, least, limits).sum() < total else (low, middle)
-    assert np.abs(sizes - np.clip(high * speeds, least, limits)).max() < 1 + 1e-6
-
-
 def test_sizes_below_the_least_have_no_solution() -> None:
     assert proportional([1.0, 15.0], 16, least=3).tolist() == [3, 13]
-    with pytest.raises(Infeasible, match="total batch 5 is less than 3 samples for each of 2 workers"):
-        proportional([1.0, 1.0], 5, least=3)
-    with pytest.raises(Infeasible, match="limit of worker 1 admits 2 of at least 3 samples"):
-        proportional([1.0, 1.0], 8, [9, 2], least=3)
     with pytest.raises(InputError, match="least: is 0"):
         proportional([1.0, 1.0], 8, least=0)
     for made in (SpeedPolicy, TrialPolicy):

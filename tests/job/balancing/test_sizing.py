@@ -1,11 +1,10 @@
-"""Batch sizes: in proportion to speeds, and exact min-max over curves, against brute force, the greedy rule and CP-SAT.
+"""Batch sizes: in proportion to speeds, and exact min-max over curves, against brute force and the greedy rule.
 The shortest iteration where it does not grow with every second: plateaus, equal iterations, and what the search costs.
 """
 
 from __future__ import annotations
 
 import bisect
-import itertools
 from collections.abc import Callable
 from fractions import Fraction
 
@@ -138,83 +137,6 @@ def random_curves(chance: np.random.Generator, workers: int, *, accumulate: bool
     )
 
 
-def cp_sat_optimum(curves: DeviceCurves, total: int, sync: list[int] | None = None) -> int:
-    """Return the least longest time as CP-SAT proves it, from the curves' tables of whole numbers.
-
-    A switch per worker and sample, each only with the one before. With ``sync`` a worker may get nothing, and an iteration
-    takes ``sync[m - 1]`` more with m workers.
-    """
-    from ortools.sat.python import cp_model
-
-    model = cp_model.CpModel()
-    longest = model.new_int_var(0, 10**6, "longest")
-    switches, taking_part = [], []
-    for worker, limit in enumerate(np.minimum(curves.limits, total).tolist()):
-        probe = np.ones(len(curves.limits), dtype=np.int64)
-        taken = []
-        for size in range(1, limit + 1):
-            probe[worker] = size
-            taken.append(model.new_bool_var(f"x{worker}-{size}"))
-            model.add(longest >= round(curves.seconds(probe)[worker])).only_enforce_if(taken[-1])
-        for sample, following in itertools.pairwise(taken):
-            model.add_implication(following, sample)
-        if sync is None:
-            model.add(taken[0] == 1)
-        switches += taken
-        taking_part.append(taken[0])
-    model.add(sum(switches) == total)
-    cost = model.new_int_var(0, 10**6, "cost")
-    if sync is not None:
-        model.add_element(sum(taking_part), [0, *sync], cost)
-    model.minimize(longest + (0 if sync is None else cost))
-    solver = cp_model.CpSolver()
-    solver.parameters.num_workers = 1
-    solver.parameters.cp_model_presolve = False  # takes ten times longer than the search
-    solver.parameters.max_time_in_seconds = 30.0
-    assert solver.solve(model) == cp_model.OPTIMAL
-    return round(solver.objective_value)
-
-
-def check_against_cp_sat(instances: int, seed: int) -> None:
-    chance = np.random.default_rng(seed)
-    for number in range(instances):
-        workers = int(chance.integers(2, 9))
-        curves = random_curves(chance, workers, accumulate=bool(number % 3 == 0))
-        most = 25 * workers if curves.accumulate else int(curves.limits.sum())
-        total = int(chance.integers(workers, min(most, 25 * workers) + 1))
-        assert curves.seconds(least_longest(curves, total)).max() == cp_sat_optimum(curves, total)
-
-
-def test_min_max_against_cp_sat() -> None:
-    check_against_cp_sat(60, seed=1)
-
-
-@pytest.mark.slow
-def test_min_max_against_cp_sat_on_500_instances() -> None:
-    check_against_cp_sat(500, seed=2)
-
-
-def check_advice_against_cp_sat(instances: int, seed: int) -> None:
-    chance = np.random.default_rng(seed)
-    for number in range(instances):
-        workers = int(chance.integers(2, 7))
-        curves = random_curves(chance, workers, accumulate=bool(number % 3 == 0))
-        total = int(chance.integers(1, min(int(curves.limits.sum()), 12 * workers) + 1))
-        sync = np.cumsum(chance.integers(0, 12, workers)).tolist()
-        made = choose(curves, Offer(counts=(1,) * workers), total, lambda at, number, s=sync: at + s[number - 1])
-        assert made is not None
-        assert made.iteration_s == cp_sat_optimum(curves, total, sync)
-
-
-def test_advice_with_synchronisation_against_cp_sat() -> None:
-    check_advice_against_cp_sat(30, seed=3)
-
-
-@pytest.mark.slow
-def test_advice_with_synchronisation_against_cp_sat_on_300_instances() -> None:
-    check_advice_against_cp_sat(300, seed=4)
-
-
 def test_accumulated_batches_take_their_parts() -> None:
     curves = DeviceCurves.of(per_sample_s=[2.0], launch_s=10.0, saturation=4.0, memory_limit=[8], accumulate=True)
     for size, parts in ((1, [1]), (8, [8]), (9, [5, 4]), (17, [6, 6, 5]), (24, [8, 8, 8])):
@@ -297,6 +219,29 @@ def best_of(rows: list[list[float]], total: int, value: Value) -> tuple[float, i
     iteration_s = min(value(at, number) for number, at in ends.items())
     number = max(number for number, at in ends.items() if value(at, number) == iteration_s)
     return iteration_s, number, ends[number]
+
+
+@pytest.mark.parametrize("instances", [60, pytest.param(500, marks=pytest.mark.slow)])
+def test_curves_of_devices_are_their_tables(instances: int) -> None:
+    """With accumulation and without: where every worker takes part, and where each more of them costs its own."""
+    chance = np.random.default_rng(instances)
+    for number in range(instances):
+        workers = int(chance.integers(2, 9))
+        curves = random_curves(chance, workers, accumulate=number % 3 == 0)
+        total = int(chance.integers(workers, min(int(curves.limits.sum()), 25 * workers) + 1))
+        ones = np.ones(workers, dtype=np.int64)
+        rows = [
+            [
+                float(curves.seconds(ones + (size - 1) * (np.arange(workers) == worker))[worker])
+                for size in range(1, most + 1)
+            ]
+            for worker, most in enumerate(np.minimum(curves.limits, total).tolist())
+        ]
+        assert curves.seconds(least_longest(curves, total)).max() == first_ends(rows, total)[workers]
+        sync = np.cumsum(chance.integers(0, 12, workers)).tolist()
+        made = choose(curves, Offer(counts=(1,) * workers), total, lambda at, number, s=sync: at + s[number - 1])
+        assert made is not None
+        assert made.iteration_s == best_of(rows, total, lambda at, number, s=sync: at + s[number - 1])[0]
 
 
 def values(costs: list[float], floor: float) -> dict[str, Value]:

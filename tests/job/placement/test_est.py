@@ -115,25 +115,6 @@ def priced(random: Random, case: Problem) -> Problem:
     return replace(case, devices=devices, max_price_micro=random.randint(0, 12))
 
 
-def test_the_best_plans_equal_brute_force_in_every_objective() -> None:
-    random = Random(1)
-    infeasible = 0
-    for number in range(150):
-        case = random_problem(random, types=3, count=3, workers=9)
-        case = priced(random, case) if number % 2 else case
-        expected = ranking(case)
-        if not expected:
-            infeasible += 1
-            with pytest.raises(Infeasible, match="max_price_per_hour: .* an hour buys no device; the cheapest, t"):
-                solve_est(case)
-            continue
-        made = solve_est(case, top_k=5)
-        assert (made.status, made.gap) == ("optimal", 0)
-        found = [as_ranked(case, plan) for plan in [made, *made.alternatives]]
-        assert found == expected[:5]  # equal ones too: the counts decide, first type first
-    assert infeasible > 2
-
-
 def test_measured_capabilities_are_compared_to_the_last_digit() -> None:
     """The least waste is exact where devices differ in the seventeenth digit only."""
     random = Random(3)
@@ -557,12 +538,6 @@ def key(case: Problem, entry: tuple[tuple[int, ...], Fraction, int], order: tupl
     return [*(figures[name] for name in order), [-count for count in counts]]
 
 
-def counts_of(case: Problem, plan: Plan | Alternative) -> tuple[int, ...]:
-    return tuple(
-        sum(row.devices for row in plan.assignments if row.device_type == device.name) for device in case.devices
-    )
-
-
 ORDERS = [
     ("throughput",),
     ("throughput", "price"),
@@ -586,11 +561,10 @@ def test_every_order_of_objectives_equals_brute_force() -> None:
             with pytest.raises(Infeasible):
                 solve_est(case, objective=order)
             continue
-        made = solve_est(case, top_k=3, objective=order)
+        made = solve_est(case, top_k=5, objective=order)
         assert (made.status, made.gap) == ("optimal", 0)
-        verify(case, made.assignments)
-        found = [counts_of(case, plan) for plan in [made, *made.alternatives]]
-        assert found == [entry[0] for entry in expected[:3]], (case, order)
+        found = [as_ranked(case, plan)[3] for plan in [made, *made.alternatives]]
+        assert found == [entry[0] for entry in expected[:5]], (case, order)
         assert made.iteration_s == float(expected[0][1])
         compared += 1
     assert infeasible > 12
