@@ -112,10 +112,10 @@ class Preconditioner:
         moment = state.get("exp_avg_sq", state.get("square_avg"))
         index = self._group_index.get(id(parameter))
         if moment is None or index is None or moment.shape != parameter.shape:
-            return None
+            return None  # without a moment for each coordinate there is no P
         options = self._optimizer.param_groups[index]
         corrected = 1.0
-        if "exp_avg_sq" in state:
+        if "exp_avg_sq" in state:  # Adam corrects the moment's bias, RMSprop does not
             step = state.get("step", 0)
             steps_made = float(step) if not isinstance(step, Tensor) or not step.is_cuda else float(step.item())
             if steps_made < 1:

@@ -74,7 +74,7 @@ def nested_tensors(value: Any, depth: int = 8) -> Iterator[Tensor]:
     elif not isinstance(value, (type, nn.Module)):
         names = [*getattr(value, "__dict__", ()), *getattr(value, "__slots__", ())]
         items = [getattr(value, name, None) for name in names]
-    for item in items if depth else ():
+    for item in items if depth else ():  # a limit, because objects may refer to each other in a cycle
         yield from nested_tensors(item, depth - 1)
 
 
@@ -125,7 +125,9 @@ class LossGraph:
         for node in _walk([loss.grad_fn], graph.outputs):
             graph.nodes += 1
             graph.is_weighed = graph.is_weighed or _WEIGHED in node.metadata
-            if (leaf := getattr(node, "variable", None)) is not None:
+            if (
+                leaf := getattr(node, "variable", None)
+            ) is not None:  # only nodes that accumulate a leaf's gradient have it
                 graph.leaves.append(leaf)
         return graph
 

@@ -92,6 +92,7 @@ class Identity:
             "step_s": round(step_s, 9),
             "memory_bytes": step.memory_bytes,
             "end_s": round(self.clock_s + step.end.host_s, 6),
+            # From the step's begin to its first forward pass: the loop fetches data then.
             "data_s": round(min(step_s, seconds_between(step.begin, step.exchanges[0].start)), 9),
         }
         return TelemetryRow(**(fields | step.more))

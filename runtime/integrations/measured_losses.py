@@ -124,6 +124,7 @@ class LossKinds:
         if failed:  # then only the first verdict, on a sum divided by a number, is reliable: it needs no parts
             verdicts = [verdicts[0], *(0.0 for _ in verdicts[1:])]
         columns = dict(zip(KINDS, zip(*self._job.numbers(*verdicts), strict=True), strict=True))
+        # A kind fits if no rank's verdict is no (-1) and at least one's is yes (1).
         fitting = [kind for kind, of_ranks in columns.items() if min(of_ranks) >= 0 and max(of_ranks) > 0]
         if fitting := [kind for kind in fitting if not self._kinds or kind in self._kinds]:
             return [DIVIDED] if DIVIDED in fitting else fitting

@@ -342,7 +342,7 @@ class _Campaign:
                 reason = "the budget was spent"
                 if batch > self.limit:
                     reason = f"memory ends at batch {self.limit}"
-                elif is_known:
+                elif is_known:  # a batch is predicted only between two that were measured
                     low = max(measured for measured in points if measured < batch)
                     high = min(measured for measured in points if measured > batch)
                     reason = f"known to {prediction.relative:.1%} from the curve between batch {low} and {high}"

@@ -1,4 +1,4 @@
-"""Which samples each rank takes in each step, under batches that differ between ranks and may change at any step.
+"""Chooses the samples of each rank in each step, where batches differ between ranks and may change at any step.
 
 Start at :class:`VariableBatchSampler`. Every epoch is one permutation of the dataset, which each rank computes from the
 seed. Each step takes as many of the next samples as its total batch says; they are divided among ranks, and each rank's

@@ -257,7 +257,7 @@ class _Checked(_Recorded):
         place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
         place |= {"MASTER_PORT": "0", REFERENCE: str(self._path), REFERENCE_RANKS: str(self._job.world_size)}
         self._child = subprocess.Popen(
-            [sys.executable, *sys.orig_argv[1:]],
+            [sys.executable, *sys.orig_argv[1:]],  # with the interpreter's own options, such as -m
             env=environment | place,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
