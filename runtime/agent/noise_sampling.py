@@ -292,14 +292,13 @@ class NoiseSampler:
     def _finish_pair(self, current_pass: Pass) -> None:
         """Make an observation of this step and the one before, or keep this step's gradient as the first of a pair.
 
-        It is kept where the step before is not a pair's first with the same samples and number of gradients, and with
-        every step sampled. Both gradients are scaled by the first step's P, so that they have one unit. From the norm
-        of their difference their inner product follows.
+        The step before is a pair's first only if its number of samples and of gradients are the same. Both gradients are
+        scaled by the first step's P, so that they have one unit; the norm of their difference gives their inner product.
         """
         previous, self._previous = self._previous, None
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        pair_of = (current_pass.step - 1, current_pass.step_samples, len(gradients))
-        if previous is not None and (previous.step, previous.samples, len(previous.gradients)) == pair_of:
+        first_of_pair = (current_pass.step - 1, current_pass.step_samples, len(gradients))
+        if previous is not None and (previous.step, previous.samples, len(previous.gradients)) == first_of_pair:
             scaled = gradients if previous.scales is None else list(torch._foreach_mul(gradients, previous.scales))
             squared = squared_norm(scaled)
             torch._foreach_sub_(previous.gradients, scaled)  # in place, as the copy is not needed any more

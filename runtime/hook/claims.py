@@ -145,7 +145,7 @@ class LossGraph:
             # An output of one element is a loss that the model has computed: go on to its inputs.
             inside = _behind(output for output in deeper if math.prod(output.shape) <= 1)
             deeper = []
-            for _ in _walk(inside, deeper):
+            for _ in _walk(inside, deeper):  # fills `deeper`
                 pass
         behind = {output.key for node in _walk(_behind(outputs)) for output in outputs_of(node)}
         nearest = [output for output in outputs if output.key not in behind]

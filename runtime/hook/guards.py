@@ -60,11 +60,12 @@ class Sums(NamedTuple):
             return cls()
         values = torch.cat([part.to(torch.float64) for part in parts]).nan_to_num_(nan=1e6, posinf=1e6, neginf=-1e6)
         lengths = torch.tensor([len(part) for part in parts])
-        of_tensor = torch.repeat_interleave(torch.arange(len(parts)), lengths).to(values.device)
-        sizes = values.new_zeros(len(parts)).index_add_(0, of_tensor, values.abs()).clamp_min_(1e-300)
-        # Weights that do not cancel by chance: the cosines of an irrational rotation, which cost no random numbers.
+        tensor_index = torch.repeat_interleave(torch.arange(len(parts)), lengths).to(values.device)
+        # 1e-300: a tensor of zeros is divided by it, and has a logarithm.
+        sizes = values.new_zeros(len(parts)).index_add_(0, tensor_index, values.abs()).clamp_min_(1e-300)
+        # Weights that do not cancel by chance: cosines of multiples of 0.618 need no random numbers.
         weights = torch.arange(1, len(values) + 1, dtype=torch.float64, device=values.device).mul_(0.618).cos_()
-        directions, logarithms = (values / sizes[of_tensor]) @ weights, sizes.log() @ weights[: len(parts)]
+        directions, logarithms = (values / sizes[tensor_index]) @ weights, sizes.log() @ weights[: len(parts)]
         return cls(float(directions + logarithms), len(parts))
 
     def differs(self, other: Sums) -> bool:

@@ -242,14 +242,14 @@ class LossScaler:
             return loss
         self._was_loss_called = True
         share, ranks = None, self._job.world_size
-        if count is not None and (ranks > 1 or of is not None):
+        if count is not None and (ranks > 1 or of is not None):  # also for "average": all ranks must exchange counts
             factor = self._factor_of_count(float(count), of, reduction)
         elif reduction == "mean":
             share = self.pending.share(self._forwards_begun, self.name) or self._counted_share()
             self._is_uneven = self._is_uneven or not share.even
             factor = ranks * share.samples / share.total if share.total else 1.0
         else:
-            factor = float(ranks)
+            factor = float(ranks)  # undoes the division in the ranks' average, so that losses are added
         if reduction == "average":
             factor = 1.0
         if share is None:
@@ -337,11 +337,8 @@ class LossScaler:
         if graph.is_weighed:
             before = f"has come through {self.name}.loss before"
             guard.refuse(InputError("loss", before, "say each term of a loss once"))
-        if self._forwards_inside:
-            return (
-                forward_passes,
-                {},
-            )  # the loss is made within a forward pass: a trainer wraps its whole step in a module
+        if self._forwards_inside:  # the loss is made within a forward pass: a trainer wraps its whole step in a module
+            return forward_passes, {}
         past_outputs = self._parameters_past_outputs(graph, guard)
         if past_outputs and not graph.outputs and share is not None:
             problem = "reaches the model's parameters past the wrapped model, so that nobody averages their gradients"

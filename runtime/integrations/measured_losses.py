@@ -191,6 +191,7 @@ def _verdicts(value: Any, whole: float, inputs: Any, items: Any, tolerance: floa
     loss_by_triple = whole if items is None else value(inputs, 3 * items)
     is_divided, is_undivided = items is not None and near(3 * loss_by_triple, whole), near(loss_by_triple, whole)
     fitting = {DIVIDED} if is_divided else set()
+    # Ranks may have to compute every loss together, so all of them are computed before anything is decided.
     if rows:
         halves, pair = (range(max(rows // 2, 1)), range(rows // 2, rows)), _unlike_rows(counts)
         first, second = (value(_rows(inputs, rows, half), items) for half in halves)
@@ -198,15 +199,18 @@ def _verdicts(value: Any, whole: float, inputs: Any, items: Any, tolerance: floa
         relabelled = value(_other_first_labels(_rows(inputs, rows, pair)), items) if SHIFTED in counts else both
     if rows > 1:
         cuts = _Cut(whole, (first, second), halves), _Cut(both, (fewest, most), (pair[:1], pair[1:]))
+        # A sum divided by one number is the sum of its parts' losses; a mean is not.
         if not all(math.isnan(sum(cut.parts)) or near(cut.whole, sum(cut.parts), *cut.parts) for cut in cuts):
             fitting.discard(DIVIDED)
         if is_undivided:
             fitting |= _fitting_means(counts, cuts, near)
+        # If both means over labels fit, another first label decides: only a mean over all labels changes by it.
         has_both = {LABELS, SHIFTED} <= fitting and fewest != most
         if has_both and _has_first_labels(_rows(inputs, rows, pair)):
             fitting.remove(LABELS if relabelled == both else SHIFTED)
     if not math.isfinite(whole) or whole == 0:
         return [0.0] * len(KINDS)
+    # A single row is a mean of any kind.
     unknown = {kind for kind in counts if is_undivided} if rows == 1 else set()
     return [0.0 if kind in unknown else 1.0 if kind in fitting else -1.0 for kind in KINDS]
 

@@ -350,7 +350,7 @@ class VariableBatchSampler(Sampler[list[int]]):
         planned.
         """
         remaining, total = self.dataset_size - position, self.split_at(step).total_batch_size
-        remaining_after = remaining - total
+        remaining_after = remaining - total  # negative: this step takes the remainder
         is_too_small = remaining < self._fewest_in_step and not self._keeps_all_samples
         if remaining_after < 0 and (self._drop_last or is_too_small):
             return 0

@@ -286,7 +286,7 @@ class ElasticBSP(ASP):
         if worker is not None:
             self._note_end(worker, now_s)
         state, members = self.state, sorted(self.state.members)
-        if not self._superstep_workers:
+        if not self._superstep_workers:  # the start of the job
             self._superstep_workers, self._iterations, self._superstep_began_s = members, [1] * len(members), now_s
             return None
         if not members or any(state.steps[worker] < self.quota[worker] for worker in members):
