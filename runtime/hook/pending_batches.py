@@ -106,12 +106,16 @@ class PendingBatches:
         is chosen, and :meth:`share` finds the batch.
         """
         self._fill()
-        if len(sources := [batches for batches in self._drawn.values() if batches]) != 1:
+        if len(sources := [(source, batches) for source, batches in self._drawn.items() if batches]) != 1:
             self._held = None
             return
-        [batches] = sources
+        [(source, batches)] = sources
         is_first_done = batches[0] is self._held  # its turn ends now
-        for _ in range(skip + is_first_done):
+        left = len(batches) - is_first_done - skip
+        if skip and isinstance(source, VariableBatchSampler):
+            # Of very many skipped batches only the latest are kept, so the number of all that were drawn counts.
+            left = source.issued_count - len(source.issued) - skip
+        while len(batches) > max(left, 0):
             batches.popleft()
         self._held = batches[0] if batches else None
 

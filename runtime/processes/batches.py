@@ -209,6 +209,8 @@ class VariableBatchSampler(Sampler[list[int]]):
         """Number of steps done since the start of training."""
         self.issued: deque[Pass] = deque(maxlen=PASSES_KEPT)
         """Passes handed out and not yet taken from here by the training loop, in order."""
+        self.issued_count = 0
+        """Number of passes that were appended to :attr:`issued` in the present iteration."""
         self._drop_last = drop_last
         self._keeps_all_samples = whole
         self._order = order
@@ -220,6 +222,7 @@ class VariableBatchSampler(Sampler[list[int]]):
     def _begin(self) -> None:
         """Start handing out passes after the last committed step; passes handed out before are forgotten."""
         self.issued.clear()
+        self.issued_count = 0
         self._next_step, self._next_position, self._handed_out = self.step, self.position, 0
 
     @property
@@ -322,6 +325,7 @@ class VariableBatchSampler(Sampler[list[int]]):
                 self.issued.append(
                     Pass(**fields, step_start=position, step_samples=samples, split=split, is_even=is_even)
                 )
+                self.issued_count += 1
                 yield part or [int(order[position])]
             step, position = step + 1, position + samples
 
