@@ -208,9 +208,8 @@ class NoiseSampler:
         if current_pass.number == 0:
             self._forget_step()
             self._is_step_sampled = self._is_sampled(current_pass)
-            if (
-                self._previous is None or self.every == 1
-            ):  # else it is a pair's second, whose cost is added to the first's
+            # The cost of the second step of a pair is added to that of the first.
+            if self._previous is None or self.every == 1:
                 self._step_spans = []
 
     def after_pass(self, current_pass: Pass) -> None:

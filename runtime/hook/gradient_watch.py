@@ -32,9 +32,8 @@ def watch_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, rank: in
     trained = [(name.removeprefix("module."), value) for name, value in model.named_parameters() if value.requires_grad]
     if trained:
         watch = _GradientWatch(trained, rank)
-        _, first_parameter = trained[
-            0
-        ]  # a backward pass ends there, so what was not finite before shows in its gradient
+        # A backward pass ends there, so what was not finite before shows in its gradient.
+        _, first_parameter = trained[0]
         first_parameter.register_hook(watch.note_own)
         optimizer.register_step_pre_hook(watch)
 

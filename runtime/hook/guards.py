@@ -352,9 +352,8 @@ def _is_linear(hook: Callable[[Tensor], Tensor | None], like: Tensor) -> bool:
     with torch.no_grad():
         for gradient in (a, b, a - 300 * b):  # 300: large, so that clipping to a bound shows
             output = hook(gradient)
-            outputs.append(
-                gradient if output is None else output
-            )  # None: the gradient it was given counts, maybe changed
+            # None: the gradient it was given counts, maybe changed.
+            outputs.append(gradient if output is None else output)
     return torch.allclose(outputs[2], outputs[0] - 300 * outputs[1], rtol=1e-2, atol=1e-2)
 
 

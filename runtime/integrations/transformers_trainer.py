@@ -230,12 +230,10 @@ class _TrainersLoss:
                 trainer.accelerator = _OneProcess(accelerator)
             with ExitStack() as stack:
                 stack.enter_context(torch.no_grad())
-                stack.enter_context(
-                    streams_kept(trainer.args.device)
-                )  # training must draw the same numbers as without this
-                stack.enter_context(
-                    torch.compiler.set_stance("force_eager")
-                )  # parts have new shapes: not worth compiling
+                # Training must draw the same numbers as without this.
+                stack.enter_context(streams_kept(trainer.args.device))
+                # Parts have new shapes: not worth compiling.
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
                 stack.enter_context(trainer.compute_loss_context_manager())
                 return float(trainer.compute_loss(self._model, inputs, num_items_in_batch=items))
         finally:

@@ -296,9 +296,8 @@ class _Checked(_Recorded):
             self._dropout.end()
             if self._ends_process:
                 self._finish()
-                self._job.gather(
-                    b""
-                )  # the other ranks wait until rank 0 has printed: a launcher ends all with the first
+                # The other ranks wait until rank 0 has printed: a launcher ends all with the first.
+                self._job.gather(b"")
                 raise CheckIsOver
 
     def _compare_ranks(self) -> str:
