@@ -125,9 +125,8 @@ class LossGraph:
         for node in _walk([loss.grad_fn], graph.outputs):
             graph.nodes += 1
             graph.is_weighed = graph.is_weighed or _WEIGHED in node.metadata
-            if (
-                leaf := getattr(node, "variable", None)
-            ) is not None:  # only nodes that accumulate a leaf's gradient have it
+            # Only nodes that accumulate a leaf's gradient have the attribute.
+            if (leaf := getattr(node, "variable", None)) is not None:
                 graph.leaves.append(leaf)
         return graph
 

@@ -198,9 +198,8 @@ class PassClock(Watcher):
         self._start: Stamp | None = None  # of *compute*; None: no forward pass since the last exchange
         self._paused_s = 0.0  # seconds waited for counts of other ranks since `_start`
         self._exchanges: list[Exchange] = []  # since the last `take`
-        self._listened: Exchange | None = (
-            None  # the last exchange with a beacon, whose *sync* is used for those without
-        )
+        # The last exchange with a beacon, whose *sync* is used for those without.
+        self._listened: Exchange | None = None
         self._completed = 0  # number of exchanges begun by `note_complete`
         self._beacon = torch.zeros(1)  # its value does not matter, only when it arrives
         if side is not None:

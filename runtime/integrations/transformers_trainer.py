@@ -113,9 +113,8 @@ class HookedTrainerMixin:
         self.hook = SaidLosses(attach(enforcement, telemetry=telemetry).named("self.hook"))
         self._trainer = cast(Any, self)  # self as a Trainer, which it is once it is mixed in
         self._kinds: LossKinds | None = None  # kinds that the losses may be; None: not measured yet
-        self._meaning: dict[str, Any] | None = (
-            None  # keyword arguments for `hook.loss`; None: the script calls it itself
-        )
+        # Keyword arguments for `hook.loss`; None: the script calls it itself.
+        self._meaning: dict[str, Any] | None = None
         # Number of the epoch's batches that a resumed run skips; whether the hook has the model.
         self._skip, self._is_bound, self._lengths = 0, False, lengths
         self._trainer.add_callback(_Following(self))
