@@ -675,10 +675,10 @@ class GoodputAgent(Watcher):
         return self._rule.warmed_factor(scale, epoch, self._warmup_epochs, statistics)
 
     def _steps_at_initial_batch(self, total: int) -> float:
-        """Return how many steps at the initial batch a step of ``total`` samples is worth.
+        """Return the number of steps at the initial batch that make as much progress as a step of ``total`` samples.
 
-        By the learning-rate rule, a larger batch makes fewer steps of more progress; a smaller one counts as its share
-        of a step.
+        For a larger batch the learning-rate rule says that number; it is 1 while the rule lacks gradient statistics. A
+        smaller batch counts as its share of a step.
         """
         statistics = self._chooser.statistics
         scale = total / self._limits.initial_batch_size

@@ -222,7 +222,7 @@ class ElasticTrainer:
         return trainer
 
     def _open_telemetry(self, path: str | None, device: str) -> None:
-        """Start to write this process's telemetry to ``path`` (None: none); ``device``: the device type for its rows."""
+        """Start to write this process's telemetry to ``path``; None: record nothing. ``device``: its type in the rows."""
         self._rows = TelemetryFile.of(path, self.processes.job, device)
         self._telemetry = StepRecorder(self._rows, cuda=self.device.type == "cuda")
 

@@ -137,7 +137,7 @@ def campaign(
     Raises DdlToolError when a process fails, with its reason; InputError when nothing fits in memory.
     """
     state = _Campaign(request, known, largest_batch)
-    if executor is not None or state.next_task() is None:
+    if executor is not None or state.next_task() is None:  # no processes are needed if all is known
         return state.run(executor, on_rows, progress)
     most_replicas = max(request.replicas)
     if request.device == "cuda":
