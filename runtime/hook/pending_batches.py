@@ -174,7 +174,7 @@ class PendingBatches:
     def count(self, number: Hashable, samples: int, total: float) -> None:
         """Add samples of this rank, and of all ranks (``total``), to the tally.
 
-        Only the first call for a ``number`` counts, because each term of a loss makes one.
+        ``number``: the backward pass, of which only the first call counts, because each term of a loss makes one.
         """
         if self._used_in != number:
             self._used_in = number

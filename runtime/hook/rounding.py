@@ -70,6 +70,7 @@ def unpacked(packed: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
         return packed.view(torch.bfloat16).to(dtype)
     # Each block has 256 bytes of integers (half of that for 4 bits) and 4 of its scale.
     blocks = packed.numel() // (BLOCK * bits // 8 + 4)
+    # A copy of the scales: where they begin need not be aligned for a view as float32.
     levels, scales = packed[: blocks * BLOCK * bits // 8], packed[blocks * BLOCK * bits // 8 :].clone()
     if bits == 4:
         levels = torch.stack((levels & 15, levels >> 4), dim=1).view(-1)

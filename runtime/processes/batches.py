@@ -411,9 +411,9 @@ def _is_even(split: Shares, samples: int) -> bool:
 
 
 def fitting_sizes(sizes: Sequence[int], ranks: int, total: int, least: int = 1) -> tuple[int, ...]:
-    """Return ``sizes`` as (n,) integers after checking that there is one for each of ``ranks`` and the sum is ``total``.
+    """Return ``sizes`` as integers, (ranks,), after checking that there are ``ranks`` of them with the sum ``total``.
 
-    Raises InputError where that is not so, and for a size that is fractional or below ``least``.
+    Raises InputError if that is not so, and for a size that is fractional or below ``least``.
     """
     if least < 1:
         raise InputError("least", f"is {least}", "give every rank one sample or more")
