@@ -1,6 +1,6 @@
 """What runs inside training processes. Start at :func:`attach`, the hook that makes a job follow its plan.
 
-Everything is loaded, and torch with it, when it is first asked for.
+Each name is imported, and torch with it, when it is first used.
 """
 
 from importlib import import_module
@@ -46,7 +46,7 @@ __all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    """Import the module that holds the public name, and torch with it, when the name is first asked for."""
+    """Import the module that holds the public name ``name``, and torch with it, when the name is first used."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

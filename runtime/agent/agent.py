@@ -63,7 +63,7 @@ log = logging.getLogger(__name__)
 
 
 class Batches:
-    """An iterator with a length, the most batches that may come: trainers fetch a batch ahead where there is no length."""
+    """An iterator with a length, which is the most batches that may come: without one, trainers fetch a batch ahead."""
 
     def __init__(self, source: Iterator[Any], most: int) -> None:
         self._source, self._most = source, most
@@ -270,6 +270,7 @@ class GoodputAgent(Watcher):
                 batch_pass = self.sampler.issued.popleft()
                 self._begin_pass(batch_pass, start)
                 yield batch
+                # Only the first batch is checked: a loop that fetches ahead does so from the start.
                 if is_first and self._last_backward_pass is not batch_pass:
                     problem = "the next one was fetched before the first was trained on, so passes would be mistaken"
                     remedy = "fetch no batch ahead; num_workers does it behind the agent"
@@ -381,7 +382,7 @@ class GoodputAgent(Watcher):
         if current_pass is not None and current_pass.is_last:
             self._noise.begin_last_backward()
         if self._gradient_seen is not None:
-            parameter, gradient, version = self._gradient_seen
+            parameter, gradient, version = self._gradient_seen  # a version rises with every change in place
             if parameter.grad is not gradient or gradient._version != version:
                 problem = "were changed or cleared before the step's last pass"
                 raise InputError("gradients", problem, "clear and clip them where agent.complete is true")
@@ -674,10 +675,10 @@ class GoodputAgent(Watcher):
         return self._rule.warmed_factor(scale, epoch, self._warmup_epochs, statistics)
 
     def _steps_at_initial_batch(self, total: int) -> float:
-        """Return how many steps at the initial batch a step of ``total`` samples is worth.
+        """Return the number of steps at the initial batch that make as much progress as a step of ``total`` samples.
 
-        By the learning-rate rule, a larger batch makes fewer steps of more progress; a smaller one counts as its share
-        of a step.
+        For a larger batch the learning-rate rule says that number; it is 1 while the rule lacks gradient statistics. A
+        smaller batch counts as its share of a step.
         """
         statistics = self._chooser.statistics
         scale = total / self._limits.initial_batch_size

@@ -530,15 +530,15 @@ class Chooser:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue with a state that :meth:`state` returned, and count steps and time anew.
 
-        Raises KeyError, TypeError, ValueError, AttributeError or InputError for anything else.
+        Raises KeyError, TypeError, ValueError, AttributeError or InputError for anything else, and then changes nothing.
         """
-        rows = state["observations"].tolist()
+        times, estimator = StepTimeHistory(), copy.copy(self.estimator)
+        times.load_rows(state["observations"].tolist())
+        estimator.load_state_dict(state["estimator"])
         sqr, var, noise_scale = (float(state[name]) for name in ("sqr", "var", "noise_scale"))
-        largest_tried = int(state["largest_tried"])
-        self.estimator.load_state_dict(state["estimator"])
-        self.times.load_rows(rows)
+        self.largest_tried = int(state["largest_tried"])
+        self.times, self.estimator = times, estimator
         has_statistics = math.isfinite(sqr) and math.isfinite(var)
         self.statistics = GradientStatistics(sqr=sqr, var=var) if has_statistics else None
         self.noise_scale = noise_scale if math.isfinite(noise_scale) else None
-        self.largest_tried = largest_tried
         self.restart()

@@ -112,10 +112,10 @@ class Preconditioner:
         moment = state.get("exp_avg_sq", state.get("square_avg"))
         index = self._group_index.get(id(parameter))
         if moment is None or index is None or moment.shape != parameter.shape:
-            return None
+            return None  # without a moment for each coordinate there is no P
         options = self._optimizer.param_groups[index]
         corrected = 1.0
-        if "exp_avg_sq" in state:
+        if "exp_avg_sq" in state:  # Adam corrects the moment's bias, RMSprop does not
             step = state.get("step", 0)
             steps_made = float(step) if not isinstance(step, Tensor) or not step.is_cuda else float(step.item())
             if steps_made < 1:
@@ -208,9 +208,8 @@ class NoiseSampler:
         if current_pass.number == 0:
             self._forget_step()
             self._is_step_sampled = self._is_sampled(current_pass)
-            if (
-                self._previous is None or self.every == 1
-            ):  # else it is a pair's second, whose cost is added to the first's
+            # The cost of the second step of a pair is added to that of the first.
+            if self._previous is None or self.every == 1:
                 self._step_spans = []
 
     def after_pass(self, current_pass: Pass) -> None:
@@ -292,14 +291,13 @@ class NoiseSampler:
     def _finish_pair(self, current_pass: Pass) -> None:
         """Make an observation of this step and the one before, or keep this step's gradient as the first of a pair.
 
-        It is kept where the step before is not a pair's first with the same samples and number of gradients, and with
-        every step sampled. Both gradients are scaled by the first step's P, so that they have one unit. From the norm
-        of their difference their inner product follows.
+        The step before is a pair's first only if its number of samples and of gradients are the same. Both gradients are
+        scaled by the first step's P, so that they have one unit; the norm of their difference gives their inner product.
         """
         previous, self._previous = self._previous, None
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        pair_of = (current_pass.step - 1, current_pass.step_samples, len(gradients))
-        if previous is not None and (previous.step, previous.samples, len(previous.gradients)) == pair_of:
+        first_of_pair = (current_pass.step - 1, current_pass.step_samples, len(gradients))
+        if previous is not None and (previous.step, previous.samples, len(previous.gradients)) == first_of_pair:
             scaled = gradients if previous.scales is None else list(torch._foreach_mul(gradients, previous.scales))
             squared = squared_norm(scaled)
             torch._foreach_sub_(previous.gradients, scaled)  # in place, as the copy is not needed any more

@@ -218,12 +218,13 @@ class Balancer:
         return self._sizes
 
     def dataloader(self, *, shuffle: bool = True, seed: int = 0, **options: Any) -> DataLoader[Any]:
-        """Return the loader of this rank's batches; ``options`` go to ``DataLoader``. Call on every rank, once.
+        """Return the loader of this rank's batches; call it once, on every rank.
 
-        With data workers, indices are handed out ``num_workers * prefetch_factor`` steps ahead, and new sizes take
-        effect that much later. Raises InputError when called again, when ``options`` choose samples themselves
-        (``batch_size``, ``shuffle``, ``sampler``, ...), when ranks differ in steps ahead, seed or shuffle, and for a
-        dataset without a length or with fewer than ``least`` samples for every rank.
+        ``shuffle`` and ``seed`` give the order of samples, as in torch's DistributedSampler; ``options`` go to
+        ``DataLoader``. With data workers, indices are handed out ``num_workers * prefetch_factor`` steps ahead, and new
+        sizes take effect that much later. Raises InputError when called again, when ``options`` choose samples
+        themselves (``batch_size``, ``shuffle``, ``sampler``, ...), when ranks differ in steps ahead, seed or shuffle,
+        and for a dataset without a length or with fewer than ``least`` samples for every rank.
         """
         if self._sampler is not None:
             raise InputError("dataloader", "was made already", "use one loader per balancer")

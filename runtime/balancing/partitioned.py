@@ -168,8 +168,9 @@ class PartitionedData:
         All ranks call this together. The switch counts traversals from zero. Raises DdlToolError on all of them when
         moving has failed on one.
         """
-        error = migration.received.exception() if migration.received.done() else None
-        states = self._job.numbers(migration.received.done(), error is not None)
+        is_done = migration.received.done()  # asked once, because the thread may end meanwhile
+        error = migration.received.exception() if is_done else None
+        states = self._job.numbers(is_done, error is not None)
         if any(failed for _, failed in states):
             own_error = "" if error is None else f" ({one_line(str(error)) or type(error).__name__})"
             raise DdlToolError(f"rank {self._job.rank}: moving samples between ranks has failed{own_error}")

@@ -119,6 +119,7 @@ class WorkerState:
         """End the turn of virtual rank ``rank``: store the worker's values.
 
         If this turn was compared, each shared attribute that it has changed becomes every worker's own from now on.
+        Raises InputError as the class says.
         """
         if self._before is not None:
             before, self._before = self._before, None
@@ -126,7 +127,7 @@ class WorkerState:
                 raise InputError(f"model:{new[0]}", "is added by a forward pass", "build the whole model beforehand")
             after = dict(self._attributes())
             for key in sorted(before.keys() | after.keys()):
-                old_comparable, old = before.get(key, (None, ABSENT))
+                old_comparable, old = before.get(key, (None, ABSENT))  # ABSENT: the turn has made the attribute
                 comparable = _comparable(after[key]) if key in after else None
                 if key not in self._values[rank] and old_comparable != comparable:
                     self._adopt(key, old, after.get(key, ABSENT))

@@ -314,7 +314,7 @@ class OrderedMean:
                     for bucket_index in range(len(self._buckets)):
                         self._add(virtual_rank, bucket_index)
                 for bucket_index in range(len(self._buckets)):
-                    if self._owners[-1] != self._processes.rank:
+                    if self._owners[-1] != self._processes.rank:  # the last worker's process has sent them in `_add`
                         self._broadcast_mean(bucket_index)
                 for bucket_index in range(len(self._buckets)):
                     self._wait_for_send(bucket_index)

@@ -222,7 +222,7 @@ class ElasticTrainer:
         return trainer
 
     def _open_telemetry(self, path: str | None, device: str) -> None:
-        """Start to write this process's telemetry to ``path`` (None: none); ``device``: the device type for its rows."""
+        """Start to write this process's telemetry to ``path``; None: record nothing. ``device``: its type in the rows."""
         self._rows = TelemetryFile.of(path, self.processes.job, device)
         self._telemetry = StepRecorder(self._rows, cuda=self.device.type == "cuda")
 
@@ -321,7 +321,7 @@ class ElasticTrainer:
                 else:
                     *inputs, target = batch
                     loss = self.loss_fn(self.model(*inputs), target)
-                if (self._micro_batches + 1) % self.settings.accumulation == 0:
+                if (self._micro_batches + 1) % self.settings.accumulation == 0:  # the turn's last backward pass is next
                     self._mean.expect()
                 loss.backward()
                 if self.turn_done(loss):
@@ -439,7 +439,7 @@ class ElasticTrainer:
             problem = "its parameters changed in a turn"
             raise InputError("model", problem, "update them once, when turn_done returns True")
         losses = self._losses.setdefault(rank, [])
-        losses.append(torch.tensor(torch.nan) if loss is None else loss.detach())
+        losses.append(torch.tensor(torch.nan) if loss is None else loss.detach())  # read at the step's end, not here
         if self._recorder is not None:
             self._recorder.loss(losses[-1])
         self._micro_batches += 1

@@ -1,4 +1,4 @@
-"""Load an enforcement config, check it against the job, and attach it to the model. Start at :func:`attach`.
+"""Loads an enforcement config, checks it against the job, and attaches it to the model. Start at :func:`attach`.
 
 ::
 
@@ -8,8 +8,8 @@
         hook.set_epoch(epoch)
         ...                                  # the training loop stays as it is
 
-What is enforced: each rank's local batch size, and losses weighed by the samples behind them. The order in which
-DDP's buckets travel is left to DDP, and the logical workers of an EST plan run as one batch per device.
+It enforces each rank's local batch size, and weights losses by their samples. The order in which DDP's buckets are
+reduced is left to DDP, and the logical workers of an EST plan run as one batch per device.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ class Hook:
     Attributes:
         rank, world_size: this process's place in the job.
         local_batch_size: planned samples of this rank in a step; None where nothing is enforced.
-        passes: the most forward and backward passes that any rank makes in a step.
-        accumulation_steps: this rank's passes in a step before the last; the script splits the local batch over all of
-            them.
-        recorder: what writes telemetry; None: nothing does.
+        passes: the largest number of passes (forward and backward) that any rank makes in a step.
+        accumulation_steps: number of this rank's passes in a step before the last one; the script splits the local batch
+            into this number plus 1.
+        recorder: writes telemetry; None: there is none.
     """
 
     def __init__(
         self, dataset: Dataset[Any] | None, rank: int, world_size: int, scaler: LossScaler | None = None
     ) -> None:
-        """Begin without an epoch and without telemetry; without a ``scaler`` losses stay as they are."""
+        """Start without an epoch and without telemetry; without a ``scaler`` losses are not weighted."""
         self.rank = rank
         self.world_size = world_size
         self.local_batch_size: int | None = None
@@ -89,12 +89,12 @@ class Hook:
         Without a config this is the standard DataLoader with a DistributedSampler; with one, ``batch_size`` is REPLACED
         by this rank's planned local batch. Call :meth:`set_epoch` before each epoch.
 
-        ``lengths``: (n,) tokens of the samples, or :class:`~ddltool.runtime.processes.lengths.Lengths`: the samples of
-        each planned step are shared out so that ranks end together. Losses that are means over tokens then need
-        ``count=`` in :meth:`loss`, as ever. Without a config they are ignored.
+        ``lengths``: (n,) tokens of the dataset's samples, or :class:`~ddltool.runtime.processes.lengths.Lengths`: the
+        samples of each planned step are divided so that ranks end together. Losses that are means over tokens need
+        ``count=`` in :meth:`loss`, as without lengths. Without a config they are ignored.
 
-        Raises InputError when no dataset was attached, when ``options`` bring a sampler of their own, and on every rank
-        for lengths that are not those of the dataset.
+        Raises InputError when no dataset was attached, when ``options`` contain a sampler, and on every rank for a wrong
+        number of lengths.
         """
         dataset = self._given_dataset(options)
         sampler = self._standard_sampler(dataset, shuffle, seed)
@@ -119,32 +119,33 @@ class Hook:
             loader: the script's loader.
             shared: for an iterable dataset, whether all ranks read the same stream; False: every rank has a stream of
                 its own.
-            accumulated: how many batches the script makes one update of, dividing the loss of each by their number;
-                these are the plan's passes then. None: each batch is a whole planned one.
+            accumulated: number of batches per update, where the script divides the loss of each by that number; it must
+                be the plan's number of passes. None: each batch is a whole planned one.
             lengths: of the dataset's samples, by index, as in :meth:`dataloader`.
 
-        Raises InputError, on every rank, where the loader gives no single samples, the ranks have different samples, or
-        the plan makes another number of passes.
+        Raises InputError, on every rank, for a loader whose sampler gives whole batches, for samples that differ between
+        ranks, and where the plan makes another number of passes.
         """
         return loader
 
     def bind(self, model: nn.Module, optimizer: torch.optim.Optimizer, *others: torch.optim.Optimizer) -> None:
-        """Give model and optimizer when :func:`attach` was called without them: once, before the first step.
+        """Attach to the model, where :func:`attach` was called without one: once on every rank, before the first step.
 
-        Telemetry records the steps of ``optimizer``, not those of ``others``.
+        ``optimizer``: the one whose steps telemetry records; ``others``: further optimizers of the model. This base
+        class does nothing; the hooks of a config or of telemetry start their work here.
         """
 
     def named(self, name: str) -> Self:
-        """Return this hook, which error messages call ``name`` from now on."""
+        """Make error messages call this hook ``name`` from now on, and return the hook."""
         if self._scaler is not None:
             self._scaler.name = name
         return self
 
     def turn_to_next_batch(self, skip: int = 0, *, passed: Any = None) -> None:
-        """Declare that the next computation is on the loader's next batch, after ``skip`` batches that are left out.
+        """Note that the next computation is on the loader's next batch, after ``skip`` batches that are dropped.
 
-        Only for trainers that fetch several batches before they compute the first. ``passed``: the batch, where the
-        computation does not call the model's forward pass; None: it does.
+        Only for trainers that fetch several batches before they compute the first. ``passed``: the batch, if the
+        computation does not call the wrapped model's forward pass; None: it does.
         """
         if self._scaler is not None:
             self._scaler.pending.turn_to_next(skip)
@@ -153,14 +154,14 @@ class Hook:
 
     @property
     def last_weight(self) -> float:
-        """The factor by which the last loss's gradients were multiplied.
+        """The factor by which the last loss's gradients were multiplied; 1 where nothing is weighted.
 
-        The ranks' plain average of loss times factor is the mean over all samples of all ranks.
+        The ranks' plain average of (loss x factor) is the mean over all samples of all ranks.
         """
         return 1.0 if self._scaler is None else self._scaler.last_weight
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, whose number orders the samples of all loaders of this hook; the same on every rank."""
+        """Set the epoch, by whose number all loaders of this hook order their samples; the same on every rank."""
         self._epoch = epoch
         for sampler in self._samplers:
             sampler.set_epoch(epoch)
@@ -168,9 +169,10 @@ class Hook:
             self.recorder.begin_epoch()
 
     def resumed(self, steps: int) -> None:
-        """Say, before the first step, that a checkpoint after ``steps`` steps was loaded; telemetry counts on from there.
+        """Make telemetry number the next step ``steps``: call it before the first step if a checkpoint was loaded.
 
-        So ``ddltool verify`` knows which steps of the run before were lost. Raises InputError for a negative number.
+        ``steps``: number of steps made before that checkpoint. So ``ddltool verify`` finds the steps of an earlier run
+        that were lost. Raises InputError for a negative number.
         """
         if steps < 0:
             raise InputError("resumed", f"is {steps}", "give the number of steps made before, 0 or more")
@@ -182,8 +184,8 @@ class Hook:
     def checkpoint(self) -> Iterator[None]:
         """Count the time of the block as a checkpoint in telemetry: ``with hook.checkpoint(): save(...)``.
 
-        Call it between two steps, on every rank. Where only one rank writes, let the others wait for it inside of the
-        block, so that their waiting counts too.
+        Use it between two steps, on every rank. Where only one rank writes, let the others wait for it inside the block,
+        so that their waiting counts too.
         """
         with nullcontext() if self.recorder is None else self.recorder.checkpoint():
             yield
@@ -191,8 +193,8 @@ class Hook:
     def count_samples(self, samples: int) -> None:
         """Set the number of samples of the next forward pass; call it before each. Raises InputError for a negative number.
 
-        Needed only with a loader of the script's own, where dimension 0 of the model's first tensor argument does not
-        count the samples.
+        It is needed only with a loader of the script's own, if dimension 0 of the model's first tensor argument is not
+        the samples.
         """
         if self._scaler is not None:
             self._scaler.pending.announce(samples)
@@ -200,22 +202,21 @@ class Hook:
     def loss(self, loss: Tensor, *, count: float | Tensor | None = None, reduction: Reduction = "mean") -> Tensor:
         """Return ``loss`` with its value unchanged and its gradients weighted by this rank's share of all ranks' ``count``.
 
-        Each term of a loss needs a call of its own. For more, and what is refused, see
+        Each term of a loss needs a call of its own. The full rules and errors are at
         :meth:`~ddltool.runtime.hook.loss_scaling.LossScaler.loss`.
 
         Args:
-            loss: of this rank's batch.
-            count: how many elements (say, tokens) the loss is a mean over on this rank; None: its samples.
-            reduction: "mean"; "sum" for a sum over the elements; "average" where the ranks' plain average is right.
+            loss: the loss of this rank's batch.
+            count: the number of elements (such as tokens) that the loss is a mean over on this rank; None: its samples.
+            reduction: "mean"; "sum" for a sum over the elements; "average" if the ranks' plain average is right.
         """
         return loss if self._scaler is None else self._scaler.loss(loss, count=count, reduction=reduction)
 
     def outer(self, model: nn.Module, inner: torch.optim.Optimizer, *, every: int, **settings: Any) -> OuterSteps:
         """Average this island's parameters with the other islands' after every ``every`` steps of the optimizer ``inner``.
 
-        Call it once, on every rank, before the first step; the loop stays as it is. ``settings``: the other arguments
-        of :class:`~ddltool.runtime.hook.outer.OuterSteps`. Raises InputError for a setting out of its range, and for a
-        second call.
+        Call it once, on every rank, before the first step; the loop stays as it is. Returns the object that does it,
+        whose other arguments are ``settings``. Raises InputError for a setting out of its range, and for a second call.
         """
         if self._outer is not None:
             raise InputError("outer", "was called already", "call it once for each model that is attached to")
@@ -223,11 +224,14 @@ class Hook:
         return self._outer
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this rank needs to resume beside model, optimizer and loader: the state of its outer steps."""
+        """Return what this rank needs to resume besides model, optimizer and loader: the state of its outer steps, if any."""
         return {} if self._outer is None else {"outer": self._outer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from :meth:`state_dict`, after :meth:`outer`. Raises InputError for a state that does not fit."""
+        """Resume from a state of :meth:`state_dict`; call it after :meth:`outer`.
+
+        Raises InputError for a state with outer steps where the hook has none, or the reverse, or of other parameters.
+        """
         if ("outer" in state) != (self._outer is not None):
             problem = "has outer steps, and the hook has none" if "outer" in state else "has no outer steps"
             raise InputError("state", problem, "call hook.outer first, as in the run before")
@@ -235,7 +239,7 @@ class Hook:
             self._outer.load_state_dict(state["outer"])
 
     def close(self) -> None:
-        """Write the telemetry that is held back, as also happens at exit; gradients stay weighted. More calls do nothing."""
+        """Write telemetry that is still buffered, as also happens at exit; gradients stay weighted. More calls do nothing."""
         if self.recorder is not None:
             self.recorder.close()
 
@@ -246,7 +250,7 @@ class Hook:
         self.close()
 
     def _given_dataset(self, options: dict[str, Any]) -> Dataset[Any]:
-        """Return the dataset given to :func:`attach`. Raises InputError without one, or when ``options`` bring a sampler."""
+        """Return the dataset given to :func:`attach`. Raises InputError if there is none or ``options`` contain a sampler."""
         if self._dataset is None:
             raise InputError("dataset", "was not given to attach", "call runtime.attach(..., dataset=dataset)")
         if sampler_options := sorted(options.keys() & {"sampler", "batch_sampler"}):
@@ -255,7 +259,7 @@ class Hook:
         return self._dataset
 
     def _follow_epoch(self, sampler: DistributedSampler[Any] | VariableBatchSampler) -> None:
-        """Set the sampler's epoch, now and with every :meth:`set_epoch`."""
+        """Set the sampler's epoch, now and at every :meth:`set_epoch`."""
         self._samplers.add(sampler)
         if self._epoch is not None:
             sampler.set_epoch(self._epoch)
@@ -268,7 +272,7 @@ class Hook:
         optimizer: torch.optim.Optimizer,
         scaler: LossScaler,
     ) -> None:
-        """Record the steps of ``optimizer`` in ``file``, by what the scaler sees of forward and backward passes."""
+        """Record the steps of ``optimizer`` in ``file``; ``scaler`` reports forward and backward passes to the recorder."""
         side = job.side if isinstance(model, DistributedDataParallel) else None
         recorder = StepRecorder(file, cuda=is_cuda(model), take_samples=scaler.pending.take_tally, side=side)
         recorder.resume(self._steps_made)
@@ -288,7 +292,7 @@ class EnforcingHook(Hook):
     """The hook of a process that follows the enforcement config in the file ``path``."""
 
     def __init__(self, path: str, enforcement: Enforcement, dataset: Dataset[Any] | None, job: DistributedJob) -> None:
-        """Take this rank's sizes from the config; before :meth:`bind`, losses are not weighted and no batch is handed out."""
+        """Take this rank's sizes from the config; until :meth:`bind`, losses are not weighted and loaders raise InputError."""
         sizes, own_entry = tuple(entry.local_batch_size for entry in enforcement.ranks), enforcement.ranks[job.rank]
         self._scaler: LossScaler = LossScaler(job, "hook", lambda: sizes, passes=own_entry.accumulation_steps + 1)
         super().__init__(dataset, job.rank, enforcement.world_size, self._scaler)
@@ -298,9 +302,10 @@ class EnforcingHook(Hook):
         self._scaler.pending.missing = "call hook.bind(model, optimizer) when both are there"
 
     def bind(self, model: nn.Module, optimizer: torch.optim.Optimizer, *others: torch.optim.Optimizer) -> None:
-        """Check that the model is the planned one, weigh its losses, and record the steps of ``optimizer``.
+        """Check that the model is the planned one, start to weight its losses, and record the steps of ``optimizer``.
 
-        Raises InputError, on every rank, for another model than planned, and when called twice.
+        Ranks are compared after the updates of all optimizers. Raises InputError, on every rank, for another model than
+        planned, and when called twice.
         """
         if self._scaler.pending.missing is None:
             raise InputError("bind", "was called already", "attach once for each model")
@@ -345,7 +350,7 @@ class EnforcingHook(Hook):
     ) -> VariableBatchSampler:
         """Return the sampler of the planned local batches, which replace ``batch_size``.
 
-        The script's own loader does not tell when it hands a batch out, so the hook looks up what the sampler has
+        The script's own loader does not report when it hands out a batch, so the hook looks up what the sampler has
         issued.
         """
         sampler = self._planned_sampler(shuffle, seed, drop_last, lengths)
@@ -357,8 +362,8 @@ class EnforcingHook(Hook):
     ) -> DataLoader[Any]:
         """Return a loader with the dataset, order, workers and collation of ``loader``, and this rank's planned batches.
 
-        The arguments are those of :meth:`Hook.planned`. Raises InputError where the plan makes an update of another
-        number of batches, and for a stream with several.
+        The arguments and errors are those of :meth:`Hook.planned`. InputError is also raised for a stream where an
+        update has several batches.
         """
         given = self._job.together(lambda: GivenLoader(loader, self._job))
         passes = 1 if accumulated is None else accumulated
@@ -399,9 +404,9 @@ class EnforcingHook(Hook):
         return sampler
 
     def _same_lengths(self, given: Any, dataset: Dataset[Any]) -> Lengths | None:
-        """Return the samples' lengths as :class:`Lengths`, None for None.
+        """Return the lengths of the dataset's samples as :class:`Lengths`; None for None.
 
-        Raises InputError, on every rank, where ranks differ.
+        Raises InputError, on every rank, for a wrong number of lengths, and if ranks differ.
         """
         lengths = self._job.together(lambda: as_lengths(given, dataset_length(dataset)))
         digest = "none" if lengths is None else lengths.digest
@@ -410,13 +415,13 @@ class EnforcingHook(Hook):
 
 
 def _demand_no_lengths(lengths: Any) -> None:
-    """Raise InputError for lengths of the samples of a stream, which have no index."""
+    """Raise InputError unless ``lengths`` is None: samples of a stream have no index."""
     if lengths is not None:
         raise InputError("lengths", "is given for a stream", "leave it out, or give a dataset with a length")
 
 
 class ObservingHook(Hook):
-    """The hook of a process without a config that writes telemetry to the file ``path``."""
+    """The hook of a process without a config, which only writes telemetry to the file ``path``."""
 
     def __init__(self, path: str, dataset: Dataset[Any] | None, job: DistributedJob) -> None:
         self._observer = LossScaler(job, "hook", weighs=False)
@@ -424,7 +429,7 @@ class ObservingHook(Hook):
         self._path, self._job = path, job
 
     def bind(self, model: nn.Module, optimizer: torch.optim.Optimizer, *others: torch.optim.Optimizer) -> None:
-        """Record the steps of ``optimizer``. Raises InputError, on every rank, where the file cannot be written."""
+        """Start to record the steps of ``optimizer``. Raises InputError, on every rank, if the file cannot be written."""
         bare = self._job.together(lambda: bare_optimizer(optimizer))
         watch_gradients(model, bare, self._job.rank)
         self._record(TelemetryFile.of(self._path, self._job, device_of(model)), self._job, model, bare, self._observer)
@@ -443,23 +448,22 @@ def attach(
 
     Args:
         config: path of an ``enforce.json``, the same on every rank. A path in the environment variable DDLTOOL_ENFORCE,
-            which emitted launchers set, replaces it. None: a hook that does and costs nothing, also for a model that is
-            trained on its own batches beside one that follows a plan.
+            which emitted launchers set, replaces it. None: the hook does and costs nothing; use this also for a second
+            model that is trained on its own batches beside one that follows a plan.
         model: the job's ``DistributedDataParallel`` module, or one that ``fully_shard`` or ``runtime.shard`` sharded
-            over all processes; with a single process any module. None: :meth:`Hook.bind` gets it, and the optimizer,
-            later.
+            over all processes; with a single process any module. None: model and optimizer are given to
+            :meth:`Hook.bind` later.
         optimizer: the one whose steps telemetry records.
         dataset: for :meth:`Hook.dataloader`; None where :meth:`Hook.planned` gets a loader, or the script loads samples
             itself.
-        telemetry: a file for telemetry without a config; a config names its own, to which this run is appended.
+        telemetry: a file to which telemetry is appended, if there is no config; a config names its own.
 
-    With the environment variable DDLTOOL_OFF=1 any config counts as None, without telemetry, to measure the hook's
-    cost. With DDLTOOL_CHECK=1 the first steps are compared with those of one process
-    (:mod:`~ddltool.runtime.processes.checking`). Each loss goes through :meth:`Hook.loss`.
-    ``DistributedDataParallel.join`` is not supported.
+    Each loss must go through :meth:`Hook.loss`. ``DistributedDataParallel.join`` is not supported. With the environment
+    variable DDLTOOL_OFF=1 any config counts as None, without telemetry, to measure the hook's cost. With DDLTOOL_CHECK=1
+    the first steps are compared with those of one process (:mod:`~ddltool.runtime.processes.checking`).
 
-    Raises InputError, on every rank as soon as one rank refuses, when config and job do not fit. Where nobody catches
-    it, this and any later refusal end the process with one line on stderr and exit code 2.
+    Raises InputError when config and job do not fit, on every rank if one rank refuses. Uncaught, this and any later
+    error of ddltool end the process with one line on stderr and exit code 2.
     """
     if config is None and optimizer is not None:
         leave_alone(bare_optimizer(optimizer))

@@ -1,13 +1,13 @@
-"""What a script says of a loss, checked by measurement. Start at :class:`LossGraph` and :func:`find_coupling`.
+"""Checks by measurement what a script says of a loss. Start at :class:`LossGraph` and :func:`find_coupling`.
 
-``hook.loss(loss)`` claims that a loss is a mean over the samples of a batch. If it is, the gradient by one sample's
-outputs does not depend on another sample's outputs: the derivative of one half's output gradients by the other half's
-outputs is zero. One more backward pass tells, through the loss alone and not through the model.
+``hook.loss(loss)`` claims that a loss is a mean over the samples of a batch. If it is, the loss's gradient with respect
+to one sample's outputs does not depend on another sample's outputs: the derivative of one half's output gradients with
+respect to the other half's outputs is zero. One more backward pass, through the loss and not the model, shows that.
 
-It cannot see samples that meet by a selection (``median``, ``topk``, ``cumsum`` of absolute values) or before the
-outputs (BatchNorm), nor losses without a second derivative (``cdist`` before torch 2.14, compiled ones); ``ddltool
-doctor --check`` compares those with one process. The autograd graph is walked along its edges, never read by the names
-of its nodes.
+It cannot see samples that are combined by a selection (``median``, ``topk``, ``cumsum`` of absolute values) or before
+the outputs (BatchNorm), nor losses without a second derivative (``cdist`` before torch 2.14, compiled ones); ``ddltool
+doctor --check`` compares those with one process. The autograd graph is walked along its edges, and never interpreted by
+the names of its nodes.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from torch.autograd.graph import GradientEdge
 Node = Any
 """A node of the autograd graph (``torch.autograd.graph.Node``), or None for a tensor without one."""
 _OUTPUTS, _WEIGHED = "ddltool.outputs", "ddltool.weighed"
-"""Keys in a node's metadata: the outputs of a model that it computes; that ``hook.loss`` returned its tensor."""
+"""Keys in a node's metadata: for the model outputs that the node computes; and set where ``hook.loss`` returned its tensor."""
 _MOST_NODES = 200_000
-"""Nodes of a graph that are looked at, so that a huge one does not hold up training."""
+"""Most nodes of a graph that are visited, so that a huge one does not delay training."""
 _MOST_ELEMENTS = 1 << 26
-"""Larger outputs are not measured: their gradients would be held three times."""
+"""Outputs with more elements than this are not measured, because three copies of their gradients would be held."""
 _SMALLEST_COUPLING = 1e-6
 """Share of the largest second derivative above which samples count as coupled."""
 _ROUNDING_MULTIPLES = 10
-"""A gradient may differ by so many times its type's rounding."""
+"""A gradient may differ by this many times its type's entry in :data:`_ROUNDING`."""
 _ROUNDING = {torch.float16: 2e-2, torch.bfloat16: 5e-2, torch.float32: 1e-4, torch.float64: 1e-7}
-"""Differences below this share of the largest value are rounding."""
+"""By type: differences below this share of the largest value count as rounding."""
 
 
 @dataclass(eq=False, slots=True)
 class ForwardPass:
-    """One forward pass of a model whose losses are weighed by ``owner``."""
+    """One forward pass of a model whose losses the LossScaler ``owner`` weights."""
 
     owner: Any
     averaged_in: int | None = None
-    """The number of the backward pass in which DDP averaged its gradients; None: not yet."""
+    """Number of the backward pass in which DDP averaged its gradients; None: not yet."""
 
 
 OutputKey = tuple[ForwardPass, int]
-"""A forward pass, and the place of a tensor among those that it has returned."""
+"""(forward pass, index of a tensor among those that it has returned)."""
 
 
 class Output(NamedTuple):
@@ -59,7 +59,10 @@ class Output(NamedTuple):
 
 
 def nested_tensors(value: Any, depth: int = 8) -> Iterator[Tensor]:
-    """Yield the tensors in nested lists, tuples, mappings and objects with attributes, down to ``depth`` levels."""
+    """Yield the tensors in nested lists, tuples, mappings and objects with attributes, down to ``depth`` levels.
+
+    Modules and classes are not searched.
+    """
     if isinstance(value, Tensor):
         yield value
         return
@@ -71,14 +74,14 @@ def nested_tensors(value: Any, depth: int = 8) -> Iterator[Tensor]:
     elif not isinstance(value, (type, nn.Module)):
         names = [*getattr(value, "__dict__", ()), *getattr(value, "__slots__", ())]
         items = [getattr(value, name, None) for name in names]
-    for item in items if depth else ():
+    for item in items if depth else ():  # a limit, because objects may refer to each other in a cycle
         yield from nested_tensors(item, depth - 1)
 
 
 def mark_outputs(outputs: Iterable[Tensor], forward_pass: ForwardPass) -> list[Output]:
-    """Note in the autograd graph which tensors a forward pass has returned; return these notes.
+    """Note in the autograd graph that ``forward_pass`` has returned the tensors ``outputs``, and return the notes.
 
-    Only tensors with a gradient function are noted. The notes refer to graph nodes and keep no tensor alive.
+    Tensors without a gradient function are left out. The notes refer to graph nodes and keep no tensor alive.
     """
     marked = []
     for output_index, tensor in enumerate(outputs):
@@ -91,55 +94,57 @@ def mark_outputs(outputs: Iterable[Tensor], forward_pass: ForwardPass) -> list[O
 
 
 def outputs_of(node: Node) -> list[Output]:
-    """Return the outputs of forward passes that a graph node computes, as :func:`mark_outputs` has noted them there."""
+    """Return the outputs of forward passes that a graph node computes, which :func:`mark_outputs` has noted there."""
     marked = node.metadata.get(_OUTPUTS, {})
     return [Output(key, GradientEdge(node, output_nr), shape) for output_nr, (key, shape) in marked.items()]
 
 
 def mark_weighed(loss: Tensor) -> None:
-    """Note in the autograd graph that ``hook.loss`` has returned this tensor, so that it is not weighted twice."""
+    """Note in the autograd graph that ``hook.loss`` has returned this tensor, to find a loss that is weighted twice."""
     node: Node = loss.grad_fn
     node.metadata[_WEIGHED] = True
 
 
 @dataclass(slots=True)
 class LossGraph:
-    """The part of an autograd graph between a loss and the model outputs that it was computed from."""
+    """The part of an autograd graph between a loss and the model outputs from which it was computed."""
 
     outputs: list[Output] = field(default_factory=list)
     """The outputs nearest to the loss."""
     leaves: list[Tensor] = field(default_factory=list)
     """Leaf tensors, such as parameters, that the loss reaches without passing through one of the outputs."""
     is_weighed: bool = False
-    """Whether a part of it has come from ``hook.loss`` before."""
+    """Whether ``hook.loss`` has returned a tensor in it before."""
     nodes: int = 0
+    """Number of nodes in it."""
 
     @classmethod
     def of(cls, loss: Tensor) -> LossGraph:
-        """Return the part of the graph of ``loss`` before the models' outputs; takes about 1 us for each node."""
+        """Return the part of the graph of ``loss`` up to the models' outputs; takes about 1 us per node."""
         graph = cls()
         for node in _walk([loss.grad_fn], graph.outputs):
             graph.nodes += 1
             graph.is_weighed = graph.is_weighed or _WEIGHED in node.metadata
+            # Only nodes that accumulate a leaf's gradient have the attribute.
             if (leaf := getattr(node, "variable", None)) is not None:
                 graph.leaves.append(leaf)
         return graph
 
     def measurable_outputs(self) -> tuple[list[Output], set[OutputKey]]:
-        """Return the outputs by which a loss can be measured, and the keys of all other outputs that its gradients reach.
+        """Return (outputs by which the loss can be measured, keys of all other outputs that its gradients reach).
 
-        Measurable are the outputs nearest to the loss that have rows of samples, none of them computed from another.
-        Where a model has computed the loss itself (an output of one element), these are the outputs behind it. There
-        are none where they are too large to be held several times.
+        Measurable are the outputs nearest to the loss with more than one element, of which none is computed from
+        another. An output of one element is a loss that the model has computed itself; the outputs from which that was
+        computed take its place. If the outputs are too large together (:data:`_MOST_ELEMENTS`), none is measurable.
         """
         outputs: list[Output] = []
         deeper = self.outputs
         while deeper:
             outputs += [output for output in deeper if math.prod(output.shape) > 1]
-            # An output of one element is a loss that the model has computed: look behind it.
+            # An output of one element is a loss that the model has computed: go on to its inputs.
             inside = _behind(output for output in deeper if math.prod(output.shape) <= 1)
             deeper = []
-            for _ in _walk(inside, deeper):
+            for _ in _walk(inside, deeper):  # fills `deeper`
                 pass
         behind = {output.key for node in _walk(_behind(outputs)) for output in outputs_of(node)}
         nearest = [output for output in outputs if output.key not in behind]
@@ -149,14 +154,15 @@ class LossGraph:
 
 
 def _behind(outputs: Iterable[Output]) -> list[Node]:
-    """Return the graph nodes from which the nodes of these outputs take their inputs."""
+    """Return the graph nodes from which the nodes of ``outputs`` take their inputs, further away from the loss."""
     return [follower for output in outputs for follower, _ in output.edge.node.next_functions]
 
 
 def _walk(starts: Sequence[Node], stops: list[Output] | None = None) -> Iterator[Node]:
-    """Yield each graph node that can be reached from ``starts``, once; ``starts`` included.
+    """Yield once each graph node that can be reached from ``starts``, those included, up to :data:`_MOST_NODES`.
 
-    With a list ``stops``, the outputs of forward passes are appended to it, and the walk goes no further there.
+    With a list ``stops``, nodes that compute outputs of forward passes are not yielded: their outputs are appended to
+    it, and the walk does not go beyond them.
     """
     visited, waiting = set[Node](), list(starts)
     while waiting and len(visited) < _MOST_NODES:
@@ -174,11 +180,11 @@ def _walk(starts: Sequence[Node], stops: list[Output] | None = None) -> Iterator
 def output_gradients(
     loss: Tensor, outputs: Sequence[Output], weight: float, *, twice: bool
 ) -> list[Tensor | None] | None:
-    """Return the gradient of ``weight * loss`` by each output, with ``twice`` so that it can be differentiated again.
+    """Return the gradient of ``weight * loss`` with respect to each output; None for one on which it does not depend.
 
-    It is None for an output that the loss does not depend on. All ranks call this together, because an output that was
-    gathered from other ranks gets the gradients of their losses too. Returns None where the graph does not allow it:
-    memory is short, or a function has no second derivative.
+    With ``twice`` the gradients can be differentiated again. All ranks call this together, because an output that was
+    gathered from other ranks gets the gradients of their losses too. The result is None if the gradients cannot be
+    computed: a function has no second derivative, or memory runs out.
     """
     edges = [output.edge for output in outputs]
     weights = torch.full_like(loss, weight)
@@ -188,39 +194,43 @@ def output_gradients(
         return None
 
 
-def gradients_past_outputs(loss: Tensor, outputs: Sequence[Output], past: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the gradients that reach the parameters ``past`` without passing through any of ``outputs``, by parameter's name.
+def gradients_past_outputs(
+    loss: Tensor, outputs: Sequence[Output], parameters: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return the gradients of ``loss`` that reach ``parameters`` without passing through any of ``outputs``, by name.
 
-    For this one call, gradients are set to zero where they pass an output.
+    For this call, gradients are set to zero where they pass an output, so a parameter that is reached only through
+    outputs has zeros. Parameters that the loss does not reach are left out. The result is empty if the gradients cannot
+    be computed: the loss's graph is missing or freed, or memory runs out.
     """
 
     def no_gradients(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        """Return zeros in place of a node's gradients."""
+        """Return zeros in place of a node's gradients; a graph node's pre-hook."""
         return tuple(gradient if gradient is None else torch.zeros_like(gradient) for gradient in gradients)
 
     handles = [node.register_prehook(no_gradients) for node in {output.edge.node for output in outputs}]
     try:
-        gradients = torch.autograd.grad(loss.sum(), list(past.values()), retain_graph=True, allow_unused=True)
-    except RuntimeError:
+        gradients = torch.autograd.grad(loss.sum(), list(parameters.values()), retain_graph=True, allow_unused=True)
+    except RuntimeError:  # the check is left out: it must not end the training that it checks
         return {}
     finally:
         for handle in handles:
             handle.remove()
-    return {name: gradient for name, gradient in zip(past, gradients, strict=True) if gradient is not None}
+    return {name: gradient for name, gradient in zip(parameters, gradients, strict=True) if gradient is not None}
 
 
 def find_coupling(outputs: Sequence[Output], gradients: Sequence[Tensor | None], samples: int, seed: int) -> bool:
-    """Return whether one sample's gradient of the loss depends on the outputs of other samples of the batch.
+    """Return whether the loss's gradient with respect to one sample's outputs depends on other samples' outputs.
 
     Args:
-        outputs: of the model.
-        gradients: of the loss by each output, differentiable; None where there is none.
-        samples: of the batch.
-        seed: for the random half of the samples that is held against the other half.
+        outputs: the model's outputs.
+        gradients: the loss's gradient with respect to each output, differentiable; None where there is none.
+        samples: number of samples in the batch.
+        seed: of the random half of the samples that is compared with the other half.
 
-    A sample may have several rows in an output, next to each other or in one group of all samples after the other (two
-    views of each). Samples count as coupled only where they are under both readings. The answer is False as well where
-    no dimension counts the samples, or the gradients have no derivative.
+    A sample may have several rows in an output: next to each other, or one in each of several groups of all samples
+    (views). Samples count as coupled only if they are in both layouts. The result is also False if no dimension of an
+    output is the samples', or the gradients cannot be differentiated.
     """
     pairs = [
         (output, gradient)
@@ -232,16 +242,16 @@ def find_coupling(outputs: Sequence[Output], gradients: Sequence[Tensor | None],
     generator = torch.Generator().manual_seed(seed)
     in_half = torch.zeros(max(samples, 1), dtype=torch.bool)
     in_half[torch.randperm(len(in_half), generator=generator)[: len(in_half) // 2]] = True
-    # Both are computed on all ranks: outputs that were gathered from others let ranks meet in a derivative too.
+    # No short cut: all ranks must compute both, because gathered outputs make ranks exchange messages in a derivative.
     coupled_by_layout = [_is_coupled(pairs, in_half, interleaved) for interleaved in (False, True)]
     return all(coupled_by_layout)
 
 
 def sample_dimension(shape: tuple[int, ...], samples: int) -> int | None:
-    """Return the dimension of an output of ``shape`` that counts the samples, None where none does.
+    """Return the dimension of an output of ``shape`` along which samples are; None if there is none.
 
-    It is dimension 0 where its size is a multiple of ``samples`` (several rows for each), else dimension 1 of three or
-    more where its size is ``samples`` (sequence first).
+    It is 0 if that size is a multiple of ``samples`` (one or several rows each), or else 1, in an output of three or
+    more dimensions, if that size is ``samples`` (sequence first).
     """
     if shape and shape[0] and shape[0] % samples == 0:
         return 0
@@ -251,13 +261,13 @@ def sample_dimension(shape: tuple[int, ...], samples: int) -> int | None:
 def _is_coupled(pairs: Sequence[tuple[Output, Tensor]], in_half: Tensor, interleaved: bool) -> bool:
     """Return whether gradients of one half of the samples depend on outputs of the other half.
 
-    The gradients of the half's rows are summed up with weights. The derivative of that sum by the outputs of the other
-    half is zero unless samples meet.
+    The gradients of the half's rows are summed up with weights. The derivative of that sum with respect to the outputs
+    of the other half is zero unless samples are coupled.
 
     Args:
         pairs: each output with its gradient.
-        in_half: (samples,) booleans: which samples are in the half.
-        interleaved: whether the rows of one sample are next to each other.
+        in_half: (samples,) booleans, true for the samples in the half.
+        interleaved: whether the rows of one sample are next to each other; False: they are in groups of all samples.
     """
     masks: list[Tensor | None] = []
     parts = []
@@ -270,7 +280,7 @@ def _is_coupled(pairs: Sequence[tuple[Output, Tensor]], in_half: Tensor, interle
             mask = in_half.repeat_interleave(rows_per_sample) if interleaved else in_half.repeat(rows_per_sample)
             mask = mask.to(gradient.device).view(shape)
         masks.append(mask)
-        # Any weights would do that do not cancel by chance; a fixed irrational rotation costs no random numbers.
+        # Any weights do that do not cancel by chance: cosines of multiples of 0.618 need no random numbers.
         weights = torch.arange(gradient.numel(), device=gradient.device, dtype=gradient.dtype).mul_(0.618).cos_()
         parts.append((gradient * weights.view(gradient.shape) * (0 if mask is None else mask)).sum())
     try:
@@ -284,14 +294,14 @@ def _is_coupled(pairs: Sequence[tuple[Output, Tensor]], in_half: Tensor, interle
         if derivative is not None and mask is not None:
             size = derivative.detach().abs()
             own, other = max(own, float((size * mask).max())), max(other, float((size * ~mask).max()))
-    # Rows that are not coupled are multiplied by zeros: what is left is no rounding of sums.
+    # The derivative of rows that are not coupled is exactly zero, because they are multiplied by zeros.
     return math.isfinite(other) and other > _SMALLEST_COUPLING * own
 
 
 def largest_difference(gradient: Tensor, expected: Tensor) -> float:
-    """Return the largest difference of two gradients as a multiple of what rounding in their type explains.
+    """Return the largest difference of two gradients of one shape, as a multiple of the difference that rounding allows.
 
-    Above 1 they are not the same. Both have the same shape.
+    Above 1 they differ. It is 0 if both are zero, or a value is not finite.
     """
     scale = float(torch.maximum(gradient.abs().max(), expected.abs().max()))
     allowed = _ROUNDING_MULTIPLES * _ROUNDING.get(gradient.dtype, 5e-2) * scale

@@ -1,4 +1,4 @@
-"""Apply a plan's DDP buckets and FSDP2 prefetch lists, and report what was applied.
+"""Applies a plan's DDP buckets and FSDP2 prefetch lists, and reports what was applied.
 
 ::
 
@@ -29,17 +29,17 @@ from ddltool.runtime.hook.job import Config, loaded
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketReport:
-    """The gradient buckets that DDP reduces, beside the planned ones."""
+    """The gradient buckets that DDP reduces, and the planned ones."""
 
     status: Literal["as planned", "differs", "not settled", "unknown"]
-    """"not settled": before DDP has told, in the third step; "unknown": this torch does not tell."""
+    """"not settled": DDP has not formed its final buckets, which it does by the third step; "unknown": torch logs none."""
     planned: tuple[frozenset[str], ...]
     actual: tuple[frozenset[str], ...]
     """Parameter names by bucket, in the order of reduction; empty where unknown."""
 
     @property
     def text(self) -> str:
-        """One line for the log: whether DDP's buckets are as planned, and the first one that is not."""
+        """One line for the log that says whether DDP's buckets are as planned, and which is the first that differs."""
         if self.status == "as planned":
             return f"DDP buckets: {len(self.actual)}, as planned"
         if self.status == "not settled":
@@ -58,7 +58,7 @@ class BucketReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefetchReport:
-    """How many modules have had their prefetch lists set, and one line for the log that says so."""
+    """Numbers of modules whose forward and backward prefetch lists were set, and one line for the log on that."""
 
     forward: int
     backward: int
@@ -68,8 +68,8 @@ class PrefetchReport:
 def ddp_arguments(config: Config) -> dict[str, Any]:
     """Return the keyword arguments for ``DistributedDataParallel`` that make it form the planned buckets.
 
-    They are empty where the plan keeps the default. Raises InputError for a config without a bucket plan, or when this
-    torch has no ``bucket_cap_mb_list`` and the plan needs one.
+    They are empty if the plan keeps DDP's default. Raises InputError for a config without a bucket plan, or if the plan
+    needs ``bucket_cap_mb_list`` and this torch does not have it.
     """
     plan = _buckets(config)
     if plan.bucket_cap_mb_list is not None:
@@ -81,9 +81,9 @@ def ddp_arguments(config: Config) -> dict[str, Any]:
 
 
 def bucket_report(model: DistributedDataParallel, config: Config) -> BucketReport:
-    """Return the buckets that ``model`` reduces, beside the planned ones; call it after the third step.
+    """Return the buckets that ``model`` reduces and the planned ones; call it after the third step.
 
-    This reads what torch logs about its reducer, a private interface: the status is "unknown" where it is not there.
+    It reads torch's log data of the reducer, a private interface; without it the status is "unknown".
     """
     plan = _buckets(config)
     planned = tuple(frozenset(bucket) for bucket in plan.buckets)
@@ -99,15 +99,15 @@ def bucket_report(model: DistributedDataParallel, config: Config) -> BucketRepor
 
 
 def prefetch_units(config: Config) -> list[str]:
-    """Return the names of the modules to call ``fully_shard`` on, in the order of their forward passes; the root comes last."""
+    """Return the names of the modules to call ``fully_shard`` on, in order of their forward passes, without the root."""
     return list(_prefetch(config).units)
 
 
 def apply_prefetch(model: nn.Module, config: Config) -> PrefetchReport:
-    """Set the planned prefetch lists on a model whose units are sharded by ``fully_shard``.
+    """Set the planned prefetch lists on a model whose units are sharded by ``fully_shard``, and report that.
 
-    All are set or none. Raises InputError when a planned unit is missing from the model or is not sharded, or when the
-    config has no plan for FSDP2.
+    Raises InputError if a planned unit is missing from the model or is not sharded, or the config has no plan for FSDP2;
+    then no list is set.
     """
     plan = _prefetch(config)
     named_units = {*plan.units, *plan.forward, *plan.backward}
@@ -131,7 +131,7 @@ def apply_prefetch(model: nn.Module, config: Config) -> PrefetchReport:
 
 
 def _buckets(config: Config) -> BucketSetting:
-    """Return the config's plan of DDP buckets. Raises InputError where it has none."""
+    """Return the config's plan of DDP buckets. Raises InputError if it has none."""
     enforcement, where = loaded(config)
     if enforcement.ddp is None:
         raise InputError(f"{where}:ddp", "is missing", "plan with --graph and a training graph")
@@ -139,7 +139,7 @@ def _buckets(config: Config) -> BucketSetting:
 
 
 def _prefetch(config: Config) -> PrefetchSetting:
-    """Return the config's plan of FSDP2 prefetch lists. Raises InputError where it has none."""
+    """Return the config's plan of FSDP2 prefetch lists. Raises InputError if it has none."""
     enforcement, where = loaded(config)
     if enforcement.fsdp2 is None:
         problem = "is missing: the plan knew no list of blocks"

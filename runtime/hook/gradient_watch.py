@@ -1,10 +1,10 @@
 """Warns once when gradients are NaN or infinite, which DDP's average spreads to all ranks. Start at :func:`watch_gradients`.
 
-Looking at every gradient before every update would be too slow. So about a thousand values of two parameters are looked
-at: of the first parameter, at which the backward pass ends, and of another one, which changes from update to update. A
-loss that is not finite spoils both. Only when one of them is not finite are all gradients read, and one line is logged.
-On CUDA, where reading a value waits for the device, this happens once in 50 updates. Training goes on: whether it
-should is for the script to decide.
+Reading every gradient before every update would be too slow. So about a thousand values of each of two parameters are
+read: of the first parameter, at which the backward pass ends, and of another one, which changes from update to update.
+A loss that is not finite makes both not finite. Only if one of them is not finite are all gradients read, and one line
+is logged. On CUDA, where reading a value waits for the device, this is done once in 50 updates. Training goes on in any
+case.
 """
 
 from __future__ import annotations
@@ -19,46 +19,50 @@ from torch import Tensor, nn
 
 log = logging.getLogger(__name__)
 SAMPLE = 1024
-"""Values of a gradient that are looked at."""
+"""Number of values of a gradient that are read."""
 STEPS_ON_CUDA = 50
-"""On CUDA gradients are looked at once in so many updates."""
+"""On CUDA gradients are read once in this many updates."""
 
 
 def watch_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
-    """Log one warning when the gradients of ``model`` are not finite at the beginning of an update of ``optimizer``."""
+    """Log a warning, once, when gradients of ``model`` are not finite at the start of an update of ``optimizer``.
+
+    It registers hooks on both. Rank 0 and a rank whose own samples are the cause log; others do not.
+    """
     trained = [(name.removeprefix("module."), value) for name, value in model.named_parameters() if value.requires_grad]
     if trained:
         watch = _GradientWatch(trained, rank)
-        _, first_parameter = trained[0]  # at which a backward pass ends: whatever was not finite before shows there
+        # A backward pass ends there, so what was not finite before shows in its gradient.
+        _, first_parameter = trained[0]
         first_parameter.register_hook(watch.note_own)
         optimizer.register_step_pre_hook(watch)
 
 
 class _GradientWatch:
-    """Looks at gradients before updates. The optimizer holds this object, so it refers to the parameters only weakly."""
+    """Reads some gradients before each update.
+
+    The optimizer holds this object through a hook, so it holds the parameters only by weak references.
+    """
 
     def __init__(self, trained: list[tuple[str, nn.Parameter]], rank: int) -> None:
-        """Watch the ``trained`` parameters, given as (name, parameter) in the model's order."""
+        """Watch the ``trained`` parameters, given as (name, parameter) in the model's order; ``rank``: this process's."""
         self._trained = [(name, weakref.ref(value)) for name, value in trained]
-        self._rank, self._updates, self._told = rank, 0, False
-        self._own: Tensor | None = None
+        self._rank, self._updates, self._has_warned = rank, 0, False
+        self._own_sum: Tensor | None = None
         """A sum over this rank's own gradients of the first parameter, before any average; None: unknown."""
 
     def note_own(self, gradient: Tensor) -> None:
-        """Add a gradient of the first parameter to this rank's own sum, before DDP averages it: the hook of that gradient."""
-        if not self._told:
+        """Add a gradient of the first parameter to this rank's own sum, before DDP averages it: the gradient's hook."""
+        if not self._has_warned:
             partial_sum = _sum_of_some(gradient.detach())
-            self._own = partial_sum if self._own is None else self._own + partial_sum
+            self._own_sum = partial_sum if self._own_sum is None else self._own_sum + partial_sum
 
     def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Warn, once, when an update begins with gradients that are not finite: the optimizer's pre-step hook.
-
-        A fused optimizer that gets ``found_inf`` from a GradScaler is left alone: it skips such an update by itself.
-        """
-        update, own_gradients = self._updates, self._own
-        self._updates, self._own = update + 1, None
-        # A GradScaler that leaves the check to a fused optimizer sets found_inf: that one skips such an update by itself.
-        if self._told or getattr(optimizer, "found_inf", None) is not None:
+        """Warn, once, if an update begins with gradients that are not finite: the optimizer's pre-step hook."""
+        update, own_gradients = self._updates, self._own_sum
+        self._updates, self._own_sum = update + 1, None
+        # A GradScaler sets found_inf on a fused optimizer, which then skips such an update by itself.
+        if self._has_warned or getattr(optimizer, "found_inf", None) is not None:
             return
         looked_at = {0, self._updates % len(self._trained)}
         gradients_looked_at = [gradient for place in looked_at if (gradient := self._gradient(place)) is not None]
@@ -70,10 +74,10 @@ class _GradientWatch:
         gradients = [(name, self._gradient(place)) for place, (name, _) in enumerate(self._trained)]
         spoiled = [name for name, gradient in gradients if gradient is not None and not gradient.isfinite().all()]
         if not spoiled:
-            return  # only the sum has overflown
-        self._told = True
+            return  # only the sum of finite values has overflowed
+        self._has_warned = True
         is_own_fault = own_gradients is not None and not math.isfinite(float(own_gradients))
-        if is_own_fault or self._rank == 0:  # the others have it by the average, and who made it says so
+        if is_own_fault or self._rank == 0:  # the other ranks got it by the average, and need not repeat the line
             where = ""
             if own_gradients is not None:
                 where = " by this rank's own samples" if is_own_fault else " by another rank's samples"
@@ -83,10 +87,9 @@ class _GradientWatch:
             )
 
     def _gradient(self, place: int) -> Tensor | None:
-        """Return the values of a parameter's gradient that this rank holds, None where it has no gradient.
+        """Return the values of the gradient of parameter number ``place`` that this rank holds; None without a gradient.
 
-        ``place``: the parameter's index. Of a sharded gradient these are the rank's shard, of a sparse one its stored
-        values.
+        Of a sharded gradient that is the rank's shard, of a sparse one its stored values.
         """
         parameter = self._trained[place][1]()
         gradient = None if parameter is None else parameter.grad
@@ -99,14 +102,13 @@ class _GradientWatch:
 def _sum_of_some(gradient: Tensor, turn: int = 0) -> Tensor:
     """Return the sum of about a thousand values of a gradient, a tensor of shape () on the gradient's device.
 
-    Which values these are changes with ``turn``. The sum is not finite where one of them is not, so one operation
-    tells.
+    ``turn`` chooses the values. If one of them is not finite, neither is the sum, which one operation gives.
     """
     if gradient.is_sparse:
         gradient = gradient.coalesce().values()
     if gradient.numel() <= SAMPLE:
         return gradient.sum()
-    if not gradient.is_contiguous():  # a flat view would copy it
+    if not gradient.is_contiguous():  # flattening would copy all of it, so one index of dimension 0 is read
         return gradient[turn % len(gradient)].sum()
     parts = -(-gradient.numel() // SAMPLE)  # rounded up
     begin = turn % parts * SAMPLE

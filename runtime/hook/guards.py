@@ -1,10 +1,10 @@
 """Compares the ranks after updates, to find what makes their models differ. Start at :class:`UpdateGuard`.
 
 Each rank makes a row of a few numbers: whether it refuses something, its learning rates, and checksums of some elements
-of the gradients that the update used, of the parameters, and of gradients that nobody has averaged. The rows go to all
-ranks, at once after the first updates and later after every eighth. Where two ranks differ, all of them raise the same
-error. So these are found by their effect, however the script is written: a forward pass beside the DDP wrapper, a layer
-that was unfrozen after DDP had wrapped the model, parameters of a loss that nobody averages, a schedule that follows a
+of the gradients that the update used, of the parameters, and of gradients that are not averaged. All ranks get all rows,
+after each of the first updates and later after every eighth. If two ranks differ, all of them raise the same error. So
+mistakes are found by their effect, however the script is written: a forward pass that bypasses the DDP wrapper, a layer
+that was unfrozen after DDP had wrapped the model, a loss's parameters that are not averaged, a schedule that follows a
 rank's own validation loss.
 """
 
@@ -25,32 +25,34 @@ from ddltool.errors import InputError
 from ddltool.runtime.processes.job import DistributedJob
 
 FIRST_UPDATES = 4
-"""After so many updates the rows are compared at once, and over all parameters."""
+"""Number of first updates after each of which rows cover all parameters and are compared at once."""
 UPDATES_PER_EXCHANGE = 8
-"""Later the rows are sent after every so many updates, and read after the next one."""
+"""Later, rows are sent after every this many updates, and compared after the following one."""
 _ELEMENTS = 256
-"""Elements of a tensor that are looked at."""
+"""Number of elements of a tensor that a checksum reads."""
 _TENSORS = 8
-"""Parameters whose gradients are in one later row, in turns."""
+"""Number of parameters whose gradients are in a later row; they take turns."""
 _EXCHANGES_PER_CUDA_LOOK = 4
-"""On CUDA a look waits for the device."""
+"""On CUDA, where reading waits for the device, only every this many later rows have checksums."""
 _TOLERANCE = 1e-5
-"""Relative to the size of one tensor."""
+"""Difference of two checksums that rounding explains; each tensor contributes about 1 to a checksum."""
 
 
 class Sums(NamedTuple):
-    """A checksum of several tensors, and their number: ``weighted`` changes with the direction and the size of each tensor."""
+    """A checksum of several tensors; a float each, so that it can be sent."""
 
     weighted: float = 0.0
+    """Changes with the direction and the size of each tensor."""
     tensors: float = 0.0
+    """Number of tensors that are not empty."""
 
     @classmethod
     def of(cls, tensors: Iterable[Tensor]) -> Sums:
         """Return the checksum of ``tensors``, by the first :data:`_ELEMENTS` elements of each.
 
-        ``weighted`` is the sum of two parts: the elements, scaled so that each tensor's absolute values add up to 1,
-        times fixed weights by position; and the logarithms of those scales, also weighted. NaN and infinities count as
-        large numbers, so that equal ones compare equal.
+        ``weighted`` is a sum of two weighted sums, with fixed weights by position: of the elements over each tensor's
+        sum of absolute values, and of the logarithms of these sums. NaN and infinities count as large numbers, so that
+        equal ones compare equal.
         """
         dense = (tensor.detach().coalesce().values() if tensor.is_sparse else tensor.detach() for tensor in tensors)
         parts = [tensor.reshape(-1)[:_ELEMENTS] for tensor in dense if tensor.numel()]
@@ -58,53 +60,54 @@ class Sums(NamedTuple):
             return cls()
         values = torch.cat([part.to(torch.float64) for part in parts]).nan_to_num_(nan=1e6, posinf=1e6, neginf=-1e6)
         lengths = torch.tensor([len(part) for part in parts])
-        of_tensor = torch.repeat_interleave(torch.arange(len(parts)), lengths).to(values.device)
-        sizes = values.new_zeros(len(parts)).index_add_(0, of_tensor, values.abs()).clamp_min_(1e-300)
-        # Weights that do not cancel by chance: the cosines of an irrational rotation, which cost no random numbers.
+        tensor_index = torch.repeat_interleave(torch.arange(len(parts)), lengths).to(values.device)
+        # 1e-300: a tensor of zeros is divided by it, and has a logarithm.
+        sizes = values.new_zeros(len(parts)).index_add_(0, tensor_index, values.abs()).clamp_min_(1e-300)
+        # Weights that do not cancel by chance: cosines of multiples of 0.618 need no random numbers.
         weights = torch.arange(1, len(values) + 1, dtype=torch.float64, device=values.device).mul_(0.618).cos_()
-        directions, logarithms = (values / sizes[of_tensor]) @ weights, sizes.log() @ weights[: len(parts)]
+        directions, logarithms = (values / sizes[tensor_index]) @ weights, sizes.log() @ weights[: len(parts)]
         return cls(float(directions + logarithms), len(parts))
 
     def differs(self, other: Sums) -> bool:
-        """Return whether two checksums come from different values, or from different numbers of tensors.
+        """Return whether two checksums show different values or numbers of tensors.
 
-        Ranks on devices of different types round differently, so a small difference is none.
+        Differences up to the tolerance do not count, because ranks on devices of different types round differently.
         """
         return self.tensors != other.tensors or abs(self.weighted - other.weighted) > _TOLERANCE
 
 
 class _Row(NamedTuple):
-    """What one rank says after an update."""
+    """What one rank reports after an update."""
 
     refuses: float
     learning_rates: float
     gradients: Sums = Sums()
     parameters: Sums = Sums()
     past_outputs: Sums = Sums()
-    """Gradients of parameters that a loss reaches past the model's outputs; without tensors: not measured."""
+    """Gradients of parameters that a loss reaches without passing the model's outputs; 0 tensors: not measured."""
 
     def values(self) -> list[float]:
-        """Return the row as 8 numbers in the order of the fields, to be sent to the other ranks."""
+        """Return the row as 8 numbers in the order of the fields, to be sent to other ranks."""
         return [self.refuses, self.learning_rates, *self.gradients, *self.parameters, *self.past_outputs]
 
     @classmethod
     def of(cls, values: Sequence[float]) -> _Row:
-        """Return the row whose :meth:`values` these are."""
+        """Return the row from its :meth:`values`."""
         refuses, learning_rates = values[:2]
         return cls(refuses, learning_rates, *(Sums(*values[begin : begin + 2]) for begin in (2, 4, 6)))
 
 
 class UpdateGuard:
-    """Compares all ranks after updates of a model, and raises the same InputError on all of them where two differ.
+    """Compares all ranks after updates of a model, and raises the same InputError on all of them if two differ.
 
     Args:
         job: the ranks that are compared.
         model: the model whose parameters are compared.
-        optimizers: those that train it.
-        is_uneven: returns whether losses have had another weight on this rank than on others since the guard was made.
+        optimizers: the optimizers that train it.
+        is_uneven: function that returns whether losses have ever had another weight on this rank than on others.
 
-    ``updates`` is the number of updates so far. Raises InputError for an embedding with ``max_norm``, which lets every
-    rank change other rows.
+    ``updates`` is the number of updates so far. Raises InputError for an embedding with ``max_norm``, because each rank
+    then changes the rows of its own batch.
     """
 
     def __init__(
@@ -114,7 +117,7 @@ class UpdateGuard:
         optimizers: Sequence[torch.optim.Optimizer],
         is_uneven: Callable[[], bool],
     ) -> None:
-        """Note the model's buffers, and hook into all DDP modules and optimizers, to see those beside this model's."""
+        """Note the model's buffers, and register torch's global hooks, to see other DDP modules and their optimizers."""
         for name, module in model.named_modules():
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
                 problem = f"{_without_wrapper(name)} has max_norm, by which each rank changes rows of its own batch"
@@ -129,61 +132,62 @@ class UpdateGuard:
         # A message under way: the table of all ranks' rows, (ranks, numbers), and the work to wait for.
         self._sent_table: tuple[Tensor, Any] | None = None
         self._sums_past_outputs, self._name_past_outputs = Sums(), ""
-        self._loss_parameters: dict[int, weakref.ref[Tensor]] = {}  # by id: outside the model, behind a weighted loss
-        self._ids_of_other_models: set[int] = set()  # of the parameters of other wrapped models that were called
+        self._loss_parameters: dict[int, weakref.ref[Tensor]] = {}  # by id: outside the model, used by a weighted loss
+        self._ids_of_other_models: set[int] = set()  # of the parameters of other DDP modules that were called
         self._global_hooks: list[Any] = []
         leave_alone(*optimizers)
         if isinstance(model, DistributedDataParallel):
-            # Global hooks of torch's, which must not keep this guard, and with it a model, alive.
+            # torch's global hooks must not keep this guard, and with it the model, alive, so they have weak references.
             wrapped, updated = weakref.WeakMethod(self._note_wrapped), weakref.WeakMethod(self._note_update)
             self._global_hooks = [
                 register_module_forward_pre_hook(lambda module, _: note(module) if (note := wrapped()) else None),
                 register_optimizer_step_post_hook(lambda other, *_: note(other) if (note := updated()) else None),
             ]
             weakref.finalize(model, _remove, self._global_hooks)
-            # Groups of models that are gone are kept until the next guard is made: see `_ended`.
+            # Process groups of deleted models are kept until the next guard is made: see `_ended`.
             _ended.clear()
             weakref.finalize(model, _ended.append, model.process_group).atexit = False
 
     def close(self) -> None:
-        """Remove the hooks that see other modules and optimizers. More calls do nothing."""
+        """Remove the global hooks. More calls do nothing."""
         _remove(self._global_hooks)
 
     # What is noted between updates.
 
     @property
     def is_measured(self) -> bool:
-        """Whether losses are measured before the next update: one of the first, or one whose number is a power of two."""
+        """Whether losses are measured before the next update: if it is one of the first, or its number a power of two."""
         return self.updates < FIRST_UPDATES or self.updates & (self.updates - 1) == 0
 
     def refuse(self, refusal: InputError) -> None:
-        """Let all ranks raise ``refusal`` after the next update; of several, the first counts.
+        """Keep ``refusal``, for all ranks to raise when rows are compared next; of several, the first is kept.
 
         Raised at once, it would end one rank while the others wait for it.
         """
         self._refusal = self._refusal or refusal
 
     def note_past_outputs(self, gradients: Mapping[str, Tensor]) -> None:
-        """Note gradients, by parameter, that come from a loss without passing through the wrapped model's outputs.
+        """Note gradients, by parameter name, that come from a loss without passing the wrapped model's outputs.
 
-        They are compared between ranks, because nothing has weighted them. Those of a penalty on weights are right:
-        alike on all.
+        They will be compared between ranks: they are right if they are the same on all, as those of a penalty on weights
+        are.
         """
         self._sums_past_outputs, self._name_past_outputs = Sums.of(gradients.values()), next(iter(gradients), "")
 
     def link(self, leaves: Iterable[Tensor]) -> None:
-        """Note parameters outside the model from which a weighted loss was computed: another optimizer may train them."""
+        """Note the parameters outside the model from which a weighted loss was computed, so other optimizers may train them."""
         self._loss_parameters |= {id(leaf): weakref.ref(leaf) for leaf in leaves}
 
     def _note_wrapped(self, module: nn.Module) -> None:
-        """Note the parameters of another DDP module whose forward pass begins: a hook of all modules."""
+        """Note the parameters of another DDP module whose forward pass begins: a pre-forward hook of all modules."""
         if isinstance(module, DistributedDataParallel) and module is not self._model():
             self._ids_of_other_models.update(id(value) for value in module.parameters())
 
     def _note_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse the update of another DDP module, whose losses nobody weighs: a hook of all optimizers.
+        """Refuse the update of another DDP module's parameters: a post-step hook of all optimizers.
 
-        It is allowed where that module is attached to as well, or a weighted loss was computed from its parameters.
+        Its losses are not weighted, which is wrong if batches are uneven. The update is allowed for an optimizer that was
+        given to :func:`leave_alone`, and if a weighted loss was computed from its parameters.
         """
         if optimizer in _left_alone or not self._ids_of_other_models or not self._is_uneven():
             return
@@ -197,15 +201,15 @@ class UpdateGuard:
     # What is compared after an update.
 
     def after_update(self) -> None:
-        """Send this rank's row after an update, and compare the rows of all ranks once they have come.
+        """Count an update, send this rank's row if it is due, and compare the rows of all ranks that have come.
 
-        After the first updates, the rows are waited for at once. Later they are sent every so often and read after the
-        next update. Raises InputError, on all ranks, where one refuses or two differ.
+        After each of the first updates it blocks for the rows. Later they are sent after every eighth update, and
+        compared after the following one. Raises InputError, on all ranks, if one refuses something or two differ.
         """
         is_first, updates_before = self.updates < FIRST_UPDATES, self.updates
         self.updates += 1
         if self.updates == FIRST_UPDATES and self._global_hooks:
-            self._global_hooks[0].remove()  # it sees every module's forward pass
+            self._global_hooks[0].remove()  # the pre-forward hook, which costs time at every module's forward pass
         sent, self._sent_table = self._sent_table, None
         if is_first:
             sent = self._send(self._row())
@@ -217,30 +221,30 @@ class UpdateGuard:
             self._raise_differences([_Row.of(values) for values in table.tolist()])
 
     def _send(self, row: _Row) -> tuple[Tensor, Any]:
-        """Begin to send this rank's row; return the table of all ranks' rows, (ranks, numbers), and the work to wait for."""
+        """Start to exchange rows; return (table of all ranks' rows, (ranks, numbers); the work that completes it)."""
         numbers = torch.tensor(row.values(), dtype=torch.float64)
         table = torch.zeros(self._job.world_size, len(numbers), dtype=torch.float64)
         table[self._job.rank] = numbers
         return table, dist.all_reduce(table, group=self._job.side, async_op=True)
 
     def _row(self) -> _Row:
-        """Return this rank's row.
+        """Return this rank's row, and forget what was noted of gradients past the outputs.
 
-        After the first updates it covers all parameters and their gradients. Later it covers the gradients of a few
-        parameters, which take turns, and on CUDA, where reading waits for the device, it does so only now and then.
+        After each of the first updates it covers all parameters and their gradients; later only the gradients of a few
+        parameters, which take turns, and on CUDA only in every fourth row. A model without DDP has no checksums of them.
         """
         gradients = parameters = Sums()
         is_first, exchange = self.updates <= FIRST_UPDATES, self.updates // UPDATES_PER_EXCHANGE
         if self._is_replicated and (is_first or not self._is_cuda or exchange % _EXCHANGES_PER_CUDA_LOOK == 0):
             trained = self._trained()
-            if not is_first and len(trained) > _TENSORS:  # some in turns; listed twice, to go on behind the end
+            if not is_first and len(trained) > _TENSORS:  # a slice of the list, repeated so that it wraps around
                 start, twice = exchange * _TENSORS % len(trained), [*trained.items()] * 2
                 trained = dict(twice[start : start + _TENSORS])
             gradients = Sums.of(value.grad for value in trained.values() if value.grad is not None)
             if is_first:
                 parameters = Sums.of([*trained.values(), *self._new_buffers().values()])
         sums_past_outputs, self._sums_past_outputs = self._sums_past_outputs, Sums()
-        # Each rate times its place, so that two that are exchanged make another sum.
+        # Each rate is multiplied by its place, so that exchanged rates give another sum.
         rates = sum(place * float(group["lr"]) for place, group in enumerate(self._groups(), 1))
         return _Row(float(self._refusal is not None), rates, gradients, parameters, sums_past_outputs)
 
@@ -254,23 +258,26 @@ class UpdateGuard:
         ]
 
     def _trained(self) -> dict[str, Tensor]:
-        """Return the parameters of the watched optimizers by name; one that is not the model's is named by its shape."""
+        """Return the parameters of the watched optimizers by name; the name of one outside the model tells its shape."""
         model = self._model()
         names = {} if model is None else {id(value): _without_wrapper(name) for name, value in model.named_parameters()}
         trained: dict[str, Tensor] = {}
         for value in (value for group in self._groups() for value in group["params"]):
             name = names.get(id(value), f"a parameter of shape {tuple(value.shape)} that is not in the model")
-            unique_name = name if name not in trained else f"{name} ({len(trained)})"  # two may have one shape
+            unique_name = name if name not in trained else f"{name} ({len(trained)})"  # two may have the same shape
             trained[unique_name] = value
         return trained
 
     def _new_buffers(self) -> dict[str, Tensor]:
-        """Return the buffers that forward passes have added to the model; DDP keeps only those alike that were there before."""
+        """Return the buffers that were added to the model since the guard was made, which DDP does not synchronise, by name."""
         named = () if (model := self._model()) is None else model.named_buffers()
         return {name: value for name, value in named if name not in self._buffers_before}
 
     def _raise_differences(self, rows: Sequence[_Row]) -> None:
-        """Raise InputError for the first difference between the ``rows`` of all ranks; all ranks raise the same."""
+        """Raise InputError if a rank refuses something, or for the first difference between the ``rows`` of all ranks.
+
+        All ranks raise the same error.
+        """
         if any(row.refuses for row in rows):
             self._job.raise_together(self._refusal)
         first = rows[0]
@@ -283,8 +290,8 @@ class UpdateGuard:
                 raise self._difference_error("gradient")
             if row.parameters.differs(first.parameters):
                 raise self._difference_error("value")
-        is_past = all(row.past_outputs.tensors for row in rows)
-        if is_past and any(row.past_outputs.differs(first.past_outputs) for row in rows):
+        have_past_outputs = all(row.past_outputs.tensors for row in rows)
+        if have_past_outputs and any(row.past_outputs.differs(first.past_outputs) for row in rows):
             problem = f"reaches {self._name_past_outputs} past the wrapped model's outputs, by each rank's own data"
             remedy = "return that term from the model's forward, or say it by itself with its count: hook.loss(term, count=n), "
             remedy += 'or hook.loss(term, reduction="average") for what DDP alone would do'
@@ -293,7 +300,7 @@ class UpdateGuard:
     def _difference_error(self, what: Literal["gradient", "value"]) -> InputError:
         """Return the error that names the first tensor that differs between ranks; all ranks call this together.
 
-        ``what``: whether it is the tensor's gradient that differs, or its value.
+        ``what``: whether gradients or values of tensors differ.
         """
         trained = self._trained()
         named: dict[str, Tensor | None] = {**trained, **self._new_buffers()}
@@ -306,7 +313,7 @@ class UpdateGuard:
         ]
         by_tensor = zip(named, *checksums_of_ranks, strict=True)
         differing = (name for name, first, *others in by_tensor if any(first.differs(other) for other in others))
-        name = next(differing, "of an earlier update")
+        name = next(differing, "of an earlier update")  # the rows that differed may be of the update before
         remedy = "change parameters and buffers by what is alike on every rank, after the optimizer's step"
         if what == "gradient":
             remedy = "call the wrapped model, not the module inside; unfreeze layers before DistributedDataParallel wraps it, "
@@ -315,19 +322,19 @@ class UpdateGuard:
 
 
 def _remove(handles: Sequence[Any]) -> None:
-    """Remove hooks by their handles."""
+    """Remove hooks by their handles; handles of removed hooks do nothing."""
     for handle in handles:
         handle.remove()
 
 
 def check_gradient_hooks(model: nn.Module, own: type) -> None:
-    """Raise InputError for a script's hook on a gradient whose effect depends on whether it runs before the ranks' average.
+    """Raise InputError for a script's hook on a parameter's gradient whose result depends on when gradients are averaged.
 
-    Such hooks run on each rank's own gradient, before the average; only a linear function gives the same as after it.
-    Methods of objects of the type ``own`` are ddltool's.
+    Gradient hooks run on each rank's own gradient, before the average; only a linear function gives the same result
+    after it. Any post-accumulate hook is refused, except ddltool's own, which are methods of objects of type ``own``.
     """
     for name, parameter in model.named_parameters():
-        # Torch has no public place that tells which hooks there are.
+        # torch has no public list of a parameter's hooks.
         post_accumulate_hooks = (parameter._post_accumulate_grad_hooks or {}).values()
         has_foreign_hook = not all(isinstance(getattr(hook, "__self__", None), own) for hook in post_accumulate_hooks)
         gradient_hooks = (parameter._backward_hooks or {}).values()
@@ -338,29 +345,30 @@ def check_gradient_hooks(model: nn.Module, own: type) -> None:
 
 
 def _is_linear(hook: Callable[[Tensor], Tensor | None], like: Tensor) -> bool:
-    """Return whether a hook on gradients is a linear function, by trying it on gradients of the shape and type of ``like``."""
+    """Return whether a hook on gradients is a linear function, by trying it on random ones of ``like``'s shape and type."""
     generator = torch.Generator(like.device).manual_seed(0)
     a, b = (torch.randn(like.shape, dtype=like.dtype, device=like.device, generator=generator) for _ in range(2))
     outputs = []
     with torch.no_grad():
         for gradient in (a, b, a - 300 * b):  # 300: large, so that clipping to a bound shows
             output = hook(gradient)
-            outputs.append(gradient if output is None else output)  # None: it only looks, or changes what it is given
+            # None: the gradient it was given counts, maybe changed.
+            outputs.append(gradient if output is None else output)
     return torch.allclose(outputs[2], outputs[0] - 300 * outputs[1], rtol=1e-2, atol=1e-2)
 
 
 _ended: list[object] = []
-"""Process groups of models that are gone. DDP's reducer ends its group while it holds Python's lock, which the group's own
-thread may be waiting for; Python gives the lock up for that."""
+"""Process groups of deleted models. If DDP's reducer destroyed its group, it would hold Python's lock, for which the group's
+own thread may be waiting; destroying it from Python releases the lock."""
 _left_alone: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-"""Optimizers that the script has said train by themselves, or that another guard watches."""
+"""Optimizers whose updates no guard refuses: of models that the script trains separately, or that another guard watches."""
 
 
 def leave_alone(*optimizers: torch.optim.Optimizer) -> None:
-    """Let these optimizers train a model beside an attached one: on batches of its own, or with weighted losses."""
+    """Make all guards allow these optimizers to train another DDP module than the attached one."""
     _left_alone.update(optimizers)
 
 
 def _without_wrapper(name: str) -> str:
-    """Return a parameter's name without the prefix "module." of DDP."""
+    """Return a parameter's name without DDP's prefix "module."."""
     return name.removeprefix("module.")

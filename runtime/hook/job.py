@@ -1,4 +1,4 @@
-"""Whether an enforcement config and a model fit this process's job. Start at :func:`load_and_check`."""
+"""Checks that an enforcement config and a model fit this process's job. Start at :func:`load_and_check`."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ WITHOUT_DATASET = (
 
 
 def config_path(given: str | os.PathLike[str]) -> str:
-    """Return the path of the config: a launcher's (variable DDLTOOL_ENFORCE) where there is one, else the ``given`` one."""
+    """Return the path of the config: that in the variable DDLTOOL_ENFORCE, which launchers set, or else the ``given`` one."""
     return os.environ.get("DDLTOOL_ENFORCE") or os.fspath(given)
 
 
 def loaded(config: Config) -> tuple[Enforcement, str]:
-    """Return the enforcement config, and the name that messages call it by: its path, or "config" for one that is in memory.
+    """Return (the enforcement config, its name for messages): the name is its path, or "config" for one in memory.
 
-    From now on, an error of ddltool's that this process does not catch is one line on stderr. Raises InputError where
-    the config was emitted from another plan than the launcher.
+    Side effect: from now on, an uncaught error of ddltool ends this process with one line on stderr. Raises InputError
+    for a file that is not a config, or was emitted from another plan than the launcher.
     """
     refuse_in_one_line()
     if isinstance(config, Enforcement):
@@ -47,9 +47,10 @@ def loaded(config: Config) -> tuple[Enforcement, str]:
 
 
 def check_plan(path: str, emitted: str | None, launched: str | None) -> None:
-    """Raise InputError when launcher and config were emitted from two plans.
+    """Raise InputError if config and launcher were emitted from different plans.
 
-    ``emitted`` and ``launched`` are the plans' digests, None where one does not say.
+    ``emitted``: the digest of the config's plan at ``path``; ``launched``: of the launcher's; None: not known, which
+    fits any.
     """
     if emitted and launched and emitted != launched:
         problem = f"is {emitted[:12]}..., but the job was launched by plan {launched[:12]}... (DDLTOOL_PLAN_SHA256)"
@@ -57,13 +58,14 @@ def check_plan(path: str, emitted: str | None, launched: str | None) -> None:
 
 
 def load_and_check(path: str, job: DistributedJob, dataset: Dataset[Any] | None) -> Enforcement:
-    """Return the enforcement config at ``path``. Raises InputError where it does not fit this job and its data.
+    """Return the enforcement config at ``path``.
 
-    In the single process that a check against one process starts, the config is changed to one rank with the batches of
-    all.
+    In the single process that repeats a job's steps for DDLTOOL_CHECK, the config is changed to one rank with the
+    batches of all. Raises InputError for a strategy that does not train by DDP, another number of processes, or a
+    ``dataset`` that is smaller than a step.
     """
     enforcement, _ = loaded(path)
-    if is_reference():  # one process that takes the batches of all ranks together
+    if is_reference():
         first = enforcement.ranks[0].model_copy(update={"local_batch_size": enforcement.total_batch_size})
         changes = {"world_size": 1, "ranks": [first], "telemetry": None, "sharding": None, "ddp": None, "fsdp2": None}
         enforcement = enforcement.model_copy(update=changes)
@@ -87,9 +89,9 @@ def load_and_check(path: str, job: DistributedJob, dataset: Dataset[Any] | None)
 
 
 def planned_for(config: str | os.PathLike[str], model: nn.Module) -> tuple[str, Enforcement]:
-    """Return the config's path and the config.
+    """Return (the config's path, the config).
 
-    Raises InputError where it was made for another model or launched by another plan.
+    Raises InputError if it was made for another model than ``model``, or launched by another plan.
     """
     planned, path = loaded(config)
     check_parameters(path, planned.parameters, model)
@@ -97,7 +99,7 @@ def planned_for(config: str | os.PathLike[str], model: nn.Module) -> tuple[str, 
 
 
 def check_model(model: nn.Module, job: DistributedJob) -> None:
-    """Raise InputError unless DDP or FSDP2 averages the model's gradients over all ranks, and over them only."""
+    """Raise InputError unless DDP or FSDP2 averages the model's gradients over exactly the ranks of the job."""
     if job.world_size == 1:
         return
     if isinstance(model, FSDPModule):
@@ -123,9 +125,9 @@ def check_model(model: nn.Module, job: DistributedJob) -> None:
 
 
 def demand_wrapped(job: DistributedJob, model: nn.Module, otherwise: str = "") -> None:
-    """Raise InputError for a model without DDP in a job of several processes.
+    """Raise InputError for a model that is not wrapped by DDP, in a job of several processes.
 
-    ``otherwise``: words for the remedy on what else may wrap it.
+    ``otherwise``: words for the remedy that name another allowed wrapper.
     """
     if job.world_size > 1 and not isinstance(model, DistributedDataParallel):
         remedy = f"give the model that torch.nn.parallel.DistributedDataParallel(model){otherwise} returns"
@@ -133,10 +135,10 @@ def demand_wrapped(job: DistributedJob, model: nn.Module, otherwise: str = "") -
 
 
 def check_parameters(path: str, planned: list[ParameterRecord], model: nn.Module) -> None:
-    """Raise InputError unless the plan's parameters are the model's, by name and size in bytes.
+    """Raise InputError unless the ``planned`` parameters are the model's, by name and size in bytes.
 
-    The prefixes that DDP and torch.compile put before names do not count. Frozen parameters need not be in the plan; an
-    empty plan fits any model.
+    The wrappers of DDP and torch.compile are removed first. Frozen parameters need not be planned; an empty list fits
+    any model. ``path``: the config, for the message.
     """
     if not planned:
         return
@@ -158,7 +160,10 @@ def check_parameters(path: str, planned: list[ParameterRecord], model: nn.Module
 
 
 def bare_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """Return torch's optimizer inside what accelerate, Lightning and others wrap around it. Raises InputError without one."""
+    """Return torch's optimizer inside wrappers such as accelerate's and Lightning's (attribute ``optimizer``).
+
+    Raises InputError if there is none.
+    """
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = inner
     if not isinstance(optimizer, torch.optim.Optimizer):

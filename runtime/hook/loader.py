@@ -1,10 +1,9 @@
-"""DataLoaders of planned batches, which tell the loss scaler which batches the training loop has. Start at
-:class:`CountedLoader`.
+"""DataLoaders of planned batches, which tell the loss scaler which batches they hand out. Start at :class:`CountedLoader`.
 
 :class:`GivenLoader` reads the dataset and order of a loader of the script's own. A stream (an iterable dataset) that is
-the same on all ranks is cut as an epoch of indices is: each step takes the next samples of all ranks together, and
+the same on all ranks is divided as an epoch of indices is: each step takes the next samples for all ranks together, and
 every rank keeps its own part of them. Where each rank has a stream of its own, it takes its planned number of samples
-from it, and the ranks tell each other how many they had, until none has any.
+from it, and the ranks exchange how many they had, until none has any.
 """
 
 from __future__ import annotations
@@ -47,12 +46,12 @@ class GivenLoader:
     """The dataset, options and sample order of a script's ``loader``, also of one that accelerate has prepared.
 
     Attributes:
-        dataset, options, drop_last: arguments for a new loader.
-        is_stream: whether the dataset is iterable; the following are there only where it is not.
-        sampler: of single samples.
-        samples: their number in an epoch.
+        dataset, options, drop_last: arguments for a new loader; ``options`` go to ``DataLoader``.
+        is_stream: whether the dataset is iterable; if it is, the following attributes are missing.
+        sampler: the script's sampler of single samples.
+        samples: number of samples in an epoch, before they are divided among ranks.
 
-    Raises InputError for a loader whose sampler gives whole batches.
+    Raises InputError for a loader whose sampler gives whole batches, and for one that another library divides.
     """
 
     def __init__(self, loader: DataLoader[Any], job: DistributedJob) -> None:
@@ -88,10 +87,11 @@ class GivenLoader:
         self.samples = dataset_length(self.dataset)
 
     def order(self, epoch: int) -> Tensor:
-        """Return the indices of an epoch's samples in order, shape (samples,), the same on all ranks.
+        """Return the indices of an epoch's samples in order, (samples,), the same on all ranks.
 
-        It is the order in which the script's sampler gives them in one process. Where the sampler draws it at random,
-        every rank lets it draw, so that all random streams move on alike, and uses rank 0's.
+        It is the order that the script's sampler has in one process. If the sampler may be random, every rank iterates
+        over it, so that all random streams advance alike, and rank 0's order is sent to all: all ranks call this
+        together.
         """
         if epoch != self._epoch and callable(set_epoch := getattr(self.sampler, "set_epoch", None)):
             set_epoch(epoch)
@@ -114,17 +114,18 @@ class StreamBlock:
     """
 
     batch: Any
+    """A list of samples; after :func:`collate_block` a batch."""
     samples: int
     total: int
     digest: str
-    """Digest of the stream's first sample, equal on all ranks of one stream; "" in all further blocks."""
+    """Digest of the stream's first sample, by which ranks check that they read the same stream; "" in further blocks."""
 
 
 class SharedStream(IterableDataset[Any]):
-    """Cuts a stream into steps and yields one rank's :class:`StreamBlock` of each, with its samples in a list.
+    """Divides a stream into steps, and yields the :class:`StreamBlock` of each for ``rank``, with a list of samples.
 
-    Every data worker cuts its own stream. The remainder of a stream is divided in proportion to ``sizes``, or left out
-    where it has fewer than ``least`` samples.
+    Every data worker divides its own stream. The remainder of a stream is divided in proportion to ``sizes``, or left
+    out if it has fewer than ``least`` samples.
     """
 
     def __init__(self, stream: IterableDataset[Any], sizes: Sizes, rank: int, least: int) -> None:
@@ -132,12 +133,12 @@ class SharedStream(IterableDataset[Any]):
         self._has_digest = False
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the dataset, if it has a method for it."""
+        """Set the epoch of the dataset, if it has a method ``set_epoch``."""
         if callable(set_epoch := getattr(self.stream, "set_epoch", None)):
             set_epoch(epoch)
 
     def __iter__(self) -> Iterator[StreamBlock]:
-        """Yield this rank's block of each step; a rank without samples gets the step's first one, as a filler."""
+        """Yield this rank's block of each step; a rank without samples in it gets the step's first one, as a filler."""
         samples = iter(self.stream)
         while len(step_samples := list(itertools.islice(samples, self.sizes.total_batch_size))) >= self.least:
             shares = self.sizes.sizes_of(len(step_samples)).sum(axis=1)
@@ -149,15 +150,15 @@ class SharedStream(IterableDataset[Any]):
 
 
 def collate_block(collate_samples: Callable[[list[Any]], Any], block: StreamBlock) -> StreamBlock:
-    """Return the block with a batch in place of its list of samples, made by ``collate_samples``."""
+    """Return the block with its list of samples replaced by the batch that ``collate_samples`` makes of it."""
     return replace(block, batch=collate_samples(block.batch))
 
 
 def aligned_blocks(job: DistributedJob, blocks: Iterator[StreamBlock]) -> Iterator[tuple[StreamBlock, int]]:
-    """Yield (block, samples of all ranks) until no rank has samples left; each rank reads a stream of its own.
+    """Yield (block, samples of all ranks) until no rank has samples left, where each rank reads a stream of its own.
 
-    A rank whose stream has ended repeats its last block with weight 0, so that all ranks make as many steps. Raises
-    InputError, on all ranks, when a rank's stream is empty.
+    All ranks exchange their counts at each block. A rank whose stream has ended repeats its last block with 0 samples,
+    so that all ranks make equally many steps. Raises InputError, on all ranks, when a rank's stream is empty.
     """
     last: StreamBlock | None = None
     while True:
@@ -175,28 +176,28 @@ def aligned_blocks(job: DistributedJob, blocks: Iterator[StreamBlock]) -> Iterat
         yield replace(last, samples=own_samples), total
 
 
-class _TellingLoader(DataLoader[Any]):
+class _NotingLoader(DataLoader[Any]):
     """A loader that notes each batch with the loss scaler, and tells accelerate which one is the last.
 
-    Where the script uses accelerate, an accumulation ends with the loader. Its ``prepare`` leaves this loader as it is,
-    because the batches are this rank's already; they are moved to accelerate's device.
+    accelerate ends an accumulation at the loader's last batch. Its ``prepare`` does not change this loader, because the
+    batches are this rank's already; here they are moved to accelerate's device.
     """
 
     _is_accelerate_prepared = True
     end_of_dataloader = False
     remainder = -1
     _left_early = False
-    """Whether the last iteration was not run to its end, so that batches of it may still be noted."""
+    """Whether the last iteration was left before its end, so that batches of it may still be noted."""
     _scaler: LossScaler
     _batches_key: Hashable
     """The key of this loader's batches in the scaler."""
 
     def _drawn_batches(self) -> Iterator[tuple[Any, Pass | Share, bool]]:
-        """Yield each batch, its pass or share of the step, and whether it is the last of the epoch."""
+        """Yield (batch, its pass or share of the step, whether it is the epoch's last); subclasses implement it."""
         raise NotImplementedError
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """Yield the batches of the rest of the epoch, and note each with the scaler as it is handed out.
+        """Yield the batches of the rest of the epoch, and note each with the scaler just before.
 
         Batches of an earlier iteration that was left before its end are forgotten first.
         """
@@ -209,7 +210,7 @@ class _TellingLoader(DataLoader[Any]):
                 pending.draw(self._batches_key, drawn)
                 self.end_of_dataloader = is_last
                 yield placed(batch)
-        pending.end(self._batches_key)  # a loop that fetched ahead has its last batches still to use
+        pending.end(self._batches_key)  # keeps the last batches, which a loop that fetches ahead has yet to use
         self._left_early = False
 
 
@@ -217,7 +218,7 @@ class _TellingLoader(DataLoader[Any]):
 def _accelerated(loader: DataLoader[Any]) -> Iterator[Callable[[Any], Any]]:
     """Register the loader with accelerate for the block, if the script uses it.
 
-    The block gets a function that moves a batch to accelerate's device.
+    The block gets a function that returns a batch on accelerate's device, without accelerate the batch itself.
     """
     state = sys.modules.get("accelerate.state")
     if state is None or not state.is_initialized():
@@ -231,7 +232,7 @@ def _accelerated(loader: DataLoader[Any]) -> Iterator[Callable[[Any], Any]]:
         gradients._remove_dataloader(loader)
 
 
-class CountedLoader(_TellingLoader):
+class CountedLoader(_NotingLoader):
     """Yields the batches of ``sampler`` and notes the pass of each with ``scaler``; ``options`` go to ``DataLoader``."""
 
     def __init__(
@@ -240,17 +241,18 @@ class CountedLoader(_TellingLoader):
         super().__init__(dataset, batch_sampler=sampler, **options)
         self._planned_sampler = self._batches_key = sampler  # batches are noted under their sampler
         self._scaler = scaler
-        # While somebody else iterates over the sampler (accelerate's skip_first_batches), nobody calls `pending.draw`.
+        # Until this loader iterates itself, others may iterate over its sampler (accelerate's skip_first_batches does),
+        # and they do not call `pending.draw`.
         scaler.pending.unannounced.add(sampler)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch's order of samples."""
+        """Set the epoch, by which samples are ordered."""
         self._planned_sampler.set_epoch(epoch)
 
     def _drawn_batches(self) -> Iterator[tuple[Any, Pass | Share, bool]]:
-        """Yield each batch, its pass, and whether it ends the epoch.
+        """Yield (batch, its pass, whether it ends the epoch).
 
-        While this runs, the loader announces the sampler's batches itself.
+        During the iteration this loader notes the sampler's batches itself.
         """
         self._scaler.pending.unannounced.discard(self._planned_sampler)
         for batch in DataLoader.__iter__(self):
@@ -259,12 +261,12 @@ class CountedLoader(_TellingLoader):
         self._scaler.pending.unannounced.add(self._planned_sampler)
 
 
-class StreamLoader(_TellingLoader):
+class StreamLoader(_NotingLoader):
     """Yields a rank's batches of an iterable dataset, and notes with ``scaler`` the samples of this rank and of all.
 
     Args:
         stream: the iterable dataset.
-        sizes: planned samples of each rank and step.
+        sizes: planned samples of each rank in a step.
         shared: whether all ranks read the same stream; False: every rank has a stream of its own.
         drop_last: leave out the remainder of a shared stream.
         collate_fn: makes a batch of a list of samples.
@@ -283,19 +285,19 @@ class StreamLoader(_TellingLoader):
         collate_fn: Callable[[Any], Any] = default_collate,
         **options: Any,
     ) -> None:
-        """Cut the stream by ``sizes``; without ``shared`` by this rank's size alone."""
+        """Divide the stream by ``sizes``; without ``shared``, take this rank's size at each step."""
         if not shared:
             sizes, drop_last = Sizes((sizes.sizes[job.rank],)), False
-        least = sizes.total_batch_size if drop_last else sizes.world_size  # else one sample for each rank at least
+        least = sizes.total_batch_size if drop_last else sizes.world_size  # at least one sample for each rank
         cut = SharedStream(stream, sizes, job.rank if shared else 0, least)
         collated: Any = functools.partial(collate_block, collate_fn)
         super().__init__(cut, batch_size=None, collate_fn=collated, **options)
         self._job, self._scaler, self._batches_key, self._shared, self._seen = job, scaler, self, shared, False
 
     def _drawn_batches(self) -> Iterator[tuple[Any, Pass | Share, bool]]:
-        """Yield each batch, its share of the step, and whether it is the last; one block is read ahead to know that.
+        """Yield (batch, its share of the step, whether it is the last); one block is read ahead to know the last.
 
-        At the first block of a shared stream, raise InputError on all ranks unless they read the same one.
+        At the first block of a shared stream, InputError is raised on all ranks unless they read the same one.
         """
         source: Iterator[StreamBlock] = DataLoader.__iter__(self)
         blocks = ((block, block.total) for block in source) if self._shared else aligned_blocks(self._job, source)

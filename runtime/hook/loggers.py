@@ -1,6 +1,4 @@
-"""Gives a step's measured times to TensorBoard, or to anything with a ``log`` method (W&B, MLflow). Start at
-:func:`log_steps`.
-"""
+"""Sends a step's measured times to TensorBoard, or to anything with a ``log`` method. Start at :func:`log_steps`."""
 
 from __future__ import annotations
 
@@ -16,17 +14,17 @@ _PREFIX = "ddltool/"
 
 
 def log_steps(hook: Hook, logger: Any, *, every: int = 1) -> None:
-    """Give ``logger`` the times, batch and memory of each ``every``-th step of this rank, as in telemetry.
+    """Log the times, batch and memory of each ``every``-th step of this rank with ``logger``, as in telemetry.
 
-    A step is given when the next one ends, as only then it is known when the slowest rank was ready.
+    A step is logged when the next one ends, because only then the moment is known when the slowest rank was ready.
 
     Args:
         hook: one that writes telemetry; call this after :func:`attach`, on the ranks that have a logger.
         logger: a ``SummaryWriter`` (``add_scalar(name, value, step)``), an object with ``log(dict)`` such as a run of
             W&B, or a function of a dict. Names begin with ``ddltool/``; a dict also has ``ddltool/step``.
-        every: steps from one that is given to the next.
+        every: number of steps from one that is logged to the next.
 
-    Raises InputError for a hook without telemetry, and for a logger that is none of these.
+    Raises InputError for a hook without telemetry, a logger of another kind, and ``every`` below 1.
     """
     if hook.recorder is None:
         remedy = "attach(..., telemetry=FILE), and model and optimizer, before it"
@@ -40,7 +38,7 @@ def log_steps(hook: Hook, logger: Any, *, every: int = 1) -> None:
 
 
 class _StepLogger:
-    """Receives the recorder's steps, in place of who received them before, to whom it hands them on."""
+    """Receives the recorder's steps, and passes them on to the recorder's earlier receiver, if there was one."""
 
     def __init__(self, recorder: StepRecorder, logger: Any, every: int) -> None:
         self._row, self._logger, self._every = recorder.row, logger, every
@@ -48,7 +46,7 @@ class _StepLogger:
         self._last: ObservedStep | None = None
 
     def __call__(self, step: ObservedStep) -> None:
-        """Hand a step on, and give the step before it to the logger."""
+        """Pass a step on, and log the step before it if that is an ``every``-th one; values not finite are left out."""
         if self._also is not None:
             self._also(step)
         previous, self._last = self._last, step

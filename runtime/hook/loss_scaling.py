@@ -1,16 +1,16 @@
-"""Weights losses so that the ranks' plain average of gradients is right, whatever their batches. Start at
-:meth:`LossScaler.loss`.
+"""Weights losses so that the ranks' plain average of gradients is right, whatever their batches.
 
-DDP and FSDP average gradients over the N ranks as if each had as many samples. Let rank r have x_r samples and a loss
-that is the mean over them, with gradient g_r, and X = sum x_r. The gradient of the mean over all samples is ``sum_r x_r
-g_r / X`` (LB-BSP, weighted aggregation): the plain average of the gradients of losses that were multiplied by ``N x_r /
-X``. So the weight enters at the loss, and everything behind the loss follows: several passes through the model, terms
-that reach other ranks (gathered embeddings, SyncBatchNorm), accumulation, unused parameters, any wrapper that averages.
+Start at :meth:`LossScaler.loss`. DDP and FSDP average gradients over the N ranks as if each had as many samples. Let
+rank r have x_r samples and a loss that is the mean over them, with gradient g_r, and X = sum x_r. The gradient of the
+mean over all samples is ``sum_r x_r g_r / X`` (LB-BSP, weighted aggregation): the plain average of the gradients of
+losses that were multiplied by ``N x_r / X``. The weight is applied to the loss, so everything before it in the graph is
+weighted too: several passes through the model, terms that reach other ranks (gathered embeddings, SyncBatchNorm),
+accumulation, unused parameters, with any wrapper that averages.
 
-The script says what its loss is; nothing is guessed. What it says is measured in the first updates and wherever the
-loss's graph changes shape (:mod:`~ddltool.runtime.hook.claims`). What would part the ranks is found after updates
-(:mod:`~ddltool.runtime.hook.guards`). Hooks of modules, tensors, parameters and optimizers tell what the loop does;
-only for the end of a backward pass torch has none.
+The script says what its loss is; nothing is guessed. Its claims are checked by measurement in the first updates and
+whenever the loss's graph changes shape (:mod:`~ddltool.runtime.hook.claims`). What would make ranks differ is found
+after updates (:mod:`~ddltool.runtime.hook.guards`). Hooks of modules, tensors, parameters and optimizers show what the
+loop does; only for the end of a backward pass torch has no hook.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ from ddltool.runtime.processes.liveness import LivenessMonitor
 
 Reduction = Literal["mean", "sum", "average"]
 OutputGradients = dict[OutputKey, Tensor | None]
-"""Gradients of a model's outputs as far as weighed losses explain them; None: whatever arrives there is explained."""
+"""By model output, the gradient that weighted losses send there; None: any gradient is accepted there."""
 _UPDATES_PER_LOOK, _NODES_PER_LOOK = 4, 300
-"""After the first updates the losses of one in so many are looked at, of fewer where graphs have more nodes than these."""
+"""After the first updates, losses of every 4th update are looked at; for graphs of more than 300 nodes, of every 8th, etc."""
 _SENTINELS = 8
-"""Parameters that tell, after the first updates, whether a backward pass accumulates gradients."""
-_backwards = 0
+"""Number of parameters whose hooks stay after the first updates, to show that a backward pass accumulates gradients."""
+_backwards = 0  # passes begun
 
 
 def backwards_begun() -> int:
-    """Return how many backward passes this process has begun since a loss was first weighed or observed."""
+    """Return how many backward passes this process has begun through models with a LossScaler."""
     return _backwards
 
 
@@ -66,15 +66,15 @@ class _BackwardPass:
     """A backward pass that is under way."""
 
     number: int
-    """How many have begun in this process."""
+    """Its number among those of this process, from 1."""
     trains: dict[LossScaler, bool] = field(default_factory=dict)
-    """Those whose model it reaches, and whether it has accumulated gradients there."""
+    """The scalers whose models it reaches, each with whether it has accumulated gradients there."""
     is_weighed: bool = False
-    """Whether it has come by a loss that ``hook.loss`` returned."""
+    """Whether it has passed a loss that ``hook.loss`` returned."""
     forward_passes: set[ForwardPass] = field(default_factory=set)
-    """Those that weighed losses come from."""
+    """The forward passes whose weighted losses it has passed."""
     expected: OutputGradients = field(default_factory=dict)
-    """What weighed losses send to outputs, where that was measured."""
+    """The gradients that its weighted losses send to outputs, as far as they were measured."""
 
     def trained(self) -> list[LossScaler]:
         """Return the scalers of the models in which this pass has accumulated gradients."""
@@ -84,25 +84,24 @@ class _BackwardPass:
 _current_backward: _BackwardPass | None = None
 """The backward pass that is under way in this process; None: none is."""
 _open_scalers: weakref.WeakSet[LossScaler] = weakref.WeakSet()
-"""Those between :meth:`LossScaler.open` and :meth:`LossScaler.close`: a model may have one only."""
+"""The scalers between :meth:`LossScaler.open` and :meth:`LossScaler.close`, of which a model may have only one."""
 
 
 class LossScaler:
-    """Weighs the losses of one model on one rank. All ranks make the same ones, and the same backward passes.
+    """Weights the losses of one model on one rank. All ranks make the same scalers, and the same backward passes.
 
     Attributes:
-        last_weight: what the last loss, or term of one, was multiplied by.
+        last_weight: the factor of the last loss's, or term's, gradients.
         pending: the batches that the training loop holds.
 
     Args:
         job: the ranks whose gradients are averaged.
-        name: what the script calls this object, for messages.
-        sizes: returns the planned samples of each rank and step, (n,). Until a step was counted, a batch from the
-            script's own loader must have this rank's number, or its part where the script splits it into ``passes``;
-            None: unknown.
-        passes: forward and backward passes into which the script splits a step's batch.
-        watcher: hears of forward and backward passes.
-        weighs: False: losses stay as they are, nothing is refused, and samples are counted by what forward passes get.
+        name: the script's name for this object, for messages.
+        sizes: function that returns the planned samples of each rank in a step, (n,). Until a step was counted, a batch
+            of the script's own loader must have this rank's number, or that over ``passes``; None: not known.
+        passes: number of passes into which the script splits a step's batch.
+        watcher: is told of forward and backward passes; None: nobody.
+        weighs: False: losses stay as they are, nothing is refused, and samples are only counted.
     """
 
     def __init__(
@@ -115,7 +114,7 @@ class LossScaler:
         watcher: Watcher | None = None,
         weighs: bool = True,
     ) -> None:
-        """Prepare to weigh; nothing is hooked into a model before :meth:`open`."""
+        """Prepare to weight losses; no hook is registered before :meth:`open`."""
         self._job, self.name, self._sizes, self._planned_passes, self.watcher = job, name, sizes, passes, watcher
         self.pending = PendingBatches()
         self.last_weight = 1.0
@@ -124,27 +123,28 @@ class LossScaler:
         self._model: Callable[[], nn.Module | None] = lambda: None
         self._hooks: list[Any] = []
         self._sentinels: list[Any] = []
-        self._forwards_begun = self._forwards_inside = 0  # in all, and those that have not ended
-        self._weighed_losses = 0  # backward passes by a weighted loss since the last update
-        # Since the last backward pass; ever; and whether losses have weighed otherwise on this rank than on others.
-        self._was_loss_called = self._has_counted_a_step = self._is_uneven = False
+        self._forwards_begun = self._forwards_inside = 0  # number of forward passes begun; of those that have not ended
+        self._weighed_losses = 0  # backward passes with a weighted loss since the last update
+        self._was_loss_called = False  # since the last backward pass
+        self._has_counted_a_step = False
+        self._is_uneven = False  # whether losses have ever had another weight on this rank than on others
         self._seen_graph_shapes: set[tuple[object, ...]] = set()
         self._graph_nodes = 0
         self._returned_parameter_ids: set[int] = set()
         """Ids of the parameters that the last forward pass has returned."""
 
-    # What a model and its loaders tell.
+    # Events of the model.
 
     def open(self, model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
-        """Hook into ``model`` and ``optimizers``, and weigh the losses of the model from now on, until :meth:`close`.
+        """Register hooks on ``model`` and ``optimizers``, and weight the model's losses from now on, until :meth:`close`.
 
-        Without optimizers, nothing is compared between ranks. Raises InputError, on all ranks, where the model cannot
-        be trained alike on all of them, and where another scaler is attached to it already.
+        Without optimizers, ranks are not compared after updates. Raises InputError, on all ranks, where ranks would
+        change the model differently (:class:`UpdateGuard`), and where another scaler is attached to it already.
         """
         if self._weighs and any(scaler._model() is model for scaler in _open_scalers):
             raise InputError("model", "is attached to already", "attach, balance or make an agent once per model")
         self._model = reference = weakref.ref(model)
-        # The weak reference alone, in all hooks: this object must not keep the model alive.
+        # Only the weak reference is used, because this object must not keep the model alive.
         self.pending.trains = lambda: getattr(reference(), "training", True)
         before = _ForwardHook(lambda module, args, kwargs: self.begin_forward(module, (*args, *kwargs.values())))
         self._hooks = [
@@ -161,7 +161,7 @@ class LossScaler:
             self._hooks += [optimizer.register_step_post_hook(self._after_update) for optimizer in optimizers]
 
     def close(self) -> None:
-        """Weigh nothing any more, and remove all hooks. Idempotent."""
+        """Stop weighting losses, and remove all hooks. More calls do nothing."""
         _open_scalers.discard(self)
         for handle in (*self._hooks, *self._sentinels):
             handle.remove()
@@ -171,9 +171,10 @@ class LossScaler:
         self._guard, self._weighs = None, False
 
     def begin_forward(self, module: nn.Module | None, values: Sequence[Any]) -> None:
-        """Note that a forward pass with gradients begins; dimension 0 of its inputs ``values`` counts the samples.
+        """Note that a forward pass with gradients begins; dimension 0 of its inputs ``values`` is the samples.
 
-        ``module`` None: the computation of a trainer, in training, that does not call the model's forward pass.
+        ``module`` None: a trainer's computation in training that does not call the model's forward pass, and of which
+        no end will be noted.
         """
         global _current_backward
         if not self._forwards_inside:
@@ -185,7 +186,10 @@ class LossScaler:
         self._forwards_inside += module is not None
 
     def end_forward(self, output: Any) -> None:
-        """Note which tensors a forward pass with gradients has returned; in measured steps, watch their gradients."""
+        """Note which tensors a forward pass with gradients has returned; in measured updates, watch their gradients.
+
+        Without a guard (:meth:`open` without optimizers) only the end is noted.
+        """
         self._forwards_inside = 0
         if (guard := self._guard) is None:
             return
@@ -205,7 +209,7 @@ class LossScaler:
             key, edge = marked_output.key, marked_output.edge
             edge.node.register_prehook(partial(self._note_arrival, key, edge.output_nr))
 
-    # What the script says of a loss.
+    # Losses that the script passes.
 
     def loss(
         self,
@@ -220,15 +224,16 @@ class LossScaler:
         Args:
             loss: the loss of this rank's pass, or one term of it; each term needs a call of its own.
             count: the number of samples, tokens or label weights that the loss is a mean over on this rank, or with
-                ``reduction="sum"`` a sum over; 0 is allowed. All ranks give theirs, which costs one small message.
-                None: the samples of the batch.
-            reduction: how the ranks' losses come together. "mean": each is a mean, to be weighed by its count. "sum":
-                each is a sum, to be divided by the counts of all ranks; without a count it is added up as it is, being
-                divided already by a number that counts all ranks. "average": their plain average is right.
-            of: the sum of all ranks' counts, where it is known; None: the ranks are asked.
+                ``reduction="sum"`` a sum over; 0 is allowed. If one rank gives a count, all do, which takes one small
+                message. None: the samples of the batch.
+            reduction: how the ranks' losses are combined. "mean": each is a mean, weighted by its count. "sum": each is
+                a sum, divided by the counts of all ranks; without a count losses are just added, for a loss that is
+                divided by a number for all ranks already. "average": their plain average is right.
+            of: the sum of all ranks' counts, if it is known; None: ranks exchange their counts.
 
-        Raises InputError where the share of the batch is unknown. A claim that turns out to be false is refused after
-        the update, by all ranks together.
+        Without gradients (``no_grad``), ``loss`` itself is returned. Raises InputError for an unknown reduction, and
+        where the batch's share is unknown. A claim that the measurement finds false is refused after the update, by all
+        ranks together.
         """
         if reduction not in ("mean", "sum", "average"):
             raise InputError("reduction", f"is {reduction!r}", "give mean, sum or average")
@@ -237,24 +242,24 @@ class LossScaler:
             return loss
         self._was_loss_called = True
         share, ranks = None, self._job.world_size
-        if count is not None and (ranks > 1 or of is not None):
+        if count is not None and (ranks > 1 or of is not None):  # also for "average": all ranks must exchange counts
             factor = self._factor_of_count(float(count), of, reduction)
         elif reduction == "mean":
             share = self.pending.share(self._forwards_begun, self.name) or self._counted_share()
             self._is_uneven = self._is_uneven or not share.even
             factor = ranks * share.samples / share.total if share.total else 1.0
         else:
-            factor = float(ranks)
+            factor = float(ranks)  # undoes the division in the ranks' average, so that losses are added
         if reduction == "average":
             factor = 1.0
         if share is None:
             self.pending.use(self._forwards_begun)
         self.last_weight = factor
         self._is_uneven = self._is_uneven or abs(factor - 1) > 1e-9
-        if not loss.requires_grad:  # a rank without labels has taken part in the message
+        if not loss.requires_grad:  # such as that of a rank without labels, which had to take part in the message
             return loss
         forward_passes, gradients = self._check_claim(loss, factor, share, reduction)
-        weighed = loss.clone()  # not a view, which could not be changed in place
+        weighed = loss.clone()  # a view could not be changed in place
         weighed.register_hook(partial(self._begin_backward, factor, forward_passes, gradients))
         mark_weighed(weighed)
         return weighed
@@ -262,8 +267,8 @@ class LossScaler:
     def _factor_of_count(self, count: float, of: float | None, reduction: Reduction) -> float:
         """Return the factor for the gradients of a loss that is a mean, or a sum, over ``count`` things on this rank.
 
-        ``of``: the sum of all ranks' counts; None: the ranks are asked, by one small message. Raises InputError for a
-        count below 0 or NaN.
+        ``of``: the sum of all ranks' counts; None: all ranks exchange their counts. If the sum is 0, the factor of a
+        mean is 1. Raises InputError for a count below 0 or NaN.
         """
         if not count >= 0:
             raise InputError("count", f"is {count:g}", "give what the loss is a mean over, 0 or more")
@@ -274,7 +279,7 @@ class LossScaler:
         return factor
 
     def _counts_of_ranks(self, own_count: float) -> list[float]:
-        """Return all ranks' counts, by rank; all ranks call this together. The watcher hears how long this one waited."""
+        """Return all ranks' counts, by rank; all ranks call this together. The watcher is told how long this one waited."""
         begin_s = time.perf_counter()
         counts = [count for (count,) in self._job.numbers(own_count)]
         if self.watcher is not None:
@@ -282,11 +287,11 @@ class LossScaler:
         return counts
 
     def _counted_share(self) -> Share:
-        """Return this rank's share of a batch that none of ddltool's loaders has handed out; all ranks exchange their counts.
+        """Return this rank's share of a batch that did not come from ddltool's loaders; all ranks exchange their counts.
 
-        This rank's count is what the script has announced, else dimension 0 of the inputs of its forward passes. Until
-        a step was counted, that must be a planned size, so that an argument without a batch dimension is not taken for
-        one. Raises InputError, on all ranks, where one of them cannot tell.
+        This rank's count is the number that the script has announced, or else dimension 0 of its forward passes'
+        inputs. Until a step was counted, that must be a planned size, so that the first dimension of another argument
+        is not mistaken for the batch. Raises InputError, on all ranks, if the count of any is unknown.
         """
         sizes = sizes_seen = self.pending.told or self.pending.passed
         planned = None if self._sizes is None else self._sizes()[self._job.rank]
@@ -299,7 +304,7 @@ class LossScaler:
                 expected = {planned, planned // passes} if planned % passes == 0 else {planned}
                 as_planned = [size for size in sizes if size in expected][:1]
                 sizes = as_planned or (sizes if self._has_counted_a_step else [])
-            counts = self._counts_of_ranks(sizes[0] if len(set(sizes)) == 1 else -1)  # -1: this rank cannot tell
+            counts = self._counts_of_ranks(sizes[0] if len(set(sizes)) == 1 else -1)  # -1: this rank does not know
         if min(counts) < 0:
             sizes_text = ", ".join(map(str, sizes_seen)) or "missing"
             problem = f"the batch cannot be counted by dimension 0 of the model's arguments ({sizes_text})"
@@ -312,16 +317,16 @@ class LossScaler:
         self.pending.count(self._forwards_begun, share.samples, share.total)
         return share
 
-    # What is measured of it.
+    # Measurements of losses.
 
     def _check_claim(
         self, loss: Tensor, factor: float, share: Share | None, reduction: Reduction
     ) -> tuple[set[ForwardPass], OutputGradients]:
-        """Check what the script says of a loss; return its forward passes, and its gradients by their outputs.
+        """Check what the script says of a loss; return (its forward passes, its weighted gradients by their outputs).
 
-        The loss is looked at in the first updates, then now and then, and its gradients are measured in the first
-        updates and for graphs of a new shape; otherwise both results are empty. ``share``: of the batch, where the loss
-        is said to be a mean over its samples and nothing else. Refusals wait for the update.
+        The loss's graph is looked at in the first updates and then now and then; gradients are measured in the first
+        updates and for graphs of a new shape. What is not looked at or measured is empty. ``share``: the batch's, if the
+        loss is said to be a mean over its samples; None otherwise. Refusals are left to the guard, until the update.
         """
         guard = self._guard
         updates_per_look = _UPDATES_PER_LOOK * (1 + self._graph_nodes // _NODES_PER_LOOK)
@@ -332,8 +337,8 @@ class LossScaler:
         if graph.is_weighed:
             before = f"has come through {self.name}.loss before"
             guard.refuse(InputError("loss", before, "say each term of a loss once"))
-        if self._forwards_inside:
-            return forward_passes, {}  # a trainer whose step is the forward pass of the wrapped module
+        if self._forwards_inside:  # the loss is made within a forward pass: a trainer wraps its whole step in a module
+            return forward_passes, {}
         past_outputs = self._parameters_past_outputs(graph, guard)
         if past_outputs and not graph.outputs and share is not None:
             problem = "reaches the model's parameters past the wrapped model, so that nobody averages their gradients"
@@ -349,8 +354,8 @@ class LossScaler:
     def _parameters_past_outputs(self, graph: LossGraph, guard: UpdateGuard) -> dict[str, Tensor]:
         """Return the model's parameters that a loss reaches without passing through the model's outputs, by name.
 
-        Parameters that the last forward pass has returned do not count. Those outside of the model are noted with the
-        guard: another optimizer may train them.
+        Parameters that the last forward pass has returned are left out. Leaves outside the model are given to the
+        guard, because another optimizer may train them.
         """
         model = self._model()
         if model is None or not graph.leaves:
@@ -363,9 +368,9 @@ class LossScaler:
     def _measure_gradients(
         self, guard: UpdateGuard, loss: Tensor, graph: LossGraph, factor: float, share: Share | None
     ) -> OutputGradients:
-        """Return the weighted gradients of a loss by its outputs; refuse a mean over samples that depend on each other.
+        """Return the weighted gradients of a loss by its outputs; refuse a mean over samples that are coupled.
 
-        For an output behind another one the gradient is None: whatever arrives there is explained.
+        An output from which another one is computed has None, because gradients of both kinds arrive there.
         """
         outputs, behind = graph.measurable_outputs()
         expected: OutputGradients = dict.fromkeys(behind)
@@ -389,10 +394,10 @@ class LossScaler:
         return expected
 
     def _note_arrival(self, key: OutputKey, place: int, gradients: tuple[Tensor | None, ...]) -> None:
-        """Compare the gradient that arrives at a model's output with what weighted losses send there; refuse one that has more.
+        """Compare the gradient that arrives at a model's output with that of weighted losses; refuse a loss if they differ.
 
-        A hook of the graph node that computes the output: ``gradients`` are those of all the node's outputs, ``place``
-        is the index of this one.
+        This is a pre-hook of the graph node that computes the output: ``gradients`` are those of all tensors that the
+        node computes, ``place`` is this one's index.
         """
         gradient, guard = gradients[place], self._guard
         if _current_backward is None or guard is None or gradient is None or not _current_backward.expected:
@@ -403,20 +408,21 @@ class LossScaler:
             remedy = f"say each term, {self.name}.loss(first) + {self.name}.loss(second), or {self.name}.loss(first + second)"
             guard.refuse(InputError("loss", problem, remedy))
 
-    # What a backward pass does.
+    # Events of a backward pass.
 
     @property
     def averages(self) -> bool:
-        """Whether DDP averages the gradients of a backward pass now."""
+        """Whether DDP averages the gradients of the present backward pass; False for other models."""
         return bool(getattr(self._model(), "require_backward_grad_sync", False))
 
     def _begin_backward(
         self, factor: float, forward_passes: set[ForwardPass], gradients: OutputGradients, scale: Tensor
     ) -> Tensor:
-        """Note that a backward pass has come to a weighted loss; return the loss's gradient, multiplied by its weight.
+        """Note that a backward pass has reached a weighted loss, and return its gradient times the weight ``factor``.
 
-        A hook of the loss: ``scale`` is the gradient that comes in, 1 or an AMP scaler's factor. ``gradients`` are
-        those measured with a scale of 1, by output; they are added to what this pass is expected to send there.
+        This is a tensor hook of the loss. ``scale``: the gradient that comes in, which is 1 or an AMP scaler's factor.
+        ``gradients``: those measured with a scale of 1, by output; times ``scale`` they are added to the gradients that
+        this pass is expected to send there.
         """
         under_way = self._join_backward()
         under_way.is_weighed = True
@@ -430,7 +436,7 @@ class LossScaler:
         return scale * factor
 
     def _join_backward(self) -> _BackwardPass:
-        """Return the backward pass under way, a new one if none is, and note that it reaches this scaler's model."""
+        """Return the backward pass under way, or a new one if there is none, and note that it reaches this model."""
         global _backwards, _current_backward
         if _current_backward is None:
             _backwards += 1
@@ -443,18 +449,17 @@ class LossScaler:
         return _current_backward
 
     def _note_gradient(self, parameter: Tensor) -> None:
-        """Note that a backward pass has accumulated a gradient in this model: a hook of its parameters."""
+        """Note that a backward pass has accumulated a gradient in this model: a post-accumulate hook of its parameters."""
         if _current_backward is None or not _current_backward.trains.get(self):
             self._join_backward().trains[self] = True
 
     def note_complete(self, under_way: _BackwardPass) -> None:
-        """Note that all gradients of this rank are there, while DDP still waits for those of the others.
+        """Note that all gradients of this rank are complete, while DDP still waits for those of other ranks.
 
-        A pass for which the script has said no loss is counted all the same; the ranks are then taken to have equal
-        batches.
+        A pass without a call of :meth:`loss` is counted too, as if all ranks had this rank's number of samples.
         """
         was_loss_called, self._was_loss_called = self._was_loss_called, False
-        if not was_loss_called:  # count its samples all the same; ranks are taken to have equal batches
+        if not was_loss_called:  # a negative number, so that it differs from the forward passes that `loss` uses
             with contextlib.suppress(InputError):
                 if self.pending.share(-under_way.number, self.name) is None:
                     samples = max(self.pending.told or self.pending.passed, default=0)
@@ -465,7 +470,8 @@ class LossScaler:
     def end_backward(self, under_way: _BackwardPass) -> None:
         """Note that a backward pass is over, the exchange of its gradients included.
 
-        Refuses a pass without a weighted loss, and a second one by the same forward pass, which DDP does not average.
+        A pass without a weighted loss is refused, and a second one through the same forward pass, which DDP would not
+        average; the error is raised after the update.
         """
         self.pending.end_backward()
         if self.watcher is not None:
@@ -485,7 +491,7 @@ class LossScaler:
                 forward_pass.averaged_in = under_way.number
 
     def _missing_loss_error(self) -> InputError:
-        """Return the refusal of a loss that was not weighted."""
+        """Return the error for a loss that did not come through :meth:`loss`."""
         remedy = f"write loss = {self.name}.loss(loss) before loss.backward() for a mean over the batch's samples, with count= "
         remedy += "for one over tokens, pixels or labels"
         return InputError("loss", f"did not come through {self.name}.loss", remedy)
@@ -493,8 +499,8 @@ class LossScaler:
     def _after_update(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Compare the ranks after an update: the optimizer's post-step hook.
 
-        After the first updates most hooks on parameters are removed, as a few of them tell of every backward pass.
-        Raises InputError, on all ranks, for what one refuses.
+        After the first updates most hooks on parameters are removed, because a few show every backward pass. Raises
+        InputError, on all ranks, for what any rank refuses.
         """
         if (guard := self._guard) is None:
             return
@@ -516,38 +522,41 @@ def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class _ForwardHook:
-    """A module's hook before or after each forward pass with gradients; copies of the model get one that does nothing."""
+    """A module's hook before or after each forward pass with gradients.
+
+    A copy of it does nothing, so that copies of the model are not watched.
+    """
 
     def __init__(self, act: Callable[..., None] | None = None) -> None:
-        """Call ``act`` with the module, its arguments and what else torch gives the hook; None: do nothing."""
+        """Have ``act`` called with the hook's three arguments; None: do nothing."""
         self._act = act
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], other: Any) -> None:
-        """Act, unless gradients are off."""
+        """Call ``act`` unless gradients are off; ``other``: the keyword arguments before a pass, the output after it."""
         if self._act is not None and torch.is_grad_enabled():
             self._act(module, args, other)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return how to copy or pickle this hook: as one that does nothing."""
+        """Return how to copy or pickle this hook, which is as one that does nothing."""
         return _ForwardHook, ()
 
 
 def _at_end_of_backward(call: Callable[[], None]) -> None:
-    """Call ``call`` when the backward pass under way has computed all gradients.
+    """Have ``call`` called when the backward pass under way has computed all gradients.
 
-    Torch has no public way to ask for it: DDP's reducer and FSDP2 queue the engine's callbacks in this way too.
-    Callbacks run in the order in which they were queued; DDP queues its own later than the first gradient, when its
-    last bucket is ready.
+    torch has no public function for it; DDP's reducer and FSDP2 queue callbacks of the engine in the same way.
+    Callbacks run in the order in which they were queued. DDP queues its own when its last bucket is ready, which is
+    after the first gradient.
     """
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 def _note_complete() -> None:
-    """Tell the scalers that this rank's gradients are all there; queue :func:`_note_end`, which runs behind DDP's end."""
+    """Tell the scalers that this rank's gradients are complete, and queue :func:`_note_end` to run after DDP's callback."""
     if _current_backward is not None:
         for scaler in _current_backward.trained():
             scaler.note_complete(_current_backward)
-        _at_end_of_backward(_note_end)  # behind DDP's own
+        _at_end_of_backward(_note_end)  # DDP has queued its own callback by now
 
 
 def _note_end() -> None:

@@ -1,14 +1,15 @@
-"""Islands of workers that train by themselves and average now and then: Local SGD, DiLoCo, Streaming DiLoCo.
+"""Averages islands of workers, which train on their own between averages: Local SGD, DiLoCo, Streaming DiLoCo.
 
-Start at :class:`OuterSteps`. The trained parameters are cut into P fragments. Beside its own parameters theta_p of a fragment
-p, every island holds the *outer* parameters O_p, which are the same on all islands. With H inner steps to a round, an island
-sends ``D = O_p - theta_p`` after step ``(p + 1) H / P`` (rounded down) of each round. ``overlap`` inner steps later the average
-of all islands' D has come. It serves as a gradient of O_p, and theta_p is mixed with the result::
+Start at :class:`OuterSteps`. The trained parameters are cut into P fragments. Besides its own parameters theta_p of a
+fragment p, every island holds the *outer* parameters O_p, which are the same on all islands. A round has H inner steps.
+An island sends ``D = O_p - theta_p`` after step ``(p + 1) H / P`` (rounded down, p from 0) of each round, and applies the
+average of all islands' D after ``overlap`` more inner steps: it serves as a gradient of O_p, with which theta_p is mixed
+(alpha is ``mixing``)::
 
     M_p <- momentum M_p + D;  O_p <- O_p - learning_rate (D + momentum M_p);  theta_p <- alpha theta_p + (1 - alpha) O_p
 
-Sources: DiLoCo (arXiv 2311.08105, Algorithm 1) and Streaming DiLoCo (arXiv 2501.18512, Algorithm 2; here the fragments of a
-round begin and end together). A thread sends the fragments one after the other, in the same order on all islands.
+Sources: DiLoCo (arXiv 2311.08105, Algorithm 1) and Streaming DiLoCo (arXiv 2501.18512, Algorithm 2; here all fragments
+have the same rounds). A thread sends the fragments one after the other, in the same order on all islands.
 """
 
 from __future__ import annotations
@@ -36,43 +37,45 @@ Group = Any
 Outer = tuple[float, float]
 """Learning rate and Nesterov momentum of the outer optimizer."""
 DILOCO: Outer = (0.7, 0.9)
-"""As DiLoCo's authors found best (arXiv 2311.08105, Section 3.1)."""
+"""The values that DiLoCo's authors found best (arXiv 2311.08105, Section 3.1)."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """A fragment's difference on its way to the other islands."""
+    """A fragment's difference that is being averaged with the other islands'."""
 
     fragment: int
+    """Index of the fragment."""
     due: int
+    """Number of inner steps in all after which the average is applied."""
     average: Future[Tensor]
 
 
 class OuterSteps:
-    """The outer steps of this process, as :meth:`~ddltool.runtime.hook.attaching.Hook.outer` makes them.
+    """The outer steps of this process; :meth:`~ddltool.runtime.hook.attaching.Hook.outer` makes them.
 
     The training loop stays as it is. All ranks of an island hold the same parameters, or shards of them under FSDP2.
-    There are two ways to average. With ``inside``, ``group`` has one rank of each island, which hands the average to
-    its island over ``inside``. Without ``inside``, every rank averages with the ranks of its own place in the other
-    islands (under FSDP2: with those of the same shard). Buffers, such as BatchNorm's statistics, are not averaged.
-    ``ddltool doctor --check`` is for the script without outer steps.
+    There are two ways to average. With ``inside``, ``group`` has one rank of each island, which broadcasts the average
+    to its island over ``inside``. Without ``inside``, every rank averages with the ranks at the same place in the other
+    islands (under FSDP2: with the same shard). Buffers, such as BatchNorm's statistics, are not averaged. ``ddltool
+    doctor --check`` can check a script only without outer steps.
 
     Attributes:
-        steps: inner steps made so far.
+        steps: number of inner steps made so far.
         outer: the outer parameters, one flat tensor for each fragment.
         momentum: the outer optimizer's momentum, in the same shapes.
 
     Args:
         model: the module whose trainable parameters are averaged.
         inner: the optimizer whose steps count as inner steps.
-        every: H, the inner steps of this island in a round; islands of unequal speed may differ.
-        optimizer: learning rate and Nesterov momentum of the outer steps; (1, 0) is Local SGD's plain average.
-        fragments: P, parts of neighbouring parameters of about the same size, each sent at a step of its own.
-        overlap: inner steps that go on while a fragment travels; fewer than ``every``.
+        every: H, the number of inner steps of this island in a round; islands of unequal speed may differ in it.
+        optimizer: (learning rate, Nesterov momentum) of the outer steps; (1, 0) is Local SGD's plain average.
+        fragments: P, the number of parts of neighbouring parameters, of about equal size, each sent at its own step.
+        overlap: number of inner steps made while a fragment is averaged; fewer than ``every``. 0: the update waits.
         mixing: alpha, the share of its own parameters that an island keeps, from 0 to below 1.
-        bits: of each number that is sent: 32 stands for the parameters' own type; 16, 8 and 4 round (:mod:`.rounding`).
-        weight: of this island in the average relative to the others, such as its samples.
-        group: the process group that averages; None: every rank of the job is an island.
+        bits: of each number that is sent: 32 means the parameters' own type; 16, 8 and 4 round (:mod:`.rounding`).
+        weight: weight of this island in the average, such as its number of samples.
+        group: the process group that averages; None: every rank of the job is an island, and a gloo group is made.
         inside: the process group of this island, whose first rank is in ``group``; None: each rank averages by itself.
 
     Raises InputError for a setting out of its range.
@@ -99,17 +102,17 @@ class OuterSteps:
         self.weight, self.steps = weight, 0
         self._inside = inside
         self._group = group if group is not None or not dist.is_initialized() else dist.new_group(backend="gloo")
-        self._fragments = _cut(trained, fragments)
+        self._fragments = _cut_fragments(trained, fragments)
         self.outer = [_flat(part) for part in self._fragments]
         self.momentum = [torch.zeros_like(part) for part in self.outer]
         self._sent: deque[_Sent] = deque()
-        # One thread, so that all islands exchange fragments in the same order; at exit Python waits for what it was given.
+        # A single thread, so that all islands exchange fragments in the same order; at exit Python waits for its work.
         self._sender = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ddltool-outer")
         self._watch = inner.register_step_post_hook(lambda *_: self._after_update())
 
     @classmethod
     def settings_of(cls, path: str, island: int) -> dict[str, Any]:
-        """Return the keyword arguments of :class:`OuterSteps` for an island, counted from 0, of the plan in the file ``path``.
+        """Return the keyword arguments of :class:`OuterSteps` for island number ``island``, from 0, of the plan in ``path``.
 
         ``ddltool plan -o`` writes such a file. Raises InputError for an island that the plan does not have.
         """
@@ -128,11 +131,14 @@ class OuterSteps:
 
     @property
     def rounds(self) -> int:
-        """How many times all fragments have been sent."""
+        """Number of rounds completed: how often all fragments have been sent."""
         return self.steps // self.every
 
     def _after_update(self) -> None:
-        """Send the fragments and apply the averages that are due after an inner step: the optimizer's post-step hook."""
+        """Count an inner step, then send the fragments and apply the averages that are due: the optimizer's post-step hook.
+
+        It blocks for an average that is due and has not come yet.
+        """
         step = self.steps % self.every + 1  # in this round, from 1 on
         self.steps += 1
         for fragment in range(len(self._fragments)):
@@ -143,29 +149,32 @@ class OuterSteps:
 
     @torch.no_grad()
     def _send(self, fragment: int) -> None:
-        """Begin to average a fragment's difference between outer and own parameters with the other islands."""
+        """Start to average fragment number ``fragment``'s difference between outer and own parameters over the islands.
+
+        A rank outside of the group keeps a place for it in the queue; it will get the average from its island.
+        """
         difference = self.outer[fragment] - _flat(self._fragments[fragment])
         work = partial(averaged, difference, self._group, self.bits, self.weight)
-        average = self._sender.submit(work) if _is_in(self._group) else _done(difference)
+        average = self._sender.submit(work) if _is_member(self._group) else _completed(difference)
         self._sent.append(_Sent(fragment, self.steps + self.overlap, average))
 
     @torch.no_grad()
     def _receive(self) -> None:
-        """Wait for the average that was sent first, and make its outer step.
+        """Block for the average of the oldest fragment sent, and make its outer step.
 
-        Raises LostRank, on all ranks of the island, where the average did not come about because an island is gone.
+        Raises LostRank, on all ranks of the island, if averaging has failed, because an island is gone.
         """
         sent = self._sent.popleft()
         error = sent.average.exception()
         is_here = torch.tensor([error is None], dtype=torch.float32)
         if self._inside is not None:
-            _hand_on(is_here, self._inside)
+            _broadcast_from_first(is_here, self._inside)  # the first rank alone knows whether averaging has failed
         if not is_here:
             text = "an island is gone; give a group of those left to outer.regroup"
             raise LostRank(f"{text} ({str(error or 'said by the first rank').splitlines()[0]})") from error
         average = sent.average.result()
         if self._inside is not None:
-            _hand_on(average, self._inside)
+            _broadcast_from_first(average, self._inside)
         rate, momentum = self.optimizer
         outer, momentum_buffer = self.outer[sent.fragment], self.momentum[sent.fragment]
         momentum_buffer.mul_(momentum).add_(average)
@@ -174,12 +183,12 @@ class OuterSteps:
 
     @torch.no_grad()
     def regroup(self, group: Group, *, weight: float | None = None) -> None:
-        """Go on with the ranks of ``group``, after islands have joined or left.
+        """Continue with the ranks of ``group``, after islands have joined or left.
 
-        All of its ranks call this between two inner steps. The first rank of the group must have trained before: all
-        others, also new ones, take over its outer parameters, momentum and number of inner steps. Averages on their way
-        are applied first. The difference that was lost with an island is not made up for at once: it is part of the
-        fragment's next one. ``weight``: this island's from now on; None: as before.
+        All of its ranks, and those of their islands, call this between two inner steps. The first rank of the group must
+        have trained before: all others, also new ones, get its outer parameters, momentum and number of rounds. Averages
+        under way are applied first; one that failed is dropped, but its difference is part of the fragment's next one.
+        ``weight``: this island's from now on; None: as before.
         """
         while self._sent:
             try:
@@ -189,17 +198,19 @@ class OuterSteps:
         self._group, self.weight = group, self.weight if weight is None else weight
         steps = torch.tensor([self.steps, self.every], dtype=torch.int64)
         for member_group in (group, self._inside):
-            if _is_in(member_group):
+            if _is_member(member_group):
                 for value in (steps, *self.outer, *self.momentum):
-                    _hand_on(value, member_group)
+                    _broadcast_from_first(value, member_group)
         first_steps, first_every = steps.tolist()
+        # Islands differ in `every`, so rounds are compared. An island in another round, or a new one, starts from the
+        # outer parameters; one in the same round keeps its own.
         if self.rounds != first_steps // first_every or not self.steps:
             self.steps = first_steps * self.every // first_every
             for part, outer in zip(self._fragments, self.outer, strict=True):
                 _mix(part, outer, 0.0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what :meth:`load_state_dict` resumes from: tensors of this rank. Waits for averages that are on their way."""
+        """Return what :meth:`load_state_dict` resumes from, with this rank's tensors; blocks for averages under way."""
         return {
             "steps": self.steps,
             "outer": [part.clone() for part in self.outer],
@@ -209,7 +220,7 @@ class OuterSteps:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from what :meth:`state_dict` returned. Raises InputError for the state of other parameters or fragments."""
+        """Resume from a state of :meth:`state_dict`. Raises InputError for one of other parameters or fragments."""
         try:
             outer, momentum, sent = list(state["outer"]), list(state["momentum"]), list(state["sent"])
             steps = int(state["steps"])
@@ -221,26 +232,29 @@ class OuterSteps:
         for own, saved in zip((*self.outer, *self.momentum), (*outer, *momentum), strict=True):
             own.copy_(saved)
         self.steps = steps
-        self._sent = deque(_Sent(int(part), int(due), _done(average.to(self.outer[0]))) for part, due, average in sent)
+        self._sent = deque(
+            _Sent(int(part), int(due), _completed(average.to(self.outer[0]))) for part, due, average in sent
+        )
 
     def close(self) -> None:
-        """Count no more steps. Waits for averages on their way and does not apply them. More calls do nothing."""
+        """Stop counting steps; blocks for averages under way, which are not applied. More calls do nothing."""
         self._watch.remove()
         self._sender.shutdown()
 
 
 def island_group(address: str, island: int, islands: int, *, meeting: int = 0, timeout_s: float = 300.0) -> Group:
-    """Return a gloo process group of islands that are jobs of their own, for ``hook.outer`` and :meth:`OuterSteps.regroup`.
+    """Return a gloo process group of islands that are separate jobs, for ``hook.outer`` and :meth:`OuterSteps.regroup`.
 
-    One rank of each island calls this. Nothing is authenticated, so the network must be the user's own.
+    One rank of each island calls this; it blocks until all have. Nothing is authenticated, so the network must be the
+    user's own.
 
     Args:
         address: ``host:port`` of island 0, which listens there from its first call on.
-        island, islands: this island's number, from 0 on, and how many there are now.
-        meeting: a number that grows with every change of islands.
+        island, islands: this island's number, from 0, and how many islands there are now.
+        meeting: a number that is raised with every change of islands, the same on all.
         timeout_s: seconds that an island waits for the others.
 
-    Raises InputError for an address or an island number that cannot be.
+    Raises InputError for a malformed address or an island number out of range.
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 <= island < islands:
@@ -256,6 +270,7 @@ def island_group(address: str, island: int, islands: int, *, meeting: int = 0, t
 
 
 _stores: dict[tuple[str, str], Any] = {}
+"""By (host, port): the store there, kept because later groups meet at it and island 0's process serves it."""
 
 
 def _check(
@@ -290,8 +305,8 @@ def _check(
         raise InputError("weight", f"is {weight}", "give a number above 0, such as the island's samples")
 
 
-def _cut(values: Sequence[nn.Parameter], fragments: int) -> list[list[nn.Parameter]]:
-    """Cut the parameters, in their order, into ``fragments`` parts of about the same number of elements, none of them empty."""
+def _cut_fragments(values: Sequence[nn.Parameter], fragments: int) -> list[list[nn.Parameter]]:
+    """Return the parameters, in their order, cut into ``fragments`` non-empty parts of about the same number of elements."""
     total, parts, taken = sum(value.numel() for value in values), list[list[nn.Parameter]](), 0
     for place, value in enumerate(values):
         left = len(values) - place
@@ -303,15 +318,15 @@ def _cut(values: Sequence[nn.Parameter], fragments: int) -> list[list[nn.Paramet
     return parts
 
 
-def _here(values: Iterable[nn.Parameter]) -> list[Tensor]:
-    """Return the part of the parameters that this rank holds: the whole tensors, or FSDP2's local shards."""
+def _local_parts(values: Iterable[nn.Parameter]) -> list[Tensor]:
+    """Return the tensors of the parameters that this rank holds: whole ones, or FSDP2's local shards; not copies."""
     held: list[Any] = [value.detach() for value in values]
     return [value.to_local() if hasattr(value, "to_local") else value for value in held]
 
 
 def _flat(values: Iterable[nn.Parameter]) -> Tensor:
-    """Return a copy of all parameters' elements as one tensor, (n,)."""
-    return torch.cat([value.reshape(-1) for value in _here(values)]).clone()
+    """Return a copy of all elements of the parameters that this rank holds, as one tensor (n,)."""
+    return torch.cat([value.reshape(-1) for value in _local_parts(values)]).clone()
 
 
 def _mix(values: Iterable[nn.Parameter], outer: Tensor, mixing: float) -> None:
@@ -320,7 +335,7 @@ def _mix(values: Iterable[nn.Parameter], outer: Tensor, mixing: float) -> None:
     ``outer`` has shape (n,), with the parameters one after the other as :func:`_flat` returns them.
     """
     start = 0
-    for value in _here(values):
+    for value in _local_parts(values):
         part = outer[start : start + value.numel()].view_as(value)
         start += value.numel()
         if mixing:
@@ -329,20 +344,23 @@ def _mix(values: Iterable[nn.Parameter], outer: Tensor, mixing: float) -> None:
             value.copy_(part)
 
 
-def _done(value: Tensor) -> Future[Tensor]:
-    """Return a future that holds ``value`` already."""
+def _completed(value: Tensor) -> Future[Tensor]:
+    """Return a completed future with the result ``value``."""
     future: Future[Tensor] = Future()
     future.set_result(value)
     return future
 
 
-def _is_in(group: Group | None) -> bool:
-    """Return whether this rank is a member of a group; no group (None) has members."""
+def _is_member(group: Group | None) -> bool:
+    """Return whether this rank is a member of ``group``; False for None."""
     return group is not None and group != dist.GroupMember.NON_GROUP_MEMBER
 
 
-def _hand_on(tensor: Tensor, group: Group) -> None:
-    """Give all ranks of a process group, registered with torch.distributed or not, the value of its first rank, in place."""
+def _broadcast_from_first(tensor: Tensor, group: Group) -> None:
+    """Overwrite ``tensor`` on all ranks of ``group`` with its first rank's; all of them call this together.
+
+    The group need not be registered with torch.distributed.
+    """
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = 0, 0
     group.broadcast([tensor], options).wait()

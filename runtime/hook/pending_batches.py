@@ -1,9 +1,9 @@
-"""Which batches the training loop holds, and what share of all ranks' samples a backward pass is for.
+"""Tracks the batches that the training loop holds, to find the share of all ranks' samples in a backward pass.
 
 Start at :meth:`PendingBatches.share`. Loaders note each batch that they hand out (:meth:`PendingBatches.draw`). A
-backward pass marks the batches behind its gradients as used, and used batches are forgotten when their loader hands out
-the next one. So a loop may fetch ahead, leave batches out, train on batches of two loaders together, and evaluate on a
-third one in between.
+backward pass marks the batches that its loss was computed from as used; used batches are forgotten when their loader
+hands out the next one. So a loop may fetch ahead, skip batches, train on batches of two loaders together, and evaluate
+on a third one in between.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ddltool.runtime.hook.claims import nested_tensors
 from ddltool.runtime.processes.batches import Pass, Share, VariableBatchSampler
 
 _MOST_HELD = 4096
-"""Batches of a loader, and sizes of forward passes, that are kept: a loop that never calls backward must not fill memory."""
+"""Most batches of a loader, and sizes of forward passes, that are kept, so that a loop without backward fills no memory."""
 
 
 def leading_size(values: Sequence[Any]) -> int | None:
-    """Return the size of dimension 0 of the first tensor in ``values`` that has one, nested ones included; None without any.
+    """Return the size of dimension 0 of the first tensor in ``values``, nested ones included, that has one; None without any.
 
     >>> leading_size([torch.tensor(2.0), {"pixels": torch.zeros(8, 3)}])
     8
@@ -41,38 +41,38 @@ class _Drawn:
     sampler_pass: Pass | None
     """The sampler's pass that the batch is for; None for a batch of a stream."""
     for_evaluation: bool
-    """Whether it was handed out without gradients, or to a model that does not train."""
+    """Whether it was handed out under ``no_grad``, or while the model was in evaluation mode."""
     used: bool = False
-    """Whether it went into gradients."""
+    """Whether a backward pass has used it."""
 
 
 class PendingBatches:
-    """The batches that the training loop has been given and that are not forgotten yet."""
+    """The batches that loaders have handed to the training loop and that are not forgotten yet."""
 
     def __init__(self) -> None:
         self.missing: str | None = None
-        """What the script still has to do before batches may be handed out, in words; None: nothing."""
+        """In words, what the script must do before batches may be handed out; None: nothing."""
         self.trains: Callable[[], bool] = lambda: True
-        """Whether the model is in training mode; batches handed out otherwise, or without gradients, are for evaluation."""
+        """Returns whether the model is in training mode."""
         self.unannounced: weakref.WeakSet[VariableBatchSampler] = weakref.WeakSet()
-        """Samplers whose loaders do not call :meth:`draw`: what they have issued is looked up when it is needed."""
+        """Samplers whose loaders do not call :meth:`draw`; the passes that they have issued are looked up when needed."""
         self.told: list[int] = []
-        """Samples of the forward passes since the last backward pass, where the script announced them."""
+        """Samples, as the script has announced them, of forward passes since the last backward pass."""
         self.passed: list[int] = []
         """Dimension 0 of the inputs of the other forward passes since the last backward pass."""
-        self._drawn: dict[Hashable, deque[_Drawn]] = {}
-        self._held: _Drawn | None = None  # the batch whose turn it is, where the loop says so
-        self._announced: int | None = None  # samples of the next forward pass, where the script says so
-        self._used_in: Hashable = None  # the backward pass whose samples were counted last
-        self._tally: tuple[int, float] = (0, 0.0)  # samples of this rank and of all, since they were taken last
+        self._drawn: dict[Hashable, deque[_Drawn]] = {}  # by loader, oldest first
+        self._held: _Drawn | None = None  # the batch that `turn_to_next` has chosen; None: none
+        self._announced: int | None = None  # samples of the next forward pass, if the script has announced them
+        self._used_in: Hashable = None  # number of the backward pass whose samples were counted last
+        self._tally: tuple[int, float] = (0, 0.0)  # samples of this rank and of all since `take_tally`
 
-    # What loaders tell.
+    # Calls of loaders.
 
     def draw(self, source: Hashable, drawn: Pass | Share) -> None:
-        """Note that the loader ``source`` hands a batch to the training loop, and forget its batches that went into gradients.
+        """Note that the loader ``source`` hands a batch to the training loop, and forget its oldest batches that were used.
 
         ``drawn``: the sampler's pass that the batch is for, or for a stream its share of the step's samples. Raises
-        InputError where the script has not said yet what is trained.
+        InputError if the hook has no model yet (:attr:`missing`).
         """
         if self.missing is not None:
             raise InputError("loader", "is used before the hook knows what is trained", self.missing)
@@ -85,10 +85,7 @@ class PendingBatches:
         self._drawn[source].append(_Drawn(share, sampler_pass, for_evaluation))
 
     def drop(self, source: Hashable, *, everything: bool = False) -> None:
-        """Forget the batches of the loader ``source`` that went into gradients, up to the first that did not.
-
-        With ``everything``, forget all of them.
-        """
+        """Forget the oldest batches of the loader ``source`` that were used, or with ``everything`` all of its batches."""
         batches = self._drawn.get(source, ())
         while batches and (everything or batches[0].used):
             batches.popleft()
@@ -96,30 +93,34 @@ class PendingBatches:
     def end(self, source: Hashable) -> None:
         """Note that the loader ``source`` has no more batches.
 
-        Its last ones stay for a loop that fetched ahead and has yet to use them; those of an evaluation are forgotten.
+        Unused ones stay for a loop that has fetched ahead; if some were for evaluation, all are forgotten.
         """
         self.drop(source, everything=any(batch.for_evaluation for batch in self._drawn.get(source, ())))
 
-    # What the script tells.
+    # Calls of the script.
 
     def turn_to_next(self, skip: int = 0) -> None:
-        """Let backward passes be for the next batch, until the next call; ``skip`` batches before it are left out.
+        """Make the next batch, after ``skip`` ones that are dropped, the one of backward passes until the next call.
 
-        For loops that fetch batches ahead and say when it is each one's turn. Where several loaders have batches, which
-        one is meant is left to :meth:`share`.
+        For loops that fetch batches ahead and say when each one's turn comes. If several loaders have batches, nothing
+        is chosen, and :meth:`share` finds the batch.
         """
         self._fill()
-        if len(sources := [batches for batches in self._drawn.values() if batches]) != 1:
+        if len(sources := [(source, batches) for source, batches in self._drawn.items() if batches]) != 1:
             self._held = None
             return
-        [batches] = sources
+        [(source, batches)] = sources
         is_first_done = batches[0] is self._held  # its turn ends now
-        for _ in range(skip + is_first_done):
+        left = len(batches) - is_first_done - skip
+        if skip and isinstance(source, VariableBatchSampler):
+            # Of very many skipped batches only the latest are kept, so the number of all that were drawn counts.
+            left = source.issued_count - len(source.issued) - skip
+        while len(batches) > max(left, 0):
             batches.popleft()
         self._held = batches[0] if batches else None
 
     def announce(self, samples: int) -> None:
-        """Note that the script says how many samples the next forward pass is for. Raises InputError for a negative number."""
+        """Note that the next forward pass is for ``samples`` samples. Raises InputError for a negative number."""
         if samples < 0:
             raise InputError("count_samples", f"is {samples}", "give the number of samples, 0 or more")
         self._announced = samples
@@ -127,7 +128,7 @@ class PendingBatches:
     def begin_forward(self, values: Sequence[Any]) -> None:
         """Note how many samples a forward pass with gradients is for.
 
-        It is the number that the script has announced, else dimension 0 of the first tensor in the inputs ``values``.
+        It is the number that the script has announced, or else dimension 0 of the first tensor in the inputs ``values``.
         """
         if self._announced is not None:
             self.told.append(self._announced)
@@ -136,22 +137,22 @@ class PendingBatches:
             self.passed.append(size)
 
     def end_backward(self) -> None:
-        """Forget the forward passes of a backward pass that is over: what comes now belongs to another one."""
+        """Forget the sizes of forward passes: those that follow belong to another backward pass."""
         self.passed, self.told = [], []
 
-    # What is asked.
+    # Calls of the loss scaler.
 
     @property
     def is_known(self) -> bool:
-        """Whether one of ddltool's loaders has handed out the batch in hand."""
+        """Whether the loop holds a batch of one of ddltool's loaders."""
         return bool(self._batches())
 
     def share(self, number: Hashable, name: str) -> Share | None:
         """Return the share of the batch that the backward pass ``number`` is for, and mark the batch as used.
 
-        None where none of ddltool's loaders has handed it out. Of several batches with different shares, those count
-        that have as many samples as the forward pass had. Raises InputError where these differ too; ``name`` is what
-        the script calls the object on which it can say the count.
+        None if the loop holds no batch of ddltool's loaders. Of several batches with different shares, those are
+        considered that have as many samples as a forward pass had; if their shares differ too, InputError is raised.
+        ``name``: the script's name for the object whose ``loss`` takes a count, for the message.
         """
         fitting = batches = self._batches()
         if not batches:
@@ -167,35 +168,37 @@ class PendingBatches:
         return fitting[0].share
 
     def use(self, number: Hashable) -> None:
-        """Mark the batches in hand as used by the backward pass ``number``, whose share the script has said itself."""
+        """Mark the batches that the loop holds as used by the backward pass ``number``, whose count the script has given."""
         self._use(number, self._batches())
 
     def count(self, number: Hashable, samples: int, total: float) -> None:
-        """Add samples of this rank, and of all ranks (``total``), to the tally, once for all terms of one backward pass."""
+        """Add samples of this rank, and of all ranks (``total``), to the tally.
+
+        ``number``: the backward pass, of which only the first call counts, because each term of a loss makes one.
+        """
         if self._used_in != number:
             self._used_in = number
             self._tally = (self._tally[0] + samples, self._tally[1] + total)
 
     def take_tally(self) -> tuple[int, int]:
-        """Return (this rank's samples, all ranks' samples) that went into gradients since the last call."""
+        """Return (this rank's samples, all ranks' samples) that backward passes have used since the last call."""
         (samples, total), self._tally = self._tally, (0, 0.0)
         return samples, round(total)
 
     def last_used(self, sampler: VariableBatchSampler) -> Pass | None:
-        """Return the pass of a sampler's latest batch that went into gradients and is not forgotten yet, None without any."""
+        """Return the pass of the latest used batch of ``sampler`` that is not forgotten; None if there is none."""
         return next((batch.sampler_pass for batch in reversed(self._drawn.get(sampler, ())) if batch.used), None)
 
     def _fill(self) -> None:
-        """Note the batches that the script's own loaders have taken from a sampler: these loaders do not call :meth:`draw`."""
+        """Note the batches of loaders that do not call :meth:`draw` themselves, by the passes that samplers have issued."""
         for sampler in list(self.unannounced):
             while sampler.issued:
                 self.draw(sampler, sampler.issued.popleft())
 
     def _batches(self) -> list[_Drawn]:
-        """Return the batches that a backward pass now may be for.
+        """Return the batches that a backward pass may be for now.
 
-        That is the batch whose turn it is, where the loop has said so; else the batches that were handed out for
-        training; else all.
+        That is the batch that :meth:`turn_to_next` has chosen, or else those handed out for training, or else all.
         """
         self._fill()
         if self._held is not None:
@@ -204,17 +207,20 @@ class PendingBatches:
         return [batch for batch in batches if not batch.for_evaluation] or batches
 
     def _use(self, number: Hashable, fitting: list[_Drawn]) -> None:
-        """Mark as used, of each loader, the oldest unused batch that is among ``fitting`` and all batches before it."""
+        """Mark the oldest unused batch of each loader that is among ``fitting`` as used, and all batches before it.
+
+        Also add their samples to the tally. A second call for a ``number`` does nothing.
+        """
         if self._used_in == number or not fitting:
             return
         samples, total = 0, 0.0
         for drawn in self._drawn.values():
-            newest = next((batch for batch in drawn if not batch.used and batch in fitting), None)
-            if newest is None:
+            trained = next((batch for batch in drawn if not batch.used and batch in fitting), None)
+            if trained is None:
                 continue
-            samples, total = samples + newest.share.samples, total + newest.share.total
+            samples, total = samples + trained.share.samples, total + trained.share.total
             for batch in drawn:
-                batch.used = True
-                if batch is newest:
+                batch.used = True  # those before it were skipped by the loop
+                if batch is trained:
                     break
         self.count(number, samples, total)

@@ -1,9 +1,9 @@
-"""The average of a tensor over processes, in its own type or rounded to few bits. Start at :func:`averaged`.
+"""Averages a tensor over processes, in its own type or rounded to few bits. Start at :func:`averaged`.
 
-With 16 bits numbers travel as bfloat16. With 8 or 4 bits they travel as whole numbers of -127 to 127, or -7 to 7, with one
-scale for each :data:`BLOCK` numbers. Each of n processes sums up one part of the tensor: it receives every process's rounded
-numbers of that part, adds them in the tensor's type, and sends the average to all, rounded once more. So all processes end
-with the same bits, and each number travels 2 (n - 1) / n times, as in a ring.
+With 16 bits numbers are sent as bfloat16. With 8 or 4 bits they are sent as integers from -127 to 127, or from -7 to 7,
+with one scale for each :data:`BLOCK` numbers. Each of n processes averages one part of the tensor: it receives every
+process's rounded numbers of that part, adds them in the tensor's type, and sends the average to all, rounded once more.
+So all processes get the same bits, and each number is sent 2 (n - 1) / n times, as in a ring.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import torch
 from torch import Tensor
 
 BLOCK = 256
-"""So many numbers share a scale."""
-_STEPS = {8: 127, 4: 7}
+"""Number of numbers that share a scale."""
+_STEPS = {8: 127, 4: 7}  # by bits: the largest integer
 
 
 def averaged(value: Tensor, group: Any, bits: int = 32, weight: float = 1.0) -> Tensor:
-    """Return the (n,) weighted average of the ranks' (n,) tensors ``value``; waits until it is there.
+    """Return the weighted average, (n,), of the ranks' tensors ``value``; blocks until all ranks of the group call it.
 
     Args:
-        value: this rank's numbers.
+        value: this rank's numbers, (n,).
         group: a ``torch.distributed.ProcessGroup``, registered with torch.distributed or not.
-        bits: of a number while it travels: 32 (its own type), 16, 8 or 4.
-        weight: of this rank in the average.
+        bits: of a number when it is sent: 32 (its own type), 16, 8 or 4.
+        weight: this rank's weight in the average.
     """
     ranks = group.size()
     if bits == 32:
@@ -34,7 +34,7 @@ def averaged(value: Tensor, group: Any, bits: int = 32, weight: float = 1.0) -> 
         return flat[:-1] / flat[-1]
     weights = torch.tensor([weight], dtype=torch.float64)
     group.allreduce([weights]).wait()
-    length = -(-value.numel() // (ranks * BLOCK)) * BLOCK
+    length = -(-value.numel() // (ranks * BLOCK)) * BLOCK  # of each rank's part: rounded up to whole blocks
     parts = torch.nn.functional.pad(value * weight, (0, ranks * length - value.numel())).view(ranks, length)
     packed = torch.stack([packed_bits(part, bits) for part in parts])
     received = torch.empty_like(packed)
@@ -47,15 +47,16 @@ def averaged(value: Tensor, group: Any, bits: int = 32, weight: float = 1.0) -> 
 
 
 def packed_bits(value: Tensor, bits: int) -> Tensor:
-    """Return (n,) numbers rounded to ``bits`` bits, as bytes; n must be a multiple of :data:`BLOCK` for 8 and 4 bits.
+    """Return ``value``, (n,), rounded to ``bits`` bits, as a tensor of bytes (uint8).
 
-    For 16 bits these are the (2 n,) bytes of bfloat16. For 8 and 4 bits, (n,) or (n / 2,) bytes of whole numbers are followed
-    by a float32 scale for each block.
+    For 16 bits these are the 2 n bytes of bfloat16. For 8 and 4 bits, n or n / 2 bytes of integers are followed by a
+    float32 scale for each block; n must be a multiple of :data:`BLOCK`.
     """
     if bits == 16:
         return value.to(torch.bfloat16).view(torch.uint8)
     steps, blocks = _STEPS[bits], value.view(-1, BLOCK)
     scales = (blocks.abs().amax(dim=1, keepdim=True) / steps).to(torch.float32)
+    # 1e-38: no division by zero in a block of zeros.
     levels = (blocks / scales.clamp_min(1e-38)).round().clamp(-steps, steps).to(torch.int8).view(-1)
     if bits == 4:
         pairs = (levels + steps).to(torch.uint8).view(-1, 2)
@@ -64,11 +65,12 @@ def packed_bits(value: Tensor, bits: int) -> Tensor:
 
 
 def unpacked(packed: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
-    """Return the (n,) numbers that :func:`packed_bits` has packed, in the type ``dtype``."""
+    """Return the numbers, (n,) of type ``dtype``, from the bytes that :func:`packed_bits` has made with ``bits``."""
     if bits == 16:
         return packed.view(torch.bfloat16).to(dtype)
-    # n bytes (or half of them) and 4 for each block
+    # Each block has 256 bytes of integers (half of that for 4 bits) and 4 of its scale.
     blocks = packed.numel() // (BLOCK * bits // 8 + 4)
+    # A copy of the scales: where they begin need not be aligned for a view as float32.
     levels, scales = packed[: blocks * BLOCK * bits // 8], packed[blocks * BLOCK * bits // 8 :].clone()
     if bits == 4:
         levels = torch.stack((levels & 15, levels >> 4), dim=1).view(-1)

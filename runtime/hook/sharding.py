@@ -1,4 +1,6 @@
-"""Apply a plan's sharding: FSDP2 or HSDP over a device mesh, prefetch lists, activation checkpointing. Start at :func:`shard`.
+"""Applies a plan's sharding: FSDP2 or HSDP over a device mesh, prefetch lists, activation checkpointing.
+
+Start at :func:`shard`.
 
 ::
 
@@ -6,7 +8,7 @@
     optimizer = torch.optim.AdamW(model.parameters())
     hook = attach("enforce.json", model=model, optimizer=optimizer, dataset=dataset)
 
-FSDP2 averages gradients over all processes, as DDP does; losses that weigh by their samples make that the mean over samples.
+FSDP2 averages gradients over all processes, as DDP does; weighted losses make that the mean over all samples.
 """
 
 from __future__ import annotations
@@ -31,13 +33,14 @@ from ddltool.runtime.hook.job import Config, loaded
 
 
 def shard(model: nn.Module, config: Config, **options: Any) -> nn.Module:
-    """Return ``model`` sharded, and checkpointed, as planned; call it on every rank before the optimizer is made.
+    """Return ``model`` sharded and with activation checkpointing as planned; call it on every rank before the optimizer.
 
     FSDP2 and HSDP change ``model`` itself; DDP wraps it. ``options`` go to ``fully_shard`` (``mesh``, ``mp_policy``,
-    ``offload_policy``) or to ``DistributedDataParallel``. A single process only gets the checkpointing, unless its state is
-    kept in the host's memory: then it needs ``init_process_group``, as several do.
+    ``offload_policy``) or to ``DistributedDataParallel``. In a single process only checkpointing is applied, unless the
+    plan keeps its state in the host's memory; that needs ``init_process_group``.
 
-    Raises InputError for a config without a sharding, for other processes than planned, and for modules that the model lacks.
+    Raises InputError for a config without a sharding, for another number of processes than planned, and for modules
+    that the model lacks.
     """
     enforcement, where = loaded(config)
     plan = enforcement.sharding
@@ -67,17 +70,17 @@ def shard(model: nn.Module, config: Config, **options: Any) -> nn.Module:
         options.setdefault("offload_policy", CPUOffloadPolicy(pin_memory=pinned))
     for name in units:
         fully_shard(modules[name], **options)
-    fully_shard(model, **options)  # by itself FSDP2 keeps the root gathered
+    fully_shard(model, **options)  # the root, last; by default FSDP2 keeps it gathered after forward
     if units:
         apply_prefetch(model, enforcement)
     return model
 
 
 def _mesh(model: nn.Module, plan: ShardingSetting) -> DeviceMesh:
-    """Return the processes as a device mesh: one dimension for full sharding, else (replicate, shard).
+    """Return the processes as a device mesh: of one dimension for full sharding, else of (replicate, shard).
 
-    The ranks of a shard group follow one another. A model on the meta device goes to the machine's accelerator, or the
-    CPU.
+    The ranks of a shard group are consecutive. The mesh's device type is the model's; for a model on the meta device,
+    that of the machine's accelerator, or the CPU.
     """
     kind = next((value.device.type for value in model.parameters()), "cpu")
     if kind == "meta":
@@ -89,12 +92,12 @@ def _mesh(model: nn.Module, plan: ShardingSetting) -> DeviceMesh:
 
 
 def checkpoint_modules(model: nn.Module, plan: Sequence[Recomputed]) -> None:
-    """Let each named module compute its activations again in the backward pass (``torch.utils.checkpoint``).
+    """Make each module that ``plan`` names recompute its activations in the backward pass (``torch.utils.checkpoint``).
 
-    Only ``forward`` of these modules changes: names of parameters, and so checkpoints, stay. Call it before
-    ``fully_shard`` and ``DistributedDataParallel``. The random state is kept, so dropout drops the same again. All
-    modules change or none. Raises InputError for a module that the model does not have, and for one that is
-    checkpointed already.
+    It replaces ``forward`` of these modules only, so names of parameters, and with them checkpoint files, stay the same.
+    Call it before ``fully_shard`` and ``DistributedDataParallel``. The random state is restored for the recomputation,
+    so dropout is the same. Raises InputError for a module that the model lacks or that is checkpointed already, and then
+    changes nothing.
     """
     modules = dict(model.named_modules())
     for entry in plan:
@@ -112,15 +115,15 @@ def checkpoint_modules(model: nn.Module, plan: Sequence[Recomputed]) -> None:
 
 
 def _selective_contexts(keeps: frozenset[int]) -> Any:
-    """Return torch's two contexts of a selective checkpoint: for a module's forward pass, and for its repetition in backward.
+    """Return torch's two contexts of a selective checkpoint: for a module's forward pass, and for its recomputation.
 
-    Matrix products are numbered in the order in which they run. The outputs of those numbered in ``keeps`` are stored;
-    all other ops are computed again.
+    Matrix products are numbered from 0 in the order in which they run. The outputs of those in ``keeps`` are stored; all
+    other ops are recomputed.
     """
     products_seen: Counter[bool] = Counter()
 
     def policy(context: Any, op: Any, *_: Any, **__: Any) -> CheckpointPolicy:
-        """Return whether an op's output is stored; forward passes and repetitions count their products separately."""
+        """Return whether an op's output is stored; the forward pass and the recomputation number products separately."""
         if not is_product(op.overloadpacket.__name__):
             return CheckpointPolicy.PREFER_RECOMPUTE
         product_index = products_seen[context.is_recompute]

@@ -1,10 +1,9 @@
-"""What the hook writes down: one JSON line per optimizer step (see :class:`ddltool.telemetry.TelemetryRow`).
+"""Records one JSON line per optimizer step (:class:`ddltool.telemetry.TelemetryRow`). Start at :class:`StepRecorder`.
 
-Start at :class:`StepRecorder`. A step's time has three parts. *compute* ends when the last gradient bucket of this rank
-is ready. *wait* ends when the slowest rank's is ready too; a tiny collective, the beacon, which each rank starts at
-that moment, tells when that is. *sync* ends when the averaged gradients are in place. A straggler is the rank that the
-others wait for and that waits for nobody. On CUDA *wait* is what the host saw, at most the whole exchange
-(:mod:`~ddltool.runtime.processes.step_times`).
+A step's time has three parts. *compute* ends when this rank's last gradient is computed. *wait* ends when the slowest
+rank's is too; a tiny collective, the beacon, which each rank starts when its own is ready, completes then. *sync* ends
+when the averaged gradients are in place. A straggler is a rank that others wait for and that waits for nobody. On CUDA
+*wait* is measured by the host, and at most the whole exchange (:mod:`~ddltool.runtime.processes.step_times`).
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ from ddltool.runtime.processes.stopping import pause_before_exit
 from ddltool.telemetry import TelemetryRow
 
 ROWS_HELD = 50
-"""Rows are written when so many are held back."""
+"""Buffered rows are written when there are this many."""
 SECONDS_HELD = 1.0
-"""Rows are written when none was for so long."""
-# Reading the peak takes 10 us and more, and it moves little after the first steps: later it is read every so often.
+"""Buffered rows are written when none was for this many seconds."""
+# Reading the peak takes 10 us and more, and it changes little after the first steps, so later only every tenth step does.
 STEPS_PER_MEMORY_READING = 10
 EXCHANGES_PER_BEACON = 10
-"""In one of so many exchanges a tiny collective (the beacon) tells when the slowest rank is ready."""
+"""One of this many exchanges has a beacon."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,30 +43,35 @@ class ObservedStep:
     """The measurements of one optimizer step, from which a row is made when it is written."""
 
     number: int
+    """Number of the step, from 0."""
     exchanges: list[Exchange]
+    """One for each backward pass with an exchange of gradients."""
     begin: Stamp
     end: Stamp
     memory_bytes: int
+    """Peak memory so far, when it was last read."""
     more: dict[str, Any] = field(default_factory=dict)
-    """Further fields of the row."""
+    """Further fields of the row, by name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Identity:
-    """What all rows of a process have in common."""
+    """The fields that all rows of a process share."""
 
     rank: int
     world_size: int
     num_nodes: int
     device: str
+    """The device's name, such as "cpu"."""
     run: str = ""
+    """Name of this run of the job."""
     clock_s: float = field(default_factory=lambda: time.time() - time.perf_counter())
-    """What makes the host's clock one of seconds since 1970: taken once, so that setting the clock moves no step."""
+    """Seconds to add to ``perf_counter`` for the time since 1970; read once, so that setting the clock moves no step."""
 
     def row(self, step: ObservedStep) -> TelemetryRow:
-        """Return the row of ``step``, in which the times of several backward passes add up.
+        """Return the row of ``step``; the times of several backward passes are added up.
 
-        On CUDA this waits for the end of the step.
+        On CUDA this blocks until the device has passed the end of the step.
         """
         if step.end.event is not None:
             step.end.event.synchronize()
@@ -88,6 +92,7 @@ class Identity:
             "step_s": round(step_s, 9),
             "memory_bytes": step.memory_bytes,
             "end_s": round(self.clock_s + step.end.host_s, 6),
+            # From the step's begin to its first forward pass: the loop fetches data then.
             "data_s": round(min(step_s, seconds_between(step.begin, step.exchanges[0].start)), 9),
         }
         return TelemetryRow(**(fields | step.more))
@@ -95,10 +100,10 @@ class Identity:
 
 @dataclass(slots=True)
 class TelemetryFile:
-    """Appends rows to a JSON Lines file that several processes share, each of which opens it before any of them writes.
+    """Appends rows to a JSON Lines file that several processes share; all of them open it before any of them writes.
 
-    Rows are held back until there are :data:`ROWS_HELD`, or for :data:`SECONDS_HELD`. A process that is killed loses
-    those, and its file has whole lines only.
+    Rows are buffered until there are :data:`ROWS_HELD`, or for :data:`SECONDS_HELD`. A process that is killed loses the
+    buffered ones; the file has whole lines only. Until :meth:`open`, rows are dropped.
     """
 
     path: Path
@@ -109,10 +114,10 @@ class TelemetryFile:
 
     @classmethod
     def of(cls, path: str | os.PathLike[str] | None, job: DistributedJob, device: str) -> Self:
-        """Return this rank's file, opened for one run of a job, whose name rank 0 chooses.
+        """Return this rank's file at ``path``, opened for a new run, whose name rank 0 chooses.
 
-        All ranks call this together, and all raise InputError if one does. ``path`` None: a closed file, which drops
-        its rows. ``device``: the name that rows give this rank's device.
+        All ranks call this together, and all raise InputError if one cannot open it. ``path`` None: a closed file, which
+        drops its rows. ``device``: the name of this rank's device in the rows.
         """
         ranks = job.world_size
         identity = Identity(rank=job.rank, world_size=ranks, num_nodes=count_nodes(ranks), device=device)
@@ -123,58 +128,62 @@ class TelemetryFile:
         return file
 
     def open(self) -> None:
-        """Keep the file open for appending. Raises InputError when it cannot be written."""
+        """Open the file for appending. Raises InputError if it cannot be written or holds something else."""
         self._file = LineFile(self.path, kind_of(TelemetryRow), "telemetry")
         self._written_s = time.perf_counter()
 
     def add(self, step: ObservedStep) -> None:
-        """Hold a step back, and write the held ones when they are many or old enough; a closed file drops it."""
+        """Buffer a step, and write the buffered ones if they are many or old enough; a closed file drops it."""
         if not self._file.is_open:
             return
         self._held.append(step)
         if len(self._held) >= ROWS_HELD or step.end.host_s - self._written_s > SECONDS_HELD:
             self._written_s = step.end.host_s
-            self.flush(but=1)  # the last step's arrival of the slowest rank may not be known yet
+            self.flush(but=1)  # the last step's beacon may not have completed yet
 
     def flush(self, but: int = 0) -> None:
-        """Write the steps held back, except the last ``but`` of them."""
+        """Write the buffered steps, except the last ``but`` of them."""
         if self._file.is_open:
             count = len(self._held) - but
             due, self._held = self._held[:count], self._held[count:]
             self._file.write([self.identity.row(step).model_dump_json(exclude_none=True) for step in due])
 
     def close(self) -> None:
-        """Write what is left and close the file; more calls do nothing."""
+        """Write all buffered steps and close the file; more calls do nothing."""
         self.flush()
         self._held = []
         self._file.close()
 
 
 class Watcher:
-    """Receives the events of forward and backward passes; telemetry and the choice of batch sizes implement it."""
+    """The interface of objects that a LossScaler tells of forward and backward passes; here nothing happens.
+
+    Telemetry, the balancer's clock and the goodput agent implement it.
+    """
 
     def begin_forward(self) -> None:
-        """Hear that a forward pass of the model in training mode begins."""
+        """Note that a forward pass of the model in training mode begins."""
 
     def begin_backward(self) -> None:
-        """Hear that a backward pass through the model begins."""
+        """Note that a backward pass through the model begins."""
 
     def note_complete(self) -> None:
-        """Hear that this rank's gradients are complete; where they are averaged, DDP waits for other ranks from now on."""
+        """Note that this rank's gradients are complete in a backward pass that DDP averages; DDP now waits for other ranks."""
 
     def pause(self, seconds: float) -> None:
-        """Hear that this rank has waited ``seconds`` for counts of the other ranks."""
+        """Note that this rank has waited ``seconds`` for counts of the other ranks."""
 
     def end_backward(self) -> None:
-        """Hear that a backward pass is over, the exchange of its gradients included."""
+        """Note that a backward pass is over, the exchange of its gradients included."""
 
 
 class PassClock(Watcher):
-    """Stamps the passes of one rank: each exchange of gradients, from the first forward pass since the one before.
+    """Times one rank's exchanges of gradients; each starts with the first forward pass after the exchange before.
 
     Args:
         cuda: whether the model is on a CUDA device.
-        take_samples: returns the samples behind the gradients, of this rank and of all.
+        take_samples: function that returns (samples of this rank, of all ranks) in the gradients since its last call;
+            None: exchanges are begun by calls of :meth:`begin_exchange` only.
         side: a gloo group of the same ranks, for the beacon of every tenth exchange; None: no beacons.
     """
 
@@ -184,25 +193,26 @@ class PassClock(Watcher):
         take_samples: Callable[[], tuple[int, int]] | None = None,
         side: dist.ProcessGroup | None = None,
     ) -> None:
-        """Begin without passes; with a ``side`` group, let the process pause at exit until gloo is done with the last step."""
+        """Start without passes; with a ``side`` group, make the process pause at exit (:func:`pause_before_exit`)."""
         self._cuda, self._take_samples, self._side = cuda, take_samples, side
         self._start: Stamp | None = None  # of *compute*; None: no forward pass since the last exchange
-        self._paused_s = 0.0  # waited for counts of other ranks since the start
-        self._exchanges: list[Exchange] = []  # since `take`
-        self._listened: Exchange | None = None  # the last one with a beacon, which stands for those without
-        self._completed = 0
-        self._beacon = torch.zeros(1)  # what is sent does not matter, only when it arrives
+        self._paused_s = 0.0  # seconds waited for counts of other ranks since `_start`
+        self._exchanges: list[Exchange] = []  # since the last `take`
+        # The last exchange with a beacon, whose *sync* is used for those without.
+        self._listened: Exchange | None = None
+        self._completed = 0  # number of exchanges begun by `note_complete`
+        self._beacon = torch.zeros(1)  # its value does not matter, only when it arrives
         if side is not None:
-            atexit.unregister(pause_before_exit)  # once is enough, however many models were attached to
+            atexit.unregister(pause_before_exit)  # one pause is enough for several models
             atexit.register(pause_before_exit)
 
     def begin_forward(self) -> None:
-        """Start the clock of *compute* at the first forward pass since the last exchange."""
+        """Start *compute*, if this is the first forward pass since the last exchange."""
         if self._start is None:
             self._start = stamp(self._cuda)
 
     def note_complete(self) -> None:
-        """End *compute*, as this rank's gradients are complete; in every tenth exchange, start the beacon."""
+        """End *compute*, because this rank's gradients are complete; in every tenth exchange, start the beacon."""
         if self._take_samples is None:
             return
         exchange = self.begin_exchange(*self._take_samples())
@@ -213,14 +223,14 @@ class PassClock(Watcher):
         self._completed += 1
 
     def pause(self, seconds: float) -> None:
-        """Take ``seconds`` of waiting for other ranks out of *compute*; not on CUDA, where the device may compute meanwhile."""
+        """Subtract ``seconds`` of waiting from *compute*; not on CUDA, where the device may compute meanwhile."""
         if not self._cuda:
             self._paused_s += seconds
 
     def begin_exchange(self, samples: int, total: int) -> Exchange:
-        """Return the record of a backward pass whose gradients are about to be exchanged.
+        """Begin and return the record of an exchange of gradients; it starts with *compute*, or now if that has not begun.
 
-        ``samples`` are this rank's in these gradients, ``total`` those of all ranks.
+        ``samples``: this rank's samples in these gradients; ``total``: those of all ranks.
         """
         start = self._start if self._start is not None else stamp(self._cuda)
         exchange = Exchange(samples, total, start, self._cuda, like=self._listened, paused_s=self._paused_s)
@@ -229,9 +239,9 @@ class PassClock(Watcher):
         return exchange
 
     def end_backward(self) -> None:
-        """Note the end of the last backward pass's exchange of gradients, if it had one.
+        """Note the end of the exchange that is under way, if there is one.
 
-        The *sync* of an exchange with a beacon stands from now on for those without.
+        If it had a beacon, its *sync* is used from now on for exchanges without.
         """
         if self._exchanges and (last := self._exchanges[-1]).done is None and last.ready is not None:
             last.note_done()
@@ -239,18 +249,18 @@ class PassClock(Watcher):
                 self._listened, last.like = last, None
 
     def take(self) -> list[Exchange]:
-        """Return the exchanges of gradients since the last call, one for each backward pass of the step that has ended."""
+        """Return the exchanges of gradients since the last call, which are those of the step that has ended."""
         exchanges, self._exchanges = self._exchanges, []
         return exchanges
 
 
 class StepRecorder(PassClock):
-    """Observes one rank's steps and hands them to a :class:`TelemetryFile`, which is written out at exit at the latest.
+    """Observes one rank's steps and gives them to a :class:`TelemetryFile`, which is written at exit at the latest.
 
     Attributes:
-        path: of the file.
-        row: makes a row of a step.
-        watch: is called with every step; its seconds belong to no step. None: nobody watches.
+        path: the file's.
+        row: function that makes a row of a step.
+        watch: function called with every step, whose time counts as part of no step; None: none.
     """
 
     def __init__(
@@ -261,7 +271,7 @@ class StepRecorder(PassClock):
         take_samples: Callable[[], tuple[int, int]] | None = None,
         side: dist.ProcessGroup | None = None,
     ) -> None:
-        """Number steps from 0; the first row also tells the seconds since this moment."""
+        """Number steps from 0; the first row also has the seconds from now to the first step (``start_s``)."""
         super().__init__(cuda, take_samples, side)
         self.path, self.row = file.path, file.identity.row
         self.watch: Callable[[ObservedStep], None] | None = None
@@ -274,29 +284,29 @@ class StepRecorder(PassClock):
         self._finalizer = weakref.finalize(self, file.close)
 
     def begin_backward(self) -> None:
-        """Count a backward pass as one of the step's passes, also where its gradients are not exchanged (``no_sync``)."""
+        """Count a backward pass of the step, also one whose gradients are not exchanged (``no_sync``)."""
         self._passes += 1
 
     def before_update(self, *_: object) -> None:
-        """End *compute* as the update begins, where no exchange can be seen (one process, FSDP2): the pre-step hook."""
+        """End *compute* at the start of an update, if no exchange was ever seen (one process, FSDP2): the pre-step hook."""
         if self._take_samples is not None and self._start is not None and not self._completed:
             self.begin_exchange(*self._take_samples()).note_ready()
 
     def after_update(self, *_: object) -> None:
-        """Add the row of the step that the update completes: the optimizer's post-step hook."""
+        """Add the step that the update completes: the optimizer's post-step hook."""
         end = stamp(self._cuda)
-        self.before_update()  # for an optimizer that is given its forward pass as a closure
+        self.before_update()  # for an optimizer with a closure, which runs the forward pass inside the update
         passes, self._passes = self._passes, 0
-        if exchanges := self.take():  # an update without a backward pass before it is no training step
+        if exchanges := self.take():  # an update without a backward pass before it does not count as a step
             self.add(self._number, exchanges, end, passes=max(passes, len(exchanges)))
         else:
             self._previous_end = end
 
     def add(self, number: int, exchanges: list[Exchange], end: Stamp, **more: Any) -> None:
-        """Add the step of these ``exchanges`` that ended at ``end``; ``more``: further fields of its row.
+        """Add the step ``number`` with these ``exchanges``, which ended at ``end``; ``more``: further fields of its row.
 
-        It began where the step before it ended. A first row also tells the seconds before training and the launcher's
-        restarts.
+        It begins where the step before ended; the first one of a run or epoch with its first exchange. The first row
+        also has the seconds before training and the launcher's number of restarts. ``watch`` is called last.
         """
         begin = self._previous_end if self._previous_end is not None else exchanges[0].start
         if not self._has_row or self._number < STEPS_PER_MEMORY_READING or self._number % STEPS_PER_MEMORY_READING == 0:
@@ -318,20 +328,21 @@ class StepRecorder(PassClock):
             self._previous_end = stamp(self._cuda)
 
     def resume(self, steps: int) -> None:
-        """Number the next step ``steps``: so many were made before this start. A run that has rows never counts back."""
+        """Number the next step ``steps``, after a checkpoint of that many; numbers never go back."""
         self._number = max(self._number, steps)
 
     @contextmanager
     def checkpoint(self) -> Iterator[None]:
-        """Count the seconds of the block, between two steps, as a checkpoint; rows held back are written before.
+        """Count the seconds of the block, between two steps, as a checkpoint's; buffered rows are written before it.
 
-        Within a step nothing is counted, as the time is a part of that step's already.
+        They go into the next row, and into no step's time. Within a step nothing is counted, because the time is part of
+        the step.
         """
         self._file.flush()
         begin, is_within = stamp(self._cuda), self._start is not None or bool(self._exchanges)
         yield
         end = stamp(self._cuda)
-        if is_within:  # a part of that step's time already
+        if is_within:
             return
         if end.event is not None:
             end.event.synchronize()
@@ -340,7 +351,7 @@ class StepRecorder(PassClock):
             self._previous_end = end
 
     def begin_epoch(self) -> None:
-        """Let the next step begin with its forward pass: what came between the epochs belongs to no step."""
+        """Make the next step begin with its forward pass, so that the time between epochs counts as part of no step."""
         self._previous_end = None
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
-"""The hook inside other people's trainers: transformers' ``Trainer`` and Lightning. Start at :class:`HookedTrainerMixin`.
+"""The hook inside trainers of other libraries: transformers' ``Trainer`` and Lightning. Start at :class:`HookedTrainerMixin`.
 
-Each is loaded, and the package that it is for, when it is first asked for. Accelerate needs nothing from here.
+Each integration, and with it the trainer's library, is imported when it is first used. Accelerate needs no integration.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -20,9 +20,10 @@ __all__ = ["HookCallback", "HookedTrainerMixin", "TelemetryCallback"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the integration that holds ``name``, and the trainer's package with it, when the name is first asked for.
+    """Import the integration that holds ``name``, and with it the trainer's library, when the name is first used.
 
-    Raises MissingExtra where that package is not installed, and InputError for a torchvision that does not fit this torch.
+    From then on, an uncaught error of ddltool ends the process with one line. Raises MissingExtra if the library is not
+    installed, and InputError for a torchvision that does not fit this torch.
     """
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -46,7 +47,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _torchvision_reason(error: BaseException | None) -> str | None:
-    """Return torchvision's own message among the causes of an import's error; None where none of them is torchvision's."""
+    """Return the text of the first error of torchvision's in the chain of causes of ``error``; None if there is none."""
     while error is not None:
         if "torchvision::" in str(error) or getattr(error, "name", None) == "torchvision":
             return str(error)

@@ -1,4 +1,4 @@
-"""Lightning's ``Trainer`` with a plan. Start at :class:`HookCallback`.
+"""Makes Lightning's ``Trainer`` follow a plan. Start at :class:`HookCallback`.
 
 ::
 
@@ -23,24 +23,24 @@ Path = str | os.PathLike[str]
 class HookCallback(lightning.Callback):
     """Makes a Trainer follow an enforcement config, in automatic and in manual optimization.
 
-    Its training loaders get the planned batches in the order of their own sampler; a ``DistributedSampler`` that Lightning puts
-    there is taken over. Validation is left as it is. Where the plan accumulates, ``accumulate_grad_batches`` are its passes.
-    Losses are taken for means over the batch's samples, unless the module says of those of a step what they are, by
-    :meth:`hook.loss <ddltool.runtime.hook.Hook.loss>` of this callback: of all of them then.
+    Its training loaders get the planned batches in the order of their own sampler, also of a ``DistributedSampler`` that
+    Lightning inserts. Validation does not change. If the plan accumulates, ``accumulate_grad_batches`` must be its number
+    of passes. Losses count as means over the batch's samples, unless the module passes all losses of a step through
+    :meth:`hook.loss <ddltool.runtime.hook.Hook.loss>` of this callback.
 
     Args:
         enforcement: path of an ``enforce.json``; None: nothing is enforced.
-        telemetry: without a config, a file for what is measured all the same.
+        telemetry: a file for telemetry, without a config; a config names its own.
         lengths: of the training dataset's samples, as in :meth:`~ddltool.runtime.hook.Hook.dataloader`.
     """
 
     def __init__(self, enforcement: Path | None = None, *, telemetry: Path | None = None, lengths: Any = None) -> None:
-        """Keep the arguments; the hook is attached when a fit starts. Until then, ``hook`` enforces nothing."""
+        """Keep the arguments; the hook is attached when a fit starts, and enforces nothing until then."""
         self._enforcement, self._telemetry, self._lengths = enforcement, telemetry, lengths
         self.hook = SaidLosses(Hook(None, 0, 1))
 
     def on_fit_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Attach the hook and put it between the strategy and its loaders and losses, before the loaders are made.
+        """Attach the hook, and replace two methods of the strategy: for its loaders, before they are made, and losses.
 
         Raises InputError, on every rank, as ``attach`` does.
         """
@@ -48,11 +48,11 @@ class HookCallback(lightning.Callback):
         self.hook = SaidLosses(attach(self._enforcement, telemetry=self._telemetry))
         self.hook.bind(strategy.model, *trainer.optimizers)
         self._is_bare = strategy.model is pl_module
-        # The class's own methods: those of the instance are replaced already where it has been through this before.
+        # The class's methods are called below, because an earlier fit may have replaced those of the instance already.
         strategy_class = type(strategy)
 
         def planned(loader: Any) -> Any:
-            """Return the strategy's loader, of the planned batches while training; loaders of validation stay as they are."""
+            """Return the strategy's version of ``loader``, a training loader with the planned batches."""
             if trainer.training and isinstance(loader, DataLoader):
                 accumulated = trainer.accumulate_grad_batches if pl_module.automatic_optimization else None
                 loader = self.hook.planned(loader, accumulated=accumulated, lengths=self._lengths)
@@ -65,24 +65,24 @@ class HookCallback(lightning.Callback):
         strategy.process_dataloader, strategy.backward = planned, weighed
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Tell the hook how many steps a checkpoint, if one was loaded, has made before."""
+        """Tell the hook how many steps were made before, which is above 0 if a checkpoint was loaded."""
         self.hook.resumed(trainer.global_step)
 
     def on_train_epoch_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Choose the epoch's order of samples."""
+        """Set the hook's epoch, by which samples are ordered."""
         self.hook.set_epoch(trainer.current_epoch)
 
     def on_train_batch_start(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Turn the hook to the next batch that was fetched: Lightning fetches one ahead.
+        """Tell the hook that the next batch's turn has come, because Lightning fetches one ahead.
 
-        A single process calls ``training_step`` on the bare module, without a forward pass that the hook sees; then
-        the batch is passed.
+        In a single process ``training_step`` is called on the bare module, so the hook sees no forward pass and gets the
+        batch itself.
         """
         self.hook.said = False
         self.hook.turn_to_next_batch(passed=batch if self._is_bare else None)
 
     def on_fit_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Write the telemetry that is held back."""
+        """Write telemetry that is still buffered."""
         self.hook.close()

@@ -1,8 +1,8 @@
-"""What a loss is a mean over, found from its values on parts of a batch. Start at :class:`LossKinds`.
+"""Finds what a loss is a mean over, from its values on parts of a batch. Start at :class:`LossKinds`.
 
-A loss that is a sum divided by a number goes down to a third with three times the number. The loss of a batch that is
-cut in two is the mean of the two parts' losses: weighed by their samples where it is a mean over samples, by their
-labels where it is one over labels. A loss that compares all samples with each other (contrastive pairs) is neither.
+A loss that is a sum divided by a given number becomes a third if the number is tripled. If a batch is cut in two, its
+loss is the mean of the two parts' losses, weighted by their samples if it is a mean over samples, and by their labels if
+it is one over labels. A loss that compares all samples with each other (contrastive pairs) is neither.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from ddltool.runtime.processes.job import DistributedJob
 DIVIDED, SAMPLES, LABELS, SHIFTED = KINDS = ("divided", "samples", "labels", "shifted labels")
 """A sum divided by ``num_items_in_batch``; means over samples, over labels, and over all labels of a text but the first."""
 SAID = "said"
-"""What the script itself says the loss is."""
+"""The kind of a loss that the script itself has passed to ``hook.loss``."""
 IGNORED = -100
 """The label that losses leave out."""
 TOLERANCE, HALF_TOLERANCE = 1e-4, 2e-2
-"""Relative to the loss: where weights and activations have 32 bits or more, and where they have 16."""
+"""Relative differences that count as equal: for weights and activations of 32 bits or more, and of 16 bits."""
 _ROUNDING = 1e-6
-"""Relative difference of two predictions that a float32 loss cannot tell apart."""
+"""Relative difference of two predictions below which a float32 loss cannot tell them apart."""
 
 
 class Loss(Protocol):
-    """Computes losses, without gradients and dropout.
+    """The interface of a function that computes losses, without gradients and dropout.
 
     Attributes:
-        said: whether the script's own code has said what the last one is.
+        said: whether the script's own code has said what the last loss is.
         tolerance: relative difference up to which two losses count as equal.
     """
 
@@ -43,15 +43,18 @@ class Loss(Protocol):
     tolerance: float
 
     def __call__(self, inputs: Any, items: Any, *, alone: bool = True) -> float:
-        """Return the loss of a batch; ``alone``: as if there were one process. May change ``inputs``, but not its tensors."""
+        """Return the loss of the batch ``inputs``; it may change ``inputs``, but not the tensors in it.
+
+        ``items``: the number by which the loss may be divided; ``alone``: compute it as if there were a single process.
+        """
 
 
 class LossKinds:
-    """What kinds of loss a training may have, by what has been measured; all ranks call its methods together.
+    """The kinds of loss that a training may have after the measurements so far; all ranks call :meth:`kind` together.
 
     Args:
         job: the ranks that measure.
-        remedy: of refusals: how a script says what its loss is.
+        remedy: end of error messages: how a script says what its loss is.
     """
 
     def __init__(self, job: DistributedJob, remedy: str) -> None:
@@ -59,18 +62,19 @@ class LossKinds:
         self._kinds: list[str] = []  # those still possible after the losses measured so far; empty: none was measured
 
     def kind(self, loss: Loss, inputs: Any, items: Any) -> str:
-        """Return the kind of a batch's loss: one of ``KINDS``, by which it may be weighed, or ``SAID``: the script says it.
+        """Return the kind of a batch's loss: one of ``KINDS``, by which to weight it, or ``SAID`` if the script says it.
 
-        Kinds that the batches so far do not tell apart (means over samples and labels, where all samples have as many
-        labels) stay possible as long as all of them give the same weights, which costs one small message to find out;
-        then the loss is measured again.
+        The first call measures. Several kinds may fit, such as means over samples and over labels if all samples have
+        equally many labels. As long as they give the same weights, which takes one small message per call, the first is
+        returned; otherwise the loss is measured again.
 
         Args:
             loss: computes losses.
-            inputs: the batch: tensors by rows, and what else the model takes.
-            items: what the loss may be divided by; None: nothing.
+            inputs: the batch: tensors with rows of samples, and other arguments of the model.
+            items: the number by which the loss may be divided; None: there is none.
 
-        Raises InputError, on all ranks, where no kind fits, and where those that fit cannot be told apart.
+        Raises InputError, on all ranks, if no kind fits, or if those that fit give different weights and this batch does
+        not tell them apart.
         """
         measure = not self._kinds
         while measure or not self._weigh_alike(inputs):
@@ -82,31 +86,33 @@ class LossKinds:
         return self._kinds[0]
 
     def _weigh_alike(self, inputs: Any) -> bool:
-        """Return whether all kinds that are still possible give this batch the same weights on every rank.
+        """Return whether all kinds that are still possible weight this batch the same, on every rank.
 
-        If they do, it does not matter yet which of them is right.
+        If they do, it does not matter yet which of them is right. All ranks call this together.
         """
         if len(self._kinds) == 1:
             return True
         counts = counts_of(inputs)
         rows = self._job.numbers(*(float(counts[kind].sum()) if kind in counts else 0.0 for kind in self._kinds))
         totals = [sum(column) for column in zip(*rows, strict=True)]
+        # A rank's weight by a kind is its count / total; equal fractions are compared by products, which are exact.
         return all(
             row[0] * total == count * totals[0] for row in rows for count, total in zip(row, totals, strict=True)
         )
 
     def _fitting(self, loss: Loss, inputs: Any, items: Any) -> list[str]:
-        """Measure the loss, and return the kinds, of those still possible, that fit all ranks' batches.
+        """Measure the loss, and return the kinds, among those still possible, that fit all ranks' batches.
 
-        All ranks call this together, and come to the same kinds. Raises InputError where none fits.
+        [SAID] if the script has said what the loss is, and [DIVIDED] if that fits. All ranks call this together, and
+        get the same kinds. Raises InputError if none fits.
         """
         failed: list[str] = []
 
         def value(part: Any, number: Any, *, alone: bool = True) -> float:
-            """Return the loss of a part of the batch, which may be divided by ``number``; NaN where it cannot be computed."""
+            """Return the loss of a part of the batch, given ``number`` as its items; NaN if it cannot be computed."""
             try:
                 return loss(copy(part), number, alone=alone)
-            # A part of a batch may lack what a model needs, or a loss be there in training alone.
+            # A model may fail on a part of a batch, or have no loss in evaluation mode.
             except Exception as error:
                 failed.append(f"{type(error).__name__}: {error}".splitlines()[0])
                 return math.nan
@@ -115,9 +121,10 @@ class LossKinds:
         if any(is_said for (is_said,) in self._job.numbers(float(loss.said))):
             return [SAID]
         verdicts = _verdicts(value, whole_loss, inputs, items, loss.tolerance)
-        if failed:  # then only the first verdict, whether it is a sum divided by a number, can be trusted
+        if failed:  # then only the first verdict, on a sum divided by a number, is reliable: it needs no parts
             verdicts = [verdicts[0], *(0.0 for _ in verdicts[1:])]
         columns = dict(zip(KINDS, zip(*self._job.numbers(*verdicts), strict=True), strict=True))
+        # A kind fits if no rank's verdict is no (-1) and at least one's is yes (1).
         fitting = [kind for kind, of_ranks in columns.items() if min(of_ranks) >= 0 and max(of_ranks) > 0]
         if fitting := [kind for kind in fitting if not self._kinds or kind in self._kinds]:
             return [DIVIDED] if DIVIDED in fitting else fitting
@@ -130,9 +137,10 @@ class LossKinds:
 
 
 def counts_of(inputs: Any) -> dict[str, Tensor]:
-    """Return, for each kind of mean, how many things each row of the batch adds to the mean: (rows,) float64.
+    """Return, by kind of mean, how many things each row of the batch adds to the mean: (rows,) float64.
 
-    The kinds are samples and, where ``inputs["labels"]`` are whole numbers, labels. Empty for a batch without rows.
+    The kinds are samples; labels if ``inputs["labels"]`` are integers; and shifted labels if these are (rows, length).
+    Empty for a batch without rows.
     """
     rows = find_batch_size(inputs)
     if not rows:
@@ -148,25 +156,27 @@ def counts_of(inputs: Any) -> dict[str, Tensor]:
 
 
 class _Cut(NamedTuple):
-    """A batch that was cut in two, with the losses of the whole and of its two parts."""
+    """A batch that was cut in two."""
 
     whole: float
+    """Loss of the whole batch."""
     parts: tuple[float, float]
+    """Losses of its two parts."""
     rows: tuple[Sequence[int], Sequence[int]]
     """Row indices of each part."""
 
 
 def _verdicts(value: Any, whole: float, inputs: Any, items: Any, tolerance: float) -> list[float]:
-    """Return for each of ``KINDS`` whether the loss on this rank is of that kind: 1 yes, -1 no, 0 cannot be said.
+    """Return for each of ``KINDS`` whether the loss on this rank is of that kind: 1 yes, -1 no, 0 unknown.
 
-    The loss of the whole batch, and that of its two most unlike rows, are compared with means of the losses of their
-    parts.
+    The loss of the whole batch, and that of its two most different rows, are compared with sums and means of the losses
+    of their parts. All are 0 if the whole loss is 0 or not finite.
 
     Args:
         value: ``value(part, number)`` returns the loss of a part of the batch.
         whole: the loss of the whole batch.
         inputs: the batch.
-        items: what the loss may be divided by; None: nothing.
+        items: the number by which the loss may be divided; None: there is none.
         tolerance: relative difference up to which two losses count as equal.
     """
 
@@ -176,11 +186,12 @@ def _verdicts(value: Any, whole: float, inputs: Any, items: Any, tolerance: floa
 
     counts = counts_of(inputs)
     rows = len(counts.get(SAMPLES, ()))
-    # By three times the number, not twice: with two processes, a mean times the number of processes, which is half as large
-    # where there is one, would look divided.
+    # The number is tripled, not doubled: a mean that is multiplied by the number of processes is half as large in the
+    # single process that `value` simulates, so with two processes it would look like a sum divided by twice the number.
     loss_by_triple = whole if items is None else value(inputs, 3 * items)
     is_divided, is_undivided = items is not None and near(3 * loss_by_triple, whole), near(loss_by_triple, whole)
     fitting = {DIVIDED} if is_divided else set()
+    # Ranks may have to compute every loss together, so all of them are computed before anything is decided.
     if rows:
         halves, pair = (range(max(rows // 2, 1)), range(rows // 2, rows)), _unlike_rows(counts)
         first, second = (value(_rows(inputs, rows, half), items) for half in halves)
@@ -188,15 +199,18 @@ def _verdicts(value: Any, whole: float, inputs: Any, items: Any, tolerance: floa
         relabelled = value(_other_first_labels(_rows(inputs, rows, pair)), items) if SHIFTED in counts else both
     if rows > 1:
         cuts = _Cut(whole, (first, second), halves), _Cut(both, (fewest, most), (pair[:1], pair[1:]))
+        # A sum divided by one number is the sum of its parts' losses; a mean is not.
         if not all(math.isnan(sum(cut.parts)) or near(cut.whole, sum(cut.parts), *cut.parts) for cut in cuts):
             fitting.discard(DIVIDED)
         if is_undivided:
             fitting |= _fitting_means(counts, cuts, near)
+        # If both means over labels fit, another first label decides: only a mean over all labels changes by it.
         has_both = {LABELS, SHIFTED} <= fitting and fewest != most
         if has_both and _has_first_labels(_rows(inputs, rows, pair)):
             fitting.remove(LABELS if relabelled == both else SHIFTED)
     if not math.isfinite(whole) or whole == 0:
         return [0.0] * len(KINDS)
+    # A single row is a mean of any kind.
     unknown = {kind for kind in counts if is_undivided} if rows == 1 else set()
     return [0.0 if kind in unknown else 1.0 if kind in fitting else -1.0 for kind in KINDS]
 
@@ -204,8 +218,9 @@ def _verdicts(value: Any, whole: float, inputs: Any, items: Any, tolerance: floa
 def _fitting_means(counts: Mapping[str, Tensor], cuts: Sequence[_Cut], near: Callable[..., bool]) -> set[str]:
     """Return the kinds of mean by which the losses of the parts give that of the whole, in each of ``cuts``.
 
-    ``counts``, (rows,) for each kind, are what the mean would be over. Of kinds that fit within the tolerance (``near``),
-    only the one nearest in the last cut counts, with those that rounding cannot tell from it.
+    ``counts``: by kind, (rows,) things that a row adds to the mean; ``near``: whether two losses are equal within the
+    tolerance. Of the kinds that fit, only the one nearest to the whole in the last cut is returned, and those that
+    rounding cannot tell from it.
     """
     means = {kind: [_mean(of_kind, cut.parts, cut.rows) for cut in cuts] for kind, of_kind in counts.items()}
     fitting = {
@@ -222,26 +237,30 @@ def _fitting_means(counts: Mapping[str, Tensor], cuts: Sequence[_Cut], near: Cal
 
 
 def _unlike_rows(counts: Mapping[str, Tensor]) -> list[int]:
-    """Return the indices of the rows with the fewest labels (but some) and the most; if equal, of first and last."""
+    """Return the indices of two rows: with the fewest labels above 0, and with the most; if equal, of the first and last."""
     labels = counts.get(LABELS, counts[SAMPLES])
     few, many = int(torch.where(labels > 0, labels, math.inf).argmin()), int(labels.argmax())
     return [few, many] if few != many else [0, len(labels) - 1]
 
 
 def _rows(inputs: Any, rows: int, places: Sequence[int]) -> Any:
-    """Return the batch with the rows at ``places`` alone, of the ``rows`` that it has; tensors without rows stay."""
+    """Return the batch reduced to the rows at ``places``; tensors whose length is not ``rows`` stay whole.
+
+    ``rows``: number of rows of the batch.
+    """
 
     def part(value: Tensor) -> Tensor:
-        """Return the chosen rows of a tensor that has one entry for each row."""
+        """Return the chosen rows of a tensor that has rows; any other tensor itself."""
         return value[torch.tensor([*places], device=value.device)] if value.dim() and len(value) == rows else value
 
     return recursively_apply(part, inputs)
 
 
 def _mean(counts: Tensor, losses: Sequence[float], places: Sequence[Sequence[int]]) -> float:
-    """Return the mean of the parts' ``losses``, weighed by the sum of ``counts``, (rows,), over each part's rows (``places``).
+    """Return the mean of the parts' ``losses``, each weighted by the sum of ``counts``, (rows,), over its rows.
 
-    A part that counts nothing is left out, as its loss is not finite.
+    ``places``: row indices of each part. A part without counts is left out, because its loss is not finite; 0 if all
+    are.
     """
     weights = [float(counts[[*part]].sum()) for part in places]
     total = sum(weights)
@@ -249,15 +268,15 @@ def _mean(counts: Tensor, losses: Sequence[float], places: Sequence[Sequence[int
 
 
 def _has_first_labels(inputs: Any) -> bool:
-    """Return whether some text's first label counts, and there is another label to put in its place."""
+    """Return whether the first label of some row is not ignored, and the batch has another label to replace it by."""
     labels = inputs["labels"]
     return bool((labels[:, 0] != IGNORED).any()) and len(labels[labels != IGNORED].unique()) > 1
 
 
 def _other_first_labels(inputs: Any) -> Any:
-    """Return the batch with another of its labels in the first place of each text; labels that do not count stay.
+    """Return a copy of the batch in which each row's first label is replaced by another one of the batch.
 
-    A loss over shifted labels, which leaves the first label out, does not change by that.
+    Ignored labels stay. A loss over shifted labels, which leaves first labels out, does not change by that.
     """
     labels = inputs["labels"].clone()
     known = labels[labels != IGNORED]

@@ -1,4 +1,4 @@
-"""Transformers' ``Trainer`` with a plan. Start at :class:`HookedTrainerMixin`, or :class:`TelemetryCallback` without one.
+"""Makes transformers' ``Trainer`` follow a plan. Start at :class:`HookedTrainerMixin`, or at :class:`TelemetryCallback`.
 
 ::
 
@@ -7,9 +7,10 @@
 
     MyTrainer(model, arguments, train_dataset=dataset, enforcement="enforce.json").train()
 
-What a Trainer in one process computes is what comes out: it divides a loss by the labels of all its batches of a step where the
-model or ``compute_loss_func`` takes ``num_items_in_batch``, and by the number of those batches otherwise. Which it was is
-measured in the first step (:mod:`~ddltool.runtime.integrations.measured_losses`), as models may take the number and not use it.
+The result is what a Trainer in one process computes: it divides a loss by the number of labels in all batches of a step if
+the model or ``compute_loss_func`` takes ``num_items_in_batch``, and by the number of batches otherwise. Which of the two is
+measured in the first step (:mod:`~ddltool.runtime.integrations.measured_losses`), because models may take the number and
+not use it.
 """
 
 from __future__ import annotations
@@ -41,16 +42,16 @@ from ddltool.runtime.processes.job import DistributedJob
 from ddltool.runtime.processes.random_streams import streams_kept
 
 Path = str | os.PathLike[str]
-# The remedy of refusals: how a script says what its loss is.
+# The end of error messages: how a script says what its loss is.
 SAY = "say self.hook.loss(loss, ...) in a compute_loss of your own"
 
 
 class TelemetryCallback(TrainerCallback):
-    """Writes telemetry of any Trainer, in which nothing is enforced: ``trainer.add_callback(TelemetryCallback(trainer))``.
+    """Writes telemetry of any Trainer, and enforces nothing: ``trainer.add_callback(TelemetryCallback(trainer))``.
 
     Args:
-        trainer: the Trainer, which wraps its model only when training begins.
-        telemetry: the file, which all ranks share.
+        trainer: the Trainer.
+        telemetry: the file, to which all ranks append.
     """
 
     def __init__(self, trainer: Trainer, telemetry: Path = "telemetry.jsonl") -> None:
@@ -60,39 +61,40 @@ class TelemetryCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Attach a hook that records, now that the Trainer has wrapped its model and made its optimizer."""
+        """Attach a recording hook, once, because only now the Trainer has wrapped its model and made its optimizer."""
         if self._hook is None:
             self._hook = attach(None, telemetry=self._telemetry)
             self._hook.resumed(state.global_step)
             self._hook.bind(self._trainer.model_wrapped, kwargs["optimizer"])
 
     def on_epoch_begin(self, *_: Any, **kwargs: Any) -> None:
-        """Let the next step begin with its forward pass, as what came between epochs belongs to no step."""
+        """Make the next step begin with its forward pass, so that the time between epochs counts as part of no step."""
         if self._hook is not None:
-            self._hook.set_epoch(0)
+            self._hook.set_epoch(0)  # any number: without loaders of the hook's it orders nothing
 
     def on_train_end(self, *_: Any, **kwargs: Any) -> None:
-        """Write the telemetry that is held back."""
+        """Write telemetry that is still buffered."""
         if self._hook is not None:
             self._hook.close()
 
 
 class HookedTrainerMixin:
-    """Makes a ``Trainer`` follow an enforcement config; to stand before it in a class's bases.
+    """Makes a ``Trainer`` follow an enforcement config; put it before ``Trainer`` in a class's bases.
 
     ``per_device_train_batch_size`` is replaced by the planned local batch, of which ``gradient_accumulation_steps``
-    make an update. Where the plan accumulates, it is replaced by one of the plan's passes, and these are as many. The
-    order of samples, and all else, stays the Trainer's own.
+    make an update. If the plan accumulates, it is replaced by one of the plan's passes, whose number
+    ``gradient_accumulation_steps`` must be. The order of samples, and all else, stays the Trainer's own.
 
-    The first step computes the losses of some parts of its batch, without dropout and gradients, to find what they are
-    means over. A loss that is neither divided by ``num_items_in_batch`` nor a mean over samples or labels is refused.
-    Then ``self.hook.loss`` in a ``compute_loss`` of the script's own says what it is, and nothing is measured.
+    In the first step the losses of some parts of its batch are computed, without dropout and gradients, to find what
+    they are means over. A loss that is neither divided by ``num_items_in_batch`` nor a mean over samples or labels is
+    refused; the script then says what it is by ``self.hook.loss`` in a ``compute_loss`` of its own, and no kind is
+    searched.
 
     Args:
         enforcement: path of an ``enforce.json``; None: nothing is enforced.
-        telemetry: without a config, a file for what is measured all the same.
+        telemetry: a file for telemetry, without a config; a config names its own.
         lengths: of the training dataset's samples, as in :meth:`~ddltool.runtime.hook.Hook.dataloader`: the samples of
-            each update are shared out by them, in the Trainer's order.
+            each update are divided by them, in the Trainer's order.
         args, kwargs: go to ``Trainer``.
 
     Raises InputError, on every rank, as :func:`~ddltool.runtime.hook.attach` does.
@@ -106,13 +108,14 @@ class HookedTrainerMixin:
         lengths: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Attach the hook, which replaces the batches; model and optimizer follow when training begins."""
+        """Attach the hook; it gets model and optimizer when training begins."""
         super().__init__(*args, **kwargs)
         self.hook = SaidLosses(attach(enforcement, telemetry=telemetry).named("self.hook"))
-        self._trainer = cast(Any, self)  # what it is once it is mixed in
-        self._kinds: LossKinds | None = None  # what the losses may be means over; None: not looked at yet
-        self._meaning: dict[str, Any] | None = None  # what the hook is told of a loss; None: the script says it
-        # Batches of the epoch that a resumed run leaves out; whether the hook has the model.
+        self._trainer = cast(Any, self)  # self as a Trainer, which it is once it is mixed in
+        self._kinds: LossKinds | None = None  # kinds that the losses may be; None: not measured yet
+        # Keyword arguments for `hook.loss`; None: the script calls it itself.
+        self._meaning: dict[str, Any] | None = None
+        # Number of the epoch's batches that a resumed run skips; whether the hook has the model.
         self._skip, self._is_bound, self._lengths = 0, False, lengths
         self._trainer.add_callback(_Following(self))
 
@@ -126,15 +129,15 @@ class HookedTrainerMixin:
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         """Train on the next batch that was fetched, and return its loss times its weight, for the Trainer's log.
 
-        The plain average of what ranks return is then the loss over all samples. ``num_items_in_batch``: the labels of
-        the step.
+        The plain average of the ranks' results is the loss over all samples. ``num_items_in_batch``: the number of
+        labels in the step.
         """
         self.hook.turn_to_next_batch(self._skip)
         self._skip = 0
         arguments = self._trainer.args
         is_total = arguments.average_tokens_across_devices
         if self.hook.local_batch_size is not None:
-            arguments.average_tokens_across_devices = False  # or the loss is multiplied by the number of ranks
+            arguments.average_tokens_across_devices = False  # otherwise the Trainer multiplies the loss by the ranks
         try:
             self._meaning = self._found_meaning(model, inputs, num_items_in_batch, is_total)
             self.hook.said = False
@@ -144,9 +147,10 @@ class HookedTrainerMixin:
         return loss * self.hook.last_weight
 
     def _begin(self, state: TrainerState, loader: DataLoader[Any]) -> None:
-        """Bind the hook to model and optimizer as training begins; after a resumption, note how many batches are skipped.
+        """Bind the hook to model and optimizer when training begins, and note how many batches a resumed run skips.
 
-        Raises InputError where batches of a stream would have to be skipped.
+        Binding also replaces the accelerator's ``backward``, to weight losses. Raises InputError if batches of a stream
+        would have to be skipped.
         """
         trainer = self._trainer
         self._skip = 0
@@ -163,17 +167,18 @@ class HookedTrainerMixin:
             trainer.accelerator.backward = lambda loss, **options: backward(self._weighed(loss), **options)
 
     def _updates(self, loader: DataLoader[Any]) -> int:
-        """Return the number of updates in an epoch; a stream has a single epoch, so no end."""
+        """Return the number of updates in an epoch; for a stream, whose only epoch has no known end, ``sys.maxsize``."""
         if isinstance(loader, StreamLoader):
             return sys.maxsize
         passes: int = self._trainer.args.gradient_accumulation_steps
         return max(-(-len(loader) // passes), 1)
 
     def _found_meaning(self, model: Any, inputs: Any, items: Any, is_total: bool) -> dict[str, Any] | None:
-        """Return the keyword arguments of the hook's ``loss`` for a batch's loss, None where the script gives them itself.
+        """Return the keyword arguments of ``hook.loss`` for a batch's loss; None if the script calls it itself.
 
-        All ranks call this together, as the kind of loss may have to be measured. ``items``: what the Trainer divides
-        the loss by; ``is_total``: whether that is the sum over all ranks already.
+        All ranks call this together, because the kind of loss may have to be measured. ``items``: the number by which
+        the Trainer divides the loss; ``is_total``: whether it is the sum over all ranks. Raises InputError for a mean
+        over labels if the plan has several passes.
         """
         if self.hook.local_batch_size is None or self.hook.world_size == 1:
             return {}
@@ -185,15 +190,15 @@ class HookedTrainerMixin:
             return {"reduction": "sum"} if is_total else {"count": items}
         if kind in (SAMPLES, SAID):
             return {} if kind == SAMPLES else None
-        # A mean over labels: the hook weighs it by this rank's count of them, which it can in a single pass only.
+        # A mean over labels is weighted by this rank's number of labels, which the hook can do in a single pass only.
         if self.hook.passes > 1:
             raise InputError("loss", f"is a mean over {kind}, which each pass of the plan would have of its own", SAY)
         return {"count": counts_of(inputs)[kind].sum()}
 
     def _weighed(self, loss: Tensor) -> Tensor:
-        """Return the loss with which the backward pass begins, weighted by its meaning.
+        """Return the weighted loss for the backward pass.
 
-        Raises InputError where the script said what the loss is in the first step and does not in this one.
+        Raises InputError if the script has called ``hook.loss`` in the first step but not in this one.
         """
         if self._meaning is None and not self.hook.said:
             raise InputError("loss", "was said to the hook in the first step, and is not in this one", SAY)
@@ -201,7 +206,7 @@ class HookedTrainerMixin:
 
 
 class _TrainersLoss:
-    """What a Trainer's ``compute_loss`` makes of batches, in evaluation mode; random streams stay where they are."""
+    """Computes losses by a Trainer's ``compute_loss``, in evaluation mode and without changing random streams."""
 
     def __init__(self, trainer: Any, model: torch.nn.Module) -> None:
         self._trainer, self._model = trainer, model
@@ -211,7 +216,10 @@ class _TrainersLoss:
         self.said = False
 
     def __call__(self, inputs: Any, items: Any, *, alone: bool = True) -> float:
-        """Return a batch's loss as the Trainer computes it, without dropout and gradients; ``alone``: as in one process."""
+        """Return a batch's loss as the Trainer computes it, without dropout and gradients; ``alone``: as in one process.
+
+        Training modes and the Trainer's accelerator are restored; ``said`` tells whether ``hook.loss`` was called.
+        """
         trainer, accelerator = self._trainer, self._trainer.accelerator
         modes = {module: module.training for module in self._model.modules()}
         trainer.hook.said = False
@@ -221,8 +229,10 @@ class _TrainersLoss:
                 trainer.accelerator = _OneProcess(accelerator)
             with ExitStack() as stack:
                 stack.enter_context(torch.no_grad())
-                stack.enter_context(streams_kept(trainer.args.device))  # the random streams of training must not move
-                stack.enter_context(torch.compiler.set_stance("force_eager"))  # parts have shapes that no step has
+                # Training must draw the same numbers as without this.
+                stack.enter_context(streams_kept(trainer.args.device))
+                # Parts have new shapes: not worth compiling.
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
                 stack.enter_context(trainer.compute_loss_context_manager())
                 return float(trainer.compute_loss(self._model, inputs, num_items_in_batch=items))
         finally:
@@ -232,7 +242,7 @@ class _TrainersLoss:
 
 
 class _OneProcess:
-    """An accelerator that says it is alone: a loss that is multiplied by the number of processes is then another one."""
+    """A wrapper of an accelerator that reports one process, so that no loss is multiplied by the number of processes."""
 
     num_processes = 1
 
@@ -240,12 +250,12 @@ class _OneProcess:
         self._accelerator = accelerator
 
     def __getattr__(self, name: str) -> Any:
-        """Return the accelerator's own attribute for all but the number of processes."""
+        """Return the accelerator's attribute for every name but ``num_processes``."""
         return getattr(self._accelerator, name)
 
 
 class _Following(TrainerCallback):
-    """Tells the mixin what its Trainer does."""
+    """The callback through which the mixin learns of its Trainer's events."""
 
     def __init__(self, trainer: HookedTrainerMixin) -> None:
         self._trainer = trainer
@@ -253,16 +263,16 @@ class _Following(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Let the mixin bind the hook, and tell it how many steps were made before."""
+        """Make the mixin bind its hook, and tell the hook how many steps were made before."""
         self._trainer._begin(state, kwargs["train_dataloader"])
         self._trainer.hook.resumed(state.global_step)
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Choose the epoch's order of samples; its number follows from the steps made, also after a resumption."""
+        """Set the hook's epoch, by which samples are ordered; its number follows from the steps made, also when resumed."""
         self._trainer.hook.set_epoch(state.global_step // self._trainer._updates(kwargs["train_dataloader"]))
 
     def on_train_end(self, *_: Any, **kwargs: Any) -> None:
-        """Write the telemetry that is held back."""
+        """Write telemetry that is still buffered."""
         self._trainer.hook.close()

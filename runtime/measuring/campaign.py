@@ -137,7 +137,7 @@ def campaign(
     Raises DdlToolError when a process fails, with its reason; InputError when nothing fits in memory.
     """
     state = _Campaign(request, known, largest_batch)
-    if executor is not None or state.next_task() is None:
+    if executor is not None or state.next_task() is None:  # no processes are needed if all is known
         return state.run(executor, on_rows, progress)
     most_replicas = max(request.replicas)
     if request.device == "cuda":
@@ -342,7 +342,7 @@ class _Campaign:
                 reason = "the budget was spent"
                 if batch > self.limit:
                     reason = f"memory ends at batch {self.limit}"
-                elif is_known:
+                elif is_known:  # a batch is predicted only between two that were measured
                     low = max(measured for measured in points if measured < batch)
                     high = min(measured for measured in points if measured > batch)
                     reason = f"known to {prediction.relative:.1%} from the curve between batch {low} and {high}"

@@ -238,9 +238,8 @@ def _ping(peer: int, sizes: Sequence[int], rounds: int, table: torch.Tensor) -> 
         return times_s
 
     for row, size in enumerate(sizes):
-        times_s = round_trips(
-            size, _FEWEST_ROUNDS if row == 0 else 2
-        )  # an estimate, which also warms up the connection
+        # An estimate, which also warms up the connection.
+        times_s = round_trips(size, _FEWEST_ROUNDS if row == 0 else 2)
         expected_s = 2 * min(times_s)
         is_slow = expected_s > _SECONDS_PER_SIZE
         if not is_slow:

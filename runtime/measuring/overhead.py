@@ -141,6 +141,7 @@ def _run(command: Sequence[str], is_on: bool, steps: int, warmup: int, replicas:
     if steps_made < warmup + 2:
         problem = f"made {steps_made} optimizer steps, of which {warmup} are warm-up"
         raise InputError(command[0], problem, "let it train for longer, or ask for fewer --steps")
+    # A stamp is the end of a step, so the first stamp after warm-up only begins one.
     timed_steps = steps_made - 1 - warmup
     # Each stamp is (wall clock, CPU seconds): the seconds of the timed steps, by rank, of either clock.
     wall_s, cpu_s = (

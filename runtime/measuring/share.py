@@ -38,7 +38,7 @@ def _others_running(cores: set[int]) -> int:
                 fields = file.read().rpartition(b") ")[2].split()
         except OSError:
             continue  # the process has ended meanwhile
-        # Fields 3 and 39 of proc(5): the state, and the core on which it ran last.
+        # Fields 3 and 39 of proc(5): the state, and the core on which it ran last. The list begins with field 3.
         if fields[0] == b"R" and int(fields[36]) in cores:
             running += 1
     return running

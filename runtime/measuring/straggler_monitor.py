@@ -1,4 +1,4 @@
-"""Reports slow ranks while the job runs, by the verdict of ``ddltool stragglers`` every so many steps.
+"""Reports slow ranks while the job runs, by the analysis of ``ddltool stragglers`` every few steps.
 
 Start at :func:`watch_ranks`. The ranks' rows are exchanged by one asynchronous gather: it starts at the end of a step
 and is read at the end of the next, when it is complete. Only rank 0 analyses them (a *look*). Its cost is sent with the

@@ -216,7 +216,7 @@ class StepTimer:
         assert configuration is not None
         spent_s = 0.0
         for warmups_done in range(task.warmup):
-            if warmups_done == 0 or spent_s < task.seconds:
+            if warmups_done == 0 or spent_s < task.seconds:  # at least one, however long it takes
                 spent_s += configuration.time_step(task.accumulation)[0]
             alive()
         from ddltool.runtime.processes.step_times import peak_memory

@@ -1,1 +1,1 @@
-"""The processes of a job: who is there, what they agree on and note, how they end. Start at :class:`.job.DistributedJob`."""
+"""The processes of a job: how they find, agree with and check each other, and end. Start at :class:`.job.DistributedJob`."""

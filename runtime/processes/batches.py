@@ -1,4 +1,4 @@
-"""Which samples each rank takes in each step, under batches that differ between ranks and may change at any step.
+"""Chooses the samples of each rank in each step, where batches differ between ranks and may change at any step.
 
 Start at :class:`VariableBatchSampler`. Every epoch is one permutation of the dataset, which each rank computes from the
 seed. Each step takes as many of the next samples as its total batch says; they are divided among ranks, and each rank's
@@ -209,6 +209,8 @@ class VariableBatchSampler(Sampler[list[int]]):
         """Number of steps done since the start of training."""
         self.issued: deque[Pass] = deque(maxlen=PASSES_KEPT)
         """Passes handed out and not yet taken from here by the training loop, in order."""
+        self.issued_count = 0
+        """Number of passes that were appended to :attr:`issued` in the present iteration."""
         self._drop_last = drop_last
         self._keeps_all_samples = whole
         self._order = order
@@ -220,6 +222,7 @@ class VariableBatchSampler(Sampler[list[int]]):
     def _begin(self) -> None:
         """Start handing out passes after the last committed step; passes handed out before are forgotten."""
         self.issued.clear()
+        self.issued_count = 0
         self._next_step, self._next_position, self._handed_out = self.step, self.position, 0
 
     @property
@@ -322,6 +325,7 @@ class VariableBatchSampler(Sampler[list[int]]):
                 self.issued.append(
                     Pass(**fields, step_start=position, step_samples=samples, split=split, is_even=is_even)
                 )
+                self.issued_count += 1
                 yield part or [int(order[position])]
             step, position = step + 1, position + samples
 
@@ -350,7 +354,7 @@ class VariableBatchSampler(Sampler[list[int]]):
         planned.
         """
         remaining, total = self.dataset_size - position, self.split_at(step).total_batch_size
-        remaining_after = remaining - total
+        remaining_after = remaining - total  # negative: this step takes the remainder
         is_too_small = remaining < self._fewest_in_step and not self._keeps_all_samples
         if remaining_after < 0 and (self._drop_last or is_too_small):
             return 0
@@ -407,9 +411,9 @@ def _is_even(split: Shares, samples: int) -> bool:
 
 
 def fitting_sizes(sizes: Sequence[int], ranks: int, total: int, least: int = 1) -> tuple[int, ...]:
-    """Return ``sizes`` as (n,) integers after checking that there is one for each of ``ranks`` and the sum is ``total``.
+    """Return ``sizes`` as integers, (ranks,), after checking that there are ``ranks`` of them with the sum ``total``.
 
-    Raises InputError where that is not so, and for a size that is fractional or below ``least``.
+    Raises InputError if that is not so, and for a size that is fractional or below ``least``.
     """
     if least < 1:
         raise InputError("least", f"is {least}", "give every rank one sample or more")

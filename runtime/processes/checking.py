@@ -257,7 +257,7 @@ class _Checked(_Recorded):
         place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
         place |= {"MASTER_PORT": "0", REFERENCE: str(self._path), REFERENCE_RANKS: str(self._job.world_size)}
         self._child = subprocess.Popen(
-            [sys.executable, *sys.orig_argv[1:]],
+            [sys.executable, *sys.orig_argv[1:]],  # with the interpreter's own options, such as -m
             env=environment | place,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -296,9 +296,8 @@ class _Checked(_Recorded):
             self._dropout.end()
             if self._ends_process:
                 self._finish()
-                self._job.gather(
-                    b""
-                )  # the other ranks wait until rank 0 has printed: a launcher ends all with the first
+                # The other ranks wait until rank 0 has printed: a launcher ends all with the first.
+                self._job.gather(b"")
                 raise CheckIsOver
 
     def _compare_ranks(self) -> str:

@@ -122,9 +122,8 @@ class LivenessMonitor:
                     store_answers.set()
                     time.sleep(0.02)
 
-        asking = threading.Thread(
-            target=ask, daemon=True
-        )  # a thread, because a store whose holder is stopped blocks for ever
+        # A thread, because a store whose holder is stopped blocks for ever.
+        asking = threading.Thread(target=ask, daemon=True)
         asking.start()
         asking.join(WITHIN_S + 0.2)
         if not store_answers.is_set():

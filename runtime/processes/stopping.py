@@ -114,7 +114,7 @@ class _OneLine:
             self.previous(kind, value, trace)
             return
         sys.stderr.write(f"error: {value}\n")
-        raise SystemExit(value.exit_code)
+        raise SystemExit(value.exit_code)  # Python takes the exit code from an excepthook that raises SystemExit
 
 
 def pause_before_exit() -> None:

@@ -29,10 +29,8 @@ from ddltool.runtime.servers.wire import BEAT_S, Message, Peer, Wire
 
 log = logging.getLogger(__name__)
 
-LIMIT_S, JOIN_S = (
-    300.0,
-    60.0,
-)  # how long a process waits for the others: at the start of a job, and to join a running one
+# How long a process waits for the others: at the start of a job, and to join a running one.
+LIMIT_S, JOIN_S = 300.0, 60.0
 REMIND_S = 10.0  # how often to log which processes are missing
 HEAR_S = 1.0  # how much longer than server 0 the other processes wait, so that it can tell them which ranks are missing
 _meetings_by_address: Counter[str] = Counter()

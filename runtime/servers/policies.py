@@ -115,11 +115,11 @@ class SyncPolicy:
         """Note that ``worker`` is a member from now on; its first step is number ``clock``, which no worker has pushed yet."""
 
     def decide(self, now_s: float, worker: int | None = None) -> BarrierRow | None:
-        """If a superstep (the iterations between two barriers) is over, choose the next barrier and return it; else None.
+        """If a superstep (the iterations between two barriers) is over, set the next barrier and return the superstep's row.
 
-        Called on server 0: when the job begins, when the gradients of one more step of ``worker`` have all come, and
-        when a member is gone (``worker`` None). ``now_s``: seconds since the start. The other servers then
-        :meth:`follow` this one's ``quota``. The row returned describes the superstep that is over.
+        Otherwise None. Called on server 0: when the job begins, when the gradients of one more step of ``worker`` have
+        all come, and when a member is gone (``worker`` None). ``now_s``: seconds since the start. After a row is
+        returned, the other servers :meth:`follow` this one's ``quota``.
         """
         return None
 
@@ -278,7 +278,7 @@ class ElasticBSP(ASP):
         self._last_barrier[worker] = max(self._last_barrier[worker], clock)
 
     def decide(self, now_s: float, worker: int | None = None) -> BarrierRow | None:
-        """Note that ``worker`` has ended an iteration; if all members are at the barrier, return the superstep that is over.
+        """Note that ``worker`` has ended an iteration; if all members are at the barrier, return the ended superstep's row.
 
         The next superstep then starts. The first ``WARM_UP`` ones have one iteration of each member, because nothing can
         be predicted yet. The first call, at the start of the job, only starts the first superstep.
@@ -286,7 +286,7 @@ class ElasticBSP(ASP):
         if worker is not None:
             self._note_end(worker, now_s)
         state, members = self.state, sorted(self.state.members)
-        if not self._superstep_workers:
+        if not self._superstep_workers:  # the start of the job
             self._superstep_workers, self._iterations, self._superstep_began_s = members, [1] * len(members), now_s
             return None
         if not members or any(state.steps[worker] < self.quota[worker] for worker in members):

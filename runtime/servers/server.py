@@ -573,7 +573,7 @@ class Server:
         self._optimizer.step()
         new_values = {}
         for update in updates:
-            self._parameters[update.name].grad = None
+            self._parameters[update.name].grad = None  # so that the next step leaves this parameter alone
             value = new_values[update.name] = self._copy_value(update.name)
             if not torch.isfinite(value).all():
                 problem = self._describe_not_finite(update, mean_by_name[update.name])

@@ -89,9 +89,8 @@ class Wire:
         """Return a new zmq socket of type ``kind`` with this job's keys, a heartbeat and queues without a limit."""
         zmq_socket = self._context.socket(kind)
         zmq_socket.linger = int(1e3 * LINGER_S)
-        zmq_socket.sndhwm = zmq_socket.rcvhwm = (
-            0  # no limit, so that nothing is dropped: a worker pulls what it needs only
-        )
+        # No limit, so that nothing is dropped: a worker pulls what it needs only.
+        zmq_socket.sndhwm = zmq_socket.rcvhwm = 0
         zmq_socket.curve_secretkey, zmq_socket.curve_publickey = self._keys
         # In milliseconds: four heartbeats in the time after which silence counts as broken.
         zmq_socket.heartbeat_ivl, zmq_socket.heartbeat_timeout = int(250 * SILENT_S), int(1e3 * SILENT_S)

@@ -334,7 +334,7 @@ class Worker:
             self.arrivals.append(Arrival(name=name, server=server, version=version, time_s=time_s))
             self._arrived_indices.add(index)
             self.updates = max(self.updates, version)
-            if time.monotonic() - self._last_sent_s[server] > HERE_S:
+            if time.monotonic() - self._last_sent_s[server] > HERE_S:  # else it would count as silent while it receives
                 self._tell(server, "here")
         elif kind == "members":
             self._member_answers.append(values[0])

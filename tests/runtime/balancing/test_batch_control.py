@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from torch import nn
 from ddltool.analyzers.job.balancing.algorithm2 import Algorithm2Settings
 from ddltool.analyzers.job.balancing.control import SpeedPolicy
 from ddltool.artifacts import save
+from ddltool.errors import DdlToolError
 from ddltool.runtime.balancing.control import Manager, balance, least_samples, local_batch_norm
+from ddltool.runtime.balancing.partitioned import PartitionedData, _Migration
 from ddltool.telemetry import BalanceEvent
 from tests.helpers.balance_workers import (
     REFUSALS,
@@ -254,3 +257,21 @@ def test_partitions_that_do_not_fit_together() -> None:
 def test_a_migration_that_fails_is_told_on_all_ranks() -> None:
     for rank, answer in enumerate(crew().run(broken_migration)):
         assert answer == f"rank {rank}: moving samples between ranks has failed (the wire is cut)"
+
+
+def test_a_migration_that_fails_while_ranks_ask_fails_on_all_of_them_at_the_next_step() -> None:
+    """A rank says the same of its thread throughout a step, though that ends in the middle of it."""
+
+    class FailsAfterTheQuestion(Future[list[tuple[torch.Tensor, ...]]]):
+        def done(self) -> bool:
+            was_done = super().done()
+            if not was_done:
+                self.set_exception(RuntimeError("the wire is cut"))
+            return was_done
+
+    data = PartitionedData((torch.arange(4),))
+    nothing_given = torch.tensor([], dtype=torch.int64)
+    migration = _Migration(moves=[], given_indices=nothing_given, received=FailsAfterTheQuestion())
+    assert not data._finish_on_all_ranks(migration)
+    with pytest.raises(DdlToolError, match=r"rank 0: moving samples between ranks has failed \(the wire is cut\)"):
+        data._finish_on_all_ranks(migration)

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from ddltool.analyzers.job.goodput.elastic_table import Split
 from ddltool.errors import InputError
+from ddltool.runtime.hook.pending_batches import PendingBatches
 from ddltool.runtime.processes.batches import Sizes, VariableBatchSampler
 
 local_sizes = st.lists(st.integers(1, 9), min_size=1, max_size=5)
@@ -214,3 +215,23 @@ def test_a_rank_without_samples_takes_part_with_weight_0() -> None:
         VariableBatchSampler(9, split_of(4, 8, 1), 4)
     with pytest.raises(InputError, match="dataset: has 0 samples"):
         VariableBatchSampler(0, split_of(4, 8, 1), 0)
+
+
+@pytest.mark.parametrize("is_announced", [False, True])
+@pytest.mark.parametrize("skipped", [0, 3, 5_000, 12_000])
+def test_a_resumed_loop_may_skip_any_number_of_batches(skipped: int, is_announced: bool) -> None:
+    """A trainer that resumes takes the skipped batches from the sampler too, and then fetches three ahead."""
+    pending, sampler = PendingBatches(), VariableBatchSampler(50_000, [1, 3], 1, shuffle=False)
+    if not is_announced:
+        pending.unannounced.add(sampler)
+    for _ in zip(range(skipped + 3), sampler, strict=False):
+        if is_announced:
+            pending.draw(sampler, sampler.issued.popleft())
+    steps = []
+    for turn in range(3):
+        pending.turn_to_next(0 if turn else skipped)
+        assert pending.share(turn, "hook") is not None
+        taken = pending.last_used(sampler)
+        assert taken is not None
+        steps.append(taken.step)
+    assert steps == [skipped, skipped + 1, skipped + 2]
