@@ -45,6 +45,9 @@ def advise(
 ) -> ResizeSaving:
     """Return the saving of a change to an allocation with ``gain`` times the present goodput.
 
+    ``saved_s`` of the result is for the medians and the mean restart; the expected saving, its 10 and 90 % quantiles and the
+    probability of a saving are over the three distributions.
+
     Args:
         gain: median of the ratio of goodputs.
         remaining_s: median of the seconds left on the present allocation.
@@ -55,7 +58,7 @@ def advise(
     """
     restarts = np.array(restarts_s, dtype=np.float64)
     mean_restart_s = float(restarts.mean())
-    if len(restarts) > _MOST_RESTART_VALUES:
+    if len(restarts) > _MOST_RESTART_VALUES:  # the grid below has every combination, so many restarts are thinned out
         restarts = np.quantile(restarts, (np.arange(_MOST_RESTART_VALUES) + 0.5) / _MOST_RESTART_VALUES)
     remaining = _quantiles_of_guess(remaining_s, remaining_factor, _REMAINING_VALUES)
     gains = _quantiles_of_guess(gain, gain_factor, _GAIN_VALUES)

@@ -156,7 +156,8 @@ class EasyScale:
     def _fall_back(self, job: SimulatedJob, now_s: float) -> Allocation:
         """Return the allocation before the job's last scale-out if that made it slower, else ().
 
-        It is () too until the job has run on the new allocation. Marks a job that falls back, so that it proposes nothing.
+        Also () as long as the restart on the new allocation is not over. The speeds are compared once: then the record of the
+        scale-out is removed, and a job that falls back is marked, so that it proposes nothing.
         """
         if job.index not in self._before or job.running_from_s >= now_s:
             return ()

@@ -71,7 +71,7 @@ class Pollux:
     ) -> tuple[Floats, Floats, float]:
         """Return speedups (most + 1,) on 0, 1, ... GPUs of one node, the same across nodes, and that of the current allocation.
 
-        They are relative to the goodput on ``fair_count`` GPUs, as published of one node whether or not it has so many, times
+        They are relative to the goodput on ``fair_count`` GPUs of one node, even if no node has as many (as published), times
         the number of nodes over that of GPUs, which is the scale of the published fitness. Before anything was observed k GPUs
         count as k times one.
         """

@@ -140,7 +140,8 @@ def _whole_steps(durations: pd.DataFrame, replicas: int) -> tuple[list[int], Fla
     operation. A step is whole if all ranks have the same operations in it. Of the whole steps, the largest group with the same
     operations is kept; ([], all False) where there is none.
     """
-    # Number of ranks that have an operation (row) in a step (column); garbage collection may be absent, so it counts as there.
+    # Number of ranks that have an operation (row) in a step (column). Garbage collection may be absent: it counts as present
+    # everywhere, so that it neither makes a step incomplete nor splits a group.
     rank_count = pd.DataFrame(durations.notna().T.groupby(level="step").sum()).T
     rank_count.loc[rank_count.index.get_level_values("optype") == "gc", :] = replicas
     is_complete = ((rank_count == replicas) | (rank_count == 0)).all(axis=0)
@@ -279,18 +280,17 @@ class Pipeline:
                 self.needs[first_scatter].add(max(backwards, key=self.end.__getitem__))
 
     def _chain_update(self, stage: int, compute: Sequence[Op]) -> None:
-        """Chain what comes after a stage's last computation, which is the last of ``compute`` to end.
+        """Make the operations after a stage's last computation (the last of ``compute`` to end) depend on each other in turn.
 
-        In order: garbage collection, the norms' and embeddings' gradients, the reduction of gradients, clip, optimizer.
+        They are garbage collection, the norms' and embeddings' gradients, the reduction of gradients, clip and optimizer.
         """
         before = [max(compute, key=self.end.__getitem__)] if compute else []
         if collections := self._ops_by_start(stage, "gc"):
             self._chain(collections, before)
             before = collections[-1:]
         reductions, scatters = self._ops_by_start(stage, _SEPARATE), self._ops_by_start(stage, _SCATTER)
-        if (
-            reductions and scatters
-        ):  # the scatters are tied to their chunks already, so the update waits for the last one
+        if reductions and scatters:
+            # scatters depend on their chunks' backward passes (:meth:`_tie_to_chunks`), so the update only waits for the last
             before = [*before, max(scatters, key=lambda op: op[1])]
         closing = [*self._ops_by_start(stage, _NORM), *self._ops_by_start(stage, _EMBEDDING), *(reductions or scatters)]
         self._chain([*closing, *self._ops_by_start(stage, _CLIP), *self._ops_by_start(stage, _OPTIMIZER)], before)

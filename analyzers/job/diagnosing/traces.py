@@ -159,8 +159,9 @@ class _Activity:
     def windows(self, low: float, high: float, blocked: Sequence[tuple[float, float, int]]) -> list[tuple[int, Floats]]:
         """Return (part, intervals (2, m)) for each phase of the step from ``low`` to ``high``.
 
-        Where intervals overlap, the later one in the list counts. ``blocked``: (start, end, collective) of the intervals in
-        which a collective blocks the rank.
+        Where intervals overlap, the later one in the list counts. Forward lasts from the first operator to the first backward
+        function, backward until the last one ends. ``blocked``: (start, end, collective) of the intervals in which a collective
+        blocks the rank.
         """
         backward = self.backwards[:, (self.backwards[0] >= low) & (self.backwards[0] < high)]
         backward_start, backward_end = (backward[0].min(), backward[1].max()) if backward.size else (high, high)
