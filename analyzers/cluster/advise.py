@@ -1,11 +1,11 @@
-"""Is a resize worth its restart? For one job now: the time that a faster allocation saves over what is left.
+"""Tells whether a resize of a running job is worth its restart: the time that it saves. Start at :func:`advise_job`.
 
-On the allocation that it has, the job needs T more seconds. On another one, whose goodput is ``r`` times as high, it
-needs ``d + T / r``, d the restart. The resize saves ``T (1 - 1/r) - d``, and pays when T is above ``d / (1 - 1/r)``,
-the break-even. T is a guess, r a prediction and d was measured some times: each is a distribution, and what is said is
-the expected saving and the probability that there is one. Guesses are log-normal: a median and a factor within which
-about two thirds of such guesses lie. This is the trade that Pollux's re-allocation factor (OSDI 2021, section 4.2)
-makes for a whole cluster without knowing T.
+On its present allocation the job needs T more seconds. On another one, whose goodput is ``r`` times as high, it needs
+``d + T / r`` with d the restart. The resize saves ``T (1 - 1/r) - d``, and pays when T is above ``d / (1 - 1/r)``, the
+break-even. T is a guess, r a prediction, and d was measured some times. So each is a distribution, and the results are the
+expected saving and the probability of a saving. Guesses are log-normal: a median and a factor within which about two thirds
+of such guesses lie. Pollux's re-allocation factor (OSDI 2021, section 4.2) makes the same trade for a whole cluster without
+knowing T.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from ddltool.goodput_model import Goodput
 from ddltool.job_state import JobState
 from ddltool.simulation_results import AdviceResult, JobNow, ResizeOption, ResizeSaving
 
-# Each distribution is summed at so many equally likely values: the grid has 199 x 39 x at most 16 points. Odd numbers
-# have the median among them.
+# Number of equally likely values at which each distribution is summed: the grid has 199 x 39 x at most 16 points. Odd
+# numbers include the median.
 _REMAINING_VALUES, _GAIN_VALUES, _MOST_RESTART_VALUES = 199, 39, 16
 _LONGEST_S = 1e15
 # The most replicas, and the most options that are examined: each is an integral over three distributions.
@@ -43,21 +43,26 @@ def advise(
     gain_factor: float = 1.0,
     hold_s: float | None = None,
 ) -> ResizeSaving:
-    """Return what changing to an allocation of ``gain`` times the present goodput saves.
+    """Return the saving of a change to an allocation with ``gain`` times the present goodput.
 
-    ``remaining_s``: seconds left on the present allocation. ``restarts_s``: measured restarts in seconds, each as
-    likely as the others. ``remaining_factor``, ``gain_factor``: how uncertain the two guesses are; about two thirds of
-    such guesses lie between the median divided and multiplied by the factor, and 1 says that the value is known.
-    ``hold_s``: seconds after which the job goes back to its present allocation, by another restart; None: it keeps the
-    new one.
+    ``saved_s`` of the result is for the medians and the mean restart; the expected saving, its 10 and 90 % quantiles and the
+    probability of a saving are over the three distributions.
+
+    Args:
+        gain: median of the ratio of goodputs.
+        remaining_s: median of the seconds left on the present allocation.
+        restarts_s: measured restarts in seconds, which are equally likely.
+        remaining_factor, gain_factor: uncertainty of the two medians; about two thirds of the values lie between the median
+            divided and multiplied by the factor; 1: the value is known.
+        hold_s: seconds after which the job returns to its present allocation, by another restart; None: it never does.
     """
     restarts = np.array(restarts_s, dtype=np.float64)
     mean_restart_s = float(restarts.mean())
-    if len(restarts) > _MOST_RESTART_VALUES:
+    if len(restarts) > _MOST_RESTART_VALUES:  # the grid below has every combination, so many restarts are thinned out
         restarts = np.quantile(restarts, (np.arange(_MOST_RESTART_VALUES) + 0.5) / _MOST_RESTART_VALUES)
     remaining = _quantiles_of_guess(remaining_s, remaining_factor, _REMAINING_VALUES)
     gains = _quantiles_of_guess(gain, gain_factor, _GAIN_VALUES)
-    # Every combination: (remaining, gains, restarts), each equally likely.
+    # all combinations (remaining, gains, restarts), which are equally likely
     saved = saved_seconds(remaining[:, None, None], gains[:, None], restarts, hold_s)
     low, high = np.quantile(saved, (0.1, 0.9), method="inverted_cdf").tolist()
     return ResizeSaving(
@@ -73,10 +78,9 @@ def advise(
 
 
 def _quantiles_of_guess(median: float, factor: float, count: int) -> Floats:
-    """Return ``count`` equally likely values, ascending, of a log-normal guess; the median alone where ``factor`` is 1 (known).
+    """Return ``count`` equally likely values, ascending, of a log-normal guess; [median] where ``factor`` is 1.
 
-    They are the quantiles at the middles of ``count`` equal parts, as ``factor`` is one standard deviation of the
-    logarithm.
+    They are the quantiles in the middle of ``count`` equal parts; log ``factor`` is the standard deviation of the logarithm.
     """
     if factor == 1:
         return np.array([median])
@@ -84,11 +88,11 @@ def _quantiles_of_guess(median: float, factor: float, count: int) -> Floats:
 
 
 def saved_seconds(remaining: Floats, gain: Floats, delay: Floats, hold_s: float | None = None) -> Floats:
-    """Return the seconds that a resize saves: ``T (1 - 1/r) - d``, or what it brings until the hold ends.
+    """Return the seconds that a resize saves: ``T (1 - 1/r) - d``, or less if the job goes back after ``hold_s`` seconds.
 
-    ``remaining`` T and ``delay`` d are seconds, ``gain`` r is a ratio of goodputs; arrays broadcast. ``hold_s`` h: the
-    job goes back after h seconds. By then it has done ``r max(h - d, 0)`` seconds' worth of its present work, and the
-    way back costs d again. None, or a job that ends within the hold: it never goes back.
+    ``remaining`` T and ``delay`` d are seconds, ``gain`` r is a ratio of goodputs; arrays broadcast. After ``hold_s`` = h
+    seconds the job has done work that takes ``r max(h - d, 0)`` seconds on its present allocation, and going back costs d
+    again. With None, and if the job ends within h seconds, it does not go back.
     """
     saved_for_good: Floats = remaining - remaining / gain - delay
     if hold_s is None:
@@ -98,19 +102,19 @@ def saved_seconds(remaining: Floats, gain: Floats, delay: Floats, hold_s: float 
 
 
 def _break_even(gain: float, delay: float, hold_s: float | None) -> float | None:
-    """Return the least remaining time T, in seconds, from which every longer one saves time; None if no T does."""
-    # With T beyond what the hold allows the saving no longer depends on T.
+    """Return the least remaining time T in seconds above which a resize always saves time; None if there is none."""
+    # With a hold, the saving of a long T is that within the hold, and does not depend on T.
     if gain <= 1 or (hold_s is not None and gain * max(hold_s - delay, 0.0) <= hold_s + delay):
         return None
     return delay / (1 - 1 / gain)
 
 
 def placements(held: Sequence[int], free: Sequence[int], most: int) -> Iterator[tuple[int, ...]]:
-    """Yield the other allocations of 1 to ``most`` GPUs that the job could have now, each packed on the fewest nodes.
+    """Yield the other allocations of 1 to ``most`` GPUs that the job could have now, one per number of GPUs, on fewest nodes.
 
-    ``held``, ``free`` and each allocation are GPUs per node, (N,). The nodes with the most GPUs (its own and free ones)
-    are filled first, on a tie those that it is on; what is left goes to the node that it fills best. For the number of
-    GPUs that the job has already, a placement is yielded only if it uses fewer nodes.
+    ``held``, ``free`` and each allocation are GPUs per node, (N,). The nodes with the most usable GPUs (held and free) are
+    filled first, in ties those that the job is on; the rest goes to the node with the fewest that suffice. For the number of
+    GPUs that the job has already, an allocation is yielded only if it is on fewer nodes.
     """
     usable = [own + unused for own, unused in zip(held, free, strict=True)]
     order = sorted(range(len(usable)), key=lambda node: (-usable[node], -held[node], node))
@@ -122,16 +126,15 @@ def placements(held: Sequence[int], free: Sequence[int], most: int) -> Iterator[
 
 
 def _count_nodes(gpus: Sequence[int]) -> int:
-    """Return how many nodes have GPUs; ``gpus``: per node, (N,)."""
+    """Return the number of nodes with GPUs; ``gpus``: per node, (N,)."""
     return sum(count > 0 for count in gpus)
 
 
 def advise_job(path: Path) -> AdviceResult:
-    """Return what is best for the job in a JOBSTATE.yaml: every option with its saving, and the best of them.
+    """Return the advice for the job in a JOBSTATE.yaml: every option with its saving, and the best of them.
 
-    The fitted model that the file names (``goodput``) predicts the goodput of each allocation. Raises InputError, with
-    file and field, for values that cannot be, and Infeasible where the job's batch limits allow nothing on what it
-    holds.
+    The fitted model that the file names (``goodput``) predicts the goodput of each allocation. Raises InputError, with file and
+    field, for values out of range, and Infeasible where the job's batch limits allow no batch on its present GPUs.
     """
     state = load(path, JobState)
     model = load(path.parent / state.goodput, Goodput)
@@ -143,7 +146,7 @@ def advise_job(path: Path) -> AdviceResult:
     )
     held = sum(state.held)
     tuned_now = tune_one(params, _count_nodes(state.held), held, limits, noise_scale=state.noise_scale)
-    # Without a time there are samples, at the efficiency of M0.
+    # a job state without remaining_s has remaining_samples, at the efficiency of M0
     remaining_s = state.remaining_s or (state.remaining_samples or 0.0) / tuned_now.goodput_per_s
     if not 0 < remaining_s <= _LONGEST_S:
         raise InputError(f"{path}:remaining_samples", f"is {remaining_s:g} seconds of work", "what a job can have left")
@@ -191,9 +194,9 @@ def advise_job(path: Path) -> AdviceResult:
 
 
 def _examined(state: JobState) -> list[tuple[int, ...]]:
-    """Return the allocations to examine, each GPUs per node (N,): all, or 64 spread in equal ratios over their numbers of GPUs.
+    """Return the allocations to examine, each as GPUs per node (N,): all of them, or 64 if there are more.
 
-    Small jobs have every number of GPUs examined; of large ones the neighbours hardly differ.
+    The 64 are in equal ratios of their numbers of GPUs, because neighbours hardly differ where these are large.
     """
     allocations = list(placements(state.held, state.free, min(state.max_replicas or _MOST_REPLICAS, _MOST_REPLICAS)))
     if len(allocations) <= _MOST_EXAMINED:

@@ -1,8 +1,8 @@
 """One configuration for each job - a GPU type and a count - of least total cost within the GPUs of every type.
 
-A multiple-choice knapsack with one constraint per type, by HiGHS: as an integer program, over the lower convex hull of each
-job's cost over the count where there are many options; as its relaxation, of which at most one job per type is split and
-gets the lesser part, where there are too many for that.
+Start at :func:`assign`. It is a multiple-choice knapsack with one constraint per type, solved by HiGHS: as an integer program;
+where there are many options, only over those on the lower convex hull of each job's cost over the count; where there are too
+many even for that, as its relaxation, in which at most one job per type is split, and this gets the smaller count.
 
 Sia's and our policy also share :func:`job_speedups`, a job's believed speed on each GPU type, and :func:`place_on_type`,
 which turns counts of one type into GPUs of its nodes.
@@ -24,19 +24,19 @@ from ddltool.analyzers.cluster.job import SimulatedJob
 from ddltool.analyzers.cluster.search import JobCosts, flat, pack, search
 from ddltool.arrays import Floats, Ints
 
-# Above this many binaries the integer program gives way to its relaxation.
+# Most binary variables of the integer program; with more its relaxation is solved.
 _MOST_BINARIES = 20_000
-# Up to this many options the integer program runs over all that could be best, not over the hulls alone.
+# Up to so many options the integer program has all that could be best, not only those on the hulls.
 _FEW_OPTIONS = 500
-# The integer program may stop this near to the optimum (a share of its cost), or after so many nodes of its search tree.
+# Relative gap, and number of nodes of its search tree, at which the integer program may stop.
 _RELATIVE_GAP, _MOST_TREE_NODES = 1e-4, 2000
-# A share of the solution nearer to 1 or 0 than this is one or none: the solver's rounding.
+# Values of the solution this close to 1 or 0 count as 1 or 0, because of the solver's tolerance.
 _INTEGRAL = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TypeAssignment:
-    """``types[j]``, ``counts[j]``: GPUs of job j (count 0: none), their total cost, and a bound on that of any."""
+    """Job j gets ``counts[j]`` GPUs (0: none) of type ``types[j]``; ``bound``: no assignment has a lower ``cost``."""
 
     types: tuple[int, ...]
     counts: tuple[int, ...]
@@ -46,9 +46,9 @@ class TypeAssignment:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Options:
-    """All ``o`` options, by job: arrays (o,) of job, type (``kind``), count and cost; a job's first is to get no GPUs.
+    """All ``o`` options of n jobs, job after job: arrays (o,) of job, type (``kind``), count and cost.
 
-    ``first``: the place (n,) of each job's first option.
+    The first option of each job is to get no GPUs; ``first`` (n,) are the indices of these.
     """
 
     job: Ints
@@ -61,9 +61,10 @@ class _Options:
 def assign(costs: Sequence[Sequence[Floats]], capacity: Sequence[int], *, exact: bool = True) -> TypeAssignment:
     """Return a GPU type and a count for each job, of small total cost and within the GPUs of every type.
 
-    ``costs[j][t][k]``: job j on k GPUs of type t, inf where not allowed; ``costs[j][t][0]`` is the cost of no GPUs, finite
-    and the same for every type. ``capacity[t]``: GPUs of type t. ``exact``: solve the integer program (HiGHS, relative gap
-    1e-4; over the hulls where there are more than 500 options) with at most 20,000 binaries; else its relaxation.
+    ``costs[j][t][k]``: cost of job j on k GPUs of type t, inf where not allowed; ``costs[j][t][0]`` is the cost of no GPUs,
+    finite and the same for every type. ``capacity[t]``: GPUs of type t. ``exact``: whether to solve the integer program
+    (HiGHS, relative gap 1e-4; over the hulls if there are more than 500 options), as far as it has at most 20,000 binaries;
+    else the relaxation.
     """
     if not costs:
         return TypeAssignment(types=(), counts=(), cost=0.0, bound=0.0)
@@ -74,7 +75,7 @@ def assign(costs: Sequence[Sequence[Floats]], capacity: Sequence[int], *, exact:
         options = _options(costs, _hull_counts)
     gpus_by_type = np.asarray(capacity, dtype=np.float64)
     least_costs = np.minimum.reduceat(options.cost, options.first)
-    # Where the cheapest option of every job (the first of equal ones) fits, nothing is to be solved.
+    # If every job's cheapest option (the first of equal ones) fits, these are optimal.
     cheapest = np.flatnonzero(options.cost <= least_costs[options.job])
     chosen, bound = cheapest[np.unique(options.job[cheapest], return_index=True)[1]], float(least_costs.sum())
     if np.any(np.bincount(options.kind[chosen], options.count[chosen], len(gpus_by_type)) > gpus_by_type):
@@ -89,9 +90,9 @@ def assign(costs: Sequence[Sequence[Floats]], capacity: Sequence[int], *, exact:
 
 
 def _options(costs: Sequence[Sequence[Floats]], select_counts: Callable[[Floats], list[int]]) -> _Options:
-    """Return each job's options in one table: no GPUs first, then the counts that ``select_counts`` keeps of each type's costs.
+    """Return each job's options: no GPUs first, then, for each type, the counts that ``select_counts`` returns.
 
-    ``costs``: as of :func:`assign`. ``select_counts`` is given the costs (k,) of 0, 1, ... GPUs of one type.
+    ``costs`` as in :func:`assign`; ``select_counts``: costs (k,) of 0, 1, ... GPUs of one type -> counts.
     """
     rows: list[tuple[int, int, int, float]] = []
     first_options: list[int] = []
@@ -105,7 +106,7 @@ def _options(costs: Sequence[Sequence[Floats]], select_counts: Callable[[Floats]
 
 
 def _falling_counts(cost: Floats) -> list[int]:
-    """Return the counts above 0 that cost less than every smaller one; no other count can be in a cheapest assignment.
+    """Return the counts above 0 that cost less than every smaller count; a cheapest assignment needs no others.
 
     >>> _falling_counts(np.array([9.0, 5.0, 6.0, 4.5, np.inf, 1.0]))
     [1, 3, 5]
@@ -116,10 +117,9 @@ def _falling_counts(cost: Floats) -> list[int]:
 
 
 def _hull_counts(cost: Floats) -> list[int]:
-    """Return the counts above 0 on the falling part of the lower convex hull of a cost over 0, 1, ...
+    """Return the counts above 0 on the falling part of the lower convex hull of the costs of 0, 1, ... GPUs.
 
-    On the hull every further GPU saves less than the one before, so the relaxation seldom splits a job; the options are
-    few.
+    They are few, and as each further GPU saves less than the one before, the relaxation seldom splits a job.
 
     >>> _hull_counts(np.array([9.0, 5.0, 4.5, 1.0, 1.0]))
     [1, 3]
@@ -130,7 +130,7 @@ def _hull_counts(cost: Floats) -> list[int]:
         cost_here = costs[count]
         if not cost_here < costs[corners[-1]]:
             continue
-        # A corner above the line from the one before it to here is not on the hull.
+        # a corner on or above the line from the previous corner to this point is not on the hull
         while len(corners) > 1:
             last, previous = corners[-1], corners[-2]
             if (costs[previous] - costs[last]) * (count - last) >= (costs[last] - cost_here) * (last - previous):
@@ -143,18 +143,18 @@ def _hull_counts(cost: Floats) -> list[int]:
 def _solve(options: _Options, gpus_by_type: Floats, exact: bool) -> tuple[Ints, float]:
     """Return the index of each job's chosen option, (n,), by HiGHS, and a lower bound on the total cost of any choice.
 
-    ``exact``: solve the integer program; else its relaxation. There, a job that is split between two counts of a type
-    gets the lesser, and one that is split between types gets no GPUs, so that the choice fits. ``gpus_by_type``: how
-    many there are, (t,).
+    ``exact``: whether to solve the integer program or its relaxation. In the latter, a job that is split between two counts of
+    a type gets the smaller one, and a job that is split between types gets no GPUs, so that the choice fits. ``gpus_by_type``
+    (t,): number of GPUs of each type. Where HiGHS finds nothing, no job gets GPUs, and the bound is -inf.
     """
     option_count, job_count = len(options.job), len(options.first)
     columns = np.arange(option_count)
     one_per_job = csr_array((np.ones(option_count), (options.job, columns)), shape=(job_count, option_count))
     counts, shape = options.count.astype(np.float64), (len(gpus_by_type), option_count)
     gpus_used = csr_array((counts, (options.kind, columns)), shape=shape)
-    cost_range = float(np.ptp(options.cost)) or 1.0  # costs of the size of 1 suit the solver's tolerances
+    cost_range = float(np.ptp(options.cost)) or 1.0  # scaled, because the solver's tolerances are absolute
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a limit that was reached is no surprise: what was found by then is good
+        warnings.simplefilter("ignore")  # scipy warns at a limit, but the solution found by then is good enough
         solution: Any = milp(
             options.cost / cost_range,
             constraints=[LinearConstraint(one_per_job, 1, 1), LinearConstraint(gpus_used, -np.inf, gpus_by_type)],
@@ -163,8 +163,8 @@ def _solve(options: _Options, gpus_by_type: Floats, exact: bool) -> tuple[Ints, 
             options={"mip_rel_gap": _RELATIVE_GAP, "node_limit": _MOST_TREE_NODES},
         )
     if solution.x is None:
-        return options.first, -np.inf  # no GPUs for any job: always allowed
-    # A job split between two counts uses at least the lesser of its type in the relaxation, so rounding down fits.
+        return options.first, -np.inf
+    # In the relaxation a job split between two counts uses at least the smaller one, so rounding down fits.
     chosen = options.first.copy()
     integral = np.flatnonzero(solution.x > 1 - _INTEGRAL)
     chosen[options.job[integral]] = integral
@@ -176,10 +176,10 @@ def _solve(options: _Options, gpus_by_type: Floats, exact: bool) -> tuple[Ints, 
     return chosen, float(bound) * cost_range
 
 
-# No job is given more replicas than in the published simulator.
+# Most replicas of a job; the published simulator's number.
 MOST_REPLICAS = 64
 PlacedJobs = list[tuple[int, Allocation]]
-"""(index in the list of choices, allocation) of the jobs that got GPUs."""
+"""[(index in the list of choices, allocation)] of the jobs that got GPUs."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -188,11 +188,11 @@ class TypeSpeedup:
 
     gpu_type: str
     speedup: Floats
-    """(2, m + 1), column k on k GPUs: row 0 within a node, row 1 across nodes; 0 where the job cannot run."""
+    """(2, m + 1): row 0 within a node, row 1 across nodes, column k on k GPUs; 0 where the job cannot run."""
     held: int
-    """GPUs of this type that the job holds, 0 if none."""
+    """Number of GPUs of this type that the job holds."""
     held_row: int
-    """The row of ``speedup`` that its current allocation is in; -1 without one."""
+    """Row of ``speedup`` for its current allocation; -1 without one."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -201,9 +201,9 @@ class JobSpeedups:
 
     job: SimulatedJob
     most_replicas: int
-    """Replicas that the job may be given."""
+    """Most replicas that the job may get."""
     remaining_s: float | None
-    """Seconds left on one GPU of the job's first type, as believed; None before it was observed on any."""
+    """Believed seconds left on one GPU of the job's first type; None before it was observed on any type."""
     by_type: tuple[TypeSpeedup, ...]
 
 
@@ -222,7 +222,6 @@ def job_speedups(job: SimulatedJob, cluster: ClusterSpec) -> JobSpeedups:
         goodput = job.goodput_table(widest, name)
         if goodput is not None and single_gpu_goodput is None and goodput[0, 1] > 0:
             single_gpu_goodput = float(goodput[0, 1])
-        # k GPUs count as k times one GPU, until goodput was observed.
         speedup = np.tile(np.arange(widest + 1.0), (2, 1))
         if goodput is not None and single_gpu_goodput is not None:
             speedup = goodput / single_gpu_goodput
@@ -236,14 +235,13 @@ def job_speedups(job: SimulatedJob, cluster: ClusterSpec) -> JobSpeedups:
 
 
 def tables(by_type: Mapping[str, JobCosts], names: Sequence[str]) -> list[Floats]:
-    """Return one job's cost of each count (from 0 on) on each of the types ``names``, as :func:`assign` takes it.
+    """Return one job's cost of each count (from 0 on) on each of the types ``names``, in the form that :func:`assign` takes.
 
-    A type without costs allows no GPUs; the cost of no GPUs is the same on all types. ``by_type``: the job's costs of
-    each count, by GPU type.
+    ``by_type``: GPU type -> the job's costs. A type that is not in it allows no GPUs.
     """
     by_count = [flat(by_type[name]) if name in by_type else np.zeros(1) for name in names]
     for table in by_count:
-        # No GPUs cost the same whatever the type.
+        # the cost of no GPUs must be the same for all types
         table[0] = next(iter(by_type.values())).within[0]
     return by_count
 
@@ -257,11 +255,10 @@ def place_on_type(
     effort: int = 0,
     seed: int = 0,
 ) -> PlacedJobs:
-    """Return where the jobs' GPUs go on the nodes of one type, for the jobs that get some.
+    """Return the allocations of jobs on the nodes of one type, for the jobs that get GPUs there.
 
-    ``choices``: the jobs' costs of each count, their ``base`` in the cluster's nodes. ``counts`` (n,): about how many
-    GPUs each gets, which must fit in all; None: the counts and places of small total cost, by :func:`search` with
-    ``effort`` and ``seed``.
+    ``choices``: the jobs' costs, with ``base`` in the cluster's node numbers. ``counts`` (n,): about the number of GPUs of each
+    job, which must fit in sum; None: counts of small total cost, by :func:`search` with ``effort`` and ``seed``.
     """
     nodes = cluster.nodes_of(gpu_type)
     gpus = [cluster.gpus[node] for node in nodes]

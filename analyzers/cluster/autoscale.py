@@ -1,13 +1,13 @@
 """Renting nodes for one long job: scale by goodput or by throughput, and what that costs. Start at :func:`autoscale`.
 
-Pollux, section 5.4.1. With ``N`` nodes a scaler looks at ``rate(N) / (N rate(1))``, what it gets over what perfect
-scaling would give. Whenever that is above ``U`` it takes the largest number of nodes at which it is still at least
-``L``. It never gives nodes back. The goodput scaler's rate is progress per second at the best batch of the current
-epoch, so it grows as larger batches become useful; the throughput scaler's (Or et al., MLSys 2020, as the paper
-describes it) is samples per second at the largest batch that the GPUs hold, which training does not change.
+Pollux, section 5.4.1. On ``N`` nodes a scaler computes ``rate(N) / (N rate(1))``, the share of perfect scaling that it reaches.
+Whenever that is above ``U`` it takes the largest number of nodes at which the share is still at least ``L``. It never gives
+nodes back. The goodput scaler's rate is progress per second at the best batch of the current epoch, so it grows as larger
+batches become useful. The throughput scaler's (Or et al., MLSys 2020, as Pollux's paper describes it) is the most samples per
+second with batches that fit into the GPUs, which training does not change.
 
-Speeds and gradient statistics are as measured, and both scalers know them: what differs is the rule alone. Decisions
-are made between epochs.
+Both scalers know the measured speeds and gradient statistics, so they differ only by their rule. Decisions are made between
+epochs.
 """
 
 from __future__ import annotations
@@ -20,25 +20,22 @@ from ddltool.errors import InputError
 from ddltool.simulation_results import AutoscalingResult, ScaledEpoch, ScaledTraining
 
 PRICE_PER_H = 1.0
-"""Of a node: costs are in its price."""
+"""Price of a node per hour; it is 1, so that costs are in node hours."""
 UPPER, LOWER = 2 / 3, 1 / 2
 """Pollux's U and L."""
 FIXED = (1, 4, 16)
-"""Numbers of nodes that are held throughout, to compare with."""
+"""Numbers of nodes of the fixed clusters that scalers are compared with."""
 _MOST_NODES = 1024
 
 
 class NodeSpeeds:
     """Rates of an application on 1 to ``most`` whole nodes of ``gpus`` GPUs, at the best of 50 total batches.
 
-    Raises InputError where it was not measured on any GPU's type, or cannot use a whole node.
+    Raises InputError for an application without measurements for any GPU type ("*"), and for one that cannot use a whole node.
     """
 
     def __init__(self, application: Application, gpus: int, most: int) -> None:
-        """Refuse impossible nodes; cap ``most`` at the nodes that the application's replicas can fill.
-
-        ``gpus``: of one node.
-        """
+        """Take an application on nodes of ``gpus`` GPUs each; ``most`` is capped at the nodes that its replicas can fill."""
         if gpus < 1 or not 1 <= most <= _MOST_NODES:
             raise InputError("nodes", f"are {most} of {gpus} GPUs", f"1 to {_MOST_NODES} of 1 GPU or more")
         where = f"application {application.name}"
@@ -50,19 +47,19 @@ class NodeSpeeds:
         self.application = application
         self.most = min(most, application.max_replicas // gpus)
         self.batches = cache(lambda nodes: application.batches((gpus,) * nodes))
-        """(total batch, seconds per optimizer step, passes) on so many nodes."""
+        """Number of nodes -> [(total batch, seconds per optimizer step, passes)]."""
 
     def goodput(self, nodes: int, epoch: int) -> tuple[float, int, float]:
-        """Return the best (progress per second, total batch, seconds per step) on so many nodes in an epoch.
+        """Return (progress per second, total batch, seconds per step) of most progress per second on ``nodes`` in ``epoch``.
 
         Progress is counted in iterations at M0, the smallest batch.
         """
         return max((self.application.gain(total, epoch) / step, total, step) for total, step, _ in self.batches(nodes))
 
     def throughput(self, nodes: int, epoch: int) -> tuple[float, int, float]:
-        """Return the best (samples per second, total batch, seconds per step) on so many nodes, whatever ``epoch``.
+        """Return (samples per second, total batch, seconds per step) of most samples per second on ``nodes``.
 
-        Only batches that the GPUs hold at once count, without accumulation, where there are some.
+        Batches without accumulation are preferred. ``epoch`` is not used; it is there as in :meth:`goodput`.
         """
         options = self.batches(nodes)
         unaccumulated = [option for option in options if option[2] == 1] or options
@@ -70,11 +67,11 @@ class NodeSpeeds:
 
 
 def scale(speeds: NodeSpeeds, rule: str, *, restart_delay_s: float = 30.0) -> ScaledTraining:
-    """Return a whole training under ``rule``: "goodput", "throughput", or "fixed-N" nodes with batches by goodput.
+    """Return the figures of a whole training under ``rule``: "goodput", "throughput", or "fixed-N".
 
-    A scaler starts on one node and decides before each epoch, as the module says. The first start and every change of
-    the number of nodes cost ``restart_delay_s`` seconds, for which the new nodes are paid. ``speeds``: the
-    application's rates on 1, 2, ... nodes.
+    Scalers start on one node and decide before each epoch, as the module says; "fixed-N" keeps N nodes, with batches by
+    goodput. The first start and every change of the number of nodes cost ``restart_delay_s`` seconds, for which the new nodes
+    are paid.
     """
     application, fixed = speeds.application, rule.startswith("fixed-")
     rate = speeds.throughput if rule == "throughput" else speeds.goodput
@@ -83,14 +80,13 @@ def scale(speeds: NodeSpeeds, rule: str, *, restart_delay_s: float = 30.0) -> Sc
     now_s = node_seconds = processed_samples = useful_samples = 0.0
     for epoch in range(application.max_epochs):
         one_node_rate = rate(1, epoch)[0]
-        # Above U of perfect scaling: the most nodes that are still at L or above.
+        # above U: take the most nodes that are still at L or above
         if not fixed and rate(nodes, epoch)[0] / (nodes * one_node_rate) > UPPER:
             candidates = range(nodes, speeds.most + 1)
             nodes = max(
                 (count for count in candidates if rate(count, epoch)[0] >= LOWER * count * one_node_rate), default=nodes
             )
         begin_s = now_s
-        # The first start, and every change, costs a restart for which the nodes are paid.
         if not epochs or nodes != epochs[-1].nodes:
             now_s += restart_delay_s
         _, batch, step_s = rate(nodes, epoch)
@@ -123,10 +119,10 @@ def autoscale(
     most: int = 16,
     restart_delay_s: float = 30.0,
 ) -> AutoscalingResult:
-    """Return what one training costs under the goodput scaler, the throughput scaler and on fixed clusters.
+    """Return one training's figures under the goodput scaler, the throughput scaler and on fixed clusters.
 
-    ``gpus``: GPUs per node; ``most``: nodes that may be rented at most. Raises InputError as :class:`NodeSpeeds`.
-    ``restart_delay_s``: seconds of each restart.
+    ``gpus``: GPUs per node; ``most``: largest number of nodes that may be rented; ``restart_delay_s``: seconds of each restart.
+    Raises InputError as :class:`NodeSpeeds` does.
     """
     speeds = NodeSpeeds(application, gpus, most)
     rules = ("throughput", "goodput", *(f"fixed-{count}" for count in FIXED if count <= most))

@@ -1,12 +1,10 @@
-"""Nodes, allocations and the few ways to place GPUs on nodes that the policies share.
+"""Nodes, allocations and the few ways to place GPUs on nodes that the policies share; nodes that fail, leave and come back.
 
-Nodes that fail, leave and come back: the events, seeded or given, and what they do to the cluster.
-
-A node fails, and its jobs save, as :class:`~ddltool.analyzers.job.planning.failures.Failures` says; each node draws from a
-stream of its own, so that every policy meets the same failures. Given events come on top: ``fail`` and
-``leave`` take a node away (``leave`` is announced, so its jobs save a checkpoint first), ``join`` brings it back; those of
-the same moment happen in the order given. A node is up while neither source holds it down. Nodes that join late or leave
-for good make the cluster elastic.
+Nodes fail, and jobs save checkpoints, by :class:`~ddltool.analyzers.job.planning.failures.Failures`; each node draws its
+failures from a random stream of its own, so that they are the same under every policy. Events may be given in addition:
+``fail`` and ``leave`` take a node away (``leave`` is announced, so that its jobs save a checkpoint first), ``join`` brings it
+back. Given events at the same time happen in the given order. A node is up unless a drawn failure or a given event holds it
+down. Nodes that join late or leave for good make the cluster elastic.
 """
 
 from __future__ import annotations
@@ -34,21 +32,21 @@ class ClusterSpec:
     gpus: tuple[int, ...]
     gpu_types: tuple[str, ...]
     partial: bool = False
-    """Whether nodes may be down: these have 0 GPUs and keep their number; a type that is down altogether is not there."""
+    """Whether nodes may be down. Such nodes have 0 GPUs and keep their number; a type without any GPU is not listed."""
 
     def __post_init__(self) -> None:
-        """Refuse a cluster without nodes, with a type missing, or with empty nodes that are not down."""
+        """Raise InputError for no nodes, unless there is one type per node, and for nodes without GPUs that are not down."""
         if not self.gpus or len(self.gpus) != len(self.gpu_types) or min(self.gpus) < (0 if self.partial else 1):
             raise InputError("cluster", "has no nodes, or nodes without GPUs", "give one count and one type per node")
 
     @classmethod
     def homogeneous(cls, nodes: int, gpus_per_node: int, gpu_type: str = "gpu") -> ClusterSpec:
-        """Return ``nodes`` equal nodes."""
+        """Return a cluster of ``nodes`` equal nodes."""
         return cls(gpus=(gpus_per_node,) * nodes, gpu_types=(gpu_type,) * nodes)
 
     @property
     def total_gpus(self) -> int:
-        """All GPUs of all types."""
+        """Number of GPUs of all types."""
         return sum(self.gpus)
 
     @property
@@ -57,7 +55,7 @@ class ClusterSpec:
         return tuple(dict.fromkeys(name for name, count in zip(self.gpu_types, self.gpus, strict=True) if count))
 
     def gpus_of(self, gpu_type: str) -> int:
-        """Return how many GPUs of one type there are."""
+        """Return the number of GPUs of one type."""
         return sum(count for count, name in zip(self.gpus, self.gpu_types, strict=True) if name == gpu_type)
 
     def nodes_of(self, gpu_type: str) -> tuple[int, ...]:
@@ -65,19 +63,19 @@ class ClusterSpec:
         return tuple(node for node, name in enumerate(self.gpu_types) if name == gpu_type and self.gpus[node])
 
     def of_type(self, gpu_type: str) -> ClusterSpec:
-        """Return the nodes of one type alone, numbered anew from 0 in the order of :meth:`nodes_of`."""
+        """Return a cluster of the nodes of one type, which are renumbered from 0 in the order of :meth:`nodes_of`."""
         nodes = self.nodes_of(gpu_type)
         return ClusterSpec(gpus=tuple(self.gpus[node] for node in nodes), gpu_types=(gpu_type,) * len(nodes))
 
     def by_type(self, allocation: Allocation) -> Counter[str]:
-        """Return how many GPUs of each type an allocation has."""
+        """Return GPU type -> number of GPUs in an allocation."""
         held = Counter[str]()
         for node, count in allocation:
             held[self.gpu_types[node]] += count
         return held
 
     def type_of(self, allocation: Allocation) -> str:
-        """Return the GPU type of an allocation. Raises CheckFailed when it mixes types."""
+        """Return the GPU type of an allocation. Raises CheckFailed when it has several types or no GPUs."""
         types = {self.gpu_types[node] for node, _ in allocation}
         if len(types) != 1:
             raise CheckFailed(f"an allocation spans the GPU types {', '.join(sorted(types)) or '(none)'}")
@@ -85,14 +83,14 @@ class ClusterSpec:
 
 
 def count_gpus(allocation: Allocation) -> int:
-    """Return how many GPUs an allocation has."""
+    """Return the number of GPUs in an allocation."""
     return sum(count for _, count in allocation)
 
 
 def free_gpus(cluster: ClusterSpec, allocations: Iterable[Allocation]) -> list[int]:
-    """Return the free GPUs per node, (N,). Raises CheckFailed when a node's GPUs are given out twice.
+    """Return the GPUs of each node (N,) that are in none of the ``allocations``.
 
-    ``allocations``: what was given out.
+    Raises CheckFailed when more of a node's GPUs are allocated than it has.
     """
     free = list(cluster.gpus)
     for allocation in allocations:
@@ -104,11 +102,10 @@ def free_gpus(cluster: ClusterSpec, allocations: Iterable[Allocation]) -> list[i
 
 
 def take_most_free(free: list[int], wanted: int, nodes: Sequence[int] | None = None) -> Allocation:
-    """Take ``wanted`` GPUs from the nodes with the most free ones first (ties: lowest node), and return them.
+    """Take ``wanted`` GPUs, always from the node with most free ones (ties: lowest node), and return the allocation.
 
-    This is how the published simulator places Tiresias' and Optimus' jobs. ``free`` (N,) is changed: it loses what is
-    taken. ``nodes``: take from these only; None: from all. Raises CheckFailed where the caller asks for more than is
-    free.
+    The published simulator places Tiresias' and Optimus' jobs in this way. ``free`` (N,) is changed: the GPUs are subtracted.
+    ``nodes``: those to take from; None: all. Raises CheckFailed where fewer than ``wanted`` are free.
     """
     candidates = range(len(free)) if nodes is None else nodes
     taken: list[tuple[int, int]] = []
@@ -124,10 +121,10 @@ def take_most_free(free: list[int], wanted: int, nodes: Sequence[int] | None = N
 
 
 def fewest_nodes(free: Sequence[int], order: Sequence[int], count: int) -> Allocation:
-    """Return ``count`` of the ``free`` (N,) GPUs on as few nodes as possible; () if there are too few.
+    """Return an allocation of ``count`` of the ``free`` (N,) GPUs on as few nodes as possible; () if there are too few.
 
-    ``order``: the nodes that may be used, those with the most free GPUs first. The last part goes to the node with the
-    fewest free GPUs that holds it, of equal ones to the first in ``order``.
+    ``order``: the nodes that may be used, those with the most free GPUs first. These are filled one after the other; the rest
+    goes to the node with the fewest free GPUs that has enough, in ties to the first in ``order``.
     """
     pieces: list[tuple[int, int]] = []
     for position, node in enumerate(order):
@@ -140,14 +137,14 @@ def fewest_nodes(free: Sequence[int], order: Sequence[int], count: int) -> Alloc
 
 
 def free_by_type(cluster: ClusterSpec, free: Sequence[int]) -> dict[str, int]:
-    """Return how many of the ``free`` (N,) GPUs are of each type, in the order of the cluster's types."""
+    """Return GPU type -> number of ``free`` (N,) GPUs of that type, in the order of the cluster's types."""
     return {name: sum(free[node] for node in cluster.nodes_of(name)) for name in cluster.type_names}
 
 
 def packed(cluster: ClusterSpec, replicas: int) -> tuple[int, ...]:
     """Return the GPUs per node of ``replicas`` packed on as few of the cluster's nodes as possible.
 
-    Where the cluster has too few GPUs it goes on with nodes of the smallest size.
+    Where the cluster has too few GPUs, more nodes of the smallest size are assumed.
 
     >>> packed(ClusterSpec.homogeneous(4, 4), 6)
     (4, 2)
@@ -160,9 +157,9 @@ def packed(cluster: ClusterSpec, replicas: int) -> tuple[int, ...]:
 
 
 def interfering(allocations: Mapping[int, Allocation]) -> set[int]:
-    """Return the jobs that span nodes and share one of them with another such job: their synchronisation competes.
+    """Return the indices of the jobs that span nodes and share one with another such job, so that their traffic competes.
 
-    ``allocations``: by job index.
+    ``allocations``: job index -> allocation.
     """
     spanning = {job: allocation for job, allocation in allocations.items() if len(allocation) > 1}
     users = Counter(node for allocation in spanning.values() for node, _ in allocation)
@@ -175,7 +172,7 @@ KINDS: tuple[Kind, ...] = ("fail", "leave", "join")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeEvent:
-    """What happens to node ``node`` (from 0, in the cluster's order) at ``time_s``."""
+    """An event of node ``node`` (from 0, in the cluster's order) at ``time_s`` seconds."""
 
     time_s: float
     node: int
@@ -184,11 +181,11 @@ class NodeEvent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeFailures(Failures):
-    """Failures by the model of one job's plan, where a node is what fails as one, and given events on top.
+    """Failures of whole nodes, by the model for one job's plan with nodes as its devices, and given events.
 
-    A running job saves a checkpoint every ``checkpoint_interval_s`` of training (None: what loses least on as many nodes as it
-    has) and whenever the policy stops it, which costs nothing beyond the restart delay. Its restart is the replay's own. Raises
-    InputError for values that make no sense.
+    A running job saves a checkpoint every ``checkpoint_interval_s`` of training (None: the best interval for the number of its
+    nodes) and whenever the policy stops it, which takes no time beyond the restart delay. ``restart_s`` is not used: the replay
+    has its own restart delay. Raises InputError for values out of range.
     """
 
     checkpoint_s: float = 0.0
@@ -198,7 +195,7 @@ class NodeFailures(Failures):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse times out of range, in whatever unit they were meant, and events that no node can have."""
+        """Raise InputError for times out of range, and for events with a negative time or node or an unknown kind."""
         Failures.__post_init__(self)  # super() does not know a dataclass with slots
         if not self.repair_s:
             raise InputError("repair", "is 0 s", "above 0 and at most 604800 seconds (a week)")
@@ -219,9 +216,9 @@ class NodeFailures(Failures):
 
 
 class NodeStates:
-    """Which nodes are up, as time goes by: :meth:`next_s`, then :meth:`pop`. The stream of drawn failures never ends.
+    """The nodes that are up over time: call :meth:`next_s` for the time of the next event, then :meth:`pop` to apply it.
 
-    O(log N) per event. Nodes start up; same seed, same events to the bit, whatever the jobs do.
+    All nodes are up at the beginning. Drawn failures never end, and depend on the seed alone. O(log N) per event.
     """
 
     def __init__(self, failures: NodeFailures, cluster: ClusterSpec) -> None:
@@ -229,13 +226,13 @@ class NodeStates:
         failures.check(cluster)
         self.failures = failures
         self.down_until: dict[int, float] = {}
-        """Nodes under repair, and the second at which each is up again."""
+        """Node under repair -> second at which it is repaired."""
         self.away: set[int] = set()
         """Nodes that a given event took away."""
         self.failed = 0
-        """How many nodes that were up have failed."""
+        """Number of failures of nodes that were up."""
         self._given_events = sorted(failures.events, key=lambda event: event.time_s)[::-1]
-        """Given events that are still to come, the next one last."""
+        """Given events that have not happened yet, the next one last."""
         self._drawn_events: list[tuple[float, int]] = []
         """Heap of (seconds, node): the next failure of each node, or the end of its repair where it is down."""
         if failures.mtbf_s < math.inf:
@@ -249,28 +246,31 @@ class NodeStates:
 
     @property
     def returns(self) -> bool:
-        """Whether some node that is down is certain to be up again."""
+        """Whether some node that is down will come back."""
         return bool(self.down - self.gone)
 
     @property
     def gone(self) -> frozenset[int]:
-        """Nodes that a given event took away and that no later one brings back."""
+        """Nodes that a given event took away and no later one brings back."""
         return frozenset(self.away) - {event.node for event in self._given_events if event.kind == "join"}
 
     def next_s(self) -> float:
-        """Return when something happens next; inf if nothing will."""
+        """Return the second of the next event; inf if there is none."""
         given_s = self._given_events[-1].time_s if self._given_events else math.inf
         return min(given_s, self._drawn_events[0][0] if self._drawn_events else math.inf)
 
     def pop(self) -> tuple[list[int], list[int]]:
-        """Apply the next event and return (nodes that failed, nodes that left) by it; both are empty where a node came back."""
+        """Apply the next event, and return (nodes that failed, nodes that left) by it.
+
+        Both are [] where a node came back, or where the event changes nothing because the node was down already.
+        """
         before, kind = self.down, self._advance()
         lost = sorted(self.down - before)
         self.failed += len(lost) * (kind == "fail")
         return (lost, []) if kind == "fail" else ([], lost)
 
     def _life_s(self, node: int) -> float:
-        """Return how many seconds a node lives from its repair to its next failure, drawn from its own stream."""
+        """Return the seconds from a node's repair to its next failure, drawn from the node's own stream."""
         return float(self._generators[node].exponential(self.failures.mtbf_s))
 
     def _advance(self) -> Kind:
@@ -290,7 +290,7 @@ class NodeStates:
 
 
 def without(cluster: ClusterSpec, down: Collection[int]) -> ClusterSpec:
-    """Return the cluster with 0 GPUs on the nodes that are down; numbers of nodes stay.
+    """Return the cluster with 0 GPUs on the nodes that are ``down``; nodes keep their numbers.
 
     >>> without(ClusterSpec.homogeneous(3, 4), [1]).gpus
     (4, 0, 4)

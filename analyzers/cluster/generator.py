@@ -1,9 +1,9 @@
-"""Synthetic workloads, seeded: when jobs arrive, of which size class, and what they ask for. Start at :func:`generate`.
+"""Synthetic workloads: the jobs' arrivals, size classes and requests, by a seed. Start at :func:`generate`.
 
 Size classes are those of Pollux (section 5.1) by total GPU time: small up to 1 GPU-hour, medium to 10, large to 100, xlarge
 above. Applications of a class come from Pollux's Table 1 (:data:`POLLUX`), or from given applications
 (:func:`templates`), whose requests follow its rule: GPUs that reach 50 to 80 % of linear speed-up at their best batch.
-Nothing here was measured on a cluster: every workload is labelled synthetic in its jobs' names.
+Nothing here was measured on a cluster, so the jobs' names say that a workload is synthetic.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ SIZE_CLASSES: Mapping[str, float] = {"small": 1.0, "medium": 10.0, "large": 100.
 CLASS_SHARES: Mapping[str, float] = {"small": 0.72, "medium": 0.20, "large": 0.06, "xlarge": 0.02}
 """Share of jobs by class: the sums of Pollux's Table 1."""
 PATTERNS = ("constant", "poisson", "diurnal")
-# Relative rates over eight equal parts of the span: up to three times the first in the fourth. The shape is chosen.
+# Relative rates in eight equal parts of the span; the shape is our choice.
 _DIURNAL = (1.0, 1.4, 2.2, 3.0, 2.4, 1.8, 1.4, 1.2)
 _MOST_JOBS, _MOST_HOURS = 10_000_000, 87_600.0
-# GPUs that a user who knows how the job scales asks for reach this share of linear speed-up (Pollux, section 5.1).
+# Range of the share of linear speed-up that requested GPUs reach (Pollux, section 5.1).
 _LEAST_EFFICIENCY, _MOST_EFFICIENCY = 0.5, 0.8
 _MOST_REQUESTED = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """An application, its size class, its share of the jobs, and the (GPUs, total batch size) that its jobs ask for."""
+    """An application, its size class, its share of the jobs, and the (GPUs, total batch size) that its jobs may request."""
 
     application: str
     size: str
@@ -56,10 +56,10 @@ POLLUX: tuple[Template, ...] = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pattern:
-    """How many jobs over how many hours, arriving how: see :data:`PATTERNS`. Raises InputError naming the field.
+    """The number of jobs, the hours over which they arrive, and the pattern of arrivals (:data:`PATTERNS`).
 
-    ``constant``: equal gaps; ``poisson``: a Poisson process given its number of jobs; ``diurnal``: the same with a rate
-    that rises to three times its first value before the middle of the span and falls again.
+    ``constant``: equal gaps; ``poisson``: a Poisson process with the given number of jobs; ``diurnal``: the same with a rate
+    that rises to three times its first value before the middle of the span and falls again. Raises InputError naming the field.
     """
 
     jobs: int = 160
@@ -68,7 +68,7 @@ class Pattern:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse numbers out of range and unknown patterns."""
+        """Raise InputError for a number out of range and an unknown pattern."""
         if not 1 <= self.jobs <= _MOST_JOBS:
             raise InputError("jobs", f"is {self.jobs}", f"from 1 to {_MOST_JOBS}")
         if not 0 < self.hours <= _MOST_HOURS:
@@ -89,15 +89,12 @@ def size_class(gpu_hours: float) -> str:
 
 
 def class_indices(gpu_hours: Floats) -> Places:
-    """Return for n total GPU times, in hours, the index (n,) of each one's class in :data:`SIZE_CLASSES`."""
+    """Return (n,) the indices in :data:`SIZE_CLASSES` of the classes of n total GPU times in hours."""
     return np.searchsorted(np.array(list(SIZE_CLASSES.values())[:-1]), gpu_hours, side="right")
 
 
 def arrivals(pattern: Pattern) -> Floats:
-    """Return the submission times (jobs,), whole seconds, ascending.
-
-    ``pattern``: how many, over how long, and how they arrive.
-    """
+    """Return the submission times (jobs,) by ``pattern``, in whole seconds, ascending."""
     generator = np.random.default_rng([pattern.seed, 0])
     span_s = 3600.0 * pattern.hours
     if pattern.pattern == "constant":
@@ -106,15 +103,15 @@ def arrivals(pattern: Pattern) -> Floats:
     if pattern.pattern == "diurnal":
         rates = np.array(_DIURNAL)
         cumulative_rates = np.concatenate([[0.0], np.cumsum(rates) / rates.sum()])
-        # The inverse of the cumulative rate turns evenly drawn positions into arrivals at that rate.
+        # the inverse of the cumulative rate turns uniformly drawn positions into arrivals with that rate
         positions = np.interp(positions, cumulative_rates, np.linspace(0.0, 1.0, len(cumulative_rates)))
     return np.sort(np.floor(positions * span_s))
 
 
 def generate(pattern: Pattern, templates: Sequence[Template] = POLLUX) -> list[JobSpec]:
-    """Return a workload of ``pattern.jobs`` jobs named ``synthetic-1``, ..., drawn from the templates' shares.
+    """Return a workload of ``pattern.jobs`` jobs named ``synthetic-1``, ..., drawn by the templates' shares.
 
-    Same pattern and templates, same jobs. Raises InputError when there is nothing to draw from.
+    It depends on the pattern and the templates alone. Raises InputError when no template has a share above 0.
     """
     shares = np.array([template.share for template in templates])
     if not templates or not (np.isfinite(shares).all() and (shares >= 0).all() and shares.sum() > 0):
@@ -130,7 +127,7 @@ def make_specs(
 ) -> list[JobSpec]:
     """Return n jobs named ``PREFIX-1``, ...: job i of ``templates[indices[i]]``, submitted at ``times_s[i]``.
 
-    What a job requests is drawn evenly from its template's requests. ``generator``: draws the requests.
+    ``generator`` draws each job's request evenly from its template's requests.
     """
     # A uniform number times the number of requests, rounded down, is the index of one of them.
     request_counts = np.array([len(template.requests) for template in templates])
@@ -146,8 +143,9 @@ def make_specs(
 def templates(applications: Mapping[str, Application], cluster: ClusterSpec) -> tuple[Template, ...]:
     """Return templates of ``applications`` on ``cluster``: class by the GPU time on one GPU, requests by Pollux's rule.
 
-    Applications of Pollux's Table 1 keep their published class. A class's share is split evenly between its applications;
-    shares of classes that have none go to the others in proportion.
+    Applications of Pollux's Table 1 keep their published class, and those without measurements on the cluster's types are left
+    out. A class's share is divided evenly among its applications. Classes without one leave theirs out, so that shares may sum
+    to less than 1; draws scale them to 1.
     """
     published = {template.application: template.size for template in POLLUX}
     sized = []
@@ -167,9 +165,9 @@ def templates(applications: Mapping[str, Application], cluster: ClusterSpec) -> 
 def _requests(
     application: Application, cluster: ClusterSpec, gpu_type: str
 ) -> tuple[float, tuple[tuple[int, int], ...]]:
-    """Return the seconds of the training on one GPU at the best batch size, and the requests of its jobs.
+    """Return the seconds of the training on one GPU at the best batch size, and the requests of the application's jobs.
 
-    Requests are (GPUs, measured batch size) that reach 50 to 80 % of linear speed-up; where none does, one GPU.
+    Requests are the (GPUs, measured batch size) that reach 50 to 80 % of linear speed-up; where none does, one GPU.
     """
     type_nodes, batch_sizes = cluster.of_type(gpu_type), application.batch_sizes.tolist()
 
@@ -184,7 +182,7 @@ def _requests(
 
     alone_s, alone_batch = best_training(1)
     most_gpus = min(type_nodes.total_gpus, application.max_replicas, _MOST_REQUESTED)
-    # People ask for few GPUs, or for whole nodes of four.
+    # users request few GPUs, or whole nodes of four
     counts = [count for count in range(2, most_gpus + 1) if count <= 4 or count % 4 == 0]
     efficient = [
         (count, batch)

@@ -1,10 +1,10 @@
-"""What a replay reads: a workload or a cluster's trace, the cluster, node events, and the truth about the applications.
+"""Reads the input of a replay: a workload or a cluster's trace, the cluster, node events, and the applications.
 
-That truth is measured traces, fitted models (kind ``ddltool.goodput``), or both.
+Applications are read from measured traces, fitted models (kind ``ddltool.goodput``), or both: :func:`read_truth`.
 
-Traces of clusters are Microsoft's Philly (JSON), SenseTime's Helios, Acme's, Alibaba's of 2020 and 2023 (CSV), and tables
-alike. They say when a job came, how many GPUs it had and for how long; not what it trained. As Pollux does (section 5.1), each
-job is replaced by an application of the same size class by GPU time (:func:`to_workload`). Formats:
+Traces of clusters are Microsoft's Philly (JSON), SenseTime's Helios, Acme's, Alibaba's of 2020 and 2023 (CSV), and similar
+tables. They say when a job was submitted, how many GPUs it had and for how long, but not what it trained. As in Pollux (section
+5.1), each job is replaced by an application of the same size class by GPU time (:func:`to_workload`). Formats:
 github.com/msr-fiddle/philly-traces, ``cluster_job_log`` (a list of jobs with ``jobid``, ``submitted_time``,
 ``attempts[].{start_time,end_time,detail[].gpus[]}``);
 github.com/S-Lab-System-Group/HeliosData, ``cluster_log.csv`` (``job_id,gpu_num,submit_time,duration``, ...), as in
@@ -65,7 +65,10 @@ _LONGEST_S, _LONGEST_STEP_S = 315_360_000.0, 3600.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FittedModel:
-    """A fitted model in place of an application's traces: its file, and what it does not know (``job``), ``given`` as text."""
+    """A fitted model that takes the place of an application's traces.
+
+    ``file``: the model; ``job``: what the model does not say of the job; ``given``: ``job`` as the user wrote it.
+    """
 
     application: str
     file: Path
@@ -75,7 +78,7 @@ class FittedModel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Truth:
-    """How fast and how far per step the applications train; ``source`` and ``assumed`` say where that is from."""
+    """The applications by name; ``source``: in words, where they are from; ``assumed``: remarks on what they assume."""
 
     applications: dict[str, Application]
     source: str
@@ -83,7 +86,7 @@ class Truth:
 
 
 def read_cluster(path: Path) -> ClusterSpec:
-    """Return the nodes of a cluster.yaml (kind ``ddltool.cluster``), in file order."""
+    """Return the nodes of a cluster.yaml (kind ``ddltool.cluster``), in file order. Raises InputError for a bad file."""
     cluster = load(path, Cluster)
     total = sum(group.count * group.devices.count for group in cluster.nodes)
     if not 0 < total <= _MOST_GPUS:
@@ -95,8 +98,8 @@ def read_cluster(path: Path) -> ClusterSpec:
 def read_workload(path: Path) -> list[JobSpec]:
     """Return the jobs of a CSV with the columns ``name,time,application,num_replicas,batch_size``, by row.
 
-    Raises InputError naming row and column: missing columns, names that stand twice, anything that is no number where
-    one is needed; and for a cluster's trace, which is no workload yet.
+    Raises InputError naming row and column for missing columns, repeated names and bad numbers, and for a cluster's trace,
+    which must be converted to a workload first.
     """
     frame = None if is_json(path) else read_table(path, WORKLOAD)
     if frame is None or is_trace(frame):
@@ -133,7 +136,7 @@ def workload_csv(workload: WorkloadResult) -> str:
 
 
 def generated(pattern: Pattern, folders: Sequence[Path], cluster: ClusterSpec | None) -> WorkloadResult:
-    """Return a synthetic workload of the applications of :func:`read_templates`."""
+    """Return a synthetic workload by ``pattern``, of the applications that :func:`read_templates` returns."""
     source = f"synthetic: {','.join(f'{key}={value}' for key, value in asdict(pattern).items())}"
     return WorkloadResult(source=source, jobs=generate(pattern, read_templates(folders, cluster)))
 
@@ -141,10 +144,11 @@ def generated(pattern: Pattern, folders: Sequence[Path], cluster: ClusterSpec | 
 def read_jobs(
     path: Path, templates_of: Callable[[], Sequence[Template]], *, jobs: int | None, hours: float | None, seed: int
 ) -> tuple[list[JobSpec], str]:
-    """Return the jobs of a workload, or of a cluster's trace (told by its columns, or JSON) and a remark about these.
+    """Return the jobs of a workload and "", or those of a cluster's trace and a remark on their conversion.
 
-    Of a trace ``jobs`` of the busiest ``hours`` are taken, None: all; ``templates_of`` returns the templates from which
-    applications are drawn for them, as :func:`read_templates`.
+    A trace is recognised by its columns, or by being JSON. Of a trace, ``jobs`` jobs (None: all) of the busiest ``hours``
+    (None: of the whole time) are taken; ``templates_of`` is called for the templates from which applications are drawn by
+    ``seed``.
     """
     if is_json(path):
         trace = read_philly(from_json(read_text(path), str(path)), str(path))
@@ -169,8 +173,9 @@ def read_jobs(
 def read_templates(folders: Sequence[Path], cluster: ClusterSpec | None) -> tuple[Template, ...]:
     """Return the templates from which generated and converted jobs are drawn, with requests that fit the cluster.
 
-    They are those of Pollux's Table 1 whose application has traces in ``folders``, all without ``folders``; where none
-    has, templates of every application in ``folders``, for which there must be a cluster.
+    They are those of Pollux's Table 1 whose application has traces in ``folders`` (all of them without ``folders``). Where no
+    application has, they are made from every application in ``folders``; then InputError is raised without a ``cluster``.
+    ``cluster`` None: requests of any size.
     """
     names = sorted({path.name for folder in folders if folder.is_dir() for path in folder.iterdir() if path.is_dir()})
     candidates = tuple(template for template in POLLUX if not folders or template.application in names)
@@ -181,7 +186,7 @@ def read_templates(folders: Sequence[Path], cluster: ClusterSpec | None) -> tupl
     if cluster is None:
         return candidates
     most_gpus = max(cluster.gpus_of(name) for name in cluster.type_names)
-    # A job must not ask for more GPUs of one type than there are.
+    # a job must not request more GPUs than there are of one type
     fitting = [
         replace(template, requests=tuple(request for request in template.requests if request[0] <= most_gpus))
         for template in candidates
@@ -190,9 +195,9 @@ def read_templates(folders: Sequence[Path], cluster: ClusterSpec | None) -> tupl
 
 
 def read_events(path: Path, nodes: int) -> tuple[NodeEvent, ...]:
-    """Return the node events of a CSV ``time,node,event``: seconds, node from 0 of ``nodes``, one of fail, leave, join.
+    """Return the node events in a CSV with the columns ``time`` (seconds), ``node`` (from 0) and ``event`` (fail, leave, join).
 
-    Raises InputError naming file, row and column.
+    ``nodes``: number of nodes of the cluster. Raises InputError naming file, row and column.
     """
     frame = read_columns(path, _EVENTS)
     times = numbers(frame, "time", path)
@@ -206,9 +211,9 @@ def read_events(path: Path, nodes: int) -> tuple[NodeEvent, ...]:
 
 
 def read_truth(jobs: Sequence[JobSpec], folders: Sequence[Path], models: Sequence[FittedModel]) -> Truth:
-    """Return the truth about the jobs' applications: fitted ``models`` where there are some, else traces.
+    """Return the jobs' applications, each from its model in ``models`` if there is one, else from traces in ``folders``.
 
-    Raises InputError for an application with neither, for a model of none, and for files that cannot be read.
+    Raises InputError for an application with neither, for a model whose application no job has, and for bad files.
     """
     names = {job.application for job in jobs}
     applications: dict[str, Application] = {}
@@ -235,9 +240,9 @@ def read_truth(jobs: Sequence[JobSpec], folders: Sequence[Path], models: Sequenc
 def read_applications(folders: Sequence[Path], names: Sequence[str]) -> dict[str, Application]:
     """Return the applications ``names`` from folders that hold one folder of traces each.
 
-    An application's folder holds ``placements.csv`` and ``scalability.csv`` for any GPU type, or
-    ``placements-TYPE.csv`` and ``scalability-TYPE.csv`` per type, and ``validation-BATCH.csv``; what one folder lacks
-    may stand in a later one. Raises InputError naming the file, row and column.
+    An application's folder holds ``placements.csv`` and ``scalability.csv`` for any GPU type, or ``placements-TYPE.csv`` and
+    ``scalability-TYPE.csv`` per type, and ``validation-BATCH.csv``. What is missing in one of ``folders`` may be in a later
+    one. Raises InputError naming the file, row and column.
     """
     for folder in folders:
         if not folder.is_dir():
@@ -262,7 +267,7 @@ def read_applications(folders: Sequence[Path], names: Sequence[str]) -> dict[str
 
 
 def _step_times(folder: Path) -> dict[str, MeasuredTimes]:
-    """Return the step times in one application's folder by GPU type; :data:`ANY_TYPE` for files that name no type."""
+    """Return GPU type -> step times in one application's folder; the type is :data:`ANY_TYPE` for files that name none."""
     times = {}
     for path in sorted(folder.glob("placements*.csv")):
         suffix = path.stem.removeprefix("placements")
@@ -288,7 +293,7 @@ def _step_times(folder: Path) -> dict[str, MeasuredTimes]:
 
 
 def _step_and_sync(frame: pd.DataFrame, path: Path) -> Floats:
-    """Return the step and sync times (n, 2) of a table, in seconds. Raises InputError where the sync is no part of the step."""
+    """Return the step and sync times (n, 2) of a table, in seconds. Raises InputError for a sync not shorter than its step."""
     hour = f"seconds, at most {_LONGEST_STEP_S:.0f} (an hour)"
     step = numbers(frame, "step_time", path, maximum=_LONGEST_STEP_S, remedy=hour)
     sync = numbers(frame, "sync_time", path)
@@ -297,7 +302,10 @@ def _step_and_sync(frame: pd.DataFrame, path: Path) -> Floats:
 
 
 def _validation(folder: Path) -> list[Validation]:
-    """Return the validation runs in one application's folder, one a file. Raises InputError unless all have as many epochs."""
+    """Return the validation runs in one application's folder, one per file; [] without files.
+
+    Raises InputError for a bad file, and unless all have the same number of epochs.
+    """
     runs: list[Validation] = []
     path_by_epochs: dict[int, Path] = {}
     for path in sorted(folder.glob("validation-*.csv")):
@@ -313,7 +321,7 @@ def _validation(folder: Path) -> list[Validation]:
             (short, short_path), (long, long_path) = sorted(path_by_epochs.items())
             problem = f"has {short} epochs; {long_path.name} has {long}"
             raise InputError(str(short_path), problem, "as many in all validation files; this one may be cut off")
-        del columns["metric"]  # read, so that a file is whole; nothing here depends on it
+        del columns["metric"]  # it was read only to check the file
         runs.append(Validation(batch_size=int(digits), **columns))
     return runs
 
@@ -327,7 +335,7 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     "end": ("end_time", "deletion_time"),
     "instances": ("inst_num", "num_inst", "worker_num"),
 }
-"""Names under which a table may hold each column; start and end may stand for the duration. GPUs are an instance's."""
+"""Key -> names of the column in tables. Start and end may replace the duration. With instances, GPUs are per instance."""
 _START, _END = "start_time", "end_time"
 _PERCENT, _MILLI = "plan_gpu", "gpu_milli"
 _ZONE = r"\s*(?:PST|PDT|UTC|GMT|[+-]\d\d:\d\d)$"
@@ -336,15 +344,15 @@ _SPAN = "times within ten years"
 ACCEPTED = "a cluster's trace has {submit}; {gpus}; and {duration} (seconds), or {start} and {end}".format(
     **{key: " or ".join(names) for key, names in COLUMNS.items()}
 )
-"""The columns of a trace, for people."""
+"""The columns of a trace in words, for errors."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ClusterTrace:
-    """n jobs in order of submission: ``submit_s`` (n,) from the first one on, ``gpus`` (n,), ``gpu_hours`` (n,).
+    """n jobs in order of submission: ``submit_s`` (n,) since the first submission, ``gpus`` (n,), ``gpu_hours`` (n,).
 
-    ``skipped`` counts the jobs that were left out, by reason: no GPU, never started. ``censored`` counts those that still
-    ran when the log ended: their GPU time is what they had until then, which is less than they took.
+    ``skipped``: reason -> number of jobs that were left out (no GPU, never started). ``censored``: number of jobs that were
+    still running when the log ended; their GPU time is that until then, which is less than they really took.
     """
 
     submit_s: Floats
@@ -355,7 +363,7 @@ class ClusterTrace:
 
 
 def is_json(path: Path) -> bool:
-    """Return whether a file holds JSON: its name says so, or it begins with a bracket, as Philly's log has no telling name."""
+    """Return whether a file holds JSON, by its name or because it begins with a bracket (Philly's log has no such name)."""
     if ".json" in path.suffixes:
         return True
     with suppress(InputError), opened(path) as file:
@@ -365,13 +373,13 @@ def is_json(path: Path) -> bool:
 
 
 def is_trace(frame: pd.DataFrame) -> bool:
-    """Return whether a table is a cluster's trace and not a workload: it says when jobs came and how many GPUs they had."""
+    """Return whether a table is a cluster's trace: it has a column of submissions and one of GPUs."""
     chosen = _chosen(frame)
     return bool(chosen["gpus"] and chosen["submit"])
 
 
 def _chosen(frame: pd.DataFrame) -> dict[str, str]:
-    """Return the table's column for each key of :data:`COLUMNS`, "" for none; Alibaba's tasks are submitted at their start."""
+    """Return key of :data:`COLUMNS` -> the table's column, "" for none; Alibaba's tasks are submitted at their start."""
     chosen = {key: next((name for name in names if name in frame.columns), "") for key, names in COLUMNS.items()}
     if chosen["gpus"] == _PERCENT and not chosen["submit"]:
         chosen["submit"] = chosen["start"]
@@ -381,8 +389,8 @@ def _chosen(frame: pd.DataFrame) -> dict[str, str]:
 def read_table_trace(frame: pd.DataFrame, where: str) -> ClusterTrace:
     """Return the jobs of a table with the columns of :data:`COLUMNS`. Times are seconds or ``YYYY-MM-DD HH:MM:SS``.
 
-    A job of Alibaba's 2020 trace has a row for each task, GPUs in percent, and came when its first task began; the 2023
-    trace has shares of a GPU in thousandths. A job that had not ended counts with its GPU time until the last time in
+    In Alibaba's 2020 trace a job has a row per task, with GPUs in percent, and counts as submitted when its first task began;
+    the 2023 trace has shares of a GPU in thousandths. A job that had not ended counts with its GPU time until the last time in
     the log. Raises InputError naming row and column. O(n log n), vectorised.
     """
     chosen = _chosen(frame)
@@ -411,26 +419,27 @@ def read_table_trace(frame: pd.DataFrame, where: str) -> ClusterTrace:
         demand(~bad, run_s, chosen["end"], where, remedy, said=f"less {chosen['start']} is ")
     started = ~np.isnan(start)
     end = _seconds(frame[chosen["end"]]) if chosen["end"] else start + run_s
-    # The last time that the log says: what still ran then is censored.
+    # The last time in the log; jobs that were still running then are censored.
     log_end_s = np.max(np.concatenate([submit[~np.isnan(submit)], start[started], end[~np.isnan(end)]]), initial=0.0)
     until_now = np.where(started & np.isnan(run_s), gpus * (log_end_s - start) / 3600.0, np.nan)
     hours = gpus * run_s / 3600.0
     if has_tasks:
-        # One row for each job: its first submission, the GPUs and GPU time of all its tasks.
+        # one row per job: the first submission, and the sums of GPUs and GPU time of its tasks
         tasks_frame = pd.DataFrame({"submit": submit, "gpus": gpus, "hours": hours, "until_now": until_now})
         by_job = tasks_frame.groupby(frame[chosen["name"]].to_numpy(), sort=False)
         totals = by_job.agg({"submit": "min", "gpus": "sum"}).join(by_job[["hours", "until_now"]].sum(min_count=1))
-        # What had ended counts as well where another task of the job still runs.
+        # where one task of a job still runs, the job's ended tasks count as well
         totals["until_now"] += totals["hours"].fillna(0.0)
         submit, gpus, hours, until_now = (totals[name].to_numpy() for name in totals)
     return _trace(submit, gpus, hours, until_now, where)
 
 
 def read_philly(document: Any, where: str) -> ClusterTrace:
-    """Return the jobs of Philly's ``cluster_job_log``. A job's GPUs are those of its last attempt, its GPU time that of all.
+    """Return the jobs of Philly's ``cluster_job_log``, which is the content of the file ``where``.
 
-    Attempts without a start or an end count nothing. A job none of whose attempts ended counts from its first start
-    until the last time in the log. Raises InputError naming the job (from 1) and the field.
+    A job's GPUs are those of its last attempt, its GPU time is that of all attempts with a start and an end. A job without such
+    attempts counts from its first start until the last time in the log. Raises InputError naming the job (from 1) and the
+    field.
     """
     if not isinstance(document, list):
         raise InputError(where, "is no list of jobs", "give Philly's cluster_job_log: a JSON list")
@@ -474,14 +483,14 @@ def read_philly(document: Any, where: str) -> ClusterTrace:
 
 
 def busiest(trace: ClusterTrace, hours: float) -> ClusterTrace:
-    """Return the jobs of the span of ``hours`` in which most jobs came, beginning at a full hour; times from its start.
+    """Return the jobs of the span of ``hours`` with most submissions, which begins at a full hour; times are since its start.
 
     Source: Pollux, section 5.1, which samples from the busiest eight hours.
     """
     if not 0 < hours <= _LONGEST_S / 3600:
         raise InputError("hours", f"is {hours:g}", "above 0 and at most ten years")
     starts = np.arange(0.0, trace.submit_s[-1] + _BUSY_STEP_S, _BUSY_STEP_S)
-    # How many jobs came within the span after each full hour.
+    # first and last job, exclusive, of the span after each full hour
     low = np.searchsorted(trace.submit_s, starts)
     high = np.searchsorted(trace.submit_s, starts + 3600.0 * hours)
     best = int(np.argmax(high - low))
@@ -493,11 +502,11 @@ def busiest(trace: ClusterTrace, hours: float) -> ClusterTrace:
 def to_workload(
     trace: ClusterTrace, templates: Sequence[Template], *, jobs: int | None = None, seed: int = 0
 ) -> tuple[list[JobSpec], dict[str, int]]:
-    """Return a workload: ``jobs`` of the trace (None: all), each an application of its size class; and jobs per class.
+    """Return a workload of ``jobs`` jobs of the trace (None: all), and size class -> number of jobs.
 
-    Within a class applications are drawn by their shares, requests evenly (Pollux, section 5.1); a class without an
-    application gets those of the nearest class that has one. Same seed, same jobs. ``templates``: applications with
-    their classes, shares and requests.
+    Each job becomes an application of its size class by GPU time: applications are drawn by their shares, and requests evenly
+    (Pollux, section 5.1). A class without an application takes those of the nearest class that has one. ``templates``:
+    applications with their classes, shares and requests. The same seed gives the same jobs.
     """
     if not templates:
         raise InputError("templates", "are none", "give at least one application")
@@ -524,13 +533,12 @@ def to_workload(
 
 
 def _trace(submit: Floats, gpus: Floats, hours: Floats, until_now: Floats, where: str) -> ClusterTrace:
-    """Return the jobs that ran on GPUs, in order of submission from 0 s on; all arrays are (n,), one value a job.
+    """Return the trace of the jobs that ran on GPUs, in order of submission; arguments are (n,), one value per job.
 
-    ``submit``: seconds; ``hours``: GPU hours, NaN where unknown; ``until_now``: the GPU hours up to the log's end of
-    jobs that were then still running, NaN for others.
+    ``submit``: seconds; ``hours``: GPU hours, NaN where unknown; ``until_now``: GPU hours until the log's end of the jobs that
+    were still running then, NaN for others. Raises InputError, with ``where`` as the file, where no job ran on a GPU.
     """
     running = ~np.isnan(until_now)
-    # Still running at the end of the log: what it had until then.
     hours = np.where(running, until_now, hours)
     unknown = np.isnan(hours)
     usable = np.flatnonzero(~unknown & (gpus > 0))
@@ -548,9 +556,9 @@ def _trace(submit: Floats, gpus: Floats, hours: Floats, until_now: Floats, where
 
 
 def _fields(document: Sequence[Any], name: str, where: str) -> list[Any]:
-    """Return the field ``name`` of every job of Philly's log. Raises InputError naming the job (from 1) that lacks it.
+    """Return the field ``name`` of every job in Philly's log, the file ``where``.
 
-    ``where``: the file.
+    Raises InputError naming the job (from 1) that lacks it.
     """
     values = []
     for number, job in enumerate(document, start=1):
@@ -563,7 +571,7 @@ def _fields(document: Sequence[Any], name: str, where: str) -> list[Any]:
 
 
 def _seconds(values: pd.Series[Any]) -> Floats:
-    """Return seconds (n,): numbers as they are, dates since 1970 (their zone's name dropped), NaN for anything else."""
+    """Return ``values`` as seconds (n,): numbers unchanged, dates since 1970 (zones are ignored), NaN for anything else."""
     seconds = pd.to_numeric(values, errors="coerce").to_numpy(dtype=np.float64, copy=True)
     unparsed = np.flatnonzero(np.isnan(seconds))
     if unparsed.size:
@@ -572,7 +580,7 @@ def _seconds(values: pd.Series[Any]) -> Floats:
         if date_texts.str.endswith(("T", "C", ":00")).any():
             date_texts = date_texts.str.replace(_ZONE, "", regex=True)
         dates = pd.to_datetime(date_texts, format="%Y-%m-%d %H:%M:%S", errors="coerce").to_numpy()
-        # In whole seconds, as numpy counts them: years far from 1970 do not fit into nanoseconds.
+        # whole seconds, because years far from 1970 do not fit into 64 bits of nanoseconds
         date_seconds = dates.astype("datetime64[s]").astype(np.int64).astype(np.float64)
         seconds[unparsed] = np.where(np.isnat(dates), np.nan, date_seconds)
     return seconds
@@ -581,8 +589,8 @@ def _seconds(values: pd.Series[Any]) -> Floats:
 def _times(values: pd.Series[Any], where: str, *, missing: bool = False) -> Floats:
     """Return a column's times in seconds, (n,); an empty value is NaN where ``missing`` ones are allowed.
 
-    Raises InputError for what is no time, and for times more than ten years apart: one of them is mistyped, or dates
-    and seconds stand in one column.
+    Raises InputError, with ``where`` as the file, for values that are not times, for a column that mixes dates and seconds, and
+    for times more than ten years apart, because one of these must be mistyped.
     """
 
     def refuse(row: int, problem: str, remedy: str) -> InputError:
@@ -594,7 +602,7 @@ def _times(values: pd.Series[Any], where: str, *, missing: bool = False) -> Floa
     is_bad = (~np.isfinite(seconds) | (seconds < 0)) & ~empty
     if is_bad.any():
         raise refuse(int(is_bad.argmax()), "", "YYYY-MM-DD HH:MM:SS, or seconds >= 0")
-    # A column of dates has no bare numbers, and the other way round.
+    # all values must be dates, or all must be numbers
     present = ~np.isnan(seconds)
     if present.any():
         numeric, first = pd.to_numeric(values, errors="coerce").notna().to_numpy(), int(present.argmax())

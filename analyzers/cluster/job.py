@@ -1,10 +1,10 @@
-"""A job in the simulator: its truth, what it believes, its batch, and when its current epoch ends.
+"""A job in the simulator: its truth, its beliefs, its batch, and the end of its current epoch.
 
-It believes a throughput model (Pollux, section 3.2) fitted to what it has seen so far
-(:func:`ddltool.analyzers.job.goodput.fit.refit`). What was never seen is taken as in the published simulator, which decides how
-a job explores: half of ``T_grad`` is constant while one batch size was seen; synchronisation within a node never seen is
-nothing, and across nodes never seen it is 1.1 times that within. Every job has its own :class:`Beliefs`, as in Pollux,
-unless a policy pools them: then jobs of one application share them, and a new job starts from what earlier ones have seen.
+A job believes a throughput model (Pollux, section 3.2) that is fitted to the step times it has observed so far
+(:func:`ddltool.analyzers.job.goodput.fit.refit`). What it has not observed is assumed as in the published simulator, which
+decides how a job explores: with one observed batch size half of ``T_grad`` is constant; without observed synchronisation it is
+0 within a node, and across nodes 1.1 times that within one. Every job has its own :class:`Beliefs`, as in Pollux, unless a
+policy pools them: then jobs of one application share them, and a new job starts from the observations of earlier ones.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from ddltool.errors import InputError
 from ddltool.goodput_model import ThroughputParams
 from ddltool.simulation_results import JobSpec
 
-_EPSILON = 1e-8  # what rounding may add to a quotient that is whole, before it is rounded up
-# A model is fitted anew when a new (nodes, replicas) was seen or the rows have grown by this share: more say little more.
+_EPSILON = 1e-8  # rounding errors of a quotient that should be whole, which must not round it up
+# A model is fitted again when (nodes, replicas) was seen for the first time, or the rows have grown by this share.
 _GROWTH = 0.25
 Configuration = tuple[int, int, int]
 """Nodes, replicas, local batch size in samples."""
@@ -40,10 +40,7 @@ Seen = tuple[tuple[Configuration, tuple[float, float]], ...]
 
 
 def observations(observed: Seen) -> Observations:
-    """Return what was seen as rows of a fit, each (n,): the times of computing are those of the step less the sync.
-
-    ``observed``: configurations with their (step, sync) seconds.
-    """
+    """Return the observed configurations as rows for a fit; T_grad is the step time minus the sync time."""
     # Transposed: configurations (3, n) and times_s (2, n).
     configurations, times_s = (np.array(part, dtype=np.float64).T for part in zip(*observed, strict=True))
     return Observations(
@@ -55,12 +52,12 @@ def observations(observed: Seen) -> Observations:
     )
 
 
-@lru_cache(maxsize=1024)  # jobs of one application begin alike
+@lru_cache(maxsize=1024)  # jobs of one application begin with the same observations
 def fit(observed: Seen, previous: ThroughputParams | None = None) -> ThroughputParams:
     """Return the throughput model fitted to ``observed``, starting from the last fit (``previous``), if any.
 
-    What was never seen is assumed as the module says: half of a step's computing is constant while only one batch size
-    was seen, and synchronisation across nodes is 1.1 times that within a node.
+    What was not observed is assumed as the module says: with one batch size half of the computing is constant, and without
+    several nodes synchronisation across nodes is 1.1 times that within a node.
     """
     rows = observations(observed)
     params = refit(rows, previous).model_dump()
@@ -73,11 +70,12 @@ def fit(observed: Seen, previous: ThroughputParams | None = None) -> ThroughputP
     return ThroughputParams.model_construct(**params)
 
 
-@lru_cache(maxsize=4096)  # noise scales go to and fro, and jobs of one application believe the same at first
+@lru_cache(maxsize=4096)  # noise scales recur, and jobs of one application have the same beliefs at first
 def best_batches(model: ThroughputParams, limits: BatchLimits, noise_scale: float, widest: int) -> Tuned:
-    """Return the batches of highest goodput on 1 to ``widest`` replicas: rows 0 to widest - 1 on one node, then on two.
+    """Return the batches of highest goodput on 1 to ``widest`` replicas on one node, followed by those across nodes.
 
-    Two nodes stand for any number, as the model knows one or several. ``noise_scale``: samples.
+    So arrays are (2 ``widest``,). Two nodes stand for any number, because the model only distinguishes one from several.
+    ``noise_scale``: samples.
     """
     replicas = np.arange(1, widest + 1)
     nodes = np.concatenate([np.ones_like(replicas), np.minimum(replicas, 2)])
@@ -98,56 +96,50 @@ def split_batch(batch_size: int, replicas: int, limits: BatchLimits) -> tuple[in
 
 
 class Beliefs:
-    """Step times seen so far, by GPU type and configuration, and one fitted throughput model per type.
-
-    ``pooled``: shared by the jobs of an application.
-    """
+    """Observed step times by GPU type and configuration, and a throughput model fitted to those of each type."""
 
     def __init__(self, *, pooled: bool = False) -> None:
-        """Start with nothing seen.
-
-        ``pooled``: several jobs of an application share it.
-        """
+        """Begin without observations; ``pooled``: whether several jobs of an application share them."""
         self.pooled = pooled
         self.grads: dict[int, tuple[float, float]] = {}
-        """By epoch the last seen (squared norm, variance) of the gradient; empty unless pooled."""
+        """Epoch -> the last observed (squared norm, variance) of the gradient; empty unless pooled."""
         self._seen: dict[str, dict[Configuration, tuple[float, float]]] = {}
-        """By GPU type and configuration the (step, sync) seconds."""
+        """GPU type -> configuration -> (step, sync) seconds."""
         self._shapes: dict[str, set[tuple[int, int]]] = {}
-        """By GPU type the (nodes, replicas) seen."""
+        """GPU type -> observed (nodes, replicas)."""
         self._fitted: dict[str, tuple[ThroughputParams, int, int]] = {}
-        """By type the model, and of how many configurations and shapes it is."""
+        """GPU type -> (model, number of configurations and number of shapes that it was fitted to)."""
         self._errors: dict[str, tuple[tuple[Floats, Floats], ...]] = {}
-        """By GPU type the fit's errors, as :func:`_errors` returns them; empty unless pooled."""
+        """GPU type -> the fit's errors, as :func:`_errors` returns them; empty unless pooled."""
 
     def observe(self, gpu_type: str, configuration: Configuration, times: tuple[float, float]) -> None:
-        """Record the (step, sync) seconds of a configuration the first time that it is seen."""
+        """Record the (step, sync) seconds of a configuration, unless it was observed before."""
         self._seen.setdefault(gpu_type, {}).setdefault(configuration, times)
         self._shapes.setdefault(gpu_type, set()).add(configuration[:2])
 
     def knows(self, gpu_type: str, configuration: Configuration) -> bool:
-        """Return whether this configuration was seen."""
+        """Return whether this configuration was observed on this type."""
         return configuration in self._seen.get(gpu_type, {})
 
     @property
     def most_replicas(self) -> int:
-        """The most replicas seen on any type, 0 before the first."""
+        """The most replicas observed on any type; 0 before the first observation."""
         return max((replicas for shapes in self._shapes.values() for _, replicas in shapes), default=0)
 
     @property
     def types(self) -> tuple[str, ...]:
-        """GPU types seen, the one with the most configurations first."""
+        """Observed GPU types, by falling number of (nodes, replicas) observed on them."""
         return tuple(sorted(self._shapes, key=lambda name: (-len(self._shapes[name]), name)))
 
     def has_run_across(self, gpu_type: str) -> bool:
-        """Return whether several replicas at once were seen on this type, so that its synchronisation is known."""
+        """Return whether several replicas were observed on this type, so that its synchronisation is known."""
         return any(replicas > 1 for _, replicas in self._shapes.get(gpu_type, ()))
 
     def model(self, gpu_type: str) -> ThroughputParams:
-        """Return the throughput model fitted to what was seen on this type; something must have been.
+        """Return the throughput model fitted to the observations on this type, of which there must be one.
 
-        It is fitted anew only when a new (nodes, replicas) was seen, or a quarter more configurations than at the last
-        fit.
+        It is fitted again only when (nodes, replicas) was observed for the first time, or there are a quarter more
+        configurations than at the last fit.
         """
         observed, shape_count = self._seen[gpu_type], len(self._shapes[gpu_type])
         fitted, fitted_rows, fitted_shapes = self._fitted.get(gpu_type, (None, 0, 0))
@@ -160,11 +152,11 @@ class Beliefs:
         return fitted
 
     def correction(self, gpu_type: str, most: int) -> Floats:
-        """Return the factors (2, most + 1) by which jobs were seen to be faster than the model; call :meth:`model` first.
+        """Return factors (2, most + 1) that correct the model's speed: row 0 within a node, row 1 across nodes.
 
-        Row 0 within a node, row 1 across nodes: predicted over measured step time, the geometric mean over what was
-        seen on that many replicas, interpolated between replicas, 1 before any. The model has seven parameters; on
-        some counts every job of an application is slower than it says, and only then GPUs go where they bring nothing.
+        Column k is predicted over measured step time on k replicas, the geometric mean over the observations, interpolated
+        between observed numbers of replicas, and 1 without any. They are needed because the model has only seven parameters: on
+        some numbers of replicas all jobs of an application are slower than it says. :meth:`model` must have been called before.
         """
         factors = np.ones((2, most + 1))
         for row, (replicas, error) in enumerate(self._errors[gpu_type]):
@@ -174,16 +166,16 @@ class Beliefs:
 
 
 def _errors(rows: Observations, model: ThroughputParams) -> tuple[tuple[Floats, Floats], ...]:
-    """Return the fit's errors within a node and across nodes: each a pair (log replicas, mean log error), (k,) each.
+    """Return the fit's errors within a node and across nodes, each as (log replicas (k,), mean log error (k,)).
 
-    The error is the logarithm of predicted over measured step time, averaged over the rows of as many replicas.
+    An error is the logarithm of predicted over measured step time, averaged over the rows with that number of replicas.
     """
     error = np.log(predict(model, rows) / rows.step_time_s)
     errors = []
     for across in (False, True):
         chosen = (rows.num_nodes > 1) == across
         replicas, inverse = np.unique(rows.num_replicas[chosen], return_inverse=True)
-        # At least 1, as it divides; without rows there is nothing to divide.
+        # at least 1, because it is a divisor; without rows both arrays are empty
         counts = np.maximum(np.bincount(inverse, minlength=len(replicas)), 1)
         errors.append((np.log(replicas), np.bincount(inverse, error[chosen], minlength=len(replicas)) / counts))
     return tuple(errors)
@@ -210,7 +202,7 @@ _PROFILED = 4
 
 @dataclass(kw_only=True, slots=True)
 class JobTally:
-    """The record of one job's simulated life; times in seconds."""
+    """The figures of one job in a simulation; times in seconds."""
 
     name: str
     application: str
@@ -220,14 +212,14 @@ class JobTally:
     restarts: int = 0
     gpu_seconds: float = 0.0
     failures: int = 0
-    """How often it lost a node without warning."""
+    """Number of times that it lost a node without warning."""
     lost_gpu_seconds: float = 0.0
-    """GPU time of the training that failures undid."""
+    """GPU seconds of the training that failures undid."""
     restart_gpu_seconds: float = 0.0
-    """GPU time held while starting."""
+    """GPU seconds held while it was starting."""
     gpu_seconds_by_type: dict[str, float] = field(default_factory=dict)
     useful_samples: float = 0.0
-    """Samples at the smallest batch size that the training was worth."""
+    """Number of samples at the smallest batch size that make the same progress."""
 
     @property
     def jct_s(self) -> float:
@@ -236,7 +228,7 @@ class JobTally:
 
 
 class SimulatedJob:
-    """The state of one job. Policies read it through the methods in the first half and change nothing."""
+    """The state of one job. Policies may use the methods in the first half, which change nothing."""
 
     def __init__(
         self,
@@ -247,9 +239,9 @@ class SimulatedJob:
         cluster: ClusterSpec,
         beliefs: Beliefs | None = None,
     ):
-        """Make a job that holds nothing and has not begun; ``index`` is its place in the workload.
+        """Make a job without GPUs that has not begun; ``index`` is its place in the workload.
 
-        ``beliefs``: those that it shares with others; None: its own. ``tuning``: what the policy may change of it.
+        ``tuning``: what the policy may change of it; ``beliefs``: those that it shares with other jobs; None: its own.
         """
         self.index = index
         self.spec = spec
@@ -266,51 +258,61 @@ class SimulatedJob:
             name: replace(self.limits, max_local_batch_size=application.largest_local_batch(name))
             for name in cluster.type_names
         }
-        """By GPU type the batch sizes that the job may use: memory differs."""
+        """GPU type -> batch limits, which differ by memory."""
         self.batch_size = application.fixed_batch_size if tuning is Tuning.ADAPTIVE else spec.batch_size
-        """Total batch that it keeps; None: it tunes its own."""
+        """Fixed total batch; None: the job tunes its batch."""
+
+        # its configuration
         self.allocation: Allocation = ()
         self.placement: tuple[int, ...] = ()
-        """GPUs on each node that it is on."""
+        """GPUs on each node of the allocation."""
         self.local_batch_size = 0
         self.accumulation_steps = 0
         """Passes of a step before the one that synchronises."""
+
+        # its progress
         self.progress = 0.0
         """Iterations at M0, the smallest batch, that its training is worth so far."""
         self.epoch = 0
+        """The current epoch, from 0."""
         self.tally = JobTally(name=spec.name, application=application.name, submit_s=spec.submit_s)
         self.starts = 0
+        """Number of times that it got an allocation."""
         self.last_s = spec.submit_s
-        """Until when progress and GPU time are counted."""
+        """Time up to which progress and GPU time are counted."""
         self.running_from_s = 0.0
-        """When the last restart is over."""
+        """Time at which the last restart is over."""
         self.slowdown = 0.0
-        """Share of its speed that is lost to other jobs on its nodes."""
+        """Share of its speed that it loses to other jobs on its nodes."""
         self.rate = 0.0
         """Progress per second while it runs: iterations at M0."""
         self.next_s = math.inf
-        """When the current epoch ends under the current configuration, in whole seconds if asked."""
+        """Time at which the current epoch ends; rounded if :meth:`retune` was called with ``whole_seconds``."""
         self.exact_next_s = math.inf
         """The same, never rounded."""
+
+        # its nodes, and failures of these
         self.measured_types = tuple(name for name in cluster.type_names if application.runs_on(name))
         """Types of the whole cluster that the application was measured on."""
         self.gpu_types = self.measured_types
         """The measured types of which some node is up."""
         self.failures: NodeFailures | None = None
-        """How its nodes fail and what it saves; None: no node does, and it saves nothing."""
+        """How its nodes fail and when it saves checkpoints; None: no node fails, and it saves none."""
         self.lost_progress = 0.0
         """Iterations at M0 that failures undid."""
         self._saved = (0.0, 0, 0.0)
         """Progress, epoch and time of the last checkpoint."""
+
+        # its beliefs
         self.beliefs = beliefs if beliefs is not None else Beliefs()
         self._grad: tuple[float, float] | None = None
-        """Squared norm and variance of the gradient as it last saw them; None before it ran."""
+        """Squared norm and variance of the gradient as it last observed them; None before it ran."""
 
-    # What policies look at.
+    # Methods for policies.
 
     @property
     def gpu_type(self) -> str:
-        """The type of its (first) GPUs; it must have some."""
+        """The type of its first GPU; it must have one."""
         return self.cluster.gpu_types[self.allocation[0][0]]
 
     def age_s(self, now_s: float) -> float:
@@ -318,13 +320,19 @@ class SimulatedJob:
         return now_s - self.spec.submit_s
 
     def restart_factor(self, now_s: float, delay_s: float) -> float:
-        """Return what is left of a goodput by a restart now: ``max(T - R d, 0) / (T + d)`` (Pollux, section 4.2)."""
+        """Return the factor by which a restart now lowers goodput: ``max(T - R d, 0) / (T + d)`` (Pollux, section 4.2).
+
+        T is the job's age, R the number of its restarts so far and d = ``delay_s``.
+        """
         age_s = self.age_s(now_s)
         return max(age_s - self.tally.restarts * delay_s, 0.0) / (age_s + delay_s) if age_s + delay_s > 0 else 1.0
 
     @property
     def most_replicas(self) -> int:
-        """The most replicas that it may be given now: the request, or what batch and exploration allow."""
+        """The most replicas that it may get now: its request where the policy keeps that, else what batch sizes allow.
+
+        A job with a tuned batch may also get at most twice as many as it has observed.
+        """
         if self.tuning in (Tuning.RIGID, Tuning.LOGICAL):
             return self.spec.num_replicas
         limit = self.application.limits.max_replicas or self.cluster.total_gpus
@@ -335,23 +343,26 @@ class SimulatedJob:
 
     @property
     def steps_per_s(self) -> float:
-        """Optimizer steps per second as measured in the current allocation; 0 without one."""
+        """True optimizer steps per second in the current allocation; 0 without one."""
         return (1.0 - self.slowdown) / self._step_s() if self.allocation else 0.0
 
     @property
     def gradient(self) -> tuple[float, float] | None:
-        """Squared norm and variance of the gradient as last seen, its own or, pooled, that of a job like it."""
+        """Squared norm and variance of the gradient as last observed; None before that.
+
+        A job that has not run takes, from pooled beliefs, those of the latest epoch up to its own, or of the first one.
+        """
         if self._grad is not None or not self.beliefs.grads:
             return self._grad
         epochs = [epoch for epoch in self.beliefs.grads if epoch <= self.epoch]
         return self.beliefs.grads[max(epochs, default=min(self.beliefs.grads))]
 
     def goodput_table(self, most: int, gpu_type: str | None = None) -> Floats | None:
-        """Return believed goodput (2, most + 1): row 0 on one node, row 1 across nodes; column k on k replicas.
+        """Return the believed goodput (2, most + 1) in samples per second: row 0 on one node, row 1 across nodes.
 
-        In samples per second; column 0 is 0, and so is one replica across nodes. None before anything was seen on this
-        type (None: the cluster's first). A type on which only single GPUs were seen is taken to scale as the type that
-        is known best.
+        Column k is that on k replicas; column 0 is 0, and so is one replica across nodes. None before anything was observed on
+        ``gpu_type`` (None: the cluster's first type). A type on which only single GPUs were observed is assumed to scale as the
+        type with most observations.
         """
         name = gpu_type or self.cluster.gpu_types[0]
         gradient, types_seen = self.gradient, self.beliefs.types
@@ -360,7 +371,7 @@ class SimulatedJob:
         if gradient is None:
             if len(self.cluster.type_names) == 1:
                 return None
-            gradient = 1.0, 1.0  # profiled, but never run: a noise scale of M0 until it shows its own
+            gradient = 1.0, 1.0  # the job was profiled, but never ran: its noise scale is assumed to be M0
         table = self._goodputs(name, gradient, most)
         if self.beliefs.pooled:
             table *= self.beliefs.correction(name, most)
@@ -370,7 +381,7 @@ class SimulatedJob:
         return table
 
     def _goodputs(self, gpu_type: str, gradient: tuple[float, float], most: int) -> Floats:
-        """Return the model's goodput, (2, most + 1), laid out as :meth:`goodput_table`, by the noise scale of ``gradient``."""
+        """Return the model's goodput with the layout of :meth:`goodput_table`; ``gradient``: squared norm and variance."""
         tuned, widest = self._batches(gpu_type, gradient, most)
         table = np.zeros((2, most + 1))
         table[:, 1:] = tuned.goodput_per_s.reshape(2, widest)[:, :most]
@@ -378,33 +389,34 @@ class SimulatedJob:
         return table
 
     def _batches(self, gpu_type: str, gradient: tuple[float, float], most: int) -> tuple[Tuned, int]:
-        """Return the best batches on 1 to k >= ``most`` replicas, within a node and then across nodes, and k.
+        """Return the best batches (:func:`best_batches`) on 1 to k >= ``most`` replicas, and k.
 
-        k is a power of two, and the noise scale is rounded, so that many questions share one cached answer.
-        ``gradient``: its squared norm and variance, whose ratio is the noise scale.
+        k is a power of two, and the noise scale is rounded, so that many calls share one cached result. ``gradient``: its
+        squared norm and variance, whose ratio gives the noise scale; this is infinite for a norm of 0, and 0 for a variance of
+        0.
         """
         model = self.beliefs.model(gpu_type)
         squared_norm, variance = gradient
         noise_scale = math.inf if variance else 0.0
         if squared_norm > 0 and variance > 0:
             noise_scale = self.limits.initial_batch_size * variance / squared_norm
-        if 0 < noise_scale < math.inf:  # no noise scale is known better than that
+        if 0 < noise_scale < math.inf:  # rounded; noise scales are not known more exactly anyway
             noise_scale = math.exp(round(math.log(noise_scale) / _NOISE_STEP) * _NOISE_STEP)
         widest = 1 << (most - 1).bit_length()  # the next power of two
         return best_batches(model, self.limits_on[gpu_type], noise_scale, widest), widest
 
     def remaining_samples(self) -> float:
-        """Return the samples left at M0's efficiency, by the declared epochs: no oracle, users state epochs and data.
+        """Return the samples left, at M0's efficiency, in the epochs that the user declared; it needs no oracle.
 
-        At least one: a round may come in the moment in which the last epoch ends, and its job is not to lose its GPUs then.
+        It is at least 1, because a round may come at the time at which the last epoch ends, and its job must keep its GPUs.
         """
         final_progress = self.application.progress[self.application.max_epochs]
         return max((final_progress - self.progress) * self.limits.initial_batch_size, 1.0)
 
     def profile(self) -> None:
-        """Time a few steps on one GPU of each type, as Sia does on submission; seconds that are not charged.
+        """Observe a few steps on one GPU of each type, as Sia does on submission; the seconds for that are not counted.
 
-        Nothing to do where all GPUs are alike, or where a job like it has been profiled.
+        It does nothing where the policy does not tune batches, on a cluster of one type, and for types in its beliefs.
         """
         if self.tuning is not Tuning.ADAPTIVE or len(self.cluster.type_names) == 1:
             return
@@ -417,7 +429,7 @@ class SimulatedJob:
     def true_step_s(self, replicas: int) -> float:
         """Return the true seconds of one step at the requested batch size on ``replicas`` packed GPUs.
 
-        Only policies with an oracle may ask; others go by what the job believes.
+        Only policies with an oracle may call it; others must use the job's beliefs.
         """
         name, placement = self.measured_types[0], packed(self.cluster, replicas)
         local, steps = split_batch(self.spec.batch_size, replicas, self.limits_on[name])
@@ -428,7 +440,7 @@ class SimulatedJob:
     def remaining_iterations(self) -> float:
         """Return the true number of iterations after the current epoch at the requested batch size, at least 1.
 
-        Counting from the end of the epoch is the published simulator's rule for Optimus.
+        The current epoch is not counted, which is the published simulator's rule for Optimus.
         """
         application, batch = self.application, self.spec.batch_size
         last = application.max_epochs - 1
@@ -437,7 +449,7 @@ class SimulatedJob:
     def remaining_s(self, replicas: int) -> float:
         """Return the true seconds of training left at the requested batch size on ``replicas`` packed GPUs.
 
-        They are the rest of the current epoch and the later ones, in iterations, times the true step.
+        They are the iterations left in the current epoch and in the later ones, times the true step.
         """
         application, batch = self.application, self.spec.batch_size
         done_iterations = application.iterations(batch, self.epoch - 1) if self.epoch else 0.0
@@ -448,7 +460,7 @@ class SimulatedJob:
         later_iterations -= application.iterations(batch, self.epoch)
         return (epoch_iterations + max(later_iterations, 0.0)) * self.true_step_s(replicas)
 
-    # What the simulator does with it.
+    # Methods for the simulator.
 
     def advance(self, now_s: float) -> None:
         """Bring progress and GPU time up to ``now_s``, which must not be after the end of the current epoch.
@@ -463,7 +475,7 @@ class SimulatedJob:
                 tally.gpu_seconds_by_type[name] = tally.gpu_seconds_by_type.get(name, 0.0) + gpus * held_s
             ran_s = now_s - max(self.last_s, self.running_from_s)
             if ran_s > 0:
-                # Before progress moves on: the checkpoint is of a moment on the way.
+                # before progress changes, because the checkpoint was made in between
                 if self.failures is not None:
                     self._save(now_s, self.failures)
                 self.progress = min(self.progress + self.rate * ran_s, self.application.progress[self.epoch + 1])
@@ -473,8 +485,8 @@ class SimulatedJob:
     def _save(self, now_s: float, failures: NodeFailures) -> None:
         """Record the last checkpoint between ``last_s`` and ``now_s``, if there was one.
 
-        Checkpoints come at multiples of a period since the job began to run, which is the training and the stop for the
-        checkpoint; progress grew at one rate in between, that of both together.
+        Checkpoints come at multiples of a period since the job began to run: the training between two and the stop for one.
+        ``rate`` is the mean over a period, so progress is linear.
         """
         begin_s = max(self.last_s, self.running_from_s)
         period_s = failures.interval_s(len(self.placement)) + failures.checkpoint_s
@@ -485,7 +497,7 @@ class SimulatedJob:
             self._saved = min(self.progress + self.rate * (at_s - begin_s), epoch_end), self.epoch, at_s
 
     def fail(self, now_s: float) -> None:
-        """Lose the GPUs at ``now_s`` without warning, and fall back to the last checkpoint; what was trained since is lost."""
+        """Lose the GPUs at ``now_s`` without warning, and return to the state of the last checkpoint."""
         self.advance(now_s)
         progress, epoch, saved_s = self._saved
         self.tally.failures += 1
@@ -498,7 +510,7 @@ class SimulatedJob:
         """Finish the current epoch at ``now_s`` and return whether that was the last."""
         self.advance(now_s)
         self.epoch += 1
-        # Exactly, as the sum of small steps of progress may be a hair off.
+        # set exactly, because a sum of small steps has rounding errors
         self.progress = self.application.progress[self.epoch]
         if self.epoch >= self.application.max_epochs:
             self.tally.finish_s = now_s
@@ -508,10 +520,7 @@ class SimulatedJob:
         return False
 
     def reallocate(self, allocation: Allocation, now_s: float, delay_s: float) -> None:
-        """Stop with a checkpoint, and start again on ``allocation`` after the restart delay; () only stops.
-
-        ``delay_s``: seconds of the restart.
-        """
+        """Stop with a checkpoint, and restart on ``allocation`` after ``delay_s`` seconds; with () only stop."""
         self.allocation = allocation
         self.placement = tuple(count for _, count in allocation)
         self.next_s = math.inf
@@ -530,10 +539,10 @@ class SimulatedJob:
         return replicas * self.local_batch_size * (self.accumulation_steps + 1)
 
     def retune(self, now_s: float, whole_seconds: bool) -> None:
-        """Choose the batch by what the job believes, then set rate and end of the epoch by the true step time.
+        """Choose the batch by the job's beliefs, then set ``rate``, ``next_s`` and ``exact_next_s`` by the true step time.
 
-        ``whole_seconds``: round the end to whole seconds, as the published simulator steps by them. Does nothing
-        without GPUs.
+        ``whole_seconds``: whether ``next_s`` is rounded to whole seconds, the steps of the published simulator. Without GPUs it
+        does nothing.
         """
         if not self.allocation:
             return
@@ -559,18 +568,18 @@ class SimulatedJob:
     def logical_step_s(self, held: Mapping[str, int], placement: tuple[int, ...]) -> float:
         """Return the true seconds per step of the requested replicas as logical workers on GPUs of several types.
 
-        ``held``: GPUs by type; ``placement``: GPUs per node. Each GPU runs its logical workers one after the other, and
-        the slowest GPU decides (EasyScale, Equation 1); then all synchronise once. Mixed placements were not measured,
-        so the sync is assumed to be that of the slowest type in the same placement.
+        ``held``: GPU type -> GPUs; ``placement``: GPUs per node. Each GPU runs its logical workers one after the other until
+        the slowest one is done (EasyScale, Equation 1); then all synchronise once. Mixed placements were not measured, so the
+        sync is assumed to be that of the type with the longest sync in the same placement.
         """
         local, _steps = self.logical_batch()
         sync = max(self.application.step_times(placement, local, name)[1] for name in held)
-        # All logical workers over mini-batches per second: the seconds until the slowest GPU is done.
+        # number of logical workers over mini-batches per second: the seconds until the slowest GPU is done
         replicas = self.spec.num_replicas
         return replicas / best_throughput(self.capabilities(), held, replicas) + sync
 
     def logical_batch(self) -> tuple[int, int]:
-        """Return the local batch of one logical worker and its accumulation steps beyond the first: the same everywhere."""
+        """Return (local batch size, accumulation steps beyond the first) of a logical worker, the same on every GPU type."""
         replicas = self.spec.num_replicas
         limits = [self.limits_on[name] for name in self.measured_types]
         tightest = min(limits, key=lambda each: each.max_local_batch_size)
@@ -578,7 +587,7 @@ class SimulatedJob:
         return max(1, min(local, self.limits.max_batch_size // (replicas * (steps + 1)))), steps
 
     def capabilities(self) -> dict[str, float]:
-        """Return EasyScale's C: mini-batches per second of one logical worker alone on a GPU, by type; as measured."""
+        """Return GPU type -> EasyScale's C: true mini-batches per second of one logical worker alone on a GPU."""
         local, steps = self.logical_batch()
         capabilities_per_s = {}
         for name in self.gpu_types:
@@ -591,10 +600,10 @@ class SimulatedJob:
         return self.application.step_times(self.placement, self.local_batch_size, self.gpu_type)
 
     def _choose_batch(self) -> None:
-        """Set the local batch and the accumulation steps for the current allocation.
+        """Set the local batch size and the accumulation steps for the current allocation.
 
-        Logical workers have theirs fixed. Where the batch may be tuned and the job knows its speed, it is that of
-        highest believed goodput; else the fixed batch, or the smallest one that every replica can have a part of.
+        Those of logical workers are fixed. Where the batch may be tuned and the job has observed its speed, they are those of
+        highest believed goodput; else they split the fixed batch, or the smallest one that has samples for every replica.
         """
         if self.tuning is Tuning.LOGICAL:
             self.local_batch_size, self.accumulation_steps = self.logical_batch()
@@ -610,14 +619,14 @@ class SimulatedJob:
             if batch is None:
                 batch = max(self.limits.initial_batch_size, self.limits.min_local_batch_size * replicas)
             self.local_batch_size, self.accumulation_steps = split_batch(batch, replicas, self.limits_on[gpu_type])
-        # Rounding up must not make the total larger than any that was measured.
+        # rounding up must not make the total larger than the largest measured one
         microbatches = replicas * (self.accumulation_steps + 1)
         self.local_batch_size = min(self.local_batch_size, self.limits.max_batch_size // microbatches)
 
     def _observe(self) -> None:
-        """Let the beliefs see the times and gradient statistics of the configuration that has just run.
+        """Add the true times and gradient statistics of the configuration that has just run to the beliefs.
 
-        Only under policies that adapt batches; for others nothing depends on beliefs.
+        It does so only under policies that tune batches, because only these use beliefs.
         """
         if self.tuning is not Tuning.ADAPTIVE:
             return
@@ -637,10 +646,11 @@ def make_jobs(
     *,
     pooled: bool = False,
 ) -> list[SimulatedJob]:
-    """Return the jobs of a workload; ``pooled``: jobs of one application share their beliefs.
+    """Return the jobs of a workload.
 
-    Raises InputError for what can never run: unknown application, no GPU type it was measured on, too many GPUs.
-    ``tuning``: what the policy may change of a job.
+    ``applications``: by name; ``tuning``: what the policy may change of a job; ``pooled``: whether jobs of one application
+    share their beliefs. Raises InputError for jobs that can never run: of an unknown application, measured on no GPU type of
+    the cluster, or with too many GPUs or an impossible batch size in a request that the policy keeps.
     """
     jobs = []
     shared: dict[str, Beliefs] = {}

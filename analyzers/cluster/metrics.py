@@ -18,33 +18,33 @@ from ddltool.simulation_results import ClassFigures, Fairness, PolicyRecord, Rep
 
 _MOST_PRICE = 1e6
 _BLOCK = 256
-# What a job's record takes over from its tally; the second where nodes failed.
+# Fields that a job's record has from its tally; the second ones only where nodes failed.
 _JOB_FIELDS = ("name", "application", "submit_s", "start_s", "finish_s", "jct_s", "restarts", "gpu_seconds")
 _FAILURE_FIELDS = ("failures", "lost_gpu_seconds")
 
 
 class IsolatedTimes:
-    """How long a job takes alone on k GPUs, packed, with the best batch size in each epoch; seconds without restarts.
+    """Seconds, without restarts, of a job that is alone on k packed GPUs and takes the best batch size in each epoch.
 
-    On the type on which it is fastest, of those that the application was measured on; a type with fewer than k GPUs is
-    taken whole. The best k' <= k replicas are taken in each epoch, so more GPUs never take longer.
+    GPUs are of the type on which it is fastest, of those that the application was measured on; of a type with fewer than k
+    GPUs, all are taken. In each epoch it uses the best number of replicas up to k, so it never takes longer on more GPUs.
     """
 
     def __init__(self, applications: Mapping[str, Application], cluster: ClusterSpec) -> None:
-        """Remember what is asked about; times are computed when they are first asked for, and kept."""
+        """Take the applications by name and the cluster; times are computed at the first call for them, and cached."""
         self.applications = applications
         self.cluster = cluster
         self._epochs: dict[tuple[str, str], list[Floats]] = {}
-        """By application and GPU type, for 1, 2, ... GPUs the least seconds of each epoch."""
+        """(application, GPU type) -> for 1, 2, ... GPUs the least seconds of each epoch (E,)."""
 
     def __call__(self, name: str, gpus: int) -> float:
         """Return the seconds of application ``name`` on ``gpus`` GPUs."""
         return min(self._on(self.applications[name], kind, gpus) for kind in self._types(name))
 
     def on_share(self, name: str, share: float) -> float:
-        """Return the seconds on ``share`` (0 to 1) of every type's GPUs, on the type where that is fastest.
+        """Return the seconds on the share ``share`` (0 to 1) of one type's GPUs, for the type where that is fastest.
 
-        A part of a GPU is that part of its time.
+        A fraction of a GPU has that fraction of its speed.
         """
         return min(
             self._on_part(self.applications[name], kind, share * self.cluster.gpus_of(kind))
@@ -58,10 +58,9 @@ class IsolatedTimes:
         return [kind for kind in names if application.runs_on(kind)] or names[:1]
 
     def _on_part(self, application: Application, gpu_type: str, gpus: float) -> float:
-        """Return the seconds of the training on a number of GPUs of one type that need not be whole.
+        """Return the seconds of the training on ``gpus`` GPUs of one type, above 0 and not necessarily whole.
 
-        Below one GPU it is that part of one GPU's time; between whole numbers the speed is interpolated. ``gpus``:
-        above 0.
+        Below one GPU the speed is that fraction of one GPU's; between whole numbers the speed is interpolated.
         """
         if gpus <= 1:
             return self._on(application, gpu_type, 1) / gpus
@@ -70,10 +69,10 @@ class IsolatedTimes:
         return 1 / (slow + (gpus - low) * (fast - slow))
 
     def _on(self, application: Application, gpu_type: str, gpus: int) -> float:
-        """Return the seconds of the whole training on ``gpus`` GPUs of one type, at each epoch's best batch.
+        """Return the seconds of the whole training on up to ``gpus`` GPUs of one type, at each epoch's best batch.
 
-        More GPUs than the application can use, or than there are, bring nothing; nor do more ever make it slower, as
-        the job may leave some idle: hence the least over all smaller counts.
+        Each epoch's time is the least over all smaller numbers too, because the job may leave GPUs idle. GPUs beyond those that
+        the application can use, or that there are, change nothing.
         """
         gpus = min(gpus, application.max_replicas, self.cluster.gpus_of(gpu_type))
         best_times = self._epochs.setdefault((application.name, gpu_type), [])
@@ -92,16 +91,16 @@ class IsolatedTimes:
 
 
 def class_of(name: str, isolated: IsolatedTimes) -> str:
-    """Return an application's size class: the published one, else by its GPU time alone on one GPU.
+    """Return the size class of the application ``name``: the published one, else by its time on one GPU (``isolated``).
 
-    Source: Pollux, section 5.1 and Table 1. ``isolated``: times of each application alone.
+    Source: Pollux, section 5.1 and Table 1.
     """
     published = next((template.size for template in POLLUX if template.application == name), None)
     return published or size_class(isolated(name, 1) / 3600.0)
 
 
 def check_prices(prices: Mapping[str, float], cluster: ClusterSpec, where: str = "price") -> None:
-    """Raise InputError unless there is a price per GPU hour, finite and >= 0, for every type, and for nothing else."""
+    """Raise InputError unless every type of the cluster, and no other, has a price per GPU hour from 0 to a million."""
     for name, price in prices.items():
         if name not in cluster.type_names:
             raise InputError(f"{where}:{name}", "is of no type in the cluster", did_you_mean(name, cluster.type_names))
@@ -119,10 +118,11 @@ def summarize(
     *,
     prices: Mapping[str, float] | None = None,
 ) -> PolicyRecord:
-    """Return the figures of one simulation of n jobs; jobs say their failures and cost where there can be any.
+    """Return the figures of one simulation of n jobs.
 
-    ``isolated``: each application's time alone, for fairness and size classes. ``restart_delay_s``: what a start costs.
-    ``prices``: per GPU hour, by type; None: no costs.
+    ``isolated``: times of each application alone, for fairness and size classes. ``restart_delay_s``: seconds of a start.
+    ``prices``: GPU type -> price per GPU hour; None: no costs. Jobs have fields for failures and cost only where some node
+    failed, and where there are prices.
     """
     submit = np.array([job.submit_s for job in result.jobs])
     finish = np.array([job.finish_s for job in result.jobs])
@@ -133,9 +133,9 @@ def summarize(
     names = sorted({job.application for job in result.jobs})
     rows_by_name = {name: [row for row, job in enumerate(result.jobs) if job.application == name] for name in names}
     overall = _figures(result.jobs, np.arange(len(jct)), jct, queueing, fairness)
-    # Useful samples per second from the first start to the end.
+    # useful samples per second from a job's first start to its end
     goodputs = np.array([job.useful_samples / (job.finish_s - job.start_s) for job in result.jobs])
-    # GPU time of all jobs: held in all, while starting, and undone by failures.
+    # GPU seconds of all jobs: in total, while starting, and undone by failures
     held_gpu_s, restart_gpu_s, lost_gpu_s = (
         sum(getattr(job, name) for job in result.jobs)
         for name in ("gpu_seconds", "restart_gpu_seconds", "lost_gpu_seconds")
@@ -144,7 +144,7 @@ def summarize(
     costs = [_price(job.gpu_seconds_by_type, prices) for job in result.jobs] if prices is not None else []
     total_cost = _price(result.available_gpu_seconds, prices) if prices is not None else 0.0
     has_failures = result.node_failures > 0 or any(job.failures for job in result.jobs)
-    # What the record of a job says beside its tally.
+    # fields of a job's record that are not in its tally
     extra_fields: list[dict[str, float]] = [{"finish_time_fairness": ratio} for ratio in fairness.tolist()]
     for row, cost in enumerate(costs):
         extra_fields[row]["cost"] = cost
@@ -180,11 +180,10 @@ def summarize(
 def _fairness(result: SimulationResult, isolated: IsolatedTimes, restart_delay_s: float) -> Floats:
     """Return finish-time fairness (n,): a job's completion time over that in an isolated, equally partitioned cluster.
 
-    Source: Mahajan et al., Themis, NSDI 2020; Pollux, section 5.3.1. There a job is alone on its 1/n of the GPUs, n the
-    time average of the jobs in the system during its life, with one start. With several types it is the share of the
-    one on which that is fastest. A share below one GPU is that much of one GPU's time; other fractions are interpolated
-    in the speed between whole GPUs. The isolated cluster never fails. ``restart_delay_s``: of the one start that the
-    job would have there.
+    Source: Mahajan et al., Themis, NSDI 2020; Pollux, section 5.3.1. In that cluster, which never fails, a job is alone on 1/n
+    of the GPUs, where n is the time average of the jobs in the system during its life, and has one start of
+    ``restart_delay_s`` seconds. With several types it gets its share of the type on which that is fastest
+    (:meth:`IsolatedTimes.on_share`).
     """
     submit = np.array([job.submit_s for job in result.jobs])
     finish = np.array([job.finish_s for job in result.jobs])
@@ -196,11 +195,11 @@ def _fairness(result: SimulationResult, isolated: IsolatedTimes, restart_delay_s
     return np.asarray((finish - submit) / np.array(fair_s))
 
 
-_MOST_CHANGES = 500  # of the GPUs in use: a chart shows no more
+_MOST_CHANGES = 500  # of the GPUs in use; a chart cannot show more
 
 
 def _usage(result: SimulationResult, most: int = _MOST_CHANGES) -> UsageRecord:
-    """Return the GPUs in use from each time on; of more than ``most`` changes, that many evenly spread ones."""
+    """Return the record of GPUs in use over time; of more than ``most`` changes, ``most`` evenly spaced ones."""
     changes = result.usage
     if len(changes) > most:
         changes = tuple(changes[round(index * (len(changes) - 1) / (most - 1))] for index in range(most))
@@ -208,16 +207,16 @@ def _usage(result: SimulationResult, most: int = _MOST_CHANGES) -> UsageRecord:
 
 
 def _price(gpu_seconds: Mapping[str, float], prices: Mapping[str, float]) -> float:
-    """Return what GPU seconds by type cost at prices per GPU hour."""
+    """Return the price of ``gpu_seconds`` (by GPU type) at ``prices`` per GPU hour (by type)."""
     return sum(seconds / 3600 * prices[name] for name, seconds in gpu_seconds.items())
 
 
 def _by_class(
     result: SimulationResult, isolated: IsolatedTimes, jct: Floats, queueing: Floats, fairness: Floats
 ) -> dict[str, ClassFigures]:
-    """Return the figures of each size class that has jobs, by its name; the arrays are (n,), one value a job.
+    """Return size class -> figures, for the classes that have jobs; the arrays are (n,), one value per job.
 
-    ``isolated``: times of each application alone, by which its class is told.
+    ``isolated``: times of each application alone, which determine its class.
     """
     class_by_application = {job.application: class_of(job.application, isolated) for job in result.jobs}
     classes = np.array([class_by_application[job.application] for job in result.jobs])
@@ -230,9 +229,9 @@ def _by_class(
 
 
 def _figures(jobs: Sequence[JobTally], rows: Places, jct: Floats, queueing: Floats, fairness: Floats) -> ClassFigures:
-    """Return the summary of the jobs at ``rows``.
+    """Return the figures of the jobs at ``rows``.
 
-    ``jct``, ``queueing`` (seconds from submission to the end and to the start) and ``fairness`` hold all jobs, (n,).
+    Arrays are (n,) over all jobs: ``jct`` and ``queueing`` are the seconds from submission to the end and to the start.
     """
     return ClassFigures(
         jobs=len(rows),
@@ -247,9 +246,9 @@ def _figures(jobs: Sequence[JobTally], rows: Places, jct: Floats, queueing: Floa
 
 
 def _average_present(submit: Floats, finish: Floats) -> Floats:
-    """Return the time average of the number of jobs in the system over each job's life, (n,); the job included.
+    """Return (n,) the time average, over each job's life, of the number of jobs in the system, the job itself included.
 
-    ``submit`` and ``finish``: seconds, (n,). The average is the total overlap with all jobs' lives over the job's own.
+    ``submit`` and ``finish``: seconds, (n,). The average is the total overlap with all jobs' lives over the length of its own.
     """
     overlap_s = np.empty_like(submit)
     for begin in range(0, len(submit), _BLOCK):  # all pairs of ten thousand jobs at once would take gigabytes

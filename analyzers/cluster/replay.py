@@ -2,10 +2,10 @@
 
 Start at :func:`study`.
 
-A search that is sequential and model-based, such as TPE, proposes the next trial from the results of finished ones, so a
-trial arrives whenever one ends (Pollux, section 5.4.2). Here the search itself is synthetic: trials train the measured
-application as it is, whatever their learning rate or width would be, so neither speed nor length differs between them,
-and no accuracy is said. What is compared is how the scheduler serves that pattern of arrivals.
+A sequential model-based search of hyper-parameters, such as TPE, proposes the next trial from the results of finished ones, so
+a trial arrives whenever one ends (Pollux, section 5.4.2). Here the search is synthetic: all trials train the same measured
+application, whatever their learning rate or width would be, so they do not differ in speed or length, and there are no
+accuracies. What is compared is how schedulers serve this pattern of arrivals.
 """
 
 from __future__ import annotations
@@ -39,12 +39,15 @@ from ddltool.simulation_results import (
 from ddltool.stages import Stage, Tell, log_remark, quietly
 
 OnRound = Callable[[int, float], None]
-"""What may be called each round: with the finished jobs and the simulated seconds."""
+"""Called in each round with (number of finished jobs, simulated seconds), to show progress."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setup:
-    """What replays share; ``models``: fitted ones in place of traces; ``prices``: per GPU hour, by type."""
+    """Files and options that several replays share.
+
+    ``models``: fitted models, which take the place of traces; ``prices``: GPU type -> price per GPU hour.
+    """
 
     cluster: Path
     traces: Sequence[Path]
@@ -54,7 +57,7 @@ class Setup:
     power: float = -1.0
 
     def resolved(self) -> Setup:
-        """Return the setup with absolute paths, as another process or machine may have another working folder."""
+        """Return the setup with absolute paths, for processes with another working folder."""
         models = tuple(replace(model, file=model.file.resolve()) for model in self.models)
         traces = tuple(folder.resolve() for folder in self.traces)
         return replace(self, cluster=self.cluster.resolve(), traces=traces, models=models)
@@ -70,10 +73,10 @@ def replays(
     prices: Mapping[str, float] | None = None,
     stage: Stage = quietly,
 ) -> Iterator[tuple[str, PolicyRecord]]:
-    """Yield each policy and its record, as soon as the jobs have been replayed under it.
+    """Yield (policy's name, record) as soon as the jobs have been replayed under a policy.
 
-    All policies are checked before the first is replayed: InputError for jobs that can never run on the cluster.
-    ``prices``: per GPU hour, by type. ``makers``: what makes each policy anew, by name.
+    ``applications``: by name; ``makers``: policy's name -> function that makes a new one; ``prices``: GPU type -> price per GPU
+    hour. Raises InputError, before the first replay, for jobs that can never run on the cluster under one of the policies.
     """
     isolated = IsolatedTimes(applications, cluster)
     for make in makers.values():
@@ -87,7 +90,7 @@ def replays(
 
 @contextmanager
 def _watched(title: str, stage: Stage, jobs: int) -> Iterator[OnRound]:
-    """Show how far a replay of ``jobs`` jobs is; yields what the simulator is to call each round."""
+    """Show the progress of a replay of ``jobs`` jobs; yields the function that the simulator must call in each round."""
     with stage(title, jobs) as advance:
         yield lambda finished, now_s: advance(
             finished, f"{finished} of {jobs} jobs, {now_s / 3600:,.1f} simulated hours"
@@ -95,26 +98,26 @@ def _watched(title: str, stage: Stage, jobs: int) -> Iterator[OnRound]:
 
 
 class AsProposed:
-    """Shows a policy only ``concurrent`` unfinished trials; the next is proposed in the round after one ends.
+    """A policy that shows another policy only ``concurrent`` unfinished trials at a time.
 
-    The simulator knows submission times beforehand, these depend on the run: so all trials stand ready from the start,
-    and a trial's submission is set to the time at which it is first shown. Policies that look at a job's age, and the
-    completion times in the result, then see what they would if it had been submitted then.
+    The next trial is shown in the round after one ends. The simulator needs submission times in advance, but here they depend
+    on the run. So all trials are submitted at the start, and a trial's submission is changed to the time at which it is first
+    shown: jobs' ages and completion times are then as if it had been submitted at that time.
     """
 
     def __init__(self, policy: SchedulingPolicy, concurrent: int) -> None:
-        """Take over the policy's name, tuning and pooling, so that the simulator treats this one alike."""
+        """Copy the policy's name, tuning and pooling, by which the simulator treats a policy."""
         self.policy, self.concurrent = policy, concurrent
         self.name, self.tuning = policy.name, policy.tuning
         self.pools = getattr(policy, "pools", False)
         self._proposed: set[int] = set()
 
     def allocate(self, jobs: Sequence[SimulatedJob], cluster: ClusterSpec, now_s: float) -> Mapping[int, Allocation]:
-        """Return the allocations that the policy makes for the trials that have been proposed, by job index.
+        """Return job index -> allocation by the policy, for the first ``concurrent`` unfinished trials.
 
-        The first time that a trial is shown, ``now_s`` becomes its submission.
+        Changes a trial that is shown for the first time: ``now_s`` becomes its submission.
         """
-        visible = list(jobs[: self.concurrent])  # in the workload's order, so proposed trials stay in front
+        visible = list(jobs[: self.concurrent])  # jobs are in the workload's order, so trials shown before come first
         for job in visible:
             if job.index not in self._proposed:
                 self._proposed.add(job.index)
@@ -130,10 +133,10 @@ def run_search(
     options: Options | None = None,
     on_round: OnRound | None = None,
 ) -> SimulationResult:
-    """Return what becomes of a search under ``policy``; None: the baseline, ``search.gpus`` GPUs and a fixed batch each.
+    """Return the simulation of a search under ``policy``; None: the baseline, ``search.gpus`` GPUs and a fixed batch per trial.
 
-    Rounds also come whenever a trial ends, as the next one starts then; ``on_round(finished trials, now_s)`` may show
-    them. Raises InputError for an application that is not there and for trials that cannot run.
+    There is also a round whenever a trial ends, because the next one starts then. ``applications``: by name. Raises InputError
+    for an application without traces, and for trials that cannot run.
     """
     if search.application not in applications:
         known_names = ", ".join(applications)
@@ -145,7 +148,7 @@ def run_search(
         problem = f"makes a batch of {batch} on {search.gpus} GPUs"
         raise InputError("search:local_batch_size", problem, f"{search.application} has {low} to {high}")
     trial = {"submit_s": 0.0, "application": search.application, "num_replicas": search.gpus}
-    # Under a policy the batch is tuned from here on, so it need only be possible.
+    # A policy tunes the batch, so there the initial one need only be possible.
     trial["batch_size"] = max(low, min(batch, high))
     workload = [JobSpec.model_validate({"name": f"trial-{number}", **trial}) for number in range(search.trials)]
     proposing = AsProposed(policy if policy is not None else Fifo(), search.concurrent)
@@ -165,10 +168,10 @@ def search_trials(
 ) -> SearchResult:
     """Return the baseline and each policy on the same search: mean completion time, makespan, GPU time and restarts.
 
-    ``local_batch_sizes``: further fixed batches per GPU at which the baseline runs, besides the search's own.
-    ``policies``: what makes each one anew, by name.
+    ``local_batch_sizes``: further fixed batches per GPU at which the baseline runs, besides the search's own. ``policies``:
+    name -> function that makes a new one. Keys of the figures are the policies' names and ``fixed-SIZE`` for baselines.
     """
-    # Each once, the search's own first.
+    # without repeats, and the search's own first
     batch_sizes = dict.fromkeys([search.local_batch_size, *local_batch_sizes])
     baselines = [(f"fixed-{size}", search.model_copy(update={"local_batch_size": size}), None) for size in batch_sizes]
     figures: dict[str, SearchFigures] = {}
@@ -194,23 +197,23 @@ def study(
     tell: Tell = log_remark,
     stage: Stage = quietly,
 ) -> SimulationDocument:
-    """Return the record of a workload, or of all jobs of a cluster's trace, under policies.
+    """Return the record of the jobs in a workload's file, or in a cluster's trace, replayed under policies.
 
-    ``machines``: the cluster's nodes. ``makers``: by name, what makes each policy anew. ``setup``: the files and
-    options that all replays share. ``tell`` is given the remarks on what was converted or assumed. Raises InputError
-    for files that cannot be read and jobs that can never run.
+    ``machines``: the cluster's nodes. ``makers``: policy's name -> function that makes a new one. ``seed``: of the applications
+    that are drawn for a trace's jobs. ``tell`` is called with remarks on what was converted or assumed. Raises InputError for
+    files that cannot be read and jobs that can never run.
     """
     with stage(f"reading {workload.name}"):
         drawn_from = partial(read_templates, setup.traces, machines)
         specs, remark = read_jobs(workload, drawn_from, jobs=None, hours=None, seed=seed)
         truth = read_truth(specs, setup.traces, setup.models)
-    # What was converted or assumed is said, and kept in the record too.
+    # Remarks are told to the user, and kept in the record too.
     for text in filter(None, [remark, *truth.assumed]):
         tell(text)
     options, prices = setup.options, setup.prices
     records = dict(replays(specs, truth.applications, machines, makers, options, prices=prices, stage=stage))
     failures = options.failures
-    # Fields that a document has only where there is something to say.
+    # fields that a document has only if they have a value
     optional_fields: dict[str, Any] = {
         "failures": failures and _record_of(failures),
         "prices_per_gpu_hour": None if prices is None else dict(prices),
@@ -232,7 +235,7 @@ def study(
 
 
 def _record_of(failures: NodeFailures) -> ReplayFailures:
-    """Return what a document says of the failures that a replay had."""
+    """Return a replay's node failures as the record in its document: the number of events instead of the events."""
     said = {name: value for name, value in asdict(failures).items() if name in ReplayFailures.model_fields}
     by_chance = failures.mtbf_s if failures.mtbf_s < math.inf else None
     return ReplayFailures(**{**said, "mtbf_s": by_chance, "events": len(failures.events)})

@@ -1,10 +1,10 @@
 """The search behind Pollux: allocations of least total cost when a job's cost depends on its own allocation alone.
 
-A power mean of penalised speedups is such a sum. So the search has two parts. *Counts*: how many GPUs for each job,
-exactly, by dynamic programming, as if all GPUs stood on nodes that fit; its value is a lower bound on the cost of every
-allocation. *Packing*: real nodes for these counts, with at most one job that spans nodes on any node, then local search:
-take a job that is short of its count and the jobs of one node out, put them back in a better way. The gap between the
-two tells how good the result is at least.
+A power mean of penalised speedups is such a sum. Start at :func:`search`, which has two parts. *Counts*: the number of GPUs of
+each job, exactly, by dynamic programming, as if every count fitted on the nodes; its value is a lower bound on the cost of
+every allocation. *Packing*: real nodes for these counts, with at most one job that spans nodes on any node; then local search,
+which takes out a job that got fewer than its count and the jobs of one node, and puts them back in a better way. The gap
+between the two costs bounds how far the result is from the best.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ import numpy as np
 from ddltool.analyzers.cluster.cluster import Allocation, count_gpus, fewest_nodes
 from ddltool.arrays import Floats, Places
 
-# A gain below this share of the cost is rounding.
+# Gains below this share of the cost are rounding errors.
 _LEAST_GAIN = 1e-9
-# Jobs that fell short of their count that one pass of local search looks at, and its passes.
+# Most jobs above their ideal cost that one pass of local search moves, and most passes.
 _MOST_SHORT_JOBS, _MOST_PASSES = 12, 20
 # A cost above its bound by less than this share has reached it.
 _AT_BOUND = 1e-6
-# Random choices of :meth:`_Packing.ruin_and_recreate`, found by trial: how many nodes it empties at most, how many jobs
-# without GPUs join in, how often large counts go first, and how often a job gets its former allocation back.
+# Random choices of :meth:`_Packing.ruin_and_recreate`, found by trial: most nodes that it empties, most jobs without GPUs
+# that it includes, probability that large counts go first, and that a job gets its former allocation back.
 _MOST_EMPTIED, _MOST_JOINING, _LARGEST_FIRST_SHARE, _KEEP_SHARE = 4, 2, 0.7, 0.9
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class JobCosts:
-    """What one job costs: ``within[k]`` on k GPUs of one node, ``across[k]`` over several, (m + 1,) each.
+    """The costs of one job: ``within[k]`` on k GPUs of one node, ``across[k]`` on k GPUs of several nodes, (m + 1,) each.
 
-    ``within[0]`` is the cost of nothing. ``keep`` is the cost of the current allocation ``base``, if it has one and may
-    keep it. inf where not allowed.
+    ``within[0]`` is the cost of no GPUs. ``keep`` is the cost of keeping the current allocation ``base``. inf where not
+    allowed.
     """
 
     within: Floats
@@ -53,16 +53,16 @@ class PackedAllocations:
 
 
 def choose_counts(costs: Sequence[Floats], gpus: int) -> tuple[list[int], float]:
-    """Return how many of ``gpus`` each of n jobs gets, and the least total cost; ``costs[j][k]``: job j with k GPUs.
+    """Return the numbers of GPUs of n jobs, ``gpus`` in all, with the least total cost, and that cost.
 
-    Exact: dynamic programming over jobs and GPUs, O(n gpus max_k).
+    ``costs[j][k]``: cost of job j with k GPUs. Exact: dynamic programming over jobs and GPUs, O(n gpus max_k).
     """
     best_costs, all_gpus = np.zeros(gpus + 1), np.arange(gpus + 1)
     best_counts_by_job: list[Places] = []
     for cost in costs:
         job_cost = cost[: gpus + 1]
         padded = np.concatenate([np.full(len(job_cost) - 1, np.inf), best_costs])
-        item_bytes = padded.itemsize  # row g, column k: the least cost of the jobs before on g - k GPUs
+        item_bytes = padded.itemsize  # a view: row g, column k is the least cost of the earlier jobs on g - k GPUs
         earlier_costs = np.lib.stride_tricks.as_strided(
             padded[len(job_cost) - 1 :], (gpus + 1, len(job_cost)), (item_bytes, -item_bytes)
         )
@@ -70,7 +70,7 @@ def choose_counts(costs: Sequence[Floats], gpus: int) -> tuple[list[int], float]
         best_counts = totals.argmin(axis=1)
         best_costs = totals[all_gpus, best_counts]
         best_counts_by_job.append(best_counts)
-    # From the last job back: what it takes leaves the best of the jobs before it.
+    # Backwards from the last job: the GPUs that it does not take are for the jobs before it.
     counts: list[int] = []
     gpus_left = gpus
     for best_counts in reversed(best_counts_by_job):
@@ -80,10 +80,9 @@ def choose_counts(costs: Sequence[Floats], gpus: int) -> tuple[list[int], float]
 
 
 def flat(choice: JobCosts) -> Floats:
-    """Return the least cost of each count of GPUs (m + 1,), within or across nodes, the current allocation included.
+    """Return the least cost of each count of GPUs (m + 1,): within a node, across nodes, or by keeping the allocation.
 
-    The array is longer where the job holds more GPUs than it may newly be given. ``choice``: the job's costs within a
-    node, across nodes, and of what it holds.
+    The array is longer where the job holds more than m GPUs.
     """
     least_costs = np.minimum(choice.within, choice.across)
     least_costs[0] = choice.within[0]
@@ -96,10 +95,11 @@ def flat(choice: JobCosts) -> Floats:
 
 
 def search(choices: Sequence[JobCosts], gpus: Sequence[int], *, effort: int = 100, seed: int = 0) -> PackedAllocations:
-    """Return allocations of n jobs on nodes with ``gpus`` (N,) GPUs of small total cost.
+    """Return allocations of n jobs, with the costs ``choices``, on nodes with ``gpus`` (N,) GPUs, of small total cost.
 
-    At most one job that spans nodes is on any node. ``effort``: how often the local search takes some jobs out and puts
-    them back; 0 packs only. Same ``seed``, same result. Source: Pollux, section 4.2 (the objective, not the way).
+    At most one job that spans nodes is on any node. ``effort``: number of times that local search takes some jobs out and puts
+    them back; 0: no local search. The result depends on nothing else but ``seed``. The objective, not the algorithm, is that of
+    Pollux, section 4.2.
     """
     costs = [flat(choice) for choice in choices]
     counts, bound = choose_counts(costs, sum(gpus))
@@ -113,10 +113,10 @@ def search(choices: Sequence[JobCosts], gpus: Sequence[int], *, effort: int = 10
 
 
 def pack(choices: Sequence[JobCosts], gpus: Sequence[int], counts: Sequence[int]) -> tuple[Allocation, ...]:
-    """Return allocations of n jobs of about ``counts`` (n,) GPUs on nodes with ``gpus`` (N,); the sum must fit.
+    """Return allocations of n jobs with about ``counts`` (n,) GPUs on nodes with ``gpus`` (N,); all counts must fit in sum.
 
-    Jobs that keep their count keep their place; the others come in order of their count, largest first. What no longer
-    fits because the free GPUs are scattered gets the best of what is free.
+    Jobs that keep their count keep their allocation; the others are placed by falling count. A job whose count does not fit,
+    because the free GPUs are scattered, gets the best allocation that does.
     """
     packing = _Packing(choices, gpus, avoid_sharing=False)
     packing.fill(counts)
@@ -128,35 +128,35 @@ _Saved = tuple[list[int], list[int], list[Allocation], list[float]]
 
 
 class _Packing:
-    """The allocations of all jobs while they are searched. Short lists that change all the time: Python's, not numpy's."""
+    """The allocations of all jobs during the search. They are Python's lists, which are faster than numpy's when short."""
 
     def __init__(self, choices: Sequence[JobCosts], gpus: Sequence[int], avoid_sharing: bool) -> None:
         """Start with no GPUs for any job, on nodes with ``gpus`` (N,) GPUs.
 
-        ``avoid_sharing``: at most one job that spans nodes may be on any node.
+        ``avoid_sharing``: whether at most one job that spans nodes may be on any node.
         """
         self.choices = choices
         self.gpus = list(gpus)
         self.avoid_sharing = avoid_sharing
         self.free = list(gpus)
-        """(N,) GPUs of each node that nobody has."""
+        """(N,) free GPUs of each node."""
         self.spanning = [0] * len(gpus)
-        """(N,) jobs on each node that are on other nodes too."""
+        """(N,) number of jobs on each node that span nodes."""
         self.allocations: list[Allocation] = [()] * len(choices)
         self.within = [choice.within.tolist() for choice in choices]
-        """By job the cost of each count on one node; ``across``: over several."""
+        """By job and count, the cost on one node; ``across``: on several."""
         self.across = [choice.across.tolist() for choice in choices]
         self.costs = [within[0] for within in self.within]
-        """By job the cost of what it has now."""
+        """By job, the cost of its present allocation."""
         self.best_within = [_prefix_argmin(within) for within in self.within]
-        """By job and x the count of least cost among those up to x on one node; ``best_across``: over several."""
+        """By job and x, the count of least cost among those up to x on one node; ``best_across``: on several."""
         self.best_across = [_prefix_argmin(across) for across in self.across]
 
     def fill(self, counts: Sequence[int]) -> None:
         """Give each job about its count of GPUs.
 
-        First come the jobs that already held that many, then the others, largest counts first. At last every job, the
-        most costly first, may move to where it costs less.
+        Jobs that already held that many keep their allocation; the others follow by falling count. Then every job, by falling
+        cost, is moved to where it costs least.
         """
         moved = []
         for job, count in enumerate(counts):
@@ -169,9 +169,9 @@ class _Packing:
             self.reinsert(job)
 
     def keep(self, job: int) -> bool:
-        """Give the job back the allocation that it had before the search (``base``), if those GPUs are free.
+        """Give the job its allocation of before the search (``base``) if those GPUs are free, and return whether they were.
 
-        Returns whether they were. The job must hold no GPUs.
+        The job must hold no GPUs. False also where it had no allocation or must not keep it.
         """
         choice = self.choices[job]
         base = choice.base
@@ -185,7 +185,7 @@ class _Packing:
         return True
 
     def give(self, job: int, allocation: Allocation, cost: float) -> None:
-        """Put an allocation of the job into effect at ``cost``; the job must hold none."""
+        """Give the job this allocation, at ``cost``; it must hold no GPUs."""
         spans = len(allocation) > 1
         for node, count in allocation:
             self.free[node] -= count
@@ -193,7 +193,7 @@ class _Packing:
         self.allocations[job], self.costs[job] = allocation, cost
 
     def take(self, job: int) -> None:
-        """Take all GPUs from a job; it then costs what a job without GPUs costs."""
+        """Take all GPUs from the job, and set its cost to that of no GPUs."""
         spans = len(self.allocations[job]) > 1
         for node, count in self.allocations[job]:
             self.free[node] += count
@@ -201,11 +201,10 @@ class _Packing:
         self.allocations[job], self.costs[job] = (), self.within[job][0]
 
     def insert(self, job: int, most: int) -> None:
-        """Give a job that holds no GPUs the free ones that cost it least, at most ``most``: within a node or across nodes.
+        """Give a job that holds no GPUs at most ``most`` free ones, within a node or across nodes, such that it costs least.
 
-        The allocation that it had before the search (``base``) may have more: it is given back where it is free and
-        costs no more. Within a node, the node with the fewest free GPUs that fit is taken, to leave large gaps to
-        others.
+        Its allocation of before the search (``base``) is preferred where it is free and costs no more. Within a node, the node
+        with the fewest free GPUs that suffice is taken, to leave larger ones to other jobs.
         """
         free, choice = self.free, self.choices[job]
         best_within, best_across = self.best_within[job], self.best_across[job]
@@ -218,7 +217,7 @@ class _Packing:
             count = best_across[min(sum(usable), most, len(best_across) - 1)] if len(usable) > 1 else 0
             if self.across[job][count] < cost:
                 across_count, cost = count, self.across[job][count]
-        # What it held before the search costs no restart.
+        # the allocation of before the search, which costs no restart
         held = count_gpus(choice.base)
         if held and choice.keep <= cost and held <= max(most, across_count, within_count) and self.keep(job):
             return
@@ -233,16 +232,19 @@ class _Packing:
             self.give(job, ((node, within_count),), self.within[job][within_count])
 
     def spread(self, count: int) -> Allocation:
-        """Return ``count`` free GPUs on as few nodes as possible that a spanning job may use; () if there are too few."""
+        """Return an allocation of ``count`` free GPUs on as few of the nodes that a spanning job may use as possible.
+
+        () if there are too few.
+        """
         nodes = [node for node in range(len(self.free)) if self.free[node] and self.may_span(node)]
         return fewest_nodes(self.free, sorted(nodes, key=lambda node: -self.free[node]), count)
 
     def may_span(self, node: int) -> bool:
-        """Return whether a job over several nodes may use this one: at most one job may where ``avoid_sharing`` is set."""
+        """Return whether a job that spans nodes may use this one: with ``avoid_sharing``, only if no other such job does."""
         return not (self.avoid_sharing and self.spanning[node])
 
     def reinsert(self, job: int) -> bool:
-        """Move one job to where it costs least while all others stay, and return whether that lowered its cost."""
+        """Move one job to where it costs least, if that is cheaper, and return whether it moved; all others stay."""
         allocation, cost = self.allocations[job], self.costs[job]
         self.take(job)
         self.insert(job, len(self.within[job]) + len(self.across[job]))
@@ -253,10 +255,10 @@ class _Packing:
         return False
 
     def improve(self, ideal: Sequence[float], bound: float) -> None:
-        """Lower the total cost by local search (:meth:`relocate`), until a pass brings nothing or the bound is reached.
+        """Lower the total cost by local search (:meth:`relocate`), until a pass gains nothing or the bound is reached.
 
-        ``ideal`` (n,): each job's cost if all GPUs stood on nodes that fit; only jobs that cost more are looked at, the
-        worst first. ``bound``: the lower bound on the total cost.
+        ``ideal`` (n,): each job's cost with its count if that fits on the nodes; only jobs that cost more are relocated, those
+        furthest above first. ``bound``: the lower bound on the total cost.
         """
         for _ in range(_MOST_PASSES):
             if _is_at_bound(sum(self.costs), bound):
@@ -268,9 +270,10 @@ class _Packing:
                 return
 
     def relocate(self, job: int) -> bool:
-        """Try for each node to put ``job`` and then the node's jobs in again; keep the best, return whether one helped.
+        """Try, for each node, to take out ``job`` and the node's jobs and insert ``job`` first; keep the best result.
 
-        Each is tried twice: the node's jobs first get their allocation of before the search back where it is free, or not.
+        Return whether one lowered the total cost. Each is tried twice: with the node's jobs getting back their allocation of
+        before the search, where it is free, before ``job`` is inserted, and without.
         """
         jobs_on_node: dict[int, list[int]] = {}
         for other, allocation in enumerate(self.allocations):
@@ -282,7 +285,7 @@ class _Packing:
         best_state: tuple[float, _Saved] | None = None
         tried: set[tuple[int, ...]] = set()
         for node in range(len(self.gpus)):
-            # Who else is on the node; nodes with the same jobs need one try.
+            # the other jobs on the node; nodes with the same jobs are tried once
             displaced = tuple(other for other in jobs_on_node.get(node, []) if other != job)
             if displaced in tried:
                 continue
@@ -297,10 +300,10 @@ class _Packing:
         return best_state is not None
 
     def _put_before(self, job: int, displaced: Mapping[int, int], keeps_displaced: bool) -> None:
-        """Put ``job`` in first and then the ``displaced`` jobs, those of the most GPUs before the others.
+        """Take out ``job`` and the ``displaced`` jobs, insert ``job``, then the others by falling number of GPUs.
 
-        ``displaced``: by job the most GPUs that it gets. ``keeps_displaced``: before ``job`` is put in, they get back
-        the allocation that they had before the search, where it is free.
+        ``displaced``: job -> most GPUs that it gets. ``keeps_displaced``: whether these get back their allocation of before the
+        search, where it is free, before ``job`` is inserted.
         """
         for other in (job, *displaced):
             self.take(other)
@@ -315,10 +318,10 @@ class _Packing:
             self.reinsert(other)
 
     def ruin_and_recreate(self, costs: Sequence[Floats], bound: float, effort: int, generator: random.Random) -> None:
-        """Remove the jobs of 1 to 4 nodes, choose their counts anew and insert them in another order, ``effort`` times.
+        """Remove the jobs of 1 to 4 nodes, choose their counts again and insert them in another order, ``effort`` times.
 
-        A result of at most the same cost is kept, so that the search can walk along equal allocations. Stops early at
-        ``bound``. ``costs``: as of :func:`choose_counts`. ``generator``: of random choices, seeded.
+        A result is kept unless it costs more, so that the search can walk along allocations of equal cost. It ends early at
+        ``bound``. ``costs`` as in :func:`choose_counts`; ``generator``: of the random choices.
         """
         total = sum(self.costs)
         jobs, nodes = len(self.costs), len(self.gpus)
@@ -326,14 +329,14 @@ class _Packing:
             if _is_at_bound(total, bound):
                 return
             saved = self.save()
-            # Ruin: the jobs on a few random nodes, and some that wait, lose what they have.
+            # Ruin: the jobs on a few random nodes lose their GPUs, and some jobs without GPUs are included.
             opened_nodes = set(generator.sample(range(nodes), min(nodes, generator.randint(1, _MOST_EMPTIED))))
             removed = [job for job in range(jobs) if any(node in opened_nodes for node, _ in self.allocations[job])]
             without_gpus = [job for job in range(jobs) if not self.allocations[job]]
             removed += generator.sample(without_gpus, min(_MOST_JOINING, len(without_gpus)))
             for job in removed:
                 self.take(job)
-            # Recreate: the best counts of what is free now, given out in random order or largest first.
+            # Recreate: the best counts for the free GPUs, inserted in random order or largest first.
             counts, _ = choose_counts([costs[job] for job in removed], sum(self.free))
             wanted_counts = dict(zip(removed, counts, strict=True))
             generator.shuffle(removed)
@@ -357,13 +360,13 @@ class _Packing:
         return self.free[:], self.spanning[:], self.allocations[:], self.costs[:]
 
     def restore(self, saved: _Saved) -> None:
-        """Go back to the state that :meth:`save` returned; ``saved`` stays unchanged, so it can be restored again."""
+        """Return to a state that :meth:`save` returned; it is copied, so that it can be restored again."""
         free, spanning, allocations, costs = saved
         self.free, self.spanning, self.allocations, self.costs = free[:], spanning[:], allocations[:], costs[:]
 
 
 def _is_at_bound(cost: float, bound: float) -> bool:
-    """Return whether a total cost is as low as its lower bound, but for rounding: nothing better is to be found."""
+    """Return whether a total cost is equal to its lower bound, up to rounding errors, so that the search can end."""
     return cost <= bound * (1 + _AT_BOUND) + 1e-12
 
 

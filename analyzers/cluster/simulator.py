@@ -1,11 +1,11 @@
 """Replays a workload on a cluster under a policy. Start at :func:`simulate`.
 
-Discrete events: a submission, the end of a job's epoch (where it re-tunes its batch, or ends), a scheduling round.
-Between events every job's progress is a straight line, so nothing is stepped through. Rounds come at multiples of the
-interval while a job is there; with ``react`` also whenever a job arrives or ends, or a node goes or comes.
-``whole_seconds`` rounds the ends of epochs to seconds, as the published fixed-step simulator does, for like-for-like
-checks. With :class:`NodeFailures` nodes go and come: their jobs fall back to the last checkpoint and wait for the next round,
-and the policy sees the nodes that are up. :class:`Watchdog` ends replays that would never end by themselves.
+It is a discrete-event simulation. Events are submissions, ends of a job's epoch (at which it re-tunes its batch, or ends) and
+scheduling rounds; between events every job's progress is linear in time. Rounds come at multiples of the interval while there
+are jobs, with ``react`` also whenever a job arrives or ends, or a node fails, leaves or comes back. ``whole_seconds`` rounds
+the ends of epochs to seconds, as the published fixed-step simulator does, for comparisons with it. With :class:`NodeFailures`,
+the jobs on a failed node fall back to their last checkpoint and wait for the next round, and the policy sees the nodes that
+are up. :class:`Watchdog` ends replays that would never end by themselves.
 """
 
 from __future__ import annotations
@@ -33,44 +33,44 @@ from ddltool.errors import Infeasible, InputError, listed
 from ddltool.simulation_results import JobSpec
 
 YEAR_S = 31_536_000.0
-# Other intervals and delays are in another unit, or a typing error.
+# Allowed intervals and the longest delay; other values are in another unit or typing errors.
 _INTERVAL_S = (1.0, 604_800.0)
 _LONGEST_DELAY_S = 86_400.0
-# Applications that take longer at best than this have step times or iterations in another unit.
+# Applications that take longer than this at best have step times or iterations in another unit.
 _LONGEST_JOB_S = YEAR_S
-# NodeFailures that may be drawn until the last job comes: more take minutes and mean nothing.
+# Most expected failures until the last job is submitted; more would take minutes to draw.
 _MOST_FAILURES = 1e7
-# Rounds in which nothing runs and nothing is on its way, after which a policy is taken to starve its jobs for good.
+# Rounds in which nothing runs or is about to, after which the policy counts as starving its jobs.
 _MOST_IDLE_ROUNDS = 1000
-# Rounds and seconds in which no job gets further than before, after which all training is taken to be undone.
+# Rounds and seconds in which no job gets further than before, after which all training counts as undone by failures.
 _MOST_FUTILE_ROUNDS, _MOST_FUTILE_S = 10_000, 604_800.0
-# From the first submission on. No workload that people replay lasts as long.
+# Longest replay from the first submission on.
 _LONGEST_S = 100 * YEAR_S
 _NAMED_NODES, _NAMED_JOBS = 8, 3
 
 
 class SchedulingPolicy(Protocol):
-    """Who gets which GPUs. A policy may keep state from round to round; it belongs to one simulation.
+    """Decides which job gets which GPUs. A policy may keep state from round to round; it belongs to one simulation.
 
-    One with an attribute ``pools`` that is true lets the jobs of an application share what they have seen; one with an
-    attribute ``mixed`` that is false knows one GPU type only.
+    An optional attribute ``pools`` that is true lets the jobs of an application share what they have observed; an optional
+    attribute ``mixed`` that is false says that the policy supports only clusters with one GPU type.
     """
 
     name: str
     tuning: Tuning
 
     def allocate(self, jobs: Sequence[SimulatedJob], cluster: ClusterSpec, now_s: float) -> Mapping[int, Allocation]:
-        """Return the allocation of each job by ``job.index``; a job that is missing has none.
+        """Return ``job.index`` -> allocation; a job that is not in it gets no GPUs.
 
-        ``jobs`` are those submitted and not finished, in the workload's order; their current allocations are in
-        ``job.allocation``. An allocation that differs from the current one restarts the job.
+        ``jobs`` are those submitted and not finished, in the workload's order; ``job.allocation`` is the current allocation. A
+        job whose allocation changes is restarted.
         """
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Usage:
-    """GPUs in use and jobs in the system from ``time_s`` on; ``up``: GPUs of nodes that are up (-1: all)."""
+    """Number of GPUs in use and of jobs in the system from ``time_s`` on; ``up``: GPUs of nodes that are up (-1: all)."""
 
     time_s: float
     gpus: int
@@ -80,7 +80,7 @@ class Usage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimulationResult:
-    """The jobs in the workload's order, and how the cluster was used."""
+    """The records of the jobs, in the workload's order, and the use of the cluster."""
 
     policy: str
     jobs: tuple[JobTally, ...]
@@ -92,12 +92,16 @@ class SimulationResult:
     """CPU seconds within the policy."""
     node_failures: int = 0
     available_gpu_seconds: Mapping[str, float] = field(default_factory=dict)
-    """GPU time of the nodes that were up, by type, from the first submission to the last finish."""
+    """GPU type -> GPU seconds of the nodes that were up, from the first submission to the last finish."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """How to replay. Seconds; ``interference``: the share of speed lost by jobs across nodes that share a node."""
+    """How to replay; times in seconds.
+
+    ``interference``: share of its speed that a job loses which spans nodes and shares one with another such job. For
+    ``whole_seconds`` and ``react`` see the module. Raises InputError for a value out of range.
+    """
 
     interval_s: float = 60.0
     restart_delay_s: float = 30.0
@@ -107,7 +111,7 @@ class Options:
     failures: NodeFailures | None = None
 
     def __post_init__(self) -> None:
-        """Refuse an interval, a delay or a share that is out of range."""
+        """Raise InputError for an interval, a delay or a share that is out of range."""
         least, most = _INTERVAL_S
         if not least <= self.interval_s <= most:
             raise InputError("interval", f"is {self.interval_s}", f"from {least:.0f} to {most:.0f} seconds (a week)")
@@ -127,15 +131,14 @@ def simulate(
     *,
     on_round: Callable[[int, float], None] | None = None,
 ) -> SimulationResult:
-    """Return what becomes of ``workload`` (n jobs) under ``policy``. ``on_round(finished jobs, now_s)`` may show it.
+    """Return the simulation of ``workload`` (n jobs) under ``policy``.
 
-    Raises InputError for jobs that can never run, CheckFailed when the policy gives GPUs out twice, Infeasible when it
-    lets jobs starve, when for a week nothing is trained that lasts, and after a hundred simulated years.
-    O((n + rounds + epochs) log n) and the policy's own time.
+    ``applications``: by name. ``on_round(finished jobs, now_s)`` is called in each round. Raises InputError for jobs that can
+    never run, CheckFailed when the policy allocates a GPU twice, Infeasible when it lets jobs starve, when for a week no
+    training lasts, and after a hundred simulated years. O((n + rounds + epochs) log n), and the policy's own time.
     """
     begin = time.perf_counter()
     options = options or Options()
-    # What can never work is refused before anything is replayed.
     _check_types(policy, cluster)
     jobs = make_jobs(workload, applications, policy.tuning, cluster, pooled=getattr(policy, "pools", False))
     if options.failures is not None:
@@ -163,15 +166,15 @@ def check_runs(
     make_jobs(workload, applications, policy.tuning, cluster)
     names = dict.fromkeys(job.application for job in workload)
     for application in {id(each): each for each in map(applications.get, names)}.values():
-        if application is not None and (least_s := application.least_s(cluster.type_names)) > _LONGEST_JOB_S:
-            problem = f"takes {least_s / YEAR_S:,.1f} years or more on any GPUs"
+        if application is not None and (bound_s := application.run_time_bound_s(cluster.type_names)) > _LONGEST_JOB_S:
+            problem = f"takes {bound_s / YEAR_S:,.1f} years or more on any GPUs"
             raise InputError(
                 f"application {application.name}", problem, "a year at most; check step times and iterations"
             )
 
 
 def _check_types(policy: SchedulingPolicy, cluster: ClusterSpec) -> None:
-    """Raise InputError for a policy that knows one GPU type on a cluster of several."""
+    """Raise InputError for a policy that supports one GPU type, on a cluster of several."""
     if not getattr(policy, "mixed", True) and len(cluster.type_names) > 1:
         problem = f"knows one GPU type, and the cluster has {', '.join(cluster.type_names)}"
         remedy = "use a cluster of one type, or a policy that knows several, such as sia"
@@ -179,7 +182,7 @@ def _check_types(policy: SchedulingPolicy, cluster: ClusterSpec) -> None:
 
 
 def _check_failures(failures: NodeFailures, workload: Sequence[JobSpec], cluster: ClusterSpec) -> None:
-    """Raise InputError for events on unknown nodes, and more failures before the last submission than are worth drawing."""
+    """Raise InputError for events on unknown nodes, and for too many expected failures before the last submission."""
     failures.check(cluster)
     node_s = len(cluster.gpus) * max((job.submit_s for job in workload), default=0.0)
     if node_s / (failures.mtbf_s + failures.repair_s) > _MOST_FAILURES:
@@ -198,14 +201,14 @@ class _Run:
         options: Options,
         on_round: Callable[[int, float], None] | None = None,
     ) -> None:
-        """Queue the jobs, the earliest last (so that the next one is popped), and start with all nodes up."""
+        """Queue the jobs in the reverse order of submission, so that pop() takes the next one; all nodes are up."""
         self.jobs, self.cluster, self.policy, self.options, self.on_round = jobs, cluster, policy, options, on_round
         self.waiting = sorted(jobs, key=lambda job: (job.spec.submit_s, job.index))[::-1]
         """Jobs that are not submitted yet, the next one last."""
         self.active: dict[int, SimulatedJob] = {}
-        """By index the jobs that are submitted and not finished."""
+        """Job's index -> job, for those that are submitted and not finished."""
         self.epoch_ends: list[tuple[float, int]] = []
-        """Heap of (second, job's index); ends that no longer hold are dropped when they come up."""
+        """Heap of (second, job's index); outdated ends are dropped when they come up."""
 
         self.usage: list[Usage] = []
         self.rounds = 0
@@ -220,9 +223,9 @@ class _Run:
         self.watchdog = Watchdog(policy.name, self.nodes, self.counted_s)
 
     def play(self) -> None:
-        """Go from event to event (a round, the end of an epoch, a change of nodes) until every job is finished.
+        """Process event after event (a round, the end of an epoch, a change of nodes) until every job is finished.
 
-        With ``react`` arrivals and finished jobs bring a round of their own between the intervals, and so do changes of nodes.
+        With ``react`` there is also a round at each arrival, finished job and change of nodes.
         """
         last_s = 0.0
         while self.active or self.waiting:
@@ -240,13 +243,13 @@ class _Run:
                 self._round(now_s)
                 last_s = now_s
                 continue
-            # An epoch that ends with the interval ends before the round looks at the job, unless it was rounded down.
+            # An epoch that ends at the time of a round ends before it, unless its end was rounded down to that time.
             if end_s < now_s or (end_s == now_s and self.jobs[self.epoch_ends[0][1]].exact_next_s <= now_s):
                 finished = self._end_epoch(end_s)
-                # All epochs that end in this moment, before the policy looks.
+                # all epochs that end at this time end before the round
                 while self._next_epoch_end() == end_s:
                     finished |= self._end_epoch(end_s)
-                # Only a job that ended brings a round between the intervals.
+                # there is a round now only if a job has ended
                 if not (finished and self.options.react and self.active):
                     continue
                 now_s = end_s
@@ -260,7 +263,7 @@ class _Run:
     def _change_nodes(self, now_s: float) -> None:
         """Apply the node events of ``now_s``: jobs on nodes that failed or left lose all their GPUs until the next round.
 
-        A failure undoes what was trained since the last checkpoint; before a node leaves, its jobs save one.
+        A failure undoes the training since the last checkpoint; before a node leaves, its jobs save one.
         """
         assert self.nodes is not None
         self._count_available(now_s)
@@ -268,19 +271,19 @@ class _Run:
             failed, departed = self.nodes.pop()
             for job in self.active.values():
                 held = {node for node, _ in job.allocation}
-                # A job that loses one GPU stops on all: its replicas train together.
+                # A job that loses one GPU stops on all of them, because its replicas train together.
                 if held.intersection(failed):
                     job.fail(now_s)
                 elif held.intersection(departed):
                     job.advance(now_s)
                     job.reallocate((), now_s, 0.0)
-        self._show_nodes()
+        self._update_nodes_up()
         if self.options.interference:
             self._set_slowdowns(now_s)
         self._note_usage(now_s)
 
-    def _show_nodes(self) -> None:
-        """Let the policy and the jobs see only the nodes that are up, and their GPU types."""
+    def _update_nodes_up(self) -> None:
+        """Set ``up``, and every job's ``gpu_types``, to the nodes that are up now."""
         assert self.nodes is not None
         self.up = without(self.cluster, self.nodes.down)
         types = self.up.type_names
@@ -288,18 +291,18 @@ class _Run:
             job.gpu_types = tuple(name for name in job.measured_types if name in types)
 
     def _count_available(self, now_s: float) -> None:
-        """Count the GPU time of the nodes that were up since the last change."""
+        """Add the GPU seconds from ``counted_s`` to ``now_s`` of the nodes that were up in between."""
         if now_s > self.counted_s:
             for name in self.up.type_names:
                 self.available[name] += self.up.gpus_of(name) * (now_s - self.counted_s)
             self.counted_s = now_s
 
     def _next_round(self, last_s: float) -> float:
-        """Return the second of the next round: the next multiple of the interval at which a job is there, never 0.
+        """Return the second of the next round: the first multiple of the interval after ``last_s`` with a submitted job.
 
-        ``last_s``: the second of the last round.
+        ``last_s``: the second of the last round. It is never 0.
         """
-        interval, rounding = self.options.interval_s, 1e-9  # a multiple of the interval may come out a hair beside it
+        interval, rounding = self.options.interval_s, 1e-9  # a computed multiple may have a rounding error
         after_last = math.floor(last_s / interval + rounding) + 1
         if self.active:
             return after_last * interval
@@ -307,9 +310,9 @@ class _Run:
         return max(math.ceil(first_submit_s / interval - rounding), after_last) * interval
 
     def _next_epoch_end(self) -> float:
-        """Return the second at which the next epoch ends, inf if none will.
+        """Return the second at which the next epoch ends; inf if none will.
 
-        A job that was re-tuned or moved has left old ends in the queue; they are dropped here.
+        Ends that a job left in the queue when it was re-tuned or moved are dropped here.
         """
         while self.epoch_ends:
             end_s, index = self.epoch_ends[0]
@@ -319,7 +322,7 @@ class _Run:
         return math.inf
 
     def _end_epoch(self, now_s: float) -> bool:
-        """Handle the end of the epoch that is first in the queue, and return whether its job finished; else it re-tunes."""
+        """Process the first end of an epoch in the queue, and return whether its job finished; if not, it re-tunes."""
         _, index = heapq.heappop(self.epoch_ends)
         job = self.jobs[index]
         if job.end_epoch(now_s):
@@ -333,7 +336,7 @@ class _Run:
         return False
 
     def _admit(self, now_s: float) -> None:
-        """Make the jobs submitted by ``now_s`` active, profiled where their policy adapts batches."""
+        """Make the jobs submitted by ``now_s`` active, and let them profile (:meth:`SimulatedJob.profile`)."""
         while self.waiting and self.waiting[-1].spec.submit_s <= now_s:
             job = self.waiting.pop()
             job.last_s = now_s
@@ -341,7 +344,7 @@ class _Run:
             self.active[job.index] = job
 
     def _retune(self, job: SimulatedJob, now_s: float) -> None:
-        """Let a job choose its batch, and queue the end of its epoch where that changed."""
+        """Let a job choose its batch, and queue the end of its epoch if that has changed."""
         before = job.next_s
         job.retune(now_s, self.options.whole_seconds)
         if job.next_s != before:
@@ -354,11 +357,11 @@ class _Run:
             job.advance(now_s)
             self._retune(job, now_s)
         begin_s = time.process_time()
-        # A job whose every GPU type is down is not shown to the policy: there is nothing that it could be given.
+        # A job none of whose GPU types is up is hidden from the policy, which could give it nothing.
         runnable = jobs if self.nodes is None else [job for job in jobs if job.gpu_types]
         allocations = self.policy.allocate(runnable, self.up, now_s) if runnable else {}
         self.policy_seconds += time.process_time() - begin_s
-        # Raises CheckFailed where the policy gave a GPU out twice.
+        # Raises CheckFailed where the policy allocated a GPU twice.
         free_gpus(self.up, allocations.values())
         for job in jobs:
             allocation = allocations.get(job.index, ())
@@ -377,7 +380,7 @@ class _Run:
             self.on_round(len(self.jobs) - len(self.waiting) - len(self.active), now_s)
 
     def _set_slowdowns(self, now_s: float) -> None:
-        """Slow down the jobs across nodes that share a node with another such job, and no others, from ``now_s`` on."""
+        """Slow down, from ``now_s`` on, exactly the jobs that span nodes and share one with another such job."""
         slowed = interfering({index: job.allocation for index, job in self.active.items()})
         for index, job in self.active.items():
             slowdown = self.options.interference if index in slowed else 0.0
@@ -387,7 +390,7 @@ class _Run:
                 self._retune(job, now_s)
 
     def _note_usage(self, now_s: float) -> None:
-        """Record GPUs in use, active jobs and GPUs that are up, where one of them has changed."""
+        """Record GPUs in use, active jobs and GPUs that are up, if one of these has changed."""
         gpus = sum(count_gpus(job.allocation) for job in self.active.values())
         state = Usage(time_s=now_s, gpus=gpus, jobs=len(self.active), up=self.up.total_gpus)
         last = self.usage[-1] if self.usage else None
@@ -396,34 +399,34 @@ class _Run:
 
 
 class Watchdog:
-    """Looks at every round of one replay under the policy called ``policy``; ``nodes``: None where none can fail."""
+    """Checks in every round of a replay that it will end, and raises Infeasible if not."""
 
     def __init__(self, policy: str, nodes: NodeStates | None, first_submit_s: float) -> None:
-        """Start counting; ``first_submit_s``: the second of the first submission, from which the replay's length counts.
+        """Begin at ``first_submit_s``, the second of the first submission, from which the replay's length counts.
 
-        ``nodes``: which are up; None where none can fail.
+        ``policy``: its name, for messages; ``nodes``: which are up; None where none can fail.
         """
         self.policy, self.nodes, self.first_submit_s = policy, nodes, first_submit_s
         self.rounds = 0
         self.idle_rounds = 0
-        """Rounds in a row in which nothing ran and nothing was on its way."""
+        """Rounds in a row in which nothing ran or was about to."""
         self.furthest: dict[int, float] = {}
-        """By job's index the most progress that it has had."""
+        """Job's index -> the most progress that it has had."""
         self.last_gain = 0, 0.0
-        """Round and time at which a job last got further than ever."""
+        """Round and time at which some job last exceeded its most progress."""
 
     def finished(self, now_s: float) -> None:
-        """Count a finished job as progress: one that is shorter than a round has none in :meth:`look`."""
+        """Count a finished job as progress, because :meth:`look` never sees jobs that are shorter than a round."""
         self.last_gain = self.rounds, now_s
 
     def look(self, jobs: Sequence[SimulatedJob], up: ClusterSpec, now_s: float, *, awaiting_jobs: bool) -> None:
-        """Look at the jobs of a round; ``awaiting_jobs``: some are yet to be submitted.
+        """Check the active ``jobs`` of a round; ``awaiting_jobs``: whether others will be submitted later.
 
-        Raises Infeasible where no job will ever get further, or the replay has lasted too long. ``up``: the nodes that
-        are up.
+        ``up``: the nodes that are up. Raises Infeasible where the policy starves its jobs, where none has made progress for too
+        long, or the replay has lasted too long.
         """
         self.rounds += 1
-        # Something runs, or is on its way: a job yet to come, or a node that will be back.
+        # Something runs, or may run later: a job will be submitted, or a node will come back.
         is_moving = (
             awaiting_jobs or any(job.allocation for job in jobs) or (self.nodes is not None and self.nodes.returns)
         )
@@ -450,7 +453,7 @@ class Watchdog:
             raise Infeasible(f"{self._cause(jobs, up)}{problem}")
 
     def _cause(self, jobs: Sequence[SimulatedJob], up: ClusterSpec) -> str:
-        """Return the beginning of the message: which nodes are gone for good and which job needs them; "" for none.
+        """Return the beginning of the message: the nodes that never come back, and a job that needs them; "" for none.
 
         ``up``: the nodes that are up.
         """
@@ -458,7 +461,7 @@ class Watchdog:
         if not gone:
             return ""
         stuck, wanted_gpus = min(jobs, key=lambda job: (job.spec.submit_s, job.index)), 0
-        # The first job that no type has GPUs enough for any more, else the first of all.
+        # the first submitted job for which no type has enough GPUs any more, else the first one of all
         for job in sorted(jobs, key=lambda job: (job.spec.submit_s, job.index)):
             largest_type = max((up.gpus_of(name) for name in job.gpu_types), default=0)
             if job.tuning is Tuning.RIGID and job.spec.num_replicas > largest_type:
@@ -471,5 +474,5 @@ class Watchdog:
 
 
 def _first_names(jobs: Sequence[SimulatedJob]) -> str:
-    """Return the names of the first three jobs, and how many more there are, for a message."""
+    """Return the names of the first three jobs and the number of the others, for a message."""
     return listed([job.spec.name for job in jobs], _NAMED_JOBS)

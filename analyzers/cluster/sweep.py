@@ -1,15 +1,15 @@
 """Sweeps: workloads x policies x seeds in this process, in local ones or on a Ray cluster, resumable (:func:`sweep`).
 
-A cell is one replay: a workload, a policy, a seed. Its figures are numbers that depend on nothing else, so that they are
-the same bit for bit wherever they were computed; how long it took is kept beside them. The output is rewritten after
-every cell, by one sweep at a time, and taken up again where it is there.
+A cell is one replay: a workload, a policy, a seed. Its figures depend on nothing else, so that they are the same bit for bit
+wherever they are computed; its CPU time is recorded besides. The output is rewritten after every cell, by one sweep at a time,
+and a sweep continues from the output of an earlier one.
 
-:func:`compare` says which of two policies is better, and how sure that is. Every workload is replayed under both, so what
-makes one harder than another cancels. Ratios are compared, in their logarithm: a policy that halves and one that doubles a
-figure are then equally far from equality, and long workloads do not outweigh short ones. The interval is Student's t on the
-mean log ratio: a bootstrap's is too narrow with the handful of workloads that one has. Seeds of one workload are no
-independent evidence of what happens on others: they are averaged first, so that n is the number of workloads; with one
-workload n is its seeds, and the answer speaks of that workload alone.
+:func:`compare` tells which of two policies is better, and how sure that is. Every workload is replayed under both, so that its
+difficulty cancels. Logarithms of ratios are averaged: a policy that halves and one that doubles a figure are then equally far
+from equality, and long workloads do not outweigh short ones. The interval is Student's t on the mean log ratio, because a
+bootstrap's is too narrow with a handful of workloads. Seeds of one workload are no independent evidence of what happens on
+others: they are averaged first, so that n is the number of workloads. With one workload, n is the number of its seeds, and the
+answer holds for that workload alone.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ from ddltool.simulation_results import (
 ENGINES = ("local", "ray")
 FIGURES = tuple(SweepFigures.model_fields)
 COLUMNS = ("workload", "policy", "seed", *FIGURES, "cpu_s", "error")
-"""Of the CSV: one row per cell; the cost is there where prices are given, else empty."""
+"""Columns of the CSV, which has one row per cell; the cost is empty without prices."""
 _MOST_CELLS = 1_000_000
-# Settings that hold one value per file or application. An earlier run's file may have been about other files, and is
-# then added to; the same file with another content is refused.
+# Settings with one value per file or application. An earlier run may have had others, which are kept; the same file with
+# another content is refused.
 _BY_NAME = ("workloads", "traces", "assumptions")
 _LOCK_PATIENCE_S = 0.5
 
@@ -72,7 +72,7 @@ Key = tuple[str, str, int]
 
 
 class SweepTask(NamedTuple):
-    """A cell, the file of its workload, and what all share."""
+    """A cell, the file of its workload, and the setup that all cells share."""
 
     key: Key
     workload: Path
@@ -81,7 +81,7 @@ class SweepTask(NamedTuple):
     def record(
         self, *, figures: SweepFigures | None = None, cpu_s: float | None = None, error: str | None = None
     ) -> SweepCell:
-        """Return the record of the cell: what its replay came to, or the one line that says why there was none."""
+        """Return the cell's record: the figures and CPU seconds of its replay, or the ``error`` (made one line)."""
         workload, policy, seed = self.key
         error = one_line(error) if error is not None else None
         return SweepCell(workload=workload, policy=policy, seed=seed, figures=figures, cpu_s=cpu_s, error=error)
@@ -113,13 +113,18 @@ def sweep(
     tell: Callable[[str], None] = lambda text: None,
     advance: Callable[[int, str], None] = lambda done, remark: None,
 ) -> SweepDocument:
-    """Replay every cell and return them in the order asked, then what an earlier run with others left in the file.
+    """Replay every cell, and return the document of these in order, followed by an earlier run's other cells.
 
-    ``jobs`` local processes (``engine="local"``; 1: this process), or as many as a Ray cluster holds. ``output`` is
-    rewritten after every cell and taken up again when it is there: what it holds is not replayed, what failed is tried
-    again. ``table``: the same as CSV. ``tell`` is given remarks, ``advance`` the cells done and the last one. Raises
-    InputError before anything runs for input that cannot be read, for an ``output`` of other settings and for one that
-    another sweep is writing.
+    Args:
+        jobs: number of local processes with the engine "local"; 1: this process.
+        engine: "local", or "ray": as many processes as the Ray cluster has cores.
+        output: file that is rewritten after every cell. If it exists, its cells are not replayed, except failed ones.
+        table: file for the same as CSV.
+        tell: called with remarks and failures.
+        advance: called with the number of cells done and the name of the last one.
+
+    Raises InputError, before anything runs, for input that cannot be read, for an ``output`` with other settings, and for one
+    that another sweep is writing. A cell that fails does not raise; it gets an error in its record.
     """
     engine = known("--engine", engine, ENGINES)
     if jobs < 1:
@@ -131,7 +136,6 @@ def sweep(
         if target is not None:
             check_writable(target)
     with sole_writer(output):
-        # What an earlier run has done is taken over; the rest is replayed.
         records = _earlier_cells(output, settings)
         tasks = [SweepTask(key, names[key[0]].resolve(), setup.resolved()) for key in keys if key not in records]
         present = len(keys) - len(tasks)
@@ -155,7 +159,7 @@ def sweep(
 
 
 def _names(workloads: Sequence[Path]) -> dict[str, Path]:
-    """Return each workload's name (its file's, or the path where two files are named alike) and file."""
+    """Return name -> file of each workload; the name is the file's, or its path where two files have the same name."""
     if twice := [path for path, times in Counter(workloads).items() if times > 1]:
         raise InputError(str(twice[0]), "is given twice", "give each workload once")
     stems = Counter(path.stem for path in workloads)
@@ -178,11 +182,11 @@ def _document(settings: dict[str, Any], records: Mapping[Key, SweepCell], keys: 
 
 
 def run_cell(task: SweepTask) -> SweepCell:
-    """Return the record of one cell: its figures and CPU seconds, or the problem that its replay ended with."""
+    """Return the record of one cell: its figures and CPU seconds, or the error that ended its replay."""
     begin = time.process_time()
     try:
         figures = _replayed(*task)
-    except Exception as error:  # a cell may fail in any way, and the others are to go on
+    except Exception as error:  # whatever one cell raises must not end the others
         return task.record(error=str(error) or type(error).__name__)
     return task.record(figures=figures, cpu_s=time.process_time() - begin)
 
@@ -190,7 +194,7 @@ def run_cell(task: SweepTask) -> SweepCell:
 def _replayed(key: Key, workload: Path, setup: Setup) -> SweepFigures:
     """Return the figures of one cell's replay, with a cost where there are prices.
 
-    The seed is added to that of the failures, so that each seed draws failures of its own, the same for all policies.
+    The cell's seed is added to that of the failures, so that failures differ between seeds and are the same for all policies.
     """
     _, policy, seed = key
     jobs, machines, applications = _inputs(workload, setup.cluster, tuple(setup.traces), tuple(setup.models))
@@ -211,7 +215,7 @@ def _replayed(key: Key, workload: Path, setup: Setup) -> SweepFigures:
 def _inputs(
     workload: Path, cluster: Path, traces: tuple[Path, ...], models: tuple[FittedModel, ...]
 ) -> tuple[list[JobSpec], ClusterSpec, dict[str, Application]]:
-    """Return the workload, the cluster and the applications, read once for the cells of a workload."""
+    """Return the workload, the cluster and the applications; cached, so that they are read once for a workload's cells."""
     jobs = read_workload(workload)
     named = {job.application for job in jobs}
     used_models = [model for model in models if model.application in named]  # the others are of other workloads
@@ -222,10 +226,10 @@ def _inputs(
 
 
 def _run(tasks: Sequence[SweepTask], jobs: int, engine: str) -> Iterator[SweepCell]:
-    """Yield the record of each task as it ends, on ``engine`` and in ``jobs`` processes; none is left however the caller stops.
+    """Yield the record of each task when it ends, from ``jobs`` processes on ``engine``.
 
-    Where a process dies (memory ran out), the tasks under way are replayed again one at a time: a task whose process
-    dies again is the culprit and gets an error, the others get their figures.
+    No process is left running when the caller closes the iterator early. Where a process dies (memory ran out), the running
+    tasks are replayed again one at a time: a task whose process dies again gets an error, the others get their figures.
     """
     if engine == "ray" and tasks:
         yield from _run_on_ray(tasks)
@@ -241,9 +245,9 @@ def _run(tasks: Sequence[SweepTask], jobs: int, engine: str) -> Iterator[SweepCe
 
 
 def _run_in_processes(waiting: deque[SweepTask], count: int) -> Generator[SweepCell, None, list[SweepTask]]:
-    """Yield the records of ``waiting`` as they end, replayed in ``count`` processes; empties ``waiting``.
+    """Yield the records of the tasks in ``waiting``, which it empties, as they end in ``count`` processes.
 
-    Returns the tasks that were under way when a process died, for the caller to replay, else none.
+    Returns the tasks that were running when a process died, for the caller to replay; [] if none died.
     """
     context = get_context("spawn")  # a fork would copy the threads' locks of this process, held or not
     worker_end, sweep_end = context.Pipe(duplex=False)
@@ -252,7 +256,7 @@ def _run_in_processes(waiting: deque[SweepTask], count: int) -> Generator[SweepC
     try:
         while waiting or running:
             while waiting and len(running) < count:
-                with interrupts.held():  # Ctrl-C is the sweep's to answer
+                with interrupts.held():  # a process started here must not get Ctrl-C: the sweep handles it
                     running[pool.submit(run_cell, waiting[0])] = waiting[0]
                 waiting.popleft()
             for future in wait(running, return_when=FIRST_COMPLETED).done:
@@ -262,7 +266,7 @@ def _run_in_processes(waiting: deque[SweepTask], count: int) -> Generator[SweepC
     except BrokenProcessPool:
         return list(running.values())
     finally:
-        # At this the workers end, even in the middle of a replay, so that nobody waits for them.
+        # This ends the workers, even in the middle of a replay, so that shutdown does not wait for them.
         sweep_end.close()
         pool.shutdown(cancel_futures=True)
         worker_end.close()
@@ -270,7 +274,7 @@ def _run_in_processes(waiting: deque[SweepTask], count: int) -> Generator[SweepC
 
 
 def _end_with(line: Connection) -> None:
-    """Make this worker process end at once, in the middle of a replay too, when the sweep is over or gone.
+    """Start a thread that ends this worker process, even in the middle of a replay, when the sweep ends or dies.
 
     ``line``: a pipe whose other end the sweep holds; the system closes it when the sweep's process dies.
     """
@@ -279,18 +283,18 @@ def _end_with(line: Connection) -> None:
         """Wait until the other end of the pipe is closed, then end the process."""
         with suppress(OSError):
             line.poll(None)
-        os._exit(0)
+        os._exit(0)  # not sys.exit, which would only end this thread
 
     threading.Thread(target=watch, daemon=True).start()
 
 
 def _run_on_ray(tasks: Sequence[SweepTask]) -> Iterator[SweepCell]:
-    """Yield records from a Ray cluster: the one that ``RAY_ADDRESS`` names, or one on this machine.
+    """Yield records from a Ray cluster: the one that ``RAY_ADDRESS`` names, else one that is started on this machine.
 
-    All its nodes must see the input files under the same paths and have ddltool installed. One core per cell. A cell
-    whose process is lost gets an error, and is not tried again.
+    All its nodes must have the input files under the same paths, and ddltool installed. Each cell takes one core. A cell whose
+    process dies gets an error, and is not tried again. Raises MissingExtra without ray, InputError where it cannot be reached.
     """
-    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "error")  # else it warns for minutes before it gives up
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "error")  # without it, Ray warns for minutes before it gives up
     try:
         ray = import_module("ray")
     except ImportError:
@@ -303,7 +307,7 @@ def _run_on_ray(tasks: Sequence[SweepTask]) -> Iterator[SweepCell]:
             problem = f"cannot be reached ({one_line(str(error))[:120]})"
             remedy = "check RAY_ADDRESS; unset it to start Ray on this machine"
             raise InputError("--engine ray", problem, remedy) from None
-    # Not tried again by Ray: what kills a process would kill the next one too.
+    # no retries by Ray, because what kills a process would kill the next one too
     remote = ray.remote(num_cpus=1, max_retries=0)(run_cell)
     running: dict[Any, SweepTask] = {}
     try:
@@ -323,13 +327,14 @@ def _run_on_ray(tasks: Sequence[SweepTask]) -> Iterator[SweepCell]:
             ray.shutdown()
 
 
-# What the figures depend on, and the file of an earlier run.
+# The settings that figures depend on, and the file of an earlier run.
 
 
 def _settings(names: Mapping[str, Path], setup: Setup, tell: Callable[[str], None]) -> dict[str, Any]:
-    """Return what the figures depend on, files by the hash of their content. Tells what fitted models assume.
+    """Return the settings that figures depend on, with hashes for the content of files.
 
-    An earlier run's file is taken up only if its settings are these. Raises InputError for what cannot be read.
+    A sweep continues an earlier run only if the settings are equal. Calls ``tell`` with the assumptions of fitted models.
+    Raises InputError for files that cannot be read.
     """
     jobs = [job for path in names.values() for job in read_workload(path)]
     read_cluster(setup.cluster)
@@ -343,7 +348,7 @@ def _settings(names: Mapping[str, Path], setup: Setup, tell: Callable[[str], Non
         """Return the SHA-256 of a file's content, in hexadecimal digits."""
         return hashlib.sha256(content).hexdigest()
 
-    # Traces or fitted models by application, so that a file can be about more of them.
+    # traces and fitted models are by application, so that a later run may add others
     return {
         "workloads": {name: hashed(path.read_bytes()) for name, path in names.items()},
         "cluster": hashed(read_text(setup.cluster).encode()),
@@ -356,18 +361,21 @@ def _settings(names: Mapping[str, Path], setup: Setup, tell: Callable[[str], Non
 
 
 def _traces(folders: Sequence[Path], application: str) -> bytes:
-    """Return the content of all trace files of one application, each behind its name and size, for one hash of them all."""
+    """Return the concatenated trace files of one application, each after its name and size, for a hash of them all."""
     files = [path for folder in folders for path in sorted((folder / application).glob("*.csv"))]
     return b"".join(f"{path.name}:{path.stat().st_size}:".encode() + path.read_bytes() for path in files)
 
 
 def _earlier_cells(output: Path | None, settings: dict[str, Any]) -> dict[Key, SweepCell]:
-    """Return the cells of an earlier run with these settings, and add to ``settings`` the files that only it had."""
+    """Return the successful cells of an earlier run in ``output``, and add to ``settings`` the files that only it had.
+
+    {} without such a file. Raises InputError where its settings differ from these.
+    """
     if output is None or not output.is_file() or output.stat().st_size == 0:
         return {}
     earlier = load(output, SweepDocument)
     remedy = "give a new file name, or remove it"
-    # Through JSON, as the file has gone: tuples and integers look alike on both sides.
+    # converted to JSON and back, as the file's settings were, so that both have the same types
     new = json.loads(json.dumps(settings))
     for name in {**new, **earlier.settings}:
         new_value, earlier_value = new.get(name), earlier.settings.get(name)
@@ -375,7 +383,7 @@ def _earlier_cells(output: Path | None, settings: dict[str, Any]) -> dict[Key, S
             if earlier_value != new_value:
                 raise InputError(f"{output}:settings.{name}", "is not that of this sweep", remedy)
             continue
-        if name == "assumptions":  # not there without fitted models
+        if name == "assumptions":  # a setting that is absent without fitted models
             new_value, earlier_value = new_value or {}, earlier_value or {}
         if not (isinstance(earlier_value, dict) and all(isinstance(item, str) for item in earlier_value.values())):
             raise InputError(f"{output}:settings.{name}", "is missing", remedy)
@@ -389,10 +397,10 @@ def _earlier_cells(output: Path | None, settings: dict[str, Any]) -> dict[Key, S
 
 @contextmanager
 def sole_writer(output: Path | None) -> Iterator[None]:
-    """Hold the lock of ``output`` (a side file beside it, gone afterwards).
+    """Hold the lock of ``output``, a file beside it that is removed afterwards.
 
-    None, ``-``, pipes and devices are written without a lock. The lock ends with the process, however that ends. Raises
-    InputError when another sweep holds it, and where there can be none.
+    None, ``-``, pipes and devices need no lock. The lock ends with the process, however that ends. Raises InputError when
+    another sweep holds it, and where the lock file cannot be written.
     """
     if output is None or is_stream(output):
         yield
@@ -400,7 +408,7 @@ def sole_writer(output: Path | None) -> Iterator[None]:
     side = output.resolve().with_name(f".{output.resolve().name}.lock")
     lock = FileLock(side)
     try:
-        lock.acquire(timeout=_LOCK_PATIENCE_S)  # its last holder may just remove it: then it is tried again
+        lock.acquire(timeout=_LOCK_PATIENCE_S)  # with patience, because its last holder may just be removing it
     except Timeout:
         remedy = "wait until it ends, or give another file"
         raise InputError("-o", f"another sweep is writing {output}", remedy) from None
@@ -411,19 +419,19 @@ def sole_writer(output: Path | None) -> Iterator[None]:
     try:
         yield
     finally:
-        side.unlink(missing_ok=True)  # while it is held: who then locks a file without a name tries again
+        side.unlink(missing_ok=True)  # while it is held, so that the lock file of a later holder is never removed
         lock.release()
 
 
 MEASURES = ("avg_jct_s", "p99_jct_s", "worst_fairness", "makespan_s", "gpu_seconds", "cost")
-"""What is compared, the cost where every replay has one above 0; less is better for all of them."""
+"""Figures that are compared, all of which should be low; the cost only where every replay has one above 0."""
 
 
 def compare(cells: Sequence[SweepCell], first: str, second: str, *, confidence: float = 0.95) -> PolicyComparison:
-    """Return the first policy's figures over the second's, over what both have replayed.
+    """Return the ratios of the first policy's figures to the second's, on the workloads and seeds that both have replayed.
 
-    Replays that only one policy has (a failed cell) are left out in pairs. Raises InputError without any pair, for a
-    policy compared with itself and figures that are not above 0. ``confidence``: of the intervals, between 0 and 1.
+    ``confidence``: of the intervals, between 0 and 1. Raises InputError without a common workload and seed, for a policy
+    compared with itself, and for figures that are not above 0.
     """
     if first == second:
         raise InputError("--compare", f"names {first!r} twice", "name two policies, such as ours,pollux")
@@ -466,16 +474,16 @@ def _log(figures: SweepFigures, measure: str, workload: str, seed: int) -> float
 
 
 def _interval(measure: str, log_ratios: Floats, confidence: float) -> ComparedMeasure:
-    """Return the comparison of one measure by its log ratios, (n,), one a workload or seed: the mean ratio and its interval.
+    """Return the mean ratio of one measure and its interval, from log ratios (n,), one per workload or seed.
 
     The interval is Student's t at ``confidence``; there is none for a single ratio, or where all are equal.
     """
     count, mean_log = len(log_ratios), float(log_ratios.mean())
     low = high = None
-    # Pairs that agree to the last digits are one replay repeated (seeds that nothing drew from), not evidence.
+    # Ratios that agree to the last digits are one replay repeated (no draw depended on the seed), not more evidence.
     if count > 1 and float(np.ptp(log_ratios)) > 1e-12:
         half_width = float(stdtrit(count - 1, 0.5 + confidence / 2)) * float(log_ratios.std(ddof=1)) / math.sqrt(count)
-        # Beyond the range of floating point an interval says no more than that.
+        # clipped to the range of floats
         low, high = math.exp(max(mean_log - half_width, -700.0)), math.exp(min(mean_log + half_width, 700.0))
     return ComparedMeasure(
         measure=measure,

@@ -1,14 +1,15 @@
-"""What really happens when a job trains: step times, gradient statistics and the work until it ends.
+"""The truth of a simulation about an application: step times, gradient statistics and the work until training ends.
 
 An :class:`Application` holds one application's measurements and answers the simulator's questions about it. The rules
 of interpolation are those of Pollux's published simulator (AdaptDL traces): a measured placement, rotated to its
 smallest form, interpolates linearly in the local batch size; any other placement interpolates over nodes, replicas and
-local batch size; gradient statistics interpolate in the total batch size, per epoch; progress counts iterations at M0.
+local batch size; gradient statistics interpolate in the total batch size, per epoch. Progress counts iterations at M0, the
+smallest total batch size.
 
-Where no traces were measured, :func:`fitted_application` makes one from a fitted throughput model. Assumed then, and to
-be said wherever it is used (:func:`assumptions`): step times are exactly the model's (Pollux, section 3.2; the fit's
-errors are not replayed), the gradient noise scale is one constant for the whole training (it usually grows), the largest
-local batch is as given, and the work left is counted in samples at the smallest batch size, in equal epochs.
+Where no traces were measured, :func:`fitted_application` makes an application from a fitted throughput model. It assumes
+(:func:`assumptions` tells the user) that step times are exactly the model's (Pollux, section 3.2; the fit's errors are not
+replayed), that the gradient noise scale is constant in the whole training (it usually grows), that the largest local batch is
+as given, and that the work is a number of samples at the smallest batch size, in equal epochs.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ Placement = tuple[int, ...]
 Curve = tuple[Floats, Floats]
 ANY_TYPE = "*"
 """The GPU type of measurements that name none: they hold for every type."""
-# Larger node counts than these were not measured; the published simulator counts more nodes as this many.
+# Most nodes that were measured; the published simulator counts more nodes as this many.
 _MOST_NODES = 16
-# Beyond the measured batch sizes the lines of step and sync may cross; some of a step always computes.
+# Largest share of a step that synchronises: beyond the measured batch sizes the lines of step and sync may cross.
 _MOST_SYNC_SHARE = 0.999
-# Beyond them a falling line of step times may cross zero; no step is shorter than this share of the shortest measured.
+# Shortest step over the shortest measured one: beyond the measured batch sizes a falling line may cross zero.
 _LEAST_STEP_SHARE = 1e-3
 # Total batch sizes tried between the smallest and the largest, in equal ratios; the published simulator's number.
 _CANDIDATES = 50
-# Linear interpolation between so many batch sizes keeps the iterations of a fitted job within 0.1 % of the formula.
+# Batch sizes of a fitted application's runs; interpolating between them keeps iterations within 0.1 % of the formula.
 _BATCHES = 129
 _MOST = 1e15
 
@@ -69,7 +70,7 @@ class MeasuredTimes:
     """(m, 2)"""
 
     def __post_init__(self) -> None:
-        """Refuse a table without rows, and group the rows by placement, rotated to its smallest form."""
+        """Group the rows by placement, rotated to its smallest form. Raises InputError for a table without rows."""
         if not self.placements:
             raise InputError(self.where, "holds no placement", "give at least one measured row")
         rotated = [smallest_rotation(placement) for placement in self.placements]
@@ -90,9 +91,9 @@ class MeasuredTimes:
         return _times_at_batch(curve, local_batch_size) if curve else self._interpolated(rotated, local_batch_size)
 
     def _interpolated(self, placement: Placement, local_batch_size: int) -> tuple[float, float]:
-        """Return the (step, sync) seconds of a placement that was not measured, from the measured ones around it.
+        """Return the (step, sync) seconds of a placement that was not measured, interpolated between the measured ones.
 
-        Outside of these the nearest measured (nodes, replicas), in ratios, stands for it. ``placement``: GPUs per node,
+        Outside of these, the measured (nodes, replicas) with the nearest ratios takes its place. ``placement``: GPUs per node,
         rotated to its smallest form.
         """
         # The published simulator counts more nodes than it measured as that many.
@@ -128,17 +129,17 @@ class MeasuredTimes:
         try:
             return LinearNDInterpolator(points, times), curves
         except (QhullError, ValueError):
-            # Too few or too flat rows for a volume: nothing lies inside it, so the nearest configuration speaks.
+            # Rows too few or too flat for a volume: nothing lies inside it, so the nearest configuration is always used.
             return _no_interpolation, curves
 
 
 def _no_interpolation(point: Any) -> Floats:
-    """Return NaN for both times: no point lies within the measured ones."""
+    """Return (1, 2) NaN, as the interpolator does for a point outside of the measured ones."""
     return np.full((1, 2), np.nan)
 
 
 def _curves(keys: Sequence[Placement], batch: Floats, times: Floats) -> dict[Placement, Curve]:
-    """Return by key (a placement, or nodes and replicas) the batch sizes, ascending, and their mean times (k, 2)."""
+    """Return key (a placement, or nodes and replicas) -> batch sizes (k,), ascending, and their mean times (k, 2)."""
     rows: dict[Placement, list[int]] = {}
     for row, key in enumerate(keys):
         rows.setdefault(key, []).append(row)
@@ -153,9 +154,9 @@ def _means(keys: Floats, times: Floats) -> Curve:
 
 
 def _times_at_batch(curve: Curve, batch: float) -> tuple[float, float]:
-    """Return the (step, sync) seconds at a batch size: linear between measured sizes, and further along the last line beyond.
+    """Return the (step, sync) seconds at a batch size: linear between measured sizes, and extrapolated beyond them.
 
-    Bounds keep what lies beyond plausible: a step above 0, and a sync within it.
+    A curve with one size gives its times for every batch. Extrapolated steps are kept above 0, and syncs within the step.
     """
     sizes, times = curve
     if len(sizes) == 1:
@@ -182,7 +183,7 @@ class Validation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """Limits of an application that its measurements do not say. None: those of the measurements, or no limit."""
+    """Limits of an application that its measurements do not show. None: that of the measurements, or no limit."""
 
     max_epochs: int | None = None
     max_local_batch_size: int | None = None
@@ -191,7 +192,7 @@ class Limits:
     max_replicas: int | None = None
 
 
-# Pollux's published simulator (petuum/adaptdl, osdi21-artifact) sets these by hand, ncf's under adaptive policies.
+# Set by hand in Pollux's published simulator (petuum/adaptdl, osdi21-artifact), ncf's only under adaptive policies.
 PUBLISHED_LIMITS: Mapping[str, Limits] = {
     "bert": Limits(max_epochs=2),
     "cifar10": Limits(max_epochs=100),
@@ -216,7 +217,7 @@ class Application:
         validation: Sequence[Validation],
         limits: Limits | None = None,
     ) -> None:
-        """Take the limits that were not given from the measurements; ``limits`` None: those of the published simulator."""
+        """Take limits that are not given from the measurements; with ``limits`` None, from the published simulator first."""
         limits = limits if limits is not None else PUBLISHED_LIMITS.get(name, Limits())
         if not times or not validation:
             raise InputError(f"application {name}", "lacks step times or validation runs", "give both")
@@ -247,7 +248,7 @@ class Application:
             raise InputError(
                 f"application {name}:progress", "does not grow with the epochs", "check the validation runs"
             )
-        # The same few configurations are asked for again and again: answers are kept.
+        # Caches, because the same few configurations are asked for again and again.
         self._times_by_configuration: dict[tuple[Placement, int, str], tuple[float, float]] = {}
         """(step, sync) seconds by placement, local batch size and GPU type."""
         self._gradients_by_batch: dict[int, tuple[Floats, Floats, Floats]] = {}
@@ -268,10 +269,11 @@ class Application:
             )
         return self._times_by_configuration[key]
 
-    def least_s(self, gpu_types: Sequence[str]) -> float:
-        """Return the seconds that it takes at the very best: at the largest batch, in steps as short as the shortest.
+    def run_time_bound_s(self, gpu_types: Sequence[str]) -> float:
+        """Return a lower bound of the seconds of a whole training on these GPU types; 0 if it runs on none of them.
 
-        The shortest step is that of one GPU of any of the types at the smallest local batch; a bound for plausibility.
+        It is the fewest steps, those at the largest batch, times the shortest step, that of one GPU at the smallest local
+        batch. Replays use it to refuse implausible measurements.
         """
         types = [name for name in gpu_types if self.runs_on(name)]
         step_s = min((self.step_times((1,), self.min_local_batch_size, name)[0] for name in types), default=0.0)
@@ -282,14 +284,17 @@ class Application:
         return gpu_type in self.times or ANY_TYPE in self.times
 
     def largest_local_batch(self, gpu_type: str) -> int:
-        """Return the largest local batch size on one GPU type: that of its memory, as far as measured, or the limit."""
+        """Return the largest local batch size on one GPU type: the application's limit, else the largest measured one."""
         table = self.times.get(gpu_type) or self.times.get(ANY_TYPE)
         if table is None or self.limits.max_local_batch_size:
             return self.max_local_batch_size
         return table.batch_range[1]
 
     def _weights(self, batch_size: float) -> tuple[int, int, float]:
-        """Return the indices of the measured runs below and above a total batch size, and the weight of the upper one."""
+        """Return the indices of the measured runs below and above a total batch size, and the weight of the upper one.
+
+        Both are the same, with weight 0, for a measured size. Raises InputError for a size outside of the measured ones.
+        """
         sizes = self.batch_sizes
         if not sizes[0] <= batch_size <= sizes[-1]:
             where = f"application {self.name}:batch size"
@@ -305,17 +310,14 @@ class Application:
         return float(sqr[epoch]), float(var[epoch])
 
     def _gradients(self, batch_size: int) -> tuple[Floats, Floats, Floats]:
-        """Return squared norm, variance and gain at a total batch size in every epoch, (E,) each.
-
-        They do not depend on GPUs, and are kept for each batch size.
-        """
+        """Return squared norm, variance and AdaScale's gain at a total batch size in every epoch, (E,) each; cached."""
         gradients = self._gradients_by_batch.get(batch_size)
         if gradients is None:
             low, high, share = self._weights(batch_size)
             sqr, var = (
                 statistic[low] * (1 - share) + statistic[high] * share for statistic in (self.grad_sqr, self.grad_var)
             )
-            # AdaScale's gain: how many iterations at M0 one at this batch is worth.
+            # the last is the gain: the number of iterations at M0 that one iteration at this batch is worth
             gradients = self._gradients_by_batch[batch_size] = (
                 sqr,
                 var,
@@ -328,8 +330,9 @@ class Application:
     ) -> list[tuple[int, float, int]]:
         """Return (total batch, true seconds per optimizer step, passes) on a placement, ascending, each total once.
 
-        ``totals``: by default the fixed batch, or 50 in equal ratios between the smallest and the largest. Each is split
-        into the fewest passes that fit into the memory; what the limits do not allow is left out.
+        ``totals``: total batches to try; None: the fixed batch, or 50 in equal ratios between the smallest and the largest.
+        Each is split into the fewest passes that fit into memory and rounded up to equal local batches; those that the limits
+        do not allow are left out.
         """
         replicas, largest = sum(placement), self.largest_local_batch(gpu_type)
         low = max(self.init_batch_size, self.min_local_batch_size * replicas)
@@ -338,7 +341,8 @@ class Application:
             totals = [self.fixed_batch_size] if self.fixed_batch_size else spread
         time_by_total: dict[int, tuple[float, int]] = {}
         for total in totals:
-            # Quotients are rounded up, but for what is whole up to rounding; one sample less where that is too many.
+            # Quotients are rounded up, except those just above a whole number by rounding errors. One sample less per pass
+            # where the rounded total would exceed the largest batch.
             passes = max(math.ceil(total / replicas / largest - 1e-8), 1)
             local = math.ceil(total / replicas / passes - 1e-8)
             local -= replicas * local * passes > self.max_batch_size
@@ -354,22 +358,22 @@ class Application:
         return np.asarray(np.diff(self.progress[: self.max_epochs + 1]) / gain * step_s)
 
     def gain(self, batch_size: int, epoch: int) -> float:
-        """Return the progress of one iteration, in iterations at M0: AdaScale's gain of the batch size."""
+        """Return the progress of one iteration at ``batch_size`` in ``epoch``, in iterations at M0: AdaScale's gain."""
         return float(self._gradients(batch_size)[2][epoch])
 
     def iterations(self, batch_size: int, epoch: int) -> float:
-        """Return the iterations at ``batch_size`` done at the end of epoch ``epoch`` (from 0)."""
+        """Return the number of iterations at ``batch_size`` from the start until the end of epoch ``epoch`` (from 0)."""
         low, high, share = self._weights(batch_size)
         return float(self.iteration[low, epoch] * (1 - share) + self.iteration[high, epoch] * share)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FittedJob:
-    """What a fitted model does not know. Raises InputError for values that make no sense.
+    """What a simulation must know of a job beside its fitted model. Raises InputError for values out of range.
 
-    ``noise_scale`` (samples, >= 0): phi, the batch size at which half of the samples are wasted; 0: larger batches bring
-    nothing. ``total_samples``: samples to train at ``batch_size`` = M0. ``max_batch_size`` over all replicas;
-    ``max_local_batch_size``: what fits into one GPU's memory.
+    ``noise_scale`` (samples, >= 0): phi, the batch size at which half of the samples are wasted; 0: larger batches gain
+    nothing. ``total_samples``: samples to train at ``batch_size`` = M0. ``max_batch_size`` is over all replicas;
+    ``max_local_batch_size`` is what fits into one GPU's memory.
     """
 
     noise_scale: float
@@ -380,7 +384,7 @@ class FittedJob:
     epochs: int = 20
 
     def __post_init__(self) -> None:
-        """Refuse numbers that no training can have."""
+        """Raise InputError for a value out of range."""
         if not 0 <= self.noise_scale <= _MOST:
             raise InputError("noise", f"is {self.noise_scale:g}", "samples, a finite number >= 0")
         if not (self.batch_size >= 1 and self.max_local_batch_size >= 1 and 1 <= self.epochs <= 10_000):
@@ -395,7 +399,7 @@ class FittedJob:
 
 @dataclass(frozen=True, slots=True)
 class FittedTimes:
-    """Step times (seconds) by the throughput model, as :class:`MeasuredTimes` gives them."""
+    """Step times (seconds) by the throughput model, with the interface of :class:`MeasuredTimes`."""
 
     params: ThroughputParams
     max_local_batch_size: int
@@ -406,9 +410,9 @@ class FittedTimes:
         return 1, self.max_local_batch_size
 
     def __call__(self, placement: Placement, local_batch_size: int) -> tuple[float, float]:
-        """Return (step time, the part of it beyond one gradient's computation) in seconds; only nodes and GPUs count.
+        """Return (step time, sync time) in seconds; of the placement only the numbers of nodes and GPUs matter.
 
-        Source: Pollux, Equations 9 to 11: T_iter without accumulation, and T_iter - T_grad.
+        They are T_iter without accumulation, and T_iter - T_grad (Pollux, Equations 9 to 11).
         """
         used = [count for count in placement if count]
         step = float(iteration_time_s(self.params, len(used), sum(used), local_batch_size))
@@ -416,10 +420,11 @@ class FittedTimes:
 
 
 def fitted_application(name: str, params: Mapping[str, ThroughputParams], job: FittedJob) -> Application:
-    """Return the truth of an application from its fitted model on each GPU type (``"*"``: any type).
+    """Return the application with step times from ``params``, GPU type (``"*"``: any) -> fitted model.
 
-    Gain of a batch size M over M0: ``(phi / M0 + 1) / (phi / M + 1)``, Pollux's efficiency (section 3.1), so an iteration
-    at M is worth ``M EFFICIENCY(M) / M0`` iterations at M0. Raises InputError for a model without time.
+    The gain of a batch size M over M0 is ``(phi / M0 + 1) / (phi / M + 1) = M EFFICIENCY(M) / M0`` with Pollux's efficiency
+    (section 3.1): the number of iterations at M0 that one at M is worth. Raises InputError for a model in which a gradient
+    takes no time.
     """
     for kind, values in params.items():
         seconds = float(grad_time_s(values, job.batch_size))
@@ -440,7 +445,7 @@ def fitted_application(name: str, params: Mapping[str, ThroughputParams], job: F
 
 
 def assumptions(name: str, job: FittedJob) -> str:
-    """Return one line that says what is assumed about the job."""
+    """Return the line that tells the user what :func:`fitted_application` assumes about the job."""
     return (
         f"{name}: step times as fitted (its errors are not replayed), constant noise scale {job.noise_scale:g}, "
         f"{job.total_samples:g} samples at batch {job.batch_size} (to {job.max_batch_size}), "

@@ -1,8 +1,8 @@
-"""The scheduling policies, found in the modules of this folder: a new one is one new file here.
+"""The scheduling policies, found in the modules of this folder: to add one, add a file here.
 
-A policy is a class like :class:`~ddltool.analyzers.cluster.simulator.SchedulingPolicy`, with a ``name`` and one method,
-``allocate``. Of the settings ``power`` (of Pollux's fitness), ``delay_s`` (what a restart costs) and ``seed`` it is given
-those that its constructor names.
+A policy is a class like :class:`~ddltool.analyzers.cluster.simulator.SchedulingPolicy`, with a ``name`` and a method
+``allocate``. Of the settings ``power`` (of Pollux's fitness), ``delay_s`` (seconds of a restart) and ``seed``, its constructor
+gets those that are among its parameters.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from ddltool.errors import InputError, did_you_mean
 
 
 def _found() -> dict[str, Callable[..., Any]]:
-    """Return the policies by name, in alphabetical order: the classes of this folder's modules with a name and an ``allocate``.
+    """Return name -> policy, in alphabetical order: the classes in this folder's modules with a name and an ``allocate``.
 
-    A class that a module only imports is left out.
+    Classes that a module only imports are left out.
     """
     modules = [import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
     classes: list[Any] = [
@@ -41,11 +41,11 @@ POLICIES: Mapping[str, Callable[..., Any]] = _found()
 def policies(
     names: str, power: float = -1.0, delay_s: float = 30.0, seed: int = 0, *, mixed: bool = False
 ) -> dict[str, Callable[[], SchedulingPolicy]]:
-    """Return constructors, without parameters, of the policies of a comma-separated list, by name and in its order.
+    """Return name -> constructor without parameters, for the policies in a comma-separated list, in its order.
 
-    ``all`` leaves those out that know one GPU type only where the cluster is ``mixed``. Raises InputError for unknown
-    names, and for a power that cannot be. ``power`` (of Pollux's fitness), ``delay_s`` (seconds of a restart) and
-    ``seed`` go to those that take them.
+    ``names`` may be "all": then, on a ``mixed`` cluster, policies that support only one GPU type are left out. ``power`` (of
+    Pollux's fitness), ``delay_s`` (seconds of a restart) and ``seed`` go to the constructors that take them. Raises InputError
+    for unknown names, and for a power out of range.
     """
     usable_names = [name for name, policy in POLICIES.items() if not mixed or getattr(policy, "mixed", True)]
     chosen_names = usable_names if names == "all" else [name.strip() for name in names.split(",") if name.strip()]
@@ -56,7 +56,7 @@ def policies(
             raise InputError("--policy", f"unknown policy {name!r}", did_you_mean(name, [*POLICIES, "all"]))
         parameters = inspect.signature(POLICIES[name]).parameters
         makers[name] = partial(POLICIES[name], **{key: value for key, value in settings.items() if key in parameters})
-        makers[name]()  # refuses settings before anything is replayed, in a sweep too
+        makers[name]()  # raises InputError for bad settings now, and not in the middle of a sweep
     if not makers:
         raise InputError("--policy", "names no policy", did_you_mean(names, POLICIES))
     return makers

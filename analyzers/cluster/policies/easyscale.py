@@ -1,11 +1,11 @@
-"""EasyScale (Li et al., SC 2023): logical workers on whatever is free, granted by speedup per GPU.
+"""EasyScale (Li et al., SC 2023): logical workers on any free GPUs, granted by speedup per GPU.
 
-A job keeps its requested replicas as logical workers (ESTs) and its batch, so its results do not change; it runs them on
-any number of GPUs from one on. Each round, jobs propose scale-outs by one type (:mod:`proposals`, Equation 1), and the
-cluster grants greedily by speedup per GPU, more GPUs first on a tie (section 3.4), until nothing is free or asked for. A
-scale-out after which the job measured slower is taken back, and the job asks for nothing more until it has been made
-smaller. Jobs that hold nothing while nothing is free get one GPU each from jobs that hold several, where it costs least
-speed per GPU: the minimum is 0 GPUs in the paper, which does not say who gives.
+A job keeps its requested replicas as logical workers (ESTs) and its batch, so that its results do not change; it runs them on
+any number of GPUs from one on. In each round, jobs propose scale-outs by one type (:mod:`proposals`, Equation 1), and the
+cluster grants them greedily by speedup per GPU, more GPUs first in ties (section 3.4), until no GPU is free or none is
+proposed. A scale-out that made the job slower is undone, and the job proposes nothing until it has been made smaller. For a
+job without GPUs, when none is free, one GPU is taken from the job with several that loses least speed by that. (In the paper
+a job may have 0 GPUs; it does not say from which job GPUs are taken.)
 """
 
 from __future__ import annotations
@@ -29,33 +29,37 @@ _MOST_PROPOSALS = 3
 
 
 class EasyScale:
-    """A job may hold several types; in the published system not one whose kernels depend on the hardware (section 3.3)."""
+    """EasyScale where a job may hold several types.
+
+    In the published system, jobs whose kernels depend on the hardware may not (section 3.3).
+    """
 
     name = "easyscale-heter"
     tuning = Tuning.LOGICAL
     heterogeneous = True
 
     def __init__(self) -> None:
-        """Remember nothing yet."""
+        """Begin without records of scale-outs."""
         self._before: dict[int, tuple[Allocation, float]] = {}
-        """By job index the allocation before its last scale-out, and the steps per second there."""
+        """Job index -> (allocation before its last scale-out, steps per second there)."""
         self._content: set[int] = set()
-        """Indices of the jobs that ask for no more GPUs: their last scale-out made them slower."""
+        """Indices of the jobs that propose nothing, because their last scale-out made them slower."""
 
     def allocate(self, jobs: Sequence[SimulatedJob], cluster: ClusterSpec, now_s: float) -> Mapping[int, Allocation]:
-        """Return the allocations for the next interval, by job index; a job keeps what it holds unless something else pays.
+        """Return job index -> allocation for the next interval.
 
-        ``now_s``: the round's time. Jobs whose last growth did not pay fall back, jobs without a GPU get one of another's,
-        and what is free goes to the proposals of most gain, round by round (EasyScale, section 3.4).
+        Jobs that their last scale-out made slower fall back to the allocation before it, a GPU is freed for each job without
+        one, and free GPUs go to the proposals with most speedup per GPU, in several turns (EasyScale, section 3.4). All other
+        allocations stay.
         """
         allocations = {job.index: job.allocation for job in jobs if job.allocation}
         for job in jobs:
-            if job.index not in allocations:  # its nodes went away, so what it held before means nothing now
+            if job.index not in allocations:  # it is new or its nodes failed, so earlier records are void
                 self._before.pop(job.index, None)
                 self._content.discard(job.index)
             if job.index in allocations and (earlier := self._fall_back(job, now_s)):
                 allocations[job.index] = earlier
-        # What is free is offered round by round, until nobody accepts anything more.
+        # Free GPUs are offered again and again, until no proposal is accepted.
         free = free_gpus(cluster, allocations.values())
         self._reclaim(jobs, allocations, free, cluster)
         job_by_name = {str(job.index): job for job in jobs}
@@ -74,16 +78,16 @@ class EasyScale:
                 job = job_by_name[name]
                 added = take_most_free(free, offer.count, cluster.nodes_of(offer.device_type))
                 allocations[job.index] = _join(allocations.get(job.index, ()), added)
-        for job in jobs:  # what held before a growth is remembered, to fall back to it
+        for job in jobs:  # the allocation before a scale-out is recorded, to fall back to it
             allocation = allocations.get(job.index, ())
             if job.allocation and count_gpus(allocation) > count_gpus(job.allocation):
                 self._before[job.index] = job.allocation, job.steps_per_s
         return allocations
 
     def _proposals(self, job: SimulatedJob, held: Counter[str], free_counts: Mapping[str, int]) -> list[Proposal]:
-        """Return the scale-outs that the job proposes from the GPUs that it holds, the best ones first; each adds one GPU type.
+        """Return the scale-outs that the job proposes, best first; each adds GPUs of one type.
 
-        ``held`` and ``free_counts``: GPUs by type. In all it asks for at most one GPU for each logical worker.
+        ``held`` and ``free_counts``: GPU type -> GPUs. In total a job gets at most one GPU per logical worker.
         """
         capability_per_s = job.capabilities()
         usable = {name: count for name, count in free_counts.items() if name in capability_per_s}
@@ -98,10 +102,10 @@ class EasyScale:
     def _reclaim(
         self, jobs: Sequence[SimulatedJob], allocations: dict[int, Allocation], free: list[int], cluster: ClusterSpec
     ) -> None:
-        """Free one GPU for every job that holds none and finds none free, as long as some job holds several.
+        """Free one GPU for each job that holds none and finds no free one, while some job holds several.
 
-        Changes ``allocations``, by job index, and ``free`` (N,), GPUs per node. The freed GPU is not given out here; it
-        goes to the proposals that follow.
+        Changes ``allocations`` (by job index) and ``free`` (N,), GPUs per node. The freed GPU is not allocated here, but by the
+        proposals that follow.
         """
         free_counts = free_by_type(cluster, free)
         for job in jobs:
@@ -114,10 +118,10 @@ class EasyScale:
                     continue
                 index, gpu_type = cheapest
                 counts = Counter(dict(allocations[index]))
-                # Of its nodes with that type the one where it has fewest: it may then leave that node, and span fewer.
+                # from its node with fewest GPUs of that type, which it may then leave altogether
                 node = min((count, node) for node, count in counts.items() if cluster.gpu_types[node] == gpu_type)[1]
                 allocations[index] = tuple((counts - Counter([node])).items())
-                # It has become smaller, and may ask again.
+                # it has become smaller, and may propose again
                 self._content.discard(index)
                 self._before.pop(index, None)
                 free[node] += 1
@@ -131,10 +135,9 @@ class EasyScale:
         gpu_types: Collection[str],
         cluster: ClusterSpec,
     ) -> tuple[int, str] | None:
-        """Return (job index, GPU type) of the one GPU whose loss slows its job down least; None where no job could give one.
+        """Return (job index, GPU type) of the GPU whose loss lowers its job's throughput by the least share; None: no such GPU.
 
-        Only jobs that hold several GPUs give one, of one of ``gpu_types``. The slowdown is a share of the job's
-        throughput. ``allocations``: by job index.
+        Only jobs that hold several GPUs can lose one, of one of ``gpu_types``. ``allocations``: job index -> allocation.
         """
         cheapest: tuple[float, int, str] | None = None
         for job in jobs:
@@ -146,14 +149,15 @@ class EasyScale:
             for name in sorted(set(held) & set(gpu_types)):
                 throughput_left = best_throughput(capability, held - Counter({name: 1}), workers)
                 slowdown = 1 - throughput_left / throughput
-                if cheapest is None or slowdown < cheapest[0] - 1e-12:  # rounding decides nothing: the first stays
+                if cheapest is None or slowdown < cheapest[0] - 1e-12:  # of equal ones, up to rounding, the first
                     cheapest = slowdown, job.index, name
         return cheapest[1:] if cheapest else None
 
     def _fall_back(self, job: SimulatedJob, now_s: float) -> Allocation:
-        """Return the allocation to which the job goes back as its last scale-out made it slower; () if it did not.
+        """Return the allocation before the job's last scale-out if that made it slower, else ().
 
-        The job has to have run on the new allocation, restart over. It then asks for no more GPUs.
+        Also () as long as the restart on the new allocation is not over. The speeds are compared once: then the record of the
+        scale-out is removed, and a job that falls back is marked, so that it proposes nothing.
         """
         if job.index not in self._before or job.running_from_s >= now_s:
             return ()
@@ -165,12 +169,12 @@ class EasyScale:
 
 
 class EasyScaleHomo(EasyScale):
-    """Each job on GPUs of one type."""
+    """EasyScale with each job on GPUs of one type."""
 
     name = "easyscale-homo"
     heterogeneous = False
 
 
 def _join(first: Allocation, more: Allocation) -> Allocation:
-    """Return two allocations, each (node, GPUs) pairs, as one: the GPUs of a node that both have added up, nodes ascending."""
+    """Return the sum of two allocations, with nodes in ascending order."""
     return tuple(sorted((Counter(dict(first)) + Counter(dict(more))).items()))

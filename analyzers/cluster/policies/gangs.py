@@ -1,4 +1,4 @@
-"""Policies that change nothing of a job: all requested GPUs of one type at once, or none. FIFO, Tiresias, SRTF."""
+"""Policies that give a job all of its requested GPUs at once, of one type, or none: FIFO, Tiresias, SRTF."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ THRESHOLD_GPU_S = 16 * 3600.0
 
 
 def choose_type(job: SimulatedJob, free_counts: Mapping[str, int]) -> str | None:
-    """Return the GPU type for all GPUs of a job: that with the most free (ties: first in the cluster); None if none fits.
+    """Return the GPU type with the most free GPUs, if these suffice for the job, else None (ties: first in the cluster).
 
-    YARN's capacity scheduler gives a job the one type that it asks for; a workload does not name one, so the emptiest
-    type that it was measured on stands in. ``free_counts``: free GPUs by type.
+    Only types on which the job was measured count. With YARN's capacity scheduler users name the type, but workloads do not.
+    ``free_counts``: GPU type -> free GPUs.
     """
     fitting = [name for name in job.gpu_types if free_counts[name] >= job.spec.num_replicas]
     return max(fitting, key=free_counts.__getitem__, default=None)
@@ -24,14 +24,15 @@ def choose_type(job: SimulatedJob, free_counts: Mapping[str, int]) -> str | None
 def start_gangs(
     order: Sequence[SimulatedJob], cluster: ClusterSpec, *, overtaking: bool = True
 ) -> dict[int, Allocation]:
-    """Return the allocations, by job index, of the jobs that run when GPUs are given out in ``order``.
+    """Return job index -> allocation, for the jobs that run when GPUs are given out in ``order``.
 
-    A job that does not fit is passed over or, without ``overtaking``, holds up all that come after it. A job that runs on
-    keeps its GPUs, so it stays on its type. O(jobs x nodes).
+    A job that does not fit is skipped or, without ``overtaking``, blocks all later ones. A running job that keeps running
+    keeps its GPUs, and so its type. O(jobs x nodes).
     """
     free_counts = {gpu_type: cluster.gpus_of(gpu_type) for gpu_type in cluster.type_names}
     chosen_types: dict[int, str] = {}
-    # First who runs, and on which type, by counts alone; then those that run on keep their GPUs, and the others get theirs.
+    # First the jobs that run and their types, by counts alone. Then those that were running keep their GPUs, and the others are
+    # placed on the free ones.
     for job in order:
         if job.allocation:
             held_type = cluster.type_of(job.allocation)
@@ -53,17 +54,16 @@ def start_gangs(
 
 
 class Fifo:
-    """First in, first out, as YARN's capacity scheduler does it: no job overtakes, none is preempted.
+    """First in, first out, as in YARN's capacity scheduler: no job overtakes another, and none is preempted.
 
-    The first job that does not fit holds all later ones up. In a mixed cluster each job runs on one type:
-    :func:`choose_type`.
+    The first job that does not fit blocks all later ones. In a mixed cluster each job runs on one type (:func:`choose_type`).
     """
 
     name = "fifo"
     tuning = Tuning.RIGID
 
     def allocate(self, jobs: Sequence[SimulatedJob], cluster: ClusterSpec, now_s: float) -> Mapping[int, Allocation]:
-        """Return the current allocations and those of the jobs that can start now, in order of submission."""
+        """Return job index -> allocation: the current ones, and those of the jobs that can start now."""
         order = sorted(jobs, key=lambda job: (not job.allocation, job.spec.submit_s, job.index))
         return start_gangs(order, cluster, overtaking=False)
 
@@ -71,9 +71,10 @@ class Fifo:
 class Tiresias:
     """Discretised two-dimensional least attained service with two queues (Gu et al., NSDI 2019).
 
-    Jobs that have used fewer GPU-seconds than the threshold come first; first in, first out within a queue. Service
-    counts from round to round while a job runs, replicas times seconds, restarts included. A job that does not fit is
-    passed over; one that is overtaken is preempted. No promotion back (the published simulator's default).
+    Jobs that have used fewer GPU-seconds than the threshold come first; within a queue it is first in, first out. A job's
+    service is its replicas times the seconds between rounds in which it holds GPUs, restarts included. A job that does not fit
+    is skipped, and a running one for which no GPUs are left is preempted. Jobs never return to the first queue (the published
+    simulator's default).
     """
 
     name = "tiresias"
@@ -85,25 +86,25 @@ class Tiresias:
         self.queues: tuple[list[int], list[int]] = ([], [])
         """Indices of the jobs below the threshold, and of those beyond, in order."""
         self.service: dict[int, float] = {}
-        """GPU-seconds by job index."""
+        """Job index -> GPU-seconds that it has used."""
         self.running: set[int] = set()
         """Indices of the jobs that got GPUs in the last round."""
         self.last_s = 0.0
-        """When the last round was."""
+        """Time of the last round."""
 
     def allocate(self, jobs: Sequence[SimulatedJob], cluster: ClusterSpec, now_s: float) -> Mapping[int, Allocation]:
-        """Return the allocations of the jobs that run in the next interval, those with little service first.
+        """Return job index -> allocation for the next interval, jobs of the first queue first.
 
-        Adds the service of the interval that has passed, and moves the jobs that have reached the threshold down.
+        Adds the service since the last round, and moves jobs that have reached the threshold to the second queue.
         """
         by_index = {job.index: job for job in jobs}
-        # Finished jobs leave the queues, new ones (without service yet) come to the end of the first.
+        # Finished jobs leave the queues; new ones, which have no service yet, are added to the end of the first queue.
         first_queue, second_queue = ([index for index in queue if index in by_index] for queue in self.queues)
         first_queue += [index for index in by_index if index not in self.service]
         for index in by_index:
             ran_s = now_s - self.last_s if index in self.running else 0.0
             self.service[index] = self.service.get(index, 0.0) + ran_s * by_index[index].spec.num_replicas
-        # Their service has reached the threshold: they go to the end of the second.
+        # jobs that have reached the threshold go to the end of the second queue
         served = {index for index in first_queue if self.service[index] >= self.threshold_gpu_s}
         demoted = [index for index in by_index if index in served]
         self.queues = [index for index in first_queue if index not in served], [*second_queue, *demoted]
@@ -114,15 +115,15 @@ class Tiresias:
 
 
 class Srtf:
-    """Preemptive shortest remaining time first with an oracle, on the requested GPUs; what does not fit is passed over.
+    """Preemptive shortest remaining time first with an oracle, on the requested GPUs; jobs that do not fit are skipped.
 
-    On one machine without restart costs this order has the least average completion time (Schrage 1968); for gangs of
-    several GPUs and with restarts it is a yardstick, no bound.
+    On one machine without restart costs this order has the least average completion time (Schrage 1968). For jobs of several
+    GPUs and with restarts it is a yardstick, but no bound.
     """
 
     name = "srtf"
     tuning = Tuning.RIGID
 
     def allocate(self, jobs: Sequence[SimulatedJob], cluster: ClusterSpec, now_s: float) -> Mapping[int, Allocation]:
-        """Return the allocations for the next interval, given out in the order of the true remaining time."""
+        """Return job index -> allocation for the next interval, given out in the order of the true remaining time."""
         return start_gangs(sorted(jobs, key=lambda job: (job.remaining_s(job.spec.num_replicas), job.index)), cluster)

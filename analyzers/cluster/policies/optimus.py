@@ -1,4 +1,4 @@
-"""Optimus with an oracle (Peng et al., EuroSys 2018): GPUs go, one at a time, where they save the most time."""
+"""Optimus with an oracle (Peng et al., EuroSys 2018): each GPU goes to the job for which it saves most time."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ddltool.analyzers.cluster.job import SimulatedJob, Tuning
 class Optimus:
     """One GPU for every job in the workload's order, then each further one to the job with the largest gain.
 
-    The gain is the true step time saved by one more replica times the true iterations left, both at the requested
-    batch size: the remaining time that Optimus would have to predict. Jobs whose number of GPUs stays keep theirs.
+    The gain is the true step time saved by one more replica times the true iterations left, both at the requested batch size,
+    which Optimus would have to predict. Jobs whose number of GPUs does not change keep theirs.
     """
 
     name = "optimus"
@@ -21,14 +21,14 @@ class Optimus:
     mixed = False
 
     def __init__(self) -> None:
-        """Start without known step times; they are kept by (application, batch size, replicas)."""
+        """Begin with an empty cache of step times, by (application, batch size, replicas)."""
         self._step_seconds: dict[tuple[str, int, int], float] = {}
 
     def allocate(self, jobs: Sequence[SimulatedJob], cluster: ClusterSpec, now_s: float) -> Mapping[int, Allocation]:
-        """Return the allocations for the next interval: each job on as many GPUs as :meth:`count` says.
+        """Return job index -> allocation for the next interval, with the numbers of GPUs of :meth:`count`.
 
-        A job whose number has not changed stays where it is, as every move costs a restart. The others are placed
-        smallest first.
+        A job whose number does not change keeps its allocation, because a move costs a restart. The others are placed in the
+        order of rising numbers.
         """
         replicas = self.count(jobs, cluster.total_gpus)
         allocations = {
@@ -43,14 +43,14 @@ class Optimus:
         return allocations
 
     def count(self, jobs: Sequence[SimulatedJob], gpus: int) -> dict[int, int]:
-        """Return the number of GPUs of each job, by job index, out of ``gpus``: one each, then greedily to the largest gain.
+        """Return job index -> number of GPUs, out of ``gpus``: one each, then each further one where the gain is largest.
 
-        Where there are fewer GPUs than jobs, the first jobs of the workload get one. Nobody gets one that saves nothing.
+        If there are fewer GPUs than jobs, the first jobs of the workload get one. GPUs that would save nothing stay free.
         """
         replicas = {job.index: int(position < gpus) for position, job in enumerate(jobs)}
         free_count = gpus - sum(replicas.values())
-        # A heap of (negative seconds saved by one more replica, position in the workload, replicas now): the largest gain
-        # comes first, on a tie the job that is first in the workload.
+        # A heap of (-seconds saved by one more replica, position in the workload, replicas now): it pops the largest gain
+        # first, in ties the job that is first in the workload.
         gains = [(-self._gain(job, 1), position, 1) for position, job in enumerate(jobs) if replicas[job.index]]
         heapq.heapify(gains)
         while free_count > 0 and gains:
@@ -64,13 +64,13 @@ class Optimus:
         return replicas
 
     def _gain(self, job: SimulatedJob, replicas: int) -> float:
-        """Return the seconds of training that one more replica saves the job; 0 where it may have no more."""
+        """Return the seconds of training that one replica more than ``replicas`` saves; 0 where the job may not have more."""
         if replicas + 1 > job.most_replicas:
             return 0.0
         return (self._step_s(job, replicas) - self._step_s(job, replicas + 1)) * job.remaining_iterations()
 
     def _step_s(self, job: SimulatedJob, replicas: int) -> float:
-        """Return the true seconds of one step of the job on ``replicas`` packed GPUs; computed once for jobs that are alike."""
+        """Return the true seconds of one step of the job on ``replicas`` packed GPUs; cached for jobs with the same request."""
         key = (job.spec.application, job.spec.batch_size, replicas)
         if key not in self._step_seconds:
             self._step_seconds[key] = job.true_step_s(replicas)

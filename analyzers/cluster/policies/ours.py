@@ -1,22 +1,22 @@
-"""Ours: jobs with little left first, GPUs where they are used well, and no restart that does not pay.
+"""Ours: prefers jobs with little left, puts GPUs where they are used well, and restarts only where it pays.
 
-Per round, one configuration (GPU type, count, within a node or across) for each job, of greatest total value
+In each round it chooses one configuration c (GPU type, count, within a node or across) for each job j, such that the total
+value is largest:
 
-    ``sum_j r_j^q s_j(c)^p``, with ``s_j(c)`` multiplied by ``h / (h + d)`` where c is a restart.
+    ``sum_j r_j^q s_j(c)^p``, with ``s_j(c)`` multiplied by ``h / (h + d)`` where c is a restart of d seconds.
 
-``r_j`` is the job's rank by its remaining time, 1 for the longest: how many jobs wait for it if it goes first. For
-jobs that all speed up as ``k^q``, ``r^q`` is, nearly, by how much a second's work less in that job lowers the sum of
-completion times (Berg et al., heSRPT, 2020: the optimum gives the i-th longest of n jobs the share ``(i/n)^(1/(1-q))
-- ((i-1)/n)^(1/(1-q))``), so that ``p = 1`` would be the optimal choice for jobs that are all there. ``p = 0.25``
-leaves long jobs more. In the rank, each job that waits counts with its expected completion time to the power of
-``lateness`` (over the mean): the marginal cost of delay, as in the generalised c-mu rule (van Mieghem 1995), which
-protects the tail. ``s_j`` is the believed goodput over that on one GPU. ``h``, how long an allocation is likely to
-stay as it is, is the time since a job last arrived or ended, at least 120 s, at most what is left of the job: in
-a busy cluster few restarts pay, in a quiet one nearly all.
+``s_j`` is the believed goodput over that on one GPU. ``r_j`` is the job's rank by its remaining time, 1 for the longest: the
+number of jobs that would wait for it if it went first. For jobs that all speed up as ``k^q`` on k GPUs, ``r^q`` is nearly the
+decrease of the sum of completion times per second of work less in that job (Berg et al., heSRPT, 2020: the optimum gives the
+i-th longest of n jobs the share ``(i/n)^(1/(1-q)) - ((i-1)/n)^(1/(1-q))``). So ``p = 1`` would be optimal if no job arrived
+later; ``p = 0.25`` leaves more to long jobs. In the rank, each waiting job counts with its expected completion time to the
+power of ``lateness``, over the mean of these: the marginal cost of delay, as in the generalised c-mu rule (van Mieghem 1995),
+which protects the tail. ``h`` is the time for which an allocation is likely to last: the time since a job last arrived or
+ended, at least 120 s, at most what is left of the job. So few restarts pay in a busy cluster, and nearly all in a quiet one.
 
-What it knows: step times and gradient statistics that jobs of the same application have shown (pooled), how far each
-job is, and the epochs that its user declared. No true remaining time, no future arrival, nothing of an application that
-never ran.
+The policy uses the step times and gradient statistics that jobs of the same application have shown (pooled), each job's
+progress, and the epochs that its user declared. It uses no true remaining times, no future arrivals, and nothing of an
+application that never ran.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from ddltool.analyzers.cluster.cluster import Allocation, ClusterSpec
 from ddltool.analyzers.cluster.job import SimulatedJob, Tuning
 from ddltool.analyzers.cluster.search import JobCosts
 
-# Completion times below a minute are as good as one.
+# Shorter completion times count as a minute.
 _LEAST_S = 60.0
-# Above this many (job, node) pairs the packing is not improved by local search: it would take longer than the round.
+# Most (job, node) pairs for local search; with more it would take longer than a round.
 _MOST_IMPROVED_PAIRS = 20_000
-# The module's p; the least seconds h that an allocation is taken to last; the local search's rounds.
+# The module's p; the least h in seconds; the effort of the local search.
 _POWER, _HOLD_S, _EFFORT = 0.25, 120.0, 100
-# Speedups below these are none: they would divide by zero.
+# Least speedups in divisors, instead of 0.
 _LEAST_SPEEDUP, _LEAST_BELIEVED_SPEEDUP = 1e-9, 1e-3
 
 
 class Ours:
-    """The policy that the module describes. ``delay_s``: what a restart costs; ``pools``: jobs of an application share."""
+    """The policy that the module describes."""
 
     name = "ours"
     tuning = Tuning.ADAPTIVE
@@ -56,27 +56,26 @@ class Ours:
         pools: bool = True,
         seed: int = 0,
     ) -> None:
-        """Set q (``rank_power``), the power of the expected completion time (``lateness``) and a restart's cost in seconds.
+        """Set q (``rank_power``), the power of the expected completion time (``lateness``) and the seconds of a restart.
 
-        ``pools``: jobs of an application share what they have seen.
+        ``pools``: whether jobs of an application share their observations; ``seed``: of the local search.
         """
         self.rank_power, self.lateness, self.delay_s = rank_power, lateness, delay_s
         self.pools, self.seed = pools, seed
         self._present: frozenset[int] = frozenset()
         """Indices of the jobs of the last round."""
         self._changed_s = 0.0
-        """When a job last came or ended."""
+        """Time at which a job last arrived or ended."""
 
     def allocate(self, jobs: Sequence[SimulatedJob], cluster: ClusterSpec, now_s: float) -> Mapping[int, Allocation]:
-        """Return the allocations for the next interval.
+        """Return job index -> allocation for the next interval.
 
-        ``now_s``: the round's time. Each job's costs of every count of GPUs go into one optimum: over the counts of the one
-        type (:func:`place_on_type`), or first over types and counts (:func:`assign`) and then over the places on each type.
+        On a cluster of several types, :func:`assign` first chooses each job's type. Then the jobs of each type get counts and
+        nodes by :func:`place_on_type`.
         """
         if not jobs:
             return {}
         present = frozenset(job.index for job in jobs)
-        # A job came or ended: allocations have held only since now.
         if present != self._present:
             self._present, self._changed_s = present, now_s
         hold_s = max(_HOLD_S, now_s - self._changed_s)
@@ -96,10 +95,10 @@ class Ours:
         return allocations
 
     def _weights(self, offers: Sequence[JobSpeedups], fair_count: int, now_s: float) -> list[float]:
-        """Return ``r^q`` of each job, (n,): the weight of its speed in the total value.
+        """Return (n,) ``r^q`` of each job, the weight of its speed in the total value.
 
-        The rank r grows from the longest to the shortest job. A job never observed counts as the shortest, so that it
-        runs and shows its speed. ``fair_count``: GPUs in an equal share. ``offers``: the jobs' believed speeds.
+        The rank r grows from the longest to the shortest job. A job that was never observed counts as the shortest one, so
+        that it runs and shows its speed. ``offers``: the jobs' believed speeds; ``fair_count``: GPUs in an equal share.
         """
         remaining_s = [offer.remaining_s or 0.0 for offer in offers]
         order = sorted(range(len(offers)), key=lambda index: (-remaining_s[index], -offers[index].job.index))
@@ -113,10 +112,10 @@ class Ours:
         return weights
 
     def _lateness(self, offer: JobSpeedups, fair_count: int, now_s: float) -> float:
-        """Return the cost of a second's delay of this job: its expected completion time to the power of ``lateness``.
+        """Return the cost of a second's delay of this job: its expected completion time to the power of ``self.lateness``.
 
-        Expected is its age plus what is left at its best speed on ``fair_count`` GPUs; its age alone before it was
-        observed.
+        The expected completion time is its age plus the time left at its best speed on ``fair_count`` GPUs; before the job was
+        observed, its age alone.
         """
         if offer.remaining_s is None:
             return float(max(offer.job.age_s(now_s), _LEAST_S) ** self.lateness)
@@ -126,10 +125,10 @@ class Ours:
         return float(max(completion_s, _LEAST_S) ** self.lateness)
 
     def _choices(self, offer: JobSpeedups, weight: float, hold_s: float, now_s: float) -> dict[str, JobCosts]:
-        """Return one job's cost of each count of GPUs, by GPU type.
+        """Return GPU type -> one job's costs.
 
-        A count's cost is the value of the job's best configuration less the value of the count, times the job's
-        ``weight``. ``hold_s``: seconds that an allocation is likely to stay.
+        The cost of a configuration is the value of the job's best configuration minus its own value, times the job's
+        ``weight``. ``hold_s``: seconds for which an allocation is likely to last.
         """
         starting_s = max(offer.job.running_from_s - now_s, 0.0)
         best_value = max(float(on_type.speedup.max()) for on_type in offer.by_type) ** _POWER
@@ -144,25 +143,23 @@ class Ours:
         hold_s: float,
         starting_s: float,
     ) -> JobCosts:
-        """Return one job's costs on one GPU type: of each count within a node and across nodes, and of what it holds now.
+        """Return one job's costs on one GPU type: of each count within a node and across nodes, and of its allocation.
 
-        A new allocation loses the restart; the present one loses the ``starting_s`` seconds until its last restart is
-        over. ``best_value``: the value of the job's best configuration on any type. ``weight``: of the job; ``hold_s``:
-        seconds that an allocation is likely to stay.
+        A new allocation loses the time of a restart, the present one the ``starting_s`` seconds until its last restart is over.
+        ``best_value``: value of the job's best configuration on any type; ``weight`` and ``hold_s`` as in :meth:`_choices`.
         """
         remaining = math.inf if offer.remaining_s is None else offer.remaining_s
-        # How long each count would be held: until the job ends, or until something changes.
+        # how long each count would be held: until the job ends, or until the allocation is likely to change
         stay_s = np.minimum(remaining / np.maximum(on_type.speedup, _LEAST_SPEEDUP), hold_s)
         restarted = on_type.speedup * (stay_s / (stay_s + self.delay_s))
         cost = weight * (best_value - restarted[:, : offer.most_replicas + 1] ** _POWER)
-        # Counts on which the job cannot run, except none at all.
+        # counts above 0 on which the job cannot run
         cost[0, 1:][on_type.speedup[0, 1 : offer.most_replicas + 1] <= 0] = np.inf
         cost[1][on_type.speedup[1, : offer.most_replicas + 1] <= 0] = np.inf
         keep_cost = np.inf
         if on_type.held:
             held_stay_s = float(stay_s[on_type.held_row, on_type.held])
             held_speedup = float(on_type.speedup[on_type.held_row, on_type.held])
-            # Staying loses only what is left of its last restart.
             kept_speedup = held_speedup * held_stay_s / (held_stay_s + starting_s) if held_stay_s else 0.0
             keep_cost = weight * (best_value - kept_speedup**_POWER)
         base = offer.job.allocation if on_type.held else ()
@@ -175,9 +172,9 @@ class Ours:
         type_names: Sequence[str],
         cluster: ClusterSpec,
     ) -> list[str]:
-        """Return the GPU type of each job, (n,), by one optimum over all jobs and types.
+        """Return the GPU type of each job, (n,), by :func:`assign` over all jobs and types.
 
-        For a job that is to get no GPUs it is the first type that it can run on.
+        A job that :func:`assign` gives no GPUs takes the first type on which it can run.
         """
         if len(type_names) == 1:
             return [type_names[0]] * len(offers)

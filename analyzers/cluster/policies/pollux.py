@@ -1,4 +1,4 @@
-"""Pollux (Qiao et al., OSDI 2021): every job's goodput in proportion to its fair share, by GPUs and batch together."""
+"""Pollux (Qiao et al., OSDI 2021): allocations by every job's goodput, at its best batch, relative to a fair share."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from ddltool.errors import InputError
 
 # Keeps the power of a job without GPUs finite; the published simulator's number.
 _OFFSET = 1e-3
-# Beyond it the summands of speedups from _OFFSET to 100,000 overflow; nearer to 0 they differ by rounding alone, and the
-# limit, the geometric mean, is taken in their place.
+# Largest power, beyond which summands of speedups from _OFFSET to 100,000 overflow. For smaller powers than the least one,
+# summands differ by rounding errors only, so their limit, the geometric mean, is used.
 _MOST_POWER, _LEAST_POWER = 50.0, 1e-3
-# A job can use no more replicas in the published simulator.
+# Most replicas of a job; the published simulator's number.
 _MOST_REPLICAS = 64
 
 
 class Pollux:
     """Maximises ``FITNESS_p``, the power mean of the jobs' speedups over an equal share (section 4.2).
 
-    Re-allocated jobs count with the factor ``max(T - R d, 0) / (T + d)``; a job explores at most twice the replicas it
-    has run with; at most one job that spans nodes runs on a node. ``power`` is p, from -50 to 50 (near 0: the geometric
-    mean), ``delay_s`` is d.
+    The speedup of a job that is re-allocated is multiplied by ``max(T - R d, 0) / (T + d)``
+    (:meth:`SimulatedJob.restart_factor`); a job gets at most twice the replicas that it has run with; at most one job that
+    spans nodes runs on a node. ``power`` is p, from -50 to 50 (near 0: the geometric mean), ``delay_s`` is d.
     """
 
     name = "pollux"
@@ -35,29 +35,29 @@ class Pollux:
     mixed = False
 
     def __init__(self, *, power: float = -1.0, delay_s: float = 30.0, seed: int = 0) -> None:
-        """Refuse a power whose summands would overflow; one next to 0 becomes 0, the geometric mean."""
+        """Raise InputError for a power outside -50 to 50; a power near 0 becomes 0, the geometric mean."""
         if not abs(power) <= _MOST_POWER:
             raise InputError("power", f"is {power}", f"from -{_MOST_POWER:.0f} to {_MOST_POWER:.0f}; -1 is Pollux's")
         self.power = power if abs(power) >= _LEAST_POWER else 0.0
         self.delay_s, self.seed = delay_s, seed
 
     def allocate(self, jobs: Sequence[SimulatedJob], cluster: ClusterSpec, now_s: float) -> Mapping[int, Allocation]:
-        """Return the allocations for the next interval: those of greatest fitness that :func:`search` finds."""
+        """Return job index -> allocation for the next interval: those of greatest fitness that :func:`search` finds."""
         choices = [self.choice(job, len(jobs), cluster, now_s) for job in jobs]
         allocations = search(choices, cluster.gpus, seed=self.seed).allocations
         return {job.index: allocation for job, allocation in zip(jobs, allocations, strict=True) if allocation}
 
     def choice(self, job: SimulatedJob, jobs: int, cluster: ClusterSpec, now_s: float) -> JobCosts:
-        """Return the cost of each number of GPUs for one job; ``jobs``: how many jobs share the cluster.
+        """Return the costs of one job; ``jobs``: number of jobs that share the cluster.
 
-        A new allocation counts with the restart factor at ``now_s``, the current one (``keep``) without.
+        Speedups of new allocations are multiplied by the restart factor at ``now_s``, that of the current one is not.
         """
         most_replicas = min(job.most_replicas, _MOST_REPLICAS)
         within, across, held = self.speedups(job, most_replicas, math.ceil(cluster.total_gpus / jobs), cluster)
         restart_factor = job.restart_factor(now_s, self.delay_s)
         within_cost, across_cost = self.cost(within * restart_factor), self.cost(across * restart_factor)
         within_cost[max(cluster.gpus) + 1 :] = np.inf
-        # Fewer than two GPUs do not span nodes.
+        # fewer than two GPUs cannot span nodes
         across_cost[:2] = np.inf
         return JobCosts(
             within=within_cost,
@@ -69,11 +69,11 @@ class Pollux:
     def speedups(
         self, job: SimulatedJob, most: int, fair_count: int, cluster: ClusterSpec
     ) -> tuple[Floats, Floats, float]:
-        """Return speedups (most + 1,) within a node and across nodes, column k on k GPUs, and that of the current allocation.
+        """Return speedups (most + 1,) on 0, 1, ... GPUs of one node, the same across nodes, and that of the current allocation.
 
-        The base is the goodput on ``fair_count`` GPUs; as published, on one node, however many GPUs these are. Speedups
-        are scaled so that a share of one GPU per job and node counts as in the published fitness. Before anything was
-        observed k GPUs count as k times one.
+        They are relative to the goodput on ``fair_count`` GPUs of one node, even if no node has as many (as published), times
+        the number of nodes over that of GPUs, which is the scale of the published fitness. Before anything was observed k GPUs
+        count as k times one.
         """
         scale = len(cluster.gpus) / cluster.total_gpus
         held = count_gpus(job.allocation)
@@ -88,9 +88,9 @@ class Pollux:
         return goodput[0, : most + 1], goodput[1, : most + 1], float(goodput[row, held]) if held else 0.0
 
     def cost(self, speedups: Floats) -> Floats:
-        """Return the summands of the power mean of ``speedups``, of its shape, with the sign that makes a smaller sum better.
+        """Return the summands of the power mean, in the shape of ``speedups``, signed so that a smaller sum is better.
 
-        At power 0 they are logarithms, the limit; the offset keeps the power of a job without GPUs finite.
+        At power 0 they are logarithms, whose mean is the limit. The offset keeps the power of a job without GPUs finite.
         """
         if self.power == 0:
             return np.asarray(-np.log(np.maximum(speedups, _OFFSET)))

@@ -1,10 +1,11 @@
 """Sia-like (Jayaram Subramanya et al., SOSP 2023): one of few configurations for each job, by an integer program.
 
-Written from the paper. Configurations are powers of two within a node and whole nodes beyond, of one type. The goodput
-of each, over the least of the job's row times the least count, is discounted by the restart factor
-``max(T - R d, 0) / (T + d)`` when it is a change, raised to p = -0.5 and summed; a job without GPUs costs 1.1 times the
-dearest it could have. What differs from the published system: the models are this simulator's (Pollux's fit); what was
-profiled on one GPU scales as on the type known best, as there.
+Written from the paper. Configurations are powers of two GPUs within a node, and whole nodes beyond, of one type. The goodput of
+a configuration, relative to one GPU of the type that is slowest for the job, is multiplied by the restart factor
+``max(T - R d, 0) / (T + d)`` (:meth:`SimulatedJob.restart_factor`) if it is a change, and raised to p = -0.5. The sum over the
+jobs is minimised; a job without GPUs costs 1.1 times its most costly configuration. Other than in the published system, models
+are this simulator's (Pollux's fit). As there, a type on which only one GPU was profiled is assumed to scale as the type that is
+known best.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ _IDLE_COST_RATIO = 1.1
 
 
 class Sia:
-    """The policy that the module describes. ``exponent`` is p, ``delay_s`` is what a restart costs in seconds."""
+    """The policy that the module describes. ``exponent`` is p, ``delay_s`` the seconds of a restart."""
 
     name = "sia"
     tuning = Tuning.ADAPTIVE
 
     def __init__(self, *, exponent: float = -0.5, delay_s: float = 30.0) -> None:
-        """Refuse an exponent that does not make faster configurations cheaper."""
+        """Raise InputError for an exponent that is not below 0, which would not make faster configurations cheaper."""
         if not (math.isfinite(exponent) and exponent < 0):
             raise InputError("policy sia", f"exponent {exponent}", "a finite number below 0; -0.5 is Sia's")
         self.exponent, self.delay_s = exponent, delay_s
 
     def allocate(self, jobs: Sequence[SimulatedJob], cluster: ClusterSpec, now_s: float) -> Mapping[int, Allocation]:
-        """Return the allocations for the next interval.
+        """Return job index -> allocation for the next interval.
 
         :func:`assign` chooses every job's type and count; then each type's jobs are placed on its nodes.
         """
@@ -59,16 +60,16 @@ class Sia:
         return allocations
 
     def _choices(self, offer: JobSpeedups, node_sizes: Mapping[str, int], now_s: float) -> dict[str, JobCosts]:
-        """Return one job's cost of each configuration, by GPU type; ``node_sizes``: GPUs of the largest node, by type.
+        """Return GPU type -> one job's costs; ``node_sizes``: GPU type -> GPUs of its largest node.
 
-        Having no GPUs costs more than any configuration, so that jobs wait only where nothing is free.
+        No GPUs cost more than any configuration, so that jobs wait only where nothing is free.
         """
         job = offer.job
         allowed = {
             name: np.array([_is_configuration(count, size) for count in range(offer.most_replicas + 1)])
             for name, size in node_sizes.items()
         }
-        # Goodputs are taken relative to one GPU of the type that is slowest for this job (row 0: within a node; column: GPUs).
+        # Goodputs are relative to one GPU of the type that is slowest for this job (speedup[0, 1]: one node, one GPU).
         single_gpu_speedup = min(float(on_type.speedup[0, 1]) for on_type in offer.by_type)
         costs_by_type = {}
         largest_cost = 0.0
@@ -92,11 +93,11 @@ class Sia:
         node_size: int,
         job: SimulatedJob,
     ) -> JobCosts:
-        """Return one job's costs on one type: of each allowed count within a node and across nodes, and of what it holds.
+        """Return one job's costs on one type: of each allowed count within a node and across nodes, and of its allocation.
 
-        ``allowed`` (m + 1,): whether k GPUs are a configuration; up to ``node_size`` they stand on one node, beyond on
-        several. The cost is the goodput relative to one GPU of the slowest type, times ``restart_factor`` for a change,
-        to the power of the (negative) exponent. ``single_gpu_speedup``: of one GPU of that type.
+        The cost is the goodput relative to one GPU of the slowest type, times ``restart_factor`` for a change, to the power of
+        the (negative) exponent. ``allowed`` (m + 1,): whether k GPUs are a configuration; up to ``node_size`` they are on one
+        node, beyond on several. ``single_gpu_speedup``: speedup of one GPU of the slowest type.
         """
         relative_goodput = on_type.speedup[:, : len(allowed)] / single_gpu_speedup
         with np.errstate(divide="ignore"):
@@ -104,14 +105,14 @@ class Sia:
             cost = np.where(allowed & (relative_goodput > 0), cost, np.inf)
             held_goodput = on_type.speedup[on_type.held_row, on_type.held] / single_gpu_speedup
             keep_cost = float(held_goodput**self.exponent) if on_type.held else np.inf
-        # Row 0 is within a node, row 1 across nodes: none for what does not fit within a node, and across for what would.
+        # within a node (row 0) only what fits there, across nodes (row 1) only what does not
         cost[0, node_size + 1 :] = np.inf
         cost[1, : node_size + 1] = np.inf
         return JobCosts(within=cost[0], across=cost[1], base=job.allocation if on_type.held else (), keep=keep_cost)
 
 
 def _is_configuration(count: int, node_size: int) -> bool:
-    """Return whether a count is a configuration on nodes of ``node_size`` GPUs: a power of two within one, whole nodes beyond.
+    """Return whether ``count`` GPUs are a configuration: a power of two (or all) within a node, whole nodes beyond.
 
     >>> [count for count in range(1, 25) if _is_configuration(count, 8)]
     [1, 2, 4, 8, 16, 24]

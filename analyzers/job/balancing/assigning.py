@@ -163,7 +163,7 @@ def by_length(costs: Floats, speeds: Floats, passes: int = 1) -> Ints:
     A padded pass costs its number of samples times the largest of their costs. So the samples are sorted and cut into places of
     neighbours, with the longer ones on faster ranks. A bisection finds the least time within which the places hold all samples.
     With one pass and equal speeds no other assignment ends earlier, because a place whose longest sample is shorter holds at
-    least as many within any time.
+    least as many within any time. No place is left empty if there are enough samples.
     """
     order = np.argsort(-costs, kind="stable")
     ranks = np.argsort(-speeds, kind="stable")
@@ -211,7 +211,7 @@ class Proven:
 
     @property
     def is_optimal(self) -> bool:
-        """Whether the step is equal to its bound, up to rounding of the n costs."""
+        """Whether the step is equal to its bound, up to a relative 1e-9 for each of the n costs, which :func:`solve` rounds."""
         return self.seconds <= self.bound * (1 + len(self.places) * _SAME)
 
 

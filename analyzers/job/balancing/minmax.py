@@ -385,8 +385,9 @@ class _Chooser:
 def capacities(curves: Curves, within_s: float, least: int | Counts, most: Counts) -> Counts:
     """Return (n,) the most samples that each worker makes within ``within_s`` seconds, between ``least`` and ``most`` (n,).
 
-    ``least``, one number or (n,), is not checked against the time; where ``most`` is below it, ``most`` is returned. It is a
-    bisection over the size for all workers at once: O(n log max(most - least)).
+    ``least`` is one number or (n,). A worker that cannot make ``least`` samples in that time gets ``least`` all the same, and
+    one whose ``most`` is smaller gets ``most``. It is a bisection over the size for all workers at once: O(n log max(most -
+    least)).
     """
     high = np.array(most, dtype=np.int64)
     low = np.minimum(high, least)

@@ -107,8 +107,8 @@ def _exact_shares(speed: Floats, total: int, max_sizes: Floats, least: int) -> F
     slope = np.cumsum(slope_changes[order])
     sums = len(speed) * least + np.concatenate(([0.0], np.cumsum(slope[:-1] * np.diff(bends))))
     piece = max(int(np.searchsorted(sums, total, side="left")) - 1, 0)
-    factor = bends[piece]  # f at the begin of the piece
-    if slope[piece] > 0:
+    factor = bends[piece]  # f at the beginning of the piece
+    if slope[piece] > 0:  # else the sum is constant in this piece, and any f in it will do
         factor += (total - sums[piece]) / slope[piece]
     shares: Floats = np.clip(factor * speed, float(least), max_sizes)
     return shares

@@ -1,9 +1,9 @@
 """Names the ranks that hold the others up: since when, by how much, why, and what to do. Start at :func:`diagnose`.
 
-A step takes the slowest rank's own work plus a rest that all ranks share. A rank's *excess* is its own work above the
-median of the others'; its *gain* is what a step would save if the rank worked at that median, the *what-if* of ByteDance's
+A step takes the slowest rank's own work plus a rest that all ranks share. A rank's *excess* is its own work minus the median
+of the others'. Its *gain* is the time that a step would save if the rank worked at that median: the *what-if* of ByteDance's
 study ("Understanding Stragglers in Large Model Training Using What-if Analysis", OSDI 2025), whose slowdown S and M_W are
-given too. Array shapes: R ranks, K steps; times are in seconds.
+computed too. Array shapes: R ranks, K steps; times are in seconds.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ Pattern = Literal["persistent", "periodic", "transient"]
 LEAST_GAIN = 0.05
 """Share of the run that a rank must cost before it is named."""
 TIMES_THE_OTHERS = 3.0
-"""A named rank costs at least this many times the median of the others: by chance each is the slowest now and then."""
+"""A named rank costs at least this many times the median of the others, because any rank is slowest now and then."""
 SURE = 0.95
 """Confidence, by bootstrap over steps, that a named rank costs at least :data:`LEAST_GAIN` of the run."""
 LEAST_CHANCE = 0.01
-"""Largest p-value of a named rank that costs less than :data:`PLAIN_GAIN`, under a random slowest rank in each step."""
+"""Largest p-value (:func:`_chance_p_value`) of a named rank that costs less than :data:`PLAIN_GAIN`."""
 PLAIN_GAIN = 0.2
-"""Share of the run from which on a rank's cost is plain, and is not tested against chance."""
+"""Share of the run from which on a rank's cost is obvious, and is not tested against chance."""
 # Random draws of a test against chance, and of a bootstrap.
 _DRAWS = 2000
-# Fewest slow steps of a named rank, and of one whose cost is plain.
+# Fewest slow steps of a named rank, and of one whose cost is obvious.
 _FEWEST_STEPS, _FEWEST_PLAIN = 3, 2
-# A slow link shows in at least so many steps, and in at least this share of them.
+# A slow link needs at least so many measured steps, and shows in at least this share of them.
 _FEWEST_LINK, _OFTEN = 5, 0.75
 # Share of the steps since the onset from which on slowness is persistent; share of all steps up to which it is a pause.
 _PERSISTENT, _SELDOM = 0.6, 0.4
@@ -46,7 +46,7 @@ _LEAST_EXCESS, _OF_WORST = 0.05, 0.2
 # A slow link exposes at least this share of a step as communication, and its rank sees the end this share of a step late.
 _LINK_SHARE, _LATE_SHARE = 0.15, 0.03
 WORST_SHARE = 0.03
-"""M_W asks what the slowest 3 % of the workers explain."""
+"""Share of the workers, the slowest ones, whose part of the slowdown M_W is."""
 # Ratio up to which two amounts (of time, of work) count as equal.
 _NOISE_RATIO = 1.02
 # Replaces a time of 0 in a divisor.
@@ -63,7 +63,7 @@ _HOST = "Look at what else runs on its host: CPU affinity, other jobs, logging."
 
 @dataclass(frozen=True, kw_only=True)
 class Feeds:
-    """Files that the remedies' commands read: speeds by ``balance``, ends by ``barrier``, telemetry by ``plan``."""
+    """Names of files for the commands in remedies: ``balance`` reads speeds, ``barrier`` ends, ``plan`` telemetry."""
 
     speeds: str = "speeds.csv"
     ends: str = "ends.csv"
@@ -76,10 +76,10 @@ class Feeds:
 
 
 def diagnose(run: RankSteps, source: str, feeds: Feeds | None = None) -> StragglersResult:
-    """Return the split of every rank, the what-ifs, and a finding for each rank that holds the others up.
+    """Return the split of every rank's step, the what-ifs, and a finding for each rank that holds the others up.
 
-    Findings come by falling cost; a slow link is looked for where no rank is to blame. ``source``: what the steps were
-    measured by, for the result; ``feeds``: files to name in the remedies, None: the default names.
+    Findings are in the order of falling cost; where no rank is to blame, a slow link is searched for. ``source``: how the steps
+    were measured, for the result; ``feeds``: files to name in the remedies, None: the default names.
     """
     feeds, whole_run, run = feeds or Feeds(), run, run.between_meetings()
     step_s = np.median(run.step_s, axis=0)
@@ -114,7 +114,7 @@ def diagnose(run: RankSteps, source: str, feeds: Feeds | None = None) -> Straggl
 
 
 def _median_of_others(values: Floats, row: int) -> Floats:
-    """Return the median (K,) of ``values`` (R, K) over all ranks but ``row``."""
+    """Return the median (K,) of ``values`` (R, K) over all ranks except the one at ``row``."""
     median: Floats = np.median(np.delete(values, row, axis=0), axis=0)
     return median
 
@@ -131,10 +131,10 @@ def _gain_s(run: RankSteps, step_s: Floats, rest_s: Floats, row: int) -> Floats:
 
 
 def _ideal_steps(run: RankSteps, rest_s: Floats) -> tuple[float, float]:
-    """Return two mean step times in seconds: the ideal one, and that without the slowest ranks' excess.
+    """Return two mean step times in seconds: the ideal one, and the one in which only the slowest ranks are ideal.
 
-    In the first every part of every rank is at its mean over ranks and steps; in the second only the parts of the slowest 3 %
-    of the ranks are. ``rest_s`` (K,): what each step takes beyond the slowest rank's own work.
+    In the first, every part of every rank takes its mean over ranks and steps; in the second, only the parts of the slowest 3
+    % of the ranks do. ``rest_s`` (K,): what each step takes beyond the slowest rank's own work.
     """
     means = {name: float(values.mean()) for name, values in run.parts.items()}
     ideal_s = sum(means.values()) + float(np.median(rest_s))
@@ -145,9 +145,9 @@ def _ideal_steps(run: RankSteps, rest_s: Floats) -> tuple[float, float]:
 
 
 def _class_step_s(run: RankSteps, name: str, rest_s: Floats) -> float:
-    """Return the mean step in seconds if only the part ``name`` varied, and all others were at their mean over ranks and steps.
+    """Return the mean step in seconds if only the part ``name`` varied and the others took their mean over ranks and steps.
 
-    Over the ideal step it is the slowdown that this part alone causes. ``rest_s`` (K,) as in :func:`_ideal_steps`.
+    Divided by the ideal step it is the slowdown that this part alone causes. ``rest_s`` (K,) as in :func:`_ideal_steps`.
     """
     other = sum(float(values.mean()) for part, values in run.parts.items() if part != name)
     return float(run.parts[name].max(axis=0).mean() + other + np.median(rest_s))
@@ -192,7 +192,7 @@ def _finding(
     }
     part = max(parts, key=lambda name: parts[name])
     cause = _cause(run, row, excess, is_slow, pattern, part)
-    # Where forward and backward are slower alike, the sentence names the computation as a whole.
+    # Where one part of the computation has less than 80 % of its excess, the sentence names the computation as a whole.
     shown_part = (
         "compute" if part in COMPUTE and parts[part] < 0.8 * sum(parts.get(name, 0.0) for name in COMPUTE) else part
     )
@@ -224,7 +224,7 @@ def _finding(
 
 
 def _holds_up(gains: Floats, row: int, step_s: Floats, slow: Flags) -> bool:
-    """Return whether the rank at ``row`` holds the others up: it costs enough, far more than others, and not by chance.
+    """Return whether the rank at ``row`` holds the others up: its cost is large, far above the others', and not by chance.
 
     Args:
         gains: (R, K) seconds that each step would save by each rank.
@@ -267,10 +267,10 @@ def _sentence(finding: StragglerFinding, longer_s: float, steps: int, *, from_be
 
 
 def _chance_p_value(gains: Floats, row: int) -> float:
-    """Return the p-value of a rank's cost under chance.
+    """Return the p-value of the cost of the rank at ``row`` under the hypothesis that each step's slowest rank is random.
 
-    That is how often some rank costs as much as the one at ``row`` if the slowest rank of each step is drawn at random.
-    ``gains`` (R, K): seconds that each step would save by each rank.
+    It is the share of random draws in which some rank costs at least as much. ``gains`` (R, K): seconds that each step would
+    save by each rank. Draws are seeded, so the result repeats.
     """
     ranks, steps = gains.shape
     cost = gains.max(axis=0)
@@ -280,7 +280,7 @@ def _chance_p_value(gains: Floats, row: int) -> float:
 
 
 def _sure_share(gains: Floats, row: int, step_s: Floats) -> float:
-    """Return the share of the run that the rank at ``row`` costs for sure, beyond what the median of the others costs.
+    """Return the share of the run that the rank at ``row`` costs beyond the median of the others, with 95 % confidence.
 
     It is the 5 % quantile by bootstrap: steps are drawn again with replacement. ``gains`` (R, K), ``step_s`` (K,): seconds.
     """
@@ -290,9 +290,9 @@ def _sure_share(gains: Floats, row: int, step_s: Floats) -> float:
 
 
 def _onset_index(slow: Flags) -> int:
-    """Return the index of the step where slowness sets in.
+    """Return the index of the step at which slowness begins, from the slow steps (K,), of which there is at least one.
 
-    It is the slow step after which the share of slow steps, times the root of their number, is largest: late enough that most
+    It is the slow step from which on the share of slow steps times the root of their number is largest: late enough that most
     steps after it are slow, early enough that there are many.
     """
     slow_indices = np.flatnonzero(slow)
@@ -303,7 +303,8 @@ def _onset_index(slow: Flags) -> int:
 def _pattern(slow: Flags, since: int) -> tuple[Pattern, int | None]:
     """Return the pattern of the slow steps (K,), and the period in steps where it is periodic, else None.
 
-    ``since``: index of the step where slowness sets in. Steps are periodic where their distances vary by a quarter at most.
+    ``since``: index of the step at which slowness begins. Steps are periodic where the standard deviation of their distances is
+    at most a quarter of the mean.
     """
     slow_indices = np.flatnonzero(slow)
     if slow[since:].mean() >= _PERSISTENT and slow[since:].sum() >= _FEWEST_STEPS:
@@ -315,11 +316,12 @@ def _pattern(slow: Flags, since: int) -> tuple[Pattern, int | None]:
 
 
 def _cause(run: RankSteps, row: int, excess: Floats, slow: Flags, pattern: str, part: str) -> str:
-    """Return the cause in words, from the part with the most excess, its pattern in time, and the parts that are not slower.
+    """Return the cause in words: slow input, pauses, slow host, thermal drift, uneven work or slow device.
 
     Args:
         excess: (K,) the rank's own work above the median of the others, in seconds.
         slow: (K,) steps in which the rank is slow.
+        pattern: of the slow steps in time.
         part: the part with the most excess.
     """
     if part == "input":
@@ -344,10 +346,10 @@ def _cause(run: RankSteps, row: int, excess: Floats, slow: Flags, pattern: str, 
     if run.work is not None:
         others_work = max(_median_of_others(run.work, row)[slow].mean(), _TINY_S)
         work_ratio = float(run.work[row][slow].mean() / others_work)
-        # The extra work must explain a fair part of the extra time.
+        # the extra work must explain at least 30 % of the extra time
         return "uneven work" if work_ratio > _NOISE_RATIO and work_ratio - 1 >= 0.3 * (ratio - 1) else "slow device"
     if run.gap_s is not None and gap_s >= 0.3 * float(excess[slow].mean()):
-        return "slow device"  # it stands still within its own phase
+        return "slow device"  # it pauses within its own computation
     optimizer_s = run.parts.get("optimizer")
     # An optimizer of less than a tenth of a millisecond is too short to compare.
     if optimizer_s is not None and float(np.median(optimizer_s)) > 1e-4 and {"forward", "backward"} <= run.parts.keys():
@@ -366,8 +368,8 @@ def _cause(run: RankSteps, row: int, excess: Floats, slow: Flags, pattern: str, 
 def _is_drifting(excess: Floats) -> bool:
     """Return whether a rank slows down gradually: a line fits its excess (K,) better than a jump between two levels.
 
-    The two are compared by Schwarz's criterion, as the jump has one parameter more, its position. A running median of 3 removes
-    outliers. Fewer than 9 steps never count as drift, nor does an excess that hardly rises.
+    The two are compared by Schwarz's criterion, because a jump has one more parameter, its position. A running median of 3
+    removes outliers. False for fewer than 9 steps, and for an excess that hardly rises.
     """
     count = len(excess)
     if count < 9:
@@ -389,10 +391,10 @@ def _is_drifting(excess: Floats) -> bool:
 
 
 def _slow_link(run: RankSteps, mean_step_s: float) -> StragglerFinding | None:
-    """Return the finding of a slow link; None where there is no sign of one.
+    """Return the finding of a slow link; None where nothing indicates one.
 
-    The sign is that one rank, or two neighbours in the ring, often see the longest collectives end late: data over a slow link
-    arrives late at the receiving rank, and at the rank to which that one sends on. ``mean_step_s``: mean step in seconds.
+    The indication is that one rank, or two neighbours in the ring, often see the longest collectives end late: data over a slow
+    link arrives late at the receiving rank, and at the rank to which that one sends on. ``mean_step_s``: mean step in seconds.
     """
     exposed = float(run.exposed_s.mean(axis=1).max() / mean_step_s)
     if run.late_s is None or run.late_s.shape[1] < _FEWEST_LINK or exposed < _LINK_SHARE:
@@ -408,7 +410,7 @@ def _slow_link(run: RankSteps, mean_step_s: float) -> StragglerFinding | None:
         row = row if (row + run.ring) % ranks == second_row else second_row
     others_late = np.delete(run.late_s, end_rows, axis=0)
     margin_s = run.late_s[end_rows].min(axis=0) - np.median(others_late, axis=0)
-    # A busy machine wakes some rank later than others, too, but by turns, and none so much later.
+    # A busy machine also wakes some rank later than others, but not always the same one, and not by so much.
     typical_margin_s, next_s = float(np.median(margin_s)), float(np.median(others_late, axis=1).max())
     if typical_margin_s < _LATE_SHARE * mean_step_s or (margin_s > 0.5 * typical_margin_s).mean() < _OFTEN:
         return None
@@ -440,7 +442,7 @@ def _slow_link(run: RankSteps, mean_step_s: float) -> StragglerFinding | None:
 def balanced_gain(run: RankSteps) -> float:
     """Return the share of a median step that batches in proportion to speeds would save (LB-BSP: ``x_i = v_i / sum v * X``).
 
-    All ranks then compute for the harmonic mean of their compute times; work that does not grow with the batch stays.
+    With these, all ranks compute for the harmonic mean of their compute times; other work of a rank does not change.
     """
     step_s = np.median(run.step_s, axis=0)
     compute_s = np.median(run.compute_s, axis=1)
@@ -457,13 +459,14 @@ def _remedy(
     """Return the remedy in words, the share of a step that it is predicted to gain, and the command.
 
     Args:
-        share: what the rank costs, as a share of the run.
-        median_share: the same of the median step.
+        cause: as :func:`_cause` returns it.
+        share: share of the run that the rank costs.
+        median_share: share of the median step that the rank costs.
         feeds: files that the commands read.
     """
     if cause in ("slow device", "uneven work", "thermal drift"):
         gain = min(balanced_gain(run), max(share, median_share))
-        if len(run.steps) <= LEAST_WARM_UP:  # too short to replay
+        if len(run.steps) <= LEAST_WARM_UP:  # balance replays only longer runs
             command = f"ddltool plan job.yaml --strategy lb-bsp --telemetry {feeds.telemetry}"
             return f"Balanced batches would win {gain:.0%} back (predicted): {command}", gain, command
         follow_up = " and follow it while it runs with ddltool.runtime.balance" if cause == "thermal drift" else ""
@@ -482,7 +485,7 @@ def _remedy(
 def speeds(run: RankSteps, batch: int) -> list[Sequence[float | int]]:
     """Return the rows that ``ddltool balance`` reads: iteration, worker, speed, CPU and memory.
 
-    The speed is in samples per second of the rank's own compute, ``batch`` samples in each step. CPU and memory are not known
+    The speed is in samples per second of the rank's own compute, with ``batch`` samples per step. CPU and memory are not known
     and set to 1.
     """
     speed = run.speed(batch)
@@ -494,9 +497,9 @@ def speeds(run: RankSteps, batch: int) -> list[Sequence[float | int]]:
 
 
 def ends(run: RankSteps) -> list[Sequence[float | int]]:
-    """Return the rows that ``ddltool barrier`` reads: worker, iteration (from 0) and its end in seconds, had nobody waited.
+    """Return the rows that ``ddltool barrier`` reads: worker, iteration (from 0) and its end in seconds if nobody had waited.
 
-    All workers end their last iteration at the same moment.
+    Times are shifted so that all workers end their last iteration at the same time.
     """
     end = run.own_s.cumsum(axis=1)
     end += end[:, -1].max() - end[:, -1:]
@@ -510,7 +513,8 @@ def ends(run: RankSteps) -> list[Sequence[float | int]]:
 def telemetry(run: RankSteps, batch: int, device: str = "cpu") -> list[TelemetryRow]:
     """Return the run as rows of telemetry, which ``plan --telemetry``, ``fit`` and ``verify`` read.
 
-    ``batch``: samples of each rank in a step. Ranks are numbered from 0 in the run's order.
+    ``batch``: samples of each rank in a step; ``device``: name of the device type. Ranks are numbered from 0 in the run's
+    order.
     """
     nodes = max(1, len(set(run.nodes)))
     return [

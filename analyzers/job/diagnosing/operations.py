@@ -1,10 +1,10 @@
 """What-if of a pipeline-parallel job from a table of its operations, as ByteDance's study does. Start at :func:`what_if`.
 
 Source: "Understanding Stragglers in Large Model Training Using What-if Analysis" (OSDI 2025). A step is replayed by its
-dependencies, each operation starting as soon as they allow: first with the recorded durations (T), then with each at the
-mean of its class, transfers at the median (T_ideal). ``S = T / T_ideal`` (Equation 1); with only some operations ideal,
-``(T - T_some) / (T - T_ideal)`` is what they explain: M_W of the slowest 3 % of the workers (Equation 5), M_S of the last
-stage.
+dependencies, each operation starting as soon as they allow: first with the recorded durations, which takes T, then with each
+at the mean of its class (transfers at the median), which takes T_ideal. The slowdown is ``S = T / T_ideal`` (Equation 1). If
+the step takes T_some with only some operations ideal, these explain the share ``(T - T_some) / (T - T_ideal)`` of it: M_W for
+the slowest 3 % of the workers (Equation 5), M_S for the last stage.
 
 The dependencies are those of one data-parallel rank in one step; all ranks and steps are replayed together. Array shapes:
 n operations of a step, D data-parallel ranks, K steps; all times are in seconds.
@@ -32,7 +32,7 @@ Op = tuple[str, int, int]
 """Kind of operation, its index among those of this kind in the stage's step, and the stage."""
 COLUMNS = ("dp_rank", "stage", "rank", "step", "optype", "start_ts", "duration", "seq_id", "mc", "gmc")
 _PASSES = ("forward", "backward")
-# (pass, side of a transfer) -> how many stages further the peer is.
+# (pass, side of a transfer) -> stage of the peer minus own stage.
 _TO_PEER = {("forward", "send"): 1, ("forward", "recv"): -1, ("backward", "send"): -1, ("backward", "recv"): 1}
 _P2P = tuple(f"{way}-{side}" for way, side in _TO_PEER)
 # Kinds of operations, as ByteDance's traces spell them.
@@ -40,7 +40,7 @@ _GATHER, _SCATTER, _SEPARATE = "params-all-gather", "grads-reduce-scatter", "sep
 _NORM, _EMBEDDING = "layernorm-grads-all-reduce", "embedding-grads-all-reduce"
 _CLIP, _OPTIMIZER = "optimizer-clip-main-grad", "optimizer"
 _COMMUNICATION = frozenset([*_P2P, _GATHER, _SCATTER, _SEPARATE, _NORM, _EMBEDDING, _CLIP])
-# Collectives over all data-parallel ranks: none begins before the last rank has come.
+# Collectives over all data-parallel ranks: they begin when the last rank is there.
 _OVER_REPLICAS = frozenset([_GATHER, _SCATTER, _SEPARATE, _CLIP])
 _COMPUTE = tuple(f"{way}-compute" for way in _PASSES)
 KNOWN = frozenset([*_COMMUNICATION, *_COMPUTE, _OPTIMIZER, "gc"])
@@ -49,9 +49,9 @@ _ROUNDING_S = 5e-5
 # Clocks of different machines differ by less than this, in seconds.
 _CLOCK_DIFFERENCE_S = 1e-2
 _MOST_ROWS = 200_000_000
-# A slowdown from here on needs a cause; a cause explains at least this share of it.
+# Slowdown from which on a cause is named; share of it that a cause must explain.
 _LEAST_SLOWDOWN, _LEAST_EXPLAINED = 1.05, 0.3
-# Correlation of forward with backward durations from which on microbatches, and so their sequences, differ in length.
+# Correlation of forward with backward durations from which on sequences of unequal length count as the cause.
 _SEQUENCES = 0.9
 
 
@@ -61,14 +61,15 @@ class Operations:
 
     ops: list[Op]
     duration_s: Floats
-    """(n, D, K) as recorded, waiting for peers included."""
+    """(n, D, K) recorded durations, waiting for peers included."""
     start_s: Floats
-    """(n, D, K) since the start of the step; 0 for an operation that is not there (garbage collection may be absent)."""
+    """(n, D, K) starts since the step's start; 0 for an operation that is absent (garbage collection may be)."""
     rank: Ints
     """(D, stages) global rank of each worker."""
     chunk: dict[Op, tuple[int, int]]
-    """(index of the model chunk within the stage, index within the model) of an operation; -1: none."""
+    """Operation -> (index of its model chunk within the stage, index within the model); -1: it belongs to no chunk."""
     steps: int
+    """Number of steps, K."""
 
 
 def read_operations(path: Path) -> Operations:
@@ -89,10 +90,10 @@ def read_operations(path: Path) -> Operations:
 
 
 def of_frame(frame: pd.DataFrame, where: str) -> Operations:
-    """Return the operations of a table with :data:`COLUMNS`, one operation a row.
+    """Return the operations of a table with :data:`COLUMNS`, one operation per row.
 
-    Steps are left out that lack an operation on some rank; of the rest, the largest group of steps with the same operations is
-    kept. Raises InputError as :func:`read_operations` does; ``where`` names the table in it.
+    Steps that lack an operation on some rank are left out; of the others, the largest group of steps with the same operations
+    is kept. Raises InputError, with ``where`` as the file, as :func:`read_operations` does.
     """
     frame = frame.assign(optype=frame["optype"].astype(str))
     unknown = sorted(set(frame["optype"]) - KNOWN - {"first-op"})
@@ -133,12 +134,14 @@ def of_frame(frame: pd.DataFrame, where: str) -> Operations:
 
 
 def _whole_steps(durations: pd.DataFrame, replicas: int) -> tuple[list[int], Flags]:
-    """Return the steps to keep, and (rows,) which rows of ``durations`` these steps have: one row for each operation.
+    """Return the steps to keep, and (rows,) which operations (rows of ``durations``) these steps have.
 
-    A column is one step of one of ``replicas`` data-parallel ranks, NaN where it lacks the operation. A step is whole if all
-    ranks have the same operations in it. Of the whole steps, the largest group with the same operations is kept.
+    ``durations`` has a column per step and data-parallel rank (there are ``replicas`` ranks), NaN where that lacks the
+    operation. A step is whole if all ranks have the same operations in it. Of the whole steps, the largest group with the same
+    operations is kept; ([], all False) where there is none.
     """
-    # How many data-parallel ranks have an operation (row) in a step (column); garbage collection may be absent.
+    # Number of ranks that have an operation (row) in a step (column). Garbage collection may be absent: it counts as present
+    # everywhere, so that it neither makes a step incomplete nor splits a group.
     rank_count = pd.DataFrame(durations.notna().T.groupby(level="step").sum()).T
     rank_count.loc[rank_count.index.get_level_values("optype") == "gc", :] = replicas
     is_complete = ((rank_count == replicas) | (rank_count == 0)).all(axis=0)
@@ -154,9 +157,9 @@ def _whole_steps(durations: pd.DataFrame, replicas: int) -> tuple[list[int], Fla
 class Pipeline:
     """The dependency graph of one step, and its replay.
 
-    ``needs``: the operations that must end before one starts; ``groups``: operations that start together, when the last of
-    them is ready (send and receive, collectives); ``units``: groups and single operations in topological order; ``number``:
-    an operation's row in the arrays; ``last``: rows of the operations that end a step.
+    ``needs``: operation -> operations that must end before it starts; ``groups``: lists of operations that start together, when
+    the last of them is ready (send and receive, collectives); ``units``: groups and single operations in topological order;
+    ``number``: operation -> row in the arrays; ``last``: rows of the operations that end a step.
     """
 
     def __init__(self, operations: Operations) -> None:
@@ -188,17 +191,17 @@ class Pipeline:
         return sorted(ops, key=lambda op: (self.start[op], op[1], op[0]))
 
     def _chain(self, ops: Sequence[Op], after: Sequence[Op] = ()) -> None:
-        """Make each operation depend on the one before it, the first on ``after``."""
+        """Make each operation depend on the one before it, and the first one on all of ``after``."""
         for op in ops:
             self.needs[op].update(after)
             after = [op]
 
     def _pair_transfers(self, stage: int, pairs: dict[tuple[Op, Op], list[Op]]) -> None:
-        """Make sends depend on their compute and compute on its receives; collect send and receive as ``pairs``.
+        """Make a stage's sends depend on their compute and its compute on receives; add sends and receives to ``pairs``.
 
-        The i-th valid send of a stage meets the i-th valid receive of its neighbour. The profiler also records transfers that
-        were never launched, before the first or after the last compute or beyond the model's first or last chunk: these stay
-        unpaired.
+        ``pairs``: (key of one side, key of the other) -> operations of both sides. The i-th valid send of a stage meets the
+        i-th valid receive of its neighbour. The profiler also records transfers that were never launched, before the first or
+        after the last compute or beyond the model's first or last chunk: these stay unpaired.
         """
         for (way, side), delta in _TO_PEER.items():
             transfers, compute = self._ops_by_start(stage, f"{way}-{side}"), self._ops_by_start(stage, f"{way}-compute")
@@ -210,7 +213,7 @@ class Pipeline:
                 launched = [op for op in transfers if self.start[op] <= last_start_s + _ROUNDING_S]
             else:
                 launched = [op for op in transfers if self.end[op] >= first_end_s - _ROUNDING_S]
-            # One receive less than computations: the first computation reads its own input and receives nothing.
+            # With one receive less than computations, the first computation reads the batch and receives nothing.
             offset = 1 if side == "recv" and len(launched) + 1 == len(compute) else 0
             valid_count = 0
             for compute_index, op in enumerate(launched, offset):
@@ -235,9 +238,10 @@ class Pipeline:
             self.groups += [[op] for op in transfers if op not in launched]
 
     def _chain_stage(self, stage: int) -> None:
-        """Add the dependencies within one stage: computations, transfers of a kind, and the update each run in sequence.
+        """Add the dependencies within one stage: computations, transfers of each kind, and the update run in sequence.
 
-        The first backward transfers wait for the warm-up's last forward: the schedule does not launch them earlier.
+        The first backward transfers depend on the warm-up's last forward (the second last before the first backward), because
+        the schedule launches them after it.
         """
         compute = self._ops_by_start(stage, *_COMPUTE)
         self._chain(compute)
@@ -253,7 +257,7 @@ class Pipeline:
         self._chain_update(stage, compute)
 
     def _tie_to_chunks(self, stage: int, compute: Sequence[Op]) -> None:
-        """Make a model chunk's first forward wait for its gathered parameters, and its reduction for its last backward.
+        """Make a chunk's first forward depend on its gathered parameters, and its gradients' reduction on its last backward.
 
         ``compute``: the stage's computations. A chunk is a part of the model's layers; a stage may hold several.
         """
@@ -264,7 +268,7 @@ class Pipeline:
             return [op for op in compute if op[0] == kind and chunk[op][0] == chunk_index]
 
         gathers = sorted(self._ops_by_start(stage, _GATHER), key=lambda op: op[1])
-        # The dictionaries keep the last operation of each chunk in the order given, which for the scatters is the first.
+        # The dictionaries keep the last operation of each chunk in iteration order; scatters are in reverse, so their first.
         for chunk_index, last_gather in {chunk[op][0]: op for op in gathers}.items():
             if forwards := of_chunk("forward-compute", chunk_index):
                 self.needs[min(forwards, key=self.start.__getitem__)].add(last_gather)
@@ -276,26 +280,25 @@ class Pipeline:
                 self.needs[first_scatter].add(max(backwards, key=self.end.__getitem__))
 
     def _chain_update(self, stage: int, compute: Sequence[Op]) -> None:
-        """Chain what comes after a stage's last computation, which is the last of ``compute`` to end.
+        """Make the operations after a stage's last computation (the last of ``compute`` to end) depend on each other in turn.
 
-        In order: garbage collection, the norms' and embeddings' gradients, the reduction of gradients, clip, optimizer.
+        They are garbage collection, the norms' and embeddings' gradients, the reduction of gradients, clip and optimizer.
         """
         before = [max(compute, key=self.end.__getitem__)] if compute else []
         if collections := self._ops_by_start(stage, "gc"):
             self._chain(collections, before)
             before = collections[-1:]
         reductions, scatters = self._ops_by_start(stage, _SEPARATE), self._ops_by_start(stage, _SCATTER)
-        if (
-            reductions and scatters
-        ):  # the scatters are tied to their chunks already, so the update waits for the last one
+        if reductions and scatters:
+            # scatters depend on their chunks' backward passes (:meth:`_tie_to_chunks`), so the update only waits for the last
             before = [*before, max(scatters, key=lambda op: op[1])]
         closing = [*self._ops_by_start(stage, _NORM), *self._ops_by_start(stage, _EMBEDDING), *(reductions or scatters)]
         self._chain([*closing, *self._ops_by_start(stage, _CLIP), *self._ops_by_start(stage, _OPTIMIZER)], before)
 
     def _topological_units(self) -> list[list[Op]]:
-        """Return the groups, and each other operation alone, in an order in which every unit comes after those it needs.
+        """Return groups, and the other operations as lists of one, in an order in which each comes after those it needs.
 
-        Raises InputError where operations wait for each other in a circle.
+        Raises InputError where operations depend on each other in a circle.
         """
         unit_of: dict[Op, int] = {op: index for index, group in enumerate(self.groups) for op in group}
         units = [*self.groups, *([op] for op in self.number if op not in unit_of)]
@@ -310,10 +313,10 @@ class Pipeline:
             raise InputError("operations", problem, "give the operations of whole steps of one job") from None
 
     def transfer_s(self) -> Floats:
-        """Return (n, D, K) durations in seconds without the waiting: those of transfers begin when the last peer has come.
+        """Return (n, D, K) durations in seconds without waiting: a transfer begins when its last peer does.
 
-        A negative duration above -10 ms stays, because the machines' clocks may differ by that much: what they shorten on one
-        side they lengthen as much on the peer's. At or below -10 ms clocks cannot explain it, and the duration becomes 0.
+        A negative duration above -10 ms is kept, because clocks of machines may differ by that much, and then the peer's
+        duration is too long by as much. At or below -10 ms clocks cannot explain it, and the duration becomes 0.
         """
         start_s, durations_s = self.operations.start_s, self.operations.duration_s.copy()
         end_s = start_s + durations_s
@@ -329,7 +332,7 @@ class Pipeline:
     def play(self, length_s: Floats) -> Floats:
         """Return the step times (K,) in seconds of a replay with operations of the durations ``length_s`` (n, D, K).
 
-        Each operation starts as soon as its dependencies have ended, a group when all of its operations can start.
+        Each operation starts as soon as its dependencies have ended, and a group when all of its operations can start.
         """
         end_s = np.zeros_like(length_s)
         for group in self.units:
@@ -346,9 +349,9 @@ class Pipeline:
 
 
 def ideal_s(operations: Operations, length_s: Floats) -> Floats:
-    """Return durations (n, D, K) with each kind of compute at its mean and each kind of communication at its median.
+    """Return ideal durations (n, D, K): the mean of each kind of compute, and the median of each kind of communication.
 
-    Communication has few but large outliers, which a mean would carry into the ideal.
+    Communication has few but large outliers, which would raise a mean.
     """
     kinds = np.array([kind for kind, _, _ in operations.ops])
     ideal = np.empty_like(length_s)
@@ -359,10 +362,10 @@ def ideal_s(operations: Operations, length_s: Floats) -> Floats:
 
 
 def what_if(operations: Operations) -> StragglersResult:
-    """Return the slowdown S, what workers and last stage explain of it (M_W, M_S), and the finding.
+    """Return the slowdown S, the shares of it that the slowest workers and the last stage explain (M_W, M_S), and the finding.
 
-    Also the slowdowns that remain when only one class of operations, one stage or one data-parallel rank keeps its real
-    durations and all else is ideal.
+    The result also has the slowdowns with only one class of operations, one stage or one data-parallel rank at its real
+    durations, and everything else ideal.
     """
     pipeline = Pipeline(operations)
     real = pipeline.transfer_s()
@@ -375,8 +378,8 @@ def what_if(operations: Operations) -> StragglersResult:
         return float(pipeline.play(np.where(chosen[:, :, None], real, ideal)).mean()) / ideal_step_s
 
     def explained_by(chosen: Flags) -> float | None:
-        """Return the share of the slowdown that vanishes with the ``chosen`` (n, D) ideal; None without a slowdown."""
-        if abs(actual_s - ideal_step_s) <= 1e-9:  # a nanosecond: rounding
+        """Return the share of the slowdown that vanishes with the ``chosen`` operations (n, D) ideal; None without slowdown."""
+        if abs(actual_s - ideal_step_s) <= 1e-9:  # less than a nanosecond is rounding
             return None
         left_s = float(pipeline.play(np.where(chosen[:, :, None], ideal, real)).mean())
         return (actual_s - left_s) / (actual_s - ideal_step_s)
@@ -422,7 +425,7 @@ def _class_of(kind: str) -> str:
 def _finding(
     operations: Operations, worst: tuple[int, int], slowdown: float, m_w: float, m_s: float
 ) -> StragglerFinding | None:
-    """Return the cause of the slowdown: a worker, the last stage, or sequences of unequal length; None where none explains it.
+    """Return the finding on the slowdown's cause: a worker, the last stage, or unequal sequences; None: no cause explains it.
 
     Args:
         worst: data-parallel rank and stage of the slowest worker.

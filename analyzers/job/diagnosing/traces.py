@@ -1,7 +1,7 @@
 """Splits the steps of several ranks into their parts, from one profiler trace per rank. Start at :func:`of_traces`.
 
 A rank is blocked where it computes nothing while a collective runs, up to that collective's end: it waits until the last
-rank has joined, then it communicates. The rest of a step is the rank's own; a collective hidden by compute costs nothing.
+rank has joined, then it communicates. The rest of a step is the rank's own work; a collective hidden by compute costs nothing.
 Collectives of one group are matched between ranks by their order within a step. Array shapes: R ranks, k steps of one rank,
 K steps that all ranks have, m intervals or collectives; times are in seconds.
 """
@@ -27,19 +27,19 @@ _OPTIMIZER = re.compile(r"Optimizer\.(step|zero_grad)")
 _BACKWARD = re.compile(r"autograd::engine::evaluate_function|torch.distributed.ddp.reducer::")
 _OPERATOR = re.compile(r"(?!autograd::)[A-Za-z_]\w*::\w+$")
 PARTS = ("input", "forward", "backward", "optimizer", "host")
-# Numbers of the parts: the first five are indices into PARTS; blocked time is no part of a rank's own work.
+# Numbers of the parts: the first five are indices into PARTS; _BLOCKED labels time that is not a rank's own work.
 _INPUT_PART, _FORWARD, _BACKWARD_PART, _OPTIMIZER_PART, _HOST, _BLOCKED = range(6)
-# A waiting thread resumes within this time, or share of the gap, after the collective's end; the scheduler causes the delay.
+# The scheduler resumes a waiting thread within this time, or this share of the gap, after the collective's end.
 _WAKES_S, _WAKES_SHARE = 2e-3, 0.2
-# It may also resume before the profiler records the end, by at most this share of the gap.
+# A thread may also resume before the profiler records that end, by at most this share of the gap.
 _NOTED_SHARE = 0.05
-# Epochs of traces of one machine differ by less than this; else the clocks count as different.
+# The epochs of traces from one machine differ by less than this; if they do not, the clocks count as different.
 _ONE_CLOCK_S = 86400.0
 # Steps of each rank that the timeline shows.
 _STEPS_DRAWN = 6
 # Most rounds of the alternation that estimates the clocks' offsets; it usually settles in a few.
 _OFFSET_ROUNDS = 200
-# A gap without compute that is shorter than this is launch overhead and no pause.
+# A gap without compute shorter than this is launch overhead, not a pause.
 _SHORTEST_GAP_S = 1e-6
 
 
@@ -57,11 +57,11 @@ class _Rank:
     parts: Floats
     """(2, 5, k) seconds of each of :data:`PARTS`: before (0) and after (1) the end of the step's last collective."""
     gap_s: Floats
-    """(2, k) the longest gap without compute, before and after that end."""
+    """(2, k) seconds of the longest gap without compute, before and after that end."""
     blocked: Floats
-    """(4, b) of each blocked interval: index of the step, start, end, and column of the collective in the trace."""
+    """(4, b) for each blocked interval: index of the step, start, end, and column of the collective in the trace."""
     keys: list[_Key]
-    """(n,) of each collective."""
+    """(n,) key of each collective in the trace."""
     work: Floats
     """(k,) input elements of matrix products and convolutions in each step; 0 in a trace without shapes."""
     drawn: list[tuple[float, float, str]]
@@ -69,11 +69,12 @@ class _Rank:
 
 
 def of_traces(paths: Sequence[Path], advance: Callable[[int, str], None] = lambda done, name: None) -> RankSteps:
-    """Return the aligned steps of all ranks from one trace file per rank; ``advance`` gets the index and name of each file.
+    """Return the aligned steps of all ranks from one trace file per rank.
 
     A file's rank is the one it records, else the number in its name; where any file has neither, ranks are the positions in
-    natural order of the names. Only one file is in memory at a time. Raises InputError as ``read_steps`` does, for a single
-    file, for two files of one rank, and for traces without a common step.
+    natural order of the names. Only one file is in memory at a time. ``advance`` is called with the index and name of each file
+    before it is read. Raises InputError as ``read_steps`` does, for a single file, for two files of one rank, and for traces
+    without a common step.
     """
     ranks_seen = []
     for index, path in enumerate(sorted(paths, key=lambda path: natural_key(str(path)))):
@@ -104,26 +105,26 @@ def _rank_in_name(where: str) -> int | None:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Activity:
-    """What a rank's trace shows of its work; intervals (2, m) of start and end are in order and disjoint."""
+    """A rank's activity by its trace. Intervals (2, m) of start and end are in order and disjoint unless said otherwise."""
 
     kernels: Floats
-    """(3, m) start, end and moment of the launch; empty for a job on CPUs."""
+    """(3, m) start, end and launch of each kernel; empty for a job on CPUs."""
     busy: Floats
-    """While the device, or on CPUs an operator, computes."""
+    """(2, m) intervals in which the device (on CPUs an operator) computes."""
     inputs: Floats
-    """While the loader gives the next batch."""
+    """(2, m) intervals in which the loader prepares the next batch."""
     optimizers: Floats
-    """While the optimizer steps or clears gradients."""
+    """(2, m) intervals in which the optimizer steps or clears gradients."""
     backwards: Floats
-    """(2, m) start and end of autograd's functions; may overlap, unlike the others."""
+    """(2, m) start and end of autograd's functions, which may overlap."""
     forward_calls: Floats
     """(m,) starts of the operators outside loader and optimizer."""
 
     @classmethod
     def of(cls, trace: RankTrace) -> _Activity:
-        """Return the activity in a trace: kernels, and loader, optimizer, backward and forward by the names of its spans.
+        """Return the activity in a trace; loader, optimizer, backward and forward are told by the names of its spans.
 
-        On CPUs, where there are no kernels, operators are what computes.
+        On CPUs there are no kernels, and operators count as computing.
         """
         spans = trace.spans
 
@@ -134,7 +135,7 @@ class _Activity:
 
         inputs, optimizers = union(spans_of(_INPUT)), union(spans_of(_OPTIMIZER))
         operators = spans_of(_OPERATOR)
-        middle = operators.mean(axis=0)  # the start may coincide with the end of another span
+        middle = operators.mean(axis=0)  # unlike a start, it cannot coincide with the end of another span
         return cls(
             kernels=trace.kernels,
             busy=union(trace.kernels[:2] if trace.kernels.shape[1] else operators),
@@ -146,20 +147,21 @@ class _Activity:
 
     @property
     def on_device(self) -> bool:
-        """Whether kernels compute; else operators do."""
+        """Whether the trace has kernels, so that the job computes on a device and not on CPUs."""
         return bool(self.kernels.shape[1])
 
     def gaps(self, low: float, high: float) -> Floats:
-        """Return the intervals (2, m) between ``low`` and ``high`` in which nothing computes, those above a microsecond."""
+        """Return the intervals (2, m), longer than a microsecond, between ``low`` and ``high`` in which nothing computes."""
         busy = clipped(self.busy, low, high)
         gaps = np.clip([np.append(low, busy[1]), np.append(busy[0], high)], low, high)
         return np.asarray(gaps[:, gaps[1] - gaps[0] > _SHORTEST_GAP_S])
 
     def windows(self, low: float, high: float, blocked: Sequence[tuple[float, float, int]]) -> list[tuple[int, Floats]]:
-        """Return (part, intervals (2, m)) of each phase of the step from ``low`` to ``high``.
+        """Return (part, intervals (2, m)) for each phase of the step from ``low`` to ``high``.
 
-        Intervals may overlap: the one that comes later in the list then counts. ``blocked``: (start, end, collective) of the
-        intervals in which the step is blocked by a collective.
+        Where intervals overlap, the later one in the list counts. Forward lasts from the first operator to the first backward
+        function, backward until the last one ends. ``blocked``: (start, end, collective) of the intervals in which a collective
+        blocks the rank.
         """
         backward = self.backwards[:, (self.backwards[0] >= low) & (self.backwards[0] < high)]
         backward_start, backward_end = (backward[0].min(), backward[1].max()) if backward.size else (high, high)
@@ -176,7 +178,7 @@ class _Activity:
     def seconds(self, windows: list[tuple[int, Floats]], begin: float, end: float) -> Floats:
         """Return the seconds (5,) of each of :data:`PARTS` from ``begin`` to ``end`` in a step with these :meth:`windows`.
 
-        On a device kernels are counted; on CPUs the wall-clock time of each phase. Blocked time is in neither.
+        They are the time of kernels on a device, and the wall-clock time of each phase on CPUs, without blocked time.
         """
         edges, label = _label_pieces(windows, begin, end)
         if self.on_device:
@@ -186,10 +188,10 @@ class _Activity:
         return np.asarray(np.bincount(label, weights=np.diff(edges), minlength=6)[:5], dtype=np.float64)
 
     def longest_gap(self, gaps: Floats, blocked: Sequence[tuple[float, float, int]], begin: float, end: float) -> float:
-        """Return the seconds between ``begin`` and ``end`` of the longest gap in which the rank paused for itself alone.
+        """Return the seconds of the longest pause of the rank between ``begin`` and ``end``; 0 without one.
 
-        ``gaps`` (2, m) hold no compute; those that overlap a ``blocked`` interval or lie in a wait for the loader do not
-        count. 0 without a gap.
+        A pause is one of ``gaps`` (2, m), in which nothing computes, that neither overlaps a ``blocked`` interval nor lies in a
+        wait for the loader.
         """
         lengths = (
             min(stop, end) - max(start, begin)
@@ -203,13 +205,13 @@ class _Activity:
 def _split_rank(trace: RankTrace) -> _Rank:
     """Return one rank's k steps with their parts, blocked intervals and collectives, on the rank's own clock.
 
-    Parts before and after the end of a step's last collective are kept apart, because other ranks wait for the latter in the
-    next step only.
+    Parts before and after the end of a step's last collective are separate, because other ranks wait for the latter only in the
+    next step.
     """
     steps, collectives, activity = trace.steps, trace.collectives, _Activity.of(trace)
-    # The trace's last step has no next one (until_s is infinite) and lasts for its own length.
+    # A step lasts until the next one starts. The last one has no next (until_s is infinite) and lasts for its own length.
     ends = np.minimum(steps.until_s, np.where(np.isfinite(steps.until_s), np.inf, steps.start_s + steps.length_s))
-    # A step lasts until the next one starts, unless that is over 1.5 step lengths away: then a step in between was left out.
+    # If the next one starts over 1.5 step lengths later, a step in between was left out, and it lasts for its own length too.
     ends = np.where(ends - steps.start_s > 1.5 * steps.length_s, steps.start_s + steps.length_s, ends)
     count = len(steps.start_s)
     parts, gap_s = np.zeros((2, 5, count)), np.zeros((2, count))
@@ -244,7 +246,7 @@ def _split_rank(trace: RankTrace) -> _Rank:
 
 
 def _collective_keys(trace: RankTrace) -> list[_Key]:
-    """Return the key of each collective, by which other ranks' traces of the same collective are found.
+    """Return the key of each collective in a trace; the same collective has the same key in other ranks' traces.
 
     Collectives before the first step have the step number -1.
     """
@@ -261,15 +263,15 @@ def _collective_keys(trace: RankTrace) -> list[_Key]:
 
 
 def _device_parts(kernels: Floats, busy: Floats, edges: Floats, label: Indices) -> Floats:
-    """Return the seconds (5,) by part of a stretch on a device.
+    """Return the seconds (5,) by part in a span of time on a device.
 
-    A kernel counts for the phase that launched it, as kernels run later than their launch; the time in which the device is
-    idle counts for input where the loader works, else for the host.
+    A kernel counts for the phase that launched it, because kernels run later than their launch. Time in which the device is
+    idle counts as input where the loader works, else as host.
 
     Args:
-        kernels: (3, m) start, end and moment of the launch.
-        busy: (2, b) intervals of the stretch in which the device computes.
-        edges: (n + 1,) limits of the pieces of the stretch, from :func:`_label_pieces`.
+        kernels: (3, m) start, end and launch of each kernel.
+        busy: (2, b) intervals of the span in which the device computes.
+        edges: (n + 1,) limits of the pieces of the span, from :func:`_label_pieces`.
         label: (n,) part of each piece.
     """
     parts, length = np.zeros(5), np.diff(edges)
@@ -291,11 +293,11 @@ def _device_parts(kernels: Floats, busy: Floats, edges: Floats, label: Indices) 
 
 
 def _blocked_intervals(gaps: Floats, collectives: Floats, device: bool) -> list[tuple[float, float, int]]:
-    """Return (start, end, column of the collective) of the intervals in which a rank is blocked by a collective.
+    """Return (start, end, column of the collective) for the intervals in which a collective blocks the rank.
 
-    ``gaps`` (2, m) hold no compute; ``collectives`` (3, n) group, start and end. On a device each collective blocks where it
-    overlaps a gap. On CPUs a gap, or its later part, is blocked if it ends about when a collective ends: the thread then
-    waited for it.
+    ``gaps`` (2, m): intervals without compute; ``collectives`` (3, n): group, start and end. On a device each collective blocks
+    where it overlaps a gap. On CPUs a gap, from the first collective's start on, is blocked if it ends at about the time at
+    which a collective ends, because then the thread waited for it.
     """
     blocked = []
     for gap_start, gap_end in gaps.T.tolist():
@@ -324,10 +326,11 @@ def _blocked_intervals(gaps: Floats, collectives: Floats, device: bool) -> list[
 
 
 def _align_ranks(ranks_seen: list[_Rank], ranks: tuple[int, ...]) -> RankSteps:
-    """Return the R ranks on a common clock, blocked time split into waiting and communicating.
+    """Return the steps of R ranks on a common clock, with blocked time split into waiting and communicating.
 
     A rank waits until the last rank has joined the collective; after that it communicates. Clocks of different machines are
-    aligned by the ends of common collectives; on one machine they agree already. Raises InputError where no step is common.
+    aligned by the ends of common collectives; on one machine they agree. ``ranks``: numbers of the ranks, in the order of
+    ``ranks_seen``. Raises InputError where no step is common.
     """
     numbers = sorted(set.intersection(*(set(rank.step[0].astype(int).tolist()) for rank in ranks_seen)))
     if not numbers:
@@ -344,7 +347,7 @@ def _align_ranks(ranks_seen: list[_Rank], ranks: tuple[int, ...]) -> RankSteps:
         )
     nodes = tuple(rank.trace.node for rank in ranks_seen)
     one_clock = len(set(nodes)) == 1 and nodes[0] != "" and np.ptp(shift) < _ONE_CLOCK_S
-    # On one clock it shows which rank sees a collective end late; on several that is what aligns the clocks.
+    # On one clock the ends of collectives show which rank sees them late; on several clocks they align these instead.
     offsets, late = np.zeros(len(ranks_seen)), None
     if not matched:
         remark = (
@@ -392,13 +395,13 @@ def _align_ranks(ranks_seen: list[_Rank], ranks: tuple[int, ...]) -> RankSteps:
 def _select_steps(
     rank: _Rank, numbers: Sequence[int], came_last: Mapping[_Key, float], move: float
 ) -> tuple[Floats, ...]:
-    """Return arrays of a rank's K steps with these numbers, blocked time split into waiting and exposed communication.
+    """Return arrays of a rank's K steps with these ``numbers``, blocked time split into waiting and exposed communication.
 
     In order: waiting (K,), exposed communication (K,), step length (K,), work (K,), parts (2, 5, K), gaps (2, K).
 
     Args:
-        came_last: collective -> its start on the last rank to join, on the common clock; the time blocked by a collective
-            without an entry counts as waiting.
+        came_last: collective -> its start on the rank that joins last, on the common clock; all time blocked by a collective
+            that is not in it counts as waiting.
         move: seconds to add to the rank's times for the common clock.
     """
     column_of = {int(step_number): column for column, step_number in enumerate(rank.step[0].tolist())}
@@ -414,16 +417,16 @@ def _select_steps(
 
 
 def _late_seconds(matched: Sequence[_Key], begin: Floats, end: Floats) -> Floats | None:
-    """Return (R, steps) how many seconds after the first rank each rank sees the longest collective of a step end.
+    """Return (R, steps) by how many seconds later than the first rank each rank sees a step's longest collective end.
 
-    ``begin`` and ``end`` (R, m) of the ``matched`` collectives are on one clock. Only collectives of all ranks are looked at;
-    None where there are none.
+    ``begin`` and ``end`` (R, m) of the ``matched`` collectives are on one clock. Only collectives of all ranks count; None
+    where there are none.
     """
     of_all = np.flatnonzero(np.isfinite(end).all(axis=0))
     if not len(of_all):
         return None
     transfer = np.median(end[:, of_all], axis=0) - begin[:, of_all].max(axis=0)
-    # By rising transfer time, so the longest collective of each step is the last to be stored.
+    # in the order of rising transfer time, so that the longest collective of a step overwrites the others
     longest = {matched[column][0]: column for column in of_all[np.argsort(transfer, kind="stable")].tolist()}
     ends = end[:, [longest[step_number] for step_number in sorted(longest)]]
     return np.asarray(ends - ends.min(axis=0))
@@ -434,9 +437,9 @@ def _match_collectives(
 ) -> tuple[list[_Key], Floats, Floats, int]:
     """Return the m complete collectives in the steps ``numbers``, their begin and end (R, m), and how many are incomplete.
 
-    A collective is complete when it is traced on all ranks of its group: those that the group's name lists, else all ranks.
-    Begin and end are NaN for a rank outside the group, as with HSDP, tensor and pipeline parallelism. ``shift`` (R,) seconds
-    bring the ranks' times to one epoch.
+    A collective is complete if it is in the traces of all ranks of its group: those that the group's name lists, else all
+    ranks. Begin and end are NaN for a rank outside the group, as with HSDP, tensor and pipeline parallelism. ``shift`` (R,):
+    seconds to add to the ranks' times for a common epoch.
     """
     columns = [dict(zip(rank.keys, range(len(rank.keys)), strict=True)) for rank in ranks_seen]
     rows_by_key: dict[_Key, list[int]] = {}
@@ -461,10 +464,10 @@ def _match_collectives(
 
 
 def _offsets(end: Floats) -> Floats:
-    """Return the seconds (R,) by which each rank's clock is ahead, from ``end`` (R, m), when each collective ends on each.
+    """Return the seconds (R,) by which each rank's clock is ahead, from the ends (R, m) of collectives on each rank's clock.
 
-    A collective ends at the same moment on all its ranks, so differences are the clocks'. The true moments and the offsets
-    are estimated in turn until they settle, because groups may overlap only in part. NaN: the rank is not in the group.
+    A collective ends at the same moment on all its ranks, so that differences are due to the clocks. ``end`` is NaN for a rank
+    outside the group. As groups may overlap only in part, true moments and offsets are estimated in turn until they settle.
     """
     offsets = np.zeros(len(end))
     for _ in range(_OFFSET_ROUNDS):
@@ -477,9 +480,9 @@ def _offsets(end: Floats) -> Floats:
 
 
 def _label_pieces(windows: list[tuple[int, Floats]], low: float, high: float) -> tuple[Floats, Indices]:
-    """Return the edges (n + 1,) of the pieces of a step from ``low`` to ``high``, and the number (n,) of each one's part.
+    """Return the edges (n + 1,) of the pieces between ``low`` and ``high``, and the part (n,) of each, as a number.
 
-    A piece lies between two neighbouring limits of the windows and has the part of the last window that covers it.
+    A piece lies between two neighbouring limits of the ``windows`` and has the part of the last window that covers it.
     """
     edges = np.unique(np.clip(np.concatenate([[low, high], *(window.ravel() for _, window in windows)]), low, high))
     middle = (edges[1:] + edges[:-1]) / 2
@@ -490,7 +493,7 @@ def _label_pieces(windows: list[tuple[int, Floats]], low: float, high: float) ->
 
 
 def _is_inside(time: Floats, intervals: Floats) -> Flags:
-    """Return (n,) whether each moment lies in one of the ordered, disjoint intervals (2, m)."""
+    """Return (n,) whether each ``time`` lies in one of the ordered, disjoint ``intervals`` (2, m)."""
     if not intervals.shape[1]:
         return np.zeros(len(time), dtype=bool)
     index = np.searchsorted(intervals[0], time, side="right") - 1
@@ -499,7 +502,7 @@ def _is_inside(time: Floats, intervals: Floats) -> Flags:
 
 
 def _seconds_outside(start: Floats, end: Floats, intervals: Floats) -> float:
-    """Return the seconds of the pieces from ``start`` (n,) to ``end`` (n,) outside the ordered, disjoint intervals (2, m)."""
+    """Return the sum of the seconds from ``start`` (n,) to ``end`` (n,) that lie outside the disjoint ``intervals`` (2, m)."""
     pieces = zip(start.tolist(), end.tolist(), strict=True)
     overlaps_s = (np.clip(intervals[1], low, high) - np.clip(intervals[0], low, high) for low, high in pieces)
     return float((end - start).sum()) - sum(float(overlap_s.sum()) for overlap_s in overlaps_s)

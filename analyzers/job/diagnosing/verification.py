@@ -1,4 +1,4 @@
-"""Predicted against measured: did a run go as its plan said, and what is to be fitted again? Start at :func:`verify`."""
+"""Compares a measured run with its plan, and names the figures that should be fitted again. Start at :func:`verify`."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from ddltool.plans import Assignment, Plan
 from ddltool.results import Verification, VerifiedRank, VerifiedStep, VerifiedTime
 from ddltool.units import show_seconds
 
-# Relative error up to which a prediction is right; beyond it the figure behind it is named for a new fit.
+# Relative error up to which a prediction counts as right; above, the figure behind it is named for a new fit.
 ACCEPTED = 0.15
-# Factor between the ratios of measured to predicted of two ranks up to which these count as one ratio.
+# The ranks' ratios of measured to predicted time count as one ratio if they differ by at most this factor.
 _SAME_RATIO = 1.5
 # Ratio from which on errors are shown as factors, and another device is suspected.
 _MANIFOLD = 5.0
-# Share of the compute time below which a difference of two times is rounding; most ranks that one sentence names.
+# Share of the compute time below which a difference of two times is a rounding error; most ranks that a sentence names.
 _ROUNDING, _RANKS_NAMED = 1e-12, 8
 
 
 def error_text(predicted_s: float | None, measured_s: float) -> str:
-    """Return how far a prediction is off in percent of the measured time, ``-`` where either is missing or 0.
+    """Return the error of a prediction in percent of the measured time; ``-`` where either time is missing or 0.
 
-    A prediction several times too long is shown as that factor.
+    The error of a prediction that is five times too long, or more, is shown as that factor.
 
     >>> error_text(0.11, 0.1), error_text(36.0, 0.1), error_text(0.001, 0.1), error_text(0.0, 0.1)
     ('+10.0%', 'x 360', '-99.0%', '-')
@@ -49,15 +49,15 @@ def verify(
 ) -> Verification:
     """Return the comparison of a measured ``run`` with its ``plan``: predicted and measured times, and what to fit again.
 
-    A run that did not follow the plan does not pass. Raises InputError when the run cannot be this plan's: another number
-    of processes, no compute times in the plan and no models, or a device that no model knows.
+    A run that did not follow the plan does not pass. Raises InputError for a run with another number of processes than the
+    plan, for a plan without compute times and no models, and for a device that no model knows.
 
     Args:
-        models: by device type, or one under "" for all; they predict compute and synchronisation in place of the plan, for
-            a run on other devices than planned.
-        model_error: relative error of the models.
-        max_error: relative deviation of a step that the reader allows; None: any passes.
-        names: of the two files that were read.
+        models: device type -> fitted model, or "" -> model for all types; they predict compute and synchronisation instead of
+            the plan, for a run on other devices than planned.
+        model_error: relative error of the models; None: not known.
+        max_error: largest relative error of a step with which the run passes; None: any.
+        names: of the plan's and the telemetry's file, for the result.
     """
     if run.world_size != plan.world_size:
         problem = f"is of {run.world_size} processes, the plan of {plan.world_size}"
@@ -112,10 +112,10 @@ def verify(
 
 
 def _joint_step(plan: Plan, run: Run) -> Run:
-    """Return the run of an elastic-bsp plan with the time in which all its workers together make ``max_workers`` mini-batches.
+    """Return the run of an elastic-bsp plan, with a step being the time in which all workers make ``max_workers`` mini-batches.
 
     These workers do not step in unison, so the rates of their own steps add up. The quartiles are over the parts of the run,
-    stretches of consecutive steps of each rank.
+    which are spans of consecutive steps of each rank.
     """
     step_s = plan.max_workers / sum(1 / rank.mean_step_s for rank in run.ranks)
     parts = zip(*(rank.parts_s for rank in run.ranks), strict=False)  # ranks' parts of about the same stretch of time
@@ -128,15 +128,15 @@ def _remedy_for(checks: Sequence[VerifiedRank]) -> str:
     """Return the remedy for wrong figures: plan again where the run was on the planned devices, else fit again."""
     if all(check.device == check.planned_device for check in checks):
         return "plan again with --telemetry and this file"
-    # Rows of a profile from other times would be averaged with the run's.
+    # "alone", because rows of an older profile would be averaged with the run's
     return "fit it again from this telemetry alone"
 
 
 def _verify_rank(assignment: Assignment, rank: RankRun, models: Mapping[str, ThroughputParams]) -> VerifiedRank:
-    """Return a rank's predicted and measured compute time per step, in seconds.
+    """Return the record of a rank's predicted and measured compute time per step, in seconds.
 
-    The model of its device predicts it; without models the planned time does, in proportion to the samples that the rank
-    really had. ``assignment``: the plan's row for this rank. Raises InputError where neither predicts it.
+    The prediction is that of the model of its device or, without models, the planned time in proportion to the samples that the
+    rank really had. ``assignment``: the plan's row for this rank. Raises InputError where there is neither.
     """
     model = models.get(rank.device, models.get(""))
     if model is not None:
@@ -162,19 +162,19 @@ def _verify_rank(assignment: Assignment, rank: RankRun, models: Mapping[str, Thr
 
 
 def _exposed_s(model: ThroughputParams, run: Run, compute_s: float) -> float:
-    """Return the seconds of synchronisation that a model does not hide behind ``compute_s`` (Pollux, section 3.2)."""
+    """Return the seconds of synchronisation that, by the model, ``compute_s`` does not hide (Pollux, section 3.2)."""
     sync_s = float(sync_time_s(model, run.num_nodes, run.world_size))
     exposed_s = float(overlapped(compute_s, sync_s, model.gamma)) - compute_s
     return _without_rounding(exposed_s, compute_s)
 
 
 def _without_rounding(part_s: float, compute_s: float) -> float:
-    """Return ``part_s``, or 0 where it is so small that only rounding in a subtraction of times can have left it."""
+    """Return ``part_s``, or 0 where it is so small that it must be a rounding error of a subtraction of times."""
     return part_s if part_s > _ROUNDING * compute_s else 0.0
 
 
 def _deviations(checks: Sequence[VerifiedRank], missing: Sequence[int]) -> Iterator[str]:
-    """Yield a sentence for each rank that is missing, on another device, or with another batch than planned."""
+    """Yield the sentences on deviations from the plan: missing ranks, ranks on other devices or with other batches."""
     if missing:
         ranks_text = ", ".join(map(str, missing[:_RANKS_NAMED])) + (", ..." if len(missing) > _RANKS_NAMED else "")
         noun = "rank" if len(missing) == 1 else "ranks"
@@ -241,9 +241,9 @@ def _unexplained_time(run: Run, other_s: float | None) -> Iterator[str]:
 
 
 def _machine_load(checks: Sequence[VerifiedRank], known_error: float | None) -> Iterator[str]:
-    """Yield the likely cause where all processes are off by about the same factor: then it is the machine, or all devices.
+    """Yield a sentence on the likely cause where all processes are off by about the same factor: the machine, or all devices.
 
-    Nothing is yielded for a single process, for factors that differ, and where any error is within what is accepted.
+    Nothing is yielded for a single process, for factors that differ, and where the error of any process is acceptable.
     """
     ratios = [check.measured_s / check.predicted_s for check in checks]
     if len(ratios) < 2 or max(ratios) > _SAME_RATIO * min(ratios):

@@ -105,8 +105,8 @@ def fit_line(batches: Floats, values: Floats) -> tuple[float, float]:
 def _memory_limit(batches: Floats, peaks: Floats | None, limit_bytes: float | None) -> int | None:
     """Return the largest batch that fits into memory, by a line through the peak memories; at least 0.
 
-    ``peaks`` (n,) are bytes at each of the ``batches`` (n,). None without a limit, with fewer than two positive peaks, and
-    where memory does not grow with the batch.
+    ``peaks`` (n,) are bytes at each of the ``batches`` (n,). None without a limit or peaks, with fewer than two batches, where
+    some peak is not a positive number, and where memory does not grow with the batch.
     """
     if peaks is None or limit_bytes is None or len(batches) < 2 or not (np.isfinite(peaks) & (peaks > 0)).all():
         return None

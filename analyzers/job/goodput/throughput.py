@@ -153,7 +153,7 @@ def log_times(
     last_pass_s = np.maximum(overlapped(grad_s, sync_s, gamma), _TINY)
     log_grad, log_sync, log_last_pass = np.log(grad_s), np.log(np.maximum(sync_s, _TINY)), np.log(last_pass_s)
     step_s = passes * grad_s + last_pass_s
-    # d log T_iter / d log p by the chain rule: the last pass's share of the step, T_grad^g's share of the last pass's power
+    # d log T_iter / d log p by the chain rule, with the last pass's share of the step, and T_grad^g over T_grad^g + T_sync^g
     last_share = last_pass_s / step_s
     grad_share = np.exp(gamma * (log_grad - log_last_pass))
     per_sync_s = np.where(sync_s > 0, last_share * (1.0 - grad_share) / np.maximum(sync_s, _TINY), 0.0)

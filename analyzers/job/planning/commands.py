@@ -308,7 +308,7 @@ def _ranked(command: str, knobs: Sequence[Knob], tried: Sequence[TriedCommand]) 
     """
     rows = [one.row for one in tried if one.row is not None]
     lengths = {round((row.tokens_per_s or 0.0) / row.samples_per_s) for row in rows}
-    varies = len(lengths) > 1 and 0 not in lengths
+    varies = len(lengths) > 1 and 0 not in lengths  # 0: a step without tokens, which has no rate of them
     plan = CommandPlan(
         command=command,
         knobs={knob.name: list(knob.values) for knob in knobs},

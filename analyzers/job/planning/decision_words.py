@@ -406,7 +406,10 @@ def _certainty(
 
 
 def _gain_interval(gain: float, gain_error: float | None) -> str:
-    """Return the clause on the interval of the gain; empty where its error is not known, or its ends are printed alike."""
+    """Return the clause on the interval of the gain.
+
+    Empty where the gain prints as 0 %, where its error is 0 or not known, and where both ends print alike.
+    """
     if not gain_error or abs(gain) < _LEAST_SHOWN:
         return ""
     low, high = (1 + gain) / (1 + gain_error), (1 + gain) * (1 + gain_error)

@@ -200,6 +200,7 @@ class _Planner:
 
     def job(self, devices: str, samples: int, **more: Any) -> Job:
         """Return the job that trains ``samples`` in a step on ``devices``; ``more`` replaces arguments of ``model``."""
+        # the user named the model on the command line, so its code is trusted
         made = job_of(self.source, devices, batch_size=samples, **{**self.model, **more})
         return read_with_specs(made, self.model.get("devices_file"), allow_code=True)
 
@@ -239,6 +240,8 @@ def _layout_text(plan: Plan) -> str:
 
 def _island_figures(text: str, plan: Plan, fast: Plan, elements: int, way: Way | None, job: Job) -> IslandFigures:
     """Return an island's figures, with the memory that is left on its devices beside the outer state.
+
+    Memory is left out where the plan does not know it; figures of shares by speed are left out for ``way`` None.
 
     Args:
         text: the island's devices.

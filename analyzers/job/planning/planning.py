@@ -260,7 +260,7 @@ def parameters_of(graph: Graph, *, ordered: bool = True) -> list[ParameterRecord
 
 
 def ddp_and_fsdp2_fields(graph: Graph, plan: Plan, fabrics: Mapping[str, Fabric] | None) -> dict[str, Any]:
-    """Return the fields ``ddp`` and ``fsdp2`` of a plan: the best settings on the job's network, each None where there is none.
+    """Return the fields ``ddp`` and ``fsdp2`` of a plan: the best settings on the job's network (None: that has no setting).
 
     ``fabrics``: device type -> network; None: the one that the graph was timed for. Returns {} where the network or the graph's
     times are not known, and for a plan without a synchronous exchange of gradients.
