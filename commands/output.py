@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -67,6 +68,9 @@ _LONGEST_UNBROKEN_NAME = 48
 """Characters of a first column that is kept on one line; a longer name would leave the figures no room."""
 
 
+_LONGEST_HEADING = 13
+
+
 def table(
     title: str,
     columns: Sequence[str],
@@ -77,7 +81,8 @@ def table(
 ) -> Grid:
     """Return a table that fits 80 columns: the first ``text_columns`` are text, the others right-aligned figures.
 
-    A first column of names that are not too long is kept on one line each. ``caption``: under the table.
+    Names of columns are broken between words and at hyphens, figures are never broken; nor are the names of a first column that
+    are not too long. ``caption``: under the table.
     """
     caption_text = Text(visible(caption)) if caption else None
     grid = Grid(title=Text(visible(title)), box=SIMPLE, caption=caption_text, title_justify="left")
@@ -87,9 +92,13 @@ def table(
     is_first_unbroken = max((len(row[0]) for row in rows if row), default=0) <= _LONGEST_UNBROKEN_NAME
     for column_index, column in enumerate(columns):
         justify: JustifyMethod = "left" if column_index < text_columns else "right"
-        grid.add_column(
-            Text(visible(column)), justify=justify, overflow="fold", no_wrap=column_index == 0 and is_first_unbroken
-        )
+        is_unbroken = is_first_unbroken if column_index == 0 else column_index >= text_columns
+        heading = visible(column)
+        heading = "\n".join(textwrap.wrap(heading, _LONGEST_HEADING)) if column_index < text_columns else heading
+        grid.add_column(Text(heading), justify=justify, overflow="fold", no_wrap=is_unbroken)
+        if 0 < column_index < text_columns:  # what has no blank, such as a device's name, is not broken either
+            longest = max((len(word) for row in rows for word in row[column_index].split()), default=0)
+            grid.columns[-1].min_width = min(longest, _LONGEST_HEADING)
     if not is_first_unbroken:
         grid.columns[0].min_width = _LONGEST_UNBROKEN_NAME * 2 // 3  # rich would fold it into a few letters a line
     for row in rows:

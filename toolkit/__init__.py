@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from ddltool.job import Cluster as Cluster
     from ddltool.job import Job as Job
 
-__version__ = "0.1.0"
+__version__ = "0.3.0"
 
 showing.register(lambda: import_module("ddltool.analyzers.answers.reporting.notebook"))
 showing.register(lambda: import_module("ddltool.commands.emit"), "emits plans")

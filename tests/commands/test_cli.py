@@ -11,6 +11,7 @@ import shlex
 import subprocess
 import sys
 import time
+import tomllib
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
@@ -238,6 +239,11 @@ def test_version_and_schema(cli: Cli, folder: Path) -> None:
     from ddltool import __version__
 
     assert cli("--version").out == f"ddltool {__version__}\n"
+    root = Path(__file__).parents[2]
+    assert tomllib.loads((root / "pyproject.toml").read_text())["project"]["version"] == __version__
+    assert f"ddltool-{__version__}-py3-none-any.whl" in (root / "docs/gate.md").read_text()
+    [newest, *_] = re.findall(r"^## (.*)$", (root / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest == "Unreleased" or newest.startswith(f"{__version__} (20")
     assert cli("show", "schema", "graph").document["$id"] == "ddltool.graph"
     assert cli("show", "schema", "ddltool.job", "-o", folder / "s.json").code == 0
     assert "max_workers" in json.loads((folder / "s.json").read_text())["properties"]

@@ -381,6 +381,25 @@ def test_a_name_as_long_as_a_line_leaves_the_figures_their_room() -> None:
     assert max(map(len, shown.get().splitlines())) <= 80
 
 
+def test_headings_break_between_words_and_figures_nowhere() -> None:
+    from ddltool.commands.output import out, table
+
+    knobs = ("per-device-train-batch-size", "gradient-accumulation-steps")
+    header = (*knobs, "on", "step", "samples/s", "memory")
+    console = out()
+    with console.capture() as shown:
+        console.print(
+            table("t", header, [("8", "2", "16 A100-PCIe-80GB", "756 us", "21,150", "2.0 MiB")], text_columns=3)
+        )
+    lines = shown.get().splitlines()
+    assert max(map(len, lines)) <= 80
+    words = shown.get().split()
+    assert {"per-device-", "train-batch-", "size", "gradient-", "accumulation-", "steps", "samples/s", "21,150"} <= set(
+        words
+    )
+    assert "756 us" in shown.get()
+
+
 JOB_DOCUMENT = "name: a\nmax_workers: 4\ndevices: [{type: V100, count: 4}]\n"
 
 

@@ -25,7 +25,7 @@ def command_section(plan: CommandPlan, name: str = "") -> Section:
     recorded = [variant for variant in plan.tried if variant.row is not None]
     listed = recorded[:_ROWS]
     knobs: dict[str, Column[TriedCommand]] = {
-        shortened(knob.lstrip("-"), _LONGEST_NAME): partial(_value, knob=knob) for knob in plan.knobs
+        shortened(knob.lstrip("-"), 2 * _LONGEST_NAME): partial(_value, knob=knob) for knob in plan.knobs
     }
     unit = plan.ranked_by.removesuffix("_per_s")
     best = plan.best
@@ -44,7 +44,7 @@ def command_section(plan: CommandPlan, name: str = "") -> Section:
         columns["times"] = lambda variant: _gain(plan, variant)
     caption = f"{len(listed)} of {len(plan.tried)} tried" if len(plan.tried) > len(listed) else "All that was tried"
     caption += "; times: of the command as it is" if "times" in columns else ""
-    table = tabled(caption, "predicted", listed, columns, text_columns=len(knobs) + 1, spare=("MFU",))
+    table = tabled(caption, "predicted", listed, columns, text_columns=len(knobs) + 1, spare=("MFU", "times"))
     figure = Bars(
         rows=[(f"{_options(variant) or 'as it is'} on {_where(variant)}", plan.rate(variant)) for variant in listed],
         xlabel=f"{unit} per second",

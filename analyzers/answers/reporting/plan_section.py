@@ -382,14 +382,20 @@ def _choices(plan: Plan, decision: Decision) -> list[_Choice]:
     front = decision.pareto
     listed_choices += [of_option(option, "cheapest") for option in front[-1:]] if len(front) > 1 else []
     listed_choices += [_of_layout(layout, samples) for layout in _other_layouts(decision, listed_choices)]
+    # The way that everybody knows, and asks for: on these devices, and on all that any layout is on.
+    most = max((layout.devices for layout in decision.layouts), key=lambda devices: sum(devices.values()), default={})
+    plain_ddp = [
+        _of_layout(layout, samples)
+        for layout in decision.layouts
+        if _short_layout(layout) == ("DDP", "") and layout.devices in (picked.devices, most)
+    ]
     distinct = dict[tuple[object, ...], _Choice]()
-    for choice in listed_choices:
+    for choice in (*listed_choices, *plain_ddp):
         distinct.setdefault(choice.key, choice)
     first, *rest = distinct.values()
-    others = rest[: _CHOICES - 1]
-    plain_ddp = [row for row in rest if (row.how, row.checkpointing, row.devices) == ("DDP", "", picked.devices)]
-    if first.how != "DDP" and plain_ddp and not any(row in others for row in plain_ddp):
-        others[-1] = plain_ddp[0]  # the way that everybody knows, and asks for
+    keys = {row.key for row in plain_ddp}
+    asked = [row for row in rest if row.key in keys]
+    others = [row for row in rest if row.key not in keys][: _CHOICES - 1 - len(asked)] + asked
     if decision.objective == "cheapest":
         others.sort(key=lambda choice: choice.price_per_sample or math.inf)
     else:

@@ -20,7 +20,7 @@ from ddltool.analyzers.answers.reporting.predict_section import predict_section
 from ddltool.analyzers.answers.reporting.section import Picture, Section
 from ddltool.artifact_files import read
 from ddltool.commands.main import run
-from ddltool.units import show_money
+from ddltool.units import show_money, show_seconds
 from tests.helpers.browser import chromium, needs_chromium
 
 PREDICT = "ddltool predict zoo:cifarnet --device A100,L4 --batch-sizes 4,64,100000 --compile"
@@ -138,6 +138,25 @@ def test_every_layout_of_a_plan_is_a_point_whose_command_gives_it_again(
     ]
     price = next(option.price_per_sample for option in plan.decision.options if not option.why_not)
     assert [table.rows[0][-2] for table in (samples, tokens)] == [show_money(1e6 * price), show_money(1e5 * price)]
+
+
+def test_plain_ddp_on_all_devices_is_a_row_though_others_are_faster(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = "ddltool plan zoo:bert_small --devices 8xA100,4xL4 --batch-size 960"
+    made_plan = made(command, tmp_path / "plan.json", capsys)
+    blocks = plan_section(made_plan, "a").blocks
+    table = next(block.table for block in blocks if isinstance(block, Picture))
+    rows = [dict(zip(table.header, row, strict=True)) for row in table.rows]
+    [layout] = [
+        layout
+        for layout in made_plan.decision.layouts
+        if layout.text == "DDP" and layout.local_batch_sizes == {"A100": 80, "L4": 80}
+    ]
+    assert len(rows) == 10
+    assert [row["step"] for row in rows if (row["how"], row["on"]) == ("DDP", "8 A100 + 4 L4")] == [
+        show_seconds(layout.step_s)
+    ]
 
 
 @needs_chromium
