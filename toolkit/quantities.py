@@ -13,8 +13,8 @@ from pydantic import Field, Strict
 LARGEST = 1e30
 LONGEST_S = 1e12
 """Thirty thousand years."""
-MOST = 2**53
-"""Above it, floats skip whole numbers."""
+MOST = 2**53 - 1
+"""The next whole number is also the one that a float holds for the one after it, as tables of floats do."""
 MOST_DEVICES, MOST_PASSES = 10_000_000, 10_000
 
 Finite = Annotated[float, Strict(), Field(ge=-sys.float_info.max, le=sys.float_info.max, allow_inf_nan=False)]
