@@ -129,6 +129,7 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "later_state = _earliest_state(lambda sizes: 0 != fewest(sizes) <= number <= largest(sizes), curves, 0, most)": (
             "no number is below 0"
         ),
+        "seconds = curves.seconds(np.maximum(np.minimum(sizes + 1, max_sizes), 0))": "who has no room is not looked at",
         "solver = solver_for(math.inf, 0)": "any seed proves the same",
         "if int(numbers.sum()) * total >= 2** 63:": "sums below 2^63 fit in 64 bits too",
         "if int(numbers.sum()) * total >= 2** 61:": "both ways are exact for sums below 2^62",
@@ -159,6 +160,10 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         ),
     },
     "analyzers/cluster/policies/ours.py": {
+        "self._changed_s = 1.0": "the first round sets it",
+        "weights = [ 1.0] * len(offers)": "every job gets its own",
+        "for index, lateness in zip(order, latenesses, strict=False):": _ALIKE,
+        "if len(type_names) == 0:": "of one type the optimum names that type too",
         "cost[0, 1:][on_type.speedup[0, 1 : offer.most_replicas + 1] == 0] = np.inf": "no speed is below 0",
         "cost[1][on_type.speedup[1, : offer.most_replicas + 1] == 0] = np.inf": "no speed is below 0",
         "for type_index, count, offer in zip(assignment.types, assignment.counts, offers, strict=False)": _ALIKE,

@@ -13,8 +13,8 @@ from pydantic import Field, Strict
 LARGEST = 1e30
 LONGEST_S = 1e12
 """Thirty thousand years."""
-MOST = 2**53
-"""The largest count: floats hold every whole number up to it."""
+MOST = 2**53 - 1
+"""The largest count: above it, floats (as tables have) skip whole numbers."""
 MOST_DEVICES, MOST_PASSES = 10_000_000, 10_000
 
 Finite = Annotated[float, Strict(), Field(ge=-sys.float_info.max, le=sys.float_info.max, allow_inf_nan=False)]

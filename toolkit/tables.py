@@ -172,9 +172,9 @@ def numbers(
         (values == np.round(values)) | (not whole)
     )
     if not is_valid.all():
-        kind, limits = "a whole number" if whole else "a number", f"from {minimum:g} to {maximum:.15g}"
+        kind, limits = "a whole number" if whole else "a number", f"from {minimum:g} to {maximum:.16g}"
         if maximum == math.inf or remedy:
-            limits = "above zero" if minimum == ABOVE_ZERO else f">= {minimum:.15g}"
+            limits = "above zero" if minimum == ABOVE_ZERO else f">= {minimum:.16g}"
         if not remedy or not values[np.argmin(is_valid)] > maximum:
             remedy = f"{kind} {limits}"
         demand(is_valid, cells, shown or column, where, remedy, unit=unit)

@@ -16,7 +16,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ddltool.analyzers.cluster import simulator
@@ -559,6 +559,7 @@ looks = st.tuples(*[st.booleans()] * 3, st.sampled_from([0.0, 0.5, 0.7, 2.0]), s
 
 
 @given(st.lists(looks, min_size=1, max_size=25), st.booleans())
+@example([(False, False, False, 0.0, 10.0)] * 4, False)
 def test_the_watchdog_counts_as_written(rounds: list[tuple[bool, bool, bool, float, float]], can_fail: bool) -> None:
     """Idle for more than 3 rounds, nothing new for more than 5 rounds and 100 s, longer than 1500 s: the first to come."""
     nodes: Any = SimpleNamespace(returns=False, gone=()) if can_fail else None
@@ -584,6 +585,28 @@ def test_the_watchdog_counts_as_written(rounds: list[tuple[bool, bool, bool, flo
                     watchdog.look([job], up, now_s, awaiting_jobs=awaits)
                 return
             watchdog.look([job], up, now_s, awaiting_jobs=awaits)
+
+
+@pytest.mark.parametrize(
+    ("gone", "wanted", "tuning", "said"),
+    [
+        ({5, 2}, 3, Tuning.RIGID, "job b cannot run: nodes 2, 5 do not come back and it wants 3 of the 2 GPUs that are left; "),
+        ({5, 2}, 3, Tuning.ADAPTIVE, "job a cannot run: nodes 2, 5 do not come back; "),
+        ({5}, 2, Tuning.RIGID, "job a cannot run: node 5 does not come back; "),
+        ((), 3, Tuning.RIGID, ""),
+    ],
+)  # fmt: skip
+def test_who_needs_nodes_that_are_gone_for_good(gone: Any, wanted: int, tuning: Tuning, said: str) -> None:
+    """The first job that wants more than any of its types has left and takes no less, else the first of all."""
+    rows = (("d", 9.0, 9, Tuning.RIGID), ("c", 2.0, 9, tuning), ("a", 1.0, 1, tuning), ("b", 1.0, wanted, tuning))
+    jobs: Any = [
+        SimpleNamespace(
+            **{"index": n, "spec": submitted(name, when, replicas=count), "tuning": how, "gpu_types": ("gpu",)}
+        )
+        for n, (name, when, count, how) in enumerate(rows[2 * (wanted == 2 or tuning is Tuning.ADAPTIVE) :])
+    ]
+    nodes: Any = SimpleNamespace(gone=gone, returns=False)
+    assert simulator.Watchdog("fifo", nodes, 0.0)._cause(jobs, ClusterSpec.homogeneous(1, 2)) == said
 
 
 def test_jobs_shorter_than_a_round_are_progress() -> None:

@@ -319,6 +319,15 @@ def test_a_value_outside_is_refused_by_name(place: Path, case: Case) -> None:
     assert answer in ("refused", ""), said
 
 
+@pytest.mark.parametrize("name", ["step", "passes"])  # which all rows have, and which one has: a column of floats
+def test_a_whole_number_that_a_float_takes_for_another_is_refused(place: Path, name: str) -> None:
+    leaf = next(leaf for leaf in fields_of("telemetry") if leaf.name == name)
+    for value in (2**53, 2**53 + 1):
+        answer, said = answer_of(Case("telemetry", leaf, value, ("barrier", "FILE")))
+        assert answer == "refused", said
+        assert "to 9007199254740991" in said
+
+
 def test_every_command_that_reads_a_kind_is_tried() -> None:
     for kind, listed in KINDS.items():
         readers = [one.strip().removeprefix("the ").partition(" ")[0] for one in listed.read_by.split(",")]

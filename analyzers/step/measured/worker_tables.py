@@ -18,6 +18,7 @@ from ddltool.artifact_files import read_any
 from ddltool.artifacts import ending
 from ddltool.errors import InputError
 from ddltool.graph import natural_key
+from ddltool.quantities import MOST
 from ddltool.stages import Tell
 from ddltool.tables import demand_columns, numbers, read_table, texts
 from ddltool.telemetry import check_rows
@@ -26,8 +27,6 @@ SPEED_COLUMNS = ("iteration", "worker", "speed", "cpu", "memory")
 END_COLUMNS = ("worker", "iteration", "end_s")
 # Seconds, thirty million years: predictions from longer times could leave the range of floats.
 MOST_S = 1e15
-# Above this, floats skip whole numbers.
-MOST_ITERATIONS = 2**53 - 1
 # The fewest iterations of a warm-up: it takes so many to tell how workers differ.
 LEAST_WARM_UP = 20
 
@@ -51,7 +50,7 @@ def read_speeds(path: Path, tell: Tell, frame: pd.DataFrame | None = None) -> Sp
     for row, name in enumerate(worker, 1):
         if not name.isprintable():  # it would end up in pictures and terminals, which act on such characters
             raise InputError(f"{path}:row {row}:worker", f"is {name!r}", "name workers without control characters")
-    iteration = numbers(frame, "iteration", path, maximum=MOST_ITERATIONS, whole=True)
+    iteration = numbers(frame, "iteration", path, maximum=MOST, whole=True)
     speed = numbers(frame, "speed", path, minimum=LEAST_SPEED, maximum=MOST_SPEED)
     table = pd.DataFrame({"worker": worker, "iteration": iteration, "speed": speed})
     table = table.assign(**{column: numbers(frame, column, path) for column in ("cpu", "memory")})
@@ -177,7 +176,7 @@ def _from_sync(frame: pd.DataFrame, where: str) -> WorkerIterations:
         steps = frame[frame["event"] == "step"]
     if steps.empty:
         raise InputError(where, "has no row of a step", "give the telemetry of a server that has taken gradients")
-    worker = numbers(steps, "worker", where, maximum=MOST_ITERATIONS, whole=True)
+    worker = numbers(steps, "worker", where, maximum=MOST, whole=True)
     steps = steps.assign(worker=worker.astype(np.int64).astype(str))
     names, ends, _ = _rows_by_worker(steps, ("worker", "step", "time_s"), where)
     _, waits, _ = _rows_by_worker(steps, ("worker", "step", "wait_s"), where, least=0.0, ascending=False)
@@ -211,7 +210,7 @@ def _rows_by_worker(
     table = pd.DataFrame(
         {
             "worker": texts(frame, worker, where),
-            "iteration": numbers(frame, iteration, where, maximum=MOST_ITERATIONS, whole=True),
+            "iteration": numbers(frame, iteration, where, maximum=MOST, whole=True),
             "value": numbers(frame, value, where, minimum=least, maximum=MOST_S),
         },
         index=frame.index,

@@ -5,6 +5,7 @@ What the rows determine: coverage on data with a known truth, and brute force.
 
 from __future__ import annotations
 
+import itertools
 import math
 import xml.etree.ElementTree as ET
 from collections.abc import Iterable
@@ -558,6 +559,19 @@ def test_the_loss_is_that_by_hand(p: ThroughputParams, made: list[tuple[Any, ...
     figures = math.sqrt(mean(one**2 for one in off)), mean(abs(math.exp(one) - 1) for one in off), len(made)
     judged = evaluate(p, rows)
     assert (judged.rmsle, judged.mape, judged.samples) == pytest.approx(figures)
+
+
+def test_the_prior_is_weighed_anew_until_its_weight_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, weigh = [0.0], FitProblem.set_prior
+
+    def noted(problem: FitProblem, error: float | None) -> None:
+        weigh(problem, error)
+        weights.append(problem.prior_weight)
+
+    monkeypatch.setattr(FitProblem, "set_prior", noted)
+    fit(observed(KNOWN, ALL, 0.2, 1))
+    stays = [abs(after - before) <= 0.01 * before for before, after in itertools.pairwise(weights)]
+    assert stays == [False] * (len(stays) - 1) + [True]
 
 
 def test_the_fit_is_the_best_of_its_starts() -> None:
