@@ -93,7 +93,7 @@ class _Ranks:
     """Makes the step of one rank of a tensor group from each trace of a whole step, once for each batch size."""
 
     def __init__(self, curve: WorkCurve, layout: ParallelDegrees) -> None:
-        """Keep ``curve``, the work of the whole step, and ``layout``, which says how many ranks share it."""
+        """Keep ``curve``, the work of the whole step, and ``layout``, whose ``tensor`` ranks share it."""
         self.curve, self.layout = curve, layout
         self._known: dict[int | None, Rank] = {}
         """What :meth:`rank` has returned, by traced batch size."""

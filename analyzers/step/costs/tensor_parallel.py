@@ -347,8 +347,7 @@ class _Divider:
     def _complete(self, node: Node, among: set[Node]) -> None:
         """Exchange a tensor if it is in ``among`` (``divided`` or ``partial``), and take it and its views out of that set.
 
-        They are whole from then on.
-        For a view, the tensor that it is a view of is exchanged. Split weights are left as they are.
+        They are whole from then on. For a view, the tensor that it is a view of is exchanged. Split weights stay divided.
         """
         if node not in among or node in self.split:
             return
