@@ -1,4 +1,4 @@
-"""torch's caching allocator, played with the tensors of a step: what a process takes of a device to hold them.
+"""A simulation of torch's caching allocator with the tensors of a step: how much of a device a process reserves to hold them.
 
 Source: ``c10/cuda/CUDACachingAllocator.cpp``. Sizes are rounded to 512 bytes. Up to 1 MiB comes from segments of 2 MiB,
 less than 10 MiB from segments of 20 MiB, more from a segment of its own in steps of 2 MiB. The smallest free block that is
@@ -54,15 +54,15 @@ class CachingAllocator:
     """All blocks, free or in use, by their addresses."""
 
     def take(self, size_bytes: float) -> int:
-        """Take a block for a tensor of ``size_bytes`` and return its address, to be given to :meth:`give_back` later.
+        """Allocate a block for a tensor of ``size_bytes`` and return its address, by which :meth:`give_back` frees it.
 
-        The smallest free block that is large enough is taken, else a new segment is reserved; what is left of it becomes a
-        free block. Raises MemoryError where the limit leaves none. O(free blocks).
+        The smallest free block that is large enough is taken, or else a new segment is reserved; if enough of it is left
+        over, the rest becomes a free block. Raises MemoryError if the limit allows no new segment. O(free blocks).
         """
         size = max(-(-int(size_bytes) // _ROUND), 1) * _ROUND
         is_small = size <= _SMALL
         free_blocks = self._free_blocks[is_small]
-        index = bisect_left(free_blocks, (size, 0))  # of equally large ones that at the lowest address
+        index = bisect_left(free_blocks, (size, 0))  # of equally large blocks, the one at the lowest address
         if index < len(free_blocks):
             _, address = free_blocks.pop(index)
             block = self._block_at[address]
@@ -85,7 +85,7 @@ class CachingAllocator:
         for neighbour in (
             block.before,
             block.after,
-        ):  # out of the list first: it is sorted by the sizes from before the join
+        ):  # out of the list before the join, because it is sorted by size and joining changes the size
             if neighbour is not None and neighbour.free:
                 free_blocks = self._free_blocks[neighbour.small]
                 free_blocks.pop(bisect_left(free_blocks, (neighbour.size, neighbour.address)))
@@ -100,7 +100,7 @@ class CachingAllocator:
     def _reserve_segment(self, size: int, small: bool) -> _Block:
         """Reserve a segment for a block of ``size`` bytes; return it as one block that is not in the list of free blocks.
 
-        Where it exceeds the limit, empty segments are given up first. Raises MemoryError if that is not enough.
+        If it would exceed the limit, empty segments are given up first. Raises MemoryError if that is not enough.
         """
         if small:
             segment_bytes = _SMALL_SEGMENT
@@ -150,9 +150,9 @@ def reserved_bytes(
     spans: Sequence[tuple[int, int, float]],
     limit_bytes: float = inf,
 ) -> int | None:
-    """Return the most bytes of segments that a process reserves in two steps; None: they exceed ``limit_bytes``.
+    """Return the most bytes of segments that a process reserves in two steps; None: it would exceed ``limit_bytes``.
 
-    Two steps are played, because the states of torch's optimizers are allocated at the end of the first and change what is
+    Two steps are simulated, because torch's optimizers allocate their states at the end of the first, which changes what is
     free in the second.
 
     Args:

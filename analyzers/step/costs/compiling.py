@@ -1,11 +1,11 @@
-"""A step under ``torch.compile``: which ops become one kernel, and which tensors wait for the backward pass.
+"""A step under ``torch.compile``: which ops become one kernel, and which tensors are kept for the backward pass.
 
 Inductor (Ansel et al., "PyTorch 2", ASPLOS 2024) fuses element-wise ops, casts, copies, lookups, normalisations, softmaxes
 and other reductions with their neighbours; convolutions, matrix products, attention, pooling and scatters stay kernels of
-their own. What passes within a fused kernel is neither written nor read. Before that the step is cut in two at the
-tensors of the forward pass that the backward pass computes everything else from, at least cost
-(``torch._functorch.partitioners.min_cut_rematerialization_partition``): no product is computed twice, nor what the backward
-pass must write again, nor reductions or random numbers. Time and memory follow from one reading: :func:`fuse`.
+their own. A tensor that is made and read within one fused kernel is neither written to memory nor read from it. Before that,
+the step is cut in two at the forward pass's cheapest set of tensors from which the backward pass can compute everything else
+that it needs (``torch._functorch.partitioners.min_cut_rematerialization_partition``). Products, reductions, random numbers, and
+what the backward pass would have to write again are never computed twice. Time and memory both follow from :func:`fuse`.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ _FUSED = frozenset(("pointwise", "copy", "normalisation", "row_normalisation", "
 _LOOKUPS = names_in("embedding index index_select gather unsafe_index take take_along_dim")
 # What the names of random ops begin with.
 _RANDOM = ("bernoulli", "rand", "normal", "uniform", "native_dropout")
-# Sums over samples end before the kernel starts that reads the tensor again; so do those of a parameter's gradient.
+# Ops that need a finished sum over samples before they read their input again, in a second kernel.
 _READ_TWICE = ("native_batch_norm", "native_group_norm", "batch_norm_with_update", "native_layer_norm_backward")
-# An op that makes a quarter of what it reads is a reduction, and one that reads a quarter of what it makes is made again
-# wherever it is read.
+# An op whose output has less than a quarter of its input's bytes is a reduction; one whose input has less than a quarter of its
+# output's is computed again wherever it is read.
 _QUARTER = 4.0
 # Bytes of the largest single number.
 _ONE_NUMBER = 8.0
-# The partitioner's price of a byte: twice for what no kernel would write otherwise, and a tenth more for each op between it
-# and the backward pass, of which it sees about three where a trace has one; ops farther away than the last cost no more.
+# The partitioner's price of keeping a byte: doubled if no kernel would write it otherwise, and a tenth more for each op between
+# it and the backward pass. The partitioner sees about three ops where a trace has one; the distance counts up to the last.
 _UNWRITTEN, _PER_OP_AWAY, _FARTHEST = 2.0, 1.1**3, 8
-# scipy's maximum flow counts in int32: capacities are scaled so that all finite ones together are at most this, and the
+# scipy's maximum flow uses int32: capacities are scaled so that the sum of all finite ones is at most the first number, and
 # infinite ones are the largest int32.
 _MOST_FLOW, _INFINITE_FLOW = 2**30, 2**31 - 1
-# Of inductor's choice of a layout: the time of convolutions in groups, and of others, in channels_last over that in
-# channels_first when only the forward pass runs; nodes for each convolution from which on it keeps the layout; channels of a
-# small convolution, and the taps of usual filters (3 x 3).
+# Inductor's constants for its choice of a layout: the time of grouped convolutions, and of others, in channels_last over that
+# in channels_first (inference); the number of nodes per convolution from which on it keeps the layout; the most channels of a
+# "small" convolution; and the taps of usual filters (3 x 3).
 _GROUPED_COST, _OTHER_COST, _NODES_EACH, _SMALL, _TAPS = 1.358, 0.823, 300, 64, 9
-# Elements to a multiple of which a product's sides are padded.
+# The sides of a product are padded to multiples of so many elements.
 _PADDED = 8
 FUSED = "inductor.fused"
 """The op type of a fused kernel."""
@@ -61,9 +61,9 @@ class Fusion:
     traffic: NDArray[np.float64]
     """(n,) bytes that a fused kernel reads and writes, at its leader; 0 elsewhere."""
     written: NDArray[np.bool_]
-    """(n,) whether an op's output comes to memory."""
+    """(n,) whether an op's output is written to memory."""
     last: NDArray[np.intp]
-    """(n,) the last op that reads an op's output from memory; the op itself where none does."""
+    """(n,) the last op that reads an op's output from memory; the op itself if none does."""
 
 
 def fuse(graph: Graph) -> Fusion:
@@ -72,11 +72,11 @@ def fuse(graph: Graph) -> Fusion:
 
 
 def compiled(graph: Graph) -> Graph:
-    """Return the graph under ``torch.compile``: the last op of each fused kernel stands for it, its other ops cost nothing.
+    """Return the graph under ``torch.compile``: the last op of each fused kernel stands for it, and its other ops are free.
 
-    Matrix products whose sides matrix units do not read in one go are padded, as inductor's ``shape_padding`` does. ``meta``
-    says so (``compiled``), and whether inductor turns all images to channels_last. In a graph without written bytes (from a
-    file of an older version) only the launches of the fused ops are saved, not their traffic.
+    The sides of matrix products are padded to multiples of 8, as inductor's ``shape_padding`` does. ``meta`` gets
+    ``compiled``, and ``channels_last`` if inductor turns all images to that layout. In a graph without written bytes (a file
+    of an older version) fusing saves only the launches of ops, not their traffic.
     """
     fusion = fuse(graph)
     size, op_type, estimate = graph.size_bytes.copy(), list(graph.op_type), list(graph.estimate)
@@ -103,8 +103,8 @@ def compiled(graph: Graph) -> Graph:
 def compiled_lifetimes(lifetimes: TensorLifetimes, *, blocks_only: bool = False) -> TensorLifetimes:
     """Return the lifetimes of a traced step's tensors under ``torch.compile``.
 
-    A tensor that no kernel writes gets elements of width 0, and others may be freed at another place. ``blocks_only``: each
-    block of the model is compiled by itself, and the rest is not, as torchtitan does.
+    A tensor that no kernel writes gets elements of width 0, and activations may be freed at another place. ``blocks_only``:
+    each block of the model is compiled by itself, and the rest is not compiled, as in torchtitan.
     """
     places = lifetimes.op_places
     size = np.array(lifetimes.elements) * lifetimes.width
@@ -128,7 +128,7 @@ def compiled_lifetimes(lifetimes: TensorLifetimes, *, blocks_only: bool = False)
 def compiled_storages(graph: Graph, recorded: Recorded) -> Recorded:
     """Return a recorded step's storages under ``torch.compile``: those that no kernel writes have 0 bytes.
 
-    ``graph``: the recorded step's.
+    ``graph``, ``recorded``: the step's. The freeing of activations moves to their last use by a kernel.
     """
     is_compute = graph.kind == COMPUTE
     places = np.where(is_compute, np.cumsum(is_compute) - 1, -1)
@@ -155,13 +155,13 @@ def _lives_when_compiled(
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Return (s,) the place of each storage's last use once compiled, and (s,) whether it is written to memory at all.
 
-    Of an op's storages the largest is its output; what else the op makes, such as the statistics of a normalisation or the
-    mask of a dropout, stays as it is.
+    The largest of an op's storages is taken for its output. Its other storages, such as the statistics of a normalisation or
+    the mask of a dropout, stay unchanged.
 
     Args:
         fusion: the kernels of the step, by op of its graph.
-        places: (n,) the place at which each op runs; -1: at none.
-        alloc, free: (s,) the places at which each storage is made and last used in the step as it is.
+        places: (n,) the place at which each op runs, -1 for a transfer.
+        alloc, free: (s,) the places at which each storage is made and last used without compiling.
         size: (s,) bytes.
         is_activation: (s,) whether compiling may change a storage.
     """
@@ -185,12 +185,12 @@ class _Fuser:
     """
 
     def __init__(self, graph: Graph) -> None:
-        """Sort the ops into kinds ((n,) arrays of bool), find by op what it reads and which ops read it, and cut the step."""
+        """Find the kind of every op ((n,) arrays of bool), what it reads and which ops read it; then cut the step in two."""
         self.graph = graph
         count = len(graph)
         is_compute = graph.kind == COMPUTE
         names = [normal_type(op_type).rpartition(".")[2] for op_type in graph.op_type]
-        # Eager kernels take some casts for nothing; they are ops all the same, and no views.
+        # Some casts are free in an eager step, because a neighbour's kernel does them; here they are ops, not views.
         is_cast = np.array([name == "to_copy" for name in names], dtype=bool)
         is_free = np.array([mark == "free" for mark in graph.estimate], dtype=bool) & ~is_cast
         self.is_op = is_compute & ~is_free
@@ -203,13 +203,13 @@ class _Fuser:
             ],
             dtype=bool,
         )
-        # What comes after both passes is not compiled.
+        # Ops after both passes, the update, are not compiled.
         self.is_fusible &= np.array([name.startswith(("forward", "backward")) for name in graph.names], dtype=bool)
         self.is_random = np.array([name.startswith(_RANDOM) and "backward" not in name for name in names], dtype=bool)
         read_twice = _READ_TWICE if graph.mode == "training" else ("native_group_norm",)
         self.is_read_twice = np.array([name.startswith(read_twice) for name in names], dtype=bool)
         """(n,) ops that read their inputs in two kernels, one after another."""
-        # Norms and softmaxes: fused kernels that keep the width of what they read, though they reduce within them.
+        # Norms and softmaxes reduce within a fused kernel, but their outputs are as large as their inputs.
         self.is_norm = np.array(
             [
                 CLASSES[class_of(op_type)] in ("normalisation", "row_normalisation", "softmax")
@@ -217,7 +217,7 @@ class _Fuser:
             ]
         )
         self.order = [op for op in graph.topological_order().tolist() if self.is_op[op]]
-        # The op of which a view is a view (any other op: itself), and whether a transfer sends its output.
+        # By op, the op of which it is a view (itself if it is no view), and whether a transfer sends its output.
         root, sent = np.arange(count), np.zeros(count, dtype=bool)
         self.reads: list[dict[int, float]] = [{} for _ in range(count)]
         """By op the ops and parameters whose tensors it reads, with their bytes."""
@@ -234,13 +234,13 @@ class _Fuser:
                     # Several views of one tensor are read once, as much as the largest of them.
                     reads[source_root] = max(reads.get(source_root, 0.0), made_bytes)
                 whole_bytes = sum(reads.values())
-                if whole_bytes > read_bytes[op] and not is_cast[op]:  # it reads a part of each
+                if whole_bytes > read_bytes[op] and not is_cast[op]:  # it reads only a part of its inputs
                     self.reads[op] = {source: size * read_bytes[op] / whole_bytes for source, size in reads.items()}
             elif graph.kind[op] == SEND:
                 sent[[root[source] for source in inputs]] = True
         self.own_bytes = read_bytes - np.array([sum(each.values()) for each in self.reads])
         self.own_bytes = np.where(is_cast, 0.0, np.maximum(self.own_bytes, 0.0))
-        """(n,) bytes read that no op made, such as tokens."""
+        """(n,) bytes that an op reads and no op made, such as tokens."""
         self.sent = sent
         """(n,) ops whose output a transfer sends: gradients of parameters."""
         self.readers: list[list[int]] = [[] for _ in range(count)]
@@ -253,17 +253,17 @@ class _Fuser:
             self.is_read_twice[op] |= bool(sent[op] or any(sent[reader] for reader in self.readers[op]))
         is_cheap = self.is_fusible & (_QUARTER * read_bytes < graph.written_bytes) & ~self.is_random
         self.ends = self.is_fusible & (graph.written_bytes <= _ONE_NUMBER) & (read_bytes > _ONE_NUMBER)
-        """(n,) ops that make one number of a whole tensor: what reads it is another kernel."""
+        """(n,) ops that reduce a whole tensor to one number, which only another kernel can read."""
         self.is_inlined = is_cheap & ~self.is_norm
         """(n,) ops that are computed again in each kernel that reads them."""
         self.saved = self._cut()
         """(n,) ops of the forward pass whose outputs are kept for the backward pass."""
 
     def fuse(self) -> Fusion:
-        """Return the kernels, and what they write and read.
+        """Return the kernels, and the bytes that they write and read.
 
-        A fused kernel reads once what its ops read of others' outputs, and writes what another kernel, a transfer or the
-        backward pass needs.
+        A fused kernel reads each output of other kernels once, and writes what another kernel, a transfer or the backward
+        pass needs.
         """
         reads_of = {op: self._effective_reads(op) for op in self.order}
         leader = self._leaders(reads_of)
@@ -280,7 +280,7 @@ class _Fuser:
                     if own_leader >= 0:
                         kernel_reads[own_leader][source] = max(kernel_reads[own_leader].get(source, 0.0), size)
         has_reader = np.array([bool(readers) for readers in self.readers])
-        # A kernel that is not fused writes its output whoever reads it; what nobody reads is the step's result.
+        # A kernel that is not fused always writes its output; an output that nothing reads is a result of the step.
         written |= self.is_op & (~has_reader | self.sent | self.saved | ~self.is_fusible)
         for op in self.order:
             if leader[op] >= 0:
@@ -288,7 +288,7 @@ class _Fuser:
                 made_bytes = float(self.graph.written_bytes[op]) if written[op] else 0.0
                 traffic[leader[op]] += made_bytes + second_read_bytes + float(self.own_bytes[op])
         traffic += [sum(reads.values()) for reads in kernel_reads]
-        for op in reversed(self.order):  # from the last on, so that chains of ops in place pass it on to their first
+        for op in reversed(self.order):  # backwards, so that in a chain of in-place ops it reaches the first
             if self.graph.op_type[op].endswith("_"):  # it works in place: its output is its first input's storage
                 overwritten = next(iter(self.reads[op]), -1)
                 if overwritten >= 0:
@@ -297,10 +297,10 @@ class _Fuser:
         return Fusion(leader=leader, traffic=traffic, written=written, last=last)
 
     def _effective_reads(self, op: int) -> dict[int, float]:
-        """Return the ops and parameters whose outputs the kernel of an op reads from memory, with their bytes.
+        """Return the ops and parameters whose outputs an op reads from memory, with their bytes.
 
-        An input that is not there, because the backward pass does not get it or it is inlined, is computed in the kernel:
-        what that computation reads takes its place.
+        An input that is not in memory, because it is not kept for the backward pass or is inlined, is computed again in the
+        op's kernel; what this computation reads takes its place.
         """
         found: dict[int, float] = {}
         waiting = list(self.reads[op].items())
@@ -319,18 +319,17 @@ class _Fuser:
         return found
 
     def _stages(self, reads_of: dict[int, dict[int, float]]) -> NDArray[np.int64]:
-        """Return (n,) the stage of each op: the number of kernels of other ops that have to run one after another before it.
+        """Return (n,) the stage of each op: how many kernels must run one after another before the op's own.
 
-        Ops of one stage can be one kernel, because none of them waits for a kernel that waits for another of them; an op
-        that is not fused, and a sum to a single number, begin a new stage for what reads them. ``reads_of``: by op its
-        effective reads.
+        Ops of one stage can be one kernel, because no other kernel has to run between them. A new stage begins for the readers
+        of an op that is not fused, and of a reduction to a single number. ``reads_of``: by op, its effective reads.
         """
         fusible, stage = self.is_fusible, np.zeros(len(self.graph), dtype=np.int64)
         for op in self.order:
             for source in reads_of[op]:
                 begins_stage = self.ends[source] or (self.is_op[source] and not fusible[source])
                 stage[op] = max(stage[op], stage[source] + int(begins_stage))
-        for op in reversed(self.order):  # what is read in later stages alone is made there
+        for op in reversed(self.order):  # an op that is read only in later stages is computed in the first of them
             if fusible[op] and not self.is_norm[op] and not self.saved[op]:
                 readers = [reader for reader in self.readers[op] if self.is_backward[reader] == self.is_backward[op]]
                 if readers and all(fusible[reader] for reader in readers):
@@ -368,16 +367,16 @@ class _Fuser:
         return np.where(fusible, leader[kernel], -1)
 
     def _cut(self) -> NDArray[np.bool_]:
-        """Return (n,) the ops of the forward pass whose outputs are kept for the backward pass, at the least price.
+        """Return (n,) whether an op of the forward pass has its output kept for the backward pass, at the least total price.
 
-        The choice is a minimum cut of a network. Each op is an edge from its own node "in" to its own node "out", as wide as
-        the price of keeping its output. What cannot be computed again hangs on the source, what the backward pass reads on
-        the sink, so that on every way between them some output is kept.
+        The choice is a minimum cut of a network. Each op is an edge from its own node "in" to its own node "out", whose
+        capacity is the price of keeping its output. Ops that must not be computed again are linked to the source, ops that
+        the backward pass reads to the sink, so that an output is kept on every path between the two.
         """
         count = len(self.graph)
         saved = np.zeros(count, dtype=bool)
         forward = [op for op in self.order if not self.is_backward[op]]
-        # Those that the backward pass reads, and all that they are computed from.
+        # The ops of the forward pass that the backward pass reads, and all that these are computed from.
         needed = {op for op in forward if any(self.is_backward[reader] for reader in self.readers[op])}
         for op in reversed(forward):
             if op in needed:
@@ -400,7 +399,7 @@ class _Fuser:
         for op in chosen:
             is_unwritten = self.is_fusible[op] and all(self.is_fusible[reader] for reader in self.readers[op])
             price = float(self.graph.written_bytes[op]) * _PER_OP_AWAY ** min(distance[op], _FARTHEST)
-            # At least 1: an output of no bytes is not kept for nothing.
+            # At least 1, so that an output of no bytes is kept only where it is needed.
             edges.append((node_in[op], node_out[op], max(price, 1.0) * (_UNWRITTEN if is_unwritten else 1.0)))
             if op in read_late or self._is_banned(op):
                 edges.append((source, node_in[op], np.inf))
@@ -413,10 +412,10 @@ class _Fuser:
         return saved
 
     def _read_late(self, forward: Sequence[int]) -> set[int]:
-        """Return the ops that read a tensor again after a product of it, such as the sums of a residual stream.
+        """Return the ops that read a tensor after a product has read it, such as the additions of a residual stream.
 
-        They are not computed again: each would need the one before it, and so all that came before. ``forward``: the ops of
-        the forward pass in their order.
+        They are not computed again, because each would need the one before it, and so all that came before. ``forward``: the
+        ops of the forward pass in order.
         """
         place_of = {op: place for place, op in enumerate(forward)}
         late: set[int] = set()
@@ -428,10 +427,10 @@ class _Fuser:
         return late
 
     def _first_product(self, readers: Sequence[int], place_of: Mapping[int, int], forward: Sequence[int]) -> int:
-        """Return the place of the first op that is not fused among the readers of a tensor and what follows from them.
+        """Return the place of the first op that is not fused among a tensor's readers and the ops that depend on them.
 
-        Only ops up to the last reader count; if all of them are fused, that reader's place is returned. ``readers``: places
-        in ``forward``, ascending; ``place_of``: the place of each op there.
+        Only ops up to the last reader are looked at; its place is returned if all of them are fused. ``readers``: places in
+        ``forward``, ascending; ``place_of``: the place of each op there.
         """
         waiting, seen = list(readers), set(readers)  # a sorted list is a heap
         last_reader = readers[-1]
@@ -447,10 +446,10 @@ class _Fuser:
         return last_reader
 
     def _is_banned(self, op: int) -> bool:
-        """Return whether the partitioner never computes an op again.
+        """Return whether the partitioner refuses to compute an op again in the backward pass.
 
-        It bans products and other ops that are not fused, random ops, reductions, and ops that a kernel of the backward pass
-        that is not fused reads, for which they would have to be written to memory all the same.
+        It refuses ops that are not fused (products), random ops, reductions, and ops whose output is read in the backward pass
+        by an op that is not fused, for which it would have to be written to memory all the same.
         """
         read_bytes = sum(self.reads[op].values())
         is_reduction = not self.is_norm[op] and _QUARTER * self.graph.written_bytes[op] < read_bytes
@@ -459,10 +458,10 @@ class _Fuser:
 
 
 def _reachable(edges: Sequence[tuple[int, int, float]], count: int, source: int, sink: int) -> NDArray[np.bool_]:
-    """Return (count,) which of the nodes 0 to ``count - 1`` the source reaches once the flow to the sink is maximal.
+    """Return (count,) whether each node can be reached from ``source`` over unused capacity once the flow is maximal.
 
-    ``edges``: (from, to, capacity), infinite for an edge that must not be cut. The edges from a reached node to one that is
-    not reached are the minimum cut. Capacities are scaled to integers, each of at least 1.
+    The edges from a reached node to one that is not reached are the minimum cut. ``edges``: (from, to, capacity), where an
+    infinite capacity marks an edge that must not be cut. Capacities are scaled to integers, each of at least 1.
     """
     start, end, capacity = (np.array(column) for column in zip(*edges, strict=True))
     is_finite = np.isfinite(capacity)
@@ -481,8 +480,9 @@ def _reachable(edges: Sequence[tuple[int, int, float]], count: int, source: int,
 def _uses_channels_last(graph: Graph) -> bool:
     """Return whether inductor turns a graph's convolutions to channels_last, by its ``GraphLowering.decide_layout_opt``.
 
-    It does not where few of the ops are convolutions. For inference it compares the operations of grouped convolutions, which
-    lose by it, with those of others, which gain; for training it wants no grouped, narrowing or small convolutions.
+    It does not if few of the ops are convolutions. In inference it weighs the FLOPs of grouped convolutions, which it slows
+    down, against those of others, which it speeds up; in training it does not if any convolution is grouped or narrowing, or
+    all are small.
     """
     is_convolution = np.array([normal_type(op_type) == "convolution" for op_type in graph.op_type], dtype=bool)
     is_convolution &= graph.gemm[:, 1] > 0

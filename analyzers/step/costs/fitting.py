@@ -1,15 +1,14 @@
-"""Fitting the constants of the cost model to measured steps, with what is known already as the prior. Start at :func:`fit`.
+"""Fitting the constants of the cost model to measured steps, with the known constants as the prior. Start at :func:`fit`.
 
 Least squares of log(predicted / measured) over all cases, softened against outliers (soft L1), plus the squared distance of
-every constant from its prior in units of how far it may be off: what the cases do not determine stays where it was. All
-constants are positive and fitted as logarithms. A kernel depends on one constant of each kind, so one difference per kind
-gives all slopes (Curtis, Powell and Reid, "On the estimation of sparse Jacobian matrices", 1974).
+every constant from its prior in units of its standard deviation, so that a constant which the cases do not determine keeps its
+prior value. All constants are positive and fitted as logarithms. A kernel depends on one constant of each kind, so one
+difference per kind gives all slopes (Curtis, Powell and Reid, "On the estimation of sparse Jacobian matrices", 1974).
 
-A device's own constants from a user's measured rows, the shipped ones as prior. Start at :func:`update`.
-
-Few rows cannot tell the classes of kernels apart, so what is fitted are the factors on matrix units, float32 units and memory,
-and the host's times; shares by class stay. How sure predictions are afterwards is told by the rows themselves: each model, or
-where there is one model only each batch size, is predicted by a fit to the others.
+:func:`update` fits a device's own constants to a user's measured rows, with the shipped constants as the prior. Few rows cannot
+tell the classes of kernels apart, so only the factors on matrix units, float32 units and memory, and the host's times, are
+fitted; the shares of single classes stay. The error of later predictions is estimated by cross-validation: each model, or of a
+single model each batch size, is predicted by a fit to the others.
 """
 
 from __future__ import annotations
@@ -45,21 +44,21 @@ from ddltool.graph import COMPUTE, SEND, Graph
 
 Array = NDArray[np.float64]
 _SCALARS = ("start_s", "cache", "turn_s", "issue_s", "update_s")
-# The power of the norm that joins the host's and the device's time: the longer of the two, and softly where they are alike,
-# for cases hold kernels without their order.
+# The power of the norm that combines the host's and the device's time: about the longer one, and more where they are alike,
+# because cases hold kernels without their order.
 _MEETING = 6.0
-# By which share constants are raised to tell slopes from differences.
+# The share by which constants are raised to compute slopes as differences.
 _STEP = 1e-5
-# Seconds that a setting adds, before anything is known of it.
+# The prior for the seconds that a setting adds.
 _ADDED_S = 0.01
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Case:
-    """One measured step and what it asks of its device."""
+    """One measured step and the work that it asks of its device and host."""
 
     demand: Demand
-    """Of ``k`` kernels, alike ones once."""
+    """Of ``k`` distinct kernels."""
     count: Array
     """(k,) how often each runs."""
     ops: int
@@ -73,27 +72,27 @@ class Case:
     measured_s: float
     """Seconds of the step."""
     weight: float = 1.0
-    """How much its error counts beside that of another case."""
+    """The weight of its error."""
     error: float = 0.1
-    """Relative error that is expected of such a measurement, model and prediction together."""
+    """The relative error that is expected of measurement and prediction together."""
     setting: str = ""
-    """What adds the same seconds to every step beside it, such as a loader of data; empty where nothing does."""
+    """The name of something that adds the same seconds to every step, such as a data loader; "" for nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Belief:
-    """Constants, and how far each may be off (standard deviation of its logarithm)."""
+    """Constants, and the standard deviation of the logarithm of each."""
 
     constants: Constants
     generations: Mapping[str, Mapping[str, float]]
     """Factors by generation and unit, 1 where nothing is known."""
     spread: Mapping[str, float]
-    """By name as :func:`names` gives them; a name that is missing has the spread of what it starts with, else of ``*``."""
+    """Standard deviations by name (:func:`names`), by the part of a name before ":", or for all others by ``*``."""
     settings: Mapping[str, float] = field(default_factory=dict)
-    """Seconds that a setting adds to each step."""
+    """By setting, the seconds that it adds to each step."""
 
     def spread_of(self, name: str) -> float:
-        """Return how far the constant of that name may be off: the standard deviation of its logarithm; 0: it is fixed."""
+        """Return the standard deviation of the logarithm of the constant of a name; 0: the constant is fixed."""
         return self.spread.get(name, self.spread.get(name.partition(":")[0], self.spread["*"]))
 
     def at(self, generation: str) -> Constants:
@@ -152,7 +151,7 @@ def _from_vector(logs: Array, generations: Sequence[str], settings: Sequence[str
 
 
 class _Stack:
-    """The cases with their kernels in one table, (kernels,) and (cases,) arrays, so that one pass predicts every step."""
+    """All cases with their kernels in one table, as (kernels,) and (cases,) arrays, to predict all steps at once."""
 
     def __init__(self, cases: Sequence[Case]) -> None:
         """Join the cases' kernels, and note for each kernel its case, and for each case its generation and setting."""
@@ -170,7 +169,7 @@ class _Stack:
         self.setting = np.array([self.settings.index(name) if name else -1 for name in settings])
         """(cases,) the index of a case's setting in ``settings``; -1: it has none."""
         self.issued = np.array([case.ops + VIEW * case.views for case in cases])
-        """(cases,) ops that the host issues, a view counted as a part of one."""
+        """(cases,) how many ops the host issues, where a view counts as the share ``VIEW`` of one."""
         self.tensors = np.array([case.tensors for case in cases], dtype=np.float64)
         """(cases,) parameter tensors that are updated."""
 
@@ -192,10 +191,10 @@ class _Stack:
         return issued_s
 
     def slopes(self, belief: Belief) -> Array:
-        """Return (cases, constants) d log(seconds) / d log(constant), constants as :func:`names` gives them.
+        """Return (cases, constants) the derivatives d log(seconds) / d log(constant), with constants as in :func:`names`.
 
-        Each kernel uses at most one constant of a kind, so all of a kind are raised together: one difference tells the slope
-        of every kernel, and thereby that of every constant.
+        Each kernel uses at most one constant of a kind, so all of a kind are raised together: one difference gives the slope
+        of every kernel, and their sums give that of every constant.
         """
         columns_count = len(names(self.generations, self.settings))
         constants = self._constants(belief)
@@ -207,8 +206,8 @@ class _Stack:
             flat_index = self.case[is_nonzero] * columns_count + column[is_nonzero]
             flat += np.bincount(flat_index, weights=slope[is_nonzero], minlength=len(flat))
         slopes = flat.reshape(-1, columns_count)
-        # From the device's seconds to those of the pass, by the chain rule; then what depends on the host alone. At the end all
-        # are divided by the step's seconds, which makes d seconds to d log(seconds).
+        # By the chain rule from the device's seconds to those of the pass; then the constants of the host. The last division,
+        # by the step's seconds, turns d seconds into d log(seconds).
         device_s, host_s = self._per_case(kernels_s), self.host_s(belief)
         pass_s, case_index = _combine_host_and_device(device_s, host_s), np.arange(len(host_s))
         slopes *= ((_combine_host_and_device(device_s * (1.0 + _STEP), host_s) - pass_s) / (_STEP * device_s))[:, None]
@@ -223,11 +222,10 @@ class _Stack:
         return slopes
 
     def _raise_by_kind(self, constants: Constants) -> Iterator[tuple[Constants, NDArray[np.intp]]]:
-        """Yield constants with all of one kind raised by ``_STEP``, and (kernels,) the columns of those that kernels use.
+        """Yield, by kind, constants with all of that kind raised by ``_STEP``, and (kernels,) the column each kernel uses.
 
-        Columns are indices into :func:`names`; -1: the kernel uses no constant of the kind. It never uses more than one. The
-        kinds are the shares of arithmetic, of traffic, what feeds the units, what is carried, each scalar of kernels, and each
-        unit's factors.
+        Columns are indices into :func:`names`; -1: the kernel uses no constant of the kind. The kinds are the shares of
+        arithmetic and of traffic, ``feed``, ``carried``, each scalar of kernels, and each unit's factors.
         """
         factor = 1.0 + _STEP
         arithmetic_of = self.demand.arithmetic_of
@@ -262,7 +260,7 @@ class _Stack:
             yield replace(constants, units=units), first_column + factor_offset + unit_index
 
     def _constants(self, belief: Belief) -> Constants:
-        """Return the belief's constants for all kernels at once: ``units`` are (kernels,) factors, by each one's generation."""
+        """Return the belief's constants for all kernels at once: ``units`` are arrays (kernels,), by each one's generation."""
         units_by_generation = [belief.at(name).units for name in self.generations]
         case_factors = {
             unit: np.array([units[unit] for units in units_by_generation])[self.generation] for unit in UNITS
@@ -287,14 +285,14 @@ class _Stack:
 
     def _added_s(self, belief: Belief) -> Array:
         """Return (cases,) the seconds that each case's setting adds."""
-        # The 0 at the end is what the index -1, a case without a setting, finds.
+        # The index -1, of a case without a setting, finds the 0 at the end.
         setting_s = np.array([*(belief.settings.get(name, _ADDED_S) for name in self.settings), 0.0])
         added_s: Array = setting_s[self.setting]
         return added_s
 
 
 def _combine_host_and_device(device_s: Array, host_s: Array) -> Array:
-    """Return (cases,) the seconds of a pass: the longer of the two, and a little more where they are alike."""
+    """Return (cases,) the seconds of a pass: the longer of the two times, and somewhat more where they are alike."""
     longer_s, shorter_s = np.maximum(device_s, host_s), np.minimum(device_s, host_s)
     pass_s: Array = longer_s * (1.0 + (shorter_s / longer_s) ** _MEETING) ** (1.0 / _MEETING)
     return pass_s
@@ -313,7 +311,7 @@ def host_bound(cases: Sequence[Case], belief: Belief) -> NDArray[np.bool_]:
 
 
 def library_bound(cases: Sequence[Case], belief: Belief) -> NDArray[np.bool_]:
-    """Return (cases,) whether kernels whose time differs by their library's version take ``LIBRARY_BOUND`` of the device's."""
+    """Return (cases,) whether kernels that depend on a library's version take over ``LIBRARY_BOUND`` of the device's time."""
     stack = _Stack(cases)
     kernels_s = stack._kernels_s(stack._constants(belief))
     library_s = stack._per_case(kernels_s * by_library(stack.demand))
@@ -322,14 +320,14 @@ def library_bound(cases: Sequence[Case], belief: Belief) -> NDArray[np.bool_]:
 
 
 def fit(cases: Sequence[Case], prior: Belief, *, first: Belief | None = None, rounds: int = 30) -> Belief:
-    """Return the belief after the cases: the constants that predict them best without leaving the prior far.
+    """Return ``prior`` updated by the measured steps: the constants that predict them best while staying near the prior.
 
-    Generations and settings that occur in ``cases`` get factors of their own. Constants with spread 0 stay fixed.
+    Generations and settings that occur in ``cases`` get constants of their own. Constants with spread 0 stay fixed.
 
     Args:
         cases: the measured steps.
-        prior: what is believed before them.
-        first: where the search begins; None: at ``prior``. The result of a fit to similar cases makes the search shorter.
+        prior: the constants before the fit, and how far each may move.
+        first: where the search begins, such as the result of a fit to similar cases; None: at ``prior``.
         rounds: the most evaluations of all predictions.
 
     O(rounds x kernels). Raises ValueError for no cases.
@@ -378,20 +376,20 @@ def fit(cases: Sequence[Case], prior: Belief, *, first: Belief | None = None, ro
 
 OWN = "own"
 """The generation of a calibrated device's cases: its own."""
-# How far a device may be from its generation, and a user's host from the one of the measurements (standard deviations of
-# logarithms): between the GPUs of one generation the fitted factors differ by up to a third, between hosts by more.
+# Standard deviations of logarithms: of a device's factors around its generation's, and of a user's host around that of the
+# measurements. Between GPUs of one generation the fitted factors differ by up to a third, between hosts by more.
 SPREAD: Mapping[str, float] = {"*": 0.0, **dict.fromkeys(UNITS, 0.3), "start_s": 0.2, "issue_s": 0.5, "update_s": 0.5}
-# No device does more than its datasheet: the rate that each unit's main class of kernels reaches is at most this share of it.
-# Memory may: what a cache keeps counts as traffic.
+# The rate that each unit's main class of kernels reaches is at most this share of the datasheet's. It may exceed the memory's,
+# because traffic that a cache serves is counted, too.
 _MOST = {"tensor": 1.0, "vector": 1.0, "memory": 1.1}
-# All batch sizes of a model count as so many rows: what is wrong with one of them is wrong with the others.
+# All batch sizes of a model together count as at most so many rows, because their errors are alike.
 _FEW = 4.0
-# The prior counts as so many models; with fewer steps than these, or of one model, it cannot be outdone.
+# The prior counts as so many models; with fewer steps than the second number, its range is not narrowed.
 _PRIOR_MODELS, _ENOUGH = 4.0, 5
 _FOLDS = 6
-# Standard deviations above which a tenth lies.
+# A tenth of a normal distribution lies beyond so many standard deviations.
 _TENTH = 1.2816
-# Beyond these the rows are not of this device, or not as they say: standard deviations of the prior, and median error.
+# Rows are refused as not of this device beyond these: standard deviations from the prior, and the median error.
 _FAR, _MEDIAN = 3.0, 0.5
 
 
@@ -409,13 +407,13 @@ class MeasuredStep:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Updated:
-    """A device with its own constants, and predicted / measured of the steps before and after."""
+    """A device with its own constants, and how well these predict the measured steps."""
 
     device: Device
     before: Array
-    """(steps,) one for every model, batch size and optimizer."""
+    """(steps,) predicted / measured of each model, batch size and optimizer before the fit."""
     after: Array
-    """(steps,)"""
+    """(steps,) the same after the fit."""
 
 
 def update(
@@ -429,11 +427,11 @@ def update(
     """Return the device with constants fitted to measured rows.
 
     Args:
-        rows: repeats of a model, batch size and optimizer count as one step, all steps of a model as ``_FEW``.
-        graph_of: returns the traced graph of a model at a batch size.
-        device: an earlier fit of it is ignored.
+        rows: measured steps; repeats of a model, batch size and optimizer count as one, all of a model as at most ``_FEW``.
+        graph_of: a function that returns the traced graph of a model at a batch size.
+        device: the device; an earlier fit in it is ignored.
         calibration: the shipped constants, which are the prior.
-        source: name of the rows, for errors and for the fit's provenance.
+        source: the name of the rows, for errors and for the fit's provenance.
 
     Raises InputError for no rows, and for rows that cannot be of this device.
     """
@@ -482,7 +480,7 @@ def _case_of(graph: Graph, model: CostModel, step: MeasuredStep, model_steps: in
     kernels, updating = kernels_of(graph), update_of(graph, step.optimizer).kernels
     precision = str(graph.meta.get("precision", "fp32"))
     launching = len(np.unique(kernels.op))
-    # The host goes through the tensors of an update, as it issues ops.
+    # Going through the tensors of an update is counted as so many issued ops, so that it scales with the host's speed.
     tensors = len(graph.of_kind(SEND)) * model.constants.update_s / model.constants.issue_s if len(updating) else 0
     return Case(
         demand=demand_of(kernels, model.device, precision=precision).then(demand_of(updating, model.device)),
@@ -497,16 +495,16 @@ def _case_of(graph: Graph, model: CostModel, step: MeasuredStep, model_steps: in
 
 
 def prior_of(model: CostModel) -> Belief:
-    """Return what is believed of a device before its own rows are read: its model's constants, each as sure as ``SPREAD``."""
+    """Return the prior of a device before its own rows are read: its model's constants, with ``SPREAD``."""
     return Belief(
         constants=replace(model.constants, units={}), generations={OWN: dict(model.constants.units)}, spread=SPREAD
     )
 
 
 def refit(cases: Sequence[Case], prior: Belief) -> Belief:
-    """Return the belief after the cases of one device, with its factors bounded by the datasheet.
+    """Return ``prior`` updated by the cases of one device, with its factors bounded by the datasheet.
 
-    The generation of all cases is ``OWN``. A factor beyond its bound is fixed there, and the others are fitted again.
+    The generation of all cases is ``OWN``. A factor that exceeds its bound is fixed at it, and the others are fitted again.
     """
     constants, prior_factors = prior.constants, prior.generations[OWN]
     reached_shares = {
@@ -514,7 +512,7 @@ def refit(cases: Sequence[Case], prior: Belief) -> Belief:
         "vector": constants.arithmetic["matrix_product/vector"],
         "memory": constants.traffic["pointwise"],
     }
-    # The shipped factors of a generation may lie beyond: large caches, and libraries that compute less than they are asked for.
+    # A generation's shipped factors may exceed the bound, for large caches and libraries that compute less than is asked for.
     largest_factors = {unit: max(prior_factors[unit], _MOST[unit] / reached_shares[unit]) for unit in UNITS}
     posterior = fit(cases, prior)
     for _ in UNITS:  # each round fixes at least one of the factors
@@ -532,15 +530,16 @@ def refit(cases: Sequence[Case], prior: Belief) -> Belief:
 
 
 def residuals_after(cases: Sequence[Case], models: Sequence[str], prior: Belief, before: Residuals) -> Residuals:
-    """Return how far off predictions are after a fit to ``cases`` of ``models``; ``before``: how far off without it.
+    """Return the range of measured / predicted after a fit to ``cases``; ``before``: the range without it.
 
-    Both sides of the prior's range are scaled by one factor, ``s / s0``: with ``s0`` the prior's standard deviation, ``r`` the
-    root mean square of the left-out errors (every model as much as another) and ``k`` models beside the first,
+    ``models``: the model of each case. The logarithms of both sides of the range are scaled by one factor, ``s / s0``. With
+    ``s0`` the standard deviation of ``before``, ``r`` the root mean square of the left-out errors (every model weighs the
+    same) and ``k`` models beside the first,
 
         s^2 = max(r^2, (n0 s0^2 + k r^2) / (n0 + k))
 
-    the scaled inverse chi-squared update of a variance (Gelman et al., "Bayesian Data Analysis", section 2.6) with the prior
-    worth ``n0`` = 4 models, but never surer than the rows' own errors. Few steps, or those of one model, give k = 0.
+    which is the scaled inverse chi-squared update of a variance (Gelman et al., "Bayesian Data Analysis", section 2.6) with a
+    prior worth ``n0`` = 4 models, but never less than the rows' own errors. With fewer than 5 steps, or one model, k is 0.
     """
     errors = np.abs(_leave_out_errors(cases, models, prior))
     model_variances = [
@@ -573,7 +572,7 @@ def _leave_out_errors(cases: Sequence[Case], models: Sequence[str], prior: Belie
     Folds hold whole models; with one model only, single steps. A single case is predicted by the prior.
     """
     has_several_models = len(set(models)) > 1
-    # What must not be torn apart: the steps of a model, or with one model each step by itself.
+    # What a fold holds as a whole: the steps of a model, or with one model a single step.
     groups = list(models) if has_several_models else [str(case_index) for case_index in range(len(cases))]
     fold_of = {group: fold_index % _FOLDS for fold_index, group in enumerate(dict.fromkeys(groups))}
     fold = np.array([fold_of[group] for group in groups])
@@ -589,14 +588,14 @@ def _leave_out_errors(cases: Sequence[Case], models: Sequence[str], prior: Belie
 
 
 def _deviation(residuals: Residuals) -> float:
-    """Return the standard deviation of the logarithm whose middle 80 % is the range of ``residuals``."""
+    """Return the standard deviation of the normal distribution of logarithms whose middle 80 % is ``residuals``' range."""
     return math.log(residuals.high / residuals.low) / (2.0 * _TENTH)
 
 
 def _demand_plausible(model: CostModel, prior: Belief, found: Belief, after: Array, source: str) -> None:
     """Raise InputError if half of the steps stay far off, or a unit's factor lies ``_FAR`` deviations from the prior's.
 
-    ``after`` (steps,): predicted / measured after the fit. The rows are then of another device, unit or precision.
+    The rows are then of another device, unit or precision. ``after`` (steps,): predicted / measured after the fit.
     """
     remedy = (
         "check that step_time_s is in seconds, and that device, precision, optimizer and model are those of the rows"

@@ -60,7 +60,7 @@ _FED_BY_ITSELF, _WITH_WGMMA = 3.0, ("Hopper", "Blackwell HBM")
 # What feeds attention is its softmax, of every score once, however wide a head is: it counts as heads of so many columns do
 # (an H200 takes as long for a score with heads of 64 and of 128, forward and backward).
 _SCORE_COLUMNS = 64.0
-# What kernels draw that wait for memory, beside products at full rate.
+# The power that kernels draw which wait for memory, over that of products at full rate.
 _WAITING = 0.65
 # Operations per cycle and multiprocessor of GeForce's matrix units, halved for float32 accumulation: they draw no more than the
 # float32 units, and these boards run beyond their datasheet's boost clock while power allows: an RTX 3090 at 1.9 GHz, not 1.7.
@@ -77,7 +77,7 @@ _BY_LAYOUT = (
 # rows of 96 to 4096).
 _ROW_CYCLES = 250.0
 _LAYOUTS = ("channels_first", "channels_last")
-# Products whose rows do not begin where matrix units read: of an even length they are read by twos or fours, else one by one.
+# Products whose rows do not begin where matrix units read: rows of an even length are read by twos or fours, others one by one.
 _MISALIGNED = ("matrix_product/misaligned", "matrix_product/odd")
 # The gradient of the weights of these is a kernel of its own kind, far slower than the others.
 _OWN_WEIGHTS = (
@@ -94,9 +94,9 @@ _CUDNN_CHANNELS, _CUDNN_TAPS, _CUDNN_STRIDED, _FILLING = 32, (1, 9, 25), 512, 6.
 
 
 def _names() -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names of all shares of arithmetic, and of all shares of traffic, such as "convolution/channels_last".
+    """Return (names of all shares of arithmetic, names of all shares of traffic), such as "convolution/channels_last".
 
-    A name is a class of kernels, and what its share depends on beside it: the unit, the layout, the alignment.
+    A name is a class of kernels, followed by what else its share depends on: the unit, the layout, the alignment.
     """
     arithmetic = [f"{name}/{unit}" for name in _PRODUCTS[1:] for unit in ("tensor", "vector")]
     arithmetic += [f"convolution/{unit}" for unit in ("tensor/channels_first", "tensor/channels_last", "vector")]
@@ -125,7 +125,7 @@ FEED = tuple(
     if name in _MISALIGNED
     or (("/tensor" in name or name.endswith("/vector")) and not name.startswith("matrix_product"))
 )
-# What is no product: how a multiprocessor feeds those is a constant of their arithmetic.
+# Classes that are no products; for products, what a multiprocessor can move is part of FEED.
 CARRIED = tuple(
     name for name in TRAFFIC if not name.startswith((*_PRODUCTS, "grouped_convolution", "depthwise_convolution"))
 )
@@ -135,16 +135,16 @@ _TRAFFIC = {name: place for place, name in enumerate(TRAFFIC)}
 
 @dataclass(frozen=True, kw_only=True)
 class Constants:
-    """What kernels reach on one device; every share is of the datasheet's figure for the device."""
+    """The rates that kernels reach on one device; every share is of the datasheet's figure for the device."""
 
     arithmetic: Mapping[str, float]
-    """Shares of peak FLOP/s by ARITHMETIC name; grouped convolutions' of what 128 lanes do."""
+    """Shares of peak FLOP/s by ARITHMETIC name; for grouped convolutions, shares of the rate of 128 lanes."""
     traffic: Mapping[str, float]
     """Shares of the memory's bandwidth by TRAFFIC name."""
     feed: Mapping[str, float]
-    """Operations per cycle for which a multiprocessor can feed its units, by FEED name."""
+    """By FEED name, the operations per cycle for which a multiprocessor can feed its units."""
     carried: Mapping[str, float]
-    """Bytes that a multiprocessor moves per cycle however fast the memory is, by CARRIED name."""
+    """By CARRIED name, the bytes per cycle that a multiprocessor can move, however fast the memory is."""
     start_s: float
     """Seconds between two kernels on the device."""
     cache: float
@@ -159,7 +159,7 @@ class Constants:
     """Factors of the device's generation on the shares: matrix units, float32 units, memory."""
 
 
-# A CPU, or any device at its datasheet: no launches, no host beside it.
+# For a CPU, or any device that reaches its datasheet's rates: launches and the host take no time.
 DATASHEET = Constants(
     arithmetic=dict.fromkeys(ARITHMETIC, 1.0),
     traffic=dict.fromkeys(TRAFFIC, 1.0),
@@ -180,11 +180,11 @@ class Demand:
     arithmetic_s: Array
     """(k,) seconds at peak, with tiles and waves."""
     arithmetic_of: NDArray[np.intp]
-    """(k,) index into ARITHMETIC; -1: no matrix product, bound by memory at any peak."""
+    """(k,) index into ARITHMETIC; -1: the kernel is no matrix product, and bound by memory whatever the peak."""
     on_tensor: NDArray[np.bool_]
     """(k,) whether the peak is that of matrix units."""
     fed_s: Array
-    """(k,) seconds at one operation per cycle and multiprocessor; 0 for no products and where clocks are unknown."""
+    """(k,) seconds at one operation per cycle and multiprocessor; 0 for kernels that are no products, or unknown clocks."""
     traffic_s: Array
     """(k,) seconds at full bandwidth."""
     traffic_of: NDArray[np.intp]
@@ -208,9 +208,10 @@ class Demand:
 def demand_of(kernels: Kernels, device: Device, *, precision: str = "fp32", brief: bool = False) -> Demand:
     """Return the demand of the kernels on a device: their work in seconds at its datasheet rates. O(k).
 
-    Products are padded to tiles and filled up to waves of them, and clocks are those that the power limit allows.
-    ``precision``: as in :class:`Numerics`. ``brief``: the kernels run by themselves for milliseconds, so that matrix units keep
-    the boost clock. Of a device whose clock or multiprocessors are not known (0), what depends on them takes no time.
+    The work of products includes the padding to tiles and the idle part of the last wave; clocks are those that the power
+    limit allows. ``precision``: a name as in :class:`Numerics`. ``brief``: the kernels run alone for milliseconds, so that
+    matrix units keep the boost clock. If a device's clock or number of multiprocessors is unknown (0), terms that depend on
+    them are 0.
     """
     peak, on_tensor = _peaks(kernels, device, precision)
     matrix_clock = (
@@ -231,7 +232,7 @@ def demand_of(kernels: Kernels, device: Device, *, precision: str = "fp32", brie
         & (kernels.kind != CLASS["recurrent"])
     )
     flops = kernels.flops.copy()
-    # A tile's start and end in steps of its inner loop: a multiprocessor's operations in _EDGE cycles over those of a step.
+    # A tile's start and end take as long as so many steps of its inner loop: operations in _EDGE cycles over those of a step.
     edge_steps = (
         _EDGE * peak / (2.0 * _TILES[0][0] * _TILES[0][1]) / (device.multiprocessors * device.clock_hz or np.inf)
     )
@@ -275,10 +276,10 @@ def demand_of(kernels: Kernels, device: Device, *, precision: str = "fp32", brie
 
 
 def _share_of_products(kernels: Kernels, device: Device, peak: Array, on_tensor: NDArray[np.bool_]) -> float:
-    """Return the part of a step's time in which its products draw the power of matrix units, 0 to 1.
+    """Return the share of a step's time, 0 to 1, in which products draw the power of matrix units; 1 for a product alone.
 
-    What waits for memory draws less, and the power limit is of the mean over far longer than a kernel. ``peak`` (k,): FLOP/s of
-    each kernel's type; ``on_tensor`` (k,): whether that is the matrix units' rate. Of a product alone it is 1.
+    Kernels that wait for memory draw less, and the power limit holds for the mean over far longer than a kernel. ``peak``
+    (k,): FLOP/s of each kernel's type; ``on_tensor`` (k,): whether that is the matrix units' rate.
     """
     arithmetic_s = np.where(on_tensor & (kernels.gemm[:, 1] > 0), kernels.flops / peak, 0.0)
     traffic_s = kernels.moved_bytes / (device.free_of_codes * device.memory_bytes_per_s)
@@ -289,15 +290,15 @@ def _share_of_products(kernels: Kernels, device: Device, peak: Array, on_tensor:
 def sustained(device: Device, *, matrix: bool, share: float = 1.0) -> float:
     """Return the clock that products hold under the device's power limit, as a share of its boost clock.
 
-    ``matrix``: whether the products run on matrix units, which they do for this ``share`` of the time; the rest of it draws
-    :data:`_WAITING` as much. 1.0 for devices whose datasheet lacks clock, power or generation.
+    1.0 for devices whose datasheet lacks clock, power or generation; GeForce boards may exceed 1. ``matrix``: whether the
+    products run on matrix units; they then do so for this ``share`` of the time, and the rest draws :data:`_WAITING` as much.
     """
     cycles_per_s = device.clock_hz * device.multiprocessors
     drawn = _DRAWN_W.get(device.branch) or _DRAWN_W.get(device.architecture)
     if not (drawn and cycles_per_s and device.power_w):
         return 1.0
     float16_peak = device.peak_for("float16")
-    # GeForce: told by matrix units of the halved rate or less, with a fifth of room for a datasheet's other clocks.
+    # GeForce is recognized by matrix units of at most the halved rate, with a tolerance of a fifth for other clocks.
     is_halved = (
         device.architecture not in _WITHOUT_MATRIX_UNITS
         and _MATRIX_UNIT * device.peak_flops["float32"] < float16_peak <= 1.2 * _HALVED * cycles_per_s
@@ -314,8 +315,8 @@ def sustained(device: Device, *, matrix: bool, share: float = 1.0) -> float:
 def seconds(demand: Demand, constants: Constants) -> Array:
     """Return (k,) the seconds of every kernel: its start, and the longer of its arithmetic and its traffic.
 
-    ``demand`` says what a kernel would take at the datasheet's rates, ``constants`` which shares of these it reaches. Where
-    arithmetic and traffic are alike the kernel takes somewhat more than either.
+    ``demand``: the seconds that kernels would take at the datasheet's rates; ``constants``: which shares of these they reach.
+    If arithmetic and traffic take about equally long, the kernel takes somewhat more than either.
     """
     units = constants.units
     index = np.maximum(demand.arithmetic_of, 0)  # kernels without a product take any share: their arithmetic is 0
@@ -323,7 +324,7 @@ def seconds(demand: Demand, constants: Constants) -> Array:
     reached_share = np.array([constants.arithmetic[name] for name in ARITHMETIC])[index] * unit_factor
     feed_per_cycle = np.array([constants.feed.get(name, np.inf) for name in ARITHMETIC])[index]
     arithmetic_s = demand.arithmetic_s / reached_share + demand.fed_s / feed_per_cycle
-    # Where nothing is known of what feeds them, matrix units are at least not faster than their datasheet.
+    # If it is not known how matrix units are fed, they are at most as fast as their datasheet.
     is_unfed = demand.on_tensor & (demand.fed_s == 0.0)
     arithmetic_s = np.where(is_unfed, np.maximum(arithmetic_s, demand.arithmetic_s), arithmetic_s)
     traffic_shares = np.array([constants.traffic[name] for name in TRAFFIC])[demand.traffic_of] * units["memory"]
@@ -346,11 +347,11 @@ def by_library(demand: Demand) -> NDArray[np.bool_]:
 
 
 def tiled_flops(gemm: Array, multiprocessors: int, edge: Array | float) -> Array:
-    """Return (k,) the operations that products of shape ``gemm`` (k, 4) occupy a device for, padding and waves included.
+    """Return (k,) the operations for whose time products of shape ``gemm`` (k, 4) occupy a device, with padding and waves.
 
-    The columns of ``gemm`` are count, m, n, k. ``multiprocessors``: at least 1. ``edge``: steps of the inner loop that a tile's
-    start and end take. The fastest of the usual tiles counts: the tiles of all products run in waves, of which the last may be
-    partly filled; with fewer tiles than multiprocessors the inner dimension k is split into parts.
+    The columns of ``gemm`` are count, m, n, k. ``multiprocessors``: at least 1. ``edge``: how many steps of the inner loop the
+    start and end of a tile take. Of the usual tiles the fastest is taken. Tiles run in waves, the last of which may be partly
+    filled; with fewer tiles than multiprocessors the inner dimension k is split into parts.
     """
     processors = float(multiprocessors)
     count, m, n, k = gemm.T
@@ -361,7 +362,7 @@ def tiled_flops(gemm: Array, multiprocessors: int, edge: Array | float) -> Array
         for tile_m, tile_n in ((side, other_side), (other_side, side))
     }:
         tiles = count * np.ceil(m / rows) * np.ceil(n / columns)
-        # As many parts of the inner dimension as give every processor a tile, none shorter than _SPLIT.
+        # The inner dimension is split into as many parts as give every processor a tile, but none shorter than _SPLIT.
         parts = np.where(
             tiles < processors, np.minimum(np.ceil(processors / tiles), np.maximum(1.0, np.floor(k / _SPLIT))), 1.0
         )
@@ -393,10 +394,11 @@ def _peaks(kernels: Kernels, device: Device, precision: str) -> tuple[Array, NDA
 
 
 def _index_constants(kernels: Kernels, on_tensor: NDArray[np.bool_]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Return (k,) the index into ARITHMETIC, -1: no matrix product, and the index into TRAFFIC of each kernel.
+    """Return (k,) each kernel's index into ARITHMETIC (-1: no matrix product), and (k,) its index into TRAFFIC.
 
-    ``on_tensor`` (k,): whether a kernel runs on matrix units. Later assignments override earlier ones.
+    ``on_tensor`` (k,): whether a kernel runs on matrix units.
     """
+    # The order of the assignments matters: later, more special ones override earlier ones.
     kinds, gemm, is_last = kernels.kind, kernels.gemm, kernels.is_channels_last
     arithmetic = np.full(len(kernels), -1, dtype=np.intp)
     traffic = np.zeros(len(kernels), dtype=np.intp)
@@ -409,7 +411,7 @@ def _index_constants(kernels: Kernels, on_tensor: NDArray[np.bool_]) -> tuple[ND
         arithmetic[is_chosen & on_tensor] = _ARITHMETIC[f"{name}/tensor"]
         arithmetic[is_chosen & ~on_tensor] = _ARITHMETIC[f"{name}/vector"]
     is_uneven = (gemm[:, 1:] % _ALIGNED != 0).any(axis=1) & (gemm[:, 1] > 0)
-    # Elements read at a time; a width may hold a part of a scale, and is no power of two then: rounded down to one.
+    # Elements read at a time, rounded down to a power of two: a width that includes a part of a scale gives none.
     read_together = 2.0 ** np.floor(np.log2(_READ_BYTES / kernels.width))
     is_misread = (gemm[:, 1:] % read_together[:, None] != 0).any(axis=1) & (gemm[:, 1] > 0)
     is_on_tensor_product = (kinds == CLASS["matrix_product"]) & on_tensor

@@ -1,8 +1,8 @@
 """The kernels behind a graph's ops: which class each belongs to, and the work it does. Start at :func:`kernels_of`.
 
-An op of a trace is one call of torch's; on the device the backward pass of a convolution is two kernels, and a view none. A
-kernel is what the time of :mod:`.kernel_times` is defined for: floating-point operations, memory traffic, and the shape of
-a matrix product, which says how well it fills the device's multiprocessors.
+An op of a trace is one call of torch's; on the device the backward pass of a convolution is two kernels, and a view is none.
+:mod:`.kernel_times` computes the time of a kernel from its floating-point operations, its memory traffic, and the shape of its
+matrix product, which decides how well it fills the device's multiprocessors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Kernels:
     """``k`` kernels of one graph, in the order of its ops."""
 
     op: NDArray[np.intp]
-    """(k,) the op that each belongs to."""
+    """(k,) the index of the op that each kernel belongs to."""
     kind: NDArray[np.int8]
     """(k,) index into CLASSES."""
     direction: NDArray[np.int8]
@@ -35,28 +35,28 @@ class Kernels:
     moved_bytes: Array
     """(k,) bytes read and written."""
     gemm: Array
-    """(k, 4) count, m, n, k of the kernel's own matrix product; of what works row by row the rows, 0, 0, and a row's elements;
-    zeros where neither is known."""
+    """(k, 4) count, m, n, k of the kernel's own matrix product; rows, 0, 0, elements of a row for a kernel that works row by
+    row; zeros for any other."""
     width: Array
     """(k,) bytes of one element of the type that it works in."""
     is_channels_last: NDArray[np.bool_]
-    """(k,) whether its images or volumes have their channels last in memory; False for what works on neither."""
+    """(k,) whether its images or volumes have their channels last in memory; False for other kernels."""
     dtype: tuple[str, ...]
     """(k,) torch's name of that type."""
     ops: int
-    """Ops of the graph."""
+    """The number of ops in the graph."""
 
     def __len__(self) -> int:
         """Return the number of kernels."""
         return len(self.op)
 
     def per_op(self, values: Array) -> Array:
-        """Return (ops,) the sum of ``values`` (k,), one for each kernel, over the kernels of each op of the graph."""
+        """Return (ops,) the sums of ``values`` (k,) over the kernels of each op of the graph."""
         sums: Array = np.bincount(self.op, weights=values, minlength=self.ops).astype(np.float64)
         return sums
 
     def chosen(self, places: Sequence[int]) -> Kernels:
-        """Return the kernels at these indices, in that order; their graph stays the same."""
+        """Return the kernels at the indices ``places``, in that order, as kernels of the same graph."""
         dtype = tuple(self.dtype[place] for place in places)
         arrays = {name: getattr(self, name)[list(places)] for name in _ARRAYS}
         return Kernels(**arrays, dtype=dtype, ops=self.ops)
@@ -70,10 +70,10 @@ _WIDTH |= {"float8_e4m3fn": 1, "float8_e5m2": 1}
 
 
 def product_kernels(gemm: Array, dtype: str, width: float, result_width: int) -> Kernels:
-    """Return a matrix product for each row of ``gemm`` (k, 4), each as an op of its own.
+    """Return a kernel for each row of ``gemm`` (k, 4), each as an op of its own.
 
-    The columns of ``gemm`` are count, m, n, k: so many products of an (m, k) and a (k, n) matrix. ``width``: bytes of an
-    element of the operands, which are of type ``dtype``; ``result_width``: of the result.
+    The columns of ``gemm`` are count, m, n, k: ``count`` products of an (m, k) and a (k, n) matrix. ``width``: bytes of an
+    element of the operands, which are of type ``dtype``; ``result_width``: bytes of an element of the result.
     """
     count, m, n, k = gemm.T
     rows = len(gemm)
@@ -92,12 +92,12 @@ def product_kernels(gemm: Array, dtype: str, width: float, result_width: int) ->
 
 
 def memory_kernels(moved_bytes: Sequence[float]) -> Kernels:
-    """Return one element-wise float32 kernel for each number of bytes read and written in all, each as an op of its own."""
+    """Return an element-wise float32 kernel for each number of bytes (read plus written), each as an op of its own."""
     return kernels_of_rows([("pointwise", "float32", float(moved), NO_GEMM) for moved in moved_bytes])
 
 
 def kernels_of_rows(rows: Sequence[tuple[str, str, float, Gemm]]) -> Kernels:
-    """Return one kernel for each row: op type, type that it works in, bytes moved, and product; each as an op of its own."""
+    """Return a kernel for each row (op type, type that it works in, bytes moved, product), each as an op of its own."""
     gemm = np.array([row[3] for row in rows], dtype=np.float64).reshape(len(rows), 4)
     return Kernels(
         op=np.arange(len(rows)),
@@ -113,17 +113,18 @@ def kernels_of_rows(rows: Sequence[tuple[str, str, float, Gemm]]) -> Kernels:
     )
 
 
-# A row of softmax that does not fit the memory of a multiprocessor is read for the maximum, for the sum, and for the result.
+# A row of softmax with more bytes does not fit into a multiprocessor's memory, and is read three times: for the maximum, for
+# the sum, and for the result.
 _ROW_BYTES = 48 * 1024
 
 
 def _read_again(op_types: Sequence[str], read_bytes: Array, gemm: Array, training: bool) -> Array:
-    """Return (n,) how often ops read again what they read, beside the first time.
+    """Return (n,) how often ops read their inputs again after the first time, as a share of the bytes read.
 
     A batch or group norm in training reads its input for the statistics, and again to apply them; the backward pass of any
-    norm reads once for the gradients of its weights. Softmax reads a long row three times, and its backward pass the gradient
-    twice (aten/src/ATen/native/cuda: Normalization.cuh, layer_norm_kernel.cu, SoftMax.cu). ``read_bytes`` (n,), ``gemm``
-    (n, 4): as of a graph's ops.
+    norm reads its inputs again for the gradients of its weights. Softmax reads a long row three times, and its backward pass
+    reads long rows twice (aten/src/ATen/native/cuda: Normalization.cuh, layer_norm_kernel.cu, SoftMax.cu). ``op_types``,
+    ``read_bytes`` (n,), ``gemm`` (n, 4): of the ops. ``training``: whether the graph is a training step's.
     """
     times = np.zeros(len(op_types))
     row_bytes = read_bytes / np.maximum(gemm[:, 0], 1.0)
@@ -142,8 +143,8 @@ def _read_again(op_types: Sequence[str], read_bytes: Array, gemm: Array, trainin
 def kernels_of(graph: Graph) -> Kernels:
     """Return the kernels of a graph's compute ops, in their order; ops that cost nothing have none. O(n).
 
-    Most ops are one kernel. The backward pass of a convolution is two where its operations are those of two products: the
-    gradient of the weights comes first, then that of the input, each with half of the operations and its own shape.
+    Most ops are one kernel. The backward pass of a convolution is two kernels if it has the operations of two products: the
+    gradient of the weights first, then that of the input, each with half of the operations and a shape of its own.
     """
     graph_dtype = str(graph.meta.get("dtype", "float32"))
     has_cost = (graph.kind == COMPUTE) & np.array([source != "free" for source in graph.estimate], dtype=bool)
@@ -162,11 +163,12 @@ def kernels_of(graph: Graph) -> Kernels:
     is_native = is_batch_norm & is_bfloat16
     kind[is_native] = CLASS["native_normalisation"]
     times_again = _read_again(op_types, moved_bytes - written, gemm, graph.mode == "training")
-    # Forward its statistics (Welford's) take as long as another reading; backward they are summed at twice the rate.
+    # torch's own batch norm (native): forward, its statistics (Welford's algorithm) take as long as one reading more; backward,
+    # they are summed at twice the rate, so that both readings count as one.
     is_backward_norm = np.array([op_type.endswith("_backward") for op_type in op_types], dtype=bool)
     times_again[is_native] = np.where(is_backward_norm, 0.0, 2.0)[is_native]
     moved_bytes += times_again * (moved_bytes - written)
-    # A cast to a type twice to four times as wide, with some room for what is no multiple.
+    # Casts to a type two to four times as wide, with a tolerance.
     is_cast = np.array([normal_type(op_type) in ("to_copy", "copy") for op_type in op_types], dtype=bool)
     read = moved_bytes - written
     kind[is_cast & (written > 1.5 * read) & (written < 4.5 * read)] = CLASS["widening"]
@@ -178,8 +180,8 @@ def kernels_of(graph: Graph) -> Kernels:
     # Attention is two products (scores, values); its backward pass is five: four gradients, and the scores once more.
     products = np.array([5.0 if op_type.endswith("_backward") else 2.0 for op_type in op_types])
     product_flops = 2.0 * gemm.prod(axis=1)
-    flops[is_attention] = (products * product_flops)[is_attention]  # less than counted, under a causal mask
-    # Twice the operations of one product, or once: 1.5 lies between.
+    flops[is_attention] = (products * product_flops)[is_attention]  # under a causal mask, less than the op's FLOPs
+    # The op has the operations of one product or of two; 1.5 lies between.
     is_double = is_backward & (flops > 1.5 * product_flops) & (product_flops > 0)
     direction = np.where(is_backward, WEIGHT_GRADIENT, FORWARD).astype(np.int8)
     # The gradient of the input and that of the weights: each reads the output's gradient and one more tensor, so that the

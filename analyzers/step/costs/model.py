@@ -27,21 +27,21 @@ from ddltool.graph_results import CoverageFigures
 from ddltool.precision import precision_name, precision_of
 
 Array = NDArray[np.float64]
-# From this share of the device's time on a step is called bound by the host: a slower host then makes the step longer.
+# If the host takes this share of the device's time or more, a step is called host-bound: a slower host makes it longer.
 HOST_BOUND = 0.9
-# A host that takes up to this share of the device's time does not show in the step.
+# A host that takes up to this share of the device's time does not affect the step.
 _HIDDEN = 0.5
-# From this share of the device's time on, kernels that differ by the library's version say how far off a step is.
+# If kernels that differ by the library's version take this share of the device's time or more, their range is the step's.
 LIBRARY_BOUND = 0.3
-# A view is no kernel, but the host makes it, in this share of the time that an op takes which launches one (measured).
+# A view launches no kernel, but takes the host this share of the time of an op that does (measured).
 VIEW = 0.25
 _DETACH = "aten.detach"
-# Of the time that the host takes for an op in eager mode, through Python, autograd and the dispatcher, a compiled step's
-# wrapper takes this share to launch a kernel. What is fused into a kernel, and views, then cost the host nothing.
+# The time that the wrapper of a compiled step takes to launch a kernel, over that of an op in eager mode, which goes through
+# Python, autograd and the dispatcher. Fused ops and views then cost the host nothing.
 WRAPPED = 0.4
-# The optimizer of whoever names none: predictions, plans and traces then speak of the same step.
+# The default optimizer of predictions, plans and traces alike.
 OPTIMIZER = "adam"
-# Branches of chips by their years; one without measured rows lies between its neighbours.
+# Branches of chips, each by year: a generation without measured rows is interpolated between its neighbours.
 BRANCHES = (
     ("Kepler",),
     ("Pascal HBM", "Volta", "Ampere HBM", "Hopper", "Blackwell HBM"),
@@ -51,11 +51,10 @@ BRANCHES = (
 
 
 def memory_words(precision: str, optimizer: str, copied: bool = False) -> str:
-    """Return in words what a precision stands for, and the bytes of each parameter with its gradient and optimizer states.
+    """Return a text on what a precision stands for, and the bytes of a parameter with its gradient and optimizer states.
 
-    ``precision``: a name of :class:`Numerics`, ``optimizer``: of ``OPTIMIZERS``.
-
-    ``copied``: whether ops read parameters in a half type, and the optimizer updates copies of them in float32.
+    ``precision``: a name of :class:`Numerics`; ``optimizer``: a name of ``OPTIMIZERS``. ``copied``: whether ops read
+    parameters in a half type, and the optimizer updates float32 copies of them.
 
     >>> memory_words("bf16", "adamw")
     'bf16: autocast over float32 parameters, 16 bytes a parameter with adamw'
@@ -84,23 +83,23 @@ class PredictedStep:
     op_s: Array
     """(n,) device seconds of every op of the graph; 0 for transfers and views."""
     issue_s: Array
-    """(n,) seconds in which the host issues each op; 0 for transfers. The first op of a recorded update has those of its
-    tensors too."""
+    """(n,) seconds in which the host issues each op; 0 for transfers. The first op of a recorded update includes the time
+    that the host takes to go through the update's tensors."""
     host_s: float
-    """What the host takes to issue all ops, the update's among them."""
+    """Seconds of the host to issue all ops, including the update's."""
     device_s: float
-    """What the device takes for all kernels, one after another."""
+    """Seconds of the device for all kernels, one after another."""
     end_s: Array
-    """(n,) when every op has ended on the device, from the start of the pass; a view with the op before it."""
+    """(n,) when every op has ended on the device, from the start of the pass; a view ends with the op before it."""
     update_s: float
-    """From the end of the graph's ops to that of the update that follows them."""
+    """Seconds from the end of the graph's ops to the end of the update that follows them."""
     update_host_s: float
-    """The part of it in which the device waits for the host, which goes through the tensors one by one; sharding them does not
-    shorten that."""
+    """The part of ``update_s`` in which the device waits for the host, which goes through the tensors one by one; sharding
+    does not shorten it."""
     sum_s: float = 0.0
-    """In which the gradients of one pass are added to those of the passes before, one kernel for each."""
+    """Seconds to add the gradients of one pass to those of the passes before, with one kernel for each gradient."""
     sum_launch_s: float = 0.0
-    """The part of :attr:`sum_s` that kernels of no bytes would take, which sharding the tensors does not shorten."""
+    """The part of :attr:`sum_s` that kernels of no bytes would take; sharding does not shorten it."""
     library_s: float = 0.0
     """The part of ``device_s`` in kernels whose time differs by the version of their library (cuDNN)."""
 
@@ -121,7 +120,7 @@ class PredictedStep:
 
     @property
     def host_share(self) -> float:
-        """What the host takes, as a share of what the device takes."""
+        """The host's seconds over the device's; 0 if the device takes no time."""
         return self.host_s / self.device_s if self.device_s > 0 else 0.0
 
     @property
@@ -137,12 +136,12 @@ class PredictedStep:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Exchanges:
-    """What a step on several devices waits for."""
+    """The communication that a step on several devices waits for."""
 
     seconds: Array
-    """(n,) of collectives that follow an op, and for which the next one waits; the host issues them like ops."""
+    """(n,) seconds of the collectives that follow an op and that the next op waits for; the host issues them like ops."""
     restarts: Sequence[int] = ()
-    """Ops before which the host waits for the device, ascending: it has issued nothing ahead there."""
+    """Ascending indices of ops before which the host waits for the device, so that it has issued nothing ahead."""
 
 
 def time_step(
@@ -154,8 +153,8 @@ def time_step(
     Precision and layout are those that the graph was traced in (``meta``).
 
     Args:
-        optimizer: a name of ``OPTIMIZERS``, whose update follows the graph's ops; not for a graph that recorded an update.
-        exchanges: the collectives of a step on several devices; None: it runs on one.
+        optimizer: a name of ``OPTIMIZERS``, whose update follows the graph's ops; "none" for a graph with a recorded update.
+        exchanges: the collectives of a step on several devices; None: the step runs on one.
 
     Raises InputError for a precision in float8 on a device without it.
     """
@@ -166,7 +165,7 @@ def time_step(
     op_s = kernels.per_op(kernels_s)
     op_s = op_s if exchanges is None else op_s + exchanges.seconds
     is_compute = graph.kind == COMPUTE
-    # What costs nothing in an ONNX file (constants, shapes, reshapes) is folded before it runs; autograd detaches by itself.
+    # Free ops that take the host no time: those of ONNX files are folded before a run, and autograd detaches by itself.
     is_unseen = np.array([op_type.startswith("onnx.") or op_type == _DETACH for op_type in graph.op_type], dtype=bool)
     is_compiled = bool(graph.meta.get("compiled"))
     view_s = np.where(is_unseen | is_compiled, 0.0, VIEW * constants.issue_s)
@@ -175,7 +174,7 @@ def time_step(
     issue_s = issue_s if exchanges is None else issue_s + constants.issue_s * (exchanges.seconds > 0)
     update = update_of(graph, optimizer)
     update_op_s = seconds(demand_of(update.kernels, device), constants)
-    # The host goes through the tensors before it launches the first op of the update, a recorded one or the one that follows.
+    # Before it launches the first op of the update (recorded, or following the pass), the host goes through the tensors.
     recorded_update = next((op for op, name in enumerate(graph.names) if name.startswith(UPDATE)), None)
     has_update = recorded_update is not None or len(update_op_s) > 0
     tensors_s = constants.update_s * len(graph.of_kind(SEND)) * has_update
@@ -191,8 +190,8 @@ def time_step(
     sum_launch_s = constants.issue_s if is_host_bound else constants.start_s  # what one kernel takes at least
     all_issue_s = np.concatenate([issue_s, update_issue_s])
     all_op_s = np.concatenate([op_s, update_op_s])
-    # Between two restarts the host issues ops ahead of the device; at a restart both begin together. A wait after the last
-    # kernel of the update holds up nothing.
+    # Between two restarts the host issues ops ahead of the device; at a restart both begin together. A wait after the update's
+    # last kernel delays nothing.
     waits = [len(op_s) + kernel for kernel in update.waits if kernel < len(update_op_s)]
     bounds = [0, *(exchanges.restarts if exchanges is not None else ()), *waits, len(all_op_s)]
     end_s = np.zeros(len(all_op_s))
@@ -222,14 +221,14 @@ def demand_float8(device: Device, precision: object) -> None:
 
 
 def _ends_s(issue_s: Array, op_s: Array) -> Array:
-    """Return (n,) when each op ends, from when the host begins to issue them.
+    """Return (n,) when each op ends on the device, in seconds after the host begins to issue them.
 
     ``issue_s``, ``op_s`` (n,): the seconds of every op on the host and on the device. An op starts once it was issued and the
-    one before it has ended: end_i = max over j <= i of issued_j + t_j + ... + t_i.
+    one before it has ended: end_i = max over j <= i of issued_j + op_s_j + ... + op_s_i.
     """
     issued_s, done_s = np.cumsum(issue_s), np.cumsum(op_s)
-    # How much later than without any waiting the device would start an op if only this op had to wait for the host; ops
-    # that take the device no time, such as views, keep nothing waiting.
+    # By op, the delay of the device if it had to wait for the host before this op alone. Ops that take the device no time,
+    # such as views, delay nothing.
     delay_s = np.where(op_s > 0, issued_s - (done_s - op_s), -np.inf)
     longest_delay_s = np.maximum.accumulate(delay_s)
     ends_s: Array = np.where(np.isfinite(longest_delay_s), done_s + longest_delay_s, 0.0)
@@ -237,27 +236,27 @@ def _ends_s(issue_s: Array, op_s: Array) -> Array:
 
 
 UPDATE = "update/"
-"""Before the name of an op of a recorded update."""
+"""The beginning of the names of ops of a recorded update."""
 
 
 @dataclass(frozen=True, eq=False)
 class CostModel:
-    """Times on one device. ``Residuals`` are the range of measured / predicted, by what was predicted."""
+    """Predicts times on one device. ``Residuals`` are ranges of measured / predicted, for different kinds of predictions."""
 
     device: Device
     constants: Constants
     residuals: Residuals
-    """Of a step that is bound by the device."""
+    """Range for a step that is bound by the device."""
     host_residuals: Residuals
-    """Of a step that is bound by the host."""
+    """Range for a step that is bound by the host."""
     library_residuals: Residuals
-    """Of a step whose kernels differ by the library's version."""
+    """Range for a step whose kernels differ by the library's version."""
     product_residuals: Residuals
-    """Of a matrix product by itself."""
+    """Range for a matrix product by itself."""
     collective_residuals: Residuals
-    """Of a collective by itself."""
+    """Range for a collective by itself."""
     compiled_residuals: Residuals
-    """Of a step under ``torch.compile``."""
+    """Range for a step under ``torch.compile``."""
 
     def step(self, graph: Graph, *, optimizer: str = "none", exchanges: Exchanges | None = None) -> PredictedStep:
         """Return the predicted time of one step of a traced graph on this device; see :func:`time_step`."""
@@ -278,7 +277,7 @@ class CostModel:
                 weight from ``LIBRARY_BOUND`` on.
             compiled: whether the step runs under ``torch.compile``; the range of such steps then has all weight.
         """
-        low_ratio, high_ratio = self.residuals.low, self.residuals.high  # the prediction lies between them
+        low_ratio, high_ratio = self.residuals.low, self.residuals.high
         for wider_residuals, share in (
             (self.compiled_residuals, float(compiled)),
             (self.library_residuals, library_share / LIBRARY_BOUND),
@@ -304,8 +303,8 @@ _OF_ALL: tuple[Literal["host", "library", "product", "collective", "compiled"], 
 def cost_model(device: Device, calibration: CalibrationTable) -> CostModel:
     """Return the cost model of a device: with its own fit if a user calibrated it, else with its generation's factors.
 
-    A CPU has neither, and is taken to reach its datasheet. How sure predictions are depends on what was measured: steps on
-    this very device, steps on its generation, or none. A device whose figures the user gives is none that was measured.
+    A CPU without a fit is taken to reach its datasheet. The range of predictions depends on what was measured: steps on this
+    very device, steps on its generation, or none. A device whose figures the user gives counts as not measured.
     """
     of_all = tuple(calibration.residuals[kind] for kind in _OF_ALL)
     own_fit = device.fitted
@@ -325,7 +324,7 @@ def cost_model(device: Device, calibration: CalibrationTable) -> CostModel:
     return CostModel(device, _constants(calibration, units), residuals, *of_all)
 
 
-# Of other makers single operations were measured, and no step: these reach between a half and twice what is predicted.
+# For other makers, only single operations were measured, which took from half to twice the predicted time, and no step.
 _ANOTHER_MAKER = Residuals(
     low=0.6, high=2.2, median_error=0.4, rows=0, what="a belief: no step on a GPU of this maker was measured"
 )
@@ -334,7 +333,7 @@ _UNCALIBRATED = Residuals(low=1.0, high=4.0, median_error=0.6, rows=1, what="the
 
 
 def datasheet(device: Device) -> CostModel:
-    """Return the cost model of a device that reaches its datasheet and has no host beside it: how CPUs are estimated."""
+    """Return the cost model of a device that reaches its datasheet and whose host takes no time, as CPUs are estimated."""
     return CostModel(device, DATASHEET, *(_UNCALIBRATED,) * (1 + len(_OF_ALL)))
 
 
@@ -345,10 +344,10 @@ def _constants(calibration: CalibrationTable, units: dict[str, float]) -> Consta
 
 
 def _units(branch: str, calibration: CalibrationTable) -> dict[str, float]:
-    """Return the factors of a branch of chips on the shares that its units reach: matrix, float32, memory.
+    """Return, by unit, the factors of a branch of chips on the shares that kernels reach (matrix units, float32, memory).
 
-    They are the measured ones; else the geometric mean of those of the nearest measured branches before and after it in
-    ``BRANCHES``; else 1.
+    They are the measured ones; otherwise the geometric means of those of the nearest measured generations before and after it
+    in its branch of ``BRANCHES``; otherwise 1.
     """
     factors_by_branch = calibration.generations
     if branch in factors_by_branch:
@@ -377,10 +376,10 @@ def estimate(
 ) -> Graph:
     """Return the graph with every duration set for the model's device and ``network``, in seconds. O(n).
 
-    A compute op lasts from the end of the one before it to its own: where the device waits for the host, the op that it
-    waits for takes longer. ``meta`` gets the seconds of the update that follows the graph's ops (``update_s``), and between
-    which factors of the prediction 80 % of measurements are expected (``error_low``, ``error_high``). Transfers are spread
-    over ``network.parameter_servers`` channels; see :func:`assign_channels`. ``exchanges``: as of :func:`time_step`.
+    A compute op lasts from the end of the op before it to its own end, so that an op for which the device waits for the host
+    takes longer. ``meta`` gets the seconds of the update that follows the graph's ops (``update_s``), and the factors on the
+    prediction between which 80 % of measurements are expected (``error_low``, ``error_high``). Transfers are spread over
+    ``network.parameter_servers`` channels; see :func:`assign_channels`. ``exchanges``: see :func:`time_step`.
     """
     graph = assign_channels(graph, network.parameter_servers)
     step = model.step(graph, optimizer=optimizer, exchanges=exchanges)
@@ -420,7 +419,10 @@ def estimate(
 
 
 def _whole_matrices(graph: Graph, optimizer: str) -> dict[str, float]:
-    """Return how many matrices an update needs whole, and their bytes in bfloat16; nothing, or zeros, where it needs none."""
+    """Return entries of ``meta``: how many matrices an update needs whole, and their bytes in bfloat16.
+
+    Only Muon needs any; otherwise entries that the graph has already are set to 0, and others are left out.
+    """
     if optimizer != "muon" or graph.mode != "training":
         return dict.fromkeys(graph.meta.keys() & {"update_matrices", "update_matrix_bytes"}, 0.0)
     matrices = [2.0 * each.rows * each.columns for each in parameters_of(graph) if each.hidden]
@@ -428,7 +430,7 @@ def _whole_matrices(graph: Graph, optimizer: str) -> dict[str, float]:
 
 
 def _estimate_source(source: Estimate | None) -> Estimate:
-    """Return the source of an op's estimated time; None, a cost without provenance, counts as "default"."""
+    """Return the source of an op's time, "rule" or "free" if that is the source of its cost, else "default"."""
     return source if source in ("rule", "free") else "default"
 
 

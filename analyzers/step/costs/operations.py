@@ -1,6 +1,6 @@
-"""One operation by itself: how long a matrix product or a collective takes, and what limits it.
+"""The time of a single matrix product or collective, and what limits it: easy to check before believing a whole step.
 
-What a person checks first before believing a whole step. Start at :func:`time_product` and :func:`time_collective`.
+Start at :func:`time_product` and :func:`time_collective`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ddltool.graph_results import OperationTime
 from ddltool.units import parse_bytes, show_bytes
 
 ProductPrecision = Literal["fp32", "tf32", "bf16", "fp16", "fp8", "nvfp4"]
-# The type of the operands, and the bytes of their elements and of the result's.
+# (type of the operands, bytes of their elements, bytes of the result's elements)
 _TYPES: dict[ProductPrecision, tuple[str, float, int]] = {
     "fp32": ("float32", 4, 4),
     "tf32": ("float32", 4, 4),
@@ -35,24 +35,24 @@ _TYPES: dict[ProductPrecision, tuple[str, float, int]] = {
 }
 _UNMEASURED = "; by the datasheet alone, no product in four bits was measured"
 _COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
-# A loop of one operation finds its operands in the last cache as far as they fit; this share of their traffic is then saved.
+# In a loop of one operation, its operands are in the last cache as far as they fit; this saves so much of their traffic.
 _CACHED = 0.5
-# A longer side of a product is a slip of the user's.
+# A longer side of a product is taken for a typing error.
 _LARGEST_SIDE = 2**40
-# Memory limits a product that would take this share of its time for its traffic alone.
+# A product is said to be limited by memory if its traffic alone would take this share of its time.
 _BY_MEMORY = 0.8
 # Large enough that NCCL chooses an algorithm by its bandwidth.
 _LARGE_BYTES = 2.0**30
-# NVLink joins so many GPUs of a rack.
+# The word in a device's data that tells a rack joined by NVLink, and the number of its GPUs.
 _RACK, _RACK_GPUS = "NVL72", 72
 
 
 def time_product(model: CostModel, text: str, precision: str) -> OperationTime:
-    """Return the time of a product ``MxNxK`` or ``COUNTxMxNxK`` on a device, run again and again by itself, and its limit.
+    """Return the time of a product ``MxNxK`` or ``COUNTxMxNxK`` on a device, run in a loop by itself, and what limits it.
 
     The product is of an (M, K) and a (K, N) matrix, COUNT of them at once. ``precision``: of the operands, see
-    ``ProductPrecision``; the result of ``fp8`` and ``nvfp4`` is bfloat16. Raises InputError for another text, and for a
-    precision that the device's datasheet has no rate for.
+    ``ProductPrecision``; the result of ``fp8`` and ``nvfp4`` is bfloat16. Raises InputError for any other text, and for a
+    precision for which the device's datasheet has no rate.
     """
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){2,3}", text) or max(map(int, text.split("x"))) > _LARGEST_SIDE:
         raise InputError("--product", f"{text!r} is no product", "give MxNxK, such as 8192x8192x4096")
@@ -87,9 +87,9 @@ def time_product(model: CostModel, text: str, precision: str) -> OperationTime:
 
 
 def warm_demand(kernels: Kernels, device: Device, precision: str) -> Demand:
-    """Return the demand of operations that run in a loop, and so find their operands in the last cache as far as they fit.
+    """Return the demand of operations that run in a loop, with their operands in the last cache as far as they fit.
 
-    ``precision``: as of :func:`demand_of`.
+    ``precision``: see :func:`demand_of`.
     """
     demand = demand_of(kernels, device, precision=precision, brief=True)
     fitting = np.minimum(device.l2_bytes / np.maximum(kernels.moved_bytes, 1.0), 1.0)
@@ -97,11 +97,11 @@ def warm_demand(kernels: Kernels, device: Device, precision: str) -> Demand:
 
 
 def time_collective(model: CostModel, text: str) -> OperationTime:
-    """Return the time of ``all-reduce:64MiB:8``: a collective, its bytes, its GPUs; ``:ring``, ``:tree``, ``:nvls`` may follow.
+    """Return the time of a collective given as ``all-reduce:64MiB:8`` (name, bytes, GPUs), and what limits it.
 
-    The bytes are those of the whole tensor: what is reduced, put together by all-gather or taken apart by reduce-scatter. The
-    GPUs are those of one node, on the device's own link. What limits the time is told with it, and so is the time without
-    NVLS where NCCL would choose that. Raises InputError for another text.
+    An algorithm may follow: ``:ring``, ``:tree`` or ``:nvls``. The bytes are those of the whole tensor that is reduced,
+    gathered or scattered. The GPUs are in one node, on the device's own link. If NCCL would choose NVLS, the time without it
+    is told, too. Raises InputError for any other text.
     """
     parts = text.split(":")
     remedy = "give NAME:SIZE:GPUS, such as all-reduce:64MiB:8"
@@ -133,9 +133,9 @@ def time_collective(model: CostModel, text: str) -> OperationTime:
 
 
 def own_fabric(device: Device) -> Fabric:
-    """Return the fabric of one node of a device type on its own link.
+    """Return the fabric of one node of a device type, on the device's own link.
 
-    The node is a rack of 72 where the datasheet says that NVLink joins one, else a board of 8.
+    The node has the 72 GPUs of a rack if the device's data names one that NVLink joins, else 8.
     """
     is_rack = _RACK in f"{device.title} {device.source} {device.note}"
     return fabric_of(device, gpus_per_node=_RACK_GPUS if is_rack else DEVICES_PER_NODE)
@@ -152,14 +152,14 @@ def collective_s(group: Group, name: str, size_bytes: float) -> float:
 
 
 def _algorithms(group: Group, size_bytes: float) -> Sequence[Algorithm]:
-    """Return the algorithms that NCCL chooses for an all-reduce of that size and of a large one, to tell if NVLS is there."""
+    """Return the two algorithms that NCCL chooses for an all-reduce of a size and of a large one; NVLS shows in one of them."""
     return [group.chosen("all_reduce", size)[0] for size in (size_bytes, _LARGE_BYTES)]
 
 
 def _ranged(operation: str, time_s: float, residuals: Residuals, limit: str) -> OperationTime:
-    """Return the time of an operation with the range in which 80 % of measurements are expected, by ``residuals``.
+    """Return the time of an operation with the range of ``residuals``, in which 80 % of measurements are expected.
 
-    ``limit``: what limits it, in words.
+    ``operation``: its name; ``limit``: a text that says what limits it.
     """
     return OperationTime(
         operation=operation,

@@ -1,9 +1,9 @@
-"""What an optimizer's update costs, as torch.optim runs it on a GPU: its kernels, its states, and what it holds meanwhile.
+"""The cost of an optimizer's update as torch.optim runs it on a GPU: its kernels, its states and its temporary tensors.
 
-Most optimizers do the same to every number of every parameter. Muon and Adafactor do not: their products, their states and
-their temporaries follow from each parameter's shape, and they go through the parameters one by one. Start at
-:data:`OPTIMIZERS` and :func:`update_of`. Sources: torch/optim/_muon.py and _adafactor.py (``foreach`` is no choice of Muon's,
-and not Adafactor's default).
+Most optimizers do the same to every number of every parameter. Muon and Adafactor do not: their products, states and
+temporaries follow from each parameter's shape, and they update the parameters one by one. Start at :data:`OPTIMIZERS` and
+:func:`update_of`. Sources: torch/optim/_muon.py and _adafactor.py (Muon has no ``foreach`` form, and it is not Adafactor's
+default).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from ddltool.graph import NO_GEMM, SEND, Gemm, Graph
 from ddltool.precision import precision_of
 
 Row = tuple[str, str, float, Gemm]
-"""A kernel: the type of its op, the type that it works in, the bytes that it moves, and its product."""
+"""A kernel: (op type, type that it works in, bytes that it moves, its product)."""
 VIEW_OP, WAIT = "view", "wait"
-"""Op types of rows that are no kernel: a view, which the host makes all the same, and a number that the host waits for."""
+"""Op types of rows that are no kernel: a view, which takes time of the host, and a number that the host waits for."""
 # Muon's Newton-Schulz iterations, and the bytes of an element of bfloat16, in which they compute.
 _STEPS, _HALF = 5, 2.0
 
@@ -43,40 +43,41 @@ class Parameter:
     count: float
     rows: float
     columns: float
-    """It is ``count`` matrices of so many rows and columns; a vector has 0 of both, and is ``columns`` long."""
+    """The parameter is ``count`` matrices (rows, columns); for a vector, count and rows are 0, and columns is its length."""
     hidden: bool
-    """Whether it is one matrix in one of the model's blocks, or in a model that has none: one that Muon takes."""
+    """Whether it is a single matrix in one of the model's blocks (or in a model without blocks), which Muon updates."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Optimizer:
-    """What an update costs, as torch.optim runs it on a GPU."""
+    """The cost of an optimizer's update, as torch.optim runs it on a GPU."""
 
     states: int
-    """Copies of the parameters that it keeps."""
+    """How many states it keeps of each element."""
     kernels: tuple[int, ...]
-    """Its kernels, each over all tensors: how often each reads or writes the parameters' size."""
+    """For each of its kernels over all tensors, how often it reads or writes the parameters' bytes."""
     temporaries: int = 0
-    """Copies of the gradients' size that it makes while it updates."""
+    """How many tensors of a gradient's size it makes while it updates."""
     counters: int = 0
-    """Bytes per tensor that it counts its steps in on the device, in a kernel of their own before the others."""
+    """Bytes per tensor of a step counter on the device, which a kernel of its own updates before the others; 0: it has none."""
     each: Callable[[Parameter], Iterator[Row]] | None = None
-    """The kernels of a parameter that it updates by itself; None: its kernels are those over all tensors."""
+    """Returns the kernels for a parameter that is updated by itself; None: all kernels are over all tensors."""
     shares: Callable[[Parameter], tuple[float, ...]] | None = None
-    """The bytes of each state of such a parameter, as shares of its own."""
+    """Returns the bytes of each state of such a parameter, as shares of the parameter's."""
     takes: Callable[[Parameter], bool] = lambda _: True
-    """Which parameters those are; AdamW with ``fused=True`` takes the others."""
+    """Returns whether a parameter is updated in this way; AdamW with ``fused=True`` updates the others."""
     state_width: float | None = None
-    """Bytes of an element of a state, which the last kernel reads and writes; None: as wide as the parameter, and counted."""
+    """Bytes of an element of a state; the last kernel then reads and writes the states in addition to what ``kernels`` says.
+    None: states are as wide as the parameter, and ``kernels`` includes them."""
 
     def state_share(self, width: float) -> float:
-        """Return the bytes of all its states as a share of the parameters', whose elements have ``width`` bytes."""
+        """Return the bytes of all states over those of the parameters, whose elements have ``width`` bytes."""
         return self.states * (1.0 if self.state_width is None else self.state_width / width)
 
     def kernels_at(self, width: float) -> tuple[float, ...]:
-        """Return by kernel how often it reads or writes the parameters' size, for elements of ``width`` bytes.
+        """Return for each kernel how often it reads or writes the parameters' bytes, for elements of ``width`` bytes.
 
-        States of a width of their own are read and written once each by the last kernel.
+        The last kernel reads and writes each state of ``state_width`` once.
         """
         if self.state_width is None:
             return self.kernels
@@ -86,7 +87,7 @@ class Optimizer:
 def _muon(parameter: Parameter) -> Iterator[Row]:
     """Yield the kernels of Muon's update of one matrix: momentum, five Newton-Schulz iterations in bfloat16, the step.
 
-    The matrix is transposed where it has more rows than columns, so that the product with itself is as small as it can be.
+    A matrix with more rows than columns is transposed first, so that its product with itself is as small as possible.
     """
     size, kept, half_type = parameter.size_bytes, parameter.dtype, "bfloat16"
     m, n = sorted((parameter.rows, parameter.columns))
@@ -114,7 +115,7 @@ def _muon(parameter: Parameter) -> Iterator[Row]:
 
 
 def _adafactor(parameter: Parameter) -> Iterator[Row]:
-    """Yield the kernels of Adafactor's update of one parameter; its two norms are read by the host."""
+    """Yield the kernels of Adafactor's update of one parameter; the host waits for two norms."""
     size, width = parameter.size_bytes, parameter.width
     one = width * max(parameter.count, 1.0)  # bytes of one number for each of its matrices
 
@@ -123,7 +124,7 @@ def _adafactor(parameter: Parameter) -> Iterator[Row]:
         return op_type, parameter.dtype, moved_bytes, gemm
 
     def norm() -> Iterator[Row]:
-        """Yield the norm of a tensor of the parameter's size, for which the host waits."""
+        """Yield the kernel of the norm of a tensor of the parameter's size, and the host's wait for it."""
         yield kernel("linalg_vector_norm", size + width)
         yield _wait
 
@@ -150,7 +151,10 @@ _wait: Row = (WAIT, "", 0.0, NO_GEMM)
 
 
 def _factored(parameter: Parameter) -> tuple[float, ...]:
-    """Return the bytes of Adafactor's states as shares of a parameter's: a number a row and a column; of a vector, a copy."""
+    """Return the bytes of Adafactor's states over the parameter's.
+
+    They are a number for each row and one for each column of a matrix, and a copy of a vector.
+    """
     return (1.0 / parameter.columns, 1.0 / parameter.rows) if parameter.rows else (1.0,)
 
 
@@ -173,8 +177,9 @@ OPTIMIZERS = {
     "foreach-adam": Optimizer(states=2, kernels=_FOREACH_ADAM, temporaries=1),
     "foreach-adamw": Optimizer(states=2, kernels=(2, *_FOREACH_ADAM), temporaries=1),
 }
-"""By the names of ``--optimizer``: ``fused=True``, one kernel over all tensors, as trainers run them; ``foreach-``: one kernel
-for each step of the formula, torch's own default. ``muon``: of the matrices in blocks; AdamW has the rest."""
+"""By the names of ``--optimizer``. Plain names are of ``fused=True``, one kernel over all tensors, as trainers run them;
+``foreach-`` is torch's own default, one kernel for each step of the formula. ``muon`` updates the matrices in blocks, and AdamW
+the rest."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -183,15 +188,15 @@ class IssuedUpdate:
 
     kernels: Kernels
     views: NDArray[np.int64]
-    """(k,) views that the host makes before each kernel."""
+    """(k,) how many views the host makes before each kernel."""
     waits: tuple[int, ...]
-    """Kernels that the host issues only once the device has done all before."""
+    """Indices of kernels that the host issues only when the device has done all before."""
 
 
 def parameters_of(graph: Graph) -> tuple[Parameter, ...]:
-    """Return the trained parameters of a graph, in their order, as an optimizer that goes by shapes sees them.
+    """Return the trained parameters of a graph with their shapes, in the order of its sends, without empty ones.
 
-    Raises InputError for a graph that does not say the shapes.
+    Raises InputError for a graph that lacks the shapes.
     """
     sends = [op for op in graph.of_kind(SEND).tolist() if graph.size_bytes[op] > 0]
     names = [graph.parameter[op] or "" for op in sends]
@@ -216,27 +221,27 @@ _WIDTHS = {"float64": 8.0, "bfloat16": 2.0, "float16": 2.0}
 
 
 def update_of(graph: Graph, optimizer: str) -> IssuedUpdate:
-    """Return the update of a traced training step; one without kernels for inference and a recorded update.
+    """Return the kernels of the update that follows a traced training step; none for inference or without trained parameters.
 
-    ``optimizer``: a name of ``OPTIMIZERS``. A kernel over the step counters of all tensors comes first where it keeps them.
-    Raises InputError as :func:`parameters_of` does, and where the optimizer takes none of the parameters.
+    ``optimizer``: a name of ``OPTIMIZERS``. Raises InputError as :func:`parameters_of` does, and if an optimizer that updates
+    some parameters by themselves finds none of these.
     """
     update = OPTIMIZERS[optimizer]
     if graph.mode != "training" or not graph.trained_bytes:
-        return _issued([])
+        return _issued_update([])
     if update.each is not None:
         parameters = parameters_of(graph)
         if not any(map(update.takes, parameters)):
             raise InputError("--optimizer", f"{optimizer} finds no matrix in the blocks of {graph.name}", "give adamw")
-        return _one_by_one(parameters, optimizer)
+        return _update_per_parameter(parameters, optimizer)
     width = precision_of(graph.meta.get("precision")).width
-    return _issued(list(_together(update, width, graph.trained_bytes, len(graph.of_kind(SEND)))))
+    return _issued_update(list(_kernels_over_all_tensors(update, width, graph.trained_bytes, len(graph.of_kind(SEND)))))
 
 
-def _together(update: Optimizer, width: float, size_bytes: float, tensors: int) -> Iterator[Row]:
-    """Yield the kernels of an update that goes over all ``tensors`` at once, ``size_bytes`` together.
+def _kernels_over_all_tensors(update: Optimizer, width: float, size_bytes: float, tensors: int) -> Iterator[Row]:
+    """Yield the kernels of an update over all tensors at once, that of the step counters first if there are any.
 
-    ``width``: bytes of an element.
+    ``tensors``: their number; ``size_bytes``: of all parameters together; ``width``: bytes of an element.
     """
     counter_bytes = float(update.counters * tensors)
     if counter_bytes:
@@ -246,20 +251,21 @@ def _together(update: Optimizer, width: float, size_bytes: float, tensors: int) 
 
 
 @lru_cache(maxsize=32)
-def _one_by_one(parameters: tuple[Parameter, ...], optimizer: str) -> IssuedUpdate:
-    """Return the update of an optimizer that goes through its parameters, and of AdamW for those that it does not take."""
+def _update_per_parameter(parameters: tuple[Parameter, ...], optimizer: str) -> IssuedUpdate:
+    """Return the kernels of an optimizer that updates some parameters one by one, then of AdamW over all the others."""
     update = OPTIMIZERS[optimizer]
     assert update.each is not None
     rows = [row for parameter in parameters if update.takes(parameter) for row in update.each(parameter)]
     rest = [parameter for parameter in parameters if not update.takes(parameter)]
     if rest:
         size_bytes = sum(parameter.size_bytes for parameter in rest)
-        rows += _together(OPTIMIZERS["adamw"], rest[0].width, size_bytes, len(rest))
-    return _issued(rows)
+        # AdamW's states are as wide as the parameters, so that the width of one stands for all.
+        rows += _kernels_over_all_tensors(OPTIMIZERS["adamw"], rest[0].width, size_bytes, len(rest))
+    return _issued_update(rows)
 
 
-def _issued(rows: list[Row]) -> IssuedUpdate:
-    """Return the update of these rows, in which views and waits stand before the kernel that follows them."""
+def _issued_update(rows: list[Row]) -> IssuedUpdate:
+    """Return the update of rows of kernels, views and waits, in order; views and waits belong to the kernel after them."""
     kernels: list[Row] = []
     views: list[int] = []
     waits: list[int] = []
@@ -277,9 +283,9 @@ def _issued(rows: list[Row]) -> IssuedUpdate:
 
 
 def state_shares(parameter: Parameter, optimizer: str) -> tuple[float, ...]:
-    """Return the bytes of each state of a parameter as shares of its own, for an optimizer that goes by shapes.
+    """Return the bytes of each state of a parameter over the parameter's, for an optimizer that goes by shapes.
 
-    A parameter that the optimizer does not take has AdamW's states: two copies, and a counter of steps.
+    A parameter that the optimizer does not update by itself has AdamW's states: two copies, and a counter of steps.
     """
     update, rest = OPTIMIZERS[optimizer], OPTIMIZERS["adamw"]
     if update.shares is not None and update.takes(parameter):
@@ -288,9 +294,9 @@ def state_shares(parameter: Parameter, optimizer: str) -> tuple[float, ...]:
 
 
 def state_share(graph: Graph, optimizer: str) -> float:
-    """Return the bytes of all states of an optimizer as a share of the trained parameters'.
+    """Return the bytes of all states of an optimizer over those of the trained parameters.
 
-    Raises InputError for an optimizer that goes by shapes where the graph does not say them.
+    Raises InputError for an optimizer that goes by shapes if the graph lacks them.
     """
     update = OPTIMIZERS[optimizer]
     if update.each is None:
@@ -301,10 +307,10 @@ def state_share(graph: Graph, optimizer: str) -> float:
 
 
 def temporaries(parameters: tuple[Parameter, ...], optimizer: str) -> tuple[float, ...]:
-    """Return the bytes of the tensors that an optimizer which goes by shapes holds where it holds most.
+    """Return the bytes of each temporary tensor at the moment when an optimizer that goes by shapes holds most; () for none.
 
-    Muon: the momentum's copy, the matrix before and after an iteration, and the two squares of its shorter side. Adafactor:
-    two estimates of a variance, the other of the parameter before, and of a vector its square.
+    Muon holds a copy of the momentum, the matrix before and after an iteration, and two square matrices of its shorter side.
+    Adafactor holds the estimate of the variance of a parameter, that of the parameter before, and for a vector its square.
     """
     update = OPTIMIZERS[optimizer]
     taken = [parameter for parameter in parameters if update.takes(parameter)]

@@ -53,19 +53,20 @@ from ddltool.errors import InputError
 from ddltool.graph import SEND, Graph
 from ddltool.precision import precision_of
 
-# Parameters that are kept at more than this many times the bytes that they are read at have a copy to update.
+# Parameters that are kept in more than this many times the bytes in which ops read them have a float32 copy to update.
 _COPIED = 1.5
-# How often an update with copies passes over the bytes of the float32 parameters, beside the optimizer's own passes: the
-# gradients are read for their norm, and parameters of the half type, which has half the bytes, are written. The buffer of
-# gradients is filled with zeros whole, however the update is shared.
+# How often an update with copies passes over the bytes of the float32 parameters beside the optimizer's own kernels: once to
+# read the gradients for their norm, and half to write parameters of the half type. The buffer of gradients is filled with zeros
+# once, and as a whole even if the update is shared.
 _NORM_AND_CAST, _ZEROED = 1.5, 1.0
 
 
 def parallel_curve(curve: WorkCurve, setting: Setting) -> WorkCurve:
     """Return the work of one GPU's stage and rank under a setting's layout; ``curve`` itself for a layout of one GPU.
 
-    ``curve``: the work of the step on one GPU. Raises InputError for what :func:`rank_of` refuses, for blocks that the
-    stages do not divide, and for a budget of memory.
+    ``curve``: the work of the step on one GPU. Raises InputError as :func:`rank_of` does, for a number of blocks that the
+    stages do not divide, and for settings that are not modelled beside such a layout: shards on the host, a budget of memory,
+    and degrees that do not go together.
     """
     layout = setting.layout
     if layout == ParallelDegrees():
@@ -84,23 +85,23 @@ def parallel_curve(curve: WorkCurve, setting: Setting) -> WorkCurve:
     if setting.budget_bytes is not None:
         raise InputError("--checkpointing", "no budget is kept stage by stage", "give none, selective or full")
     parallel = ParallelCurve.of(curve, layout, setting.accumulation)
-    parallel.lifetimes(parallel.traced.graph.batch_size or 1)  # refuses stages that do not divide the blocks
+    parallel.lifetimes(parallel.traced.graph.batch_size or 1)  # raises if the stages do not divide the blocks
     return parallel
 
 
 class _Ranks:
-    """Makes of each trace of a curve the step of one rank of a tensor group, once for each batch size."""
+    """Makes the step of one rank of a tensor group from each trace of a whole step, once for each batch size."""
 
     def __init__(self, curve: WorkCurve, layout: ParallelDegrees) -> None:
-        """``curve``: the work of the whole step, of whose traces ranks are made; ``layout``: how many ranks share it."""
+        """Keep ``curve``, the work of the whole step, and ``layout``, whose ``tensor`` ranks share it."""
         self.curve, self.layout = curve, layout
         self._known: dict[int | None, Rank] = {}
         """What :meth:`rank` has returned, by traced batch size."""
 
     def rank(self, traced: TracedStep) -> Rank:
-        """Return the step of one rank of a tensor group; all of the step if the group has one rank.
+        """Return the step of one rank of a tensor group; the whole step if the group has one rank.
 
-        Traces at other batch sizes that are made of the result are a rank's, too.
+        Tracing the result at another batch size gives a rank's step, too.
         """
         size = traced.graph.batch_size
         if size not in self._known:
@@ -119,29 +120,29 @@ class _Ranks:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ParallelCurve(WorkCurve):
-    """The work of one GPU at any batch size; ``traced`` is a rank's step, with the blocks of all stages."""
+    """The work of one GPU of a layout at any batch size; ``traced`` is a rank's step through the blocks of all stages."""
 
     whole: WorkCurve
-    """The work of the step on one GPU, neither split nor staged."""
+    """The work of the whole step on one GPU."""
     ranks: _Ranks
     layout: ParallelDegrees
     passes: int
-    """Of a step whose memory is asked for: as many micro-batches go through the pipeline."""
+    """How many micro-batches of a step go through the pipeline, on which its memory depends."""
     _stages: dict[int, Stages] = field(default_factory=dict)
     """By traced batch size."""
 
     @classmethod
     def of(cls, curve: WorkCurve, layout: ParallelDegrees, passes: int) -> ParallelCurve:
-        """Return the work of a GPU of a layout. A layout of one GPU gives the step as Megatron-LM runs it there.
+        """Return the work of one GPU of a layout; a layout of one GPU gives the step as Megatron-LM runs it.
 
-        ``passes``: micro-batches of a step.
+        ``curve``: the work of the whole step; ``passes``: micro-batches of a step.
         """
-        curve = curve.under(Sharding(kind="fsdp"))  # computes in the half type, without casts between the ops
+        curve = curve.under(Sharding(kind="fsdp"))  # as Megatron-LM does, it computes in the half type without casts
         ranks = _Ranks(curve, layout)
         return cls(traced=ranks.rank(curve.traced).traced, whole=curve, ranks=ranks, layout=layout, passes=passes)
 
     def under(self, sharding: Sharding, compile: bool = False) -> WorkCurve:
-        """Return this work: nothing is cast between its ops under any sharding, and its tensors live as they are traced."""
+        """Return this work itself: it has no casts between ops under any sharding, and compiling does not change its memory."""
         return self
 
     def lifetimes(self, batch_size: int) -> TensorLifetimes:
@@ -151,7 +152,7 @@ class ParallelCurve(WorkCurve):
     def held(
         self, batch_size: int, sharding: Sharding, optimizer: str, saved_ops: SavedOps | Checkpointing = "none"
     ) -> Held | None:
-        """Return the bytes that a process of the fullest stage holds; see :meth:`WorkCurve.held`."""
+        """Return the bytes that a process of the stage with the highest peak holds; see :meth:`WorkCurve.held`."""
         if self.traced.largest is not None and batch_size > self.traced.largest:
             return None
         stages = self._stages_at(batch_size)
@@ -167,7 +168,7 @@ class ParallelCurve(WorkCurve):
     def timed(self, batch_size: int, model: CostModel, setting: Setting) -> Graph:
         """Return the graph of a rank's pass through all stages, with the model's times.
 
-        The exchanges within the tensor group count in the ops that they follow.
+        The time of an exchange within the tensor group is added to that of the op that it follows.
         """
         graph = self.traced.at(batch_size)
         rank = self._stages_at(batch_size).rank
@@ -187,10 +188,11 @@ class ParallelCurve(WorkCurve):
     def step_time(
         self, graph: Graph, program: Program, model: CostModel, setting: Setting, placement: Placement, batch_size: int
     ) -> StepSeconds:
-        """Return the time of a step: the schedule's end on each GPU, what its replicas exchange, and its update.
+        """Return the time of a step: the pipeline's schedule, then what replicas exchange, then the update.
 
-        The schedule is played with the passes of every piece; sharded replicas lengthen a stage's passes by what FSDP adds.
-        ``graph``: a rank's timed pass through all stages, see :meth:`timed`.
+        The schedule is simulated with the passes of every piece; if replicas are sharded, a stage's passes are lengthened by
+        what FSDP's communication adds. ``graph``: a rank's timed pass through all stages, see :meth:`timed`. ``program`` is
+        not used.
         """
         stages, layout = self._stages_at(batch_size), self.layout
         size = stages.lifetimes.sizes(self.scaled(batch_size))
@@ -232,7 +234,7 @@ class ParallelCurve(WorkCurve):
         return StepSeconds(step_s=step_s, passes_s=alone_s, update_s=float(update_s.max()))
 
     def _stages_at(self, batch_size: int) -> Stages:
-        """Return the stages of the trace that serves a batch size; sizes to which one trace scales share them."""
+        """Return the stages of the trace that is used for a batch size; batch sizes of one trace share them."""
         whole = self.whole.lifetimes(batch_size)
         size = whole.traced.graph.batch_size or 0
         if size not in self._stages:
@@ -241,16 +243,16 @@ class ParallelCurve(WorkCurve):
 
 
 class Stages:
-    """The stages of a pipeline in a traced step: which places and storages are whose.
+    """The stages of a pipeline in a traced step: which places of the program and which storages belong to each.
 
     A piece is a run of neighbouring blocks on one GPU; with interleaving a GPU has several. Arrays by piece are
-    (pipeline x virtual,): piece ``i`` is of GPU ``i % pipeline``.
+    (pipeline x virtual,); piece ``i`` is on GPU ``i % pipeline``. A stage is a GPU of the pipeline, with all its pieces.
     """
 
     def __init__(self, whole: TensorLifetimes, rank: Rank, layout: ParallelDegrees) -> None:
         """Divide the blocks among the pieces, and find the places and storages of each.
 
-        ``whole``: the lifetimes of the step that is not split; ``rank``: one rank's step of it. Raises InputError for blocks
+        ``whole``: the lifetimes of the whole step; ``rank``: one rank's part of it. Raises InputError for a number of blocks
         that the pieces do not divide.
         """
         self.rank, self.layout = rank, layout
@@ -276,7 +278,7 @@ class Stages:
         self.lifetimes = replace(
             whole, traced=rank.traced, width=whole.width * share, trained_bytes=trained_bytes, _sizes={}
         )
-        """Of the rank's tensors in all stages; a divided tensor has narrower elements, not fewer."""
+        """The lifetimes of the rank's tensors in all stages; a tensor that ranks divide has narrower elements, not fewer."""
         self.has_copies = whole.kept_share > _COPIED
         """Whether parameters are read in a half type and updated in float32."""
         # Megatron-LM sums gradients in float32 for bfloat16 alone.
@@ -292,8 +294,8 @@ class Stages:
     def _pieces_at(self) -> Places:
         """Return (nodes,) the piece in which each place of the program runs.
 
-        What lies before the first block belongs to the first piece, and what lies between two blocks to the one that ran
-        last: the earlier block in the forward pass, the later one in the backward pass.
+        Places before the first block belong to the first piece, and places between two blocks to the block that ran last: in
+        the forward pass the earlier block of the model, in the backward pass the later one.
         """
         blocks, life = self.lifetimes.blocks, self.lifetimes
         if not blocks:
@@ -310,8 +312,8 @@ class Stages:
     def _held_and_sent(self) -> tuple[np.ndarray, np.ndarray]:
         """Return (pieces, s) whether a piece holds a storage, and (s,) whether a storage is sent to the next piece.
 
-        A piece holds what its nodes read or make. An activation that a block's forward pass makes and the next piece reads is
-        sent; a piece that made it for the next one alone does not keep it.
+        A piece holds the storages that its nodes read or make. A storage is sent if the forward pass of a block makes it and
+        the next piece reads it; a piece that makes it and does not read it itself does not keep it.
         """
         life = self.lifetimes
         reads = np.zeros((self.pieces, len(life.elements)), dtype=bool)
@@ -338,9 +340,9 @@ class Stages:
         return reads | (makes & ~is_sent_away), is_sent
 
     def restarts(self, graph: Graph) -> list[int]:
-        """Return the indices of the ops with which a piece's forward or backward pass begins, but for the very first.
+        """Return the indices of the ops with which a piece's forward or backward pass begins, without the very first one.
 
-        Before each the GPU and its host wait for another stage's tensor, so that the host has issued nothing ahead.
+        Before such an op the GPU and its host wait for another stage's tensor, so that the host has issued nothing ahead.
         """
         if self.pieces == 1:
             return []
@@ -366,9 +368,9 @@ class Stages:
         return np.asarray(self.holds @ np.where(self.lifetimes.role == PARAMETER, size, 0.0))
 
     def trained_bytes(self, size: Array) -> Array:
-        """Return (pieces,) the bytes of parameters with a gradient, as they are updated; ``size``: (s,) bytes of the storages.
+        """Return (pieces,) the bytes of trained parameters in the type of the update; ``size``: (s,) bytes of the storages.
 
-        Frozen parameters are taken to be spread over the pieces like the others.
+        Every piece is taken to have the same share of frozen parameters.
         """
         life = self.lifetimes
         kept_bytes = size[life.role == PARAMETER].sum() * life.kept_share
@@ -381,7 +383,7 @@ class Stages:
         return trained / max(float(self.lifetimes.trained_bytes.sum()), 1.0)
 
     def seconds(self, graph: Graph) -> tuple[Array, Array]:
-        """Return (pieces,) the seconds of the forward and of the backward pass of a timed graph."""
+        """Return (pieces,) the seconds of each piece's forward pass in a timed graph, and (pieces,) of its backward pass."""
         seconds, backward = self.lifetimes.seconds(graph), self.lifetimes.backward
         forward_s, backward_s = (
             np.bincount(self.piece_at[part], weights=seconds[part], minlength=self.pieces).astype(np.float64)
@@ -390,10 +392,10 @@ class Stages:
         return forward_s, backward_s
 
     def transfer_s(self, size: Array, fabric: Fabric, placement: Placement) -> float:
-        """Return the seconds in which one micro-batch gets from a stage to the next; ``size``: (s,) bytes of the storages.
+        """Return the seconds to send one micro-batch from a stage to the next; ``size``: (s,) bytes of the storages.
 
-        Each rank of a tensor group sends its part, and gathers what it gets from the others; under sequence parallelism
-        parts are all that is needed. Over several nodes, the GPUs of one share its network card.
+        Each rank of a tensor group sends its part, and gathers the others' parts on arrival; under sequence parallelism its
+        part is all that it needs. On several nodes, the GPUs of a node share its network card.
         """
         if self.layout.pipeline == 1:
             return 0.0
@@ -408,9 +410,9 @@ class Stages:
         return link.collective_s("broadcast", part_bytes) + gather_s
 
     def units(self, stage: int, graph: Graph, size: Array) -> tuple[Unit, list[Unit]]:
-        """Return what ``fully_shard`` gathers on a stage: its root and its blocks, with their bytes and seconds.
+        """Return (root, blocks): the units that ``fully_shard`` gathers on a stage, with their bytes and seconds.
 
-        The root is all that lies outside the blocks. ``graph``: a timed pass; ``size``: (s,) bytes of the storages.
+        The root is everything outside the blocks. ``graph``: a timed pass; ``size``: (s,) bytes of the storages.
         """
         life, seconds = self.lifetimes, self.lifetimes.seconds(graph)
         is_parameter = (life.role == PARAMETER) & self.holds[stage :: self.layout.pipeline].any(axis=0)
@@ -436,7 +438,7 @@ class Stages:
     def held(
         self, stage: int, recomputation: Recomputation, sharding: Sharding, optimizer: str, size: Array, passes: int
     ) -> Held:
-        """Return the bytes that a process of a stage holds at every place of a pass, with its micro-batches in flight.
+        """Return the bytes that a process of a stage holds at every place of a pass, including other micro-batches in flight.
 
         ``size``: (s,) bytes of the storages; ``passes``: micro-batches of a step.
         """
@@ -463,10 +465,10 @@ class Stages:
     def _hold_state(
         self, held: Held, recomputation: Recomputation, size: Array, trained_bytes: float, shard: int, optimizer: str
     ) -> None:
-        """Add parameters, gradients and the optimizer's state of a stage that holds its parameters whole.
+        """Add to ``held`` the parameters, gradients and optimizer states of a stage that does not shard its parameters.
 
-        Each gradient is held until it has been added to the buffer of gradients, which stays; the optimizer's state, copies
-        included, is divided by ``shard``. ``size``: (s,) bytes of the stage's storages.
+        A gradient is held until it has been added to the buffer of gradients, which stays. The optimizer's states, including
+        float32 copies of parameters, are divided by ``shard``. ``size``: (s,) bytes of the stage's storages.
         """
         life = self.lifetimes
         is_gradient = life.role == GRADIENT
@@ -476,21 +478,21 @@ class Stages:
         held.add("parameters", 0, held.places, size[life.role == PARAMETER])
         held.add(
             "gradients", made, made + 2, size[is_gradient]
-        )  # where it is made, and where it is added to the buffer
+        )  # held where it is made, and at the next place, where it is added to the buffer
         held.add("gradients", 0, held.places, self.summed_share * trained_bytes)
         held.add("optimizer", 0, held.places, copies * trained_bytes / shard)
 
 
 def replica_group(fabric: Fabric, layout: ParallelDegrees, replicas: int, sharding: Sharding) -> Communicator:
-    """Return the group of GPUs that hold the same part of every replica, and so exchange its gradients."""
+    """Return the group of GPUs that hold the same part of every replica, and therefore exchange its gradients."""
     spread = between_replicas(fabric, layout)
     return spread.sharded(replicas, sharding.shard) if sharding.gathers else spread.over(replicas)
 
 
 def between_replicas(fabric: Fabric, layout: ParallelDegrees) -> Fabric:
-    """Return the fabric of the GPUs that hold the same part of every replica: one of each tensor group.
+    """Return the fabric of the GPUs that hold the same part of every replica, of which there is one in each tensor group.
 
-    A node has fewer of them than GPUs, and their links between nodes are slower, because the other groups on a node use its
+    A node holds fewer of them than GPUs, and their links between nodes are slower, because the node's other GPUs use its
     network card at the same time.
     """
     per_node = max(1, fabric.gpus_per_node // layout.tensor)
@@ -500,9 +502,9 @@ def between_replicas(fabric: Fabric, layout: ParallelDegrees) -> Fabric:
 
 
 def in_flight_passes(stage: int, layout: ParallelDegrees, passes: int) -> float:
-    """Return of how many micro-batches a stage holds activations at a time, at most.
+    """Return the largest number of micro-batches whose activations a stage holds at one time.
 
-    ``passes``: micro-batches of a step. With several pieces to a GPU, each holding its part of one, it may be a fraction.
+    ``passes``: micro-batches of a step. It may be a fraction if a GPU has several pieces, each of which holds its own part.
 
     >>> [in_flight_passes(stage, ParallelDegrees(pipeline=4), 8) for stage in range(4)]
     [4.0, 3.0, 2.0, 1.0]
@@ -512,9 +514,9 @@ def in_flight_passes(stage: int, layout: ParallelDegrees, passes: int) -> float:
 
 
 def _warm_up(stage: int, pipeline: int, virtual: int, passes: int) -> int:
-    """Return how many forward passes the pieces of a stage have done before its first backward pass begins.
+    """Return how many forward passes the pieces of a stage run before one forward and one backward pass alternate.
 
-    Under 1F1B that is the number of stages behind it; the interleaved form is Megatron-LM's. ``pipeline``: GPUs in a row;
+    Under 1F1B it is the number of stages behind it; the interleaved form is Megatron-LM's. ``pipeline``: number of stages;
     ``virtual``: pieces of each; ``passes``: micro-batches of a step.
     """
     if virtual == 1:
@@ -535,18 +537,18 @@ def play(forward_s: Array, backward_s: Array, pipeline: int, passes: int, transf
     pieces = len(forward_s)
     virtual = pieces // pipeline
     orders = [_order(stage, pipeline, virtual, passes) for stage in range(pipeline)]
-    # When the input of a pass is there, by (whether it is a forward pass, its piece, its micro-batch).
+    # When the input of a pass arrives, by (whether it is a forward pass, its piece, its micro-batch).
     arrived_s: dict[tuple[bool, int, int], float] = {(True, 0, number): 0.0 for number in range(passes)}
     done = [0] * pipeline  # passes of each GPU
     clock_s = np.zeros(pipeline)
-    # Each GPU runs ahead as far as inputs have arrived; round after round more have.
+    # In each round every GPU runs as many passes as it has inputs for, which gives others their inputs.
     while any(done[stage] < len(orders[stage]) for stage in range(pipeline)):
         for stage, order in enumerate(orders):
             while done[stage] < len(order) and (arrival_s := arrived_s.get(order[done[stage]])) is not None:
                 is_forward, piece, number = order[done[stage]]
                 end_s = max(clock_s[stage], arrival_s) + float((forward_s if is_forward else backward_s)[piece])
                 next_piece = piece + 1 if is_forward else piece - 1
-                if is_forward and next_piece == pieces:  # the last piece turns round
+                if is_forward and next_piece == pieces:  # after the last piece the backward pass begins
                     arrived_s[False, piece, number] = end_s
                 elif next_piece >= 0:
                     end_s += transfer_s
@@ -585,6 +587,6 @@ def _order(stage: int, pipeline: int, virtual: int, passes: int) -> Sequence[tup
 
 
 def _memory_rate(model: CostModel) -> float:
-    """Return the bytes per second at which an element-wise kernel runs through a device's memory."""
+    """Return the bytes per second that an element-wise kernel reads and writes on a device."""
     share = model.constants.traffic["pointwise"] * model.constants.units["memory"]
     return model.device.free_of_codes * model.device.memory_bytes_per_s * share

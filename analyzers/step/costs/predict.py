@@ -1,9 +1,9 @@
 """Predicted steps over batch sizes and placements of a job on one device type. Start at :func:`predict`.
 
-The work of a step at any batch size is counted from one trace where it is a function of its batch
-(:func:`ddltool.analyzers.step.tracing.torch_adapter.trace_any_batch`): its graph, and the memory alive while it runs. A step is
-``accumulation`` passes and an update. With several replicas the gradients leave in DDP's default buckets over a ring
-(Patarasuk and Yuan, JPDC 2009) while the last backward pass goes on, and only what is left after it counts.
+The graph of a step at any batch size, and the memory that it holds, are computed from one trace if they are a function of the
+batch size (:func:`ddltool.analyzers.step.tracing.torch_adapter.trace_any_batch`). A step is ``accumulation`` passes and an
+update. With several replicas, gradients are reduced in DDP's default buckets during the last backward pass, and only the
+communication that outlasts it adds to the step.
 """
 
 from __future__ import annotations
@@ -62,23 +62,23 @@ from ddltool.units import parse_bytes
 if TYPE_CHECKING:  # it loads a solver
     from ddltool.analyzers.step.costs.checkpointing import CheckpointingChoice
 
-# What a training process cannot have of the device: what the driver keeps (1 to 1.5 %) and a context that loads its kernels
-# when they are needed.
+# The part of a device's memory that a training process cannot use: what the driver keeps (1 to 1.5 %), and a context that loads
+# kernels only when they are needed.
 RESERVED_BYTES = 2.0**30
-# A context that loads all kernels of torch and cuDNN at once, as CUDA did before 11.7: what nvidia-smi shows of a process
-# whose model is tiny (Lucid's PPO, 2.00 GiB on an RTX 3090).
+# A context that loads all kernels of torch and cuDNN at once, as CUDA did before 11.7: nvidia-smi shows so much for a process
+# with a tiny model (Lucid's PPO, 2.00 GiB on an RTX 3090).
 CONTEXT_BYTES = 2.0 * 2**30
-# What segments may take beyond those of the played allocator: torchtitan's runs took up to a seventh more.
+# Real segments over those of the simulated allocator, at most: torchtitan's runs took up to a seventh more.
 FRAGMENTED = 1.15
-# Of each of NCCL's communicators: 4 MiB (NCCL_BUFFSIZE) each way for up to 32 channels.
+# The buffers of an NCCL communicator: 4 MiB (NCCL_BUFFSIZE) each way for up to 32 channels.
 _COMMUNICATOR_BYTES = 2 * 32 * 4 * 2.0**20
-# A choice of activations for which the allocator finds no room is made again for this share of the budget, at most so often.
+# If the allocator has no room for a choice of activations, it is made again for this share of the budget, at most so often.
 _TIGHTER, _TIGHTENED = 0.95, 8
-# Moments of a timeline of memory: as many as a picture can show.
+# How many moments a timeline of memory has: as many as a picture can show.
 _MOMENTS = 160
 # A rate of 90 % of the best predicted one counts as saturated, as for measured profiles.
 _SATURATED = 0.9
-# The search for the largest batch ends here: nothing that grows with the batch fits a device then.
+# The search for the largest batch ends here: a step whose memory grows with the batch does not fit any device by then.
 _LARGEST_BATCH = 2**40
 # Fields of a setting that are reported as assumptions.
 _ASSUMED = ("compile", "optimizer", "accumulation", "sharding", "checkpointing")
@@ -90,26 +90,26 @@ class WorkCurve:
 
     traced: TracedStep
     gathered: Callable[[], WorkCurve] | None = None
-    """Makes the work of the step as ``fully_shard`` computes it, where that differs: its parameters come in a half type, and
-    nothing is cast between the ops."""
+    """Returns the work of the step as ``fully_shard`` computes it, with parameters gathered in a half type and no casts between
+    ops; None: it does not differ."""
     eighth: Callable[[], WorkCurve] | None = None
-    """Makes the work of the step with its wide linear layers in float8, where it runs in bfloat16."""
+    """Returns the work of the step with its wide linear layers in float8; None: the step does not run in bfloat16."""
     compile: Literal["", "blocks", "whole"] = ""
-    """Whether its tensors live as under ``torch.compile``: of each of its blocks, as torchtitan and torchtune compile, or of
-    the whole step. A model without blocks is compiled as a whole."""
+    """Whether tensors live as under ``torch.compile``: of each block by itself, as torchtitan and torchtune do ("blocks"), of
+    the whole step ("whole"), or not (""). A model without blocks is always compiled as a whole."""
     _lifetimes: dict[int, TensorLifetimes] = field(default_factory=dict)
     """By traced batch size."""
     _gathered: list[WorkCurve] = field(default_factory=list)
-    """What ``gathered`` made, once it was asked for; a list, because the curve is frozen."""
+    """The result of ``gathered`` once it was called; a list, because the class is frozen."""
     _compiled: list[WorkCurve] = field(default_factory=list)
-    """The same work under ``torch.compile`` once it was asked for: of an eager curve with its blocks compiled, of that one
-    compiled as a whole."""
+    """The same work under ``torch.compile`` once it was asked for: for an eager curve the one with compiled blocks, and for
+    that one the work compiled as a whole."""
 
     def under(self, sharding: Sharding, compile: bool = False) -> WorkCurve:
         """Return the work of the step under a sharding.
 
-        FSDP computes an autocast model in its half type throughout, for which the step is traced again the first time; a
-        model that does not run so is taken as it is. ``compile``: its tensors live as under ``torch.compile``.
+        FSDP computes an autocast model in the half type throughout, for which the step is traced again the first time; a
+        model that does not run in this way keeps its own work. ``compile``: tensors live as under ``torch.compile``.
         """
         if compile and not self.compile:
             eager = self.under(sharding)
@@ -122,7 +122,7 @@ class WorkCurve:
         if not self._gathered:
             try:
                 self._gathered.append(self.gathered())
-            except InputError:  # it runs in the half type under autocast alone
+            except InputError:  # the model runs in the half type under autocast only
                 self._gathered.append(self)
         return self._gathered[0]
 
@@ -150,11 +150,11 @@ class WorkCurve:
     def held(
         self, batch_size: int, sharding: Sharding, optimizer: str, saved_ops: SavedOps | Checkpointing = "none"
     ) -> Held | None:
-        """Return the bytes of tensors that one process holds at every place of the program; no workspace of kernels.
+        """Return the bytes of tensors, without kernels' workspace, that one process holds at every place of the program.
 
-        ``saved_ops``: one kind of checkpointing for every block, or the products that each checkpointed block saves. None:
-        ``batch_size`` is larger than any at which the step was traced. Raises InputError for checkpointing of a model without
-        a list of blocks.
+        None: ``batch_size`` is larger than the largest at which the step can be traced. ``saved_ops``: one kind of
+        checkpointing for every block, or the products that each checkpointed block saves. Raises InputError for checkpointing
+        of a model without a list of blocks.
         """
         if self.traced.largest is not None and batch_size > self.traced.largest:
             return None
@@ -167,45 +167,41 @@ class WorkCurve:
     def least(
         self, batch_size: int, sharding: Sharding, optimizer: str, saved_ops: SavedOps, peak_bytes: float
     ) -> float:
-        """Return the least peak in bytes of a step that holds ``peak_bytes`` with its blocks compiled one by one.
+        """Return the lower of the step's peaks in bytes with its blocks compiled one by one, ``peak_bytes``, and as a whole.
 
-        Compiled as a whole it may hold less; which of the two a trainer does is not known. A curve that is not compiled by
-        blocks has no other peak.
+        Which of the two a trainer does is not known. For a curve that is not compiled by blocks it is ``peak_bytes``.
         """
         held = self._compiled[0].held(batch_size, sharding, optimizer, saved_ops) if self.compile == "blocks" else None
         return peak_bytes if held is None else min(peak_bytes, held.peak().total_bytes)
 
     def workspace_bytes(self, batch_size: int) -> float:
-        """Return the bytes that cuDNN may take beside the tensors: :meth:`TensorLifetimes.workspace_bytes`."""
+        """Return the bytes that cuDNN may take beside the tensors; see :meth:`TensorLifetimes.workspace_bytes`."""
         return self.lifetimes(batch_size).workspace_bytes(self.scaled(batch_size))
 
     def scaled(self, batch_size: int) -> int | None:
-        """Return the argument of :meth:`TensorLifetimes.sizes` for a batch size.
-
-        None: the lifetimes are of a trace at that very size, and need no scaling.
-        """
+        """Return the batch size to pass to :meth:`TensorLifetimes.sizes`; None: the trace is of that size and not scaled."""
         return batch_size if self.lifetimes(batch_size).traced is self.traced else None
 
     def peak(
         self, batch_size: int, sharding: Sharding, optimizer: str, checkpointing: Checkpointing = "none"
     ) -> Peak | None:
-        """Return the most bytes of tensors that one process holds at one time; None as for :meth:`held`."""
+        """Return the peak of the tensors that one process holds; None: as for :meth:`held`."""
         held = self.held(batch_size, sharding, optimizer, checkpointing)
         return None if held is None else held.peak()
 
     def timed(self, batch_size: int, model: CostModel, setting: Setting) -> Graph:
         """Return the graph of one pass at a batch size, with the cost model's times.
 
-        Raises InputError where the step does not run at it, as :meth:`TracedStep.at` does.
+        Raises InputError if the step does not run at this batch size, as :meth:`TracedStep.at` does.
         """
         return timed_step(self.traced.at(batch_size), model, setting)
 
     def step_time(
         self, graph: Graph, program: Program, model: CostModel, setting: Setting, placement: Placement, batch_size: int
     ) -> StepSeconds:
-        """Return the time of a step whose passes are those of a timed ``graph`` and its ``program``.
+        """Return the time of a step: ``setting.accumulation`` passes of a timed ``graph``, communication, and the update.
 
-        ``model`` and ``batch_size`` are for the curves of parallel layouts, which need them.
+        ``program``: the graph's program view. ``model`` and ``batch_size``: of the step; they matter for shards on the host.
         """
         sharding = setting.sharded(placement.num_replicas)
         update_s = own_update_s(graph, sharding)
@@ -220,7 +216,7 @@ class WorkCurve:
         return StepSeconds(step_s=step_s, passes_s=passes_s, update_s=update_s)
 
     def runs_at(self, batch_size: int) -> bool:
-        """Return whether the step runs at a batch size; only a step whose shapes do not scale has to be traced for it."""
+        """Return whether the step runs at a batch size; it is traced to find out unless its shapes scale with every batch."""
         if self.traced.prime == self.traced.graph.batch_size:
             return True
         try:
@@ -233,10 +229,10 @@ class WorkCurve:
 def measure_work(
     build: Callable[[], TrainingStep], numerics: Numerics = AS_DEFAULT, like: TracedStep | None = None
 ) -> WorkCurve:
-    """Return the work of the training step that ``build`` makes, which is traced in the given numerics.
+    """Return the work of the training step that ``build`` makes, traced in the given numerics.
 
-    ``like``: an earlier trace of the step in other numerics, as of :func:`trace_any_batch`. Raises InputError when the step
-    cannot be traced.
+    ``build`` is called once. ``like``: a trace of the step in other numerics, see :func:`trace_any_batch`. Raises InputError
+    if the step cannot be traced.
     """
     build = cache(build)
     traced = trace_any_batch(build, mode="training", numerics=numerics, like=like)
@@ -253,11 +249,14 @@ def measure_work(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSeconds:
-    """The seconds of a step, and of its passes and its update without what replicas exchange."""
+    """The seconds of a step and of its parts."""
 
     step_s: float
+    """All of the step, with the exchanges of replicas that add to it."""
     passes_s: float
+    """The passes, without exchanges."""
     update_s: float
+    """The optimizer's update."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -265,31 +264,31 @@ class ParallelDegrees:
     """How the GPUs of one replica share its model."""
 
     tensor: int = 1
-    """GPUs that share every block's products."""
+    """The number of GPUs that share the products of every block."""
     pipeline: int = 1
-    """GPUs that have some of the blocks each."""
+    """The number of GPUs among which the blocks are divided."""
     sequence: bool = False
-    """Whether the GPUs of ``tensor`` also divide by tokens what lies between the products that they share."""
+    """Whether the GPUs that share products also divide, by tokens, the tensors between them."""
     virtual: int = 1
-    """Stages of each GPU of a pipeline; several are interleaved."""
+    """The number of stages on each GPU of a pipeline; several are interleaved."""
 
     @property
     def gpus(self) -> int:
-        """Return the GPUs of one replica."""
+        """The number of GPUs of one replica."""
         return self.tensor * self.pipeline
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """Replicas over nodes; one node is joined by the local link, several by the network."""
+    """Where the replicas of a job run."""
 
     num_nodes: int
     num_replicas: int
     gpus: int = 1
-    """Of one replica."""
+    """The number of GPUs of one replica."""
 
     def __post_init__(self) -> None:
-        """Raise InputError for nodes without a GPU of the job."""
+        """Raise InputError for more nodes than GPUs, or none."""
         if not 1 <= self.num_nodes <= self.num_replicas * self.gpus:
             text = f"{self.num_replicas} replicas on {self.num_nodes} nodes"
             raise InputError("--replicas", text, "every node holds at least one replica")
@@ -302,17 +301,17 @@ class Setting:
     fabric: Fabric
     optimizer: str = OPTIMIZER
     accumulation: int = 1
-    """Passes in a step."""
+    """The number of passes in a step."""
     compile: bool = False
     sharding: str | Sharding = "ddp"
-    """A text for :meth:`Sharding.named`, which says it for any number of replicas (one is never sharded), or the sharding of
-    one number of them."""
+    """A text for :meth:`Sharding.named`, which holds for any number of replicas (a single one is sharded only with ":cpu"), or
+    the sharding for one number of replicas."""
     checkpointing: str = "none"
-    """Of every block (none, selective, full), or the budget in bytes of a step's tensors, such as 40GiB."""
+    """The checkpointing of every block (none, selective, full), or a budget of bytes for a step's tensors, as 40GiB."""
     layout: ParallelDegrees = ParallelDegrees()
 
     def sharded(self, replicas: int) -> Sharding:
-        """Return how so many replicas share the step's parameters, gradients and optimizer state."""
+        """Return how this number of replicas shares the step's parameters, gradients and optimizer states."""
         sharding = self.sharding
         if not isinstance(sharding, Sharding):
             sharding = Sharding.named(sharding if replicas > 1 or sharding.endswith(":cpu") else "none", replicas)
@@ -321,19 +320,19 @@ class Setting:
 
     @property
     def budget_bytes(self) -> float | None:
-        """Return the budget of a step's tensors in bytes; None: ``checkpointing`` names one kind for all blocks."""
+        """The budget of a step's tensors in bytes; None: ``checkpointing`` names one kind for all blocks."""
         if self.checkpointing in get_args(Checkpointing):
             return None
         return parse_bytes(self.checkpointing, "--checkpointing")
 
     @property
     def uniform(self) -> Checkpointing:
-        """Return the checkpointing of every block; under a budget ``full``, which holds least."""
+        """The checkpointing of every block; under a budget it is ``full``, which holds the least memory."""
         kinds: tuple[Checkpointing, ...] = get_args(Checkpointing)
         return next((kind for kind in kinds if kind == self.checkpointing), "full")
 
     def __post_init__(self) -> None:
-        """Raise InputError for unknown texts of checkpointing, sharding and optimizer."""
+        """Raise InputError for an unknown checkpointing, sharding or optimizer, and for one that cannot run on the host."""
         if not any(sign.isdigit() for sign in self.checkpointing) and self.checkpointing not in get_args(Checkpointing):
             suggestion = did_you_mean(self.checkpointing, (*get_args(Checkpointing), "40GiB"))
             raise InputError("--checkpointing", f"unknown {self.checkpointing!r}", suggestion)
@@ -354,7 +353,7 @@ def predict_on(
     replicas: Sequence[int],
     source: str,
 ) -> PredictResult:
-    """Return the predicted rows on each device, their assumptions, and the error of each device's cost model.
+    """Return the predicted rows on each device, the assumptions behind them, and limits and errors of each device.
 
     Args:
         curve: the work of the model's step.
@@ -419,9 +418,9 @@ def predict_on(
 
 
 def _fitting_sizes(curve: WorkCurve, model: CostModel, setting: Setting, replicas: int) -> tuple[int, ...]:
-    """Return the local batch sizes 1, 2, 4, ... up to the memory limit, those at which the step runs.
+    """Return the local batch sizes 1, 2, 4, ... up to the memory limit, without those at which the step does not run.
 
-    Raises Infeasible when one sample does not fit; its message names the least change of options that helps.
+    Raises Infeasible if one sample does not fit; the message names the smallest change of options that helps.
     """
     limit = memory_limit_batch(curve, model.device, setting, replicas)
     sharding = setting.sharded(replicas)
@@ -442,10 +441,10 @@ def _fitting_sizes(curve: WorkCurve, model: CostModel, setting: Setting, replica
 
 
 def remedy(curve: WorkCurve, device: Device, setting: Setting, replicas: int) -> str:
-    """Return the least change of options by which one sample fits a device, with its largest batch; "": no change helps.
+    """Return the smallest change of options with which one sample fits a device, and the largest batch then; "": none helps.
 
-    Changes are tried by number of replicas, then by kind of sharding, then by checkpointing, the least first. ``replicas``:
-    the number of them on which no sample fits. The result reads like "with --sharding fsdp a local batch of 4 does".
+    It reads like "with --sharding fsdp a local batch of 4 does". Numbers of replicas are tried in ascending order, for each the
+    kinds of sharding, and for each the kinds of checkpointing. ``replicas``: the number with which no sample fits.
     """
     checkpointings: list[Checkpointing] = ["none", "selective", "full"]
     checkpointings = checkpointings[checkpointings.index(setting.uniform) :] if curve.lifetimes(1).blocks else ["none"]
@@ -493,7 +492,7 @@ def predict(
             if (size, sharding.gathers) not in timed:
                 timed[size, sharding.gathers] = work.timed(size, model, setting)
             if (size, sharding) not in recomputed_steps:
-                # Without a budget, what is recomputed depends on whether parameters are gathered alone.
+                # Without a budget, recomputation depends on the sharding only by whether parameters are gathered.
                 same_size_step = next(
                     (
                         step
@@ -514,11 +513,13 @@ class _RecomputedStep:
     """A timed step with the recomputation of its checkpointed blocks."""
 
     graph: Graph
-    """Recomputation counts in the durations of the backward pass."""
+    """The timed graph; the durations of the backward pass include the recomputation."""
     program: Program
+    """The graph's program view."""
     saved_ops: SavedOps
+    """By checkpointed block, the products that it saves."""
     figures: RecomputeFigures | None
-    """None: nothing is checkpointed."""
+    """What the result reports of it; None: nothing is checkpointed."""
 
 
 def _recompute_step(
@@ -549,8 +550,9 @@ def _choose_saved_ops(
 ) -> CheckpointingChoice:
     """Return the cheapest choice of saved ops under the setting's budget of memory, at local batch ``size``.
 
-    ``seconds`` (nodes,): of the program's places. A choice for which the device's allocator finds no room, because its
-    segments take more than the tensors, is made again for a smaller budget. Raises Infeasible if no choice fits.
+    ``seconds`` (nodes,): the time of each place of the program. If the device's allocator has no room for a choice, because
+    segments take more than the tensors, the choice is made again with a smaller budget, at most ``_TIGHTENED`` times. Raises
+    Infeasible if no choice fits the first budget.
     """
     from ddltool.analyzers.step.costs.checkpointing import cheapest  # it loads a solver
 
@@ -582,8 +584,8 @@ def _predict_row(
 ) -> PredictedRow:
     """Return the predicted time, throughput, memory and price of one placement at local batch ``size``.
 
-    ``step``: the timed step with its recomputation. ``source``: the model's name. Raises InputError for a batch size beyond
-    the largest at which the step is traced.
+    ``step``: the timed step with its recomputation; ``source``: the model's name. Raises InputError for a batch size beyond
+    the largest at which the step can be traced.
     """
     graph, program = step.graph, step.program
     sharding = setting.sharded(placement.num_replicas)
@@ -598,7 +600,7 @@ def _predict_row(
     if held is None:
         raise InputError("--batch-sizes", f"{size} is more than the step is traced at", "give a smaller one")
     peak_bytes, limited_bytes = held.peak().total_bytes, held.reserved_bytes(usable_bytes(model.device))
-    # Segments that do not fit are reported as on an unlimited device, which never gives free ones back.
+    # A step that does not fit is reported with what it would reserve on a device without a limit.
     reserved_bytes = limited_bytes if limited_bytes is not None else held.reserved_bytes() or 0
     least_bytes = curve.least(size, sharding, setting.optimizer, step.saved_ops, peak_bytes)
     memory_low_bytes, memory_high_bytes = memory_range(
@@ -647,8 +649,8 @@ def step_of(
 ) -> float:
     """Return the seconds of a step: its passes, the communication that outlasts them, and the optimizer's update.
 
-    ``update_s``: of the part that one process updates. Sharded processes communicate in every pass, others in the last.
-    ``copies``: adds to a group what its processes copy from and to their host.
+    Processes that gather parameters communicate in every pass, others only in the last. ``update_s``: the seconds of the part
+    that one process updates. ``copies``: a function that returns a group with the times of copies to and from the hosts added.
     """
     last_pass_s = _synchronized_pass_s(program, setting, placement, sharding, copies)
     other_pass_s = last_pass_s if sharding.gathers else program.compute_s
@@ -656,11 +658,11 @@ def step_of(
 
 
 def own_update_s(graph: Graph, sharding: Sharding) -> float:
-    """Return the seconds in which a process updates its shard, from the ``meta`` of a graph.
+    """Return the seconds in which a process updates its shard, from the ``meta`` of a timed graph.
 
-    The host's time per tensor stays whole if every process has a part of every tensor (fsdp), and is divided if each has some
-    of the tensors (zero1). So it is where the update needs whole matrices, of which a process has some: the most are as many
-    as there are for each process, rounded up.
+    With fsdp every process has a part of every tensor, so the host's time for going through the tensors is not divided; with
+    zero1 each process has some of the tensors, and it is. If the update needs whole matrices (Muon), they are divided among
+    the processes, and the one with the most of them counts.
     """
     if sharding.on_host:
         return host_update_s(graph, sharding)
@@ -671,17 +673,17 @@ def own_update_s(graph: Graph, sharding: Sharding) -> float:
 
 
 def gathered_matrices_s(graph: Graph, group: Communicator, sharding: Sharding) -> float:
-    """Return the seconds in which sharded processes give each other the parts of matrices that an update needs whole.
+    """Return the seconds in which sharded processes exchange the parts of matrices that an update needs whole; 0 for none.
 
-    The parts of a matrix go to the process that updates it, and come back in bfloat16: as many bytes as a reduce-scatter of
-    one process's parts sends. 0 for an update that needs none.
+    In bfloat16, the parts of a matrix go to the process that updates it, and its new parts go back. Each way takes as long as
+    a reduce-scatter of one process's parts.
     """
     size_bytes = float(graph.meta.get("update_matrix_bytes") or 0.0)
     return 2.0 * float(group.reduce_scatter_s(size_bytes / sharding.shard)) if size_bytes else 0.0
 
 
 def own_sum_s(graph: Graph, sharding: Sharding) -> float:
-    """Return the seconds in which a process adds its shard of one pass's gradients to those before, from ``meta``."""
+    """Return the seconds in which a process adds its shard of a pass's gradients to earlier ones, from a graph's ``meta``."""
     if sharding.on_host:
         return host_sum_s(graph, sharding)
     whole_s, launch_s = (float(graph.meta.get(name) or 0.0) for name in ("sum_s", "sum_launch_s"))
@@ -695,9 +697,10 @@ def timed_step(graph: Graph, model: CostModel, setting: Setting) -> Graph:
 
 
 def products_s(graph: Graph, device: Device) -> float:
-    """Return the seconds of all matrix products, convolutions and attention at the device's dense peak: what MFU counts.
+    """Return the seconds that all products of a graph would take at the device's dense peak; MFU is this over a step's seconds.
 
-    In ``fp32`` convolutions and recurrent layers may use TF32, so its peak is theirs; products in float8 have their own.
+    Products are matrix products, convolutions, attention and recurrent layers. In ``fp32``, convolutions and recurrent layers
+    may use TF32 and are counted at its peak; products in float8 are counted at the peak of float8.
     """
     computes = precision_of(graph.meta.get("precision")).computes
     peak = device.peak_for(computes)
@@ -713,9 +716,9 @@ def products_s(graph: Graph, device: Device) -> float:
 
 
 def usable_bytes(device: Device) -> float:
-    """Return the bytes of a device's memory that a training process can have.
+    """Return the bytes of a device's memory that a training process can use.
 
-    A size that a user gives is taken as the one that the driver shows: error-correcting codes are not deducted from it.
+    From a datasheet's size, error-correcting codes are deducted; a size that a user gives is taken as the driver shows it.
     """
     share = 1.0 if device.source.startswith(GIVEN) else device.free_of_codes
     return share * device.memory_gib * 2.0**30 - RESERVED_BYTES
@@ -730,8 +733,8 @@ def _synchronized_pass_s(
 ) -> float:
     """Return the seconds of a pass that communicates: forward, backward, and the collectives that outlast them.
 
-    With one replica nothing is communicated but with its host. Raises InputError for several replicas that never exchange
-    anything (none).
+    A single replica communicates only with its host, if its shards are there. ``copies``: see :func:`step_of`. Raises
+    InputError for several replicas with the sharding "none", which exchange nothing.
     """
     if placement.num_replicas == 1 and not sharding.on_host:
         return program.compute_s
@@ -765,11 +768,11 @@ def memory_range(
     workspace_bytes: float,
     layout: ParallelDegrees = ParallelDegrees(),
 ) -> tuple[float, float]:
-    """Return the least and the most bytes that a process is likely to take of a device.
+    """Return (least, most) bytes of a device that a process is likely to take.
 
-    The least is its tensors. The most is the allocator's segments and a seventh, a context with all kernels loaded, the
-    workspace of cuDNN's search, and buffers of the communicators (one, and with HSDP one more between groups; one of each kind
-    of a layout's groups).
+    The least are its tensors, ``peak_bytes``. The most are the allocator's segments times ``FRAGMENTED``, a context with all
+    kernels loaded, cuDNN's workspace, and the buffers of communicators: one among replicas, one more between the groups of
+    HSDP, and one for each kind of group of the ``layout``.
     """
     communicators = (replicas > 1) + (sharding.kind == "hsdp" and replicas > sharding.shard)
     communicators += (layout.tensor > 1) + (layout.pipeline > 1)
@@ -778,9 +781,9 @@ def memory_range(
 
 
 def memory_limit_batch(curve: WorkCurve, device: Device, setting: Setting, num_replicas: int = 1) -> int:
-    """Return the largest local batch that fits the device, by bisection; 0: one sample does not fit.
+    """Return the largest local batch that fits the device, found by bisection; 0: one sample does not fit.
 
-    Under a budget of memory all blocks count as fully checkpointed.
+    Under a budget of memory, all blocks are taken to be fully checkpointed.
     """
     sharding, available_bytes = setting.sharded(num_replicas), usable_bytes(device)
     curve = curve.under(sharding, setting.compile)
@@ -792,7 +795,7 @@ def memory_limit_batch(curve: WorkCurve, device: Device, setting: Setting, num_r
             return False
         return memory.reserved_bytes(available_bytes) is not None
 
-    # ``fitting_size`` always fits; ``larger_size`` does not once the first loop is over.
+    # ``fitting_size`` always fits; ``larger_size`` does not fit from the end of the first loop on.
     if not fits(1):
         return 0
     fitting_size, larger_size = 1, 2
@@ -807,7 +810,7 @@ def memory_limit_batch(curve: WorkCurve, device: Device, setting: Setting, num_r
 def timeline(curve: WorkCurve, model: CostModel, setting: Setting, row: PredictedRow) -> MemoryTimeline | None:
     """Return the memory of one process over a predicted row's pass, at the fullest moment of each of ``_MOMENTS`` equal spans.
 
-    None: the step is not traced at so large a batch.
+    None: the step cannot be traced at so large a batch.
     """
     sharding = setting.sharded(row.num_replicas)
     curve = curve.under(sharding, setting.compile)
@@ -824,7 +827,7 @@ def timeline(curve: WorkCurve, model: CostModel, setting: Setting, row: Predicte
     is_last_of_span = np.append(np.diff(span_index[order]) > 0, True)
     fullest_places = np.sort(order[is_last_of_span])
     fullest_bytes = {part: part_bytes[fullest_places] for part, part_bytes in bytes_by_part.items()}
-    # Sums of what is added and freed may end a little below 0 by rounding.
+    # Rounding can leave sums of bytes that are added and freed slightly below 0.
     return MemoryTimeline(
         num_replicas=row.num_replicas,
         local_batch_size=size,
@@ -843,10 +846,11 @@ def work_of(
     """Return the work of SOURCE's training step at any batch size.
 
     ``sequence_length``: tokens of a sample; None: as the source says. ``lora``: the rank of adapters, which alone are then
-    trained; None: the whole model is. ``attention``: eager, sdpa, or flash (sdpa by the kernel for 16-bit numbers alone).
+    trained; None: the whole model is trained. ``attention``: eager, sdpa, or flash, which is sdpa in a precision in which it
+    runs the flash kernel; None: the source's own. A ``zoo:`` model is traced only once in a process.
 
-    Raises InputError for a graph or ONNX file, for a library's model of which the example inputs miss a part, and for flash in
-    a precision that it has no kernel for.
+    Raises InputError for a graph or ONNX file, for a library's model if the example inputs do not reach a part of it, and for
+    flash in a precision for which it has no kernel.
     """
     if attention == "flash" and precision_of(numerics.precision).computes not in ("bfloat16", "float16"):
         remedy = "give a precision of 16 bits, such as bf16"
@@ -863,7 +867,7 @@ def work_of(
 def _traced_work(
     source: Source, numerics: Numerics, sequence_length: int | None, lora: int | None, attention: str | None
 ) -> WorkCurve:
-    """Return the work of a torch SOURCE, traced anew."""
+    """Trace a torch SOURCE and return its work; see :func:`work_of`."""
 
     def build() -> TrainingStep:
         """Return the source's step, with adapters if they are asked for."""
@@ -885,12 +889,15 @@ def _zoo_work(
     attention: str | None,
     default_type: torch.dtype,
 ) -> WorkCurve:
-    """Return the work of a model that ships with ddltool; who asks for it again waits for no second trace."""
+    """Return the work of a model that ships with ddltool; a second call with equal arguments does not trace it again.
+
+    ``default_type``: torch's default dtype, which is an argument only because the work depends on it.
+    """
     return _traced_work(source, numerics, sequence_length, lora, attention)
 
 
 def predicted_profile(result: PredictResult) -> pd.DataFrame:
-    """Return the predicted rows in the columns of a table of measured ones, each with its ``settings`` in words.
+    """Return the predicted rows as a table with the columns of measured ones, and a column ``settings`` that describes them.
 
     Columns without any value are left out, and so are those of parallel layouts if every replica is one GPU.
     """

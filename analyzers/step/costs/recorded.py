@@ -1,7 +1,7 @@
-"""The predicted step of a script on a device: its kernels on their streams, its collectives between them, its memory.
+"""The predicted step of a recorded script on a device: its kernels on their streams, its collectives, its memory.
 
-Each op starts once the host has issued it, its stream has ended what came before, and every op of another stream that it
-waits for has ended, as CUDA's streams and events have it. Start at :func:`predict_recorded`.
+As with CUDA's streams and events, an op starts once the host has issued it, the op before it on its stream has ended, and every
+op of another stream that it waits for has ended. Start at :func:`predict_recorded`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ddltool.graph import COMPUTE, Graph, Recorded
 from ddltool.graph_results import MemoryTimeline, PredictedDevice, PredictedRow, PredictionAssumptions, PredictResult
 from ddltool.precision import precision_of
 
-# Moments of a timeline of memory: as many as a picture can show.
+# How many moments a timeline of memory has: as many as a picture can show.
 _MOMENTS = 160
 # What the op types of collectives begin with, such as c10d.all_reduce.
 _COLLECTIVE = "c10d."
@@ -34,17 +34,17 @@ class StreamedStep:
     """The simulated times of a recorded step's ``c`` compute ops, in seconds from its start."""
 
     start_s: NDArray[np.float64]
-    """(c,)"""
+    """(c,) when each op starts."""
     end_s: NDArray[np.float64]
-    """(c,)"""
+    """(c,) when each op ends."""
     host_s: float
-    """In which the host issues the ops."""
+    """When the host has issued all ops."""
     alone_s: float
-    """Of the step if every collective took no time."""
+    """Seconds of the step if collectives took no time."""
 
     @property
     def step_s(self) -> float:
-        """Return the seconds of the step."""
+        """Seconds of the step: until the device and the host are done."""
         return float(max(self.end_s.max(initial=0.0), self.host_s))
 
 
@@ -52,8 +52,8 @@ def predict_recorded(graph: Graph, model_fabrics: Sequence[tuple[CostModel, Fabr
     """Return a recorded step's predicted row on each device, with the assumptions and each device's memory over time.
 
     Args:
-        graph: a step as a script ran it; ``graph.recorded`` must be there.
-        model_fabrics: by device its cost model, and how such devices are joined.
+        graph: a recorded step, whose ``recorded`` is not None.
+        model_fabrics: for each device its cost model, and the network of such devices.
         source: the name of the script, for the rows.
     """
     rows, devices = [], {}
@@ -92,9 +92,9 @@ def predict_recorded(graph: Graph, model_fabrics: Sequence[tuple[CostModel, Fabr
 
 
 def simulate_streams(graph: Graph, model: CostModel, fabric: Fabric) -> StreamedStep:
-    """Return the times of a recorded step's compute ops on a device, collectives among them. O(ops + edges).
+    """Return the times of a recorded step's compute ops, including collectives, on a device. O(ops + edges).
 
-    The step is played twice: as it is, and with collectives that take no time, to tell what they cost.
+    The step is simulated twice, with collectives and as if they took no time, so that their cost is known.
     """
     recorded = graph.recorded
     assert recorded is not None
@@ -118,9 +118,9 @@ def simulate_streams(graph: Graph, model: CostModel, fabric: Fabric) -> Streamed
 
 
 def collective_s(name: str, size_bytes: float, ranks: Sequence[int], fabric: Fabric) -> float:
-    """Return the seconds of a collective of ``size_bytes`` over ranks that fill nodes in the order of their numbers.
+    """Return the seconds of a collective of ``size_bytes`` among ranks, which are placed on nodes in the order of numbers.
 
-    ``name``: as in op types, such as all_reduce. A single rank exchanges nothing.
+    ``name``: as in op types, such as all_reduce. 0 for a single rank, which exchanges nothing.
     """
     if len(ranks) < 2:
         return 0.0
@@ -130,7 +130,7 @@ def collective_s(name: str, size_bytes: float, ranks: Sequence[int], fabric: Fab
         return float(group.all_reduce_s(size_bytes))
     if name == "reduce_scatter":
         return float(group.reduce_scatter_s(size_bytes))
-    # A broadcast and an exchange of all with all pass each byte over a link about once, as gathering does.
+    # Any other one (broadcast, all-to-all) passes each byte over a link about once, as all-gather does.
     return float(group.all_gather_s(size_bytes))
 
 
@@ -141,14 +141,14 @@ def _play(
     issue_s: NDArray[np.float64],
     waits: Sequence[int],
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], float]:
-    """Play a step, and return (c,) the start and (c,) the end of every compute op, and when the host is done, in seconds.
+    """Simulate a step, and return (starts, ends, host's end) in seconds: (c,) and (c,) of the compute ops, and a number.
 
     Args:
-        graph: its ``resource`` is the stream of each op.
+        graph: the step; the ``resource`` of an op is its stream.
         positions: (c,) the indices of the graph's compute ops, in the order in which the host issues them.
-        seconds: (c,) of each op on the device.
-        issue_s: (c,) of each op on the host.
-        waits: places among ``positions`` after which the host waits until all streams are idle.
+        seconds: (c,) the time of each op on the device.
+        issue_s: (c,) the time of each op on the host.
+        waits: indices into ``positions`` of ops after which the host waits until all streams are idle.
     """
     place_of = np.full(len(graph), -1, dtype=np.int64)
     place_of[positions] = np.arange(len(positions))
@@ -159,7 +159,7 @@ def _play(
     for place, position in enumerate(positions.tolist()):
         host_s += float(issue_s[place])
         stream = int(graph.resource[position])
-        # What takes the device no time, such as a view, is not launched, and keeps nothing waiting for the host.
+        # An op that takes the device no time, such as a view, is not launched, so that it does not wait for the host.
         start_s = max(stream_free_s.get(stream, 0.0), host_s if seconds[place] > 0 else 0.0)
         for source in graph.inputs_of(position).tolist():
             if (source_place := place_of[source]) >= 0 and graph.resource[source] != stream:
@@ -174,9 +174,9 @@ def _play(
 def _predict_row(
     graph: Graph, recorded: Recorded, model: CostModel, fabric: Fabric, source: str
 ) -> tuple[PredictedRow, MemoryTimeline]:
-    """Return the predicted time, throughput, memory and price of a recorded step on one device, and its memory over time.
+    """Return (row, timeline): a recorded step's predicted time, throughput, memory and price on a device, and memory over time.
 
-    A step that was recorded under ``torch.compile`` is predicted with its fused kernels and without what they do not write.
+    A step of a script that compiles its model is predicted with fused kernels, and without the tensors that they do not write.
     """
     run = graph
     if recorded.compiled:
@@ -193,7 +193,7 @@ def _predict_row(
     held = recorded.held_bytes(int((graph.kind == COMPUTE).sum()))
     peak_bytes = float(held.max(initial=0.0))
     limited = _reserved(recorded, len(held), usable_bytes(model.device))
-    # A step that does not fit is reported with what it would reserve of an unlimited device.
+    # A step that does not fit is reported with what it would reserve on a device without a limit.
     reserved = limited if limited is not None else _reserved(recorded, len(held)) or 0
     low_bytes, high_bytes = memory_range(peak_bytes, reserved, Sharding.named("none", 1), replicas, 0.0)
     row = PredictedRow(
@@ -227,7 +227,7 @@ def _predict_row(
 def _reserved(recorded: Recorded, places: int, limit_bytes: float = math.inf) -> int | None:
     """Return the bytes of segments that torch's allocator reserves for a recorded step's storages; None: over the limit.
 
-    ``places``: how many the step has. Storages that were there before the step and outlive it are allocated once.
+    ``places``: the number of the step's ops. Storages that exist before the step and outlive it are allocated only once.
     """
     start, end, size = recorded.lives(places)
     lasts = np.array(
@@ -239,9 +239,9 @@ def _reserved(recorded: Recorded, places: int, limit_bytes: float = math.inf) ->
 
 
 def _timeline(recorded: Recorded, step: StreamedStep, row: PredictedRow) -> MemoryTimeline:
-    """Return the bytes by part at the fullest moment of each of ``_MOMENTS`` equal spans of the step.
+    """Return the bytes of each part of the memory at the fullest moment of each of ``_MOMENTS`` equal spans of the step.
 
-    ``row``: the step's prediction, whose replicas and batch size the timeline names.
+    ``row``: the step's prediction, from which the timeline takes replicas and batch size.
     """
     places = len(step.end_s)
     total_bytes, at_s = recorded.held_bytes(places), np.maximum.accumulate(step.end_s)  # ops of several streams overlap

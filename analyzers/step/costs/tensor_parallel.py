@@ -1,14 +1,15 @@
-"""The step of one rank of several that share every block's products: tensor parallelism as Megatron-LM and DTensor do it.
+"""The step of one of several ranks that share every block's products: tensor parallelism as in Megatron-LM and DTensor.
 
 In each block the first product of a chain is split by columns and the next one by rows (Shoeybi et al., arXiv:1909.08053):
-attention by heads, an MLP by its hidden width. What lies between is divided; a product whose inner dimension is divided gives
-a partial sum, which an all-reduce completes. The embedding, the head and the loss are divided by the vocabulary. Which products
-are split follows from the traced step alone: a product of a weight and a whole tensor begins a chain, and one of a weight and a
-divided tensor ends it; where something in between needs the whole width (a normalisation, the choice of experts) or no product
-ends it within the block, it is not split. From the split weights the rest follows op by op, forward and backward.
+attention by heads, an MLP by its hidden width. Tensors between the two are divided among the ranks. A product whose inner
+dimension is divided gives a partial sum on each rank, which an all-reduce completes. The embedding, the head and the loss are
+divided by the vocabulary. Which products are split follows from the traced step alone: a product of a weight and a whole tensor
+begins a chain, and a product of a weight and a divided tensor ends it. A product is not split if something after it needs the
+whole width (a normalisation, the choice of experts), or if no product ends its chain within the block. From the split weights
+the rest follows op by op, forward and backward.
 
-With sequence parallelism (Korthikanti et al., arXiv:2205.05198) what lies between the chains is divided by tokens, too, and an
-all-reduce is a reduce-scatter and an all-gather. Start at :func:`rank_of`.
+With sequence parallelism (Korthikanti et al., arXiv:2205.05198) tensors between the chains are divided by tokens, and each
+all-reduce becomes a reduce-scatter and an all-gather. Start at :func:`rank_of`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from ddltool.analyzers.step.tracing.torch_adapter import TracedStep
 from ddltool.errors import InputError
 from ddltool.graph import RECV, SEND
 
-# Products, and which of their arguments are the two factors.
+# By product, the indices of its two factors among its arguments.
 _FACTORS = {
     "mm": (0, 1),
     "_scaled_mm": (0, 1),
@@ -50,24 +51,24 @@ _FACTORS = {
     "baddbmm": (1, 2),
 }
 _BATCHED = names_in("bmm baddbmm")
-# Ops that pass on the tensor that they get: a view, or a copy of it.
+# Ops whose result is a view or a copy of their input.
 _PASSING = names_in(
     "t transpose permute view _unsafe_view reshape expand unsqueeze squeeze _to_copy to_float8 clone detach alias slice"
 )
-# What needs all of a dimension at once.
+# Ops that need all elements of a dimension at once.
 _NEEDS_WHOLE = names_in(
     "native_layer_norm _fused_rms_norm _softmax _log_softmax _safe_softmax mean sum var var_mean amax max topk sort argmax "
     "cumsum linalg_vector_norm norm"
 )
 _ADDED = names_in("add add_")
-# Ops that are linear in a tensor of rows, so that they may run on partial sums: sums over experts come before the exchange.
-# Scaling counts as one in the forward pass alone: a norm's backward pass is linear, too, but comes after the exchange.
+# Ops that are linear in a tensor of rows, so that they can run on partial sums, and the sum over experts comes before the
+# exchange. Scaling is taken for one in the forward pass only: a norm's backward pass scales, too, but after the exchange.
 _LINEAR = names_in("index index_put _unsafe_index_put index_add scatter_add gather index_select")
 _LINEAR_FORWARD = names_in("mul div sum")
-# In the place of a dimension's index: cut along whichever is longest. For ops whose cost depends on the number of elements
-# alone.
+# In place of the index of a dimension to cut along: the longest one, for ops whose cost depends only on the number of elements.
 _LONGEST = -99
-# A loss divided by the vocabulary exchanges of every token its largest logit, the label's, and the sum of exponentials.
+# A loss that is divided by the vocabulary exchanges three numbers of every token: the largest logit, the label's logit, and the
+# sum of exponentials.
 _LOSS_EXCHANGES = 3
 
 
@@ -78,9 +79,9 @@ class TensorExchange:
     op: str
     """The op that it follows, by name."""
     tensor: Sized
-    """What is reduced, at the traced batch size."""
+    """The tensor that is reduced, at the traced batch size."""
     whole: bool = False
-    """Whether every rank needs the whole sum: the exchange is then an all-reduce under sequence parallelism, too."""
+    """Whether every rank needs the whole sum, so that the exchange is an all-reduce even under sequence parallelism."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -88,23 +89,23 @@ class Rank:
     """The step of one rank."""
 
     traced: TracedStep
-    """With the work that is left to the rank: the traced program, whose fake tensors are whole."""
+    """The step with the rank's part of the work; the fake tensors of its program are still whole."""
     exchanges: Sequence[TensorExchange]
     divided: Mapping[int, float]
-    """By the address of a torch storage, the share of it that the rank holds, where that is less than all."""
+    """By the address of a torch storage that is divided, the share of it that the rank holds."""
 
     def exchanged_bytes(self, batch_size: int) -> list[float]:
-        """Return the bytes of the tensor of each exchange, in their order, at a batch size."""
+        """Return the bytes of each exchange's tensor, in the order of ``exchanges``, at a batch size."""
         scale = self.traced.scale(batch_size) or AS_TRACED
         return [scale.bytes([exchange.tensor]) for exchange in self.exchanges]
 
 
 def rank_of(traced: TracedStep, blocks: Sequence[ModelBlock], ranks: int, *, sequence: bool = False) -> Rank:
-    """Return the step of one of ``ranks`` that share a traced training step by tensor parallelism.
+    """Return the step of one of ``ranks`` ranks that share a traced training step by tensor parallelism.
 
-    ``blocks``: those of the step's lifetimes. ``sequence``: whether what lies between the chains is divided by tokens. Raises
-    InputError for a step without blocks, without a product that can be split, and for ranks that do not divide its heads or
-    the width of a product. O(nodes), again for every time that products turn out not to begin a chain.
+    ``blocks``: of the step's lifetimes. ``sequence``: whether tensors between the chains are divided by tokens. Raises
+    InputError for a step without blocks or without a product that can be split, and for a number of ranks that does not divide
+    the heads or the width of a product. O(nodes) for each attempt at splitting the products, see ``_split_weights``.
     """
     if not blocks:
         problem = f"{traced.graph.name} has no list of blocks that run one after another"
@@ -116,7 +117,7 @@ class _Divider:
     """Finds which tensors of a step are divided among the ranks, and makes one rank's step of it."""
 
     def __init__(self, traced: TracedStep, blocks: Sequence[ModelBlock], ranks: int, sequence: bool) -> None:
-        """Note where the backward pass begins and in which block each node runs; nothing is divided yet."""
+        """Find where the backward pass begins and the block in which each node runs; nothing is divided yet."""
         self.traced, self.ranks, self.sequence = traced, ranks, sequence
         self.nodes: list[Node] = list(traced.program.nodes)
         self.names = {node: name for name, node in traced.nodes.items()}
@@ -126,23 +127,23 @@ class _Divider:
         self.parameters = {node: name for name, node in traced.parameters.items()}
         self.place_of = {node: place for place, node in enumerate(self.nodes)}
         self.block_at = [-1] * len(self.nodes)
-        """By node the number of the block in whose forward pass it runs; -1: in none."""
+        """By place of a node, the number of the block in whose forward pass it runs; -1: in none."""
         for number, block in enumerate(blocks):
             self.block_at[block.first : block.last + 1] = [number] * (block.last + 1 - block.first)
         self.head_from = max(block.last for block in blocks)
         """The index of the last node of all blocks' forward passes, which the head follows."""
         self.split: dict[Node, str] = {}
-        """Weights and biases that are divided, and how: by "rows", "columns" or "vocabulary"."""
+        """How each divided weight and bias is split: by "rows", "columns" or "vocabulary"."""
         self.widths: dict[str, int] = {}
-        """Numbers that the ranks have to divide, by what they count, such as "heads of attention"."""
+        """By a text for messages, such as "heads of attention", a number that must be divisible by the number of ranks."""
         self.divided: set[Node] = set()
-        """Nodes of whose tensor each rank holds a part."""
+        """Nodes whose tensor is divided: each rank holds a part."""
         self.partial: set[Node] = set()
-        """Nodes of which each rank holds a summand in the tensor's whole shape."""
+        """Nodes whose tensor is a partial sum: each rank holds a summand of the whole shape."""
         self.exchanges: list[TensorExchange] = []
 
     def rank(self) -> Rank:
-        """Return the rank's step. To be called once. Raises InputError where the ranks do not divide what they have to."""
+        """Return the rank's step; call it once. Raises InputError for a number of ranks that does not divide all ``widths``."""
         self._split_weights()
         for words, width in self.widths.items():
             if width % self.ranks:
@@ -155,10 +156,11 @@ class _Divider:
     # Which weights are split ------------------------------------------------------------------------------------------
 
     def _split_weights(self) -> None:
-        """Decide which weights are split: fill ``split``, and ``widths`` with what the ranks then have to divide.
+        """Decide which weights are split: fill ``split``, and ``widths`` with the numbers that the ranks have to divide.
 
-        A product that turns out not to begin a chain is left whole, which may change what the others are: all is tried again
-        without it, until no product fails. There are ever fewer to fail. Raises InputError if no product is left.
+        A product that turns out not to begin a chain is left whole. This may change the role of others, so all products are
+        tried again until none fails; it ends, because each attempt leaves more products whole. Raises InputError if no product
+        is split in the end.
         """
         whole: set[Node] = set()
         while failed := self._try_chains(whole):
@@ -168,19 +170,18 @@ class _Divider:
         self._split_vocabulary()
 
     def _try_chains(self, whole: set[Node]) -> set[Node]:
-        """Split the weights of all chains but those that the products ``whole`` would begin.
+        """Split the weights of all chains, without chains that products in ``whole`` would begin; return products that fail.
 
-        A chain is a product split by columns, the ops on its divided result, and the product split by rows that ends it.
-        Return the further products that cannot begin one: no product of the same block ends it, or something in between
-        needs the whole width.
+        A chain is a product split by columns, the ops on its divided result, and the product split by rows that ends it. A
+        product fails if it begins a chain that no product of the same block ends, or in which an op needs the whole width.
         """
         self.split.clear()
         self.widths.clear()
         none: frozenset[Node] = frozenset()
         open_chains: dict[Node, frozenset[Node]] = {}
-        """By node the products that begin the open chains that it comes from."""
+        """By node, the first products of the chains that it is in."""
         in_last_dimension: dict[Node, frozenset[Node]] = {}
-        """By node those of these products whose divided width is still its last dimension."""
+        """By node, those of these products whose divided width is still the last dimension of the node's tensor."""
         ended_chains: set[Node] = set()
         failed: set[Node] = set()
         for place, node in enumerate(self.nodes[: self.backward]):
@@ -207,19 +208,19 @@ class _Divider:
             if _is_attention(node):
                 self._note_heads(node, chains)
                 if not all(open_chains.get(source) for source in factors or node.all_input_nodes[:3]):
-                    failed |= chains  # of queries, keys and values some are whole, and so all heads are
+                    failed |= chains  # some of queries, keys and values are whole, so that heads cannot be divided
             else:
                 in_last_dimension[node] = kept
-            for source in node.all_input_nodes:  # the bias of a split product, added by itself
+            for source in node.all_input_nodes:  # a bias of a split product that is added by an op of its own
                 if kept and source in self.parameters and value_of(source).dim() == 1:
                     self.split.setdefault(source, "columns")
         never_ended = {product for chains in open_chains.values() for product in chains} - ended_chains
         return (failed | never_ended) - whole
 
     def _split_product(self, node: Node, weight: Node, how: str) -> None:
-        """Note ``how`` a product's weight is split, by "rows", "columns" or "vocabulary", and its bias unless by rows.
+        """Note ``how`` a product's weight is split: by "rows", "columns" or "vocabulary".
 
-        The width of a product split by columns has to be divided by the ranks.
+        Its bias is split alike, except by rows. The width of a product that is split by columns is noted in ``widths``.
         """
         self.split[weight] = how
         if how == "rows":
@@ -230,9 +231,9 @@ class _Divider:
             self.widths[f"columns of {module}"] = _width(node)
 
     def _split_vocabulary(self) -> None:
-        """Divide the largest embedding outside the blocks, and the head: the product after them with a logit for each row.
+        """Split by vocabulary the largest embedding outside the blocks, and the head, which makes a logit for each of its rows.
 
-        Nothing is divided in a model without such an embedding.
+        Does nothing for a model without an embedding outside the blocks.
         """
         rows = {  # by embedding table
             node.all_input_nodes[0]: int(value_of(node.all_input_nodes[0]).shape[0])
@@ -249,10 +250,10 @@ class _Divider:
                 self._split_product(node, weight, "vocabulary")
 
     def _note_heads(self, node: Node, products: Iterable[Node]) -> None:
-        """Note the heads of attention that the ranks have to divide: those of queries, and of keys and values if fewer.
+        """Note in ``widths`` the number of heads of an attention, and that of its keys and values if there are fewer.
 
-        ``node``: an attention, or the product of queries and keys. ``products``: those that queries, keys and values come
-        from; one with fewer columns than heads times a head's width makes keys or values that several heads share.
+        ``node``: a fused attention, or the product of queries and keys. ``products``: the products that make queries, keys and
+        values; one with fewer columns than heads times a head's width makes keys or values that several heads share.
         """
         is_fused = base_name(node.target) not in _BATCHED
         shapes = [tuple(value_of(source).shape) for source in node.all_input_nodes[:3]]
@@ -266,9 +267,9 @@ class _Divider:
                 self.widths["heads of keys and values"] = _width(product) // width
 
     def _weight_of(self, node: Node) -> Node | None:
-        """Return the parameter that a node multiplies its input with, looked up through views and casts.
+        """Return the parameter by which a node multiplies its input, also through views and casts of it.
 
-        None: the node is no product, or multiplies two tensors of which neither is a parameter.
+        None: the node is no product, or its second factor is no parameter.
         """
         factors = _factors(node)
         if not factors:
@@ -284,12 +285,12 @@ class _Divider:
             node = node.all_input_nodes[0]
         return bool(self.parameters.get(node)) and value_of(node).dim() == 1
 
-    # What follows from them ----------------------------------------------------------------------------------------------
+    # Which tensors are divided then --------------------------------------------------------------------------------------
 
     def _divide(self) -> None:
         """Follow the split weights through the program, and fill ``divided``, ``partial`` and ``exchanges``.
 
-        A partial sum is passed on as long as ops allow it; an exchange completes it before the first op that does not.
+        Ops run on a partial sum as long as they can; an exchange completes it before the first op that cannot.
         """
         self.divided |= set(self.split)
         whole_gradients = self._whole_gradients()
@@ -319,9 +320,9 @@ class _Divider:
                 self.divided.add(node)
 
     def _divide_product(self, node: Node, factors: tuple[Node, Node], is_whole_gradient: bool) -> None:
-        """Note what a product of its two factors is: a partial sum where both are divided, divided where one is.
+        """Note whether a product is a partial sum (both factors are divided) or divided (one of them is).
 
-        The gradient of a weight that is not split, and the product with such a weight, take whole factors.
+        A product with a weight that is not split, and the gradient of such a weight, need whole factors, which are exchanged.
         """
         weight = self._weight_of(node)
         if is_whole_gradient or (weight is not None and weight not in self.split):
@@ -334,19 +335,19 @@ class _Divider:
             self.divided.add(node)
 
     def _stays_partial(self, node: Node, parts: Sequence[Node]) -> bool:
-        """Return whether an op on partial sums gives a partial sum, so that no exchange is needed yet.
+        """Return whether an op on partial sums makes a partial sum, so that no exchange is needed yet.
 
-        ``parts``: those of its inputs that are partial sums. Views, casts and linear ops do; so does the sum of several.
+        Views, casts and linear ops do, and so do sums of partial sums. ``parts``: those of its inputs that are partial sums.
         """
         name, is_forward = base_name(node.target), self.place_of[node] < self.backward
-        if name in _ADDED:  # gradients that meet are summed before they are exchanged
+        if name in _ADDED:  # in the backward pass, gradients are added before they are exchanged
             return len(parts) == len(node.all_input_nodes) or not is_forward
         return name in _PASSING or name in _LINEAR or (is_forward and name in _LINEAR_FORWARD)
 
     def _complete(self, node: Node, among: set[Node]) -> None:
-        """Exchange a tensor if it is in ``among`` (``divided`` or ``partial``), and take it and its views out: they are whole.
+        """Exchange a tensor if it is in ``among`` (``divided`` or ``partial``), and take it and its views out of that set.
 
-        A view is not exchanged itself, but the tensor that it is a view of. Weights stay divided.
+        They are whole from then on. For a view, the tensor that it is a view of is exchanged. Split weights stay divided.
         """
         if node not in among or node in self.split:
             return
@@ -361,8 +362,8 @@ class _Divider:
             waiting += [user for user in viewed.users if user in among and base_name(user.target) in _PASSING]
 
     def _whole_gradients(self) -> set[Node]:
-        """Return the products that make the gradients of weights that are not split."""
-        # By the address of a torch storage, the last node whose tensor lies in it.
+        """Return the nodes that make the gradients of parameters that are not split."""
+        # By the address of a torch storage, the last node with a tensor in it.
         made_by = {
             tensor.untyped_storage()._cdata: node for node in self.nodes for tensor in tensors_of(value_of(node))
         }
@@ -377,18 +378,18 @@ class _Divider:
         return products
 
     def _is_batch_product(self, node: Node) -> bool:
-        """Return whether a product is one for every head: of two tensors, neither of them a weight."""
+        """Return whether a node is a batched product of two activations, as in attention that is not fused."""
         return base_name(node.target) in _BATCHED and self._weight_of(node) is None
 
     def _exchange(self, node: Node) -> None:
-        """Add an exchange of a node's tensor, after the op that makes it."""
+        """Add an exchange of a node's tensor after the op that makes it."""
         maker = node
-        while maker not in self.names:  # one of several results
+        while maker not in self.names:  # the node picks one of several results of an op
             maker = maker.all_input_nodes[0]
         self.exchanges.append(TensorExchange(op=self.names[maker], tensor=_sized(tensors_of(value_of(node))[0])))
 
     def _exchange_loss(self, node: Node) -> None:
-        """Add the exchanges of a loss whose logits are divided: of one float32 number for every token each."""
+        """Add the ``_LOSS_EXCHANGES`` exchanges of a loss on divided logits, each of one float32 number for every token."""
         tokens = value_of(node.all_input_nodes[0]).shape[:-1]
         number_each = _sized(torch.empty(tokens, dtype=torch.float32, device="meta"))
         self.exchanges += [TensorExchange(op=self.names[node], tensor=number_each, whole=True)] * _LOSS_EXCHANGES
@@ -396,14 +397,14 @@ class _Divider:
     # The rank's step -----------------------------------------------------------------------------------------------------
 
     def _traced(self) -> TracedStep:
-        """Return the traced step with the work, parameters and gradients that are left to the rank.
+        """Return the traced step with the rank's part of the work, of the parameters and of the gradients.
 
-        Each op's cost is that of its call with the tensors cut to the rank's part; ops whose tensors are whole keep theirs.
+        The cost of an op is that of its call on the rank's parts of its tensors; ops on whole tensors keep their cost.
         """
         graph, traced = self.traced.graph, self.traced
         distinct: dict[Issued, int] = {call: index for index, call in enumerate(traced.issued)}
         calls = dict(traced.calls)
-        known: dict[tuple[Any, ...], int] = {}  # by whole call and cuts the index of the cut call: layers repeat
+        known: dict[tuple[Any, ...], int] = {}  # by whole call and cuts, the index of the cut call, since layers repeat
         for name, node in traced.nodes.items():
             cuts = self._cuts(node)
             if not any(cut is not None for cut in cuts.values()):
@@ -428,9 +429,9 @@ class _Divider:
         return replace(traced, graph=divided, issued=tuple(distinct), calls=calls, _traces={})
 
     def _cuts(self, node: Node) -> dict[Node, int | None]:
-        """Return for an op's inputs and its output the dimension along which the rank has a part; None: it has all.
+        """Return, for each input of an op and its output, the dimension along which the rank has a part; None: it has all.
 
-        A dimension counts from the end in a product (-2: rows, -1: columns); :data:`_LONGEST` stands for any.
+        For a product -2 means rows and -1 columns; :data:`_LONGEST` means the longest dimension.
         """
         tensors = [*node.all_input_nodes, node]
         factors = _factors(node)
@@ -439,7 +440,7 @@ class _Divider:
             cuts: dict[Node, int | None] = dict.fromkeys(tensors)
             cuts[factors[0]] = (-1 if right else -2) if left else None
             cuts[factors[1]] = (-2 if left else -1) if right else None
-            if left != right:  # the result keeps the cut; where both are cut it is a whole partial sum
+            if left != right:  # the result is cut, too; if both are cut, it is a partial sum of the whole shape
                 cuts |= {node: -2 if left else -1}
                 cuts |= {source: -1 for source in tensors[:-1] if self._is_bias(source) and source in self.divided}
             return cuts
@@ -452,13 +453,13 @@ class _Divider:
         }
 
     def _is_activation(self, node: Node) -> bool:
-        """Return whether a node is what an op makes, of two dimensions or more: a tensor of the step's samples."""
+        """Return whether a node is the result of an op with two or more dimensions, which is taken for an activation."""
         return node.op == "call_function" and any(tensor.dim() > 1 for tensor in tensors_of(value_of(node)))
 
     def _shares(self) -> dict[int, float]:
-        """Return the share of a torch storage that the rank holds, by the storage's address, where that is less than all.
+        """Return, by the address of a divided torch storage, the share of it that the rank holds.
 
-        Under sequence parallelism that is also true of activations between the chains, but not of partial sums.
+        Under sequence parallelism, activations between the chains are divided, too, but partial sums are not.
         """
         shares: dict[int, float] = {}
         whole: set[int] = set()
@@ -478,7 +479,7 @@ class _Divider:
         return {address: share for address, share in shares.items() if address not in whole}
 
     def _of_parameter(self, node: Node) -> bool:
-        """Return whether a node is a view or cast of a parameter, or its gradient as it is returned."""
+        """Return whether a node is a view or cast of a placeholder, such as a parameter, or a result of the program."""
         while node.op == "call_function" and base_name(node.target) in _PASSING:
             node = node.all_input_nodes[0]
         return node in self.parameters or node.op != "call_function" or self.nodes[-1] in node.users
@@ -491,7 +492,7 @@ def _factors(node: Node) -> tuple[Node, Node] | None:
 
 
 def _is_attention(node: Node) -> bool:
-    """Return whether a node is a fused attention, or a batched product, as attention without fusion has two of."""
+    """Return whether a node is a fused attention, or a batched product, of which attention without fusion has two."""
     name = base_name(node.target)
     return name in _BATCHED or ("scaled_dot_product" in name and "attention" in name)
 
@@ -502,7 +503,7 @@ def _width(node: Node) -> int:
 
 
 def _keeps_last(source: Node, node: Node) -> bool:
-    """Return whether an op leaves the last dimension of its input ``source`` in place: a view may split or move it."""
+    """Return whether an op keeps the last dimension of its input ``source`` last; a view may split or move it."""
     if base_name(node.target) not in _PASSING or base_name(node.target) == "slice":
         return True
     before, after = value_of(source), value_of(node)
@@ -510,7 +511,7 @@ def _keeps_last(source: Node, node: Node) -> bool:
 
 
 def _sized(tensor: Tensor) -> Sized:
-    """Return what costs depend on of a tensor: shape, elements, type."""
+    """Return the properties of a tensor on which costs depend, with storage for its own elements only."""
     return Sized(
         shape=tuple(map(int, tensor.shape)),
         stored=tensor.numel(),
@@ -521,9 +522,9 @@ def _sized(tensor: Tensor) -> Sized:
 
 
 def _issued_cut(node: Node, cuts: Mapping[Node, int | None], ranks: int) -> Issued:
-    """Return what the cost of a call depends on, with its tensors cut along dimensions (``cuts``, None: whole).
+    """Return what the cost of a call depends on, with its tensors cut along the dimensions in ``cuts`` (None: not cut).
 
-    The nodes' values are replaced while they are read, and restored.
+    The nodes' values are replaced by cut ones for the time of the call, and restored.
     """
     before = {each: each.meta.get("val") for each in cuts}
     try:
@@ -540,8 +541,8 @@ def _issued_cut(node: Node, cuts: Mapping[Node, int | None], ranks: int) -> Issu
 def _cut(value: Any, dimension: int, ranks: int) -> Any:
     """Return a tensor without storage, of the shape of the first rank's part of ``value`` along a dimension.
 
-    Expanded dimensions (stride 0) stay expanded. A list is cut item by item; what is no tensor, or has no such dimension, is
-    returned as it is.
+    Expanded dimensions (stride 0) stay expanded. A list is cut item by item; a value that is no tensor, or has no such
+    dimension, is returned unchanged.
     """
     if isinstance(value, (list, tuple)):
         return type(value)(_cut(item, dimension, ranks) for item in value)

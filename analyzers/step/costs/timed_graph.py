@@ -1,4 +1,4 @@
-"""A graph with a time for every op, from whoever knows it: the file, the cost model, this machine, a profiler trace."""
+"""A graph with a time for every op, from one of four sources: the file, the cost model, this machine, a profiler trace."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def timed_graph(
             says. ``bindings``: sizes of the symbolic dimensions of an ONNX file.
         device, devices_file: the device type whose times are predicted, and a file of types beside the known ones.
         bandwidth, latency, parameter_servers: the network of the transfers.
-        oracle: roofline, measured, or the path of a profiler trace; None: the times of a graph file that has them, else
+        oracle: roofline, measured, or the path of a profiler trace; None: a graph file's own times if it has them, else
             roofline.
-        tell: takes remarks on the source and on ops that a profiler trace lacks.
-        progress: takes the measured ops so far and a remark.
+        tell: is called with each remark on the source, and on ops that a profiler trace lacks.
+        progress: is called with the number of calls measured so far and a text.
 
     Raises InputError for another oracle, for an unknown device, and for a SOURCE that cannot be read.
     """
@@ -86,7 +86,10 @@ def timed_graph(
 
 
 def timed_somehow(graph: Graph) -> tuple[Graph, str]:
-    """Return a graph with times, its own or predicted for a V100 behind the default network, and a remark on their source."""
+    """Return (timed graph, remark): the graph with its own times, or else with predicted ones, and where the times are from.
+
+    Predictions are for a V100 and the default network. The remark is "" for own times of unknown origin.
+    """
     if not graph.timed:
         predicted = estimate(graph, cost_model(known_devices(None).device(DEVICE), calibration()), Network())
         return predicted, f"The file has no times: these are a {DEVICE}'s behind 10 Gbit/s, predicted."
@@ -103,7 +106,7 @@ def _time_on_this_machine(
     network: Network,
     progress: Callable[[int, str], None],
 ) -> Graph:
-    """Return the graph of a torch SOURCE with ops timed on this machine's CPU; ``progress`` as of :func:`timed_graph`.
+    """Return the graph of a torch SOURCE with ops timed on this machine's CPU; ``progress``: see :func:`timed_graph`.
 
     Raises InputError for a graph or ONNX file, whose ops torch cannot run.
     """
@@ -122,9 +125,9 @@ def _time_on_this_machine(
 
 
 def _time_from_profiler(graph: Graph, estimated: Graph, path: Path, tell: Callable[[str], None]) -> Graph:
-    """Return the graph with the times of the profiler trace at ``path``; ``tell`` takes remarks on how its ops matched.
+    """Return the graph with the times of the profiler trace at ``path``; ``tell`` is called with remarks on how ops matched.
 
-    Transfers, and ops that the trace lacks, keep the times of ``estimated``.
+    Transfers keep the times of ``estimated``; ops that the trace lacks get these times scaled to the measured ones.
     """
     from ddltool.analyzers.step.measured.kineto import read_trace
     from ddltool.analyzers.step.measured.matching import apply, match

@@ -136,10 +136,10 @@ def estimate_measured(
 
 
 def apply_times(graph: Graph, times: OpTimes, network: Network) -> Graph:
-    """Return the graph with measured durations in seconds; transfers take ``latency + bytes / bandwidth``, free ops 0.
+    """Return the graph with the measured durations in seconds; transfers take ``latency + bytes / bandwidth``, free ops 0.
 
-    An op without a time gets its roofline at nominal rates, scaled by :func:`.matching.with_measured`.
-    Raises InputError when ops cost something and none was measured.
+    An op without a measured time gets a roofline at nominal rates, which :func:`.matching.with_measured` scales to the ops
+    that have one. Raises InputError if some ops cost something and none of these was measured.
     """
     graph = assign_channels(graph, network.parameter_servers)
     is_transfer, bytes_per_s = graph.kind != COMPUTE, network.bandwidth_bytes_per_s

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, TypeGuard
 
-from ddltool.analyzers.step.recording.packages import ABSENT, NOTE
+from ddltool.analyzers.step.recording.packages import ABSENT, FAILURE_MARK, NOTE
 from ddltool.device import DEVICES_PER_NODE, Device
 from ddltool.errors import InputError
 from ddltool.graph import Graph, read_graph
@@ -25,8 +25,6 @@ COMMAND = "-- "
 """Before the command in a SOURCE that is one: ``-- python train.py``."""
 LIMIT_S = 300.0
 """Seconds that a recording may take, unless the caller says otherwise."""
-FAILURE_MARK = "\0"
-"""The child process writes this byte before the line in which it says why it recorded nothing."""
 _SHOWN_PLACES = 3
 """At most so many places of assumed values are named in one line."""
 _CAPABILITY = (9, 0)

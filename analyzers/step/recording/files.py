@@ -22,7 +22,7 @@ class Overlay:
     """Paths below ``scratch`` that stand for those of the disk: ``/data/log`` becomes ``scratch/data/log``."""
 
     def __init__(self, scratch: Path) -> None:
-        """Begin with a scratch folder; devices, this package's own folder and libraries' caches are not redirected."""
+        """Begin with a scratch folder; devices, the folder around the scratch folder and libraries' caches stay as they are."""
         self.scratch = str(scratch)
         caches = [os.environ[name] for name in _CACHES if os.environ.get(name)] + ["~/.cache"]
         cache_paths = [os.path.abspath(os.path.expanduser(folder)) for folder in caches]
@@ -44,7 +44,7 @@ class Overlay:
         return placed if placed != path and _lexists(placed) else path
 
     def is_left_alone(self, path: Any) -> bool:
-        """Return whether a path is not redirected: an open file's number, a device, a cache, this package's own folder."""
+        """Return whether a path is not redirected: an open file's number, a device, a cache, the recording's own folder."""
         return isinstance(path, int) or os.path.abspath(os.fsdecode(path)).startswith(self._not_redirected)
 
     def _path_in_scratch(self, path: Any) -> Any:
@@ -137,7 +137,10 @@ def _mover_in_scratch(real: Callable[..., Any], over: Overlay) -> Callable[..., 
     """Return the function ``real`` of ``os`` (``rename``, ``replace``) as one that moves within the scratch folder."""
 
     def move_in_scratch(source: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
-        """Move a file that lies in the scratch folder; a file that only the disk holds stays where it is, without an error."""
+        """Move a file within the scratch folder; a file that only the disk has is not moved, and no error is raised.
+
+        A path that is not redirected is moved on the disk.
+        """
         if over.is_left_alone(source):
             return real(source, target, *args, **kwargs)
         newest = over.path_to_read(source)

@@ -52,7 +52,7 @@ def stand_in_groups(recorder: Recorder) -> None:
         """
         size = world_size if world_size > 0 else int(os.environ.get("WORLD_SIZE", "1"))
         own_rank = rank if rank >= 0 else int(os.environ.get("RANK", "0"))
-        with _without_modes():
+        with _without_modes():  # torch exchanges small tensors when it starts a group, and reads their values
             real_init_group("fake", rank=own_rank, world_size=size, store=FakeStore())
 
     for module in (dist, distributed_c10d, device_mesh):

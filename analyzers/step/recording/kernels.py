@@ -500,11 +500,12 @@ def _liger_kernel() -> dict[str, Any]:
 
 
 def _bitsandbytes() -> dict[str, Any]:
-    """Return what bitsandbytes holds: its optimizers of 8 and 32 bits, and layers with packed weights."""
+    """Return what bitsandbytes holds, by dotted names: optimizers of 8 and 32 bits, and layers with packed weights."""
     stand_ins: dict[str, Any] = {
-        f"{prefix}{name}{suffix}": StatesOfOneByte
-        for prefix in ("", "Paged") for name in ("Adam", "AdamW", "AdEMAMix", "LAMB") for suffix in ("8bit",)
-    }  # fmt: skip
+        f"{prefix}{name}8bit": StatesOfOneByte
+        for prefix in ("", "Paged")
+        for name in ("Adam", "AdamW", "AdEMAMix", "LAMB")
+    }
     stand_ins |= {
         f"{prefix}{name}8bit": OneStateOfOneByte for prefix in ("", "Paged") for name in ("Lion", "SGD", "RMSprop")
     }

@@ -71,7 +71,7 @@ def change_libraries(recorder: Recorder, torchvision_ops: torch.library.Library 
         "accelerate.utils.dataclasses": _restore_tpu_member,
         "lightning.fabric.utilities.device_parser": _accept_any_device,
         "lightning_fabric.utilities.device_parser": _accept_any_device,
-        "triton.runtime.autotuner": _launch_nothing,
+        "triton.runtime.autotuner": _record_triton_launches,
     }
     for name in [name for name in changes if name in sys.modules]:  # a launcher's parser has imported some
         changes.pop(name)(sys.modules[name])
@@ -98,7 +98,7 @@ def _accept_any_device(module: Any) -> None:
     module._sanitize_gpu_ids = lambda gpus, **_: gpus
 
 
-def _launch_nothing(module: Any) -> None:
+def _record_triton_launches(module: Any) -> None:
     """Let launches of an installed Triton's kernels be recorded; no kernel is compiled, run or timed.
 
     ``module`` is ``triton.runtime.autotuner``, which has imported the other parts that are patched. An autotuned kernel
@@ -114,7 +114,7 @@ def _launch_nothing(module: Any) -> None:
     def target() -> Any:
         """Return what Triton would compile for: the compute capability of the GPU that the script sees."""
         major, minor = torch.cuda.get_device_capability()
-        return GPUTarget("cuda", 10 * major + minor, 32)
+        return GPUTarget("cuda", 10 * major + minor, 32)  # 32 threads in a warp
 
     module.JITFunction.run = run
     module.Autotuner._bench = lambda _self, *_, **__: 0.0

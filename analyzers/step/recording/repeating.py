@@ -242,9 +242,9 @@ class _Copier:
     """
 
     def __init__(self, step: Recording, blocks: EqualBlocks, owned: Mapping[str, Shadow]) -> None:
-        """Divide the recording into regions, and check that the blocks ran alike. Arguments as for :func:`repeated`."""
+        """Divide the recording into regions; raises NotAlike unless it can be copied. Arguments: see :func:`repeated`."""
         if step.assumed or any(call.waits or call.exchange or call.stream for call in step.calls):
-            raise NotAlike("what other streams wait for is not copied")
+            raise NotAlike("assumed values, several streams and collectives are not copied")
         self.step, self.blocks, self.owned, self.calls = step, blocks, owned, step.calls
         given: dict[int, _Home | None] = {}  # by storage number; None: of no block, or tied between several
         for name, shadow in owned.items():

@@ -28,14 +28,20 @@ from typing import Any, NoReturn
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ddltool.analyzers.step.recording.command import FAILURE_MARK
 from ddltool.analyzers.step.recording.files import overlay
 from ddltool.analyzers.step.recording.graph_of import graph_of
 from ddltool.analyzers.step.recording.groups import stand_in_groups, world_size
 from ddltool.analyzers.step.recording.kernels import PACKAGES
 from ddltool.analyzers.step.recording.launchers import launched
 from ddltool.analyzers.step.recording.libraries import change_libraries
-from ddltool.analyzers.step.recording.packages import ABSENT, INSTEAD, missing, needed_by, stand_in_packages
+from ddltool.analyzers.step.recording.packages import (
+    ABSENT,
+    FAILURE_MARK,
+    INSTEAD,
+    missing,
+    needed_by,
+    stand_in_packages,
+)
 from ddltool.analyzers.step.recording.posing import posed, recording_modules, register_device
 from ddltool.analyzers.step.recording.recorder import Recorder
 from ddltool.analyzers.step.recording.vision import declare_torchvision

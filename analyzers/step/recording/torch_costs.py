@@ -75,7 +75,7 @@ class Scale:
         return math.prod(self.shape(tensor))
 
     def bytes(self, tensors: Iterable[Sized]) -> float:
-        """Return the bytes of tensors at the wanted batch size; an expanded tensor counts by its storage."""
+        """Return the bytes of tensors at the wanted batch size; of an expanded tensor, only the stored elements count."""
         return float(sum(min(self.elements(tensor), self.size(tensor.stored)) * tensor.width for tensor in tensors))
 
 

@@ -161,7 +161,7 @@ def loss_against(example: Tensor) -> Callable[[Any], Tensor]:
     """
 
     def loss(output: Any) -> Tensor:
-        """Return the loss of the output's first floating-point tensor, which is (batch, ...), against targets of zeros."""
+        """Return the loss of the output's first floating-point tensor, (batch, ...), by the cases of :func:`loss_against`."""
         own_loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if isinstance(own_loss, Tensor) or not tensors_in(output):
             return default_loss(output)
@@ -176,7 +176,9 @@ def loss_against(example: Tensor) -> Callable[[Any], Tensor]:
             labels = torch.zeros((predicted.shape[0], *predicted.shape[2:]), dtype=torch.long, device=predicted.device)
             return F.cross_entropy(predicted, labels)
         flat = predicted.reshape(-1, predicted.shape[-1])
-        flat = flat.float() if example.dim() > 1 else flat  # token by token, as language models take their loss
+        flat = (
+            flat.float() if example.dim() > 1 else flat
+        )  # a loss token by token is computed in float32, by most trainers
         return F.cross_entropy(flat, torch.zeros(flat.shape[0], dtype=torch.long, device=flat.device))
 
     return loss

@@ -90,7 +90,10 @@ def timm_step(name: str, attention: str | None = None) -> TrainingStep:
 
 
 def _timm_model(timm: Any, source: str, name: str, **options: int) -> nn.Module:
-    """Return a timm model without trained weights. Raises InputError when it cannot be built."""
+    """Return the timm model ``name`` without trained weights; ``options`` go to ``timm.create_model``.
+
+    Raises InputError, which names ``source``, if it cannot be built.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about names that timm has renamed

@@ -169,7 +169,7 @@ def bind(
         return {name: tensor.flatten(0, 1) if name in packed else tensor for name, tensor in by_name.items()}
 
     def forward_by_position(*tensors: Tensor) -> Any:
-        """Call the module's own forward by names; in a trace, with the inputs' values known."""
+        """Call the module's own forward by names; in a trace, know the inputs' values, and turn its errors into InputErrors."""
         if not any(isinstance(tensor, FakeTensor) for tensor in tensors):  # no trace: a step that really runs
             return forward(**named_inputs(tensors))
         with KnownValues() as known, AssumedValues(known):

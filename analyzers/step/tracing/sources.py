@@ -161,13 +161,13 @@ def _resolve(source: Source, sequence_length: int | None, attention: str | None 
         if source not in _held:
             raise InputError(source, "was a model of a program that has ended", "give the model again")
         source = _held[source]
+    if attention is not None and not name_of(source).startswith(("transformers:", "timm:")):
+        problem = f"{name_of(source)} has its attention in its code"
+        raise InputError("attention", problem, "leave it out, or change it there")
     if isinstance(source, Fed):
         model = _resolve(source.model, None, attention) if isinstance(source.model, (str, Path)) else source.model
         step = fed_step(model, source.batch, name_of(source))
         return replace(step, inputs=with_sequence_length(step.inputs, sequence_length))
-    if attention is not None and not str(source).startswith(("transformers:", "timm:")):
-        problem = f"{name_of(source)} has its attention in its code"
-        raise InputError("attention", problem, "leave it out, or change it there")
     if not isinstance(source, (str, Path)):
         step = held_step(source, name_of(source))
         return replace(step, inputs=with_sequence_length(step.inputs, sequence_length))

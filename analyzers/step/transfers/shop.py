@@ -161,7 +161,7 @@ def _rows_times(rows: Flags, columns: Ints) -> Ints:
 
 
 def unreduced(graph: Graph) -> ShopProblem:
-    """Return the graph's ops as a job shop, renumbered topologically but not merged: each op has one member, itself.
+    """Return the graph's ops as a job shop, in topological order and not merged: the only member of each op is itself.
 
     Raises InputError for ops without a duration.
     """

@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 import ddltool as dt
+from ddltool.errors import InputError
 from tests.conftest import Cli
 
 HEADS, LAYERS, LENGTH, BATCH = 12, 12, 512, 2
@@ -48,6 +51,11 @@ def test_so_does_timm() -> None:
 )
 def test_where_it_has_no_part(cli: Cli, arguments: tuple[str, ...], line: str) -> None:
     assert line in cli("predict", *arguments, "--device", "A100").error_line
+
+
+def test_a_module_with_its_batch_has_its_own() -> None:
+    with pytest.raises(InputError, match="attention: Linear has its attention in its code"):
+        dt.predict(nn.Linear(8, 4), "A100", batch=torch.zeros(4, 8), attention="eager")
 
 
 def test_a_plan_takes_it_too(cli: Cli, tmp_path: Path) -> None:
