@@ -21,7 +21,10 @@ _DECADES, _POINTS, _DRAWN = 3, 49, 6
 
 
 def islands_section(plan: IslandsPlan, name: str = "") -> Section:
-    """Return the section of islands: the answer, what it stands against, a row for each number of inner steps."""
+    """Return the section of islands: the answer, the synchronous steps that it is compared with, a row per H.
+
+    H is the number of inner steps between outer steps.
+    """
     verdict = _verdict(plan)
     lead = [
         verdict.answer,
@@ -62,7 +65,7 @@ def islands_section(plan: IslandsPlan, name: str = "") -> Section:
 
 
 def _verdict(plan: IslandsPlan) -> Verdict:
-    """Return the verdict: meet in every step where that is as fast, else after how many, with the call that does it."""
+    """Return the verdict: synchronise in every step if that is as fast, else every H steps, with the call that does it."""
     best, meeting = plan.best, plan.synchronous[0]
     gain = faster_than(meeting.step_s / best.overlapped_s - 1)
     if plan.good_enough:
@@ -92,7 +95,7 @@ def _verdict(plan: IslandsPlan) -> Verdict:
 
 
 def _by_speed(plan: IslandsPlan) -> list[str]:
-    """Return what unequal islands gain by their speeds, at the picked row."""
+    """Return the sentence on giving unequal islands steps or samples by their speeds, for the picked row; [] for equal ones."""
     best = plan.best
     if len(best.ways) == 1:
         return []
@@ -104,7 +107,7 @@ def _by_speed(plan: IslandsPlan) -> list[str]:
 
 
 def _state(plan: IslandsPlan) -> str:
-    """Return what the outer state takes on each device, and whether there is room."""
+    """Return the sentence on the memory of outer parameters and momentum on each device, and on whether it fits."""
     sizes = sorted(one.outer_bytes for one in plan.islands)
     span = dict.fromkeys((show_bytes(sizes[0]), show_bytes(sizes[-1])))  # one text where both read alike
     text = f"Outer parameters and momentum: {' to '.join(span)} on each device"
@@ -121,7 +124,7 @@ def _range(loss: PublishedLoss) -> str:
 
 
 def _losses(plan: IslandsPlan) -> list[str]:
-    """Return where the ranges of losses come from."""
+    """Return the sentence on the publications behind the ranges of losses, one entry per source."""
     found = {row.published.source: (row.outer_every, row.published) for row in plan.rows if row.published is not None}
     if not found:
         return ["Loss: nobody has published a setting like these; try one on a small model."]
@@ -134,17 +137,17 @@ def _losses(plan: IslandsPlan) -> list[str]:
 
 
 def _size(parameters: float) -> str:
-    """Return a number of parameters as models are called by: "1.3B", "150M"."""
+    """Return a number of parameters as in names of models: "1.3B", "150M"."""
     return f"{parameters / 1e9:.3g}B" if parameters >= 1e9 else f"{parameters / 1e6:.3g}M"
 
 
 def _figure(plan: IslandsPlan) -> Lines:
-    """Return the time of a step over the rate of the link, a line for each row, of the islands' own steps."""
+    """Return the figure of the time of a step over the rate of the link, with a line for each drawn row (H) of the plan."""
     rates = plan.link_bytes_per_s * np.logspace(-_DECADES, _DECADES, _POINTS)
     lines = []
     for row in plan.rows[:_DRAWN]:
         steps = [(one.step_by_speed_s if row.way == "samples" else one.step_s) or one.step_s for one in plan.islands]
-        # Of all islands in a round; steps are shown per total batch of samples.
+        # Samples of all islands in a round; times are shown per total batch.
         samples = sum(taken * one.samples for taken, one in zip(row.inner_steps, plan.islands, strict=True))
         seconds = []
         for rate in rates:

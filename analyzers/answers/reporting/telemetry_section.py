@@ -41,15 +41,15 @@ _PHASES = ("compute_s", "wait_s", "sync_s")
 def binned(
     label: str, steps: NDArray[np.int64], values: Floats, points: int = POINTS, *, band: bool = False
 ) -> tuple[Line, int]:
-    """Return a line through the medians of ``values`` over bins of equally many steps, and how many steps a bin has.
+    """Return (line of medians over bins of equally many steps, number of steps of a bin).
 
-    ``steps``, ``values``: (n,), in any order. At most ``points`` bins, as a screen shows no more. ``band``: the line
-    has a band from the 5 % to the 95 % quantile.
+    ``steps``, ``values``: (n,), in any order. ``points``: the most bins; a screen cannot show more. ``band``: whether the
+    line has a band from the 5 % to the 95 % quantile.
     """
     first = int(steps.min())
     width = max(1, math.ceil((int(steps.max()) - first + 1) / points))
     bins = (steps - first) // width
-    # Rows by bin, and where each bin's rows begin.
+    # Rows sorted by bin, and the index at which each bin's rows begin.
     order = np.argsort(bins, kind="stable")
     bin_indices, starts = np.unique(bins[order], return_index=True)
     low, middle, high = np.array(
@@ -60,12 +60,12 @@ def binned(
 
 
 def telemetry_section(frame: pd.DataFrame, name: str, plans: Sequence[tuple[str, Plan]]) -> Section:
-    """Return the section of a run's telemetry: step times, where they go, and how the plans' predictions compare.
+    """Return the section of a run's telemetry: step times, their phases, and how the plans' predictions compare.
 
     ``frame``: the columns of :class:`~ddltool.telemetry.TelemetryRow`, one row per rank and step, in any order.
     ``plans``: pairs (file name, plan).
     """
-    # Without the first steps, which allocate and compile; all of them, where there are no others.
+    # Without the first steps, which allocate and compile, unless there are no others.
     steady = frame[frame["step"] >= frame["step"].min() + WARMUP_STEPS]
     steady = steady if len(steady) else frame
     ranks = int(frame["rank"].nunique())
@@ -81,14 +81,14 @@ def telemetry_section(frame: pd.DataFrame, name: str, plans: Sequence[tuple[str,
 
 
 def _over(label: str, frame: pd.DataFrame, column: str, *, band: bool = False) -> tuple[Line, int]:
-    """Return a column's medians over the steps as a line, and how many steps a point stands for."""
+    """Return :func:`binned` of a column of ``frame`` over its steps: (line of medians, number of steps of a point)."""
     return binned(label, frame["step"].to_numpy(dtype=np.int64), frame[column].to_numpy(dtype=float), band=band)
 
 
 def _step_times(frame: pd.DataFrame, levels: list[tuple[str, float]]) -> Picture:
-    """Return the median step and waiting time of all ranks over the steps.
+    """Return the picture of the median step and waiting time of all ranks over the steps.
 
-    ``levels``: predicted step times (seconds) by name, drawn as lines across.
+    ``levels``: (name, predicted step time in seconds), drawn as lines across.
     """
     step_line, width = _over("step, median", frame, "step_s", band=True)
     waiting_line, _ = _over("of it waiting", frame, "wait_s")
@@ -116,7 +116,7 @@ def _step_times(frame: pd.DataFrame, levels: list[tuple[str, float]]) -> Picture
 
 
 def _phases(frame: pd.DataFrame) -> Picture:
-    """Return the phases of each rank's median step, as lanes and a table; of many ranks the 24 longest-computing are drawn."""
+    """Return the phases of each rank's median step as lanes and a table; drawn are at most the 24 ranks of longest compute."""
     medians = frame.groupby("rank")[[*_PHASES, "step_s", "batch", "memory_bytes"]].median()
     medians["device"] = frame.groupby("rank")["device"].last()
     drawn = medians if len(medians) <= _RANKS_DRAWN else medians.nlargest(_RANKS_DRAWN, "compute_s").sort_index()
@@ -138,9 +138,9 @@ def _phases(frame: pd.DataFrame) -> Picture:
 
 
 def _batches(frame: pd.DataFrame) -> Blocks:
-    """Return the batch sizes over the steps, by rank or, of many ranks, their median and spread.
+    """Return the picture of batch sizes over the steps: a line per rank or, of many ranks, their median and spread.
 
-    Nothing where all ranks and steps have the same.
+    Returns [] if all ranks and steps have the same batch.
     """
     if frame["batch"].min() == frame["batch"].max():
         return []
@@ -148,7 +148,7 @@ def _batches(frame: pd.DataFrame) -> Blocks:
     if len(parts) <= _BATCH_LINES:
         lines = [_over(f"rank {rank}", part, "batch")[0] for rank, part in parts.items()]
     else:
-        # Lines of many ranks could not be told apart.
+        # The lines of many ranks would be indistinguishable.
         parts, lines = {"all": frame}, [_over("median of the ranks", frame, "batch", band=True)[0]]
     title = "Batch size of each rank over time"
     figure = Lines(lines=lines, xlabel="step", ylabel="samples", title=title, draw="steps", whole="xy")
@@ -162,9 +162,9 @@ def _batches(frame: pd.DataFrame) -> Blocks:
 
 
 def _agent(frame: pd.DataFrame) -> Blocks:
-    """Return what a goodput agent knew and set over the steps: noise scale, total batch and learning rate factor.
+    """Return the picture of a goodput agent's noise scale, total batch and learning rate factor over the steps, as a list.
 
-    A list of one picture; empty for a run without an agent.
+    Returns [] for a run without an agent.
     """
     agent_rows = frame[frame["noise_scale"].notna()]
     if agent_rows.empty:
@@ -183,9 +183,9 @@ def _agent(frame: pd.DataFrame) -> Blocks:
 def _compared(
     frame: pd.DataFrame, plans: Sequence[tuple[str, Plan]]
 ) -> tuple[Blocks, list[tuple[str, float]], list[str]]:
-    """Return what comparing a run with its plans gives: tables, predicted step times, and sentences.
+    """Return the comparison of a run with plans: (tables, at most three predicted steps as (name, seconds), sentences).
 
-    The step times are (name, seconds), at most three. Among the sentences is why a plan could not be compared.
+    A plan that the run cannot be compared with is left out; a sentence says why.
     """
     blocks: Blocks = []
     levels: list[tuple[str, float]] = []
@@ -193,7 +193,7 @@ def _compared(
     left_out: list[str] = []
     for name, plan in plans:
         try:
-            # Raises InputError for a plan of other devices or processes.
+            # Raises InputError for a plan of another job: other devices or processes.
             verification = verify(plan, read_run(frame, "telemetry"))
         except InputError as error:
             left_out.append(f"{shortened(name, 60)} ({error.where} {error.problem})")
@@ -231,7 +231,7 @@ def sync_section(rows: Sequence[Mapping[str, Any]], name: str) -> Section:
 
 
 def _sync_waiting(steps: Sequence[Mapping[str, Any]]) -> Picture:
-    """Return each worker's waiting and staleness as a table, and as bars the time (s) that it waited for others."""
+    """Return the table of each worker's waiting and staleness, with bars of the time that it waited for others."""
     import pandas as pd
 
     figures = {"steps": ("step", "size"), "waited_s": ("wait_s", "sum"), "median_s": ("wait_s", "median")}
@@ -251,7 +251,7 @@ def _sync_waiting(steps: Sequence[Mapping[str, Any]]) -> Picture:
 
 
 def _sync_staleness(steps: Sequence[Mapping[str, Any]]) -> Picture:
-    """Return how many steps used gradients of each staleness: the updates by others that a gradient has not seen."""
+    """Return the picture of the number of steps by staleness: the updates by others that a used gradient had not seen."""
     counts = sorted(Counter(row["staleness"] for row in steps).items())
     step_count = sum(count for _, count in counts)
     columns: dict[str, Column[tuple[int, int]]] = {"staleness": "0:d", "steps": "1"}
@@ -266,10 +266,10 @@ def _sync_staleness(steps: Sequence[Mapping[str, Any]]) -> Picture:
 
 
 def _sync_barriers(barriers: Sequence[Mapping[str, Any]]) -> Table:
-    """Return a table of the supersteps: when each was over, its length, and how well the workers' ends were predicted."""
+    """Return the table of supersteps: end, length, and the mean error of the predicted ends of the workers."""
 
     def error(row: Mapping[str, Any]) -> str:
-        """Return the mean relative error of a superstep's predicted ends, "-" where there is none."""
+        """Return the mean relative error of a superstep's predicted ends; "-" if it has none, as in the warm-up."""
         ends = zip(row["predicted_end_s"], row["end_s"], strict=False)
         errors = [ahead / real - 1 for ahead, real in ends if real]
         return f"{np.mean(errors):+.1%}" if errors else "-"
@@ -288,7 +288,7 @@ _LANES_DRAWN = 16
 
 
 def stragglers_section(result: StragglersResult, name: str) -> Section:
-    """Return the section on who holds the others up: the verdict, each finding, where the ranks' steps go, their timeline."""
+    """Return the section on ranks that slow the others: the verdict, the findings, the parts of the ranks' steps."""
     lead = [result.verdict, *(finding.sentence for finding in result.findings[1:])]
     share = "" if result.m_w is None else f"; the slowest 3 % of the ranks explain {result.m_w:.0%} of that (M_W)"
     lead.append(
@@ -310,7 +310,7 @@ def stragglers_section(result: StragglersResult, name: str) -> Section:
 
 
 def _splits(result: StragglersResult) -> Picture:
-    """Return where each rank's step goes: a table, under the ranks' timeline or, where there is none, bars of their waiting."""
+    """Return the table of the parts of each rank's step, with the ranks' timeline or, without one, bars of their waiting."""
     columns: dict[str, Column[RankSplit]] = {"step": "step_s", "waiting": "wait_s", "if median": "step_if_median_s"}
     columns |= {part: _seconds_of(part) for part in result.splits[0].parts_s}
     columns["exposed"] = "exposed_s"
@@ -329,12 +329,12 @@ def _splits(result: StragglersResult) -> Picture:
 
 
 def _seconds_of(part: str) -> Column[RankSplit]:
-    """Return the column that shows one part of the ranks' steps, in a readable unit."""
+    """Return the column of one part of the ranks' steps, as time in a readable unit."""
     return lambda row: show_seconds(row.parts_s[part])
 
 
 def _stragglers_verdict(result: StragglersResult) -> Verdict:
-    """Return the verdict: the main finding, on how many steps and ranks it rests, and the command that helps."""
+    """Return the verdict: the main finding, the numbers of steps and ranks behind it, and the command that helps."""
     finding = result.findings[0] if result.findings else None
     sure = f"slowdown {result.slowdown:.3f} over {counted(result.steps, 'step')} of {counted(result.ranks, 'rank')}"
     then = (finding.command or "") if finding is not None else "nothing: the ranks are alike"
@@ -342,10 +342,7 @@ def _stragglers_verdict(result: StragglersResult) -> Verdict:
 
 
 def _telemetry_verdict(steady: pd.DataFrame) -> Verdict:
-    """Return the verdict on a run: the median step and the share of time that ranks waited.
-
-    ``steady``: the rows after the warm-up.
-    """
+    """Return the verdict on a run: the median step and the share of time that ranks waited, after the warm-up."""
     low, middle, high = steady["step_s"].quantile([0.25, 0.5, 0.75])
     waiting = float(
         steady["wait_s"].sum() / max(steady["step_s"].sum(), 1e-300)
