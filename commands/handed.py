@@ -1,4 +1,4 @@
-"""What a program hands over where a command line has texts: a model with its batch, devices by type, a cluster."""
+"""Arguments that a program gives as objects where a command line has texts: a model, its batch, devices, a cluster."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Devices = str | Mapping[str, int] | Cluster
 
 
 def devices_text(devices: Devices) -> str:
-    """Return devices as ``A100=8,V100=4``."""
+    """Return devices as a text such as ``A100=8,V100=4``; a text is returned unchanged."""
     if isinstance(devices, str):
         return devices
     counts = devices.device_counts() if isinstance(devices, Cluster) else devices
@@ -24,30 +24,31 @@ def devices_text(devices: Devices) -> str:
 
 
 def on_cluster(job: Job, cluster: Cluster) -> Job:
-    """Return the job with the devices of a cluster as they stand in its nodes.
+    """Return the job with devices per node and links from a cluster, which must have all types that the job offers.
 
-    Of groups of nodes with one device type, the fewest devices per node and the first links count.
+    If several groups of nodes have one type, the fewest devices per node and the first group's links are taken.
     """
     offers = []
     for offer in job.devices:
         groups = [group for group in cluster.nodes if group.devices.type == offer.type]
         per_node = min(group.devices.count for group in groups)
         offers.append(offer.model_copy(update={"per_node": per_node, "link": groups[0].link, "nic": groups[0].nic}))
-    # model_copy checks nothing, so the new fields are checked here.
+    # Validated here, as model_copy does not check new fields.
     return job.model_copy(update={"devices": [DeviceOffer.model_validate(one.model_dump()) for one in offers]})
 
 
 def card_of(cluster: Cluster) -> str | None:
-    """Return the slowest network card of a cluster as ``--bandwidth`` has it (``100Gbit``); None where one is not measured."""
+    """Return the rate of the slowest measured network card as a text for ``--bandwidth``; None if a group has no rate."""
     cards = [group.nic_gbit for group in cluster.nodes]
     return None if None in cards else f"{min(card for card in cards if card):g}Gbit"
 
 
 @contextmanager
 def named(model: Source, batch: Any = None) -> Iterator[str]:
-    """Yield a text that stands for a model, with a batch for it, wherever a source is named within the block.
+    """Yield a text that is accepted as the model's SOURCE within the body.
 
-    ``batch``: what a DataLoader yields; None: none is given. Raises InputError for what is no batch.
+    ``batch``: what a DataLoader yields, the model's input; None: the model's own example. Raises InputError for a value
+    that is no batch.
     """
     if batch is None:
         with holding(model) as text:
@@ -61,9 +62,9 @@ def named(model: Source, batch: Any = None) -> Iterator[str]:
 
 
 def total_batch(batch: Any, devices: str) -> int:
-    """Return the samples of a step in which each of the ``devices``, such as ``8xH100``, takes a ``batch`` of this size.
+    """Return the samples of a step in which each of the ``devices``, such as ``8xH100``, processes one such ``batch``.
 
-    Raises InputError where no device is offered.
+    Raises InputError if the devices are none.
     """
     from ddltool.analyzers.step.tracing.batches import samples_in
 
@@ -74,5 +75,5 @@ def total_batch(batch: Any, devices: str) -> int:
 
 
 def is_model(job: Any) -> bool:
-    """Return whether what a plan is asked for is a model that the program holds, neither a file, a job nor a command."""
+    """Return whether the ``job`` of a plan is a model as an object, and not a file, a Job, a mapping or a command's words."""
     return not isinstance(job, (str, Path, Job, Mapping, list))
