@@ -112,8 +112,8 @@ def balance(
             if recorded.workers < WORKERS_PER_BACKUP:
                 few = f"one worker in {WORKERS_PER_BACKUP} is a backup, and the trace has {recorded.workers}"
                 tell(f"redundant execution is left out: {few}")
-        settings = PredictorSettings(warm_up=_warmed(recorded, warm_up, path, tell), seed=seed)
-        return _of_speeds(recorded, predictors, _total(recorded, total_batch), settings, schemes, stage)
+        settings = PredictorSettings(warm_up=_warm_up_of(recorded, warm_up, path, tell), seed=seed)
+        return _speeds_result(recorded, predictors, _total_of_workers(recorded, total_batch), settings, schemes, stage)
     refuse("a table of lengths", _OF_SPEEDS)
     # Parameters that the other ones make ineffective.
     if cost is not None or model is None:
@@ -162,7 +162,7 @@ def _predictors(name: str, tell: Tell) -> tuple[str, ...]:
     return tuple(name for name in PREDICTORS if name != "arima")
 
 
-def _of_speeds(
+def _speeds_result(
     recorded: SpeedTrace,
     predictors: Sequence[str],
     total: int,
@@ -193,7 +193,7 @@ def _of_speeds(
     if schemes:
         # LB-BSP uses one predictor: the one that was asked for, else the paper's.
         of_schemes = predictors[0] if len(predictors) == 1 else "narx"
-        optional_fields["schemes"] = _compared(recorded, total, of_schemes, settings)
+        optional_fields["schemes"] = _scheme_figures(recorded, total, of_schemes, settings)
     return BalanceResult(
         workers=recorded.workers,
         iterations=recorded.iterations,
@@ -259,7 +259,7 @@ def _checked_total(total: int, least: int) -> int:
     return total
 
 
-def _compared(recorded: SpeedTrace, total: int, predictor: str, settings: PredictorSettings) -> dict[str, Any]:
+def _scheme_figures(recorded: SpeedTrace, total: int, predictor: str, settings: PredictorSettings) -> dict[str, Any]:
     """Return the figures of every synchronisation scheme on the whole trace by name, and "predictor", which LB-BSP uses.
 
     ``recorded``: the workers' speeds in each iteration. ``total``: samples of all workers in an iteration.
@@ -273,7 +273,7 @@ def _compared(recorded: SpeedTrace, total: int, predictor: str, settings: Predic
     return {"predictor": predictor, **figures}
 
 
-def _warmed(recorded: SpeedTrace, wanted: int, path: Path, tell: Tell) -> int:
+def _warm_up_of(recorded: SpeedTrace, wanted: int, path: Path, tell: Tell) -> int:
     """Return the iterations of warm-up: ``wanted``, or fewer if the trace is short, with a remark to ``tell``.
 
     Raises InputError if no iteration is left after them. ``recorded``: the workers' speeds, from the file ``path``.
@@ -287,7 +287,7 @@ def _warmed(recorded: SpeedTrace, wanted: int, path: Path, tell: Tell) -> int:
     return warmed
 
 
-def _total(recorded: SpeedTrace, total_batch: int | None) -> int:
+def _total_of_workers(recorded: SpeedTrace, total_batch: int | None) -> int:
     """Return the samples of all workers in an iteration: ``total_batch``; None: a default number for each worker.
 
     Raises InputError for fewer samples than workers, and for more than ``MOST_SAMPLES``.

@@ -230,7 +230,10 @@ def _scale_outs(
 
 
 def _plan_document(plan: CompanionPlan, scale_outs: list[Proposal] | None) -> dict[str, Any]:
-    """Return the JSON fields of a plan and, unless ``scale_outs`` is None, those of the proposed additions."""
+    """Return the JSON fields of a plan and, unless ``scale_outs`` is None, those of the proposed additions.
+
+    ``iteration_s`` is None for a plan that runs nothing.
+    """
     rows = [
         {"device_type": name, "devices": devices, "ests_per_device": ests}
         for name, entries in plan.ests.items()

@@ -40,7 +40,7 @@ def devices(
     if product or collective:
         if name is None:
             raise InputError("NAME", "no device is named", "name the one that runs the operations, such as H100")
-        return _timed(known.gpu(name, "NAME"), product, collective, precision)
+        return _time_operations(known.gpu(name, "NAME"), product, collective, precision)
     return known if name is None else DeviceTable(devices=[known.device(name, "NAME")])
 
 
@@ -50,16 +50,18 @@ def show_devices(call: VerbCall[DeviceTable | OperationsResult], as_json: bool =
     if as_json:
         print_json(found.model_dump(mode="json"))
     elif isinstance(found, OperationsResult):
-        _show_operations(found)
+        _print_operations(found)
     elif call["name"] is not None:
-        _show(found.devices[0])
+        _print_device(found.devices[0])
     else:
         columns = ("device", "GiB", "GB/s", "float32", "tf32", "16 bit", "link", "")
-        rows = [_row(device) for device in found.devices]
+        rows = [_table_row(device) for device in found.devices]
         out().print(table("Known devices", columns, rows, caption=_CAPTION))
 
 
-def _timed(device: Device, products: Sequence[str], collectives: Sequence[str], precision: str) -> OperationsResult:
+def _time_operations(
+    device: Device, products: Sequence[str], collectives: Sequence[str], precision: str
+) -> OperationsResult:
     """Return the predicted times of single operations on a device; ``products``, ``collectives``: texts of the options."""
     from ddltool.analyzers.step.costs.model import cost_model  # imported late: listing devices does not need it
     from ddltool.analyzers.step.costs.operations import time_collective, time_product
@@ -70,7 +72,7 @@ def _timed(device: Device, products: Sequence[str], collectives: Sequence[str], 
     return OperationsResult(device=device.name, rows=rows)
 
 
-def _show_operations(operations: OperationsResult) -> None:
+def _print_operations(operations: OperationsResult) -> None:
     """Print each operation's time with its range, and the resource that limits it."""
     for row in operations.rows:
         span = show_span(row.low_s, row.high_s)
@@ -78,7 +80,7 @@ def _show_operations(operations: OperationsResult) -> None:
         say(f"  limited by {row.limit}")
 
 
-def _row(device: Device) -> tuple[str, ...]:
+def _table_row(device: Device) -> tuple[str, ...]:
     """Return a device's cells in the table of all devices."""
     peaks = device.peak_flops
     return (
@@ -98,7 +100,7 @@ def _tera(rate: float | None) -> str:
     return "-" if rate is None else f"{rate / 1e12:.4g}"
 
 
-def _show(device: Device) -> None:
+def _print_device(device: Device) -> None:
     """Print all figures of one device that are known."""
     lines = {
         "architecture": device.architecture,

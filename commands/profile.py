@@ -119,11 +119,11 @@ def profile(
     )
     # Rank 0 leads the measurement and has the rows; the other ranks only take part in the steps.
     if place is not None and place.rank > 0:
-        _follow(request, place)
+        _follow_rank_0(request, place)
         return ProfileResult(rows=[])
     file = ProfileFile(path, request, resume=resume)
-    limit = None if memory is None else _budget(memory, device)
-    with keeping_rows(file), _leading(request, place) as job:
+    limit = None if memory is None else _memory_budget(memory, device)
+    with keeping_rows(file), _leading_job(request, place) as job:
         return measured(request, file, memory_bytes=limit, job=job, tell=tell, stage=stage)
 
 
@@ -135,17 +135,17 @@ def show_profile(call: VerbCall[ProfileResult], output: Path | None = None, as_j
     if as_json:
         print_json(result)
     else:
-        _show(result)
+        _print_profile(result)
         tell_written(output)
 
 
-def _follow(request: MeasureRequest, place: Place) -> None:
+def _follow_rank_0(request: MeasureRequest, place: Place) -> None:
     """Run the steps of a rank above 0, as rank 0 of the torchrun job demands, until the measurement is over.
 
     ``request``: the measurement, the same on all ranks; ``place``: this process's rank in the job. Raises DdlToolError if
     the job fails, after it has printed the error.
     """
-    with _prints_elsewhere(), TorchrunJob(place, request.subject(), request.replicas) as job:
+    with _stdout_to_stderr(), TorchrunJob(place, request.subject(), request.replicas) as job:
         try:
             job.prepare()
             job.follow()
@@ -155,7 +155,7 @@ def _follow(request: MeasureRequest, place: Place) -> None:
 
 
 @contextlib.contextmanager
-def _leading(request: MeasureRequest, place: Place | None) -> Iterator[TorchrunJob | None]:
+def _leading_job(request: MeasureRequest, place: Place | None) -> Iterator[TorchrunJob | None]:
     """Yield rank 0's side of the torchrun job, through which it tells the other ranks what to do; None outside of a job.
 
     During the body, a SIGTERM by torchrun raises DdlToolError. ``request``: the measurement; ``place``: this process's
@@ -176,7 +176,7 @@ def _leading(request: MeasureRequest, place: Place | None) -> Iterator[TorchrunJ
     # torchrun sends SIGTERM to all ranks when one has failed.
     before = signal.signal(signal.SIGTERM, stopped)
     try:
-        with _prints_elsewhere(), job:
+        with _stdout_to_stderr(), job:
             yield job
     finally:
         # Unless the user's module has set a handler of its own.
@@ -185,7 +185,7 @@ def _leading(request: MeasureRequest, place: Place | None) -> Iterator[TorchrunJ
 
 
 @contextlib.contextmanager
-def _prints_elsewhere() -> Iterator[None]:
+def _stdout_to_stderr() -> Iterator[None]:
     """Redirect stdout to stderr in the body: the user's module runs in this process and may print; stdout is for the result."""
     sys.stdout.flush()
     stdout_copy = os.dup(1)
@@ -198,7 +198,7 @@ def _prints_elsewhere() -> Iterator[None]:
         os.close(stdout_copy)
 
 
-def _budget(memory: str | float, device: str) -> float:
+def _memory_budget(memory: str | float, device: str) -> float:
     """Return the bytes that a search for the memory limit may use.
 
     ``memory``: a number, a text such as ``2GiB``, or ``all`` of a GPU. ``device``: cpu or cuda. Raises InputError for any
@@ -213,7 +213,7 @@ def _budget(memory: str | float, device: str) -> float:
     return device_memory("cuda")
 
 
-def _show(result: ProfileResult) -> None:
+def _print_profile(result: ProfileResult) -> None:
     """Print the measured rows, the skipped configurations with reasons, and each device's overhead and limits."""
     accumulates = any(row["accumulation_steps"] for row in result.rows)
     rows = [
@@ -303,10 +303,10 @@ def watch_workers(request: WatchRequest, output: Path | None, as_json: bool) -> 
     if as_json:
         print_json(result)
     else:
-        _show_watched(result, output)
+        _print_watched(result, output)
 
 
-def _show_watched(result: WatchResult, output: Path | None) -> None:
+def _print_watched(result: WatchResult, output: Path | None) -> None:
     """Print a row for each worker, and the gain of batches by the workers' speeds."""
     rows = [
         (

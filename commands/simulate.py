@@ -218,7 +218,7 @@ def simulate_trials(
     """
     cluster_file, folders = shipped_or(cluster, traces, tell)
     machines = read_cluster(cluster_file)
-    makers = _policies(machines, policy, power, restart_delay_s, seed)
+    makers = _policy_makers(machines, policy, power, restart_delay_s, seed)
     first, *other_batches = local_batch  # the first is that of the main baseline
     search = TrialSearch(application=application, local_batch_size=first)
     timing = Options(interval_s=interval_s, restart_delay_s=restart_delay_s)
@@ -356,7 +356,7 @@ def _replay_setup(
     models = _read_fitted_models(arguments["models"])
     cluster, folders = shipped_or(arguments["cluster"], arguments["traces"], tell, fitted=bool(models))
     machines = read_cluster(cluster)
-    makers = _policies(
+    makers = _policy_makers(
         machines, arguments["policy"], arguments["power"], arguments["restart_delay_s"], arguments["seed"]
     )
     options = Options(
@@ -377,12 +377,12 @@ def _replay_setup(
 _DEFAULTS = {name: one.default for name, one in inspect.signature(simulate).parameters.items()}
 
 
-def _policies(
+def _policy_makers(
     machines: ClusterSpec, names: str | Sequence[str], power: float, delay_s: float, seed: int
 ) -> Mapping[str, Callable[[], SchedulingPolicy]]:
     """Return the constructors of the policies ``names`` by name; ``all``: every policy that can use the cluster's types.
 
-    ``power``: p of Pollux's fitness; ``delay_s``: seconds of a restart.
+    ``power``: p of Pollux's fitness; ``delay_s``: seconds of a restart; ``seed``: of policies that draw random numbers.
     """
     text = names if isinstance(names, str) else ",".join(names)
     return policies(text, power, delay_s, seed, mixed=len(machines.type_names) > 1)

@@ -86,8 +86,8 @@ def trace(
 
     ``source``: a module, (module, example_inputs), a function that makes one, a text as on the command line, or the
     words of a command that trains. ``bandwidth`` and ``latency`` None: 10 Gbit/s and 50 us; with a ``nic``, NCCL's
-    latency of cards. ``output``: the file for the graph; ``perfetto``: that for the timeline of TAC's order. The rest
-    is as the options of ``ddltool trace``.
+    latency of cards. ``output``: the file for the graph; ``perfetto``: that for the timeline of TAC's order. For the
+    others see the options of ``ddltool trace``.
 
     Raises InputError for an unknown name, a source that does not run, and an output that cannot be written.
     """

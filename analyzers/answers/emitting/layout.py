@@ -196,7 +196,7 @@ def _per_node(plan: Plan, types: list[str], devices_per_node: Mapping[str, int] 
         if plan.devices_per_node is not None:
             devices_per_rank = plan.processes // plan.world_size
             return {name: count * devices_per_rank for name, count in plan.devices_per_node.items() if name in types}
-        counted = plan.goodput or plan.network
+        counted = plan.goodput or plan.network  # the parts of a plan that may have a number of nodes
         node_count = counted.num_nodes if counted else None
         return {types[0]: math.ceil(plan.processes / node_count)} if node_count and len(set(types)) == 1 else {}
     counts = dict.fromkeys(types, devices_per_node) if isinstance(devices_per_node, int) else dict(devices_per_node)

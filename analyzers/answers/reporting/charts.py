@@ -108,7 +108,7 @@ def spec(figure: Figure, slots: Slots | None = None) -> Spec:
 
     ``slots`` is filled with the colours of names: figures of one page share it, so that a name keeps its colour.
     """
-    specification = _specified(figure, {} if slots is None else slots)
+    specification = _specification(figure, {} if slots is None else slots)
     name_by_rows: dict[str, str] = {}
     for layer in (specification, *specification["layer"]):  # rows of several layers are stored once
         if "data" not in layer:
@@ -122,7 +122,7 @@ def spec(figure: Figure, slots: Slots | None = None) -> Spec:
 
 def drawn(figures: Sequence[Figure], file_format: str, width: int = _WIDTH) -> bytes:
     """Return figures, one below the other, as the bytes of a file; ``file_format``: svg or png; ``width``: pixels of a plot."""
-    text = json.dumps(_together(figures, width))
+    text = json.dumps(_concatenated(figures, width))
     if file_format == "svg":
         return vl_convert.vegalite_to_svg(text, allowed_base_urls=[]).encode()
     return vl_convert.vegalite_to_png(text, scale=_PNG_SCALE, allowed_base_urls=[])
@@ -130,10 +130,10 @@ def drawn(figures: Sequence[Figure], file_format: str, width: int = _WIDTH) -> b
 
 def altair_chart(figures: Sequence[Figure]) -> alt.VConcatChart:
     """Return figures, one below the other, as an Altair chart, which a notebook shows and a script may change or save."""
-    return alt.VConcatChart.from_dict(_together(figures))
+    return alt.VConcatChart.from_dict(_concatenated(figures))
 
 
-def _together(figures: Sequence[Figure], width: int = _WIDTH) -> Spec:
+def _concatenated(figures: Sequence[Figure], width: int = _WIDTH) -> Spec:
     """Return one specification of figures below each other, each ``width`` pixels wide, in the colours of light pages.
 
     In a concatenation the x scale of figure k is called ``concat_k_x``; expressions that name it ``x`` are changed.
@@ -142,7 +142,7 @@ def _together(figures: Sequence[Figure], width: int = _WIDTH) -> Spec:
     views, parameters = list[Spec](), list[Spec]()
     legend_columns = 8
     for figure in figures:
-        view = {**_specified(figure, slots), "width": width}
+        view = {**_specification(figure, slots), "width": width}
         schema = view.pop("$schema")
         parameters += view.pop("params", [])
         entry_width = view.pop("usermeta")["key"]  # see _layered; on a page, a script chooses the columns
@@ -155,7 +155,7 @@ def _together(figures: Sequence[Figure], width: int = _WIDTH) -> Spec:
     return coloured
 
 
-def _specified(figure: Figure, slots: Slots) -> Spec:
+def _specification(figure: Figure, slots: Slots) -> Spec:
     """Return the specification of one figure, without width and configuration, in the page's colours.
 
     ``slots``: see :func:`spec`.
@@ -200,7 +200,7 @@ def name_of(text: str, longest: int = 34) -> str:
     return visible(shortened(text, longest))
 
 
-def _names(texts: Iterable[str]) -> list[str]:
+def _distinct_names(texts: Iterable[str]) -> list[str]:
     """Return :func:`name_of` of all texts, each different: a second "a" becomes "a (2)"."""
     names: list[str] = []
     for text in map(name_of, texts):
@@ -227,7 +227,7 @@ def _titled(label: str, unit: str) -> str:
     return f"{label} ({unit})" if unit else label
 
 
-def _places(names: Sequence[str], family: str, slots: Slots) -> list[int]:
+def _colour_positions(names: Sequence[str], family: str, slots: Slots) -> list[int]:
     """Return the position of each name in the order of colours.
 
     Names of a ``family`` (such as policies) keep their positions over a page, by ``slots``, to which new ones are added;
@@ -254,7 +254,9 @@ def _layered(layers: Sequence[alt.Chart], height: int, names: Sequence[str] = ()
     return alt.layer(*layers).properties(height=height, usermeta={"key": entry_width})
 
 
-def _rule(axis: str, values: Sequence[tuple[str, float]], colour: alt.Color, dash: alt.StrokeDash) -> list[alt.Chart]:
+def _rule_layers(
+    axis: str, values: Sequence[tuple[str, float]], colour: alt.Color, dash: alt.StrokeDash
+) -> list[alt.Chart]:
     """Return straight lines at (name, value) of ``axis`` ("x" or "y") as a list of one layer; [] without values.
 
     ``colour`` and ``dash``: the encodings by name.
@@ -309,9 +311,11 @@ def _x_scale_and_axis(figure: Lines, values: np.ndarray[Any, Any]) -> tuple[alt.
 def _lines(figure: Lines, slots: Slots) -> Chart:
     """Return the chart of lines, steps, points or stacked areas, with their bands, dots and lines at fixed values."""
     drawn_lines = figure.lines[:LINES_DRAWN]
-    labels = _names([line.label for line in drawn_lines])
+    labels = _distinct_names([line.label for line in drawn_lines])
     named_lines = list(zip(labels, drawn_lines, strict=True))
-    fixed_names = [] if figure.draw == "areas" else _names([name for name, _ in (*figure.levels, *figure.marks)])
+    fixed_names = (
+        [] if figure.draw == "areas" else _distinct_names([name for name, _ in (*figure.levels, *figure.marks)])
+    )
     colour, dash = _colour_and_dash(figure, labels, fixed_names, slots)
     scale, unit = time_unit(_highest(figure, drawn_lines)) if figure.seconds else (1.0, "")
     x, y = _line_axes(figure, drawn_lines, unit)
@@ -355,8 +359,8 @@ def _lines(figure: Lines, slots: Slots) -> Chart:
         layers.append(cloud.encode(x=x, y=y, color=colour, tooltip=tips))
     fixed_values = [value * scale for _, value in figure.levels] + [value for _, value in figure.marks]
     named_values = list(zip(fixed_names, fixed_values, strict=True))
-    layers += _rule("y", named_values[: len(figure.levels)], colour, dash)
-    layers += _rule("x", named_values[len(figure.levels) :], colour, dash)
+    layers += _rule_layers("y", named_values[: len(figure.levels)], colour, dash)
+    layers += _rule_layers("x", named_values[len(figure.levels) :], colour, dash)
     return _layered(layers, 230, [*labels, *fixed_names])
 
 
@@ -376,7 +380,7 @@ def _colour_and_dash(
     """
     areas = figure.draw == "areas"
     names = [*labels, *fixed_names]
-    positions = _places(labels, figure.family, slots)
+    positions = _colour_positions(labels, figure.family, slots)
     colours = AREAS if areas else SERIES
     line_colours = [colours[position % len(colours)] for position in positions] + [INK] * len(fixed_names)
     dashes = [_DASHES[position % len(_DASHES)] for position in positions]
@@ -429,7 +433,7 @@ def _bars(figure: Bars, slots: Slots) -> Chart:
 
     ``slots``: see :func:`spec`.
     """
-    names = _names([name for name, _ in figure.rows])
+    names = _distinct_names([name for name, _ in figure.rows])
     values = [value for _, value in figure.rows]
     interval_ends = [end for pair in figure.intervals if pair is not None for end in pair]
     level = figure.level[1] if figure.level else None
@@ -452,7 +456,7 @@ def _bars(figure: Bars, slots: Slots) -> Chart:
         colour_by_kind = {figure.unmarked: BLUE, figure.marked[0]: "var(--red)"}
         colours = [colour_by_kind[kind] for kind in kinds]
     else:
-        colours = [SERIES[position % len(SERIES)] for position in _places(kinds, figure.family, slots)]
+        colours = [SERIES[position % len(SERIES)] for position in _colour_positions(kinds, figure.family, slots)]
     legend = _legend(["", ""]) if figure.marked is not None and any(figure.marked[1]) else None
     colour = alt.Color("kind:N", scale=alt.Scale(domain=kinds, range=colours), legend=legend)
     tips = _tips({"name:N": "name", "shown:N": "value"} | ({"interval:N": "interval"} if interval_ends else {}))
@@ -474,7 +478,9 @@ def _bars(figure: Bars, slots: Slots) -> Chart:
             text = _chart(side_rows).mark_text(align=side, dx=5 * sign)  # type: ignore[arg-type]
             layers.append(text.encode(y=_lanes_axis(names), x=alt.X("text_at:Q"), text="shown:N"))
     if figure.level is not None:
-        layers += _level(name_of(figure.level[0]), figure.level[1] * scale, right=figure.level[1] * scale > 0.6 * high)
+        layers += _level_layers(
+            name_of(figure.level[0]), figure.level[1] * scale, right=figure.level[1] * scale > 0.6 * high
+        )
     return _layered(layers, _LANE_HEIGHT * len(names), kinds)
 
 
@@ -516,7 +522,7 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
-def _level(name: str, position: float, *, right: bool) -> list[alt.Chart]:
+def _level_layers(name: str, position: float, *, right: bool) -> list[alt.Chart]:
     """Return the layers of a vertical line at ``position`` with its name above.
 
     ``right``: whether the name ends at the line, as there is no room on its right; else it begins there.
@@ -531,7 +537,7 @@ def _level(name: str, position: float, *, right: bool) -> list[alt.Chart]:
 
 def _lane_chart(figure: Lanes, slots: Slots) -> Chart:
     """Return the chart of lanes over time: bars coloured by kind, with their texts if there is room."""
-    names = _names([name for name, _ in figure.lanes])
+    names = _distinct_names([name for name, _ in figure.lanes])
     spans = [span for _, lane in figure.lanes for span in lane]
     longest = max(
         [span.end for span in spans] + [figure.until] + ([figure.mark[1]] if figure.mark else []), default=0.0
@@ -570,7 +576,7 @@ def _lane_chart(figure: Lanes, slots: Slots) -> Chart:
         )
         layers.append(labels.encode(x=alt.X("middle:Q"), y=_lanes_axis(names), text="text:N", tooltip=tips))
     if figure.mark is not None:
-        layers += _level(name_of(figure.mark[0]), figure.mark[1] * scale, right=figure.mark[1] > 0.5 * longest)
+        layers += _level_layers(name_of(figure.mark[0]), figure.mark[1] * scale, right=figure.mark[1] > 0.5 * longest)
     return _layered(layers, _LANE_HEIGHT * len(names), kinds)
 
 

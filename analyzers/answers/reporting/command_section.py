@@ -25,7 +25,7 @@ def command_section(plan: CommandPlan, name: str = "") -> Section:
     recorded = [variant for variant in plan.tried if variant.row is not None]
     listed = recorded[:_ROWS]
     knobs: dict[str, Column[TriedCommand]] = {
-        shortened(knob.lstrip("-"), _LONGEST_NAME): partial(_value, knob=knob) for knob in plan.knobs
+        shortened(knob.lstrip("-"), _LONGEST_NAME): partial(_value_text, knob=knob) for knob in plan.knobs
     }
     unit = plan.ranked_by.removesuffix("_per_s")
     best = plan.best
@@ -40,12 +40,14 @@ def command_section(plan: CommandPlan, name: str = "") -> Section:
         ),
     }
     if any(not variant.given for variant in recorded):
-        columns["times"] = lambda variant: _gain(plan, variant)
+        columns["times"] = lambda variant: _gain_text(plan, variant)
     caption = f"{len(listed)} of {len(plan.tried)} tried" if len(plan.tried) > len(listed) else "All that was tried"
     caption += "; times: of the command as it is" if "times" in columns else ""
     table = tabled(caption, "predicted", listed, columns, text_columns=len(knobs) + 1, spare=("MFU",))
     figure = Bars(
-        rows=[(f"{_options(variant) or 'as it is'} on {_where(variant)}", plan.rate(variant)) for variant in listed],
+        rows=[
+            (f"{_options_text(variant) or 'as it is'} on {_where(variant)}", plan.rate(variant)) for variant in listed
+        ],
         xlabel=f"{unit} per second",
         title=f"Predicted {unit} per second of each variant",
         marked=("does not fit", [variant.row is not None and not variant.row.fits for variant in listed]),
@@ -79,12 +81,12 @@ def _predicted_by(one: TriedCommand) -> str:
         return ""
 
 
-def _value(one: TriedCommand, *, knob: str) -> str:
+def _value_text(one: TriedCommand, *, knob: str) -> str:
     """Return a variant's value of one knob; "-" if it leaves the option out."""
     return shortened(one.values.get(knob, "-"), _LONGEST_NAME)
 
 
-def _options(one: TriedCommand) -> str:
+def _options_text(one: TriedCommand) -> str:
     """Return the values of a variant's knobs as in its command: ``--batch-size 8``, ``lr=0.1``; "" for the unchanged one."""
     return " ".join(
         f"{name} {value}" if name.startswith("-") else f"{name}={value}" for name, value in one.values.items()
@@ -96,7 +98,7 @@ def _where(one: TriedCommand) -> str:
     return f"{one.row.num_replicas} {one.device}" if one.row is not None else one.device
 
 
-def _gain(plan: CommandPlan, one: TriedCommand) -> str:
+def _gain_text(plan: CommandPlan, one: TriedCommand) -> str:
     """Return a variant's rate over that of the unchanged command on the same devices: "1.25"; "-" where that is not known."""
     as_given = plan.as_given(one.device, one.devices_per_node)
     if one.given or as_given is None or not plan.rate(as_given):
@@ -115,7 +117,7 @@ def _answer(plan: CommandPlan) -> str:
         if least.row is None:
             return "Nothing could be recorded."
         needs = f"{show_bytes(least.row.reserved_bytes)} a process on {least.device}"
-        return f"Nothing fits: the least, {_options(least) or 'the command as it is'}, takes {needs}."
+        return f"Nothing fits: the least, {_options_text(least) or 'the command as it is'}, takes {needs}."
     row = best.row
     rate = f"{show_rate(row.samples_per_s)} samples/s"
     rate += f", {show_rate(row.tokens_per_s)} tokens/s" if row.tokens_per_s else ""
@@ -131,7 +133,7 @@ def _answer(plan: CommandPlan) -> str:
         behind = f"as it is the command does not fit ({show_bytes(as_given.row.reserved_bytes)})"
     else:
         behind = f"{faster_than(plan.rate(best) / plan.rate(as_given) - 1)} the command as it is"
-    return f"Use {_options(best)} on {_where(best)}: {figures}; {behind}, predicted."
+    return f"Use {_options_text(best)} on {_where(best)}: {figures}; {behind}, predicted."
 
 
 def _certainty(plan: CommandPlan, best: TriedCommand) -> str:
@@ -143,7 +145,7 @@ def _certainty(plan: CommandPlan, best: TriedCommand) -> str:
     ties = [variant for variant in near if plan.rate(variant) >= (1 - _TIE) * plan.rate(best)]
     if not ties:
         return f"{text}."
-    names = ", ".join(f"{_options(variant) or 'as it is'} on {_where(variant)}" for variant in ties[:_TIES_NAMED])
+    names = ", ".join(f"{_options_text(variant) or 'as it is'} on {_where(variant)}" for variant in ties[:_TIES_NAMED])
     more = f" and {len(ties) - _TIES_NAMED} more" if len(ties) > _TIES_NAMED else ""
     return f"{text}; as good within {_TIE:.0%}: {names}{more}."
 
@@ -157,13 +159,15 @@ def _left_out(plan: CommandPlan, below: list[TriedCommand]) -> list[str]:
     full = [variant for variant in plan.tried if variant.row is not None and not variant.row.fits]
     if full:
         named = [
-            f"{_options(variant) or 'as it is'} on {_where(variant)} ({show_bytes(variant.row.reserved_bytes)})"
+            f"{_options_text(variant) or 'as it is'} on {_where(variant)} ({show_bytes(variant.row.reserved_bytes)})"
             for variant in full
             if variant.row is not None
         ]
         lines.append(f"Does not fit (!): {', '.join(few(named))}.")
     failures = {
-        f"{_options(variant) or 'as it is'}: {variant.failure}": None for variant in plan.tried if variant.row is None
+        f"{_options_text(variant) or 'as it is'}: {variant.failure}": None
+        for variant in plan.tried
+        if variant.row is None
     }
     lines += [f"Failed: {line}" for line in few(list(failures))]
     if slower := [variant for variant in below if variant.row is not None and variant.row.fits]:

@@ -391,7 +391,7 @@ def _fit_figure(name: str, rows: Observations, params: ThroughputParams, *, head
         placement_rows = rows.take((rows.num_nodes == nodes) & (rows.num_replicas == replicas))
         fitted_s = np.asarray(iteration_time_s(params, nodes, replicas, curve_batches, passes))
         # The band is a factor, as errors of step times are relative.
-        band_factor = np.exp(_QUANTILE_90 * _deviation(rows, params, nodes, replicas, curve_batches, passes))
+        band_factor = np.exp(_QUANTILE_90 * _log_deviation(rows, params, nodes, replicas, curve_batches, passes))
         noun = f"{noun_of(name)}{'s' if replicas > 1 else ''}"
         label = f"{replicas:.0f} {noun}" + (f" on {nodes:.0f} nodes" if nodes > 1 else "")
         dots = (placement_rows.local_batch_size, placement_rows.step_time_s)
@@ -427,7 +427,7 @@ def _placements(rows: Observations) -> list[tuple[float, float]]:
     return [(float(curve_pairs[1, pair_index]), float(curve_pairs[0, pair_index])) for pair_index in chosen_pairs]
 
 
-def _deviation(
+def _log_deviation(
     rows: Observations, params: ThroughputParams, nodes: float, replicas: float, batch: Floats, passes: float
 ) -> Floats:
     """Return the standard deviation of a measured log step time from the curve, (b,), at each local batch of ``batch``, (b,).

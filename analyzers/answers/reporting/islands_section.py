@@ -31,9 +31,9 @@ def islands_section(plan: IslandsPlan, name: str = "") -> Section:
         f"Synchronous: {'; '.join(f'{step.text} {show_seconds(step.step_s)}' for step in plan.synchronous)}. "
         f"With a link that costs nothing a step of {plan.total_batch:,} samples takes {show_seconds(plan.compute_s)}.",
         f"Islands: {'; '.join(f'{one.devices}, {one.samples} samples in {show_seconds(one.step_s)}' for one in plan.islands)}.",
-        *_by_speed(plan),
-        _state(plan),
-        *_losses(plan),
+        *_by_speed_sentence(plan),
+        _outer_state_sentence(plan),
+        *_losses_sentence(plan),
         f"Next: {verdict.then}.",
     ]
     columns: dict[str, Column[OuterRow]] = {
@@ -43,7 +43,7 @@ def islands_section(plan: IslandsPlan, name: str = "") -> Section:
         "of compute": lambda row: f"{row.overlapped_s / plan.compute_s:.2f}",
         "sent": "sent_bytes",
         "Mbit/s": lambda row: show_rate(row.sent_bytes_per_s * 8e-6),
-        "loss": lambda row: "not published" if row.published is None else _range(row.published),
+        "loss": lambda row: "not published" if row.published is None else _loss_range_text(row.published),
     }
     if any(row.way == "steps" for row in plan.rows):
         columns["inner steps"] = lambda row: " + ".join(f"{steps:,}" for steps in row.inner_steps)
@@ -59,7 +59,7 @@ def islands_section(plan: IslandsPlan, name: str = "") -> Section:
     return Section(
         title=f"Islands: {plan.source}" + (f" ({name})" if name else ""),
         lead=lead,
-        blocks=[pictured("Time of a step by the rate of the link.", table, _figure(plan))],
+        blocks=[pictured("Time of a step by the rate of the link.", table, _step_over_rate_figure(plan))],
         verdict=verdict,
     )
 
@@ -94,7 +94,7 @@ def _verdict(plan: IslandsPlan) -> Verdict:
     )
 
 
-def _by_speed(plan: IslandsPlan) -> list[str]:
+def _by_speed_sentence(plan: IslandsPlan) -> list[str]:
     """Return the sentence on giving unequal islands steps or samples by their speeds, for the picked row; [] for equal ones."""
     best = plan.best
     if len(best.ways) == 1:
@@ -106,7 +106,7 @@ def _by_speed(plan: IslandsPlan) -> list[str]:
     return [f"Unequal islands at H = {best.outer_every:,}: {ways}. Taken: {_WAYS[best.way]}{taken}."]
 
 
-def _state(plan: IslandsPlan) -> str:
+def _outer_state_sentence(plan: IslandsPlan) -> str:
     """Return the sentence on the memory of outer parameters and momentum on each device, and on whether it fits."""
     sizes = sorted(one.outer_bytes for one in plan.islands)
     span = dict.fromkeys((show_bytes(sizes[0]), show_bytes(sizes[-1])))  # one text where both read alike
@@ -118,30 +118,30 @@ def _state(plan: IslandsPlan) -> str:
     return f"{text}; it fits." if all(one.free_bytes is not None for one in plan.islands) else f"{text}."
 
 
-def _range(loss: PublishedLoss) -> str:
+def _loss_range_text(loss: PublishedLoss) -> str:
     """Return a published range of relative changes of the loss in percent: "-0.2..+1.3 %"."""
     return f"{100 * loss.low:+.1f}..{100 * loss.high:+.1f} %"
 
 
-def _losses(plan: IslandsPlan) -> list[str]:
+def _losses_sentence(plan: IslandsPlan) -> list[str]:
     """Return the sentence on the publications behind the ranges of losses, one entry per source."""
     found = {row.published.source: (row.outer_every, row.published) for row in plan.rows if row.published is not None}
     if not found:
         return ["Loss: nobody has published a setting like these; try one on a small model."]
     parts = [
         f"H = {every:,}: {counted(loss.islands, 'island')}, H = {loss.every}, "
-        f"{' to '.join(dict.fromkeys((_size(loss.parameters_low), _size(loss.parameters_high))))} ({source})"
+        f"{' to '.join(dict.fromkeys((_count_text(loss.parameters_low), _count_text(loss.parameters_high))))} ({source})"
         for source, (every, loss) in found.items()
     ]
     return [f"Loss: what papers measured against data parallel training, no promise. {'; '.join(parts)}."]
 
 
-def _size(parameters: float) -> str:
+def _count_text(parameters: float) -> str:
     """Return a number of parameters as in names of models: "1.3B", "150M"."""
     return f"{parameters / 1e9:.3g}B" if parameters >= 1e9 else f"{parameters / 1e6:.3g}M"
 
 
-def _figure(plan: IslandsPlan) -> Lines:
+def _step_over_rate_figure(plan: IslandsPlan) -> Lines:
     """Return the figure of the time of a step over the rate of the link, with a line for each drawn row (H) of the plan."""
     rates = plan.link_bytes_per_s * np.logspace(-_DECADES, _DECADES, _POINTS)
     lines = []

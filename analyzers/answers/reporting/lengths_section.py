@@ -40,7 +40,7 @@ def lengths_section(result: LengthsResult, name: str) -> Section:
         f"a sample of L tokens costs {cost.per_token:.3g} L + {cost.per_square:.3g} L^2 + {cost.per_sample:.3g} "
         f"{'s' if cost.unit == 's' else 'tokens'} ({cost.source}).",
         f"Ranks' shares are within {result.gap:.2%} of the best on average, {result.largest_gap:.2%} at worst (proven). "
-        f"{_order(result)}",
+        f"{_order_sentence(result)}",
     ]
     labelled = {WORDS[way]: remedy for way, remedy in result.remedies.items()}
 
@@ -92,7 +92,7 @@ def _longest(rank: RankLengths) -> int:
     return max((length for each in rank.passes for length in each), default=0)
 
 
-def _order(result: LengthsResult) -> str:
+def _order_sentence(result: LengthsResult) -> str:
     """Return the sentence on how far the remedies change the random order of the samples."""
     sentence = "Batches keep their random order: only who computes a sample changes."
     if result.window == 1:

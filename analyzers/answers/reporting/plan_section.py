@@ -126,7 +126,7 @@ def plan_section(plan: Plan, name: str, others: Sequence[Plan] = ()) -> Section:
     lead += [plan.compressed.verdict] if plan.compressed is not None else []
     more += communication_blocks(plan.ddp, plan.fsdp2, plan.parameters)
     return Section(
-        title=f"Plan: {name}{_training(plan)}",
+        title=f"Plan: {name}{_step_words(plan)}",
         lead=lead,
         blocks=blocks,
         verdict=_plan_verdict(plan, name, others),
@@ -135,7 +135,7 @@ def plan_section(plan: Plan, name: str, others: Sequence[Plan] = ()) -> Section:
     )
 
 
-def _training(plan: Plan) -> str:
+def _step_words(plan: Plan) -> str:
     """Return the planned step's settings in brackets, for the title; "" if the plan does not have them."""
     run = plan.run
     if run is None or run.model is None:
@@ -228,6 +228,7 @@ def _superstep_table(superstep: Superstep) -> Table:
 
 def _split_words(plan: Plan, split: BatchSplit) -> str:
     """Return the sentences that compare an lb-bsp plan's split of the batch with the equal one."""
+    # Compared is computation alone, as equal_s has no communication.
     step_s = plan.iteration_s - (plan.communication_s or 0.0)
     if plan.decision is not None:
         step_s = next(option.compute_s for option in plan.decision.options if option.strategy == plan.strategy)
@@ -344,7 +345,7 @@ class _Choice:
     checkpointing: str
     devices: Mapping[str, int]
     each: str | None
-    """Samples of a device, as of :func:`_each`; None: not known."""
+    """Samples of a device, as of :func:`_samples_each`; None: not known."""
     memory_bytes: float | None
     missing_bytes: float = 0.0
     step_s: float | None
@@ -371,16 +372,16 @@ def _choices(plan: Plan, decision: Decision) -> list[_Choice]:
 
     def of_option(option: Option, remark: str) -> _Choice:
         """Return the choice of a compared option; ``remark``: its last column."""
-        layout = next((candidate for candidate in decision.layouts if _is_of(candidate, option)), None)
+        layout = next((candidate for candidate in decision.layouts if _is_option_of(candidate, option)), None)
         how, checkpointing = _HOW[option.strategy], ""
         how = how.partition(" (")[0] if decision.layouts else how
         if decision.layouts and option.order and option.strategy in ("bsp", "lb-bsp"):
-            how, checkpointing = _short(option.order) if layout is None else _short_layout(layout)
+            how, checkpointing = _short_words(option.order) if layout is None else _short_layout(layout)
         return _Choice(
             how=how,
             checkpointing=checkpointing,
             devices=option.devices,
-            each=None if layout is None else _each(layout),
+            each=None if layout is None else _samples_each(layout),
             memory_bytes=option.memory_bytes,
             step_s=option.iteration_s,
             samples=float(option.step_samples or samples),
@@ -419,7 +420,7 @@ def _of_layout(layout: Layout, samples: float) -> _Choice:
         how=how,
         checkpointing=checkpointing,
         devices=layout.devices,
-        each=_each(layout),
+        each=_samples_each(layout),
         memory_bytes=max(layout.memory_bytes.values()),
         missing_bytes=layout.missing_bytes,
         step_s=layout.step_s,
@@ -454,7 +455,7 @@ def _other_layouts(decision: Decision, listed_choices: Sequence[_Choice]) -> lis
     return list(kinds.values())
 
 
-def _short(text: str) -> tuple[str, str]:
+def _short_words(text: str) -> tuple[str, str]:
     """Return (words, checkpointing) of a layout's text, shortened for a table: ("HSDP 2 x 4, TP 2", "full").
 
     The checkpointing is "" for a text without any.
@@ -466,20 +467,20 @@ def _short(text: str) -> tuple[str, str]:
 
 
 def _short_layout(layout: Layout) -> tuple[str, str]:
-    """Return :func:`_short` of a layout's text, with "uneven" if the devices' batches differ by more than one sample."""
-    how, checkpointing = _short(layout.text)
+    """Return :func:`_short_words` of a layout's text, with "uneven" if the devices' batches differ by more than one sample."""
+    how, checkpointing = _short_words(layout.text)
     sizes = layout.local_batch_sizes.values()
     return f"{how}, uneven" if max(sizes) > min(sizes) + 1 else how, checkpointing
 
 
-def _is_of(layout: Layout, option: Option) -> bool:
+def _is_option_of(layout: Layout, option: Option) -> bool:
     """Return whether an option was made of this layout: same words, devices and memory."""
     held = max(layout.memory_bytes.values())
     same = layout.text == option.order and layout.devices == option.devices
     return same and option.memory_bytes is not None and abs(held - option.memory_bytes) <= 1
 
 
-def _each(layout: Layout) -> str:
+def _samples_each(layout: Layout) -> str:
     """Return the samples of a device (or group) in a pass, times the passes of a step: "8x2"; several types: "8/4x2"."""
     sizes = "/".join(dict.fromkeys(str(-(-size // layout.passes)) for size in layout.local_batch_sizes.values()))
     return f"{sizes}x{layout.passes}" if layout.passes > 1 else sizes

@@ -33,7 +33,7 @@ def predict_section(result: PredictResult) -> Section:
         columns["sync"] = lambda row: show_seconds(row.sync_time_s) if row.num_replicas > 1 else None
     columns["memory"] = lambda row: show_bytes(row.reserved_bytes) + ("" if row.fits else " !")
     columns |= {"per 1M": "price_per_million_samples:.3g"} if priced else {}
-    title = f"Training steps on {_names(list(result.devices))}"
+    title = f"Training steps on {_device_names(list(result.devices))}"
     table = tabled(title, "predicted", rows, columns, spare=("MFU", "sync"))
     drawn = rows[:_BARS_DRAWN]
     figure = Bars(
@@ -76,7 +76,7 @@ def explored(choices: Sequence[tuple[PredictedRow, Mapping[str, str | int], str]
     return explorer(points, unit)
 
 
-def _names(devices: list[str]) -> str:
+def _device_names(devices: list[str]) -> str:
     """Return the names of the devices, joined by commas; of more than six only their number."""
     return ", ".join(devices) if len(devices) <= _DEVICES_NAMED else f"{len(devices)} devices"
 
@@ -102,7 +102,7 @@ def _answer(result: PredictResult) -> str:
 def _remarks(result: PredictResult) -> list[str]:
     """Return lines on the assumptions, rows that do not fit, rows bound by the host, and the errors of such predictions."""
     assumed, rows = result.assumptions, result.rows
-    settings = _settings(assumed, rows)
+    settings = _settings_words(assumed, rows)
     if assumed.optimizer == "recorded":
         lines = [
             f"The script's own step: {precision_of(assumed.precision).words or assumed.precision}; {', '.join(settings)}."
@@ -143,7 +143,7 @@ def _remarks(result: PredictResult) -> list[str]:
         lines.append(f"Host-bound, the GPU waits for Python: {where}; {helps}.")
     # Devices with the same error share a sentence.
     for error in dict.fromkeys(device.error for device in result.devices.values()):
-        where = _names([name for name, device in result.devices.items() if device.error == error])
+        where = _device_names([name for name, device in result.devices.items() if device.error == error])
         is_wider = any(
             row.predicted_low_s is not None and row.predicted_low_s < (error.low - 0.01) * row.step_time_s
             for row in rows
@@ -158,7 +158,7 @@ def _remarks(result: PredictResult) -> list[str]:
     return lines
 
 
-def _settings(assumed: PredictionAssumptions, rows: Sequence[PredictedRow]) -> list[str]:
+def _settings_words(assumed: PredictionAssumptions, rows: Sequence[PredictedRow]) -> list[str]:
     """Return the assumed settings of the steps in words, without defaults and settings that affect no row."""
     is_replicated = any(row.num_replicas > 1 for row in rows)
     words = {

@@ -79,7 +79,7 @@ def _rate_pictures(result: NetworkResult) -> Blocks:
     for pair in sorted(result.pairs, key=lambda pair: pair.bandwidth_bytes_per_s)[:_PAIRS_DRAWN]:
         times_by_size = zip(pair.sizes_bytes, pair.median_s, strict=False)
         rates[f"{pair.ranks[0]} - {pair.ranks[1]}"] = {
-            size: size / time for size, time in times_by_size if size > 0 < time
+            size: size / time for size, time in times_by_size if size > 0 and time > 0
         }
     sizes = sorted({size for rate_by_size in rates.values() for size in rate_by_size})
     if not sizes:

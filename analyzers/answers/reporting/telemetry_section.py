@@ -74,24 +74,24 @@ def telemetry_section(frame: pd.DataFrame, name: str, plans: Sequence[tuple[str,
         f"(world size {', '.join(str(size) for size in sorted(set(frame['world_size']))[:8])}); median step "
         f"{show_seconds(float(steady['step_s'].median()))}. Medians leave out the first {WARMUP_STEPS} steps."
     ]
-    compared, levels, words = _compared(frame, plans)
-    blocks: Blocks = [_step_times(frame, levels), _phases(steady), *compared, *_batches(frame)]
-    blocks += _agent(frame)
+    compared, levels, words = _compare_with_plans(frame, plans)
+    blocks: Blocks = [_step_times_picture(frame, levels), _phases_picture(steady), *compared, *_batch_picture(frame)]
+    blocks += _agent_picture(frame)
     return Section(title=f"Telemetry: {name}", lead=lead + words, blocks=blocks, verdict=_telemetry_verdict(steady))
 
 
-def _over(label: str, frame: pd.DataFrame, column: str, *, band: bool = False) -> tuple[Line, int]:
+def _binned_column(label: str, frame: pd.DataFrame, column: str, *, band: bool = False) -> tuple[Line, int]:
     """Return :func:`binned` of a column of ``frame`` over its steps: (line of medians, number of steps of a point)."""
     return binned(label, frame["step"].to_numpy(dtype=np.int64), frame[column].to_numpy(dtype=float), band=band)
 
 
-def _step_times(frame: pd.DataFrame, levels: list[tuple[str, float]]) -> Picture:
+def _step_times_picture(frame: pd.DataFrame, levels: list[tuple[str, float]]) -> Picture:
     """Return the picture of the median step and waiting time of all ranks over the steps.
 
     ``levels``: (name, predicted step time in seconds), drawn as lines across.
     """
-    step_line, width = _over("step, median", frame, "step_s", band=True)
-    waiting_line, _ = _over("of it waiting", frame, "wait_s")
+    step_line, width = _binned_column("step, median", frame, "step_s", band=True)
+    waiting_line, _ = _binned_column("of it waiting", frame, "wait_s")
     figure = Lines(
         lines=[step_line, waiting_line],
         xlabel="step",
@@ -115,7 +115,7 @@ def _step_times(frame: pd.DataFrame, levels: list[tuple[str, float]]) -> Picture
     return pictured(f"Step time of all ranks; the band holds nine of ten rows.{points_remark}", table, figure)
 
 
-def _phases(frame: pd.DataFrame) -> Picture:
+def _phases_picture(frame: pd.DataFrame) -> Picture:
     """Return the phases of each rank's median step as lanes and a table; drawn are at most the 24 ranks of longest compute."""
     medians = frame.groupby("rank")[[*_PHASES, "step_s", "batch", "memory_bytes"]].median()
     medians["device"] = frame.groupby("rank")["device"].last()
@@ -137,7 +137,7 @@ def _phases(frame: pd.DataFrame) -> Picture:
     return pictured(f"Where each rank's median step goes.{drawn_remark}", table, figure)
 
 
-def _batches(frame: pd.DataFrame) -> Blocks:
+def _batch_picture(frame: pd.DataFrame) -> Blocks:
     """Return the picture of batch sizes over the steps: a line per rank or, of many ranks, their median and spread.
 
     Returns [] if all ranks and steps have the same batch.
@@ -146,10 +146,10 @@ def _batches(frame: pd.DataFrame) -> Blocks:
         return []
     parts = {str(rank): part for rank, part in frame.groupby("rank")}
     if len(parts) <= _BATCH_LINES:
-        lines = [_over(f"rank {rank}", part, "batch")[0] for rank, part in parts.items()]
+        lines = [_binned_column(f"rank {rank}", part, "batch")[0] for rank, part in parts.items()]
     else:
         # The lines of many ranks would be indistinguishable.
-        parts, lines = {"all": frame}, [_over("median of the ranks", frame, "batch", band=True)[0]]
+        parts, lines = {"all": frame}, [_binned_column("median of the ranks", frame, "batch", band=True)[0]]
     title = "Batch size of each rank over time"
     figure = Lines(lines=lines, xlabel="step", ylabel="samples", title=title, draw="steps", whole="xy")
     rows = []
@@ -161,7 +161,7 @@ def _batches(frame: pd.DataFrame) -> Blocks:
     return [pictured("Samples that each rank processed in a step.", table, figure)]
 
 
-def _agent(frame: pd.DataFrame) -> Blocks:
+def _agent_picture(frame: pd.DataFrame) -> Blocks:
     """Return the picture of a goodput agent's noise scale, total batch and learning rate factor over the steps, as a list.
 
     Returns [] for a run without an agent.
@@ -170,7 +170,7 @@ def _agent(frame: pd.DataFrame) -> Blocks:
     if agent_rows.empty:
         return []
     named = {"noise_scale": "gradient noise scale", "total_batch": "total batch size", "learning_rate_factor": ""}
-    noise, total_batch, factor = (_over(label, agent_rows, column)[0] for column, label in named.items())
+    noise, total_batch, factor = (_binned_column(label, agent_rows, column)[0] for column, label in named.items())
     title = "Noise scale and total batch over time"
     figure = Lines(lines=[noise, total_batch], xlabel="step", ylabel="samples", title=title, whole="x")
     rates = [None if np.isnan(rate) else rate for rate in factor.y]
@@ -180,7 +180,7 @@ def _agent(frame: pd.DataFrame) -> Blocks:
     return [pictured("Gradient noise scale and the total batch that the agent set.", table, figure)]
 
 
-def _compared(
+def _compare_with_plans(
     frame: pd.DataFrame, plans: Sequence[tuple[str, Plan]]
 ) -> tuple[Blocks, list[tuple[str, float]], list[str]]:
     """Return the comparison of a run with plans: (tables, at most three predicted steps as (name, seconds), sentences).
@@ -220,9 +220,9 @@ def sync_section(rows: Sequence[Mapping[str, Any]], name: str) -> Section:
         lead.append(f"Policy {last['policy']}: {last['updates']:,} updates, {last['updates_per_s']:.4g} per second.")
     else:
         lead.append("The file has no last line yet: the server still runs, or was killed.")
-    blocks: Blocks = [_sync_waiting(steps), _sync_staleness(steps)] if steps else []
+    blocks: Blocks = [_waiting_picture(steps), _staleness_picture(steps)] if steps else []
     if barriers:
-        blocks.append(_sync_barriers(barriers))
+        blocks.append(_superstep_table(barriers))
     if moved := [row for row in rows if row["event"] in ("left", "joined")]:
         columns: dict[str, Column[Mapping[str, Any]]] = {"at": "time_s", "worker": "worker", "what": "event"}
         columns["why"] = lambda row: row.get("reason", "")
@@ -230,7 +230,7 @@ def sync_section(rows: Sequence[Mapping[str, Any]], name: str) -> Section:
     return Section(title=f"Synchronisation: {name}", lead=lead, blocks=blocks, verdict=_sync_verdict(steps))
 
 
-def _sync_waiting(steps: Sequence[Mapping[str, Any]]) -> Picture:
+def _waiting_picture(steps: Sequence[Mapping[str, Any]]) -> Picture:
     """Return the table of each worker's waiting and staleness, with bars of the time that it waited for others."""
     import pandas as pd
 
@@ -250,7 +250,7 @@ def _sync_waiting(steps: Sequence[Mapping[str, Any]]) -> Picture:
     return pictured(f"How long each worker waited for others.{drawn_remark}", table, figure)
 
 
-def _sync_staleness(steps: Sequence[Mapping[str, Any]]) -> Picture:
+def _staleness_picture(steps: Sequence[Mapping[str, Any]]) -> Picture:
     """Return the picture of the number of steps by staleness: the updates by others that a used gradient had not seen."""
     counts = sorted(Counter(row["staleness"] for row in steps).items())
     step_count = sum(count for _, count in counts)
@@ -265,7 +265,7 @@ def _sync_staleness(steps: Sequence[Mapping[str, Any]]) -> Picture:
     return pictured(f"How many updates old the used gradients were.{some(_RANKS_DRAWN, bars, 'ages')}", table, figure)
 
 
-def _sync_barriers(barriers: Sequence[Mapping[str, Any]]) -> Table:
+def _superstep_table(barriers: Sequence[Mapping[str, Any]]) -> Table:
     """Return the table of supersteps: end, length, and the mean error of the predicted ends of the workers."""
 
     def error(row: Mapping[str, Any]) -> str:
@@ -297,7 +297,7 @@ def stragglers_section(result: StragglersResult, name: str) -> Section:
     )
     blocks: Blocks = []
     if result.splits:
-        blocks.append(_splits(result))
+        blocks.append(_splits_picture(result))
     if result.classes:
         rows = sorted(
             (*result.classes.items(), *result.stages.items(), *result.workers.items()), key=lambda row: -row[1]
@@ -309,10 +309,10 @@ def stragglers_section(result: StragglersResult, name: str) -> Section:
     )
 
 
-def _splits(result: StragglersResult) -> Picture:
+def _splits_picture(result: StragglersResult) -> Picture:
     """Return the table of the parts of each rank's step, with the ranks' timeline or, without one, bars of their waiting."""
     columns: dict[str, Column[RankSplit]] = {"step": "step_s", "waiting": "wait_s", "if median": "step_if_median_s"}
-    columns |= {part: _seconds_of(part) for part in result.splits[0].parts_s}
+    columns |= {part: _part_column(part) for part in result.splits[0].parts_s}
     columns["exposed"] = "exposed_s"
     names = ("rank", [str(row.rank) for row in result.splits])
     spare = ("optimizer", "exposed", "host", "input")
@@ -328,7 +328,7 @@ def _splits(result: StragglersResult) -> Picture:
     return pictured(f"Who waits: a straggler does not.{some(_LANES_DRAWN, result.splits, 'ranks')}", table, bars)
 
 
-def _seconds_of(part: str) -> Column[RankSplit]:
+def _part_column(part: str) -> Column[RankSplit]:
     """Return the column of one part of the ranks' steps, as time in a readable unit."""
     return lambda row: show_seconds(row.parts_s[part])
 
