@@ -11,13 +11,14 @@ from typing import Annotated, Any
 
 from ddltool import __version__
 from ddltool.analyzers.answers.gating.formats import junit as as_junit
-from ddltool.analyzers.answers.gating.formats import named, sentence, summary, workflow_commands
 from ddltool.analyzers.answers.gating.formats import sarif as as_sarif
+from ddltool.analyzers.answers.gating.formats import sentence, short_name, summary, workflow_commands
 from ddltool.analyzers.answers.gating.metrics import Figures, harmless
 from ddltool.analyzers.answers.gating.metrics import show as show_figure
 from ddltool.analyzers.answers.gating.verdict import (
     CONFIG_NAME,
     GateConfig,
+    as_list,
     baselines_of,
     figures_of,
     judge,
@@ -25,7 +26,6 @@ from ddltool.analyzers.answers.gating.verdict import (
     name_of,
     read_config,
     rules_for,
-    several,
 )
 from ddltool.analyzers.answers.reporting.result_sections import gate_section
 from ddltool.artifacts import append_text, check_outputs, to_json, write_text
@@ -61,10 +61,10 @@ def gate(
     settings = (
         config if isinstance(config, GateConfig) else read_config(config or Path(CONFIG_NAME), required=bool(config))
     )
-    artifacts = several(current)
+    artifacts = as_list(current)
     figures = figures_of(artifacts)
     parsed_rules, origin = rules_for(figures.kind, rules, settings)
-    baselines = baselines_of(artifacts, several(baseline), settings)
+    baselines = baselines_of(artifacts, as_list(baseline), settings)
     baseline_figures = figures_of(baselines) if baselines else None
     if baseline_figures is not None and baseline_figures.kind != figures.kind:
         problem = f"is a {baseline_figures.kind}, {name_of(artifacts[0])} a {figures.kind}"
@@ -152,6 +152,11 @@ def _list_metrics(figures: Figures, as_json: bool) -> None:
     for metric in metrics:
         repeats = str(min((cell.repeats for cell in metric.cells), default=1)) if metric.measured else "-"
         rows.append(
-            (named(metric.name), "measured" if metric.measured else "", show_figure(metric.value, metric.unit), repeats)
+            (
+                short_name(metric.name),
+                "measured" if metric.measured else "",
+                show_figure(metric.value, metric.unit),
+                repeats,
+            )
         )
     out().print(table(f"Metrics of a {figures.kind}", ("metric", "", "value", "repeats"), rows, text_columns=2))

@@ -100,7 +100,7 @@ def assert_gate(
     another kind, or another test of this run has written it.
     """
     from ddltool.analyzers.answers.gating.formats import sentence
-    from ddltool.analyzers.answers.gating.verdict import CONFIG_NAME, hold, write_baseline
+    from ddltool.analyzers.answers.gating.verdict import CONFIG_NAME, check_against, write_baseline
 
     update, config = bool(pytestconfig.getoption("--ddltool-update")), pytestconfig.rootpath / CONFIG_NAME
     written, here = pytestconfig.stash[_WRITTEN], request.node.nodeid
@@ -123,7 +123,7 @@ def assert_gate(
         """
         __tracebackhide__ = True
         target = _or_fail(lambda: _inside(ddltool_dir, baseline_name))
-        verdict = _or_fail(lambda: hold(current, target, rules or (), level, update=update, config=config))
+        verdict = _or_fail(lambda: check_against(current, target, rules or (), level, update=update, config=config))
         if not verdict.passed:
             failed = "\n".join(f"  {sentence(check)}" for check in verdict.failed)
             hint = "" if update else "\nto accept it: pytest --ddltool-update"

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from ddltool import __version__
 from ddltool.analyzers.answers.reporting.report import found_in, headline, noise_of, section_of, summary_of
-from ddltool.artifact_files import ORDER, told_apart
+from ddltool.artifact_files import ORDER, with_distinct_names
 from ddltool.artifacts import check_outputs, write_text
 from ddltool.commands.options import AS_FILES, number
 from ddltool.commands.output import out, print_json, say, table
@@ -48,7 +48,7 @@ def report(
         for done, artifact in enumerate(given, start=1):
             read.append(found_in(artifact))
             advance(done, read[-1].name)
-    inputs = told_apart(read)
+    inputs = with_distinct_names(read)
     noise = noise_of(inputs) if noise_scale is None else noise_scale
     # Sections of one kind are numbered in their anchors: plan-1, plan-2.
     counts: Counter[str] = Counter()

@@ -18,7 +18,7 @@ SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 _INVALID_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
-def figures_of(check: GateCheck) -> tuple[str, str, str, str]:
+def check_texts(check: GateCheck) -> tuple[str, str, str, str]:
     """Return a check's (baseline, current value, relative change, limit) as texts; "-" for one that it does not have."""
     change = "-"
     if check.change is not None:
@@ -27,7 +27,7 @@ def figures_of(check: GateCheck) -> tuple[str, str, str, str]:
     return show(check.baseline, check.unit), show(check.current, check.unit), change, limit
 
 
-def named(name: str) -> str:
+def short_name(name: str) -> str:
     """Return the name of a check or metric made harmless, on one line, shortened to ``LONGEST_NAME`` characters."""
     return shortened(harmless(name), LONGEST_NAME)
 
@@ -39,9 +39,9 @@ def outcome(check: GateCheck) -> str:
 
 def sentence(check: GateCheck) -> str:
     """Return a check in one line: metric, current value, baseline, change, limit and note."""
-    baseline, current, change, limit = figures_of(check)
+    baseline, current, change, limit = check_texts(check)
     figures = f"{current} (baseline {baseline}{'' if change == '-' else f', {change}'}; limit {limit})"
-    return harmless(f"{named(check.name)}: {figures}{f'; {check.note}' if check.note else ''}")
+    return harmless(f"{short_name(check.name)}: {figures}{f'; {check.note}' if check.note else ''}")
 
 
 def remarks(verdict: GateResult) -> list[str]:
@@ -49,7 +49,7 @@ def remarks(verdict: GateResult) -> list[str]:
     metrics_by_note: dict[str, list[str]] = {}
     for check in verdict.checks:
         if check.note:
-            metrics_by_note.setdefault(check.note, []).append(named(check.metric))
+            metrics_by_note.setdefault(check.note, []).append(short_name(check.metric))
     return [harmless(f"{', '.join(metrics)}: {text}") for text, metrics in metrics_by_note.items()]
 
 
@@ -126,7 +126,7 @@ def workflow_commands(verdict: GateResult, path: str) -> list[str]:
     for check in verdict.checks:
         if not check.passed or check.in_noise:
             command, title = ("notice", "inside the noise") if check.passed else ("error", "ddltool gate")
-            title = _escape_command(f"{title}: {named(check.metric)}", ":,")
+            title = _escape_command(f"{title}: {short_name(check.metric)}", ":,")
             lines.append(
                 f"::{command} file={_escape_command(path, ':,')},line=1,title={title}::{_escape_command(sentence(check))}"
             )
@@ -159,7 +159,7 @@ def summary(verdict: GateResult, subject: str) -> str:
         "|---|---|---:|---:|---:|---:|",
     ]
     for check in verdict.checks:
-        cells = (outcome(check), named(check.name), *figures_of(check))
+        cells = (outcome(check), short_name(check.name), *check_texts(check))
         lines.append("| " + " | ".join(_escape_markdown(cell) for cell in cells) + " |")
     notes = [*remarks(verdict), *([verdict.noise_test] if verdict.noise_test else [])]
     return "\n".join([*lines, "", *(f"- {_escape_markdown(line)}" for line in notes)]) + "\n"

@@ -64,7 +64,7 @@ class Rule:
 
     @property
     def demand(self) -> str:
-        """The rule's text without its metric: ``increase <= 5%``."""
+        """The rule's text without its metric, with single blanks around its operator: ``increase <= 5%``."""
         return _OP.sub(r" \1 ", self.text[len(self.metric) :], count=1).strip()
 
 

@@ -299,7 +299,7 @@ def rules_for(kind: str, given: Sequence[str], config: GateConfig | None) -> tup
     return default_rules(kind), f"defaults for {short}"
 
 
-def several(given: Any) -> list[Any]:
+def as_list(given: Any) -> list[Any]:
     """Return one artifact, or a list of them, as a list in which texts have become paths."""
     items = given if isinstance(given, (list, tuple)) else [given]
     return [Path(item) if isinstance(item, str) else item for item in items]
@@ -341,7 +341,7 @@ def level_of(given: float | None, settings: GateConfig | None) -> float:
     return level
 
 
-def hold(
+def check_against(
     current: Any, target: Path, texts: Sequence[str], level: float | None, *, update: bool, config: Path
 ) -> GateResult:
     """Return the checks of an artifact against the baseline file ``target``; nothing is written.

@@ -102,6 +102,7 @@ def _order_sentence(result: LengthsResult) -> str:
 
 def _verdict(result: LengthsResult) -> Verdict:
     """Return the verdict: the gain of the better remedy, sorting within padded batches or distributing unpadded ones."""
+    # Only these two can be had by hook.dataloader.
     best = max(("sorted", "cp_sat"), key=lambda way: result.remedies[way].speedup)
     remedy, today = result.remedies[best], result.remedies[result.today]
     is_faster = remedy.speedup > 1

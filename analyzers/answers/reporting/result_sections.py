@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ddltool.analyzers.answers.gating.formats import figures_of, outcome, remarks, sentence
+from ddltool.analyzers.answers.gating.formats import check_texts, outcome, remarks, sentence
 from ddltool.analyzers.answers.gating.metrics import LONGEST_NAME, harmless
 from ddltool.analyzers.answers.reporting.figures import Bars, Line, Lines, line, value_of
 from ddltool.analyzers.answers.reporting.section import (
@@ -391,7 +391,7 @@ def gate_section(result: GateResult, name: str) -> Section:
         f"Checks of a {result.artifact.removeprefix('ddltool.')}; rules: {harmless(result.rules_from) or 'not said'}"
     )
     header = ("", "metric", "baseline", "current", "change", "limit")
-    rows = [(outcome(check), shortened(check.metric, LONGEST_NAME), *figures_of(check)) for check in checks]
+    rows = [(outcome(check), shortened(check.metric, LONGEST_NAME), *check_texts(check)) for check in checks]
     table = Table(caption=caption, header=header, rows=rows, label="read", head=20, text_columns=2)
     # Drawn are ratios of numbers to a baseline above 0, without those that would dwarf all others.
     changes = [
