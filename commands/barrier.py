@@ -49,11 +49,11 @@ def barrier(
     """Choose the next barrier: how many iterations each worker makes until all synchronise.
 
     The method is ElasticBSP's. ``times``: a CSV of iteration ends, or telemetry; with ``predicted`` its rows are the
-    predictions themselves. ``lookahead``: iterations per worker that are looked at, 15 by default. ``algorithm``:
-    zipline, gridscan, fullgridscan or all. ``predictor`` of the next iteration's length: last, ema or mean.
-    ``max_gap``: how many iterations workers may be apart at the exact barriers; None: any number.
+    predictions themselves. ``lookahead``: number of next iterations of each worker that are considered; None: 15, with
+    ``predicted`` all. ``algorithm``: zipline, gridscan, fullgridscan or all. ``predictor`` of an iteration's length: last,
+    ema or mean. ``max_gap``: largest difference of the workers' iterations at the exact barriers; None: no limit.
 
-    Raises InputError for what cannot be read, for unknown names and for more than five million ends.
+    Raises InputError for an unreadable file, an unknown name, and more than five million ends.
     """
     if predicted and is_given("predictor"):
         raise InputError("predictor", "has no part in --predicted", "leave it out: the rows are predictions already")

@@ -1,4 +1,4 @@
-"""What a traced step says, as records: its orders and their times, predictions for devices, determinism, the zoo."""
+"""Records of results on traced steps: orders and their times, predictions for devices, determinism, the zoo."""
 
 from __future__ import annotations
 

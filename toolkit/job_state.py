@@ -1,4 +1,4 @@
-"""A running job as it stands now: what it holds, what is free, what is left (kind ``ddltool.job_state``)."""
+"""The present state of a running job: its GPUs, the free ones, the work that is left (kind ``ddltool.job_state``)."""
 
 from __future__ import annotations
 

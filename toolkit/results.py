@@ -1,7 +1,7 @@
-"""What commands find, as records: one model of each result, which ``--json``, tables, the report, gate and ``schema`` read.
+"""Records of the commands' results, which ``--json``, tables, the report, gate and ``show schema`` read.
 
-Units stand in the names of the fields. Fields that older files lack have a default; unknown ones are ignored, so that the
-files of a newer ddltool can still be shown.
+The names of fields end in their units. Fields that older files lack have a default; unknown ones are ignored, so that files
+of a newer ddltool can still be shown.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What simulations of a cluster find, as records: replays, sweeps, advice to one job, autoscaling, searches, workloads."""
+"""Records of results of cluster simulations: replays, sweeps, advice on one job, autoscaling, searches, workloads."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Draws figures: Vega-Lite specifications for a page, SVG and PNG files; Altair makes them, vl-convert brings the rest.
+"""Draws figures as Vega-Lite specifications for a page, and as SVG and PNG files, by Altair and vl-convert.
 
-Colours stand in specifications as the page's CSS variables, so light, dark and print need no second drawing; files get
-the light ones. Names come from files that others wrote: they are data here, never part of an expression or of a
-tooltip's title, which Vega-Lite compiles into one.
+Colours in specifications are the page's CSS variables, so that one drawing serves light, dark and print; files get the
+light colours. Names come from files that anybody made: they are only used as data, never in an expression or in a tooltip's
+title, which Vega-Lite compiles into an expression.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sections of a graph: one step's timeline in two orders, what each order gives, and what its ops allow."""
+"""Sections of a graph: the timeline of a step in two orders of transfers, the figures of each order, and determinism."""
 
 from __future__ import annotations
 

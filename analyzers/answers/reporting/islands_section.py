@@ -1,4 +1,4 @@
-"""The section of islands on a slow link: whether a synchronous step is good enough, else after how many steps to meet."""
+"""The section of islands on a slow link: whether to synchronise in every step, or after how many steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The section of samples shared out by length: what padding and waiting cost, and what each remedy gains."""
+"""The section of distributing samples by length: the cost of padding and waiting, and the gain of each remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sections of what commands find: network, barriers, balancing, verification, gate."""
+"""Sections of results: network, barriers, balancing, verification, gate."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Table:
             self,
             header=[*self.header[:index], *self.header[index + 1 :]],
             rows=[[*row[:index], *row[index + 1 :]] for row in self.rows],
-            text_columns=self.text_columns - (index < self.text_columns),
+            text_columns=self.text_columns - (index < self.text_columns),  # one fewer if it was among them
         )
 
 

@@ -1,4 +1,4 @@
-"""Sections of runs: telemetry of the hook (or agent), a synchronisation server's rows, and who holds the others up."""
+"""Sections of runs: telemetry of the hook or an agent, the events of a synchronisation server, and stragglers."""
 
 from __future__ import annotations
 
