@@ -46,13 +46,14 @@ from ddltool.results import BalanceResult, LengthsResult, PredictorFigures, Sche
 from ddltool.stages import Stage, Tell, log_remark, quietly
 from ddltool.tables import read_table
 
+# Parameters that have an effect for recorded speeds alone, and for lengths alone.
 _OF_SPEEDS = ("predictor", "warm_up", "schemes")
 _OF_LENGTHS = (
     "replicas", "rank_speeds", "accumulation", "max_tokens", "sharded", "window", "pack", "cost", "model", "device",
     "precision", "today", "batches", "limit",
 )  # fmt: skip
 _COEFFICIENTS = ("per_token", "per_square", "per_sample", "per_pass", "per_step")
-# Samples of a rank in a pass where nothing is said.
+# Default samples of a rank in a pass.
 _OWN_SAMPLES = 8
 _MOST_RANKS, _MOST_IN_BATCH = 4096, 100_000
 
@@ -97,7 +98,7 @@ def balance(
     Of lengths, ``cost``: a, b and c of a sample's cost a L + b L^2 + c, then the costs of a pass and of a step;
     ``model``: a source whose steps on ``device`` give them. The other settings are those of ``ddltool balance``.
 
-    Raises InputError for what cannot be read, and for more warm-up than the trace has.
+    Raises InputError for a table that cannot be read, a parameter without effect, and a trace shorter than its warm-up.
     """
     path, frame = _rows_of(trace)
     lengths = lengths_of(frame, path)
@@ -111,10 +112,10 @@ def balance(
             if recorded.workers < WORKERS_PER_BACKUP:
                 few = f"one worker in {WORKERS_PER_BACKUP} is a backup, and the trace has {recorded.workers}"
                 tell(f"redundant execution is left out: {few}")
-        settings = PredictorSettings(warm_up=_warmed(recorded, warm_up, path, tell), seed=seed)
-        return _of_speeds(recorded, predictors, _total(recorded, total_batch), settings, schemes, stage)
+        settings = PredictorSettings(warm_up=_warm_up_of(recorded, warm_up, path, tell), seed=seed)
+        return _speeds_result(recorded, predictors, _total_of_workers(recorded, total_batch), settings, schemes, stage)
     refuse("a table of lengths", _OF_SPEEDS)
-    # Settings of a model that is not traced, or in place of which something else counts.
+    # Parameters that the other ones make ineffective.
     if cost is not None or model is None:
         refuse("a cost that is not a model's", ("model", "device", "precision"), instead="give --model without --cost")
     if max_tokens is not None:
@@ -148,9 +149,9 @@ def balance(
 
 
 def _predictors(name: str, tell: Tell) -> tuple[str, ...]:
-    """Return the predictors that a name stands for; ``all`` are those whose packages are installed.
+    """Return the predictors that a name stands for; ``all``: those whose packages are installed.
 
-    ``tell`` is given the remark which one is left out.
+    ``tell`` gets a remark if one is left out. Raises InputError for an unknown name.
     """
     name = known("--predictor", name, (*PREDICTORS, "all"))
     if name != "all":
@@ -161,7 +162,7 @@ def _predictors(name: str, tell: Tell) -> tuple[str, ...]:
     return tuple(name for name in PREDICTORS if name != "arima")
 
 
-def _of_speeds(
+def _speeds_result(
     recorded: SpeedTrace,
     predictors: Sequence[str],
     total: int,
@@ -169,7 +170,7 @@ def _of_speeds(
     schemes: bool,
     stage: Stage,
 ) -> BalanceResult:
-    """Return what batches by each predictor's speeds would have gained over equal ones in a recorded run.
+    """Return the figures of a recorded run replayed with batches sized by each predictor's speeds, and with equal ones.
 
     ``total``: samples of all workers in an iteration. ``settings``: of the predictors. ``schemes``: whether BSP, ASP,
     SSP and others are compared too.
@@ -180,19 +181,19 @@ def _of_speeds(
             advance(index, name)
             predictor = make_predictor(name, recorded.workers, settings)
             outcomes[name] = replay(recorded, predictor, total, since=settings.warm_up)
-    # The two bounds: batches that know nothing of speeds, and batches that know all.
+    # The two bounds: batches that ignore speeds, and batches by the true speeds.
     equal_split = replay_equal(recorded, total, since=settings.warm_up)
     oracle = replay_oracle(recorded, total, since=settings.warm_up)
 
     def time_of(outcome: Outcome) -> dict[str, float]:
-        """Return the fields of an iteration's mean time, in seconds and over that of the equal split."""
+        """Return the fields of the mean iteration time: in seconds, and relative to the equal split's."""
         return {"iteration_s": outcome.mean_s, "iteration_time_ratio": outcome.mean_s / equal_split.mean_s}
 
     optional_fields: dict[str, Any] = {}
     if schemes:
-        # LB-BSP goes by one predictor: the one that was asked for, else the paper's.
+        # LB-BSP uses one predictor: the one that was asked for, else the paper's.
         of_schemes = predictors[0] if len(predictors) == 1 else "narx"
-        optional_fields["schemes"] = _compared(recorded, total, of_schemes, settings)
+        optional_fields["schemes"] = _scheme_figures(recorded, total, of_schemes, settings)
     return BalanceResult(
         workers=recorded.workers,
         iterations=recorded.iterations,
@@ -217,18 +218,18 @@ def _of_speeds(
 def show_balance(
     call: VerbCall[BalanceResult | LengthsResult], output: Path | None = None, as_json: bool = False
 ) -> None:
-    """Print what each predictor, or each way to share out samples, would have gained, and write it."""
+    """Print the gain of each predictor, or of each way to distribute samples, and save it to ``output`` if given."""
     result, name = call(), Path(call["trace"]).name
 
     def section() -> Section:
-        """Return the section of lengths or of speeds, whichever the result is of."""
+        """Return the section of the result, which is of lengths or of speeds."""
         return lengths_section(result, name) if isinstance(result, LengthsResult) else balance_section(result, name)
 
     finish(result, section, output, as_json)
 
 
 def _rows_of(trace: str | Path | pd.DataFrame | Sequence[int]) -> tuple[Path, pd.DataFrame]:
-    """Return the file's path, which errors name, and the table of speeds or lengths; a list is a table of lengths."""
+    """Return (path, for errors; table of speeds or lengths). A list is taken for the lengths of samples."""
     if isinstance(trace, (str, Path)):
         lines = read_length_lines(Path(trace))
         return Path(trace), read_table(trace, (*SPEED_COLUMNS, "or length alone")) if lines is None else lines
@@ -236,10 +237,10 @@ def _rows_of(trace: str | Path | pd.DataFrame | Sequence[int]) -> tuple[Path, pd
 
 
 def _given_cost(cost: Sequence[float] | None) -> tuple[SampleCost, str]:
-    """Return what a sample of a length costs, and where that comes from.
+    """Return (cost of a sample by its length L, words on its source).
 
-    ``cost``: a, b and c of a L + b L^2 + c, then the costs of a pass and of a step; None: an assumed decoder's. Raises
-    InputError for any other number of coefficients.
+    ``cost``: a, b and c of a L + b L^2 + c, then optionally the costs of a pass and of a step; None: an assumed decoder's.
+    Raises InputError for fewer than three or more than five numbers.
     """
     if cost is None:
         return SampleCost(), "assumed, a decoder of width 4096"
@@ -249,20 +250,19 @@ def _given_cost(cost: Sequence[float] | None) -> tuple[SampleCost, str]:
 
 
 def _checked_total(total: int, least: int) -> int:
-    """Return the samples of a global batch, which must be ``least`` at least: one in every pass of every rank.
+    """Return ``total``, the samples of a global batch. Raises InputError unless it is from ``least`` to 100,000.
 
-    Raises InputError for fewer, and for more than can be shared out.
+    ``least``: one sample in every pass of every rank.
     """
     if not least <= total <= _MOST_IN_BATCH:
         raise InputError("total_batch", f"is {total}", f"give {least} (one in each pass) to {_MOST_IN_BATCH} samples")
     return total
 
 
-def _compared(recorded: SpeedTrace, total: int, predictor: str, settings: PredictorSettings) -> dict[str, Any]:
-    """Return the figures of every synchronisation scheme on the whole trace, with iteration times relative to BSP's.
+def _scheme_figures(recorded: SpeedTrace, total: int, predictor: str, settings: PredictorSettings) -> dict[str, Any]:
+    """Return the figures of every synchronisation scheme on the whole trace by name, and "predictor", which LB-BSP uses.
 
-    ``total``: samples of all workers; LB-BSP predicts speeds by ``predictor``. ``recorded``: the workers' speeds in
-    each iteration.
+    ``recorded``: the workers' speeds in each iteration. ``total``: samples of all workers in an iteration.
     """
     schemes = compare_schemes(recorded, total, make_predictor(predictor, recorded.workers, settings))
     bsp_s = schemes["bsp"].iteration_s
@@ -273,10 +273,10 @@ def _compared(recorded: SpeedTrace, total: int, predictor: str, settings: Predic
     return {"predictor": predictor, **figures}
 
 
-def _warmed(recorded: SpeedTrace, wanted: int, path: Path, tell: Tell) -> int:
-    """Return how many iterations of warm-up the trace allows, ``wanted`` at most; ``tell`` hears it where they are fewer.
+def _warm_up_of(recorded: SpeedTrace, wanted: int, path: Path, tell: Tell) -> int:
+    """Return the iterations of warm-up: ``wanted``, or fewer if the trace is short, with a remark to ``tell``.
 
-    Raises InputError when no iteration comes after them. ``recorded``: the workers' speeds, from the file ``path``.
+    Raises InputError if no iteration is left after them. ``recorded``: the workers' speeds, from the file ``path``.
     """
     warmed = default_warm_up(recorded.iterations, wanted)
     if recorded.iterations <= warmed:
@@ -287,10 +287,10 @@ def _warmed(recorded: SpeedTrace, wanted: int, path: Path, tell: Tell) -> int:
     return warmed
 
 
-def _total(recorded: SpeedTrace, total_batch: int | None) -> int:
-    """Return the samples of all workers in an iteration; None: a fixed number for each worker.
+def _total_of_workers(recorded: SpeedTrace, total_batch: int | None) -> int:
+    """Return the samples of all workers in an iteration: ``total_batch``; None: a default number for each worker.
 
-    Raises InputError for fewer samples than workers, and for too many.
+    Raises InputError for fewer samples than workers, and for more than ``MOST_SAMPLES``.
     """
     total = total_batch if total_batch is not None else BATCH_PER_WORKER * recorded.workers
     if total < recorded.workers:

@@ -28,10 +28,10 @@ PUBLISHED: Mapping[str, Callable[[EndTimes], Barrier]] = {
     "gridscan": gridscan,
     "fullgridscan": full_gridscan,
 }
-# Bounds on the iteration gap in the trade-off: every one where they are few, else spread over their range.
+# Number of bounds on the iteration gap in the trade-off; for more than MANY_ENDS ends only a few, as each takes a search.
 CURVE_POINTS, FEW_POINTS, MANY_ENDS = 17, 5, 500_000
 LOOKAHEAD = 15
-# Beyond this a choice takes more than seconds, for barriers that lie hours ahead.
+# With more ends than this, a choice takes more than seconds.
 MOST_ENDS = 5_000_000
 
 
@@ -49,11 +49,11 @@ def barrier(
     """Choose the next barrier: how many iterations each worker makes until all synchronise.
 
     The method is ElasticBSP's. ``times``: a CSV of iteration ends, or telemetry; with ``predicted`` its rows are the
-    predictions themselves. ``lookahead``: iterations per worker that are looked at, 15 by default. ``algorithm``:
-    zipline, gridscan, fullgridscan or all. ``predictor`` of the next iteration's length: last, ema or mean.
-    ``max_gap``: how many iterations workers may be apart at the exact barriers; None: any number.
+    predictions themselves. ``lookahead``: number of next iterations of each worker that are considered; None: 15, with
+    ``predicted`` all. ``algorithm``: zipline, gridscan, fullgridscan or all. ``predictor`` of an iteration's length: last,
+    ema or mean. ``max_gap``: largest difference of the workers' iterations at the exact barriers; None: no limit.
 
-    Raises InputError for what cannot be read, for unknown names and for more than five million ends.
+    Raises InputError for an unreadable file, an unknown name, and more than five million ends.
     """
     if predicted and is_given("predictor"):
         raise InputError("predictor", "has no part in --predicted", "leave it out: the rows are predictions already")
@@ -70,7 +70,7 @@ def barrier(
     counts, records = np.diff(ends.pointers), {}
     # Seconds of an iteration on each worker, by its first and last predicted end.
     length_s = (ends.last_s - ends.first_s) / (counts - 1) if counts.min() > 1 else np.zeros(len(names))
-    # How long each choice takes is a figure of its own: CPU seconds of this process.
+    # The CPU seconds of each choice are part of the result.
     for name, choose in calls.items():
         begin_s = time.process_time()
         choice = choose(ends)
@@ -81,7 +81,6 @@ def barrier(
             iterations_per_s=int(choice.iterations.sum()) / superstep_s if superstep_s > 0.0 else None,
             compute_seconds=cpu_seconds,
         )
-    # Each point is an exact search: of many ends only a few are affordable.
     curve = tradeoff(ends, CURVE_POINTS if len(ends.end_s) <= MANY_ENDS else FEW_POINTS)
     return BarrierResult(
         workers=len(names),
@@ -99,22 +98,22 @@ def barrier(
 
 
 def show_barrier(call: VerbCall[BarrierResult], output: Path | None = None, as_json: bool = False) -> None:
-    """Print the barriers that each algorithm chose, and write them."""
+    """Print the barrier that each algorithm chose, and save the result to ``output`` if given."""
     result, name = call(), Path(call["times"]).name
     finish(result, lambda: barrier_section(result, name), output, as_json)
 
 
 def _figures(barrier: Barrier) -> dict[str, Any]:
-    """Return a barrier's figures by the names of their fields in its record."""
+    """Return the fields of a barrier that :class:`BarrierFigures` has, by name."""
     return {name: getattr(barrier, name) for name in BarrierFigures.model_fields}
 
 
 def predicted_ends(path: Path, lookahead: int, predictor: str, tell: Tell) -> tuple[tuple[str, ...], EndTimes]:
-    """Return the workers' names (n,) and the predicted ends of each one's next ``lookahead`` iterations, in seconds.
+    """Return (names of the workers, predicted ends, in seconds, of the next ``lookahead`` iterations of each).
 
-    ``path``: recorded iteration ends, or telemetry. ``predictor``: of an iteration's length. ``tell`` hears which
-    workers' rows stop early. Raises InputError for what cannot be read, and for more ends than a barrier can be chosen
-    of.
+    ``path``: recorded iteration ends, or telemetry. ``predictor``: the name of that of an iteration's length. ``tell``
+    gets a remark on workers whose rows stop early. Raises InputError for a wrong or unreadable file, and for more than
+    ``MOST_ENDS`` ends.
     """
     recorded = read_recorded(path, tell)
     names = recorded.names

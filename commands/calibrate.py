@@ -41,17 +41,17 @@ def calibrate(
 ) -> None:
     """Fit one device's constants to your own measurements, the shipped ones as prior; `--devices-file` reads the result.
 
-    ``rows``: profiles, telemetry, profiler traces, and logs of nccl-tests, which give the link's rate. ``model`` to
-    ``sequence_length`` describe the rows that do not say so themselves. Raises InputError for what cannot be read, or
-    says nothing about the device.
+    ``rows``: profiles, telemetry, profiler traces, and logs of nccl-tests, which give the link's rate. ``model``,
+    ``batch_size``, ``precision``, ``channels_last``, ``optimizer`` and ``sequence_length`` describe rows that do not have
+    them. Raises InputError for files that cannot be read, or have no row of the device.
     """
     table = known_devices(devices_file)
     gpu = table.gpu(device)
-    # What is no table may be a log of nccl-tests, which its text tells.
+    # A file that is no table may be a log of nccl-tests, recognised by its text.
     other_files = [path for path in rows if ending(path) not in _TABLE_SUFFIXES]
     logs = {path: text for path in other_files if is_nccl_log(text := read_text(path))}
     tables = [path for path in rows if path not in logs]
-    # The highest rate is what the link can do; lower ones were held back by something else.
+    # The link's rate is the highest one: lower ones were limited by something else.
     if logs:
         bytes_per_s, name = max((bus_bandwidth(text, str(path)), path.name) for path, text in logs.items())
         gpu = gpu.model_copy(update={"link_bytes_per_s": bytes_per_s, "link": f"{MEASURED} by {name}, {gpu.link}"})
@@ -62,7 +62,7 @@ def calibrate(
 
         @cache
         def curve_of(name: str) -> WorkCurve:
-            """Return the work of one step of a model by batch size, traced once; code that nobody trusts is refused."""
+            """Return the work of a model's step by batch size, traced once. Raises InputError for code without --allow-code."""
             if is_code(name) and name != model and not allow_code:
                 problem = f"names code, {name!r}, which would be imported and run"
                 raise InputError(f"{tables[0]}:model", problem, "give --allow-code where you trust it")
@@ -84,14 +84,14 @@ def calibrate(
 def _read_steps(
     tables: list[Path], device: Device, known: DeviceTable, batch_size: int | None, **conditions: Any
 ) -> list[MeasuredStep]:
-    """Return the measured steps in all files that are of one replica and one pass on ``device``.
+    """Return the measured steps of one replica and one pass on ``device`` in all files; a note tells of other rows.
 
     Args:
         known: the table by which other names of the device are recognised.
         batch_size: of profiler traces (.json), which lack it; None without traces.
-        conditions: the model, precision and optimizer for rows without them; see ``measured_rows``.
+        conditions: model, precision and optimizer of rows without them; see ``measured_rows``.
 
-    Raises InputError for traces without a batch size, a batch size without traces, and what cannot be read.
+    Raises InputError for traces without a batch size, a batch size without traces, and unreadable files.
     """
     traces = [path for path in tables if ending(path) == ".json"]
     if traces and batch_size is None:
@@ -110,9 +110,9 @@ def _read_steps(
 
 
 def _error_figures(fit: Updated | None) -> dict[str, Any]:
-    """Return the count of rows and the median relative error of their predictions before and after the fit, for JSON.
+    """Return the number of rows, and the median relative error of their predictions before and after the fit, for JSON.
 
-    Empty for None: nothing was fitted.
+    Returns {} for None: nothing was fitted.
     """
     if fit is None:
         return {}
@@ -124,7 +124,7 @@ def _error_figures(fit: Updated | None) -> dict[str, Any]:
 
 
 def _print_constants(device: Device, fit: Updated | None, output: Path | None) -> None:
-    """Print the fitted constants and the errors of the fit (None: nothing was fitted), the link and the written file."""
+    """Print the fitted constants and errors (``fit`` None: there are none), a measured link, and the written file."""
     fitted = device.fitted
     if fit is not None and fitted is not None:
         errors = _error_figures(fit)

@@ -50,9 +50,10 @@ def companion(
 ) -> None:
     """Keep the best plan for every number of available devices, look one up, correct it by what was measured.
 
-    ``source``: a job.yaml, whose database is made in ``output``, or a database. ``lookup``: the devices that there are;
-    ``free``: those that could be added. ``measured``: telemetry, by which capabilities that are off by more than
-    ``threshold`` are replaced. ``patch``: where a TrainJob's patch goes.
+    ``source``: a job.yaml, whose database is written to ``output``, or a database. ``lookup``: the available devices;
+    ``free``: those that could be added. ``measured``: telemetry, whose capabilities replace stored ones that differ by
+    more than ``threshold``, a share. ``patch``: the file for a TrainJob's patch. Raises InputError for options that need
+    another one, and Infeasible if the job cannot run on the devices.
     """
     document: dict[str, Any] = {}
     remarks: list[str] = []
@@ -61,15 +62,14 @@ def companion(
             raise InputError("--free", "needs --lookup", "say what the job holds, for example --lookup V100=2")
         if patch is not None:
             raise InputError("--patch", "needs --lookup", "say what is free, for example --lookup V100=6")
-    # A job: its database is made first, and then used like any other.
+    # The database of a job is made first, and then used like any other.
     if not is_companion(source):
         if source.suffix in (".db", ".sqlite"):
-            Companion(source).close()  # says what is wrong with it
+            Companion(source).close()  # raises the error about this database
         if output is None:
             raise InputError("--output", "is missing", "say where the database goes: -o plans.db")
         document["built"] = _build_database(source, output, devices_file, allow_code, remarks)
         source = output
-    # A database is there already.
     elif output is not None or devices_file is not None:
         option = "--devices-file" if output is None else "--output"
         raise InputError(option, "is for making a database from a job", "leave it out")
@@ -100,17 +100,16 @@ def companion(
 def _look_up(
     database: Companion, lookup: str, free: str | None, top_k: int
 ) -> tuple[dict[str, Any], Callable[[], None]]:
-    """Return the JSON fields of the plan on the devices in ``lookup``, and a function that prints them.
+    """Return (JSON fields of the plan on the devices in ``lookup``, a function that prints the plan).
 
-    ``free``: devices that could be added, of which ``top_k`` scale-outs are proposed; None: none are. Raises Infeasible
-    where the devices have no room for the job, and nothing is free. An EST, of which plans count several on a device,
-    is a logical worker.
+    ``free``: devices that could be added, for which the ``top_k`` best additions are proposed; None: propose nothing.
+    Raises Infeasible if the devices cannot run the job and ``free`` is None.
     """
     devices = device_counts(lookup, "--lookup")
     plan = _plan_on_devices(database, devices)
     if not plan.ests and free is None:
         raise Infeasible(f"{database.meta.job} cannot run on {lookup}: no room for all of its logical workers")
-    # None: nobody asked; a list, even an empty one, is an answer.
+    # None: not asked for; []: no addition helps.
     scale_outs = None
     if free is not None:
         scale_outs = _scale_outs(database, plan, devices, device_counts(free, "--free"), top_k)
@@ -122,9 +121,9 @@ def _build_database(
 ) -> dict[str, Any]:
     """Write the database of a job's best plans to ``output``, and return the JSON fields on it.
 
-    Sentences to print are appended to ``remarks``. Raises InputError for a job that a database cannot be made of.
+    Sentences to print are appended to ``remarks``. Raises InputError for a job that a database cannot hold.
     """
-    demand_file(output)  # a database is no stream
+    demand_file(output)  # a database cannot be written into a pipe
     job = read_with_specs(job_file, devices_file, allow_code=allow_code)
     if job.network is not None:
         raise InputError(f"{job_file}:network", "is not kept in a companion database", "leave it out, or use plan")
@@ -141,10 +140,10 @@ def _build_database(
 
 
 def _recalibrate(database: Companion, telemetry: Path, threshold: float, remarks: list[str]) -> dict[str, Any]:
-    """Replace capabilities that were measured to differ by more than ``threshold``, a share; return the JSON fields on it.
+    """Replace the database's capabilities from which measured ones differ by more than ``threshold``, a share.
 
-    Capabilities are mini-batches of one EST (logical worker) per second, by device type. Sentences to print are
-    appended to ``remarks``.
+    Returns the JSON fields on it. Capabilities are mini-batches of one EST (logical worker) per second, by device type.
+    Sentences to print are appended to ``remarks``.
     """
     predicted_per_s = {device.type: device.capability_per_s for device in database.meta.devices}
     rows = check_rows(read_table(telemetry), str(telemetry), remarks.append)
@@ -153,7 +152,7 @@ def _recalibrate(database: Companion, telemetry: Path, threshold: float, remarks
     if corrected_per_s:
         database.recalibrate(corrected_per_s)
     for name, rate_per_s in measured_per_s.items():
-        # What agrees with the prediction stays: small differences are noise.
+        # A capability within the threshold is kept, as the difference may be noise.
         verdict = "taken over" if name in corrected_per_s else "kept as it was"
         remarks.append(f"{name}: measured {rate_per_s:.4g}/s, predicted {predicted_per_s[name]:.4g}/s: {verdict}")
     return {
@@ -163,7 +162,7 @@ def _recalibrate(database: Companion, telemetry: Path, threshold: float, remarks
 
 
 def _plan_on_devices(database: Companion, devices: dict[str, int]) -> CompanionPlan:
-    """Return the plan for these numbers of devices by type; where the database lacks it, it is made and kept."""
+    """Return the plan for these numbers of devices by type; if the database lacks it, it is made and stored."""
     counts = database.meta.clamped(devices)
     plan = database.lookup(counts)
     if plan is None:
@@ -180,21 +179,21 @@ def _write_patch(
     resource: str | None,
     remarks: list[str],
 ) -> dict[str, Any]:
-    """Write and return a TrainJob patch for the fastest plan on one device type in equal nodes.
+    """Write a TrainJob patch for the fastest plan on one device type in equal nodes to ``output``, and return it.
 
     Args:
         held_devices: available devices by type; the plan may leave some idle.
-        per_node: devices of one node; a count above it is a multiple of it.
-        resource: the resource name that the patch requests, None for no request.
-        remarks: receives the sentences to print.
+        per_node: devices of a node; a plan on more devices uses whole nodes.
+        resource: name of the resource that the patch requests; None: no request.
+        remarks: the sentences to print are appended to it.
 
-    Raises Infeasible where no single type holds the job.
+    Raises Infeasible if no single type can run the job.
     """
     candidates: list[tuple[float, int, str]] = []
     types = [device.type for device in database.meta.devices]
     for name, max_count in zip(types, database.meta.clamped(held_devices), strict=True):
         for count in range(1, max_count + 1):
-            if count <= per_node or count % per_node == 0:  # a TrainJob's nodes are equal: no part of a node is used
+            if count <= per_node or count % per_node == 0:  # a TrainJob's nodes are all equal
                 candidate = _plan_on_devices(database, {name: count})
                 if sum(candidate.used.values()) == count:
                     candidates.append((-candidate.throughput, count, name))
@@ -202,7 +201,7 @@ def _write_patch(
         raise Infeasible(
             f"{database.meta.job} cannot run on one type of these devices, which is all that a TrainJob has"
         )
-    # The fastest; of equally fast ones that with the fewest devices.
+    # The fastest candidate; of equally fast ones that with the fewest devices.
     negative_rate, count, name = min(candidates)
     best_plan, nodes = _plan_on_devices(database, {name: count}), max(1, count // per_node)
     processes = count // nodes
@@ -223,10 +222,10 @@ def _write_patch(
 def _scale_outs(
     database: Companion, plan: CompanionPlan, held_devices: dict[str, int], offered: dict[str, int], top_k: int
 ) -> list[Proposal]:
-    """Return the ``top_k`` best additions of ``offered`` devices (by type) to those that the job holds.
+    """Return the ``top_k`` best additions of ``offered`` devices (by type) to ``held_devices`` (by type).
 
-    A homogeneous job grows from the devices that its plan uses, any other from all that it holds. Raises InputError for
-    types that the database does not know, and where a device takes only so many ESTs. ``held_devices``: by type.
+    For a homogeneous job they are added to the devices that its ``plan`` uses. Raises InputError for an unknown type, and
+    for a database with a limit on the ESTs of a device, which proposals do not take into account.
     """
     if any(device.max_ests is not None for device in database.meta.devices):
         raise InputError("--free", "does not go with a limit on the ESTs of one device", "use --lookup alone")
@@ -237,7 +236,10 @@ def _scale_outs(
 
 
 def _plan_document(plan: CompanionPlan, scale_outs: list[Proposal] | None) -> dict[str, Any]:
-    """Return the JSON fields of a plan and, unless ``scale_outs`` is None, of the proposed additions."""
+    """Return the JSON fields of a plan and, unless ``scale_outs`` is None, those of the proposed additions.
+
+    ``iteration_s`` is None for a plan that runs nothing.
+    """
     rows = [
         {"device_type": name, "devices": devices, "ests_per_device": ests}
         for name, entries in plan.ests.items()
@@ -250,7 +252,7 @@ def _plan_document(plan: CompanionPlan, scale_outs: list[Proposal] | None) -> di
 
 
 def _print_about(meta: CompanionMeta, fresh_count: int, vector_count: int) -> None:
-    """Print what a database is for: the job, its devices with their capabilities, and how many plans are up to date."""
+    """Print a database's job, its devices with their capabilities, and how many plans are up to date."""
     rows = [(device.type, str(device.count), f"{device.capability_per_s:.4g}") for device in meta.devices]
     title = f"{meta.job}: plans for {meta.max_workers} logical workers"
     out().print(table(title, ("device", "up to", "mini-batches/s of one EST"), rows))
@@ -262,8 +264,7 @@ def _print_plan(
 ) -> None:
     """Print a plan and its proposals as tables.
 
-    ``lookup`` and ``free``: the devices, as the user wrote them. ``scale_outs``: None when none were asked for, empty
-    when none help.
+    ``lookup`` and ``free``: the devices, as the user wrote them. ``scale_outs``: None: not asked for; []: none helps.
     """
     rows = [(name, str(devices), str(ests)) for name, entries in plan.ests.items() for devices, ests in entries]
     if not rows:

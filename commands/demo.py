@@ -34,7 +34,7 @@ from ddltool.telemetry import WARMUP_STEPS
 from ddltool.units import show_bytes, show_seconds
 
 MODEL = "zoo:resnet32"
-# The example's own transfers are too small for an order to matter; this shipped graph shows a case where it does.
+# The order of the example's small transfers hardly matters; in this shipped graph it does.
 CONTRAST, CONTRAST_DEVICE = "resnet50_v1-training", "K80"
 BATCH_SIZES, REPLICAS, REPEATS, SAMPLES = (4, 8, 16, 24), (1, 2), 5, 50
 TRAINING_LIMIT_S = 300
@@ -43,7 +43,7 @@ REPORTED = (
     *("enforce.json", "telemetry.jsonl"),
 )
 Finding = tuple[str, dict[str, Any]]
-"""A step's sentence for the table, and its fields of the JSON document; later steps read the folder's files."""
+"""(sentence for the table, fields for the JSON document) of a step; later steps read the files that it wrote."""
 
 
 def demo(output: Path = Path("ddltool-demo"), seed: Seed = 0, as_json: bool = False) -> None:
@@ -81,7 +81,10 @@ def demo(output: Path = Path("ddltool-demo"), seed: Seed = 0, as_json: bool = Fa
 
 @contextlib.contextmanager
 def _announce_step(title: str, *, spinner: bool) -> Iterator[None]:
-    """Say on stderr which step runs; on a terminal with a spinner, unless the step shows its own progress."""
+    """Print the title of the step, the body, on stderr; on a terminal as a spinner if ``spinner``, else nothing.
+
+    ``spinner``: False for a step that shows its own progress.
+    """
     console = err()
     if not console.is_terminal:
         console.print(title)
@@ -90,7 +93,7 @@ def _announce_step(title: str, *, spinner: bool) -> Iterator[None]:
 
 
 def _trace(output: Path, seed: int) -> Finding:
-    """Trace the zoo model and a contrasting shipped graph; return what TAC orders gain on each, simulated."""
+    """Trace the zoo model and a shipped graph, write their files, and return the simulated gain of TAC's order on each."""
     shipped = folder() / "graphs" / f"{CONTRAST}.graph.json.gz"
     sampling: dict[str, Any] = {"samples": SAMPLES, "seed": seed, "tell": note}
     outputs: dict[str, Any] = {"output": output / "graph.json", "perfetto": output / "timeline.perfetto.json"}
@@ -111,7 +114,7 @@ def _trace(output: Path, seed: int) -> Finding:
 
 
 def _profile(output: Path, seed: int) -> Finding:
-    """Measure step times on this CPU and write them as profile.csv; return how many configurations were measured."""
+    """Measure step times on this CPU and write profile.csv; return the number of configurations."""
     from ddltool.commands.profile import profile
 
     profiled = profile(
@@ -136,7 +139,7 @@ def _fit(output: Path, seed: int) -> Finding:
 
 
 def _plan(output: Path, seed: int) -> Finding:
-    """Write the job, its plan and the plan of an equal split; return what each reaches."""
+    """Write job.yaml, plan.json and plan-bsp.json, the plan of an equal split; return the throughput of both plans."""
     job_file = output / "job.yaml"
     shutil.copyfile(folder() / "demo-job.yaml", job_file)
     job = read_job(job_file)
@@ -156,9 +159,9 @@ def _plan(output: Path, seed: int) -> Finding:
 
 
 def _emit(output: Path, seed: int) -> Finding:
-    """Write enforce.json, which says what each process of the plan does; return its local batches."""
+    """Write enforce.json, the hook's configuration for the plan; return its local batches. Deletes old telemetry."""
     telemetry_file = output / "telemetry.jsonl"
-    telemetry_file.unlink(missing_ok=True)  # rows of an earlier demo in this folder
+    telemetry_file.unlink(missing_ok=True)  # the hook would append to the rows of an earlier demo
     enforcement = to_enforcement(load(output / "plan.json", Plan), telemetry=str(telemetry_file.resolve()))
     save(enforcement, output / "enforce.json")
     sizes = ", ".join(str(rank.local_batch_size) for rank in enforcement.ranks)
@@ -166,9 +169,9 @@ def _emit(output: Path, seed: int) -> Finding:
 
 
 def _train(output: Path, seed: int) -> Finding:
-    """Train under enforce.json in processes of their own; return how the loss went and what each rank's steps took.
+    """Train with enforce.json in separate processes; return the loss, and the times of each rank's steps.
 
-    Raises DdlToolError where the training fails; its output is in training.log.
+    Writes telemetry.jsonl, training.json and training.log. Raises DdlToolError if the training fails.
     """
     enforcement, result_file, log_file = (
         load(output / "enforce.json", Enforcement),
@@ -176,8 +179,7 @@ def _train(output: Path, seed: int) -> Finding:
         output / "training.log",
     )
     command = ["-m", "ddltool.commands.demo_train", str(output / "enforce.json"), str(result_file)]
-    # One thread each, as both processes share the cores; gloo over the loopback, where a machine may have no
-    # network.
+    # One thread each, as the processes share the cores; gloo over the loopback, as there may be no network.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
     code, script_output = run_script(command, enforcement.world_size, environment, "the training run", TRAINING_LIMIT_S)
     write_text(log_file, script_output)
@@ -194,7 +196,7 @@ def _train(output: Path, seed: int) -> Finding:
 
 
 def _measured_steps(output: Path, enforcement: Enforcement) -> list[dict[str, Any]]:
-    """Return for each rank its device, batch, median seconds of each phase, and the seconds that the fit predicts."""
+    """Return for each rank its device, batch, median seconds of each phase, and the step time predicted by the fit."""
     params = load(output / "goodput.json", Goodput).params
     telemetry = read_table(output / "telemetry.jsonl")
     medians = telemetry[telemetry["step"] >= WARMUP_STEPS].groupby("rank").median(numeric_only=True)
@@ -211,13 +213,13 @@ def _measured_steps(output: Path, enforcement: Enforcement) -> list[dict[str, An
 
 
 def _outcome(training: dict[str, Any]) -> str:
-    """Return how the loss went, and the share of held-out samples that the trained model classifies correctly."""
+    """Return the first and last loss, and the accuracy on held-out samples, in words."""
     losses = training["losses"]
     return f"loss {losses[0]:.2f} -> {losses[-1]:.2f}, held-out accuracy {training['accuracy']:.0%}"
 
 
 def _refit(output: Path, seed: int) -> Finding:
-    """Fit the throughput model again, to the telemetry of the training; return the fit's error."""
+    """Fit the throughput model to the telemetry of the training, write goodput-telemetry.json; return the fit's error."""
     fitted = fit(output / "telemetry.jsonl", seed=seed)
     save(fitted, output / "goodput-telemetry.json")
     finding = f"MAPE {fitted.mape:.1%} on {fitted.samples} rows (measured)"
@@ -225,7 +227,7 @@ def _refit(output: Path, seed: int) -> Finding:
 
 
 def _report(output: Path, seed: int) -> Finding:
-    """Write report.html from the files of the steps before; return its name."""
+    """Write report.html about the files of the earlier steps; return its name."""
     training = read_document(output / "training.json")
     summary = [
         f"{MODEL.removeprefix('zoo:')}, planned for a mixed V100, P100 and T4 job, trained on this machine's CPU; "
@@ -242,7 +244,7 @@ def _report(output: Path, seed: int) -> Finding:
     return report_file.name, {"report": str(report_file)}
 
 
-# In this order; each takes the folder of artifacts and the seed, and returns what it found.
+# The steps in order; each is called with (folder of artifacts, seed).
 STEPS = {
     "trace": _trace,
     "profile": _profile,
@@ -256,9 +258,9 @@ STEPS = {
 
 
 def _order_gain(trace_result: TraceResult) -> str:
-    """Return a sentence on a graph: its step in random order and in TAC's order of transfers, and the relative gain.
+    """Return in words a graph's simulated step in random order and in TAC's order of transfers, and the relative gain.
 
-    TAC is TicTac's order of transfers by the ops' times.
+    TAC is the order of the TicTac paper that uses the ops' times.
     """
     random_s, tac_s = (trace_result.schedules[name].makespan_s for name in ("random", "tac"))
     times = f"{show_seconds(random_s)} -> {show_seconds(tac_s)}"

@@ -1,7 +1,7 @@
 """The demo's training script: standard DistributedDataParallel under torchrun, plus the hook.
 
 Trains a zoo model on scikit-learn's digits (1,797 handwritten digits, 8 x 8, enlarged to 32 x 32). Started by
-``ddltool demo`` as ``torchrun -m ddltool.commands.demo_train ENFORCE OUTPUT``; rank 0 writes what happened to OUTPUT.
+``ddltool demo`` as ``torchrun -m ddltool.commands.demo_train ENFORCE OUTPUT``; rank 0 writes losses and accuracy to OUTPUT.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ STEPS = 100
 HELD_OUT = 297  # of the 1,797 digits: the last ones
 LEARNING_RATE = 0.02
 ENLARGED = 4
-"""Pixels of an image for each of a digit's, along a side: 32 along a side are what the model is made for."""
+"""Factor on the sides of a digit's image, 8 pixels: the model is made for 32."""
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
     """Return scikit-learn's digits as (training, held-out) sets of (image (3, 32, 32), class) pairs.
 
-    Images are enlarged and repeated in three channels, as the model expects; their values lie about zero.
+    Images are enlarged and repeated in three channels, as the model expects; their values are around zero.
     """
     from sklearn.datasets import load_digits
 
@@ -46,7 +46,7 @@ def digits() -> tuple[TensorDataset, TensorDataset]:
 
 
 def accuracy(model: nn.Module, data: TensorDataset) -> float:
-    """Return the share of the data that the model classifies correctly."""
+    """Return the share of the data that the model classifies correctly; the model is left in training mode."""
     images, labels = data.tensors
     model.eval()
     with torch.no_grad():
@@ -59,7 +59,7 @@ def accuracy(model: nn.Module, data: TensorDataset) -> float:
 
 
 def train(enforcement: str) -> dict[str, object]:
-    """Train for STEPS steps under the enforcement and return the losses, the times and the held-out accuracy."""
+    """Train for STEPS steps with the hook's file ``enforcement``; return the losses, the seconds and the held-out accuracy."""
     torch.manual_seed(0)
     training, held_out = digits()
     model = DistributedDataParallel(zoo.build(MODEL))
@@ -87,14 +87,17 @@ def train(enforcement: str) -> dict[str, object]:
 
 
 def mean_over_samples(loss: Tensor, samples: int) -> float:
-    """Return the mean loss over all ranks' samples; ``loss`` is the mean over this rank's ``samples``."""
+    """Return the mean loss over all ranks' samples; ``loss``: the mean over this rank's ``samples``. All ranks must call it."""
     sums = torch.tensor([loss.item() * samples, float(samples)])
     dist.all_reduce(sums)
     return float(sums[0] / sums[1])
 
 
 def main() -> None:
-    """Train as one process of torchrun's: ``demo_train ENFORCE OUTPUT``; rank 0 writes the result."""
+    """Train as one process of torchrun's job: ``demo_train ENFORCE OUTPUT``.
+
+    ENFORCE: the hook's configuration, enforce.json. OUTPUT: the JSON file that rank 0 writes.
+    """
     enforcement, output = sys.argv[1:]
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

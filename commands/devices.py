@@ -32,36 +32,38 @@ def devices(
 ) -> DeviceTable | OperationsResult:
     """List the device types that are known: memory, rates and links, by datasheet; or one of them, or an operation on it.
 
-    ``name``: the one device type; None: all. ``product`` (``["4096x4096x4096"]``) or ``collective``
-    (``["all-reduce:64MiB:8"]``): how long such an operation takes on it by itself, with its range and what limits it.
-    ``devices_file``: device types of your own. Raises InputError for a name that is not known.
+    ``name``: one device type; None: all. ``product`` (``["4096x4096x4096"]``) and ``collective``
+    (``["all-reduce:64MiB:8"]``): operations whose time on it is predicted, with its range and what limits it; products
+    in ``precision``. ``devices_file``: device types of your own. Raises InputError for an unknown name.
     """
     known = known_devices(devices_file)
     if product or collective:
         if name is None:
             raise InputError("NAME", "no device is named", "name the one that runs the operations, such as H100")
-        return _timed(known.gpu(name, "NAME"), product, collective, precision)
+        return _time_operations(known.gpu(name, "NAME"), product, collective, precision)
     return known if name is None else DeviceTable(devices=[known.device(name, "NAME")])
 
 
 def show_devices(call: VerbCall[DeviceTable | OperationsResult], as_json: bool = False) -> None:
-    """Print the table of devices, one device in full, or the times of operations."""
+    """Print the table of all devices, one device in full, or the times of operations."""
     found = call()
     if as_json:
         print_json(found.model_dump(mode="json"))
     elif isinstance(found, OperationsResult):
-        _show_operations(found)
+        _print_operations(found)
     elif call["name"] is not None:
-        _show(found.devices[0])
+        _print_device(found.devices[0])
     else:
         columns = ("device", "GiB", "GB/s", "float32", "tf32", "16 bit", "link", "")
-        rows = [_row(device) for device in found.devices]
+        rows = [_table_row(device) for device in found.devices]
         out().print(table("Known devices", columns, rows, caption=_CAPTION))
 
 
-def _timed(device: Device, products: Sequence[str], collectives: Sequence[str], precision: str) -> OperationsResult:
-    """Return how long products and collectives take on a device by themselves, as predicted; texts as of the options."""
-    from ddltool.analyzers.step.costs.model import cost_model  # `ddltool --help` reads this module
+def _time_operations(
+    device: Device, products: Sequence[str], collectives: Sequence[str], precision: str
+) -> OperationsResult:
+    """Return the predicted times of single operations on a device; ``products``, ``collectives``: texts of the options."""
+    from ddltool.analyzers.step.costs.model import cost_model  # imported late: listing devices does not need it
     from ddltool.analyzers.step.costs.operations import time_collective, time_product
 
     model = cost_model(device, calibration())
@@ -70,15 +72,15 @@ def _timed(device: Device, products: Sequence[str], collectives: Sequence[str], 
     return OperationsResult(device=device.name, rows=rows)
 
 
-def _show_operations(operations: OperationsResult) -> None:
-    """Print each operation's time with its range, and what limits it."""
+def _print_operations(operations: OperationsResult) -> None:
+    """Print each operation's time with its range, and the resource that limits it."""
     for row in operations.rows:
         span = show_span(row.low_s, row.high_s)
         say(f"{operations.device}, {row.operation}: {show_seconds(row.time_s)} ({span}), predicted")
         say(f"  limited by {row.limit}")
 
 
-def _row(device: Device) -> tuple[str, ...]:
+def _table_row(device: Device) -> tuple[str, ...]:
     """Return a device's cells in the table of all devices."""
     peaks = device.peak_flops
     return (
@@ -94,12 +96,12 @@ def _row(device: Device) -> tuple[str, ...]:
 
 
 def _tera(rate: float | None) -> str:
-    """Return a rate in 10^12 per second as a text, "-" where it is not known."""
+    """Return a rate in 10^12 per second as text; "-" for None."""
     return "-" if rate is None else f"{rate / 1e12:.4g}"
 
 
-def _show(device: Device) -> None:
-    """Print everything that is known of one device; what is not known is left out."""
+def _print_device(device: Device) -> None:
+    """Print all figures of one device that are known."""
     lines = {
         "architecture": device.architecture,
         "multiprocessors": f"{device.multiprocessors or ''}",
@@ -122,5 +124,5 @@ def _show(device: Device) -> None:
 
 
 def _amount(value: float, unit: str) -> str:
-    """Return a value with its unit, "" for 0: not known."""
+    """Return a value with its unit; "" for 0, which means not known."""
     return f"{value:.4g} {unit}" if value else ""

@@ -1,4 +1,4 @@
-"""``ddltool diff-run A B``: the first tensor in which two recorded training runs differ, and what is likely to blame."""
+"""``ddltool diff-run A B``: the first tensor in which two recorded training runs differ, and its likely cause."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ def diff_run(
 ) -> None:
     """Compare two recorded training runs bit by bit; exit 1 names the first step, worker and tensor that differ.
 
-    Records are written by ElasticTrainer(record=...) and RunRecorder.
+    ``a`` and ``b``: records, as ElasticTrainer(record=...) and RunRecorder write them. ``whole``: also fail if one record
+    has steps that the other lacks. Raises CheckFailed if they differ.
     """
     from ddltool.runtime.elastic.run_difference import compare_runs  # the package imports torch
 
@@ -36,10 +37,9 @@ def diff_run(
 
 
 def _lines(comparison: RunDifference, a: str, b: str) -> list[str]:
-    """Return the lines to print of a comparison of two records.
+    """Return the lines to print about a comparison of two records; ``a`` and ``b``: the records' names.
 
-    Where they differ: the first difference with its likely cause; else how many steps are equal. At last come settings
-    that differ. ``a`` and ``b``: the records' names.
+    The first difference with its likely cause, or the number of equal steps; then the settings that differ.
     """
     lines = []
     if (difference := comparison.difference) is None:

@@ -27,9 +27,9 @@ def doctor(
 ) -> None:
     """Try what ddltool needs of this machine; or what it costs a script, or whether a script trains right with it.
 
-    ``overhead`` and ``check``: a script with its arguments. Of the overhead, ``pairs`` runs without and with ddltool
-    are compared, of ``steps`` steps each; ``max_overhead``: the share of a step above which it fails. Raises
-    CheckFailed for a failed check.
+    ``overhead`` and ``check``: a script with its arguments. For the overhead, ``pairs`` pairs of runs of ``steps`` steps
+    are compared, one without and one with ddltool; above ``max_overhead``, a share of a step, it fails. ``replicas``:
+    number of processes. Raises CheckFailed for a failed check.
     """
     if check is not None:
         _check_script(check, replicas or 2, as_json)
@@ -42,7 +42,6 @@ def doctor(
     command = words(overhead, "--overhead")
     with progress("runs", 2 * pairs) as advance:
         sizes = {"pairs": pairs, "steps": steps, "replicas": replicas or 1}
-        # Runs without and with ddltool in turns, so that both meet the same noise.
         overhead_result = measure_overhead(
             command, **sizes, limit=max_overhead, progress=lambda done: advance(done, "")
         )
@@ -55,7 +54,7 @@ def doctor(
 
 
 def _check_script(script: str, replicas: int, as_json: bool) -> None:
-    """Print whether ``replicas`` processes train the script as one process does. Raises CheckFailed where they differ."""
+    """Print whether ``replicas`` processes train the script as one process does. Raises CheckFailed if they do not."""
     check_result = check_script(words(script, "--check"), replicas)
     if as_json:
         print_json(check_result)
@@ -66,7 +65,7 @@ def _check_script(script: str, replicas: int, as_json: bool) -> None:
 
 
 def _examine_machine(as_json: bool) -> None:
-    """Print what of this machine and its packages works. Raises CheckFailed where a check failed."""
+    """Check this machine and its packages, and print the outcome. Raises CheckFailed if a check failed."""
     checks, machine = examine()
     failed = [check.name for check in checks if check.status == "failed"]
     if as_json:
@@ -95,7 +94,6 @@ def _print_overhead(overhead: OverheadResult, script: str) -> None:
     """Print the seconds per step with ddltool off and on, their ratio with its interval, and the verdict."""
     rows = []
     for name, clock, ratio in (("wall clock", "wall_s", overhead.wall), ("CPU seconds", "cpu_s", overhead.cpu)):
-        # Medians over the runs of each kind.
         off, on = (
             statistics.median(getattr(run, clock) for run in pair_runs) for pair_runs in (overhead.off, overhead.on)
         )

@@ -1,4 +1,4 @@
-"""``ddltool emit PLAN``: a plan in the words of what will run it."""
+"""``ddltool emit PLAN``: a plan as the configuration or script of the program that will run it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ddltool.plans import EmitResult, Plan
 _PARAMETER_SERVER_TARGETS = ("hook", "torchrun")
 _COMMON_OPTIONS = {"plan", "output", "target", "telemetry", "script"}
 _LAUNCHERS = ("torchrun", "slurm", "kubernetes")
-# Options that only these targets read.
+# Options that have an effect for these targets only.
 _TARGET_OPTIONS = {
     "torchrun": {"devices_per_node"},
     "slurm": {"devices_per_node", "queue", "resource"},
@@ -54,17 +54,17 @@ def emit(
 ) -> EmitResult:
     """Write the enforcement config, launch script, manifest or settings that make a job follow a plan.
 
-    ``plan``: a Plan or its file. ``target``: who reads what is written. ``output``: where it goes; None: a name that
-    fits the target; "-": stdout. The rest is as the options of ``ddltool emit``.
+    ``plan``: a Plan or its file. ``target``: the program that reads the output. ``output``: its file; None: the target's
+    default name; "-": stdout. For the others see the options of ``ddltool emit``.
 
-    Returns what was written, and what of the plan the target has no words for. Raises InputError where the target
-    cannot say the plan, or a place cannot be written.
+    Returns the files that were written, and the parts of the plan that the target cannot express. Raises InputError for
+    a plan that the target cannot express at all, an option without effect, and a file that cannot be written.
     """
     where = str(plan) if isinstance(plan, (str, Path)) else "plan"
     followed = plan if isinstance(plan, Plan) else load(plan, Plan)
     output = None if output is None else Path(output)
     if followed.group is not None and output is None and not is_given("target"):
-        target = "torchtitan"  # the hook runs no groups
+        target = "torchtitan"  # the default, the hook, does not run groups
     known("target", target, [*DEFAULT_FILES])
     demand_part(f"--target {target}", _COMMON_OPTIONS | _TARGET_OPTIONS.get(target, set()))
     path = output or Path(DEFAULT_FILES[target])
@@ -72,7 +72,7 @@ def emit(
         problem = f"is {telemetry!r}, which is no name of a file"
         raise InputError("--telemetry", problem, "give a file such as telemetry.jsonl, or none")
     demand_words_for_groups(followed, target, where)
-    # A manifest embeds enforce.json; for the hook it is the output itself, and it has no words for groups.
+    # Scripts need enforce.json beside them; a manifest contains it, the hook's output is it, and groups have none.
     writes_config = target in ("torchrun", "slurm") and str(path) != "-" and followed.group is None
     paths = [path, path.with_name("enforce.json")] if writes_config else [path]
     check_outputs([] if isinstance(plan, Plan) else [plan], dict(zip(("-o", "enforce.json"), paths, strict=False)))
@@ -93,10 +93,10 @@ def emit(
             queue=None if queue is None else _checked_cluster_name("--queue", queue, target),
             kind=kind,
         )
-        # A missing script is worth a remark where nobody named one: containers have their own.
+        # A gap is reported if the default script does not exist; in a container it is not visible from here.
         script_gaps = []
-        is_said = is_given("script") or target == "kubernetes"
-        if not is_said and not any((folder / script).exists() for folder in (Path(), path.parent)):
+        is_trusted = is_given("script") or target == "kubernetes"
+        if not is_trusted and not any((folder / script).exists() for folder in (Path(), path.parent)):
             script_gaps = [f"script: {script} is started, and there is none here (--script names yours)"]
         text, gaps = launcher_text(
             followed, target, layout(followed, devices_per_node), enforcement, settings, script_gaps
@@ -118,7 +118,10 @@ def emit(
 
 
 def show_emit(call: VerbCall[EmitResult], as_json: bool = False) -> None:
-    """Say what was written, and what the target has no words for. Raises InputError for JSON where the text goes to stdout."""
+    """Print the written files, and the parts of the plan that the target cannot express.
+
+    Raises InputError for ``as_json`` if the output itself goes to stdout.
+    """
     if as_json and str(call["output"]) == "-":
         raise InputError("--json", "cannot share stdout with -o -", "give -o a file name")
     written = call()
@@ -136,9 +139,9 @@ def show_emit(call: VerbCall[EmitResult], as_json: bool = False) -> None:
 
 
 def _label_values(text: str, device_types: Sequence[str]) -> dict[str, str]:
-    """Return the node label's value by device type that a text such as ``T4=Tesla-T4,V100=Tesla-V100`` gives.
+    """Return the node label's values by device type in a text such as ``T4=Tesla-T4,V100=Tesla-V100``.
 
-    Raises InputError for a device type that the plan does not use.
+    Raises InputError for other texts, and for a type that is not in ``device_types``, those of the plan.
     """
     values_by_type = pairs(text, "--label-value", "TYPE=VALUE", "T4=Tesla-T4", _NODE_VALUE)
     for device_type in values_by_type:
@@ -147,12 +150,12 @@ def _label_values(text: str, device_types: Sequence[str]) -> dict[str, str]:
 
 
 def _read_devices_per_node(text: str, option: str) -> dict[str, int] | int:
-    """Return one number for every device type, of ``8``, or numbers by device type, of ``V100=8,T4=1``."""
+    """Return the number in a text ``8``, for all device types, or the numbers by type in ``V100=8,T4=1``."""
     return device_counts(text, option) if "=" in text else integers(text, option, most=999_999)[0]
 
 
 def _checked_cluster_name(option: str, name: str, target: str) -> str:
-    """Return an option's value where the target's cluster takes it as a name. Raises InputError for any other."""
+    """Return ``name``, the value of ``option``. Raises InputError if it is no valid name for the target's cluster."""
     patterns = {"--image": _IMAGE_NAME, "--queue": _LABEL_VALUE}
     pattern = _SLURM_NAME if target == "slurm" else patterns.get(option, _LABEL_KEY)
     if not re.fullmatch(pattern, name):

@@ -25,8 +25,8 @@ def fit(
     """Fit Pollux's seven-parameter throughput model and report its error.
 
     ``profiles``: profile.csv, telemetry.jsonl, an AdaptDL placements.csv, several of these, or a profile's DataFrame;
-    the rows of all are fitted together, one model per device type. ``holdout``: rows kept out of the fit, to measure
-    its error on. Raises InputError for what cannot be read or fitted.
+    the rows of all are fitted together, one model per device type. ``holdout``: a file of further rows, on which the
+    fit's error is measured. Raises InputError for rows that cannot be read or fitted.
     """
     from ddltool.analyzers.job.goodput.fitted_models import fit_rows, read_rows  # they load scipy
     from ddltool.analyzers.job.goodput.observations import from_frame
@@ -39,6 +39,6 @@ def fit(
 
 
 def show_fit(call: VerbCall[Goodput], output: Path | None = None, as_json: bool = False) -> None:
-    """Print the model with its error, and write it."""
+    """Print the model with its error, and save it to ``output`` if given."""
     result, first = call(), call["profiles"][0].name
     finish(result, lambda: goodput_section(result, first, maps=False), output, as_json)

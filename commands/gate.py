@@ -11,13 +11,14 @@ from typing import Annotated, Any
 
 from ddltool import __version__
 from ddltool.analyzers.answers.gating.formats import junit as as_junit
-from ddltool.analyzers.answers.gating.formats import named, sentence, summary, workflow_commands
 from ddltool.analyzers.answers.gating.formats import sarif as as_sarif
+from ddltool.analyzers.answers.gating.formats import sentence, short_name, summary, workflow_commands
 from ddltool.analyzers.answers.gating.metrics import Figures, harmless
 from ddltool.analyzers.answers.gating.metrics import show as show_figure
 from ddltool.analyzers.answers.gating.verdict import (
     CONFIG_NAME,
     GateConfig,
+    as_list,
     baselines_of,
     figures_of,
     judge,
@@ -25,7 +26,6 @@ from ddltool.analyzers.answers.gating.verdict import (
     name_of,
     read_config,
     rules_for,
-    several,
 )
 from ddltool.analyzers.answers.reporting.result_sections import gate_section
 from ddltool.artifacts import append_text, check_outputs, to_json, write_text
@@ -51,20 +51,20 @@ def gate(
     """Hold an artifact against limits and a baseline; exit 1 names each check that failed.
 
     ``current``, ``baseline``: a file or several (repeats), a Graph, a profile's DataFrame, a result or a document; a
-    baseline may be a folder of files with the same names. ``rules``: such as ``iteration_s increase <= 5%``; without
-    any, those of ``config`` (a TOML file; None: ``./ddltool.toml`` where it is there), else the kind's defaults.
-    ``level``: the share of false alarms from noise for the whole gate, 0.05 by default.
+    baseline may be a folder with files of the same names. ``rules``: such as ``iteration_s increase <= 5%``; (): those of
+    ``config`` (a TOML file; None: ``./ddltool.toml`` if it exists), else the kind's defaults. ``level``: probability of a
+    false alarm by noise in the whole gate; None: 0.05.
 
     Raises InputError for rules that do not fit, and for two artifacts of different kinds.
     """
-    # A file that was named must be there, the default one need not.
+    # A file that was named must exist; the default one need not.
     settings = (
         config if isinstance(config, GateConfig) else read_config(config or Path(CONFIG_NAME), required=bool(config))
     )
-    artifacts = several(current)
+    artifacts = as_list(current)
     figures = figures_of(artifacts)
     parsed_rules, origin = rules_for(figures.kind, rules, settings)
-    baselines = baselines_of(artifacts, several(baseline), settings)
+    baselines = baselines_of(artifacts, as_list(baseline), settings)
     baseline_figures = figures_of(baselines) if baselines else None
     if baseline_figures is not None and baseline_figures.kind != figures.kind:
         problem = f"is a {baseline_figures.kind}, {name_of(artifacts[0])} a {figures.kind}"
@@ -90,14 +90,17 @@ def show_gate(
     metrics: bool = False,
     as_json: bool = False,
 ) -> None:
-    """Print the verdict, as a table and for those who asked: JUnit, SARIF, GitHub. Raises CheckFailed where it is no."""
+    """Print the verdict, and write it as JUnit, SARIF and for GitHub if asked. Raises CheckFailed if a check failed.
+
+    ``metrics``: list the metrics of the current artifacts instead.
+    """
     current, config = call["current"], call["config"]
     if metrics:
         demand_part("--metrics", {"current", "metrics", "as_json"})
         _list_metrics(figures_of(current), as_json)
         return
     begin_s = time.perf_counter()
-    # Read here too: files that are read must not be written over.
+    # Read here already, to check that no output overwrites an input.
     settings = read_config(config or Path(CONFIG_NAME), required=config is not None)
     baselines = baselines_of(current, call["baseline"], settings)
     summary_file = os.environ.get("GITHUB_STEP_SUMMARY") if github else None
@@ -122,13 +125,13 @@ def show_gate(
 
 
 def _subject(current: list[Path], baselines: Sequence[Path] = ()) -> str:
-    """Return in words what is judged: the first file, how many more, and the first baseline."""
+    """Return the name of what is judged: the first file, the number of others, and the first baseline."""
     text = str(current[0]) if len(current) == 1 else f"{current[0]} and {len(current) - 1} more"
     return harmless(f"{text} against {baselines[0]}" if baselines else text)
 
 
 def _tell_github(verdict: GateResult, current: list[Path], summary_file: str | None) -> None:
-    """Write the verdict for GitHub: annotations on stderr, which it reads like stdout, and the step summary into its file."""
+    """Write the verdict for GitHub: annotations on stderr (read like stdout), and the step summary into its file, if any."""
     for line in workflow_commands(verdict, str(current[0])):
         sys.stderr.write(line + "\n")
     if summary_file:
@@ -136,7 +139,7 @@ def _tell_github(verdict: GateResult, current: list[Path], summary_file: str | N
 
 
 def _list_metrics(figures: Figures, as_json: bool) -> None:
-    """Print the metrics that an artifact has and rules may name, with their values and repeats."""
+    """Print the metrics of an artifact, which rules may name, with their values and numbers of repeats."""
     metrics = figures.metrics.values()
     if as_json:
         listed = [
@@ -149,6 +152,11 @@ def _list_metrics(figures: Figures, as_json: bool) -> None:
     for metric in metrics:
         repeats = str(min((cell.repeats for cell in metric.cells), default=1)) if metric.measured else "-"
         rows.append(
-            (named(metric.name), "measured" if metric.measured else "", show_figure(metric.value, metric.unit), repeats)
+            (
+                short_name(metric.name),
+                "measured" if metric.measured else "",
+                show_figure(metric.value, metric.unit),
+                repeats,
+            )
         )
     out().print(table(f"Metrics of a {figures.kind}", ("metric", "", "value", "repeats"), rows, text_columns=2))

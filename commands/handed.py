@@ -1,4 +1,4 @@
-"""What a program hands over where a command line has texts: a model with its batch, devices by type, a cluster."""
+"""Arguments that a program gives as objects where a command line has texts: a model, its batch, devices, a cluster."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Devices = str | Mapping[str, int] | Cluster
 
 
 def devices_text(devices: Devices) -> str:
-    """Return devices as ``A100=8,V100=4``."""
+    """Return devices as a text such as ``A100=8,V100=4``; a text is returned unchanged."""
     if isinstance(devices, str):
         return devices
     counts = devices.device_counts() if isinstance(devices, Cluster) else devices
@@ -24,10 +24,10 @@ def devices_text(devices: Devices) -> str:
 
 
 def on_cluster(job: Job, cluster: Cluster) -> Job:
-    """Return the job with the devices of a cluster as they stand in its nodes.
+    """Return the job with devices per node and links from a cluster, which must have all types that the job offers.
 
-    Of groups of nodes with one device type, the fewest devices per node, the first link and card, and the slowest of measured
-    cards count. What the job says of its own devices goes before them.
+    If several groups of nodes have one type, the fewest devices per node, the first group's link and card, and the slowest of
+    the measured cards are taken. What the job says of its own devices goes before them.
     """
     offers = []
     for offer in job.devices:
@@ -40,15 +40,16 @@ def on_cluster(job: Job, cluster: Cluster) -> Job:
         if offer.nic is None and offer.nic_gbit is None:
             joined |= {"nic": groups[0].nic} if measured is None else {"nic_gbit": measured}
         offers.append(offer.model_copy(update=joined))
-    # model_copy checks nothing, so the new fields are checked here.
+    # Validated here, as model_copy does not check new fields.
     return job.model_copy(update={"devices": [DeviceOffer.model_validate(one.model_dump()) for one in offers]})
 
 
 @contextmanager
 def named(model: Source, batch: Any = None) -> Iterator[str]:
-    """Yield a text that stands for a model, with a batch for it, wherever a source is named within the block.
+    """Yield a text that is accepted as the model's SOURCE within the body.
 
-    ``batch``: what a DataLoader yields; None: none is given. Raises InputError for what is no batch.
+    ``batch``: what a DataLoader yields, the model's input; None: the model's own example. Raises InputError for a value
+    that is no batch.
     """
     if batch is None:
         with holding(model) as text:
@@ -62,9 +63,9 @@ def named(model: Source, batch: Any = None) -> Iterator[str]:
 
 
 def total_batch(batch: Any, devices: str) -> int:
-    """Return the samples of a step in which each of the ``devices``, such as ``8xH100``, takes a ``batch`` of this size.
+    """Return the samples of a step in which each of the ``devices``, such as ``8xH100``, processes one such ``batch``.
 
-    Raises InputError where no device is offered.
+    Raises InputError if the devices are none.
     """
     from ddltool.analyzers.step.tracing.batches import samples_in
 
@@ -75,5 +76,5 @@ def total_batch(batch: Any, devices: str) -> int:
 
 
 def is_model(job: Any) -> bool:
-    """Return whether what a plan is asked for is a model that the program holds, neither a file, a job nor a command."""
+    """Return whether the ``job`` of a plan is a model as an object, and not a file, a Job, a mapping or a command's words."""
     return not isinstance(job, (str, Path, Job, Mapping, list))

@@ -23,8 +23,8 @@ def import_(
 ) -> None:
     """Read measurements made elsewhere: AdaptDL tables, profiler traces, telemetry; write one profile.
 
-    ``device_name``, ``batch_size``, ``nodes`` and ``replicas`` say what the files themselves do not. Raises InputError
-    for what cannot be read.
+    ``device_name``, ``batch_size``, ``nodes`` and ``replicas``: values for files that do not have them. Raises InputError
+    for a file that cannot be read or lacks such a value.
     """
     frame, sources = import_files(
         files, device=device_name or None, batch_size=batch_size, num_nodes=nodes, num_replicas=replicas

@@ -23,8 +23,8 @@ def init(
 ) -> None:
     """Write job.yaml and cluster.yaml from what this machine, nvidia-smi, Slurm or Kubernetes shows.
 
-    ``nodes``: files that hold what those commands print; without them this machine is looked at. ``model``: the SOURCE
-    to put into the job. Raises InputError for files that are there already, unless ``force`` is given.
+    ``nodes``: files with the output of those commands; None: this machine is examined. ``model``: the job's SOURCE of a
+    model. ``output``: the folder, which is made if it is missing. Raises InputError for existing files, unless ``force``.
     """
     if model is not None and not (model.strip() and model.isprintable()):
         raise InputError("--model", f"is {model!r}", "give a SOURCE such as train.py:make_model")
@@ -35,7 +35,6 @@ def init(
     texts, remarks = first_files(inventory, model, output)
     make_folder(output)
     paths = {name: output / name for name in texts}
-    # Also where a file of nodes that is read would be written over.
     check_outputs(nodes or [], paths)
     for name, text in texts.items():
         write_text(paths[name], text)

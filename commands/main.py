@@ -1,6 +1,6 @@
-"""The command line: names its commands, one module each, and turns errors into one line and an exit code.
+"""The command line: its commands, one module each, and how an error becomes one line and an exit code.
 
-Only typer and rich are imported here; a command's module is imported when the command runs, so ``--help`` answers at once.
+Only typer and rich are imported here; a command's module is imported when the command runs, so that ``--help`` is fast.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from ddltool.errors import DdlToolError, InputError, Interrupted, one_line
 COMMANDS: dict[str, dict[str, Any]] = tomllib.loads(
     Path(__file__).with_name("commands.toml").read_text(encoding="utf-8")
 )
-"""By command, its ``summary``, the ``question`` that groups it in help, an ``example`` where its help has
-none, and ``panels`` of options by their parameters; the first of a ``group`` says what that is for."""
+"""By command: its ``summary``, the ``question`` under which help lists it, an ``example``, and ``panels``: titles of groups
+of options, with their parameters."""
 
 
 MOVED = {
@@ -39,20 +39,20 @@ MOVED = {
     **{name: f"simulate {name}" for name in ("sweep", "trials", "autoscale", "advise")},
     **{"watch": "profile watch", "zoo": "show zoo", "explain": "show term", "schema": "show schema"},
 }
-"""Commands of earlier versions by what they are called now: they still work, and say so."""
+"""A command's name in earlier versions to its present name; the earlier one still works, with a note."""
 
 
 def load(name: str) -> TyperCommand:
-    """Return a command, named as on the command line, with its module imported.
+    """Import a command's module and return the command; ``name``: as on the command line.
 
-    A command of two words, such as ``simulate sweep``, is the function ``FIRST_SECOND`` in the module of the first
-    word; a word that Python reserves has a ``_`` behind it.
+    The command ``simulate sweep`` is the function ``simulate_sweep`` in the module ``simulate``; a word that Python
+    reserves has a ``_`` appended (``import_``).
     """
     words = [f"{word}_" if iskeyword(word) else word for word in name.replace("-", "_").split()]
     module = import_module(f"ddltool.commands.{words[0]}")
     example = COMMANDS[name].get("example")
     panels = {option: title for title, options in COMMANDS[name].get("panels", {}).items() for option in options}
-    from ddltool.commands.verbs import declared  # `--help` needs none of it
+    from ddltool.commands.verbs import declared  # imported late, as `ddltool --help` does not need it
 
     single = typer.Typer(add_completion=False)
     beside = [other.partition(" ")[2] for other in COMMANDS if other.startswith(f"{name} ")]
@@ -65,10 +65,10 @@ def load(name: str) -> TyperCommand:
 
 
 class _PlainHelp:
-    """Help with types in a user's words, and none for flags, nor for arguments, whose names say what they are."""
+    """A mixin for commands whose help shows types in a user's words, and no types of flags and arguments."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Return the parameters of a command, help among them, each with the type that its help shows."""
+        """Return the parameters of a command, including ``--help``, with their shown type set by :func:`_type_shown`."""
         parameters: list[Any] = super().get_params(ctx)  # type: ignore[misc]
         for parameter in parameters:
             parameter.display_type_rich = partial(_type_shown, parameter)
@@ -76,7 +76,7 @@ class _PlainHelp:
 
 
 def _type_shown(parameter: Any, ctx: Any) -> str | None:
-    """Return the type that help shows for a parameter; None for arguments and flags, which need none."""
+    """Return the type that help shows for a parameter; None, which shows nothing, for arguments and flags."""
     if parameter.param_type_name == "argument" or getattr(parameter, "is_flag", False):
         return None
     return (type(parameter).display_type_rich(parameter, ctx) or "").replace("<str>", "TEXT")
@@ -100,7 +100,7 @@ class _Command(_PlainHelp, TyperCommand):
 
 
 def _check_models(args: list[str]) -> None:
-    """Raise InputError for an unknown model of the hub among the arguments, before the command's module imports torch."""
+    """Raise InputError for an unknown ``transformers:`` model in the arguments, before the command's module imports torch."""
     for text in args:
         if text.startswith("transformers:"):
             from ddltool.published_models import check_hub_name
@@ -109,15 +109,16 @@ def _check_models(args: list[str]) -> None:
 
 
 class _Lazy(_PlainHelp, TyperGroup):
-    """The commands, each loaded when it is to run, or to complete; a name is one word or two."""
+    """The group of all commands; a command, whose name is one word or two, is loaded when it runs or is completed."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        """Return the name of the command that the arguments begin with, the command, and the arguments left.
+        """Return (name, command, remaining arguments) for the command that the arguments begin with.
 
-        Two words are tried before one. A command's earlier name still works, with a note.
+        Two words are tried before one. For a command's earlier name a note is printed. Raises a usage error for a first
+        word that needs a second, and for an unknown command.
         """
         for words in (2, 1):
-            name = " ".join(args[:words])  # as typed; below, as it is called now
+            name = " ".join(args[:words])
             if name in MOVED and not ctx.resilient_parsing:
                 print(f"note: ddltool {name} is now ddltool {MOVED[name]}", file=sys.stderr)  # noqa: T201 - for people
             name = MOVED.get(name, name)
@@ -139,11 +140,11 @@ app = typer.Typer(
     context_settings=_HELP,
 )
 for _name, _about in COMMANDS.items():
-    # Of several commands beside each other the first word stands in the list; its help names the others.
+    # "simulate sweep" is hidden in the list of commands, as the help of "simulate" names it.
     _beside = _name.partition(" ")[0] in COMMANDS and " " in _name
     app.command(_name, help=_about["summary"], rich_help_panel=_about["question"], hidden=_beside)(lambda: None)
 
-# typer ships its own copy of click since 0.2x and used the real one before; the base class is found through its child.
+# typer has its own copy of click since 0.2x, and used click itself before: the base class is found through its subclass.
 _UsageProblem: type[Exception] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
 _INTERRUPTED = 130
@@ -152,7 +153,7 @@ _RECORDING = ("predict", "trace", "plan")
 
 
 def _show_version(value: bool) -> None:
-    """Print the version and end, where ``--version`` is given."""
+    """Print the version and end the command, if ``--version`` is given."""
     if value:
         typer.echo(f"ddltool {__version__}")
         raise typer.Exit
@@ -170,10 +171,10 @@ def _options(
 
 
 def _with_command(arguments: Sequence[str] | None) -> Sequence[str] | None:
-    """Return the arguments with all that follows ``--`` as one SOURCE: the command line that is to be recorded.
+    """Return the arguments with all that follows ``--`` joined into one SOURCE: a command line to record.
 
-    ``predict -- python train.py`` becomes ``predict -- "-- python train.py"``. Without ``--``, or for a command that
-    records nothing, they stay as they are; None stands for those of this process.
+    ``predict -- python train.py`` becomes ``predict -- "-- python train.py"``. Arguments without ``--``, or of a command
+    that records nothing, are returned unchanged; None: those of this process.
     """
     words = sys.argv[1:] if arguments is None else list(arguments)
     if "--" not in words or words.index("--") >= len(words) - 1 or words[0] not in _RECORDING:
@@ -185,7 +186,7 @@ def _with_command(arguments: Sequence[str] | None) -> Sequence[str] | None:
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0 done, 1 check failed, 2 bad input, 3 no plan, 130 interrupted.
 
-    Every error becomes one line on stderr here. ``arguments``: None for those of this process.
+    Every error becomes one line on stderr. ``arguments``: None: those of this process.
     """
     begin_s = time.perf_counter()
     try:
@@ -198,16 +199,18 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return _fail("interrupted", _INTERRUPTED)
     except BrokenPipeError:
-        _close_output()  # its reader has gone (`ddltool ... | head`)
+        _close_output()  # the reader of stdout has ended, as in `ddltool ... | head`
         return 0
     except OSError as error:
-        # Reading and writing artifacts tell their own; what is left is the output itself (a full disk), or a name.
+        # Errors of reading and writing artifacts are InputErrors; others are of stdout (a full disk), or of a strange name.
         with contextlib.suppress(OSError):
             _close_output()
         where = error.filename or "output"
         return _fail(f"{where}: cannot be used ({error.strerror or error}); give another place", 2)
     except Exception as error:
-        if interrupts.exit_code() and not isinstance(error, Interrupted):  # what a library makes of it
+        if interrupts.exit_code() and not isinstance(
+            error, Interrupted
+        ):  # a library's error in place of KeyboardInterrupt
             return _fail("interrupted", _INTERRUPTED)
         return _fail(*_line_of(error))
     finally:
@@ -215,15 +218,14 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def _close_output() -> None:
-    """Point stdout at nothing, so that Python, which flushes it at its end, does not fail on what cannot be written."""
+    """Redirect stdout to /dev/null, so that Python's last flush of text that cannot be written does not fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _line_of(error: Exception) -> tuple[str, int]:
-    """Return the line that a person reads of an error, and the exit code.
+    """Return (the line to print for an error, the exit code).
 
-    Expected errors say themselves what is wrong; others are told by their type. What is left is a mistake of ddltool's
-    own.
+    Our own errors have their line; some others are explained by their type; any other is a bug of ddltool, code 1.
     """
     if isinstance(error, DdlToolError):
         return str(error), error.exit_code
@@ -232,7 +234,7 @@ def _line_of(error: Exception) -> tuple[str, int]:
     if isinstance(error, MemoryError):
         return "input: needs more memory than there is; give a smaller model, batch or file", 2
     if isinstance(error, ModuleNotFoundError):
-        # Gates and reports need a few packages of those that an install brings (docs/gate.md); others need more.
+        # Packages may be missing, as gates and reports run in small installations (docs/gate.md).
         package = (error.name or "").partition(".")[0]
         if package not in ("", "ddltool"):
             return f"{package}: this command needs the package, which is not installed; {_how_to_get(package)}", 2
@@ -241,16 +243,16 @@ def _line_of(error: Exception) -> tuple[str, int]:
     problem = ""
     if isinstance(error, (OverflowError, RecursionError, UnicodeEncodeError)):
         problem = f"{type(error).__name__}: {error}"
-    elif type(error).__name__ == "ValidationError":  # pydantic's, which --help needs none of: of a record in the making
+    elif type(error).__name__ == "ValidationError":  # pydantic's, by name, as importing it would slow down --help
         first = error.errors()[0]  # type: ignore[attr-defined]
         problem = f"{'.'.join(map(str, first['loc']))} would be {first['input']!r}"
-    if problem:  # numbers and texts that pass every check of their own and cannot be computed with, or printed
+    if problem:  # a value that passed its own check, but leads to a number or text that cannot be used
         return f"input: holds a number or text beyond what can be computed with ({problem}); use ordinary ones", 2
     return f"internal: {type(error).__name__}: {error}; this is ddltool's own mistake, -v shows where it is", 1
 
 
 def _how_to_get(package: str) -> str:
-    """Return the command that installs a missing package, named as it is imported."""
+    """Return the command that installs a missing package; ``package``: the name by which it is imported."""
     if package == "torch":
         return "pip install torch (without a GPU: --index-url https://download.pytorch.org/whl/cpu)"
     charts = "altair vl-convert-python"
@@ -259,9 +261,9 @@ def _how_to_get(package: str) -> str:
 
 
 def _usage_text(error: Exception) -> str:
-    """Return a problem of usage, as typer found it, as one line that ends with where help stands."""
+    """Return typer's message on wrong usage as one line that ends with the command for help."""
     text = getattr(error, "format_message", lambda: str(error))().rstrip(".")
-    if "(-- " in text:  # a SOURCE as well as a command after --, which is one argument too many
+    if "(-- " in text:  # both a SOURCE and a command after --, which is one argument too many
         text = "the command after -- is what the step is of; leave out the other source"
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "ddltool"
@@ -271,7 +273,7 @@ def _usage_text(error: Exception) -> str:
 def _fail(text: str, code: int) -> int:
     """Print an error as one line on stderr and return its exit code.
 
-    Ranks above 0 of a torchrun job say nothing. With ``-v`` an unexpected error shows where it comes from.
+    Ranks above 0 of a torchrun job print nothing. With ``-v`` an unexpected error also prints its traceback.
     """
     with contextlib.suppress(AttributeError, OSError):  # stdout may be closed, or its disk full
         sys.stdout.flush()

@@ -20,7 +20,7 @@ def network(
 ) -> None:
     """Measure latency and bandwidth between processes here, or between those of a torchrun job.
 
-    ``replicas``: how many processes, where no torchrun job says it.
+    ``replicas``: number of processes to start; ignored in a torchrun job, of which only rank 0 prints.
     """
     with progress("measuring the network") as advance:
         result = measure_network(replicas, progress=lambda done, total: advance(done, f"pair {done} of {total}"))

@@ -1,4 +1,4 @@
-"""What the types of options say, and how their texts are read: each error names the option; which have a part in a mode."""
+"""Types of options: how their texts are read (errors name the option), shown in help and completed by the shell."""
 
 from __future__ import annotations
 
@@ -20,38 +20,42 @@ from ddltool.precision import NAMES, precision_name
 from ddltool.units import parse_duration, parse_share
 
 Remark = dict[str, Any]
-"""What a parameter's type says beside it (``Annotated[int, within(1)]``), in the words of ``typer.Option``."""
+"""Settings in a parameter's type (``Annotated[int, within(1)]``): arguments of ``typer.Option``; ``reader``, a function of
+(text, option); ``choices``, the allowed names."""
 
 
 def within(least: int, most: int | None = None) -> Remark:
-    """Return what a type says of a whole number from ``least`` to ``most``, ends included; None: no upper limit."""
+    """Return the settings of a whole number from ``least`` to ``most``, both included; ``most`` None: no upper limit."""
     ends = f"[{least}<=x<={most}]" if most is not None else f"[x>={least}]"
     return {"metavar": f"N {ends}", "reader": number(least, math.inf if most is None else most, whole=True)}
 
 
 def completed(names: Iterable[str]) -> Remark:
-    """Return what a type says so that the shell completes an option by these names."""
+    """Return the settings of an option that the shell completes by these names."""
     return {"autocompletion": lambda: [*names]}
 
 
 def one_of(*names: str) -> Remark:
-    """Return what a type says of a choice: the names are shown by --help, completed by the shell, and all else is refused."""
+    """Return the settings of a choice of ``names``: shown by --help, completed by the shell; any other name is refused."""
     return {"choices": names, **completed(names), "reader": lambda text, option: known(option, text, names)}
 
 
 def some_of(*names: str) -> Remark:
-    """Return what a type says of a list of names with commas: shown by --help; the shell completes the last one."""
+    """Return the settings of a comma-separated list of ``names``: shown by --help; the shell completes the last one.
+
+    The names are not checked here.
+    """
     return {"choices": names, "metavar": "NAME[,NAME]", **after_comma(lambda: names)}
 
 
 def after_comma(names: Callable[[], Iterable[str]]) -> Remark:
-    """Return what a type says so that the shell completes the last name in a list with commas.
+    """Return the settings of a comma-separated list whose last name the shell completes.
 
-    ``names`` is called when somebody completes: it may have to read a table.
+    ``names``: returns the names; called when the shell completes, as it may read a file.
     """
 
     def complete(typed: str) -> list[str]:
-        """Return the typed text with each name in place of what follows its last comma."""
+        """Return completions of the typed text: each name in place of what follows the last comma."""
         finished_names, comma, _ = typed.rpartition(",")
         return [f"{finished_names}{comma}{name}" for name in names()]
 
@@ -67,18 +71,18 @@ def _device_names() -> list[str]:
 
 @dataclass
 class Voice:
-    """How much a command says on stderr beside its result; :func:`ddltool.commands.main.run` takes it back."""
+    """How much a command prints on stderr beside its result; reset by :func:`ddltool.commands.main.run` after a command."""
 
     quiet: bool = False
-    """No progress and no remarks; errors are said."""
+    """``-q``: no progress and no remarks; errors are printed."""
     verbose: bool = False
-    """The seconds of each stage, and where an error comes from that is ddltool's own."""
+    """``-v``: the seconds of each stage, details of results, and tracebacks of ddltool's own errors."""
 
     def set(self, field: str) -> Callable[[bool], None]:
-        """Return the function that typer calls with the value of ``-q`` or ``-v``, wherever on the command line it stands."""
+        """Return typer's callback for ``-q`` or ``-v``, which sets ``field`` ("quiet" or "verbose")."""
 
         def set_field(is_set: bool) -> None:
-            """Turn the field on where the option is given. Raises InputError where ``-q`` and ``-v`` both are."""
+            """Set ``field`` to True if the option is given. Raises InputError if both ``-q`` and ``-v`` are."""
             if is_set:
                 setattr(self, field, True)
             if self.quiet and self.verbose:
@@ -91,7 +95,7 @@ VOICE = Voice()
 
 
 def is_follower() -> bool:
-    """Return whether this process is a rank above 0 of a torchrun job: rank 0 speaks for all."""
+    """Return whether this process is a rank above 0 of a torchrun job; only rank 0 prints."""
     return "WORLD_SIZE" in os.environ and os.environ.get("RANK", "0") != "0"
 
 
@@ -120,24 +124,24 @@ _MOST_NUMBERS = 1000
 
 @contextmanager
 def as_options(names: Mapping[str, str]) -> Iterator[None]:
-    """Put the option's name in place of a field's in an InputError of the code inside: functions name their own parameters.
+    """Replace a field's name in an InputError of the body by its option's: functions raise errors about their parameters.
 
-    ``names``: the option by the field. Also decorates a command.
+    ``names``: field to option. The error stays the same object.
     """
     try:
         yield
     except InputError as error:
         if error.where in names:
             field, error.where = error.where, names[error.where]
-            # The message begins with the field; what was added to it since, such as which rows are kept, stays.
+            # Only the beginning of the message is replaced: text may have been added at its end.
             error.args = (error.where + str(error).removeprefix(field),)
         raise
 
 
 def number(least: float = -math.inf, most: float = math.inf, *, whole: bool = False) -> Callable[[str, str], float]:
-    """Return a reader ``(text, option) -> number``, which raises InputError outside ``least`` to ``most``.
+    """Return a reader ``(text, option) -> number``, which raises InputError unless ``least`` <= number <= ``most``.
 
-    ``whole``: it reads whole numbers alone, as int.
+    ``whole``: whether it reads whole numbers only, as int.
     """
     kind = "whole number" if whole else "number"
 
@@ -158,9 +162,9 @@ def number(least: float = -math.inf, most: float = math.inf, *, whole: bool = Fa
 
 
 def numbers(least: int, most: int, *, above: float = -math.inf) -> Callable[[str, str], tuple[float, ...]]:
-    """Return a reader ``(text, option) -> numbers`` of a list with commas.
+    """Return a reader ``(text, option) -> numbers`` of a comma-separated list.
 
-    It raises InputError unless there are ``least`` to ``most`` of them, all finite and greater than ``above``.
+    It raises InputError unless there are ``least`` to ``most`` numbers, all finite and greater than ``above``.
     """
 
     def read(text: str, where: str) -> tuple[float, ...]:
@@ -182,8 +186,8 @@ def integers(
 ) -> tuple[int, ...]:
     """Return the whole numbers in a text such as ``1,2,4``; ``where``: the option, for errors.
 
-    ``once``: repeats are dropped. ``ordered``: the numbers are sorted, which needs ``once``; else they stay as they stand.
-    Raises InputError for anything that is no whole number from ``least`` to ``most``.
+    ``once``: drop repeated numbers. ``ordered``: also sort them; it has no effect without ``once``. Raises InputError for
+    a part that is no whole number from ``least`` to ``most``, and for more than 1,000 numbers.
     """
     remedy = "write for example 1,2,4" if least else "write for example 0,1,4"
     try:
@@ -201,10 +205,10 @@ def integers(
 
 
 def pairs(text: str, where: str, form: str, example: str, pattern: str = ".+") -> dict[str, str]:
-    """Return the values by name in a text ``NAME=VALUE,NAME=VALUE``; blanks and empty parts are passed over.
+    """Return the values by name in a text ``NAME=VALUE,NAME=VALUE``; blanks around parts and empty parts are ignored.
 
-    ``form`` and ``example``: what the error says would be right. ``pattern``: the regular expression that each value
-    must match in full. Raises InputError, named ``where``, for a part of another form and for a repeated name.
+    Raises InputError, named ``where``, for a part of another form and for a repeated name. ``form`` and ``example``: the
+    right form and an example of it, for the error. ``pattern``: regular expression that each value must match in full.
     """
     values_by_name: dict[str, str] = {}
     for part in filter(None, map(str.strip, text.split(","))):
@@ -218,7 +222,7 @@ def pairs(text: str, where: str, form: str, example: str, pattern: str = ".+") -
 
 
 def device_counts(text: str, option: str) -> dict[str, int]:
-    """Return the numbers by device type in a text such as ``V100=2,T4=1``. Raises InputError for anything else."""
+    """Return the counts by device type in a text such as ``V100=2,T4=1``. Raises InputError, naming ``option``, for others."""
     values_by_type = pairs(text, option, "TYPE=N", "V100=2,T4=1", "[0-9]{1,9}")
     if not values_by_type:
         raise InputError(option, f"{text!r} is not TYPE=N", "for example V100=2,T4=1")
@@ -226,7 +230,7 @@ def device_counts(text: str, option: str) -> dict[str, int]:
 
 
 def share(text: str, where: str) -> float:
-    """Return the share that ``5%`` or ``0.05`` means. Raises InputError unless it lies between 0 and 1, ends excluded."""
+    """Return the share in a text ``5%`` or ``0.05``. Raises InputError unless it is between 0 and 1, both excluded."""
     value = parse_share(text)
     if not 0 < value < 1:
         raise InputError(where, f"{text!r} is not a share", "write for example 5% or 0.05")
@@ -234,9 +238,10 @@ def share(text: str, where: str) -> float:
 
 
 def percent(text: str, where: str) -> float:
-    """Return the share that ``15%`` or ``0.15`` means; more than 100 % is allowed.
+    """Return the share in a text ``15%`` or ``0.15``; more than 100 % is allowed.
 
-    Raises InputError for anything else, negative or not finite, and for a bare number above 1: who writes 15 means 15%.
+    Raises InputError for a negative or infinite number, for other texts, and for a number above 1 without ``%``: 15 would
+    be 1500 %, and 15 % is probably meant.
     """
     value = parse_share(text)
     if not (math.isfinite(value) and value >= 0):
@@ -247,7 +252,7 @@ def percent(text: str, where: str) -> float:
 
 
 def budget(text: str, where: str) -> float:
-    """Return the seconds that ``60s`` or ``5min`` means. Raises InputError for 0, and for more than thirty days."""
+    """Return the seconds in a text ``60s`` or ``5min``. Raises InputError for 0, more than thirty days, and other texts."""
     seconds = parse_duration(text, where)
     if not 0 < seconds <= _LONGEST_BUDGET_S:
         raise InputError(where, f"{text!r} is not a usable time", "write a time above 0 and up to 720h, such as 60s")
@@ -255,7 +260,10 @@ def budget(text: str, where: str) -> float:
 
 
 def words(text: str, option: str) -> list[str]:
-    """Return the words of a script and its arguments, split as a shell does. Raises InputError, naming the option, for none."""
+    """Return the words of a script with its arguments, split as a shell does.
+
+    Raises InputError, naming ``option``, for unmatched quotes, no words, a line break, and a first word that is an option.
+    """
     try:
         parts = shlex.split(text)
     except ValueError as error:
@@ -276,9 +284,9 @@ LocalLink = Annotated[str | None, completed(DATASHEET)]
 
 
 def _model_names(typed: str) -> list[str]:
-    """Return the names with which the shell completes a SOURCE: the built-in or the published models, once it begins as one.
+    """Return the shell's completions of a SOURCE: built-in models after ``zoo:``, published ones after ``transformers:``.
 
-    Anything else may be a file, which the shell completes by itself.
+    Returns [] for other texts: they may be files, which the shell completes by itself.
     """
     if typed.startswith("zoo:"):
         from ddltool.fixtures.zoo import ZOO
@@ -310,6 +318,6 @@ IN_SCRIPT: Mapping[str, str] = {
 } | {"replicas": "leave it out, and start the script by torchrun --nproc-per-node N"}
 """What would be right for an option beside a command that trains, whose script says by itself how a step is computed."""
 AS_TEXT: Remark = {"type": str, "autocompletion": _model_names}
-"""Of a parameter that a program gives a model, and the command line its name."""
+"""Settings of a parameter that takes a model in a program, and the model's name on the command line."""
 AS_FILES: Remark = {"type": list[Path]}
-"""Of a parameter that a program gives what it holds, and the command line files."""
+"""Settings of a parameter that takes objects in a program, and files on the command line."""

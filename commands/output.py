@@ -1,4 +1,4 @@
-"""What commands print: tables for people on stdout, one JSON document with --json, everything else on stderr."""
+"""How commands print: tables, or with --json one JSON document, on stdout; remarks and progress on stderr."""
 
 from __future__ import annotations
 
@@ -24,36 +24,36 @@ from ddltool.artifacts import save
 from ddltool.commands.options import VOICE
 from ddltool.errors import visible
 
-# Without a terminal, which could show a bar: seconds before a stage's first line of progress, and between later lines.
+# If stderr is no terminal: seconds before a stage's first line of progress, and between later lines.
 _FIRST_LINE_S, _NEXT_LINES_S = 10.0, 10.0
 
 
 class _Plain(Console):
-    """A console that shows the names in files as they are: no markup, nothing that a terminal would act on."""
+    """A console that prints texts literally: without markup, and control characters as escapes."""
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Print as rich does, with characters that a terminal acts on shown as escapes."""
+        """Print as rich does, with texts made :func:`visible`."""
         super().print(*(visible(printed) if isinstance(printed, str) else printed for printed in objects), **options)
 
 
 def out() -> Console:
-    """Return the console for results: 80 columns when it is no terminal, no markup in the data."""
+    """Return the console for results on stdout: as wide as the terminal, else 80 columns."""
     return _Plain(width=None if sys.stdout.isatty() else 80, highlight=False, markup=False)
 
 
 def err() -> Console:
-    """Return the console for notes and progress: 200 columns when it is no terminal."""
+    """Return the console for notes and progress on stderr: as wide as the terminal, else 200 columns."""
     return _Plain(stderr=True, highlight=False, markup=False, width=None if sys.stderr.isatty() else 200)
 
 
 def note(text: str) -> None:
-    """Print a remark on stderr, unless the command is to be quiet."""
+    """Print a remark on stderr, unless ``-q`` is given."""
     if not VOICE.quiet:
         err().print(text, soft_wrap=True)
 
 
 def say(text: str) -> None:
-    """Print a sentence on stdout, wrapped by whoever reads it."""
+    """Print a sentence on stdout on one line, which the terminal wraps."""
     out().print(text, soft_wrap=True)
 
 
@@ -65,7 +65,7 @@ def print_json(document: Any) -> None:
 
 
 _LONGEST_UNBROKEN_NAME = 48
-"""Characters of a first column that is kept on one line; a longer name would leave the figures no room."""
+"""Most characters of a first column whose cells are kept on one line: longer ones would leave no room for the figures."""
 
 
 _LONGEST_HEADING = 13
@@ -81,8 +81,8 @@ def table(
 ) -> Grid:
     """Return a table that fits 80 columns: the first ``text_columns`` are text, the others right-aligned figures.
 
-    Names of columns are broken between words and at hyphens, figures are never broken; nor are the names of a first column that
-    are not too long. ``caption``: under the table.
+    Headings are broken between words and at hyphens, figures never. Cells of the first column are not wrapped, unless one is
+    longer than 48 characters. ``caption``: below the table.
     """
     caption_text = Text(visible(caption)) if caption else None
     grid = Grid(title=Text(visible(title)), box=SIMPLE, caption=caption_text, title_justify="left")
@@ -106,14 +106,14 @@ def table(
     return grid
 
 
-_ROWS_SHOWN = 32  # all of a table of up to so many
+_ROWS_SHOWN = 32  # a table of at most this many rows is shown whole
 
 
 def show(section: Section, *written: Path | None) -> None:
-    """Print a result: its sentences and tables, and which files it was written to.
+    """Print a result's sentences and tables, and the names of the files ``written`` (None: no file).
 
-    The answer comes first; a title is for results that have none. Pictures are for the report; details follow with ``-v``
-    alone. A table too wide for the terminal loses its spare columns.
+    The title is left out if the first sentence is the verdict's answer. Pictures are not drawn, only their tables printed;
+    details are printed with ``-v`` alone. A table that is too wide for the terminal loses spare columns.
     """
     console = out()
     if not (section.verdict and section.lead and section.verdict.says(section.lead[0])):
@@ -137,16 +137,16 @@ def show(section: Section, *written: Path | None) -> None:
 
 
 def finish(result: BaseModel, section: Callable[[], Section], output: Path | None, as_json: bool) -> None:
-    """Write a result to ``output``, where that is asked for, and print it as :func:`answer` does."""
+    """Save a result to ``output`` (None: do not), and print it as :func:`answer` does."""
     if output is not None:
         save(result, output)
     answer(result, section, as_json, output)
 
 
 def answer(result: BaseModel, section: Callable[[], Section], as_json: bool, *written: Path | None) -> None:
-    """Print a result: as one JSON document, or as its section with the files that it was ``written`` to.
+    """Print a result as one JSON document (``as_json``), else as its section, with the files that it was ``written`` to.
 
-    ``section`` makes the section, and is called only where it is shown.
+    ``section``: makes the section; called only if it is printed.
     """
     if as_json:
         print_json(result)
@@ -155,7 +155,7 @@ def answer(result: BaseModel, section: Callable[[], Section], as_json: bool, *wr
 
 
 def _grid_of(figures: Table) -> Grid:
-    """Return a section's table as a grid; of more than ``_ROWS_SHOWN`` rows, only the first ``figures.head``."""
+    """Return a section's table for the terminal; of more than ``_ROWS_SHOWN`` rows only the first ``figures.head``."""
     rows = figures.rows if len(figures.rows) <= _ROWS_SHOWN else figures.rows[: figures.head]
     hidden_count = len(figures.rows) - len(rows)
     caption = f"{hidden_count:,} more rows: --json has all" if hidden_count else None
@@ -164,7 +164,7 @@ def _grid_of(figures: Table) -> Grid:
 
 
 def tell_written(*paths: Path | None) -> None:
-    """Print one line for each file that was written; None stands for a file that was not asked for."""
+    """Print one line for each file that was written; None, a file that was not asked for, is skipped."""
     for path in paths:
         if path is not None:
             say(f"wrote {path}")
@@ -172,10 +172,10 @@ def tell_written(*paths: Path | None) -> None:
 
 @contextmanager
 def progress(title: str, total: int | None = None) -> Iterator[Callable[[int, str], None]]:
-    """Show a stage's progress on stderr; yields a function that takes the count of units done and a remark.
+    """Show the progress of a stage, the body, on stderr; yield a function of (number of units done, remark).
 
-    ``total``: how many units there are, None where nobody knows. A terminal shows a bar, any other stderr a line every
-    ten seconds. ``-v`` adds the stage's seconds at its end; ``-q`` shows nothing.
+    ``total``: number of units; None: unknown. A terminal shows a bar, any other stderr a line every ten seconds, printed
+    by a thread. ``-v`` prints the stage's seconds at its end; ``-q`` shows no progress.
     """
     begin_s = time.monotonic()
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
@@ -191,7 +191,7 @@ def progress(title: str, total: int | None = None) -> Iterator[Callable[[int, st
             progress_bars.update(task, completed=done, description=f"{title} {remark}".rstrip())
 
         def tell() -> None:
-            """Print a line of progress every ten seconds, until the stage is over: for a stderr that shows no bar."""
+            """Print a line of progress every ten seconds until the stage is over; runs in a thread."""
             pause_s = _FIRST_LINE_S
             while not is_over.wait(pause_s):
                 done_text = f" ({progress_bars.tasks[0].completed:.0f} of {total})" if total else ""
@@ -201,7 +201,6 @@ def progress(title: str, total: int | None = None) -> Iterator[Callable[[int, st
                 )
                 pause_s = _NEXT_LINES_S
 
-        # No bar without a terminal; a long stage says now and then that it goes on.
         if not (console.is_terminal or VOICE.quiet):
             threading.Thread(target=tell, daemon=True).start()
         try:

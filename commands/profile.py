@@ -39,7 +39,7 @@ _accumulation = partial(integers, least=0, most=MOST_STEPS)
 
 
 def _sizes(text: str, where: str) -> tuple[int, ...]:
-    """Return the batch sizes in a text; () for ``auto``, which stands for a search."""
+    """Return the batch sizes in a text such as ``1,2,4``; () for ``auto``, a search. Raises InputError for other texts."""
     return () if text == "auto" else integers(text, where, most=LARGEST_BATCH)
 
 
@@ -71,16 +71,16 @@ def profile(
     The steps run in processes of their own, or in those of the torchrun job that this is part of: there every rank
     calls it, and ranks above 0 return a result without rows.
 
-    ``source``: a torch source as a text, which those processes build. ``batch_sizes`` None: a search of where
-    throughput saturates. ``replicas`` None: 1, and all of a torchrun job. ``precision`` and ``optimizer``: how it
-    trains.
+    ``source``: a torch source as a text, which those processes build. ``batch_sizes`` None: a search for the batch at
+    which throughput saturates. ``replicas`` None: 1, and the number of processes of a torchrun job. ``precision`` and
+    ``optimizer``: those of the measured steps.
 
-    ``half_width``: how well every step time is to be known, half of its 95 % interval as a share, within
-    ``time_limit_s`` (60 s by default); ``repeats``: that many timed steps in place of it. ``memory``: search the
-    largest batch that fits into so many bytes, a number or a text such as ``2GiB``; ``all``: a whole GPU. ``output``:
-    profile.csv, written row by row; ``resume`` keeps its rows.
+    ``half_width``: steps are repeated until half of the 95 % interval of their time is at most this share of it, or until
+    ``time_limit_s`` (None: 60 s) is over; ``repeats``: this number of timed steps instead. ``memory``: search the largest
+    batch that fits into so many bytes, a number or a text such as ``2GiB``; ``all``: a whole GPU. ``output``: profile.csv,
+    written row by row; ``resume`` keeps the rows that it has.
 
-    Raises InputError for what cannot be built or run.
+    Raises InputError for a source that cannot be built or run, and for settings that contradict each other.
     """
     if not isinstance(source, (str, Path)):
         remedy = "name a function that makes it: package.module:factory or path/file.py:factory"
@@ -97,7 +97,7 @@ def profile(
     place = job_from_environment()
     path = None if output is None else Path(output)
     if resume and not threads and place is None and path is not None and path.is_file():
-        # The default depends on the numbers of replicas, and what is missing may be fewer than were measured.
+        # The file's number of threads: the default depends on the replicas, of which some may be measured already.
         threads = threads_of(path)
     request = MeasureRequest(
         source=str(source),
@@ -117,48 +117,49 @@ def profile(
         budget_s=time_limit_s or (math.inf if repeats is not None else BUDGET_S),
         seed=seed,
     )
-    # Rank 0 leads and has the rows; the others only take part in the steps.
+    # Rank 0 leads the measurement and has the rows; the other ranks only take part in the steps.
     if place is not None and place.rank > 0:
-        _follow(request, place)
+        _follow_rank_0(request, place)
         return ProfileResult(rows=[])
     file = ProfileFile(path, request, resume=resume)
-    limit = None if memory is None else _budget(memory, device)
-    with keeping_rows(file), _leading(request, place) as job:
+    limit = None if memory is None else _memory_budget(memory, device)
+    with keeping_rows(file), _leading_job(request, place) as job:
         return measured(request, file, memory_bytes=limit, job=job, tell=tell, stage=stage)
 
 
 def show_profile(call: VerbCall[ProfileResult], output: Path | None = None, as_json: bool = False) -> None:
-    """Print the measured rows, once for all ranks of a torchrun job."""
+    """Print the measured rows; in a torchrun job only rank 0 does."""
     result = call()
     if is_follower():
         return
     if as_json:
         print_json(result)
     else:
-        _show(result)
+        _print_profile(result)
         tell_written(output)
 
 
-def _follow(request: MeasureRequest, place: Place) -> None:
-    """Do the share of the steps of a rank above 0, as rank 0 of the torchrun job says.
+def _follow_rank_0(request: MeasureRequest, place: Place) -> None:
+    """Run the steps of a rank above 0, as rank 0 of the torchrun job demands, until the measurement is over.
 
-    ``request``: what is measured, the same on all ranks; ``place``: this process's rank in the job.
+    ``request``: the measurement, the same on all ranks; ``place``: this process's rank in the job. Raises DdlToolError if
+    the job fails, after it has printed the error.
     """
-    with _prints_elsewhere(), TorchrunJob(place, request.subject(), request.replicas) as job:
+    with _stdout_to_stderr(), TorchrunJob(place, request.subject(), request.replicas) as job:
         try:
             job.prepare()
             job.follow()
-        except DdlToolError as error:  # the first rank that fails says so, which otherwise rank 0 does
+        except DdlToolError as error:  # printed here, as main() prints errors of rank 0 alone
             print(f"error: {error}", file=sys.stderr, flush=True)  # noqa: T201
             raise
 
 
 @contextlib.contextmanager
-def _leading(request: MeasureRequest, place: Place | None) -> Iterator[TorchrunJob | None]:
-    """Yield rank 0's side of the torchrun job, which tells the other ranks what to do; None outside one.
+def _leading_job(request: MeasureRequest, place: Place | None) -> Iterator[TorchrunJob | None]:
+    """Yield rank 0's side of the torchrun job, through which it tells the other ranks what to do; None outside of a job.
 
-    While it lasts, a SIGTERM of torchrun becomes an error that says so. ``request``: what is measured; ``place``: this
-    process's rank in the job.
+    During the body, a SIGTERM by torchrun raises DdlToolError. ``request``: the measurement; ``place``: this process's
+    rank in the job; None: there is no job.
     """
     if place is None:
         yield None
@@ -167,25 +168,25 @@ def _leading(request: MeasureRequest, place: Place | None) -> Iterator[TorchrunJ
     job = TorchrunJob(place, request.subject(), request.replicas)
 
     def stopped(number: int, frame: object) -> None:
-        """End the job with an error; a second SIGTERM is ignored, so that it does not disturb the cleaning up."""
+        """Raise the job's error; a second SIGTERM is ignored, so that it does not disturb the clean-up."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         problem = "stopped by torchrun (a process of the job ended, or the job was stopped)"
         raise job.failure(DdlToolError(f"{job.where}: {problem}"))
 
-    # torchrun sends SIGTERM to all ranks where one has ended.
+    # torchrun sends SIGTERM to all ranks when one has failed.
     before = signal.signal(signal.SIGTERM, stopped)
     try:
-        with _prints_elsewhere(), job:
+        with _stdout_to_stderr(), job:
             yield job
     finally:
-        # Unless somebody has set another handler since.
+        # Unless the user's module has set a handler of its own.
         if signal.getsignal(signal.SIGTERM) is stopped:
             signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager
-def _prints_elsewhere() -> Iterator[None]:
-    """Send what the user's module prints to stderr: it runs in this process, whose stdout carries the result."""
+def _stdout_to_stderr() -> Iterator[None]:
+    """Redirect stdout to stderr in the body: the user's module runs in this process and may print; stdout is for the result."""
     sys.stdout.flush()
     stdout_copy = os.dup(1)
     os.dup2(2, 1)
@@ -197,10 +198,11 @@ def _prints_elsewhere() -> Iterator[None]:
         os.close(stdout_copy)
 
 
-def _budget(memory: str | float, device: str) -> float:
-    """Return how many bytes a search for the memory limit may use: a number, a text such as ``2GiB``, or ``all`` of a GPU.
+def _memory_budget(memory: str | float, device: str) -> float:
+    """Return the bytes that a search for the memory limit may use.
 
-    Raises InputError for any other text, and for ``all`` of a CPU (``device``: cpu or cuda).
+    ``memory``: a number, a text such as ``2GiB``, or ``all`` of a GPU. ``device``: cpu or cuda. Raises InputError for any
+    other text, and for ``all`` of a CPU.
     """
     if not isinstance(memory, str):
         return memory
@@ -211,8 +213,8 @@ def _budget(memory: str | float, device: str) -> float:
     return device_memory("cuda")
 
 
-def _show(result: ProfileResult) -> None:
-    """Print the measured rows, what was not measured and why, and each device's overhead, saturation and memory limit."""
+def _print_profile(result: ProfileResult) -> None:
+    """Print the measured rows, the skipped configurations with reasons, and each device's overhead and limits."""
     accumulates = any(row["accumulation_steps"] for row in result.rows)
     rows = [
         (
@@ -269,7 +271,8 @@ def profile_watch(
 ) -> None:
     """Train in local processes in lockstep and record speed, CPU and memory of each, for balance.
 
-    ``cores``: the cores of each process, None: any. What is recorded goes to ``output`` as CSV.
+    ``source``: of the model. ``batch_size``: samples of each of the ``replicas`` processes in an iteration. ``cores``: one
+    core for each process; None: any. ``output``: CSV file for the records; None: none is written.
     """
     sizes = {"batch": batch_size, "workers": replicas, "iterations": iterations}
     request = WatchRequest(source=source, resolver=RESOLVER, cores=cores, seed=seed, **sizes)
@@ -277,15 +280,14 @@ def profile_watch(
 
 
 def watch_workers(request: WatchRequest, output: Path | None, as_json: bool) -> None:
-    """Train in local processes in lockstep, write what each did as CSV, and print a summary.
+    """Train in local processes in lockstep, write the record of each as CSV (``output`` None: not), and print a summary.
 
-    Raises DdlToolError when a worker is lost; what was recorded until then is written all the same.
+    Raises DdlToolError if a worker is lost; what was recorded until then is written first.
     """
     try:
         with progress("watching", request.iterations) as advance:
             rows = record(request, lambda done: advance(done, f"{done} of {request.iterations}"))
     except WatchLost as lost:
-        # A lost worker ends the run, not what was recorded until then.
         what_is_kept = f"the {len(lost.rows) // request.workers} iterations that all workers completed"
         if not lost.rows:
             what_is_kept = "no iteration was complete, so nothing is written"
@@ -301,11 +303,11 @@ def watch_workers(request: WatchRequest, output: Path | None, as_json: bool) -> 
     if as_json:
         print_json(result)
     else:
-        _show_watched(result, output)
+        _print_watched(result, output)
 
 
-def _show_watched(result: WatchResult, output: Path | None) -> None:
-    """Print a row for each worker, and what batches by the workers' speeds would gain."""
+def _print_watched(result: WatchResult, output: Path | None) -> None:
+    """Print a row for each worker, and the gain of batches by the workers' speeds."""
     rows = [
         (
             worker.worker,

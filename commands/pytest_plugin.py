@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 DEFAULT_FOLDER = "ddltool-baselines"
 T = TypeVar("T")
-# Path of each baseline that this run wrote -> the test that did.
+# By path of a baseline that this run wrote: the test that wrote it.
 _WRITTEN = pytest.StashKey[dict[str, str]]()
 
 
@@ -41,19 +41,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Begin the list of the baselines that this run writes: by file, the test that wrote it."""
+    """Start this run's record of written baselines."""
     config.stash[_WRITTEN] = {}
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Say at the end of the run which baselines were written."""
+    """Print at the end of the run the baselines that were written."""
     for line in config.stash[_WRITTEN]:
         terminalreporter.write_line(f"ddltool: wrote baseline {line}")
 
 
 @pytest.fixture(scope="session")
 def ddltool_dir(pytestconfig: pytest.Config) -> Path:
-    """The folder of artifacts and baselines; relative paths count from pytest's root folder."""
+    """The folder of artifacts and baselines.
+
+    A relative ``--ddltool-dir`` counts from the folder where pytest was started, the ini option from pytest's root folder.
+    """
     option = pytestconfig.getoption("--ddltool-dir")
     if option:
         return Path(pytestconfig.invocation_params.dir, option)
@@ -89,23 +92,23 @@ def ddltool_profile(ddltool_dir: Path) -> Callable[[str], pd.DataFrame]:
 def assert_gate(
     ddltool_dir: Path, pytestconfig: pytest.Config, request: pytest.FixtureRequest
 ) -> Callable[..., GateResult]:
-    """Hold an artifact against a committed baseline: ``assert_gate(current, "plan.json", rules=[...], level=0.05)``.
+    """Compare an artifact with a committed baseline: ``assert_gate(current, "plan.json", rules=[...], level=0.05)``.
 
     ``current``: a path, a Graph, a profile as a DataFrame, an artifact such as a Plan, or a JSON document with its kind.
-    Without rules those of ``ddltool.toml`` in pytest's root folder hold, else the defaults of the kind. With
+    Without ``rules`` those of ``ddltool.toml`` in pytest's root folder are used, else the defaults of the kind. With
     ``--ddltool-update`` the current artifact becomes the baseline, unless it breaks an absolute limit, the baseline is of
     another kind, or another test of this run has written it.
     """
     from ddltool.analyzers.answers.gating.formats import sentence
-    from ddltool.analyzers.answers.gating.verdict import CONFIG_NAME, hold, write_baseline
+    from ddltool.analyzers.answers.gating.verdict import CONFIG_NAME, check_against, write_baseline
 
     update, config = bool(pytestconfig.getoption("--ddltool-update")), pytestconfig.rootpath / CONFIG_NAME
     written, here = pytestconfig.stash[_WRITTEN], request.node.nodeid
 
     def write_once(current: Any, target: Path) -> None:
-        """Write the current artifact as the baseline ``target``. Raises InputError where another test has written it."""
+        """Write the current artifact as the baseline ``target``. Raises InputError if another test has written it."""
         first = written.get(str(target.resolve()), here)
-        if first != here:  # only the last of them would ever be compared
+        if first != here:  # the baseline of the first test would be lost
             raise InputError(str(target), f"is the baseline of {first} too", "give each test a baseline of its own")
         write_baseline(current, target)
         written[str(target.resolve())] = here
@@ -115,12 +118,12 @@ def assert_gate(
     ) -> GateResult:
         """Return the verdict on ``current``, or fail the test with a line for each failed check.
 
-        ``baseline_name``: a file in the folder of baselines, which ``--ddltool-update`` writes. ``rules`` and ``level``: None
-        for the configured ones.
+        ``baseline_name``: a file in the folder of baselines, which ``--ddltool-update`` writes. ``rules`` and ``level``:
+        None: the configured ones.
         """
         __tracebackhide__ = True
         target = _or_fail(lambda: _inside(ddltool_dir, baseline_name))
-        verdict = _or_fail(lambda: hold(current, target, rules or (), level, update=update, config=config))
+        verdict = _or_fail(lambda: check_against(current, target, rules or (), level, update=update, config=config))
         if not verdict.passed:
             failed = "\n".join(f"  {sentence(check)}" for check in verdict.failed)
             hint = "" if update else "\nto accept it: pytest --ddltool-update"
@@ -134,7 +137,7 @@ def assert_gate(
 
 
 def _or_fail(call: Callable[[], T]) -> T:
-    """Return what the call returns; an error that ddltool explains fails the test in one line, without a traceback."""
+    """Return the result of ``call``; a DdlToolError from it fails the test with its one line, without a traceback."""
     __tracebackhide__ = True
     try:
         return call()
@@ -143,7 +146,7 @@ def _or_fail(call: Callable[[], T]) -> T:
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """Return the path of a file in the folder. Raises InputError for a name that leads out of it."""
+    """Return the path of the file ``name`` in the folder. Raises InputError for a name that leads out of the folder."""
     path = folder / name
     if not name or not path.resolve().is_relative_to(folder.resolve()) or path.resolve() == folder.resolve():
         raise InputError("baseline", f"{name!r} is not inside {folder}", "give the name of a file in that folder")

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from ddltool import __version__
 from ddltool.analyzers.answers.reporting.report import found_in, headline, noise_of, section_of, summary_of
-from ddltool.artifact_files import ORDER, told_apart
+from ddltool.artifact_files import ORDER, with_distinct_names
 from ddltool.artifacts import check_outputs, write_text
 from ddltool.commands.options import AS_FILES, number
 from ddltool.commands.output import out, print_json, say, table
@@ -33,11 +33,11 @@ def report(
 ) -> ReportResult:
     """Show artifacts as one page: pictures with their numbers, for screen, phone and print.
 
-    ``artifacts``: files, results, Graphs or a profile's DataFrames. The page is one file that needs no other.
-    ``noise_scale`` (samples): for goodput maps; None: the last that telemetry among the artifacts knows. ``summary``:
-    sentences at the top.
+    ``artifacts``: files, results, Graphs or a profile's DataFrames. The page, one file that needs no other, is written to
+    ``output``. ``noise_scale`` (samples): for goodput maps; None: the last in telemetry among the artifacts. ``summary``:
+    sentences at the top. ``stage``: shows the progress of reading and of drawing.
 
-    Raises InputError, before anything is written, for what is unknown, broken or empty.
+    Raises InputError, before anything is written, for an artifact of an unknown kind, and a file that is broken or empty.
     """
     from ddltool.analyzers.answers.reporting.page import render  # it loads the plotting library
 
@@ -48,9 +48,9 @@ def report(
         for done, artifact in enumerate(given, start=1):
             read.append(found_in(artifact))
             advance(done, read[-1].name)
-    inputs = told_apart(read)
+    inputs = with_distinct_names(read)
     noise = noise_of(inputs) if noise_scale is None else noise_scale
-    # Sections of one kind are numbered for their anchors: plan-1, plan-2.
+    # Sections of one kind are numbered in their anchors: plan-1, plan-2.
     counts: Counter[str] = Counter()
     sections, listed = [], []
     with stage("drawing", len(inputs)) as advance:
@@ -69,7 +69,7 @@ def report(
 
 
 def show_report(call: VerbCall[ReportResult], as_json: bool = False) -> None:
-    """Print which sections the page has and where it was written; ``as_json``: the result as one JSON document."""
+    """Print the page's sections and its file; ``as_json``: the result as one JSON document."""
     result = call()
     if as_json:
         print_json(result)

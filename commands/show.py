@@ -1,7 +1,7 @@
-"""``ddltool show zoo``, ``models``, ``term`` and ``schema``: what ships, what words mean, what documents hold.
+"""``ddltool show zoo``, ``models``, ``term`` and ``schema``: known models, terms, and schemas of documents.
 
-``glossary.toml`` has the terms. ``kinds.toml`` has every kind of document with its form, what writes it and what reads it;
-``docs/formats.md`` has the fields of those that people write or read by hand, the site those of all.
+``glossary.toml`` has the terms. ``kinds.toml`` has every kind of document with its form, its writers and its readers;
+``docs/formats.md`` describes the fields of those that people write or read by hand, the site those of all.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def show_models(
 
 
 def _write_graphs(target_folder: Path, as_json: bool) -> None:
-    """Write the graphs that ship into a folder: those of the zoo are traced anew, the others copied."""
+    """Write the shipped graphs into a folder, which is made if it is missing; those of zoo models are traced anew."""
     make_folder(target_folder)
     written_files: list[Path] = []
     with progress("tracing", len(ZOO) * len(MODES)) as advance:
@@ -97,7 +97,7 @@ def _write_graphs(target_folder: Path, as_json: bool) -> None:
 
 
 def describe(name: str) -> ZooModel:
-    """Return a built-in model's figures in both modes, by the graphs that ship, beside the published ones if there are some."""
+    """Return a built-in model's figures in both modes, from the shipped graphs, and the published ones if there are any."""
     inference, training = (read_graph(folder() / "graphs" / f"{name}-{mode}.graph.json.gz") for mode in MODES)
     return ZooModel(
         name=name,
@@ -113,7 +113,7 @@ def describe(name: str) -> ZooModel:
 
 
 def _zoo_row(model: ZooModel) -> tuple[str, ...]:
-    """Return a built-in model's cells: its own figures, then those that TicTac's Table 1 published for it, if any."""
+    """Return a built-in model's cells: its figures, then those of TicTac's Table 1, if it has the model."""
     published, published_figures = model.published, "-"
     if published is not None:
         ops = f"{published.ops_inference}/{published.ops_training}"
@@ -130,7 +130,7 @@ def _zoo_row(model: ZooModel) -> tuple[str, ...]:
 
 
 GLOSSARY: dict[str, str] = tomllib.loads(Path(__file__).with_name("glossary.toml").read_text(encoding="utf-8"))
-"""By term, one or two sentences; the site lists them."""
+"""Term to one or two sentences on it; the site lists them."""
 
 
 def show_term(
@@ -147,7 +147,10 @@ def show_term(
 
 
 def entries(term: str) -> dict[str, str]:
-    """Return the glossary's entries (text by term) for a word, in any case. Raises InputError with the nearest for none."""
+    """Return the glossary's entries (text by term) for a word, in any case.
+
+    Raises InputError, with the most similar term, if there are none.
+    """
     asked_word = term.strip().lower()
     matches = {name: text for name, text in GLOSSARY.items() if asked_word in _lookup_words(name)}
     if not matches:
@@ -156,9 +159,9 @@ def entries(term: str) -> dict[str, str]:
 
 
 def _lookup_words(name: str) -> set[str]:
-    """Return the words, in lower case, by which a term is found.
+    """Return the words, in lower case, by which a term of the glossary is found.
 
-    "maxP (EST)" is found by itself, by "maxp" and by "est"; a term with commas by each of its parts.
+    "maxP (EST)" is found by itself, by "maxp" and by "est"; a term with commas also by each of its parts.
     """
     without_brackets = re.sub(r"\s*\([^)]*\)", "", name)
     bracketed = re.findall(r"\(([^)]*)\)", name)
@@ -189,9 +192,9 @@ MODELS: dict[str, type[BaseModel]] = {
 
 
 def schema_of(kind: str) -> dict[str, Any]:
-    """Return the JSON Schema of a kind of document, named with or without ``ddltool.``; of one row, for tables.
+    """Return the JSON Schema of a kind of document (for tables: of one row), named with or without ``ddltool.``.
 
-    Raises InputError naming the nearest kind for an unknown one.
+    Raises InputError, with the most similar kind, for an unknown one.
     """
     kind_name = kind.removeprefix("ddltool.")
     if kind_name not in KINDS:
@@ -199,9 +202,9 @@ def schema_of(kind: str) -> dict[str, Any]:
     if kind_name in MODELS:
         schema = MODELS[kind_name].model_json_schema()
     elif kind_name == "sync":
-        # A union of several models, which no single class stands for.
+        # The rows are a union of several models.
         schema = {"title": "SyncRow", **TypeAdapter(SyncRow).json_schema()}
-    else:  # printed by one command and read by nobody: what every document has, and no promise about the rest
+    else:  # a document that no command reads has no model: only the fields that all documents have are promised
         schema = {
             "title": kind_name,
             "description": f"Written by: {KINDS[kind_name].written_by}. Other fields are described on that command's page.",
@@ -231,7 +234,7 @@ def show_schema(
 
 
 def _list_kinds(as_json: bool) -> None:
-    """Print every kind with its form, what writes it and what reads it."""
+    """Print every kind of document with its form, its writers and its readers."""
     if as_json:
         print_json(KindsResult(kinds=list(KINDS.values())))
         return

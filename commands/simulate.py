@@ -1,6 +1,6 @@
-"""``ddltool simulate``: a workload on a cluster under scheduling policies; ``sweep``, ``trials`` and more beside it.
+"""``ddltool simulate``: a workload on a cluster under scheduling policies; and the commands grouped with it.
 
-A sweep replays workloads x policies x seeds, ``trials`` a search of hyper-parameters, ``autoscale`` one job in a cloud;
+``sweep`` replays workloads x policies x seeds, ``trials`` a search of hyper-parameters, ``autoscale`` one job in a cloud;
 ``advise`` judges the resize of a running job; ``generate`` and ``convert`` write workloads.
 """
 
@@ -63,7 +63,7 @@ Folders = str | Path | Sequence[str | Path]
 
 
 def _read_application(text: str, where: str) -> str:
-    """Return the name of an application, named ``where`` for errors. Raises InputError for an empty one."""
+    """Return the text, an application's name. Raises InputError, named ``where``, for an empty one."""
     if not text:
         raise InputError(where, "is empty", "name an application that has a folder in --traces")
     return text
@@ -100,11 +100,11 @@ def simulate(
     """Replay a workload on a cluster under one or more scheduling policies and compare completion times.
 
     ``workload``: a CSV, or the trace of a cluster. ``cluster``: a cluster.yaml. ``traces``: folders of measured
-    applications; without cluster and traces, those that ship. ``policy``: names, or all. ``models``: fitted models in
-    place of traces. ``prices``: per GPU hour, one or by type. ``failures``: a file of node events. The rest is as the
-    options of ``ddltool simulate``.
+    applications. Without ``cluster`` and ``traces``, shipped ones are used. ``policy``: names, or all. ``models``: fitted
+    models in place of traces. ``prices``: per GPU hour, one or by type. ``failures``: a file of node events. For the
+    others see the options of ``ddltool simulate``.
 
-    Raises InputError for what cannot be read, and jobs that can never run.
+    Raises InputError for a wrong or unreadable file, and for jobs that can never run.
     """
     setup, machines, makers = _replay_setup(
         tell=tell,
@@ -133,7 +133,7 @@ def simulate(
 def show_simulate(
     call: VerbCall[SimulationDocument], *, metrics: bool = False, output: Path | None = None, as_json: bool = False
 ) -> None:
-    """Print each policy's figures, and write them; ``metrics``: also the figures by size class, application and job."""
+    """Print each policy's figures, and save them to ``output`` if given; ``metrics``: also by size class, application, job."""
     _check_outputs_apart(call, [call["workload"], call["failures"]], {"-o": output})
     result, name = call(), Path(call["workload"]).name
     finish(result, lambda: simulation_section(result, name, details=metrics), output, as_json)
@@ -156,14 +156,13 @@ def simulate_sweep(
 ) -> SweepDocument:
     """Replay several workloads, or one with several seeds, and compare policies by means and intervals.
 
-    ``seeds``: each workload is replayed with seeds 0 to N-1. ``jobs``: local processes; ``engine``: "local", or "ray"
-    for a Ray cluster. ``compare``: two policies, ``A,B``, to compare in pairs. ``csv`` and ``output`` are rewritten
-    after every replay, and an ``output`` that is there is taken up again. The rest is as for :func:`simulate`.
+    ``seeds``: each workload is replayed with seeds 0 to N-1. ``jobs``: number of local processes; ``engine``: "local", or
+    "ray" for a Ray cluster. ``compare``: two policies, ``A,B``, to compare in pairs. ``csv`` and ``output`` are rewritten
+    after every replay, and a sweep in an existing ``output`` is continued. For the others see :func:`simulate`.
 
-    Raises InputError for what cannot be read.
+    Raises InputError for a wrong or unreadable file; a replay that fails becomes a cell with an error.
     """
     setup, _, makers = _replay_setup(tell=tell, seed=0, **replay)
-    # Checked before anything is replayed.
     pair = [name.strip() for name in compare.split(",")] if compare else []
     if pair and (len(pair) != 2 or not set(pair) <= set(makers)):
         raise InputError("compare", f"is {compare!r}", f"two policies of those replayed: {', '.join(makers)}")
@@ -186,7 +185,7 @@ def simulate_sweep(
 def show_simulate_sweep(
     call: VerbCall[SweepDocument], *, csv: Path | None = None, output: Path | None = None, as_json: bool = False
 ) -> None:
-    """Print the means over all replays. Raises CheckFailed where some of these failed."""
+    """Print the means over all replays. Raises CheckFailed if a replay failed. The sweep itself writes the files."""
     _check_outputs_apart(call, [*call["workloads"], call["failures"]], {"-o": output, "--csv": csv})
     result = call()
     if as_json:
@@ -214,14 +213,13 @@ def simulate_trials(
 ) -> SearchResult:
     """Replay a search of hyper-parameters, 100 trials of one application, under scheduling policies.
 
-    ``local_batch``: samples per GPU of the baselines with a fixed batch; the policies' trials begin with the first of
-    them. The rest is as for :func:`simulate`. Raises InputError for an application without traces, and for trials that
-    cannot run.
+    ``local_batch``: samples per GPU of each baseline with a fixed batch; the policies' trials begin with the first. For
+    the others see :func:`simulate`. Raises InputError for an application without traces, and for trials that cannot run.
     """
     cluster_file, folders = shipped_or(cluster, traces, tell)
     machines = read_cluster(cluster_file)
-    makers = _policies(machines, policy, power, restart_delay_s, seed)
-    first, *other_batches = local_batch  # the first is the baseline
+    makers = _policy_makers(machines, policy, power, restart_delay_s, seed)
+    first, *other_batches = local_batch  # the first is that of the main baseline
     search = TrialSearch(application=application, local_batch_size=first)
     timing = Options(interval_s=interval_s, restart_delay_s=restart_delay_s)
     measured = read_applications(folders, [application])
@@ -229,7 +227,7 @@ def simulate_trials(
 
 
 def show_simulate_trials(call: VerbCall[SearchResult], output: Path | None = None, as_json: bool = False) -> None:
-    """Print what the search comes to under each policy, and write it to ``output``."""
+    """Print the search's figures under each policy, and save them to ``output`` if given."""
     _check_outputs_apart(call, [], {"-o": output})
     result = call()
     finish(result, lambda: search_section(result), output, as_json)
@@ -241,11 +239,11 @@ def simulate_autoscale(
 ) -> AutoscalingResult:
     """Rent nodes for one job in a cloud, by goodput or by throughput, and compare time and cost.
 
-    ``traces``: folders of measured applications; without any, those that ship. ``restart_delay_s``: seconds of each
-    restart. Raises InputError for an application that has no folder there.
+    ``traces``: folders of measured applications; (): the shipped ones. ``restart_delay_s``: seconds of each restart.
+    Raises InputError for an application without a folder there.
     """
     folders = _folders(traces) or shipped_traces()
-    timing = Options(restart_delay_s=restart_delay_s)
+    timing = Options(restart_delay_s=restart_delay_s)  # checks its range
     with stage(f"{application} under 5 scaling rules"):
         job = read_applications(folders, [application])[application]
         return autoscale(job, restart_delay_s=timing.restart_delay_s)
@@ -254,7 +252,7 @@ def simulate_autoscale(
 def show_simulate_autoscale(
     call: VerbCall[AutoscalingResult], output: Path | None = None, as_json: bool = False
 ) -> None:
-    """Print time and cost by each rule, and write them."""
+    """Print time and cost under each scaling rule, and save them to ``output`` if given."""
     check_outputs(
         [path for traces_folder in _folders(call["traces"]) for path in traces_folder.glob("*/*.csv")], {"-o": output}
     )
@@ -266,13 +264,13 @@ def show_simulate_autoscale(
 def simulate_advise(state: Path) -> AdviceResult:
     """Say whether a resize of a running job is worth its restart, by every number of free GPUs.
 
-    ``state``: a job_state.yaml. Raises InputError for what it lacks.
+    ``state``: a job_state.yaml. Raises InputError for a wrong or unreadable one.
     """
     return advise_job(state)
 
 
 def show_simulate_advise(call: VerbCall[AdviceResult], output: Path | None = None, as_json: bool = False) -> None:
-    """Print the advice, and write it."""
+    """Print the advice, and save it to ``output`` if given."""
     result = call()
     finish(result, lambda: advice_section(result), output, as_json)
 
@@ -292,8 +290,8 @@ def simulate_generate(
     """Write a synthetic workload: jobs of the applications that have traces, or of Pollux's.
 
     ``jobs`` arrive over ``hours``, in a ``pattern``. ``traces``: the applications' folders; ``pollux``: those of
-    Pollux's Table 1 instead. ``cluster``: jobs ask for no more GPUs than it has. Raises InputError for numbers that
-    make no workload and folders that cannot be read.
+    Pollux's Table 1 instead. ``cluster``: no job asks for more GPUs than it has. Raises InputError for numbers out of
+    range, and for unreadable folders.
     """
     arrivals = Pattern(jobs=jobs, hours=hours, pattern=pattern, seed=seed)
     machines, folders = _application_source(cluster, traces, pollux, tell)
@@ -301,7 +299,7 @@ def simulate_generate(
 
 
 def show_simulate_generate(call: VerbCall[WorkloadResult], output: Path | None = None, as_json: bool = False) -> None:
-    """Write the workload as CSV, by default to standard output."""
+    """Write the workload as CSV to ``output``, by default to standard output; with ``as_json`` print it as JSON."""
     result = call()
     if output is not None or not as_json:
         write_text(output or Path("-"), workload_csv(result))
@@ -324,8 +322,8 @@ def simulate_convert(
 ) -> WorkloadResult:
     """Write the trace of a cluster as a workload: each job stands for an application of its size class.
 
-    ``jobs``: take so many, drawn with the seed; None: all. ``hours``: take those of the busiest so many; None: of the
-    whole trace. Raises InputError for a file that is no cluster's trace: of Philly, Helios, Acme, Alibaba.
+    ``jobs``: number of jobs to draw with the seed; None: all. ``hours``: take only jobs of the busiest stretch of so many
+    hours; None: of the whole trace. Raises InputError for a file that is no trace of Philly, Helios, Acme or Alibaba.
     """
     seed = source_options.get("seed", 0)
     machines, folders = _application_source(
@@ -334,8 +332,7 @@ def simulate_convert(
     with stage(f"reading {trace.name}"):
         templates = partial(read_templates, folders, machines)
         specs, remark = read_jobs(trace, templates, jobs=jobs, hours=hours, seed=seed)
-    # Only a trace's conversion has something to remark.
-    if not remark:
+    if not remark:  # read_jobs remarks on the conversion of every trace
         raise InputError(str(trace), "is a workload already", "give a cluster's: Philly, Helios, Acme, Alibaba")
     tell(remark)
     selection = ",".join(f"{name}={value:g}" for name, value in (("jobs", jobs), ("hours", hours)) if value is not None)
@@ -349,18 +346,17 @@ show_simulate_convert = show_simulate_generate
 def _replay_setup(
     *, tell: Tell, **arguments: Any
 ) -> tuple[Setup, ClusterSpec, Mapping[str, Callable[[], SchedulingPolicy]]]:
-    """Return (what the replays share, the cluster's nodes, what makes each policy by its name).
+    """Return (the setup of the replays, the cluster's nodes, the constructor of each policy by name).
 
-    ``arguments``: those of :func:`simulate`, by name; what is left out has its default. Raises InputError for settings
-    that do not go together, and files that cannot be read.
+    ``arguments``: those of :func:`simulate` by name; absent ones have its defaults. Raises InputError for settings that
+    contradict each other, and for wrong or unreadable files.
     """
-    # So that every argument is there, whichever command calls.
     arguments = {**_DEFAULTS, **arguments}
     _check_dependent_arguments(arguments["policy"])
     models = _read_fitted_models(arguments["models"])
     cluster, folders = shipped_or(arguments["cluster"], arguments["traces"], tell, fitted=bool(models))
     machines = read_cluster(cluster)
-    makers = _policies(
+    makers = _policy_makers(
         machines, arguments["policy"], arguments["power"], arguments["restart_delay_s"], arguments["seed"]
     )
     options = Options(
@@ -381,23 +377,26 @@ def _replay_setup(
 _DEFAULTS = {name: one.default for name, one in inspect.signature(simulate).parameters.items()}
 
 
-def _policies(
+def _policy_makers(
     machines: ClusterSpec, names: str | Sequence[str], power: float, delay_s: float, seed: int
 ) -> Mapping[str, Callable[[], SchedulingPolicy]]:
-    """Return what makes each policy of ``names`` (``all``: every one that knows the cluster's types), by its name."""
+    """Return the constructors of the policies ``names`` by name; ``all``: every policy that can use the cluster's types.
+
+    ``power``: p of Pollux's fitness; ``delay_s``: seconds of a restart; ``seed``: of policies that draw random numbers.
+    """
     text = names if isinstance(names, str) else ",".join(names)
     return policies(text, power, delay_s, seed, mixed=len(machines.type_names) > 1)
 
 
 def _folders(traces: Folders | None) -> list[Path]:
-    """Return one folder, several or None as a list of paths."""
+    """Return a folder, several, or None (no folder) as a list of paths."""
     return [Path(folder_name) for folder_name in ([traces] if isinstance(traces, (str, Path)) else traces or ())]
 
 
 def _check_outputs_apart(call: VerbCall[Any], inputs: Sequence[Any], outputs: Mapping[str, Path | None]) -> None:
-    """Raise InputError where an output would overwrite a file that the replay reads, or cannot be written.
+    """Raise InputError if an output is a file that the replay reads, or cannot be written.
 
-    Read are the ``inputs``, the cluster, the fitted models and every table of the traces. ``outputs``: file by option.
+    The replay reads ``inputs``, the cluster, the fitted models and all tables of the traces. ``outputs``: file by option.
     """
     if any(outputs.values()):
         folders = _folders(call["traces"]) or shipped_traces()
@@ -408,16 +407,17 @@ def _check_outputs_apart(call: VerbCall[Any], inputs: Sequence[Any], outputs: Ma
 
 
 def shipped_traces() -> list[Path]:
-    """Return the folder, as a list of one, of the applications that ship with ddltool."""
+    """Return the folder of the shipped applications, as a list of one."""
     return [folder() / "workloads" / "traces"]
 
 
 def shipped_or(
     cluster: str | Path | None, traces: Folders | None, tell: Tell, *, fitted: bool = False
 ) -> tuple[Path, list[Path]]:
-    """Return the cluster's file and the folders of traces; without traces and fitted models, those that ship.
+    """Return (file of the cluster, folders of traces); without traces and fitted models, the shipped ones.
 
-    ``fitted``: whether there are fitted models. Raises InputError for traces or fitted models without a cluster.
+    ``tell`` gets a remark if both are shipped ones. ``fitted``: whether there are fitted models. Raises InputError for
+    traces or fitted models without a cluster.
     """
     if not _folders(traces) and not fitted:
         if cluster is None:
@@ -429,7 +429,7 @@ def shipped_or(
 
 
 def _check_dependent_arguments(policy: str | Sequence[str]) -> None:
-    """Raise InputError for a given argument that has no effect: one of failures without these, or of pollux without pollux."""
+    """Raise InputError for a given argument without effect: of failures if no failures are given, of Pollux without pollux."""
     is_mtbf_given, is_events_given = is_given("mtbf_s"), is_given("failures")
     for name in ("repair_s", "failure_seed"):
         if is_given(name) and not is_mtbf_given:
@@ -445,10 +445,10 @@ def _check_dependent_arguments(policy: str | Sequence[str]) -> None:
 
 
 def _read_key_values(text: str, where: str, readers: Mapping[str, Callable[[str, str], Any]]) -> dict[str, Any]:
-    """Return the values of a text ``key=value,key=value``, each read by the reader of its key.
+    """Return the values of a text ``key=value,key=value``, each read by its key's entry of ``readers``.
 
-    ``where``: the option, for errors. Raises InputError for an unknown or repeated key and a value that its reader
-    refuses. ``readers``: functions of (text, option) by key.
+    A reader is a function of (text, option). Raises InputError for an unknown or repeated key, and for a value that its
+    reader refuses. ``where``: the option, for errors.
     """
     text_by_key = pairs(text, where, "KEY=VALUE", ",".join(f"{key}=1" for key in readers))
     return {
@@ -457,18 +457,18 @@ def _read_key_values(text: str, where: str, readers: Mapping[str, Callable[[str,
 
 
 def _read_integer(text: str, where: str) -> int:
-    """Return the whole number in a text. Raises InputError, named ``where``, for anything else or below 1."""
+    """Return the whole number, at least 1, in a text. Raises InputError, named ``where``, for any other text."""
     return integers(text, where)[0]
 
 
-_DEFAULT_BATCH_RANGE = 64  # largest over initial batch, where nobody says how far the batch may grow
+_DEFAULT_BATCH_RANGE = 64  # default of the largest total batch, as a multiple of the initial one
 
 
 def _read_fitted_models(texts_or_models: Sequence[str | FittedModel]) -> list[FittedModel]:
     """Return the fitted models of texts ``APP=FILE,noise=..,samples=..,batch=..[,max-batch=..,max-local=..]``.
 
-    FILE is not read yet. Where the limits of the batch are not given, with M0 the initial batch, they are 64 M0 over
-    all replicas and M0 on one GPU.
+    ``batch`` is the initial total batch M0. ``max-batch``, the largest total batch, is 64 M0 by default; ``max-local``,
+    the largest on one GPU, is M0. FILE is not read here. Raises InputError for other texts, and two models of one APP.
     """
     model_by_application: dict[str, FittedModel] = {}
     for text in texts_or_models:
@@ -493,7 +493,7 @@ def _read_fitted_models(texts_or_models: Sequence[str | FittedModel]) -> list[Fi
         for key in ("noise", "samples", "batch"):
             if key not in fields:
                 raise InputError(where, f"lacks {key}", "noise=SAMPLES,samples=TOTAL,batch=M0 are needed")
-        # Errors about the numbers name the option's keys, not FittedJob's fields.
+        # Errors of FittedJob name its fields; they become the option's keys.
         with as_options({name: f"{where}:{name}" for name in readers}):
             job = FittedJob(
                 noise_scale=fields["noise"],
@@ -506,13 +506,14 @@ def _read_fitted_models(texts_or_models: Sequence[str | FittedModel]) -> list[Fi
     return list(model_by_application.values())
 
 
-_FREE_INTERVAL_S = 600.0  # between checkpoints that take no time, where nobody says it
+_FREE_INTERVAL_S = 600.0  # default interval of checkpoints that take no time
 
 
 def _node_failures(arguments: Mapping[str, Any], node_count: int) -> NodeFailures | None:
-    """Return the node failures of a replay, None where none are asked for.
+    """Return the node failures of a replay; None if neither a time between failures nor events are given.
 
-    ``arguments``: those of :func:`simulate`, by name; ``node_count``: of the cluster, whose nodes events must name.
+    ``arguments``: those of :func:`simulate` by name; checked in any case. ``node_count``: number of the cluster's nodes,
+    to which events must refer.
     """
     mtbf_s, events = arguments["mtbf_s"], arguments["failures"]
     interval_s, checkpoint_s = arguments["checkpoint_interval_s"], arguments["checkpoint_s"]
@@ -528,9 +529,9 @@ def _node_failures(arguments: Mapping[str, Any], node_count: int) -> NodeFailure
 
 
 def _prices(price: str | float | Mapping[str, float] | None, cluster: ClusterSpec) -> dict[str, float] | None:
-    """Return the price per GPU hour by type; None where none is given.
+    """Return the price per GPU hour by type; None if none is given (None or "").
 
-    ``price``: ``0.5`` (all types), ``T4=0.35,A100=2`` or a mapping.
+    ``price``: ``0.5`` (for all types), ``T4=0.35,A100=2``, or a mapping. Raises InputError for a missing or wrong price.
     """
     if price is None or price == "":
         return None
@@ -547,10 +548,10 @@ def _prices(price: str | float | Mapping[str, float] | None, cluster: ClusterSpe
 def _application_source(
     cluster: Path | None, traces: Folders, pollux: bool, tell: Tell
 ) -> tuple[ClusterSpec | None, list[Path]]:
-    """Return the cluster and the trace folders of the applications from which jobs are drawn.
+    """Return (cluster, trace folders of the applications from which jobs are drawn).
 
-    The cluster is None where no request depends on it. No folders: the applications are those of Pollux's Table 1,
-    which ``pollux`` asks for.
+    The cluster is None if none is given and requests need not fit one. Folders are [] for ``pollux``: the applications
+    of Pollux's Table 1. Raises InputError for both ``pollux`` and ``traces``.
     """
     if pollux and _folders(traces):
         raise InputError("pollux", "has no part beside --traces", "give one of the two")

@@ -1,4 +1,4 @@
-"""``ddltool stragglers TRACE...``: which rank holds the others up, since when, by how much, and why."""
+"""``ddltool stragglers TRACE...``: which rank slows the others down, since when, by how much, and why."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def stragglers(
     """Read the traces of all ranks: which one holds the others up, since when, why, and what to do.
 
     ``sources``: one trace for each rank, folders of these, the hook's telemetry, or one table of operations (.parquet).
-    ``feed``: the folder into which the inputs of the remedies' commands are written. ``batch_size``: samples of a rank,
-    for these. Raises InputError for sources that do not go together or cannot be read.
+    ``feed``: the folder for files that the remedies' commands read; ``batch_size``: samples of a rank in a step, for
+    these files. Raises InputError for sources that cannot be combined or read.
     """
     paths = _trace_files(sources)
     check_outputs(paths, {"-o": output})
@@ -44,7 +44,7 @@ def stragglers(
         return
     run, source = _read_run(paths)
     feed_folder = feed or Path()
-    # The files that remedies name: written by --feed, or telemetry, which holds all of it.
+    # The files named in remedies: those of --feed, or the given telemetry, which has all that they need.
     feeds = diagnosis.Feeds(**{field: str(feed_folder / file) for field, file in _FEED_FILES.items()})
     if source == "telemetry" and feed is None:
         feeds = diagnosis.Feeds.all(str(paths[0]))
@@ -63,7 +63,7 @@ _FEED_FILES = {"speeds": "speeds.csv", "ends": "ends.csv", "telemetry": "telemet
 def _trace_files(sources: list[Path]) -> list[Path]:
     """Return the given files, with each folder replaced by the traces in it.
 
-    Raises InputError for a folder without traces, for a file given twice and for more than ``MOST_TRACES`` files.
+    Raises InputError for a folder without traces, a file that is given twice, and more than ``MOST_TRACES`` files.
     """
     paths: list[Path] = []
     for source in sources:
@@ -85,9 +85,9 @@ def _trace_files(sources: list[Path]) -> list[Path]:
 
 
 def _read_run(paths: list[Path]) -> tuple[RankSteps, str]:
-    """Return the steps of all ranks, and what they were read from: ``telemetry`` or ``traces``.
+    """Return (steps of all ranks, "telemetry" or "traces": what they were read from).
 
-    Raises InputError for telemetry beside other files: all ranks are in one file.
+    Raises InputError for telemetry given with other files, as one file has all ranks.
     """
     telemetry_files = [path for path in paths if ending(path) in _TELEMETRY_SUFFIXES]
     if telemetry_files:
@@ -99,10 +99,10 @@ def _read_run(paths: list[Path]) -> tuple[RankSteps, str]:
 
 
 def _write_feeds(run: RankSteps, batch_size: int, feeds: diagnosis.Feeds, telemetry_files: list[Path]) -> None:
-    """Write the files that the remedies' commands read: speeds and iteration ends as tables, and telemetry.
+    """Write the files that the remedies' commands read, at the paths ``feeds``: speeds, iteration ends, telemetry.
 
-    ``feeds``: their paths. ``telemetry_files``: copied when there are some, else telemetry is made from the traces.
-    ``run``: the steps of all ranks; ``batch_size``: samples of a rank in a step.
+    ``run``: the steps of all ranks; ``batch_size``: samples of a rank in a step. ``telemetry_files``: the first is copied;
+    []: telemetry is made from ``run``.
     """
     Path(feeds.speeds).parent.mkdir(parents=True, exist_ok=True)
     for path, header, rows in (

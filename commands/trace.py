@@ -38,15 +38,15 @@ from ddltool.shipped import known_devices
 from ddltool.stages import Stage, Tell, log_remark, quietly
 
 _LINKS = ("gpus_per_node", "link", "nic", "nccl_tests")
-# What a graph that brings its own times does not read.
+# Parameters that a graph with times of its own ignores.
 _TIMING = ("device", "devices_file", "bandwidth", "latency", "parameter_servers", *_LINKS)
-# What a source that is no torch model does not read, and what timing it on this machine does not.
+# Parameters that have no effect on a source that is no torch model, and on measuring its ops on this machine.
 _TORCH = {"precision", "channels_last", "sequence_length"}
 _MODELLED = {"precision", "channels_last", "device", "devices_file"}
 
 
 def _bindings(text: str, where: str) -> dict[str, int]:
-    """Return the sizes in ``batch=8,sequence=128``. Raises InputError for anything else."""
+    """Return the sizes by name in a text such as ``batch=8,sequence=128``. Raises InputError for any other text."""
     named = pairs(text, where, "NAME=SIZE", "batch=8,sequence=128", "[0-9]+")
     return {name: int(size) for name, size in named.items()}
 
@@ -86,10 +86,10 @@ def trace(
 
     ``source``: a module, (module, example_inputs), a function that makes one, a text as on the command line, or the
     words of a command that trains. ``bandwidth`` and ``latency`` None: 10 Gbit/s and 50 us; with a ``nic``, NCCL's
-    latency of cards. ``output``: the file for the graph; ``perfetto``: that for the timeline of TAC's order. The rest
-    is as the options of ``ddltool trace``.
+    latency of cards. ``output``: the file for the graph; ``perfetto``: that for the timeline of TAC's order. For the
+    others see the options of ``ddltool trace``.
 
-    Raises InputError for what is unknown, does not run, or cannot be written.
+    Raises InputError for an unknown name, a source that does not run, and an output that cannot be written.
     """
     _demand_parts(source, oracle)
     compression = None if compress is None else parse_compression(compress)
@@ -131,7 +131,7 @@ def trace(
         fabric = own_fabric(graph)
     else:
         known = known_devices(devices_file).device(device)
-        # Modules with NVLink stand several to a board; a bandwidth alone is that between nodes of one GPU.
+        # Devices with NVLink are taken for several on a node; --bandwidth without --link means nodes of one GPU.
         is_board = bandwidth is None and (link is not None or own_link(known).kind.startswith("nvlink"))
         fabric = fabric_of(
             known,
@@ -142,7 +142,7 @@ def trace(
             latency=latency,
             nccl_tests=nccl_tests,
         )
-    # How gradients travel between the replicas; without a network there is nothing to plan.
+    # The fabric over which replicas exchange gradients; without one there are no collectives to plan.
     group = fabric.over(replicas) if fabric is not None else None
     plans = plan_collectives(graph, group) if group is not None else None
     if compression is not None and plans is not None and group is not None:
@@ -173,7 +173,7 @@ def show_trace(
 ) -> None:
     """Print what the order of transfers gains; or, for ``--determinism``, what stands in the way of equal bits.
 
-    ``setting``: how replicas exchange gradients, of which the verdict speaks first.
+    ``setting``: how replicas exchange gradients ("ddp", "fsdp2" or "servers"); its verdict comes first.
     """
     if determinism:
         demand_part("--determinism", {"source", "mode", "batch_size", "bindings", "determinism", "as_json"})
@@ -189,9 +189,9 @@ def show_trace(
 
 
 def _demand_parts(source: Source | list[str], oracle: str | None) -> None:
-    """Raise InputError for an argument that has no part in timing this source so.
+    """Raise InputError for a given argument that has no effect on timing this source.
 
-    ``oracle``: what times the ops.
+    ``oracle``: the origin of the ops' times: "roofline", "measured" or a file.
     """
     _demand_bindable(source)
     if oracle == "measured":
@@ -201,7 +201,7 @@ def _demand_parts(source: Source | list[str], oracle: str | None) -> None:
 
 
 def _demand_bindable(source: Source | list[str]) -> None:
-    """Raise InputError for sizes of symbolic dimensions where the source can have none."""
+    """Raise InputError if ``bindings`` are given for a source that is no ONNX file, and so has no symbolic dimensions."""
     if is_given("bindings") and not is_onnx_file(source):
         problem = f"{name_of(source)} has no symbolic dimensions"
         raise InputError("bindings", problem, "leave it out: only ONNX files have them")

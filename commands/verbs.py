@@ -1,8 +1,8 @@
 """From a verb, a function of ``import ddltool as dt``, to its command: one signature, one docstring, one set of defaults.
 
-A module of this package holds a verb by its own name, which returns a record. How its command shows the record stands beside
-it in ``show_VERB``, whose first parameter is the :class:`VerbCall`; what else that takes are options of the command line
-alone. A function with ``as_json`` among its parameters is no verb: it prints by itself. Start at :func:`declared`.
+A verb is a function that returns a record; it has the name of its module. Beside it, ``show_VERB`` prints the record for the
+command: its first parameter is the :class:`VerbCall`, its others are options that only the command has. A command whose
+function has a parameter ``as_json`` is no verb: it prints by itself. Start at :func:`declared`.
 """
 
 from __future__ import annotations
@@ -28,21 +28,25 @@ from ddltool.commands.output import note, progress
 from ddltool.errors import InputError
 
 _SHORT = 26
-"""So many letters of choices fit beside an option's name in --help; more stand in its text."""
+"""Most characters of choices that --help shows beside an option's name; longer ones are in its text."""
 _WORDS: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_name("options.toml").read_text(encoding="utf-8"))
-"""What is said of parameters, by command; ``shared``: where a command says nothing itself."""
+"""Help texts and settings of parameters, by command; ``shared``: those of parameters that a command does not list.
+
+False: the parameter is no option of the command line."""
 _LISTENERS: Mapping[str, Any] = {"tell": note, "stage": progress}
-"""Parameters of verbs that are no options: whom a verb tells its remarks and how far it is."""
+"""Parameters of verbs that are no options: functions for remarks and for progress, with those that a command passes."""
 Taken = ParamSpec("Taken")
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What the caller gave, by parameter in the signature's order, and how the command line spells these."""
+    """The running call of a verb or command."""
 
     given: Mapping[str, Any]
+    """The arguments that the caller gave, by parameter, in the signature's order."""
     spelling: Mapping[str, str]
+    """Parameter to its name in errors: the option, on the command line."""
 
 
 _NOTHING = _Asked({}, {})
@@ -52,10 +56,7 @@ _asked: ContextVar[_Asked] = ContextVar("asked", default=_NOTHING)
 
 @contextmanager
 def _asking(given: Mapping[str, Any], spelling: Mapping[str, str]) -> Iterator[None]:
-    """Let :func:`is_given` and :func:`refuse` know, in the body, what the caller gave, by parameter.
-
-    ``spelling``: how errors call each parameter, by its name.
-    """
+    """Make the body the running call: :func:`is_given` and :func:`refuse` look at its ``given`` and ``spelling``."""
     token = _asked.set(_Asked(given, spelling))
     try:
         yield
@@ -64,12 +65,12 @@ def _asking(given: Mapping[str, Any], spelling: Mapping[str, str]) -> Iterator[N
 
 
 def verb(function: Callable[Taken, Result]) -> Callable[Taken, Result]:
-    """Decorate a verb, so that :func:`is_given` and :func:`demand_part` inside it know which parameters its caller gave."""
+    """Decorate a verb, so that :func:`is_given` and :func:`demand_part` in it see which parameters its caller gave."""
     signature = inspect.signature(function)
 
     @wraps(function)
     def called(*args: Taken.args, **kwargs: Taken.kwargs) -> Result:
-        """Run the verb, with the names of its given arguments noted."""
+        """Run the verb as the running call."""
         with _asking(signature.bind(*args, **kwargs).arguments, _asked.get().spelling):
             return function(*args, **kwargs)
 
@@ -79,9 +80,10 @@ def verb(function: Callable[Taken, Result]) -> Callable[Taken, Result]:
 def also_takes(
     other: Callable[..., Any], *, without: Collection[str]
 ) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
-    """Return a decorator of a function with ``**rest``: it takes the parameters of ``other`` too, except those in ``without``.
+    """Return a decorator of a function with ``**rest`` that adds the parameters of ``other`` to its signature.
 
-    A parameter that both have is the function's own. The signature lists all, so that help and editors show them.
+    Left out are those in ``without``, and those that the function has itself. Help and editors then show all parameters;
+    at run time ``**rest`` receives them.
     """
 
     def widened(function: Callable[..., Result]) -> Callable[..., Result]:
@@ -89,7 +91,6 @@ def also_takes(
         parameters = dict(inspect.signature(function, eval_str=True).parameters)
         _, rest = parameters.popitem()
         assert rest.kind is inspect.Parameter.VAR_KEYWORD, f"{function.__name__} takes no other parameters"
-        # Parameters of the other function behind its own, by keyword alone.
         more = [
             parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
             for name, parameter in inspect.signature(other, eval_str=True).parameters.items()
@@ -103,27 +104,30 @@ def also_takes(
 
 
 def is_given(name: str) -> bool:
-    """Return whether the caller of the running verb or command gave this parameter, even if with its default value."""
+    """Return whether the caller of the running verb or command gave this parameter, possibly with its default value."""
     return name in _asked.get().given
 
 
 def given_options(without: Collection[str]) -> list[str]:
-    """Return the options of the running verb's caller, but for those in ``without``, as words of a command line."""
+    """Return the given options of the running call as words of a command line, except those in ``without``.
+
+    Parameters that are None or False are left out.
+    """
     words: list[str] = []
     for name, value in _asked.get().given.items():
         if name in _LISTENERS or name in without or value is None or value is False:
             continue
         flag, values = _asked.get().spelling.get(name, "--" + name.replace("_", "-")), [value]
-        if isinstance(value, (list, tuple)):  # of files each stands behind the option again
+        if isinstance(value, (list, tuple)):  # the option is repeated for each file; other values are joined by commas
             values = list(value) if any(isinstance(part, Path) for part in value) else [",".join(map(str, value))]
         words += [flag] if value is True else [word for each in values for word in (flag, str(each))]
     return words
 
 
 def demand_part(mode: str, allowed: Collection[str], *, instead: str | Mapping[str, str] = "leave it out") -> None:
-    """Raise InputError for the first given parameter that is not ``allowed``, as it has no part in ``mode``.
+    """Raise InputError for the first given parameter that is not ``allowed``, as it has no effect in ``mode``.
 
-    A default value that is given counts too: who gives it expects something of it. ``instead``: what would be right.
+    Also if it was given with its default value: the caller expects an effect. ``instead``: the remedy.
     """
     refuse(
         mode, [name for name in _asked.get().given if name not in allowed and name not in _LISTENERS], instead=instead
@@ -131,56 +135,57 @@ def demand_part(mode: str, allowed: Collection[str], *, instead: str | Mapping[s
 
 
 def refuse(mode: str, names: Collection[str], *, instead: str | Mapping[str, str] = "leave it out") -> None:
-    """Raise InputError for the first given parameter among ``names``, which have no part in ``mode``.
+    """Raise InputError for the first given parameter among ``names``, which have no effect in ``mode``.
 
-    ``instead``: what would be right, of all or by parameter, where that is not to leave it out.
+    ``instead``: the remedy of all, or by parameter where it is not to leave it out.
     """
-    question = _asked.get()
-    for name in question.given:
+    asked = _asked.get()
+    for name in asked.given:
         if name in names:
             remedy = instead if isinstance(instead, str) else instead.get(name, "leave it out")
-            raise InputError(question.spelling.get(name, name), f"has no part in {mode}", remedy)
+            raise InputError(asked.spelling.get(name, name), f"has no part in {mode}", remedy)
 
 
 class VerbCall(Generic[Result]):
-    """A verb as a command line calls it: with what is given there, all else as the verb's own defaults."""
+    """A verb with the arguments of a command line; ``call()`` runs it, ``call["name"]`` is an argument or its default."""
 
     def __init__(self, function: Callable[..., Result], given: Mapping[str, Any]) -> None:
-        """Keep the verb and the arguments that the command line gives; remarks and progress go to the terminal."""
+        """Keep the verb and the ``given`` arguments, and pass remarks and progress to the terminal."""
         takes = inspect.signature(function).parameters
         listeners = {name: listener for name, listener in _LISTENERS.items() if name in takes}
         self._function, self._arguments = function, {**listeners, **given}
 
     def __call__(self, **changed: Any) -> Result:
-        """Run the verb and return its record; ``changed``: arguments in place of those of the command line."""
+        """Run the verb and return its record; ``changed``: arguments that replace those of the command line."""
         return self._function(**{**self._arguments, **changed})
 
     def __contains__(self, name: str) -> bool:
-        """Return whether the verb has such a parameter."""
+        """Return whether the verb has the parameter ``name``."""
         return name in inspect.signature(self._function).parameters
 
     def __getitem__(self, name: str) -> Any:
-        """Return an argument of the call: as given, else the verb's default."""
+        """Return the argument ``name``: as given, else the verb's default."""
         return self._arguments.get(name, inspect.signature(self._function).parameters[name].default)
 
 
 def declared(function: Callable[..., Any], name: str, panels: Mapping[str, str]) -> Callable[..., Any]:
-    """Return the function of command ``name`` as typer takes it: each parameter an argument or option with its words.
+    """Return a function for typer that runs the command ``name``: its parameters are typer's arguments and options.
 
-    ``function`` is a verb, or prints by itself. ``panels`` are titles by parameter. A function of (text, option) among the
-    remarks of a type reads the text. A bool is a flag. Before the function runs, the files that it writes are held against
-    those that it reads; an error that names a parameter names its option. Raises KeyError for a parameter without words.
+    ``function`` is a verb, or prints by itself. Help texts are those of options.toml; ``panels``: titles of groups of
+    options, by parameter. When the command runs, it first checks that no output is also an input; then it runs
+    ``function``, and for a verb its ``show_VERB``; errors about a parameter name its option. Raises KeyError for a
+    parameter without a help text.
     """
-    words = _WORDS["shared"] | _WORDS.get(name, {})  # False: the command line leaves the parameter out
+    words = _WORDS["shared"] | _WORDS.get(name, {})
     parameters = dict(inspect.signature(function, eval_str=True).parameters)
     taken = {key for key in parameters if key not in _LISTENERS and words[key] is not False}
-    # A verb's show function, and its parameters, which the verb itself need not have.
+    # The verb's show function, and its parameters beside the call, which the verb need not have.
     show, shown = None, set[str]()
     if "as_json" not in parameters:
         show = getattr(sys.modules[function.__module__], f"show_{function.__name__}")
         _call, *of_show = inspect.signature(show, eval_str=True).parameters.values()
         shown = {parameter.name for parameter in of_show}
-        # What both have stands where the showing function has it, as the verb says it: type, remarks and default.
+        # A parameter of both has the place that show_VERB gives it, and the type and default of the verb.
         verb_alone = {key: parameters[key] for key in parameters if key in taken - shown}
         parameters = verb_alone | {parameter.name: parameters.get(parameter.name, parameter) for parameter in of_show}
     remarks: dict[str, Remark] = {
@@ -188,13 +193,13 @@ def declared(function: Callable[..., Any], name: str, panels: Mapping[str, str])
     }
     flags = {key: _flags(key, remark)[-1] for key, remark in remarks.items() if "argument" not in remark}
     spelling = {key: flags.get(key) or remark["argument"] for key, remark in remarks.items()}
-    # How errors of a function call its parameter: by its name, or in words ("time limit" for time_limit_s).
+    # Errors of a function may name a parameter by its name, or in words ("time limit" for time_limit_s).
     fields = {field: flag for key, flag in flags.items() for field in (key, key.removesuffix("_s").replace("_", " "))}
 
     def command(context: typer.Context, **values: Any) -> Any:
-        """Run the function, or show what the verb returns, with the options that the user gave."""
+        """Run the function with the options that the user gave; show the result of a verb."""
         if is_follower():
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal tells rank 0 as well, and it ends all
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches rank 0 as well, which ends all ranks
         _check_files(values, remarks)
         given = [key for key in values if _from_user(context, key)]
         with as_options(fields), _asking({key: values[key] for key in given}, spelling):
@@ -211,22 +216,22 @@ def declared(function: Callable[..., Any], name: str, panels: Mapping[str, str])
 
 
 def _from_user(context: typer.Context, name: str) -> bool:
-    """Return whether the command line, or an environment variable, gives this parameter, and not its default."""
+    """Return whether a parameter was given on the command line or by an environment variable."""
     source = context.get_parameter_source(name)
     return source is not None and not source.name.startswith("DEFAULT")
 
 
 def _check_files(given: Mapping[str, Any], said: Mapping[str, Remark]) -> None:
-    """Raise InputError for a file that would be written over one that is read, or twice, or cannot be written.
+    """Raise InputError for an output that is also an input, is written twice, or cannot be written.
 
-    ``given``: the command's values by parameter; ``said``: the words on each, which say whether it is written.
+    ``given``: the command's values by parameter; ``said``: the settings of each, whose ``writes`` marks an output.
     """
     outputs = sorted((name for name in said if said[name].get("writes")), key=lambda name: name != "output")
     written = {_flags(name, said[name])[0]: given[name] for name in outputs}
     read: list[Any] = []
     for name in said:
         value = given[name]
-        # A source may be FILE:FUNCTION; the file is what is read.
+        # Of a source FILE:FUNCTION the file is read.
         if "SOURCE" in said[name].get("argument", ""):
             read.append(value.partition(":")[0])
         elif not said[name].get("writes"):
@@ -235,15 +240,15 @@ def _check_files(given: Mapping[str, Any], said: Mapping[str, Remark]) -> None:
 
 
 def _flags(name: str, said: Remark) -> list[str]:
-    """Return what an option is called on the command line; ``said``: the words on it, which may name it."""
+    """Return the flags of an option: those in its settings ``said``, else one made of the parameter's name."""
     return said.get("flags") or ["--" + name.strip("_").replace("_", "-")]
 
 
 def _option(parameter: inspect.Parameter, said: Remark, panel: str | None) -> inspect.Parameter:
-    """Return a parameter as typer takes it: an argument or option, by its annotation and the words that are ``said`` of it.
+    """Return a parameter declared for typer as an argument or option.
 
-    The remarks in an ``Annotated`` type say what its text may be: mappings of typer's own settings, choices, or a reader of
-    (text, option). ``panel``: the title of the group that help shows it in; None: no group.
+    Its settings are ``said`` (of options.toml) and those in its ``Annotated`` type: a mapping (:data:`Remark`), or a
+    reader alone. ``panel``: the title of the group in which help shows it; None: no group.
     """
     annotated = get_origin(parameter.annotation) is Annotated
     annotation, *remarks = get_args(parameter.annotation) if annotated else (parameter.annotation,)
@@ -262,12 +267,12 @@ def _option(parameter: inspect.Parameter, said: Remark, panel: str | None) -> in
         settings.setdefault("reader", number(whole=kind is int))
     if read := settings.pop("reader", None):
         kind, where = str, argument or flags[-1]
-        # typer parses defaults too, which are values already.
+        # typer also calls the parser with default values, which are no texts.
         settings["parser"] = lambda given: read(given, where) if isinstance(given, str) else given
         settings.setdefault("metavar", argument or "N")
     default = parameter.default
     if get_origin(kind) is list and not default:
-        default = None  # typer's own word for no value at all
+        default = None  # typer's default of a list without values
     if argument:
         declaration: Any = Annotated[kind, typer.Argument(**{"metavar": argument, **settings})]
     else:
@@ -276,10 +281,10 @@ def _option(parameter: inspect.Parameter, said: Remark, panel: str | None) -> in
 
 
 def _typed(annotation: Any) -> Any:
-    """Return the type by which typer reads a parameter that takes ``annotation`` in Python.
+    """Return the type of a parameter for typer, from its annotation in Python.
 
-    A path is a path, and several of them a repeated option. Of the other types that a verb takes, a command line has
-    text.
+    A list of paths is a repeated option. Of a union the command line takes Path, else str, else a list of texts if a list
+    is in it, else the first type.
     """
     is_single = get_origin(annotation) in (list, Sequence, None)
     members = [annotation] if is_single else [part for part in get_args(annotation) if part is not NoneType]

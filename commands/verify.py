@@ -36,11 +36,10 @@ def verify(
     """Compare a run with its plan, part by part; say what to fit again, where its time went, and what to do.
 
     ``plan``: a Plan or its file. ``telemetry``: the hook's file, or its rows. ``goodput``: a fit, or its file, of the
-    devices that the job really ran on, where they are not the plan's. ``max_error``: the share by which the step time
-    may be off.
+    devices that the job ran on, if they are not the plan's. ``max_error``: the largest relative error of the step time.
 
-    The result's ``passed`` is false where the step was off by more, or the run did not follow the plan. Raises
-    InputError for what cannot be read, and for a run without a step.
+    The result's ``passed`` is False if the error was larger, or the run did not follow the plan. Raises InputError for a
+    file that is wrong or unreadable, and for a run without a step.
     """
     followed = plan if isinstance(plan, Plan) else load(plan, Plan)
     models, model_error = _models(goodput)
@@ -53,7 +52,7 @@ def verify(
 
 
 def show_verify(call: VerbCall[Verification], output: Path | None = None, as_json: bool = False) -> None:
-    """Print how the run went against its plan; exit 1 where it did not follow it, or was off by more than the limit."""
+    """Print the comparison of the run with its plan; exit with code 1 if it has not passed."""
     found = call()
     finish(found, lambda: verification_section(found, found.job), output, as_json)
     if not found.passed:
@@ -61,9 +60,10 @@ def show_verify(call: VerbCall[Verification], output: Path | None = None, as_jso
 
 
 def _models(given: Path | Goodput | None) -> tuple[dict[str, ThroughputParams] | None, float | None]:
-    """Return the fitted models by device type ("" for all others), and the fit's relative error; (None, None) without a fit.
+    """Return (parameters by device type, relative error of the fit); (None, None) without a fit.
 
-    ``given``: a fit, or its file; of several device types the largest error counts.
+    ``given``: a fit, or its file. The parameters of a fit of one type, which does not name it, are under "", for any type;
+    of several types the error is the largest.
     """
     if given is None:
         return None, None

@@ -87,7 +87,7 @@ class ReadArtifact:
         return "/".join(self.path.parts[-1 - self.folders :])
 
 
-def told_apart(artifacts: Sequence[ReadArtifact]) -> list[ReadArtifact]:
+def with_distinct_names(artifacts: Sequence[ReadArtifact]) -> list[ReadArtifact]:
     """Return the artifacts with the fewest ``folders`` in each name that tell files of the same name apart.
 
     ``a/plan.json`` and ``b/plan.json`` get these names; a single plan is named ``plan.json``.

@@ -70,7 +70,7 @@ class Device(Record):
 
     @field_validator("peak_flops")
     @classmethod
-    def _known_types(cls, peaks: dict[str, float]) -> dict[str, float]:
+    def _check_number_types(cls, peaks: dict[str, float]) -> dict[str, float]:
         """Refuse unknown number types, and a device without a rate of float32, which stands in for missing ones."""
         for name in peaks:
             if name not in PEAKS:

@@ -92,7 +92,7 @@ class Goodput(Artifact):
         return self.devices[device].params
 
     @model_serializer(mode="wrap")
-    def _without_empty(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _serialize_without_empty(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Return the document without the fields of ``_OCCASIONAL`` that are empty; ``handler`` makes the whole one."""
         document: dict[str, Any] = handler(self)
         return {

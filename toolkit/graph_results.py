@@ -1,4 +1,4 @@
-"""What a traced step says, as records: its orders and their times, predictions for devices, determinism, the zoo."""
+"""Records of results on traced steps: orders and their times, predictions for devices, determinism, the zoo."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class PredictionAssumptions(Part):
 
 
 class PredictResult(Result):
-    """``ddltool predict``: rows as in profile.csv."""
+    """The result of ``ddltool predict``: rows as in profile.csv."""
 
     kind: Literal["ddltool.profile"] = "ddltool.profile"
     predicted: bool
@@ -183,7 +183,7 @@ class ZooModel(Part):
 
 
 class ZooResult(Result):
-    """``ddltool show zoo``: the models, or with ``--write`` the paths of the graphs."""
+    """The result of ``ddltool show zoo``: the models, or with ``--write`` the paths of the graphs."""
 
     kind: Literal["ddltool.zoo"] = "ddltool.zoo"
     models: list[ZooModel] | None = None
@@ -201,7 +201,7 @@ class HubModel(Part):
 
 
 class HubModelsResult(Result):
-    """``ddltool show models``: the published models by name."""
+    """The result of ``ddltool show models``: the published models by name."""
 
     kind: Literal["ddltool.models"] = "ddltool.models"
     models: list[HubModel]
@@ -240,7 +240,7 @@ class NamedGraph(Part):
 
 
 class DeterminismResult(Result):
-    """``ddltool trace --determinism``."""
+    """The result of ``ddltool trace --determinism``."""
 
     kind: Literal["ddltool.determinism"] = "ddltool.determinism"
     graph: NamedGraph
@@ -387,7 +387,7 @@ class TraceVerdict(Part):
 
 
 class TraceResult(Result):
-    """``ddltool trace``."""
+    """The result of ``ddltool trace``."""
 
     kind: Literal["ddltool.trace"] = "ddltool.trace"
     graph: TracedGraph
@@ -412,7 +412,7 @@ class OperationTime(Part):
 
 
 class OperationsResult(Result):
-    """``ddltool devices NAME --product ... --collective ...``: single operations on one device."""
+    """The result of ``ddltool devices NAME --product ... --collective ...``: single operations on one device."""
 
     kind: Literal["ddltool.operations"] = "ddltool.operations"
     predicted: bool = True

@@ -1,4 +1,4 @@
-"""How a command ends on Ctrl-C and on SIGTERM: once, in order, and soon.
+"""How a command ends on Ctrl-C and on SIGTERM: after its clean-up, within seconds.
 
 The first signal raises KeyboardInterrupt, so that the command cleans up; later ones are ignored, so that they do not disturb
 the clean-up. Python handles a signal only between two of its own instructions, and libraries may swallow the exception: a

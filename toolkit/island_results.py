@@ -79,7 +79,7 @@ class OuterSetting(Part):
 
 
 class IslandsPlan(Result):
-    """``ddltool plan --devices A+B --link-between RATE``: islands on a slow link, for each number of inner steps."""
+    """The result of ``ddltool plan --devices A+B --link-between RATE``: islands on a slow link, by number of inner steps."""
 
     kind: Literal["ddltool.islands_plan"] = "ddltool.islands_plan"
     source: str

@@ -41,7 +41,7 @@ class Linked(Record):
 
     @field_validator("link", "nic")
     @classmethod
-    def _readable(cls, text: str | None, about: ValidationInfo) -> str | None:
+    def _check_link(cls, text: str | None, about: ValidationInfo) -> str | None:
         """Refuse a text that names no link, with the same message as the option ``--link`` or ``--nic``."""
         try:
             if text is not None:
@@ -51,7 +51,7 @@ class Linked(Record):
         return text
 
     @model_validator(mode="after")
-    def _one_card(self) -> Self:
+    def _check_one_card(self) -> Self:
         """Refuse a network card that is said twice, by datasheet and as measured."""
         if self.nic is not None and self.nic_gbit is not None:
             raise ValueError("has both nic and nic_gbit; give one of the two")
@@ -87,7 +87,7 @@ class DeviceOffer(Linked):
     )
 
     @model_validator(mode="after")
-    def _one_source(self) -> Self:
+    def _check_one_source(self) -> Self:
         """Refuse both a capability and a profile, and a spec that has a name of its own."""
         if self.capability_per_s is not None and self.profile is not None:
             raise ValueError(f"{self.type} has both capability_per_s and profile; give one of the two")
@@ -149,7 +149,7 @@ class WorkerGroup(Record):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_experts(cls, given: Any) -> Any:
+    def _refuse_experts(cls, given: Any) -> Any:
         """Refuse the field ``expert`` with its reason; as an unknown field it would be taken for a misspelt one."""
         if isinstance(given, dict) and "expert" in given:
             raise ValueError("expert: the all-to-all of experts is not modelled; give tensor: and pipeline: alone")
@@ -214,13 +214,13 @@ class Job(Artifact):
 
     @field_validator("precision", mode="before")
     @classmethod
-    def _named(cls, value: Any) -> Any:
+    def _resolve_alias(cls, value: Any) -> Any:
         """Return the precision for an alias, such as fp16 for amp; other values pass, to be checked by the field's type."""
         return ALIASES.get(value, value) if isinstance(value, str) else value
 
     @field_validator("devices")
     @classmethod
-    def _added_up(cls, offers: list[DeviceOffer]) -> list[DeviceOffer]:
+    def _merge_offers(cls, offers: list[DeviceOffer]) -> list[DeviceOffer]:
         """Merge offers of one device type, however spelt, and equal other fields into one with their total count.
 
         Refuses two offers of one type that differ in another field.
@@ -241,7 +241,7 @@ class Job(Artifact):
         return list(offer_by_identity.values())
 
     @model_validator(mode="after")
-    def _has_devices(self) -> Self:
+    def _check_consistency(self) -> Self:
         """Refuse a job without devices or cluster, and settings that contradict each other."""
         if not self.devices and self.cluster is None:
             raise ValueError("names no devices; give devices: [{type, count, capability_per_s}] or cluster: FILE")

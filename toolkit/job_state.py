@@ -1,4 +1,4 @@
-"""A running job as it stands now: what it holds, what is free, what is left (kind ``ddltool.job_state``)."""
+"""The present state of a running job: its GPUs, the free ones, the work that is left (kind ``ddltool.job_state``)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class JobState(Artifact):
     hold_s: Duration | None = Field(default=None, description="how long it would keep other GPUs; null: to its end")
 
     @model_validator(mode="after")
-    def _possible(self) -> Self:
+    def _check_consistency(self) -> Self:
         """Refuse a state that contradicts itself.
 
         That is: ``held`` and ``free`` of unequal length, no held GPU, both or neither of ``remaining_s`` and

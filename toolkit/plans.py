@@ -106,7 +106,7 @@ class BucketSetting(Record):
     default_step_s: Seconds = Field(description="with DDP's default buckets")
 
     @model_validator(mode="after")
-    def _names_once(self) -> Self:
+    def _check_names_once(self) -> Self:
         """Refuse a parameter that is in two buckets, or twice in one."""
         _demand_names("buckets", chain(*self.buckets))
         return self
@@ -137,7 +137,7 @@ class PrefetchSetting(Record):
     default_step_s: Seconds = Field(description="with FSDP2's own prefetch")
 
     @model_validator(mode="after")
-    def _of_units(self) -> Self:
+    def _check_names_are_units(self) -> Self:
         """Refuse repeated names, and names in the prefetch lists that are not in ``units``."""
         _demand_names("units", self.units)
         for way, blocks in (("forward", self.forward), ("backward", self.backward)):
@@ -184,7 +184,7 @@ class ShardingSetting(Record):
     )
 
     @model_validator(mode="after")
-    def _shape_of_kind(self) -> Self:
+    def _check_shape(self) -> Self:
         """Refuse ddp with ``shard`` above 1, fsdp with ``replicate`` above 1, and a repeated module."""
         if (self.kind == "ddp" and self.shard > 1) or (self.kind == "fsdp" and self.replicate > 1):
             raise ValueError(f"{self.kind} is not {self.replicate} x {self.shard} (replicate x shard); hsdp is")
@@ -250,7 +250,7 @@ class ScalingRow(Record):
     speedup: NonNegative
 
     @model_validator(mode="after")
-    def _adds_up(self) -> Self:
+    def _check_sums(self) -> Self:
         """Refuse a total batch that is not the replicas' passes times their batch, and more nodes than replicas."""
         _demand_total(self)
         return self
@@ -290,7 +290,7 @@ class GoodputChoice(Record):
     elastic: list[ElasticSetting] = Field(description="the chosen total batch on every number of devices")
 
     @model_validator(mode="after")
-    def _adds_up(self) -> Self:
+    def _check_sums(self) -> Self:
         """Refuse a total batch that is not the replicas' passes times their batch, and more nodes than replicas."""
         _demand_total(self)
         return self
@@ -393,10 +393,10 @@ class Plan(Artifact):
         return written
 
     @model_validator(mode="after")
-    def _agrees(self) -> Self:
+    def _check_consistency(self) -> Self:
         """Refuse parts of the plan that contradict its assignments or each other."""
         rows, types = self.assignments, {row.device_type for row in self.assignments}
-        _demand_placed(self, types)
+        _demand_parts_fit(self, types)
         places = sum(row.devices * row.ests_per_device for row in rows)  # for logical workers
         _demand_equal("est_count", self.est_count, places, "the assignments have")
         samples = sum(row.devices * row.local_batch_size for row in rows)
@@ -497,18 +497,18 @@ class Enforcement(Artifact):
     )
 
     @model_validator(mode="after")
-    def _adds_up(self) -> Self:
+    def _check_sums(self) -> Self:
         """Refuse ranks that are not 0, 1, ... in order, a total batch that is not their sum, and parts that contradict them."""
         if [entry.rank for entry in self.ranks] != list(range(self.world_size)):
             raise ValueError(f"ranks must be 0 to {self.world_size - 1} in order, one entry each (world_size)")
         total = sum(entry.local_batch_size for entry in self.ranks)
         if total != self.total_batch_size:
             raise ValueError(f"total_batch_size is {self.total_batch_size} but the ranks' batches add up to {total}")
-        _demand_placed(self, {entry.device_type for entry in self.ranks})
+        _demand_parts_fit(self, {entry.device_type for entry in self.ranks})
         return self
 
 
-def _demand_placed(plan: Plan | Enforcement, types: Collection[str]) -> None:
+def _demand_parts_fit(plan: Plan | Enforcement, types: Collection[str]) -> None:
     """Raise ValueError unless the buckets, sharding and superstep fit the parameters, the processes and the device ``types``.
 
     ``types``: the device types that the plan uses.

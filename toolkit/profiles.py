@@ -69,7 +69,7 @@ def check_profile(
     for name, column in columns.items():
         if name in _COUNTS:
             checked[name] = column.astype("int64")
-        elif checked[name].dtype.kind not in "iuf":
+        elif checked[name].dtype.kind not in "iuf":  # a numeric column keeps its own type
             checked[name] = column
     pairs = checked["num_replicas"].astype(str) + " replicas on " + checked["num_nodes"].astype(str) + " nodes"
     # Predictions also have num_gpus: one replica may be spread over several nodes.

@@ -1,7 +1,7 @@
-"""What commands find, as records: one model of each result, which ``--json``, tables, the report, gate and ``schema`` read.
+"""Records of the commands' results, which ``--json``, tables, the report, gate and ``show schema`` read.
 
-Units stand in the names of the fields. Fields that older files lack have a default; unknown ones are ignored, so that the
-files of a newer ddltool can still be shown.
+The names of fields end in their units. Fields that older files lack have a default; unknown ones are ignored, so that files
+of a newer ddltool can still be shown.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Part(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True, strict=True, populate_by_name=True)
 
     @model_serializer(mode="wrap")
-    def _as_set(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _serialize_set_fields(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Return the document (made whole by ``handler``) with only the fields that were set, ``kind`` first.
 
         A ``_`` at the end of a field's name, which avoids a reserved word of Python, is dropped.
@@ -62,7 +62,7 @@ class NetworkPair(Part):
     spread_s: list[Seconds] = Field(default_factory=list, description="interquartile range by size")
 
     @model_validator(mode="after")
-    def _of_each_size(self) -> Self:
+    def _check_lengths(self) -> Self:
         """Refuse lists of times that do not have one entry per size of message; an empty list passes."""
         for name in ("shortest_s", "median_s", "spread_s"):
             if (values := getattr(self, name)) and len(values) != len(self.sizes_bytes):
@@ -115,7 +115,7 @@ class TradeoffFigures(Part):
 
 
 class BarrierResult(Result):
-    """``ddltool barrier``."""
+    """The result of ``ddltool barrier``."""
 
     kind: Literal["ddltool.barrier"] = "ddltool.barrier"
     workers: Count
@@ -152,7 +152,7 @@ class SchemeFigures(SplitTime):
 
 
 class BalanceResult(Result):
-    """``ddltool balance``."""
+    """The result of ``ddltool balance``."""
 
     kind: Literal["ddltool.balance"] = "ddltool.balance"
     workers: Count
@@ -214,7 +214,7 @@ class RankLengths(Part):
 
 
 class LengthsResult(Result):
-    """``ddltool balance`` of lengths."""
+    """The result of ``ddltool balance`` of lengths."""
 
     kind: Literal["ddltool.lengths"] = "ddltool.lengths"
     lengths: LengthStatistics
@@ -287,7 +287,7 @@ class Ledger(Part):
 
 
 class Verification(Result):
-    """``ddltool verify``: a run against its plan."""
+    """The result of ``ddltool verify``: a run against its plan."""
 
     kind: Literal["ddltool.verification"] = "ddltool.verification"
     job: str = ""
@@ -352,7 +352,7 @@ class GateCheck(Part):
 
 
 class GateResult(Result):
-    """``ddltool gate``: all checks."""
+    """The result of ``ddltool gate``: all checks."""
 
     kind: Literal["ddltool.gate"] = "ddltool.gate"
     passed: bool
@@ -380,7 +380,7 @@ class MetricFigure(Part):
 
 
 class GateMetrics(Result):
-    """``ddltool gate --metrics``."""
+    """The result of ``ddltool gate --metrics``."""
 
     kind: Literal["ddltool.gate_metrics"] = "ddltool.gate_metrics"
     artifact: str
@@ -397,7 +397,7 @@ class ReportedSection(Part):
 
 
 class ReportResult(Result):
-    """``ddltool report``."""
+    """The result of ``ddltool report``."""
 
     kind: Literal["ddltool.report"] = "ddltool.report"
     report: str
@@ -427,7 +427,7 @@ class MachineCheck(Part):
 
 
 class DoctorResult(Machine, Result):
-    """``ddltool doctor``; versions by package, null: not installed."""
+    """The result of ``ddltool doctor``; versions by package, null: not installed."""
 
     kind: Literal["ddltool.doctor"] = "ddltool.doctor"
     version: str
@@ -455,7 +455,7 @@ class OverheadRun(Part):
 
 
 class OverheadResult(Result):
-    """``ddltool doctor --overhead``: ratios on / off of the seconds per step."""
+    """The result of ``ddltool doctor --overhead``: ratios on / off of the seconds per step."""
 
     kind: Literal["ddltool.overhead"] = "ddltool.overhead"
     script: str
@@ -469,7 +469,7 @@ class OverheadResult(Result):
 
 
 class ScriptCheck(Result):
-    """``ddltool doctor --check``: whether the first updates of a script are those of one process."""
+    """The result of ``ddltool doctor --check``: whether the first updates of a script are those of one process."""
 
     kind: Literal["ddltool.script_check"] = "ddltool.script_check"
     script: str
@@ -519,7 +519,7 @@ class FirstDifference(Part):
 
 
 class RunDifference(Result):
-    """``ddltool diff-run``."""
+    """The result of ``ddltool diff-run``."""
 
     kind: Literal["ddltool.run-difference"] = "ddltool.run-difference"
     equal: bool
@@ -532,7 +532,7 @@ class RunDifference(Result):
 
 
 class InitResult(Result):
-    """``ddltool init``."""
+    """The result of ``ddltool init``."""
 
     kind: Literal["ddltool.init"] = "ddltool.init"
     paths: list[str]
@@ -554,7 +554,7 @@ class WatchedWorker(Part):
 
 
 class WatchResult(Result):
-    """``ddltool profile watch``."""
+    """The result of ``ddltool profile watch``."""
 
     kind: Literal["ddltool.watch"] = "ddltool.watch"
     batch: Count
@@ -612,7 +612,7 @@ class Drawn(Part):
 
 
 class StragglersResult(Result):
-    """``ddltool stragglers``. Slowdown S and M_W as in ByteDance's what-if analysis of stragglers."""
+    """The result of ``ddltool stragglers``. Slowdown S and M_W as in ByteDance's what-if analysis of stragglers."""
 
     kind: Literal["ddltool.stragglers"] = "ddltool.stragglers"
     source: str = Field(description="traces, telemetry, operations or live")
@@ -704,7 +704,7 @@ class ListedKind(Part):
 
 
 class KindsResult(Result):
-    """``ddltool show schema``."""
+    """The result of ``ddltool show schema``."""
 
     kind: Literal["ddltool.kinds"] = "ddltool.kinds"
     kinds: list[ListedKind]
@@ -724,7 +724,7 @@ Sharing = Literal["sum", "max-min"]
 
 
 class JointPlan(Part):
-    """``ddltool plan --with``: several jobs on the same devices. It has no kind."""
+    """The result of ``ddltool plan --with``: several jobs on the same devices. It has no kind."""
 
     objective: str
     value: Number

@@ -1,4 +1,4 @@
-"""What simulations of a cluster find, as records: replays, sweeps, advice to one job, autoscaling, searches, workloads."""
+"""Records of results of cluster simulations: replays, sweeps, advice on one job, autoscaling, searches, workloads."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class UsageRecord(Part):
     jobs: list[Count] = Field(default_factory=list)
 
     @model_validator(mode="after")
-    def _as_long(self) -> Self:
+    def _check_lengths(self) -> Self:
         """Refuse lists that do not have one entry for each time; ``jobs`` may be empty."""
         for name, column in (("gpus", self.gpus), ("jobs", self.jobs or self.gpus)):
             if len(column) != len(self.time_s):
@@ -127,7 +127,7 @@ class ReplayFailures(Part):
 
 
 class SimulationDocument(Result):
-    """``ddltool simulate``."""
+    """The result of ``ddltool simulate``."""
 
     kind: Literal["ddltool.simulation"] = "ddltool.simulation"
     workload: str
@@ -212,7 +212,7 @@ class PolicyComparison(Result):
 
 
 class SweepDocument(Result):
-    """``ddltool simulate sweep``."""
+    """The result of ``ddltool simulate sweep``."""
 
     kind: Literal["ddltool.sweep"] = "ddltool.sweep"
     settings: dict[str, Any] = Field(default_factory=dict)
@@ -305,7 +305,7 @@ class ResizeOption(ResizeSaving):
 
 
 class AdviceResult(Result):
-    """``ddltool simulate advise``."""
+    """The result of ``ddltool simulate advise``."""
 
     kind: Literal["ddltool.advice"] = "ddltool.advice"
     job: str
@@ -342,7 +342,7 @@ class ScaledTraining(Part):
 
 
 class AutoscalingResult(Result):
-    """``ddltool simulate autoscale``."""
+    """The result of ``ddltool simulate autoscale``."""
 
     kind: Literal["ddltool.autoscaling"] = "ddltool.autoscaling"
     application: str
@@ -375,7 +375,7 @@ class SearchFigures(Part):
 
 
 class SearchResult(Result):
-    """``ddltool simulate trials``."""
+    """The result of ``ddltool simulate trials``."""
 
     kind: Literal["ddltool.hyperparameter_search"] = "ddltool.hyperparameter_search"
     search: TrialSearch
@@ -394,7 +394,7 @@ class JobSpec(Part):
 
 
 class WorkloadResult(Result):
-    """``ddltool workload``; ``source`` says what the jobs are drawn from."""
+    """The result of ``ddltool workload``; ``source`` says what the jobs are drawn from."""
 
     kind: Literal["ddltool.workload"] = "ddltool.workload"
     source: str

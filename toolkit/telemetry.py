@@ -1,4 +1,4 @@
-"""Telemetry: what the hook writes down, and what a parameter server does, one JSON object per line.
+"""Telemetry: the rows that the hook writes, and the events of a parameter server, one JSON object per line.
 
 Each start of a job appends its rows to the file, with a ``run`` of their own; :func:`last_run` picks the newest.
 """

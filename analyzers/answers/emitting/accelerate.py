@@ -1,4 +1,4 @@
-"""A plan as the YAML file of ``accelerate config``: FSDP2 or DDP, how many processes, precision and compilation.
+"""A plan as the YAML file of ``accelerate config``: FSDP2 or DDP, number of processes, precision and compilation.
 
 Keys after Accelerate's ``commands/config/config_args.py`` and ``parallelism_config.py`` (1.15), which read them.
 """
@@ -31,9 +31,9 @@ _IN_SCRIPT = {
 
 
 def accelerate_config(plan: Plan, layout: ProcessLayout) -> tuple[dict[str, Any], list[str]]:
-    """Return what ``accelerate launch --config_file`` reads, and its gaps: what of the plan the script has to say.
+    """Return the content for ``accelerate launch --config_file``, and its gaps: the parts of the plan left to the script.
 
-    Raises InputError for unlike nodes, DDP beside tensor parallelism and unequal batches.
+    Raises InputError for different nodes, DDP beside tensor parallelism, and unequal batches.
     """
     degrees, gaps = shares(plan, "accelerate")
     run, unknown = run_settings(plan)
@@ -79,25 +79,24 @@ def accelerate_config(plan: Plan, layout: ProcessLayout) -> tuple[dict[str, Any]
             "blocks: fsdp_transformer_layer_cls_to_wrap names their class, which only a transformers model says"
         )
     checkpoints = recomputed != "none" and not is_fsdp  # FSDP2's own key does it
-    return config, [*gaps, *unknown, *left_out, *_script_parts(degrees, layout, checkpoints, run.precision)]
+    return config, [*gaps, *unknown, *left_out, *_script_gaps(degrees, layout, checkpoints, run.precision)]
 
 
 def accelerate_text(config: dict[str, Any], head: str) -> str:
-    """Return the config as YAML under ``head``, comment lines."""
+    """Return the config as YAML text below ``head``, which is comment lines."""
     return f"{head.rstrip()}\n{yaml.safe_dump(config, sort_keys=False)}"
 
 
 def _parallelism(degrees: Shares) -> dict[str, int]:
-    """Return the mesh's degrees as Accelerate names them, for a plan with tensor parallelism or several sets of shards."""
+    """Return the degrees of parallelism under Accelerate's names (cp: context parallelism, which no plan has)."""
     sizes = {"dp_replicate": degrees.replicate, "dp_shard": degrees.shard, "tp": degrees.tensor, "cp": 1}
     return {f"parallelism_config_{name}_size": size for name, size in sizes.items()}
 
 
-def _script_parts(degrees: Shares, layout: ProcessLayout, checkpoints: bool, precision: str) -> list[str]:
-    """Return gaps: what the training script has to say, as the file has no key for it, each ``WHAT: what to do``.
+def _script_gaps(degrees: Shares, layout: ProcessLayout, checkpoints: bool, precision: str) -> list[str]:
+    """Return the gaps that the training script must fill, as the file has no key for them, each ``PART: remedy``.
 
-    ``checkpoints``: whether the script must turn activation checkpointing on. ``degrees``: who shares what, and how
-    many passes.
+    ``checkpoints``: whether the script must turn activation checkpointing on.
     """
     parts = [f"batch size: {degrees.micro_batch_size} a pass, in the script's DataLoader"]
     if degrees.passes > 1:

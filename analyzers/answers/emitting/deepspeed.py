@@ -14,10 +14,10 @@ from ddltool.analyzers.answers.emitting.shares import Shares, recomputation, run
 from ddltool.errors import InputError
 from ddltool.plans import Plan
 
-# What DeepSpeed builds by a name; others the script hands to deepspeed.initialize.
+# Optimizers that DeepSpeed builds by name; the script passes others to deepspeed.initialize.
 _OPTIMIZERS = {"adam": "Adam", "adamw": "AdamW", "lion": "Lion"}
 _ALL_HALF = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
-# autocast over float32 parameters, which "bf16" and "fp16" of DeepSpeed's own are not
+# bf16 and fp16 are autocast over float32 parameters, unlike DeepSpeed's own "bf16" and "fp16".
 _PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "tf32": {},
@@ -29,9 +29,9 @@ _PRECISIONS: dict[str, dict[str, Any]] = {
 
 
 def deepspeed_config(plan: Plan) -> tuple[dict[str, Any], list[str]]:
-    """Return the content of ``ds_config.json``, and its gaps: what of the plan it leaves out, each with what to do about it.
+    """Return the content of ``ds_config.json``, and its gaps: the parts of the plan that it leaves out, with remedies.
 
-    Raises InputError for a precision that DeepSpeed does not have and for unequal batches.
+    Raises InputError for a precision that DeepSpeed does not have, and for unequal batches.
     """
     degrees, gaps = shares(plan, "deepspeed")
     run, unknown = run_settings(plan)
@@ -44,11 +44,11 @@ def deepspeed_config(plan: Plan) -> tuple[dict[str, Any], list[str]]:
     if degrees.sharded:
         stage = 3 if degrees.reshard else 2
     config: dict[str, Any] = {
-        # DeepSpeed counts every GPU of a tensor group in it, which would be another number than the plan's.
+        # DeepSpeed counts the batch of every GPU of a tensor group in it, so it would differ from the plan's.
         **({"train_batch_size": degrees.total_batch_size} if degrees.tensor == 1 else {}),
         "train_micro_batch_size_per_gpu": degrees.micro_batch_size,
         "gradient_accumulation_steps": degrees.passes,
-        "zero_optimization": {"stage": stage, **_partition(degrees, stage)},
+        "zero_optimization": {"stage": stage, **_zero_options(degrees, stage)},
         **_PRECISIONS[run.precision],
     }
     if degrees.offload:
@@ -87,19 +87,18 @@ def deepspeed_config(plan: Plan) -> tuple[dict[str, Any], list[str]]:
 
 
 def deepspeed_text(plan: Plan, config: dict[str, Any], gaps: Sequence[str]) -> str:
-    """Return the config as JSON, with the plan's hash and the gaps in an entry of its own.
+    """Return the config as JSON text, with the plan's hash and the gaps under a further key ``ddltool``.
 
-    JSON has no comments, and DeepSpeed passes over an entry that it does not know.
+    JSON has no comments, and DeepSpeed ignores unknown keys.
     """
     marks = {"plan_sha256": plan_hash(plan), "not_expressed": list(gaps)}
     return json.dumps({**config, "ddltool": marks}, indent=2) + "\n"
 
 
-def _partition(degrees: Shares, stage: int) -> dict[str, Any]:
-    """Return ZeRO's options for a stage, without the stage itself.
+def _zero_options(degrees: Shares, stage: int) -> dict[str, Any]:
+    """Return the options of ZeRO ``stage`` (0 to 3) beside the stage itself; {} for stage 0.
 
-    Stage 3 with several sets of shards gets hpZ: parameters kept whole in each set, which stands nearest to HSDP.
-    ``degrees``: who shares the model's state.
+    Stage 3 with several replicas gets hpZ, which keeps the parameters sharded within each: the nearest to HSDP.
     """
     hybrid = {"zero_hpz_partition_size": degrees.shard} if stage == 3 and degrees.replicate > 1 else {}
     return {"overlap_comm": True, **hybrid} if stage else {}

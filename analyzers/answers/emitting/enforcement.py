@@ -1,4 +1,4 @@
-"""From a plan to what each training process does, and what of the plan a target has no words for."""
+"""From a plan to the hook's configuration, and the parts of a plan that a target cannot express."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ddltool.plans import Enforcement, Plan, RankEnforcement
 
 Target = Literal["hook", "torchrun", "kubernetes", "slurm", "fsdp2", "ddp", "torchtitan", "accelerate", "deepspeed"]
 _HOOK = "emit --target hook and ddltool.runtime.attach do it"
-# Launchers bring enforce.json along and tell the hook where it lies.
+# The targets whose processes run with the hook: launchers pass it enforce.json.
 _ENFORCED: tuple[Target, ...] = ("hook", "torchrun", "slurm", "kubernetes")
-# Frameworks with settings of their own, whose modules say what they lack of batches, passes and checkpointing.
+# Frameworks with settings of their own; their modules report gaps in batches, passes and checkpointing themselves.
 _FRAMEWORKS: tuple[Target, ...] = ("torchtitan", "accelerate", "deepspeed")
-# What runs groups of devices: with tensor parallelism alone, and with stages of a pipeline.
+# The targets that can run groups of devices: with tensor parallelism alone, and with stages of a pipeline.
 _TENSOR: tuple[Target, ...] = ("torchtitan", "accelerate", "deepspeed", "fsdp2", "torchrun", "slurm", "kubernetes")
 _PIPELINE: tuple[Target, ...] = ("torchtitan", "torchrun", "slurm", "kubernetes")
-# What, whether a plan has it, who expresses it, and where to go with the others. The order is that of the output.
+# (part of a plan, whether a plan has it, the targets that express it, the remedy for the others), in the order of the output.
 _CONTENTS: tuple[tuple[str, Callable[[Plan], object], tuple[Target, ...], str], ...] = (
     ("weights of uneven gradients", lambda plan: len(_batch_sizes(plan)) > 1, _ENFORCED, _HOOK),
     ("order of parameters", lambda plan: any(p.priority is not None for p in plan.parameters), _ENFORCED, _HOOK),
@@ -79,7 +79,7 @@ _MOST_RANKS = 100_000
 
 
 def demand_words_for_groups(plan: Plan, target: Target, where: str) -> None:
-    """Raise InputError for a plan whose ranks are groups of devices, where the target cannot run those; it names those that do.
+    """Raise InputError, which names targets that work, if the plan's ranks are groups that ``target`` cannot run.
 
     ``where``: the plan's file, for the message.
     """
@@ -92,10 +92,10 @@ def demand_words_for_groups(plan: Plan, target: Target, where: str) -> None:
 
 
 def to_enforcement(plan: Plan, *, telemetry: str | None = "telemetry.jsonl") -> Enforcement:
-    """Return what each training process does, as the hook reads it: one rank per used device, in the order of assignments.
+    """Return the configuration that the hook reads in each training process: a rank per used device, in the plan's order.
 
-    A rank's local batch holds the samples of all its logical workers. ``telemetry``: the file that the hook writes;
-    None: no file. Raises InputError for more than 100,000 processes.
+    A rank's ``ests`` are its logical workers, and its local batch has the samples of all of them. ``telemetry``: the
+    file that the hook writes; None: no file. Raises InputError for more than 100,000 processes.
     """
     if plan.world_size > _MOST_RANKS:
         problem = f"are {plan.world_size:,} devices"
@@ -130,16 +130,16 @@ def to_enforcement(plan: Plan, *, telemetry: str | None = "telemetry.jsonl") -> 
 
 
 def not_expressed(plan: Plan, target: Target, layout: ProcessLayout | None = None) -> list[str]:
-    """Return the gaps: what the target leaves out of a plan or has to assume, each as ``WHAT: what to do about it``.
+    """Return the gaps: the parts of a plan that the target leaves out or assumes, each as ``PART: remedy``.
 
-    ``layout``: where the processes run, if the target says so.
+    ``layout``: the nodes, for a target that starts processes; None: for any other.
     """
     gaps = [
         f"{content}: {remedy}"
         for content, has_content, targets, remedy in _CONTENTS
         if has_content(plan) and target not in targets
     ]
-    # Of groups a launcher only starts the script, which has to say all the rest itself.
+    # A launcher of groups only starts the script, which must set up everything else itself.
     if plan.group is not None and target in _ENFORCED:
         able = "torchtitan" if plan.group.pipeline > 1 else "torchtitan, accelerate, deepspeed or fsdp2"
         gaps = [f"parts of the model, batches and passes: the script's, as --target {able} writes them"]

@@ -1,4 +1,4 @@
-"""A plan as Kubernetes objects: a TrainJob (Kubeflow Trainer) where all nodes are alike, or a JobSet."""
+"""A plan as Kubernetes objects: a TrainJob (Kubeflow Trainer) if all nodes are equal, else a JobSet."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from ddltool.artifacts import to_json
 from ddltool.errors import InputError, shortened
 from ddltool.plans import Enforcement, Plan
 
-_LONGEST_NAME = 1000  # of a job in an annotation; all annotations together may have 256 KiB
+_LONGEST_NAME = 1000  # characters of a job's name in an annotation; all annotations together may have 256 KiB
 _PORT = 29500
 _IMAGE = "pytorch/pytorch:latest"
 _VOLUME = "ddltool-plan"
 _FOLDER = "/etc/ddltool"
-# Data loaders and NCCL share memory, of which a container has 64 MiB by itself.
+# Data loaders and NCCL need more shared memory than the 64 MiB that a container has by default.
 _MOUNTS = [
     {"name": _VOLUME, "mountPath": _FOLDER, "readOnly": True},
     {"name": "shared-memory", "mountPath": "/dev/shm"},
@@ -40,11 +40,10 @@ _RUNTIME = {"apiGroup": "trainer.kubeflow.org", "kind": "ClusterTrainingRuntime"
 def manifests(
     plan: Plan, enforcement: Enforcement, layout: ProcessLayout, settings: LaunchSettings
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the ConfigMap with enforce.json and the job that mounts it as ``/etc/ddltool/enforce.json``, as documents.
+    """Return two documents: the ConfigMap with the hook's ``enforcement``, and the job that mounts it under /etc/ddltool.
 
-    The hook does not run groups of devices; for such a plan it is the plan itself, plan.json. Raises InputError for a
-    TrainJob of unlike nodes, as it has one kind of node, and for a config that no ConfigMap can hold. ``enforcement``:
-    what the hook in each process does.
+    The file is enforce.json; for a plan of groups of devices, which the hook does not run, it is plan.json with the plan.
+    Raises InputError for a TrainJob of different nodes, and for a configuration that is too large for a ConfigMap.
     """
     file, config = ("enforce.json", to_json(enforcement)) if plan.group is None else ("plan.json", to_json(plan))
     if len(config.encode("utf-8")) > _CONFIG_BYTES:
@@ -57,14 +56,14 @@ def manifests(
 
 
 def manifest_text(plan: Plan, documents: Sequence[dict[str, Any]], layout: ProcessLayout, gaps: Sequence[str]) -> str:
-    """Return the documents as one YAML file, with the plan's hash, the nodes and the gaps as comments at its top."""
-    plain = json.loads(json.dumps(documents))  # parts that stand twice would become aliases
+    """Return the documents as the text of one YAML file, with the plan's hash, the nodes and the gaps in comments on top."""
+    plain = json.loads(json.dumps(documents))  # copied, as YAML would write objects that are shared as aliases
     bodies = (yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=10**6) for document in plain)
     return remarks(plan, layout, gaps) + "---\n" + "---\n".join(bodies)
 
 
 def assumptions(settings: LaunchSettings, plan: Plan) -> list[str]:
-    """Return what the cluster must have for the manifest to work, as gaps: each ``WHAT: what to do about it``."""
+    """Return gaps for what the manifest assumes of the cluster, each ``PART: remedy``: node labels, and an image."""
     values = ", ".join(sorted({node_value(row.device_type, settings) for row in plan.assignments}))
     needs = [
         f"node labels: nodes must carry {settings.node_label} with the values {values} (--node-label, --label-value)"
@@ -73,9 +72,9 @@ def assumptions(settings: LaunchSettings, plan: Plan) -> list[str]:
 
 
 def _train_job(plan: Plan, layout: ProcessLayout, settings: LaunchSettings) -> dict[str, Any]:
-    """Return a TrainJob (Kubeflow Trainer v2), whose runtime's torch policy gives torchrun its PET_ variables.
+    """Return a TrainJob (Kubeflow Trainer v2). Its runtime tells torchrun the nodes by environment variables (PET_...).
 
-    Raises InputError where the ``layout`` has unlike nodes, as a TrainJob has one kind.
+    Raises InputError for a ``layout`` of different nodes, as a TrainJob has one kind of node.
     """
     if len(layout.groups) > 1:
         groups_text = "; ".join(group.text for group in layout.groups)
@@ -103,16 +102,16 @@ def _train_job(plan: Plan, layout: ProcessLayout, settings: LaunchSettings) -> d
 
 
 def _size(group: EqualNodes, resource: str | None) -> dict[str, Any]:
-    """Return how large a TrainJob is, in its trainer's fields; ``resource`` None: no devices are asked for."""
+    """Return the fields of a TrainJob's trainer for nodes, processes and devices; ``resource`` None: no devices requested."""
     size: dict[str, Any] = {"numNodes": group.nodes, "numProcPerNode": group.processes_per_node}
     return size if resource is None else {**size, "resourcesPerNode": _resources(group, resource)}
 
 
 def train_job_patch(group: EqualNodes, resource: str | None, notes: Mapping[str, str]) -> dict[str, Any]:
-    """Return the merge patch that makes a suspended TrainJob as large as ``group``; ``notes``: its annotations.
+    """Return the merge patch that gives a suspended TrainJob the nodes and processes of ``group``.
 
-    As a recommender of Kubeflow's KEP-3328 hands it over: ``kubectl patch trainjob NAME --type merge --patch-file
-    FILE``. ``resource``: of a device, None for no request.
+    A recommender of Kubeflow's KEP-3328 applies it: ``kubectl patch trainjob NAME --type merge --patch-file FILE``.
+    ``resource``: the devices' resource name; None: none is requested. ``notes``: annotations, stored as ``ddltool/NAME``.
     """
     marks = {f"ddltool/{name}": text for name, text in notes.items()}
     return {"metadata": {"annotations": marks}, "spec": {"trainer": _size(group, resource)}}
@@ -121,8 +120,7 @@ def train_job_patch(group: EqualNodes, resource: str | None, notes: Mapping[str,
 def _job_set(plan: Plan, layout: ProcessLayout, settings: LaunchSettings) -> dict[str, Any]:
     """Return a JobSet with one replicated job per group of equal nodes.
 
-    Each is an indexed Job, whose pods know their index in the group; with the group's first node that is the node's
-    rank.
+    Each is an indexed Job: a pod's index plus the rank of the group's first node is the node's rank.
     """
     name = cluster_name(plan.job)
     jobs = []
@@ -136,7 +134,7 @@ def _job_set(plan: Plan, layout: ProcessLayout, settings: LaunchSettings) -> dic
             "template": template,
         }
         jobs.append({"name": f"g{index}", "replicas": 1, "template": {"spec": spec}})
-    # Pods find the first node by a name, which must be known before that pod is ready.
+    # Pods find the first node by its host name, which must resolve before that pod is ready.
     network = {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": name}
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
@@ -147,9 +145,9 @@ def _job_set(plan: Plan, layout: ProcessLayout, settings: LaunchSettings) -> dic
 
 
 def _pod(plan: Plan, layout: ProcessLayout, group: EqualNodes, settings: LaunchSettings) -> dict[str, Any]:
-    """Return the template of a node's pod: a shell works out the node's rank from the pod's index and becomes torchrun.
+    """Return the spec of a pod, one node of ``group``: its shell computes the node's rank from the pod's index.
 
-    ``group``: the equal nodes that it is one of.
+    The shell then replaces itself (``exec``) by torchrun.
     """
     name = cluster_name(plan.job)
     command = (
@@ -175,21 +173,21 @@ def _pod(plan: Plan, layout: ProcessLayout, group: EqualNodes, settings: LaunchS
 
 
 def _literal(text: str) -> str:
-    """Return ``text`` so that Kubernetes, which expands ``$(NAME)`` in commands, leaves it as it is."""
+    """Return ``text`` with every ``$`` doubled, so that Kubernetes does not expand ``$(NAME)`` in a command."""
     return text.replace("$", "$$")
 
 
 def _metadata(plan: Plan, settings: LaunchSettings) -> dict[str, Any]:
-    """Return the metadata of a job: its name, the plan's labels and annotations, and the queue of Kueue where one is given."""
+    """Return the metadata of a job: its name, the plan's labels and annotations, and Kueue's queue if one is given."""
     marks = _marks(plan)
     queue = {"kueue.x-k8s.io/queue-name": settings.queue} if settings.queue else {}
     return {"name": cluster_name(plan.job), **marks, "labels": marks["labels"] | queue}
 
 
 def _marks(plan: Plan) -> dict[str, dict[str, str]]:
-    """Return the labels and annotations by which a job tells its plan.
+    """Return the labels and annotations that identify the plan by its SHA-256.
 
-    A label takes 63 characters and a SHA-256 has 64, so the label has the first 16 and the annotation all.
+    The label has the first 16 of its 64 digits, as a label is limited to 63 characters; the annotation has all.
     """
     sha = plan_hash(plan)
     return {
@@ -199,7 +197,7 @@ def _marks(plan: Plan) -> dict[str, dict[str, str]]:
 
 
 def _variables(plan: Plan) -> list[dict[str, str]]:
-    """Return the environment variables by which a process finds its plan, as Kubernetes lists them."""
+    """Return Kubernetes' list of the environment variables that tell a process its plan, its job and the hook's file."""
     values = {
         "DDLTOOL_PLAN_SHA256": plan_hash(plan),
         "DDLTOOL_JOB": cluster_name(plan.job),
@@ -209,7 +207,7 @@ def _variables(plan: Plan) -> list[dict[str, str]]:
 
 
 def _resources(group: EqualNodes, resource: str) -> dict[str, Any]:
-    """Return what a pod asks for: one ``resource`` (such as nvidia.com/gpu) for each of its processes."""
+    """Return the resource request of a pod: one ``resource`` (such as nvidia.com/gpu) for each of its processes."""
     counts = {resource: str(group.processes_per_node)}
     return {"limits": counts, "requests": counts}
 

@@ -1,4 +1,4 @@
-"""What every target of ``emit`` needs of a plan: its hash, names that clusters accept, and processes on nodes."""
+"""Parts of every target of ``emit``: the plan's hash, names that clusters accept, and the processes on each node."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class EqualNodes:
     nodes: int
     processes_per_node: int
     first_node: int
-    """Rank of the first node; the others follow."""
+    """Rank of the group's first node; its other nodes follow."""
     first_rank: int
-    """Rank of its first process; the others follow, node by node."""
+    """Rank of the group's first process; its other processes follow, node by node."""
 
     @property
     def processes(self) -> int:
@@ -54,11 +54,11 @@ class EqualNodes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessLayout:
-    """The nodes in the order of their ranks, so that process r is rank r of the plan."""
+    """The groups of nodes in the order of ranks: process r runs rank r of the plan."""
 
     groups: tuple[EqualNodes, ...]
     assumed: bool
-    """Whether the number of devices per node is a guess: neither the plan nor the user says it."""
+    """Whether the number of devices per node is a guess, as neither the plan nor the user gives it."""
 
     @property
     def nodes(self) -> int:
@@ -73,27 +73,27 @@ class ProcessLayout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchSettings:
-    """What a launcher says that a plan does not know."""
+    """Settings of a launcher that are not part of a plan."""
 
     script: Sequence[str]
     """The training script with its arguments."""
     resource: str | None = None
-    """Kubernetes' extended resource of a device, Slurm's generic one; None: none is asked for."""
+    """Name of the devices' resource: Kubernetes' extended resource, Slurm's GRES; None: none is requested."""
     queue: str | None = None
     """Kueue's LocalQueue, Slurm's partition."""
     image: str | None = None
     node_label: str = "ddltool/device-type"
-    """The node label that tells the device type."""
+    """The Kubernetes label of nodes whose value is the device type."""
     label_values: Mapping[str, str] = field(default_factory=dict)
-    """Its value by device type; the type itself where none is given."""
+    """The label's value by device type; for absent types the type itself."""
     kind: Kind | None = None
-    """None: TrainJob where it has words for the nodes."""
+    """None: TrainJob if all nodes are equal, else JobSet."""
 
 
 def plan_hash(plan: Plan) -> str:
-    """Return the SHA-256, in hexadecimal, of the plan's canonical JSON: sorted keys, no blanks, UTF-8.
+    """Return the SHA-256, in hexadecimal, of the plan's canonical JSON: all fields, sorted keys, no blanks, UTF-8.
 
-    The layout of the file, the order of its keys and fields left at their defaults do not change it.
+    It does not depend on the format of the plan's file, or on whether fields with default values are written there.
     """
     text = json.dumps(
         plan.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
@@ -102,10 +102,10 @@ def plan_hash(plan: Plan) -> str:
 
 
 def cluster_name(text: str) -> str:
-    """Return ``text`` as a label of RFC 1123 that begins with a letter (which Services ask for, RFC 1035).
+    """Return ``text`` as a name for Kubernetes objects: a label of RFC 1123 that begins with a letter (RFC 1035).
 
-    A name that is one already stays as it is; any other is mapped and gets eight digits of its SHA-256, so that two
-    jobs do not end with one name.
+    A text that is such a name is returned unchanged; any other is changed into one and gets eight digits of its SHA-256,
+    so that different texts keep different names.
     """
     if len(text) <= NAME_LENGTH and re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", text):
         return text
@@ -113,12 +113,12 @@ def cluster_name(text: str) -> str:
     mapped = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
     if not mapped[:1].isalpha():
         mapped = f"job-{mapped}".rstrip("-")
-    # Room for a hyphen and the eight digits.
+    # 9: the hyphen and the eight digits.
     return f"{mapped[: NAME_LENGTH - 9].rstrip('-')}-{digest}"
 
 
 def node_value(device_type: str, settings: LaunchSettings) -> str:
-    """Return the value of the node label on nodes with devices of a type: the user's, or the type's name made to fit."""
+    """Return the value of the node label for a device type: the user's, else :func:`label_value` of the type."""
     return settings.label_values.get(device_type) or label_value(device_type)
 
 
@@ -129,24 +129,22 @@ def label_value(text: str) -> str:
 
 
 def one_word(text: str) -> str:
-    """Return ``text`` fit for a comment line: cut if long, and quoted as in JSON where it holds more than plain characters."""
+    """Return ``text`` for a comment line: shortened, and quoted as in JSON unless all of it is letters, digits, ``_.+/:-``."""
     text = shortened(text, _LONGEST_COMMENT)
     return text if re.fullmatch(r"[\w.+/:-]+", text, re.ASCII) else json.dumps(text)
 
 
 def layout(plan: Plan, devices_per_node: Mapping[str, int] | int | None = None) -> ProcessLayout:
-    """Return which processes run on which nodes: per device type as many full nodes as there are, and one for the rest.
+    """Return the processes on each node, one for each single device: full nodes of each device type, then one for the rest.
 
-    Each device has one process. The parameter server of an elastic-bsp plan is one more process on the last node. The
-    devices of a tensor group are neighbours.
+    The parameter server of an elastic-bsp plan is one more process on the last node.
 
-    ``devices_per_node`` counts the single devices of a node, for all types or by type. None: the plan's own number is
-    taken, or its processes are spread evenly over its number of nodes; if the plan says neither, each device type is
-    taken to stand on one node (``assumed``). Raises InputError for a type that the plan does not use, for counts below
-    one, and for nodes that hold no whole number of tensor groups.
+    ``devices_per_node``: number of single devices of a node, for all types or by type. None: the plan's own number, else
+    its processes spread evenly over its number of nodes, else all devices of a type on one node (``assumed``). Raises
+    InputError for a type that the plan does not use, a number below one, and a node that would split a tensor group.
     """
-    devices_per_rank = plan.processes // plan.world_size  # more than one where ranks are groups
-    # (device type, single devices) of neighbouring assignments of one type, in the order of the ranks.
+    devices_per_rank = plan.processes // plan.world_size  # more than one if ranks are groups
+    # (device type, number of single devices) of successive assignments of one type, in the order of ranks.
     device_runs = [
         (name, devices_per_rank * sum(row.devices for row in rows))
         for name, rows in groupby(plan.assignments, key=lambda row: row.device_type)
@@ -160,7 +158,6 @@ def layout(plan: Plan, devices_per_node: Mapping[str, int] | int | None = None) 
     next_node = next_rank = 0
     for name, devices in device_runs:
         per_node = min(devices_by_type.get(name, devices), devices)
-        # As many full nodes as there are, and one for the rest.
         for nodes, processes in ((devices // per_node, per_node), (1, devices % per_node)):
             if not processes:
                 continue
@@ -188,10 +185,10 @@ def layout(plan: Plan, devices_per_node: Mapping[str, int] | int | None = None) 
 
 
 def _per_node(plan: Plan, types: list[str], devices_per_node: Mapping[str, int] | int | None) -> dict[str, int]:
-    """Return how many single devices a node has, by device type, for the types of which that is known.
+    """Return the number of single devices of a node by device type; a type for which it is not known is absent.
 
-    The user's word (``devices_per_node``) comes first, then what the plan says, then its processes spread over its
-    nodes. Raises InputError where the user names a type that is not among ``types``, or fewer devices than one.
+    The user's ``devices_per_node`` counts, else the plan's numbers, else its processes spread over its nodes. Raises
+    InputError if the user names a type that is not in ``types``, or a number below one.
     """
     if devices_per_node is None:
         if plan.run is not None and plan.run.gpus_per_node is not None:
@@ -199,7 +196,7 @@ def _per_node(plan: Plan, types: list[str], devices_per_node: Mapping[str, int] 
         if plan.devices_per_node is not None:
             devices_per_rank = plan.processes // plan.world_size
             return {name: count * devices_per_rank for name, count in plan.devices_per_node.items() if name in types}
-        counted = plan.goodput or plan.network
+        counted = plan.goodput or plan.network  # the parts of a plan that may have a number of nodes
         node_count = counted.num_nodes if counted else None
         return {types[0]: math.ceil(plan.processes / node_count)} if node_count and len(set(types)) == 1 else {}
     counts = dict.fromkeys(types, devices_per_node) if isinstance(devices_per_node, int) else dict(devices_per_node)
@@ -212,5 +209,5 @@ def _per_node(plan: Plan, types: list[str], devices_per_node: Mapping[str, int] 
 
 
 def _span(numbers: range, noun: str) -> str:
-    """Return "rank 3" or "ranks 0 to 3"."""
+    """Return "rank 3" for one number, "ranks 0 to 3" for several; ``noun``: "rank"."""
     return f"{noun} {numbers[0]}" if len(numbers) == 1 else f"{noun}s {numbers[0]} to {numbers[-1]}"

@@ -1,4 +1,4 @@
-"""A plan as text: torchrun on every node, Slurm's sbatch, and modules that need torch alone. Templates hold the words."""
+"""A plan as scripts for torchrun and sbatch, and as Python modules that need torch alone; their text is in templates/."""
 
 from __future__ import annotations
 
@@ -24,54 +24,56 @@ from ddltool.plans import PRODUCTS, Plan
 from ddltool.precision import precision_of
 
 CORES = 4
-"""Cores of a process and its data loaders, where a launcher must say: Slurm gives a task one."""
+"""Cores for a process and its data loaders, where a launcher must request them: Slurm's default is one."""
 
 
 def torchrun_script(plan: Plan, layout: ProcessLayout, settings: LaunchSettings, *, gaps: Sequence[str]) -> str:
-    """Return a bash script that starts a node's processes; it is run once on every node.
+    """Return a bash script that is run once on every node and starts the node's processes with torchrun.
 
-    What the script is given is appended to the training script's arguments. ``gaps``: what it leaves out of the plan, said
-    in its comments. On several nodes it asks for ``NODE_RANK`` and ``MASTER_ADDR``, and a node's rank decides how many
-    processes it starts. torchrun's static rendezvous numbers the processes node by node, so rank r is rank r of the plan.
+    Its own arguments are appended to those of the training script. On several nodes it needs the variables ``NODE_RANK``,
+    which decides the number of processes, and ``MASTER_ADDR``. torchrun's static rendezvous numbers processes node by
+    node, so rank r is rank r of the plan. ``gaps``: the parts of the plan that are left out, for comments.
     """
-    return _filled("torchrun.sh", plan, gaps, layout, script=shlex.join(settings.script))
+    return _fill_template("torchrun.sh", plan, gaps, layout, script=shlex.join(settings.script))
 
 
 def slurm_script(plan: Plan, layout: ProcessLayout, settings: LaunchSettings, *, gaps: Sequence[str]) -> str:
     """Return a batch script for sbatch: one task per node, which starts the node's processes with torchrun.
 
-    Unlike nodes are the components of a heterogeneous job (``#SBATCH hetjob``), in the order of ranks. The generic
-    resource is asked for as ``GRES:TYPE:COUNT`` with the device type in small letters. Slurm calls a kind of device
-    that jobs ask for (GRES) a generic resource.
+    Different nodes are components of a heterogeneous job (``#SBATCH hetjob``), in the order of ranks. Devices are
+    requested as Slurm's generic resources (GRES), ``RESOURCE:TYPE:COUNT``, with TYPE from :func:`gres_type`. ``gaps``:
+    the parts of the plan that are left out, for comments.
     """
     script = shlex.join(settings.script)
-    return _filled(
+    return _fill_template(
         "slurm.sh", plan, gaps, layout, script=script, gres=settings.resource, partition=settings.queue, cores=CORES
     )
 
 
 def gres_type(device_type: str) -> str:
-    """Return a device type as the type of a generic resource: small letters, digits, ``_``, ``-`` and ``.``."""
+    """Return a device type as the type of a generic resource: lower case, other characters than ``a-z0-9_.-`` as ``_``."""
     return re.sub(r"[^a-z0-9_.-]+", "_", device_type.lower()).strip("_") or "any"
 
 
 def ddp_module(plan: Plan, *, gaps: Sequence[str]) -> str:
-    """Return the text of a module with ``DDP_ARGUMENTS`` and ``wrap(model)``. Raises InputError for a plan without buckets.
+    """Return the text of a Python module with ``DDP_ARGUMENTS`` and ``wrap(model)``.
 
-    The buckets are listed where their sizes differ, else one size says it.
+    The arguments are a list of bucket sizes, else one size, else none. Raises InputError for a plan with neither buckets
+    nor DDP as its sharding. ``gaps``: the parts of the plan that are left out, for comments.
     """
     if plan.ddp is None and (plan.sharding is None or plan.sharding.kind != "ddp"):
         raise InputError("plan:ddp", "is missing", "plan with --graph and a training graph, or emit --target fsdp2")
     buckets = plan.ddp
     sizes = buckets and {"bucket_cap_mb_list": buckets.bucket_cap_mb_list, "bucket_cap_mb": buckets.bucket_cap_mb}
     named_values = [(name, value) for name, value in (sizes or {}).items() if value is not None]
-    return _filled("ddp.txt", plan, gaps, arguments=dict(named_values[:1]))
+    return _fill_template("ddp.txt", plan, gaps, arguments=dict(named_values[:1]))
 
 
 def fsdp2_module(plan: Plan, *, gaps: Sequence[str]) -> str:
-    """Return the text of a module with the units, the prefetch lists and ``shard(model)``, tensor parallelism first if any.
+    """Return the text of a Python module with FSDP2's units and prefetch lists, and ``shard(model)``, which applies them.
 
-    Raises InputError for a plan without a list of blocks.
+    ``shard`` applies tensor parallelism first, if there is any. Raises InputError for a plan without a list of blocks.
+    ``gaps``: the parts of the plan that are left out, for comments.
     """
     has_units = plan.group is not None or plan.fsdp2 is not None
     units = block_names(plan) if has_units else []
@@ -80,44 +82,42 @@ def fsdp2_module(plan: Plan, *, gaps: Sequence[str]) -> str:
         raise InputError("plan:fsdp2", problem, "plan with --graph and a training graph of a model with blocks")
     shape = plan.sharding
     tensor = {"tensor": plan.group.tensor} if plan.group is not None and plan.group.tensor > 1 else {}
-    # Sets of ranks that hold everything make a mesh of two dimensions; DDP beside tensor parallelism is such sets
-    # of one rank each.
+    # With several replicas the mesh has two dimensions; DDP beside tensor parallelism is replicas of one rank each.
     if shape is not None and (shape.kind == "hsdp" or (tensor and shape.kind == "ddp")):
         replicas = shape.replicate if shape.kind == "hsdp" else plan.world_size
         mesh = {"replicate": replicas, "shard": plan.world_size // replicas}
     else:
         mesh = {"shard": plan.world_size}
     ahead = {"forward": {}, "backward": {}} if plan.fsdp2 is None else plan.fsdp2.model_dump()
-    return _filled("fsdp2.txt", plan, gaps, units=units, ahead=ahead, reshard=reshards(plan), mesh={**mesh, **tensor})
+    return _fill_template(
+        "fsdp2.txt", plan, gaps, units=units, ahead=ahead, reshard=reshards(plan), mesh={**mesh, **tensor}
+    )
 
 
 def remarks(plan: Plan, layout: ProcessLayout | None, gaps: Sequence[str]) -> str:
-    """Return the head of an output as comment lines: the job, the plan's hash, the nodes and the gaps."""
-    return _filled("head.txt", plan, gaps, layout)
+    """Return comment lines for the top of an output: the job, the plan's hash, the nodes (if any) and the gaps."""
+    return _fill_template("head.txt", plan, gaps, layout)
 
 
-def _filled(
+def _fill_template(
     name: str, plan: Plan, gaps: Sequence[str], layout: ProcessLayout | None = None, **more_values: object
 ) -> str:
-    """Return the template ``name`` filled with what the plan says.
+    """Return the template ``name`` rendered with the plan's values.
 
-    ``gaps``: what is left out, for the comments. ``layout``: the nodes; None: a module that starts nothing and needs
-    torch alone. ``more_values``: further variables of that template.
+    ``gaps``: the parts of the plan that are left out, for comments. ``layout``: the nodes; None: the output starts no
+    processes. ``more_values``: further variables of that template.
     """
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).with_name("templates")),
         undefined=StrictUndefined,
         trim_blocks=True,
         keep_trailing_newline=True,
-        autoescape=False,  # it is shell and Python: names are made one word, arguments are quoted
+        autoescape=False,  # escapes are for HTML; in shell and Python, names are made one word and arguments are quoted
     )
     title = f"Job {one_word(plan.job)}, strategy {plan.strategy}"
 
     def torchrun(group: EqualNodes, rank: str) -> str:
-        """Return the command that starts the processes of one node of ``group``.
-
-        ``rank``: the node's rank, or the shell's variable that holds it.
-        """
+        """Return the command that starts the processes of one node of ``group``; ``rank``: the node's, or a shell variable."""
         assert layout is not None
         return (
             f"torchrun --nnodes {layout.nodes} --node-rank {rank} --nproc-per-node {group.processes_per_node} "
@@ -128,7 +128,7 @@ def _filled(
         title += "; needs torch alone"
     else:
         title += f": {layout.processes} process(es) on {layout.nodes} node(s)"
-    half = None  # the type in which autocast computes
+    half = None  # the 16-bit type in which autocast computes
     if plan.run is not None and precision_of(plan.run.precision).is_autocast:
         half = precision_of(plan.run.precision).computes
     recomputed_modules = [] if plan.sharding is None else plan.sharding.checkpointing

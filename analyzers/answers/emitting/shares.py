@@ -14,26 +14,26 @@ Checkpointing = Literal["none", "selective", "full"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shares:
-    """Who shares the model's state, and what each data-parallel rank (a process or a group) does in a step."""
+    """The degrees of parallelism, and the batch of each data-parallel rank (a process, or a group of them)."""
 
     replicate: int
-    """Sets of ranks that hold the whole state each."""
+    """Number of replicas: sets of ranks that hold the whole state together."""
     shard: int
-    """Ranks of such a set."""
+    """Number of ranks of a replica."""
     tensor: int
-    """Processes that share every block's products."""
+    """Degree of tensor parallelism: processes that share the products of every block."""
     pipeline: int
-    """Processes that have some of the blocks each."""
+    """Degree of pipeline parallelism: processes that have some of the blocks each."""
     reshard: bool
-    """Whether gathered parameters are given up after the forward pass; False: ZeRO-2's way."""
+    """Whether gathered parameters are freed after the forward pass; False: as in ZeRO-2."""
     sharded: bool
     """Whether the state is sharded at all; False: DDP."""
     offload: bool
     """Whether the state is kept in the hosts' memory."""
     batch_size: int
-    """Samples of a rank in a step, all passes together."""
+    """Samples of a rank in a step, over all its passes."""
     passes: int
-    """Equal forward and backward passes of a step; of a pipeline, its micro-batches."""
+    """Number of equal forward and backward passes of a step; of a pipeline, of its micro-batches."""
 
     @property
     def ranks(self) -> int:
@@ -57,18 +57,18 @@ class Shares:
 
 
 def shares(plan: Plan, target: str) -> tuple[Shares, list[str]]:
-    """Return what a framework with one batch size for all ranks is told, and what of it is not quite the plan's.
+    """Return the plan's degrees for a framework with one batch size for all ranks, and the gaps: where they differ from it.
 
-    ``target``: the framework's name, for messages. Where the planned number of passes does not divide the batch, the
-    next larger one that does is taken, which keeps the total batch and needs no more memory. Raises InputError for a
-    plan of unequal batches, which such a framework cannot say.
+    If the planned number of passes does not divide the batch, the next larger one that does is taken, which keeps the
+    total batch and needs no more memory. Raises InputError for a plan of unequal batches, which such a framework cannot
+    express. ``target``: the framework's name, for messages.
     """
     sizes = sorted({row.local_batch_size for row in plan.assignments})
     if len(sizes) > 1:
         problem = f"has one batch size for all, and the plan gives its devices {sizes[0]} to {sizes[-1]} samples a step"
         raise InputError(f"--target {target}", problem, "give --target hook, torchrun, slurm or kubernetes")
     planned = planned_passes(plan)
-    # The batch itself divides the batch, so there is always one.
+    # There is always one: as many passes as samples.
     passes = next(n for n in range(min(planned, sizes[0]), sizes[0] + 1) if sizes[0] % n == 0)
     gaps = []
     if passes != planned:
@@ -97,7 +97,7 @@ def shares(plan: Plan, target: str) -> tuple[Shares, list[str]]:
 
 
 def planned_passes(plan: Plan) -> int:
-    """Return how many forward and backward passes a rank makes for one optimizer step, the most over all ranks; at least 1.
+    """Return the number of forward and backward passes in a step, the largest over all ranks; at least 1.
 
     Logical workers that take turns on a device make one pass each.
     """
@@ -106,9 +106,9 @@ def planned_passes(plan: Plan) -> int:
 
 
 def reshards(plan: Plan) -> bool:
-    """Return whether gathered parameters are given up after the forward pass, as the plan's prefetch or comparison says.
+    """Return whether gathered parameters are freed after the forward pass, by the plan's prefetch or its picked layout.
 
-    True, FSDP2's default, where neither says it.
+    True, FSDP2's default, for a plan that has neither.
     """
     if plan.fsdp2 is not None:
         return plan.fsdp2.reshard_after_forward
@@ -117,10 +117,10 @@ def reshards(plan: Plan) -> bool:
 
 
 def recomputation(plan: Plan) -> tuple[Checkpointing, list[str]]:
-    """Return a framework's word for which modules are computed again in the backward pass, and what that word leaves out.
+    """Return a framework's mode of activation checkpointing, and the gaps: what it leaves out of the plan.
 
-    "none"; "full": every block, with nothing kept; "selective": every block, with the products that it keeps, or only
-    some blocks. Frameworks do not name single modules, so which ones is left out.
+    "none"; "full": every block is computed again; "selective": only some blocks, or blocks that keep some products.
+    Frameworks do not name single modules, so "selective" leaves out which ones.
     """
     entries = [] if plan.sharding is None else plan.sharding.checkpointing
     if not entries:
@@ -137,9 +137,9 @@ def recomputation(plan: Plan) -> tuple[Checkpointing, list[str]]:
 
 
 def block_names(plan: Plan) -> list[str]:
-    """Return the names of the model's blocks, in the model's order: the units of FSDP2, or else what the parameters number.
+    """Return the names of the model's blocks in order: FSDP2's units, else those in the names of the parameters.
 
-    The parameter ``layers.10.mlp.weight``, for one, lies in the block ``layers.10``.
+    The parameter ``layers.10.mlp.weight`` is in the block ``layers.10``.
     """
     if plan.fsdp2 is not None:
         return list(plan.fsdp2.units)
@@ -153,9 +153,9 @@ def block_names(plan: Plan) -> list[str]:
 
 
 def run_settings(plan: Plan) -> tuple[StepSettings, list[str]]:
-    """Return how the plan's step is run (precision, optimizer, compilation), and a list of what the plan does not say of it.
+    """Return the settings of a step (precision, optimizer, compilation, ...), and the gaps.
 
-    Plans of earlier versions say nothing; the defaults then stand in.
+    A plan of an earlier version has no settings: the defaults are returned, with one gap that says so.
     """
     if plan.run is not None:
         return plan.run, []
@@ -165,7 +165,7 @@ def run_settings(plan: Plan) -> tuple[StepSettings, list[str]]:
 
 
 def _picked_layout(plan: Plan) -> Layout | None:
-    """Return the layout that the plan's comparison picked (the first); None where it did not choose between layouts."""
+    """Return the layout that the plan's comparison picked, its first; None if there is none of the plan's sharding."""
     layouts = [] if plan.decision is None else plan.decision.layouts
     if not layouts or plan.sharding is None or layouts[0].sharding not in ("none", plan.sharding.kind):
         return None

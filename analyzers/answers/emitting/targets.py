@@ -1,4 +1,4 @@
-"""The text of each target of ``emit``, with what it leaves out. Start at :func:`target_text`."""
+"""The text of each target of ``emit``, with its gaps. Start at :func:`target_text` and :func:`launcher_text`."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ DEFAULT_FILES: dict[Target, str] = {
     "accelerate": "accelerate.yaml",
     "deepspeed": "ds_config.json",
 }
-"""The file that each target is written to, where none is named."""
+"""The file that each target is written to by default."""
 
 
 def target_text(
     plan: Plan, target: Target, enforcement: Enforcement, devices_per_node: Mapping[str, int] | int | None
 ) -> tuple[str, list[str]]:
-    """Return the text of a target that starts no processes, and its gaps: what of the plan it leaves out.
+    """Return the text of a target that starts no processes, and its gaps: the parts of the plan that it leaves out.
 
-    ``devices_per_node``: as of :func:`layout`. Raises InputError for a plan that the target cannot say.
-    ``enforcement``: what the hook reads.
+    ``enforcement``: the plan's :func:`to_enforcement`, the text of target "hook". ``devices_per_node``: see
+    :func:`layout`. Raises InputError for a plan that the target cannot express.
     """
     gaps = not_expressed(plan, target)
     if target == "hook":
@@ -71,10 +71,10 @@ def launcher_text(
     settings: LaunchSettings,
     script_gaps: Sequence[str],
 ) -> tuple[str, list[str]]:
-    """Return the script or manifest that starts the plan's processes, and its gaps: fields that it lacks, and its assumptions.
+    """Return the script or manifest that starts the plan's processes, and its gaps: parts left out, and assumptions.
 
-    ``nodes``: which processes run on which nodes; ``script_gaps``: gaps of the training script, said along.
-    ``enforcement``: what the hook reads, which a manifest holds.
+    ``target``: torchrun, slurm or kubernetes. ``nodes``: the processes on each node. ``enforcement``: the hook's
+    configuration, which a manifest contains. ``script_gaps``: gaps of the training script, added to the others.
     """
     gaps = [*not_expressed(plan, target, nodes), *script_gaps]
     if target == "torchrun":

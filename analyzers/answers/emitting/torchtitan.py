@@ -1,4 +1,4 @@
-"""A plan as a job config of torchtitan: its TOML up to 0.2, and the options of the same names that 0.3 takes.
+"""A plan as a job configuration of torchtitan: a TOML file for versions up to 0.2, and command line options for 0.3.
 
 Keys after torchtitan's ``config/job_config.py`` (0.2.2) and ``config/configs.py`` (0.3.0).
 """
@@ -22,7 +22,7 @@ from ddltool.precision import PRECISIONS
 
 Settings = dict[str, dict[str, object]]
 _OPTIMIZERS = {"adam": "Adam", "adamw": "AdamW"}
-# A hub's name to torchtitan's model, and to its flavor.
+# (pattern of a name on the hub, torchtitan's model); the pattern's group is torchtitan's flavor, but for those in _FLAVORS.
 _MODELS = (
     (r"Llama-3(?:\.[13])?-(8B|70B|405B)", "llama3"),
     (r"Llama-4-Scout-(17B-16E)", "llama4"),
@@ -35,10 +35,10 @@ _FLAVORS = {"17B-16E": "17bx16e", "17B-128E": "17bx128e", "": "671B"}
 
 
 def job_config(plan: Plan) -> tuple[Settings, list[str]]:
-    """Return torchtitan's sections of settings, and its gaps: what of the plan they leave out, each with what to do about it.
+    """Return torchtitan's settings by section, and their gaps: the parts of the plan that they leave out, with remedies.
 
-    Raises InputError for a plan that they cannot say at all: half precision by float16, DDP beside tensor or pipeline
-    parallelism, and unequal batches.
+    Raises InputError for a plan that they cannot express: float16, DDP beside tensor or pipeline parallelism, and unequal
+    batches.
     """
     degrees, gaps = shares(plan, "torchtitan")
     run, unknown = run_settings(plan)
@@ -64,7 +64,7 @@ def job_config(plan: Plan) -> tuple[Settings, list[str]]:
             "global_batch_size": degrees.total_batch_size,
             **({} if run.sequence_length is None else {"seq_len": run.sequence_length}),
             "dtype": precision.keeps,
-            # tf32 is a way to multiply float32, which the script turns on.
+            # tf32 is no type of torch but a way to multiply float32, which the script turns on.
             "mixed_precision_param": precision.computes.replace("tf32", "float32"),
             "mixed_precision_reduce": "float32",
             **({"enable_cpu_offload": True} if degrees.offload else {}),
@@ -87,7 +87,7 @@ def job_config(plan: Plan) -> tuple[Settings, list[str]]:
 
 
 def torchtitan_text(settings: Settings, head: str) -> str:
-    """Return the sections as TOML under ``head``, comment lines; they end with the options that torchtitan 0.3 takes."""
+    """Return the sections as TOML text below ``head``, comment lines, and a comment with the options for torchtitan 0.3."""
     options = [
         _option(f"{section}.{key}", value)
         for section in ("training", "parallelism", "compile")
@@ -106,9 +106,9 @@ def torchtitan_text(settings: Settings, head: str) -> str:
 
 
 def _optimizer(name: str) -> dict[str, object]:
-    """Return the section of a job's optimizer; empty where torchtitan has none of that name.
+    """Return the section [optimizer] for a job's optimizer; {} if torchtitan does not have it.
 
-    ``foreach-NAME`` is the implementation that works on lists of tensors; a bare name is the fused one.
+    ``foreach-NAME`` is the implementation that works on lists of tensors; NAME alone is the fused one.
     """
     family = name.removeprefix("foreach-")
     if family not in _OPTIMIZERS:
@@ -117,9 +117,9 @@ def _optimizer(name: str) -> dict[str, object]:
 
 
 def _parallelism(degrees: Shares) -> dict[str, object]:
-    """Return the section of the degrees of parallelism.
+    """Return the section [parallelism].
 
-    A pipeline's micro-batches are the plan's passes where it has several, else torchtitan's own choice.
+    The micro-batches of a pipeline are the plan's passes, if it has several; else torchtitan chooses their size.
     """
     pipeline: dict[str, object] = {"pipeline_parallel_schedule": "1F1B"}
     if degrees.passes > 1:
@@ -135,11 +135,10 @@ def _parallelism(degrees: Shares) -> dict[str, object]:
 
 
 def _checkpointing(recomputed: Checkpointing, plan: Plan) -> dict[str, object]:
-    """Return the section on activation checkpointing.
+    """Return the section [activation_checkpoint]; ``recomputed``: the mode, from :func:`recomputation`.
 
-    torchtitan does not name modules. "op" keeps every second product of all blocks; a number n computes every n-th
-    block again. Where that is only roughly the plan, it is rounded so that no more memory is taken than planned.
-    ``recomputed``: "none", "selective" or "full", as of :func:`recomputation`.
+    torchtitan does not name modules. Of mode "selective", the option "op" keeps every second product of all blocks; a
+    number n recomputes every n-th block, rounded so that at least as many blocks are recomputed as planned.
     """
     entries = [] if plan.sharding is None else plan.sharding.checkpointing
     if recomputed != "selective":
@@ -151,9 +150,10 @@ def _checkpointing(recomputed: Checkpointing, plan: Plan) -> dict[str, object]:
 
 
 def _model(source: str | None) -> tuple[dict[str, object], list[str]]:
-    """Return torchtitan's name and flavor of the model that a plan read from ``source``, and no gap.
+    """Return the section [model] for the SOURCE of a plan's model, and the gaps.
 
-    Where torchtitan has no such model the settings are empty, and the gap says so.
+    "transformers:meta-llama/Llama-3.1-8B" gives ({"name": "llama3", "flavor": "8B"}, []). For a model that torchtitan
+    does not have the section is {}, with a gap that says so.
     """
     for pattern, name in _MODELS:
         if match := re.search(rf"/{pattern}(?![\w.])", source or "", re.IGNORECASE):
@@ -163,7 +163,7 @@ def _model(source: str | None) -> tuple[dict[str, object], list[str]]:
 
 
 def _option(name: str, value: object) -> str:
-    """Return a setting as a word of torchtitan's command line; a switch that is off is ``--section.no-name``.
+    """Return a setting as an option of torchtitan's command line; False becomes ``--section.no-name``.
 
     >>> _option("compile.enable", False), _option("training.seq_len", 8)
     ('--compile.no-enable', '--training.seq_len=8')

@@ -1,4 +1,4 @@
-"""A verdict in the forms that other tools read: JUnit XML, SARIF 2.1.0, GitHub annotations and step summary."""
+"""A verdict in the formats of other tools: JUnit XML, SARIF 2.1.0, GitHub annotations and step summary."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ddltool.errors import shortened
 from ddltool.results import GateCheck, GateResult
 
 SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
-# What XML 1.0 has no way to write.
+# Characters that XML 1.0 cannot contain, not even escaped.
 _INVALID_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
-def figures_of(check: GateCheck) -> tuple[str, str, str, str]:
-    """Return a check's (baseline, current value, relative change, limit) as texts; "-" where there is none."""
+def check_texts(check: GateCheck) -> tuple[str, str, str, str]:
+    """Return a check's (baseline, current value, relative change, limit) as texts; "-" for one that it does not have."""
     change = "-"
     if check.change is not None:
         change = f"{100 * check.change:+.1f}%" if abs(check.change) < 1e4 else f"{100 * check.change:+.3g}%"
@@ -27,8 +27,8 @@ def figures_of(check: GateCheck) -> tuple[str, str, str, str]:
     return show(check.baseline, check.unit), show(check.current, check.unit), change, limit
 
 
-def named(name: str) -> str:
-    """Return the name of a check or metric on one line, cut to ``LONGEST_NAME`` characters."""
+def short_name(name: str) -> str:
+    """Return the name of a check or metric made harmless, on one line, shortened to ``LONGEST_NAME`` characters."""
     return shortened(harmless(name), LONGEST_NAME)
 
 
@@ -39,24 +39,24 @@ def outcome(check: GateCheck) -> str:
 
 def sentence(check: GateCheck) -> str:
     """Return a check in one line: metric, current value, baseline, change, limit and note."""
-    baseline, current, change, limit = figures_of(check)
+    baseline, current, change, limit = check_texts(check)
     figures = f"{current} (baseline {baseline}{'' if change == '-' else f', {change}'}; limit {limit})"
-    return harmless(f"{named(check.name)}: {figures}{f'; {check.note}' if check.note else ''}")
+    return harmless(f"{short_name(check.name)}: {figures}{f'; {check.note}' if check.note else ''}")
 
 
 def remarks(verdict: GateResult) -> list[str]:
-    """Return the notes of the checks: one line per distinct note, with the metrics that have the note."""
+    """Return the notes of the checks: one line per distinct note, after the names of the metrics that have it."""
     metrics_by_note: dict[str, list[str]] = {}
     for check in verdict.checks:
         if check.note:
-            metrics_by_note.setdefault(check.note, []).append(named(check.metric))
+            metrics_by_note.setdefault(check.note, []).append(short_name(check.metric))
     return [harmless(f"{', '.join(metrics)}: {text}") for text, metrics in metrics_by_note.items()]
 
 
 def junit(verdict: GateResult, subject: str, *, seconds: float = 0.0) -> str:
-    """Return JUnit XML: one suite, a test case per check, a failure with the check's sentence.
+    """Return JUnit XML: one suite with a test case per check; a failed one has the check's sentence.
 
-    ``subject``: what was judged; ``seconds``: how long that took.
+    ``subject``: the name of what was judged; ``seconds``: the time that it took.
     """
     counts = {"tests": str(len(verdict.checks)), "failures": str(len(verdict.failed)), "errors": "0"}
     totals = {**counts, "time": f"{seconds:.3f}"}
@@ -77,12 +77,12 @@ def junit(verdict: GateResult, subject: str, *, seconds: float = 0.0) -> str:
 
 
 def _xml_text(text: str) -> str:
-    """Return text without the characters that XML 1.0 cannot hold, on one line."""
+    """Return text made harmless, on one line, with � in place of characters that XML 1.0 cannot contain."""
     return _INVALID_XML.sub("�", harmless(text))
 
 
 def sarif(verdict: GateResult, path: str, *, version: str) -> dict[str, Any]:
-    """Return a SARIF 2.1.0 log: a rule per metric, a result per failed check at the artifact's file.
+    """Return a SARIF 2.1.0 log: a rule per metric, and a result per failed check, located in the file ``path``.
 
     ``path``: the judged artifact; ``version``: ddltool's.
     """
@@ -104,7 +104,7 @@ def sarif(verdict: GateResult, path: str, *, version: str) -> dict[str, Any]:
             "level": "error",
             "message": {"text": sentence(check)},
             "locations": [location],
-            # By it GitHub knows a check again in the next run.
+            # By this GitHub recognises a check in the next run.
             "partialFingerprints": {"ddltoolCheck/v1": hashlib.sha256(check.name.encode()).hexdigest()[:32]},
         }
         for check in verdict.failed
@@ -116,7 +116,7 @@ def sarif(verdict: GateResult, path: str, *, version: str) -> dict[str, Any]:
 def _uri_reference(path: str) -> str:
     """Return a path as a URI reference: a relative path stays relative, an absolute one becomes ``file:///...``."""
     posix = PurePath(path).as_posix()
-    quoted = quote(posix, errors="surrogateescape")  # names of files are bytes, not all of them UTF-8
+    quoted = quote(posix, errors="surrogateescape")  # a file's name may be bytes that are not UTF-8
     return f"file://{quoted}" if posix.startswith("/") else quoted
 
 
@@ -126,7 +126,7 @@ def workflow_commands(verdict: GateResult, path: str) -> list[str]:
     for check in verdict.checks:
         if not check.passed or check.in_noise:
             command, title = ("notice", "inside the noise") if check.passed else ("error", "ddltool gate")
-            title = _escape_command(f"{title}: {named(check.metric)}", ":,")
+            title = _escape_command(f"{title}: {short_name(check.metric)}", ":,")
             lines.append(
                 f"::{command} file={_escape_command(path, ':,')},line=1,title={title}::{_escape_command(sentence(check))}"
             )
@@ -134,20 +134,20 @@ def workflow_commands(verdict: GateResult, path: str) -> list[str]:
 
 
 def _escape_command(text: str, special: str = "") -> str:
-    """Return text that stays within a workflow command: percent-encoded as GitHub decodes it.
+    """Return text with the characters percent-encoded that would end a part of a workflow command; GitHub decodes them.
 
     ``special``: further characters to encode, the delimiters of a command's properties.
     """
     text = harmless(text)
-    for character in "%\r\n" + special:  # % first, as the codes of the others have one
+    for character in "%\r\n" + special:  # % first, as the codes of the others contain it
         text = text.replace(character, f"%{ord(character):02X}")
     return text
 
 
 def summary(verdict: GateResult, subject: str) -> str:
-    """Return the step summary: a Markdown table of all checks, then the notes.
+    """Return GitHub's step summary: a Markdown table of all checks, then the notes.
 
-    ``subject``: what was judged.
+    ``subject``: the name of what was judged.
     """
     count, failed = len(verdict.checks), len(verdict.failed)
     lines = [
@@ -159,14 +159,14 @@ def summary(verdict: GateResult, subject: str) -> str:
         "|---|---|---:|---:|---:|---:|",
     ]
     for check in verdict.checks:
-        cells = (outcome(check), named(check.name), *figures_of(check))
+        cells = (outcome(check), short_name(check.name), *check_texts(check))
         lines.append("| " + " | ".join(_escape_markdown(cell) for cell in cells) + " |")
     notes = [*remarks(verdict), *([verdict.noise_test] if verdict.noise_test else [])]
     return "\n".join([*lines, "", *(f"- {_escape_markdown(line)}" for line in notes)]) + "\n"
 
 
 def _escape_markdown(text: str) -> str:
-    """Return text that Markdown shows as it is: no HTML, no emphasis, no table cell ends in it."""
-    # & first, as the others' replacements have one.
+    """Return text that Markdown shows literally: it has no HTML and no emphasis, and ends no table cell."""
+    # & first, as the replacements of the others contain it.
     escaped = harmless(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return re.sub(r"([\\`*_\[\]|~])", r"\\\1", escaped)

@@ -1,7 +1,7 @@
-"""The named figures of an artifact: those that ``kinds.toml`` names, and those computed here. Start at :func:`extract`.
+"""The named figures (metrics) of an artifact: those that ``kinds.toml`` declares, and those computed here.
 
 A name is ``family`` or ``family/member``: ``iteration_s``, ``efficiency/tac``, ``step_time_s/V100/1x2/b64``. Figures are in
-SI base units; a figure that the artifact does not have (an undefined efficiency) is left out.
+SI base units; a figure that is not defined for the artifact is left out. Start at :func:`extract`.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ KINDS: dict[str, dict[str, list[str]]] = {
     f"ddltool.{kind}": table
     for kind, table in tomllib.loads(Path(__file__).with_name("kinds.toml").read_text(encoding="utf-8")).items()
 }
-"""By kind, ``figures`` (what stands in the document) and ``rules`` (those that hold by default)."""
+"""By kind: ``figures`` (paths of values in the document, see :func:`_declared_figures`) and ``rules`` (the default ones)."""
 _FIGURE = re.compile(r"(?P<path>[^:\s]+)(?: as (?P<name>[^:\s]+))?(?:: (?P<unit>[^!]*)(?P<measured>!)?)?")
 _SWEEP_UNITS: dict[str, Unit] = {"utilization": "share", "worst_fairness": "", "restarts": "", "cost": ""}
-# Neighbouring steps are alike, so steps are no repeats of each other; the medians of long stretches nearly are.
+# The times of successive steps are correlated; the medians of long blocks of steps are nearly independent repeats.
 BLOCKS, FEWEST_STEPS_PER_BLOCK = 10, 5
-# In messages and tables; documents keep the whole name.
+# Most characters of a name in messages and tables; documents keep the whole name.
 LONGEST_NAME = 120
-# What GitHub's runner acts on in a log: the newer form at the start of a line, the older one anywhere.
+# Commands that GitHub's runner executes when it reads them in a log: ::NAME at the start of a line, ##[NAME] anywhere.
 _COMMAND_NAMES = (
     "add-mask|add-matcher|add-path|debug|echo|endgroup|error|group|internal-set-repo-path|notice|remove-matcher|"
     "save-state|set-env|set-output|stop-commands|warning"
@@ -52,20 +52,20 @@ _WORKFLOW_COMMAND = re.compile(rf"::(?=({_COMMAND_NAMES})\b)|##(?=\[)", re.IGNOR
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Metric:
-    """``value`` in SI base units, shares as fractions; a text only for the unit ``text``."""
+    """One figure: ``value`` is in SI base units, shares are fractions; it is a text only for the unit ``text``."""
 
     name: str
     value: float | str
     unit: Unit = ""
     measured: bool = False
-    """True: timed by a clock, so the value has noise. False: counted or predicted, so every difference is real."""
+    """True: timed by a clock, so that the value has noise. False: counted or predicted, so that every difference is real."""
     cells: tuple[Cell, ...] = ()
-    """Of measured figures: the cells whose geometric mean ``value`` is; empty otherwise."""
+    """The measurements whose geometric mean is ``value``; empty for a figure that is not measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figures:
-    """All metrics of one artifact, by name."""
+    """All metrics of one artifact by name, and the artifact's kind."""
 
     kind: str
     metrics: Mapping[str, Metric]
@@ -85,7 +85,7 @@ def extract(document: Mapping[str, Any], where: str) -> Figures:
         metrics: dict[str, Metric] = {}
         original_names: dict[str, str] = {}
         for metric in _all_figures(document, kind, where):
-            # Names come from files of others: no reader of the gate's output may act on them.
+            # Names come from files that anybody made: no program that reads the gate's output may act on them.
             name = harmless(metric.name).replace(" ", "_")
             value = harmless(metric.value) if isinstance(metric.value, str) else metric.value
             if original_names.setdefault(name, metric.name) != metric.name:
@@ -101,9 +101,9 @@ def extract(document: Mapping[str, Any], where: str) -> Figures:
 
 
 def combine(documents: Sequence[tuple[Mapping[str, Any], str]]) -> Figures:
-    """Return the merged metrics of several (document, name) pairs that measure the same thing; see :func:`merge`.
+    """Return the merged (:func:`merge`) metrics of several (document, name for errors) pairs that measure the same thing.
 
-    Raises InputError as :func:`extract` does, and when the kinds differ.
+    Raises InputError as :func:`extract` does, and if the kinds differ.
     """
     parts = [extract(document, where) for document, where in documents]
     for part, (_, where) in zip(parts, documents, strict=True):
@@ -114,10 +114,10 @@ def combine(documents: Sequence[tuple[Mapping[str, Any], str]]) -> Figures:
 
 
 def merge(sides: Iterable[Sequence[Metric]]) -> list[Metric]:
-    """Merge the metrics of several artifacts of one kind by name: each artifact measures the same thing.
+    """Return one metric for each name in several artifacts of one kind; ``sides`` has the metrics of each artifact.
 
-    For a measured metric the artifacts are repeats (see :func:`pool`). A counted or predicted metric whose value differs
-    between artifacts is treated as measured, because something makes its value vary.
+    The artifacts measure the same thing: a measured metric's values are repeats (see :func:`pool`). A counted or predicted
+    metric whose values differ is taken for measured, as something makes it vary.
     """
     by_name: dict[str, list[Metric]] = defaultdict(list)
     for metrics in sides:
@@ -127,10 +127,10 @@ def merge(sides: Iterable[Sequence[Metric]]) -> list[Metric]:
 
 
 def _merge_metric(parts: Sequence[Metric]) -> Metric:
-    """Merge the metrics of one name, one per artifact, into one metric.
+    """Return one metric for ``parts``, the metrics of one name in several artifacts.
 
-    Equal counts stay as they are, texts are listed. Anything else has its cells pooled by key, and counts as measured.
-    ``parts``: of one name and kind, in the order of the artifacts.
+    A single one and equal counts are returned unchanged, different texts are joined by commas. Otherwise the cells are
+    pooled by key, and the result is a measured metric.
     """
     first = parts[0]
     if len(parts) == 1 or (not first.measured and len({metric.value for metric in parts}) == 1):
@@ -147,33 +147,33 @@ def _merge_metric(parts: Sequence[Metric]) -> Metric:
 
 
 def _all_figures(document: Mapping[str, Any], kind: str, where: str) -> Iterator[Metric]:
-    """Yield the figures that ``kinds.toml`` declares for the kind, then the figures computed from the parsed document.
+    """Yield the figures that ``kinds.toml`` declares for the kind, then those computed from the parsed document.
 
-    Times of a trace by a clock are measured, even those that a declaration calls plain. ``where``: for messages.
+    All times and shares of a trace with measured durations are yielded as measured. ``where``: the file, for errors.
     """
     record: Any = document
     if kind == "ddltool.graph":
         record = from_document(dict(document), where)
     elif kind in RECORDS:
         record = parse(dict(document), RECORDS[kind], where)
-    timed = kind == "ddltool.trace" and record.graph.oracle == "measured"
+    is_measured_trace = kind == "ddltool.trace" and record.graph.oracle == "measured"
     for metric in _declared_figures(record, kind):
-        yield replace(metric, measured=metric.measured or (timed and metric.unit in ("s", "share")))
+        yield replace(metric, measured=metric.measured or (is_measured_trace and metric.unit in ("s", "share")))
     if kind in _COMPUTED_FIGURES:
         yield from _COMPUTED_FIGURES[kind](record, where)
 
 
 def _declared_figures(record: Any, kind: str) -> Iterator[Metric]:
-    """Yield the figures that ``kinds.toml`` declares for the kind, as far as the record has them.
+    """Yield the figures that ``kinds.toml`` declares for the kind and ``record`` (a record or a document) has.
 
-    A line is a path of fields (``*`` for any key), with a name, a unit and "measured" where they do not follow from the
-    field. In a name ``.`` stands for the field and each ``*`` for the key that matched.
+    A declaration is ``PATH as NAME: UNIT!``. The path's fields are joined by ``.``, with ``*`` for any key; in the name
+    ``.`` is the last field and each ``*`` the key that matched; ``!`` means measured. Name, unit ("none": a plain number)
+    and ``!`` are left out where they follow from the field.
     """
     for line in KINDS[kind].get("figures", ()):
         entry = _FIGURE.fullmatch(line)
-        assert entry is not None, line
+        assert entry is not None, line  # our own file
         for value in _values_at(record, entry["path"].split(".")):
-            # Each * of the name is filled with the key that the path's * matched.
             wildcard_keys = iter(value.keys)
             pattern = entry["name"] or "/".join((".", *("*" for _ in value.keys)))
             name = re.sub(
@@ -186,15 +186,17 @@ def _declared_figures(record: Any, kind: str) -> Iterator[Metric]:
 
 
 class _Value(NamedTuple):
-    """A value at the end of a path: the keys that matched each ``*``, the last field's name or ``*``, the content."""
+    """A value at the end of a path."""
 
     keys: tuple[str, ...]
+    """The keys that matched each ``*`` of the path."""
     field: str
+    """The last field's name, or ``*``."""
     content: Any
 
 
 def _values_at(node: Any, path: Sequence[str]) -> Iterator[_Value]:
-    """Yield every value at a path in a record or a document; nothing where a field of the path is missing.
+    """Yield every value at ``path`` in a record or a document; fields that are missing are skipped.
 
     Each step of ``path`` is a field's name, alternative names joined by ``|``, or ``*`` for every key.
     """
@@ -219,7 +221,7 @@ def _fields(node: Any) -> Mapping[str, Any]:
 
 
 def _unit_of(name: str) -> Unit:
-    """Return the unit that the end of a field's name tells, "" for a plain number.
+    """Return the unit that the end of a field's name implies; "" for a plain number.
 
     >>> _unit_of("peak_bytes"), _unit_of("step_s"), _unit_of("samples_per_s")
     ('bytes', 's', '')
@@ -230,10 +232,10 @@ def _unit_of(name: str) -> Unit:
 
 
 def figure(name: str, value: object, unit: str = "", *, measured: bool = False) -> Iterator[Metric]:
-    """Yield one metric of a value; a list counts as its length.
+    """Yield one metric with this value; a list counts as its length, and with the unit "text" the value becomes a text.
 
-    Yields nothing for None, NaN and infinities, which mean that there is no such figure. Unit "text": the value as a
-    text. ``measured``: timed by a clock, so that its value has noise.
+    Yields nothing for None, NaN, infinities and anything else that is no number, so that callers need not test whether a
+    figure exists. ``measured``: timed by a clock, so that the value has noise.
     """
     if isinstance(value, (list, tuple)):
         value = len(value)
@@ -244,9 +246,9 @@ def figure(name: str, value: object, unit: str = "", *, measured: bool = False) 
 
 
 def _graph_figures(graph: Graph, where: str) -> Iterator[Metric]:
-    """Yield counts of ops and bytes; of a recorded step also the peak of its tensors.
+    """Yield counts of ops and bytes; of a recorded step also the peak memory of its tensors and its processes.
 
-    For a timed graph also the makespan bounds U and L (TicTac, Equations 1 and 2).
+    For a timed graph also the makespan bounds U and L (TicTac, Equations 1 and 2), and times of computation and transfer.
     """
     counts: dict[str, float] = {"ops": len(graph), "recvs": len(graph.of_kind(RECV)), "sends": len(graph.of_kind(SEND))}
     counts |= {"parameters": counts["recvs"], "parameter_bytes": graph.parameter_bytes}
@@ -254,7 +256,6 @@ def _graph_figures(graph: Graph, where: str) -> Iterator[Metric]:
     for name, value in {**counts, "flops": float(graph.flops.sum()), "channels": channels}.items():
         yield from figure(name, value, _unit_of(name))
     if graph.recorded is not None:
-        # By place in the step, the bytes that live there.
         held = graph.recorded.held_bytes(len(graph.of_kind(COMPUTE)))
         yield from figure("peak_memory_bytes", float(held.max(initial=0.0)), "bytes")
         yield from figure("processes", graph.recorded.world_size)
@@ -273,7 +274,7 @@ def _trace_figures(result: TraceResult, where: str) -> Iterator[Metric]:
 def _plan_figures(plan: Plan, where: str) -> Iterator[Metric]:
     """Yield the device count by type and, from the picked strategy, exposed communication, goodput, staleness and price."""
     for assignment in plan.assignments:
-        # A type may stand in several assignments.
+        # A type may have several assignments: then the same figure is yielded for each.
         device_count = sum(other.devices for other in plan.assignments if other.device_type == assignment.device_type)
         yield from figure(f"devices/{assignment.device_type}", device_count)
     yield from _parameter_figures(plan, where)
@@ -293,9 +294,10 @@ def _plan_figures(plan: Plan, where: str) -> Iterator[Metric]:
 
 
 def _command_figures(plan: CommandPlan, where: str) -> Iterator[Metric]:
-    """Yield the best step's figures, how many variants fit and failed, and the rate of each variant of the command.
+    """Yield the figures of the best step, the numbers of variants that fit and that failed, and the rate of each variant.
 
-    A rate is named ``samples_per_s/VALUES/NODE``: the options' values, and the devices of a node.
+    A rate is named ``samples_per_s/VALUES/NODE``: the options' values ("as-it-is" for the unchanged command), and the
+    devices of a node, such as 8xH100.
     """
     if plan.best is not None and plan.best.row is not None:
         row = plan.best.row
@@ -312,7 +314,7 @@ def _command_figures(plan: CommandPlan, where: str) -> Iterator[Metric]:
 
 
 def _islands_figures(plan: IslandsPlan, where: str) -> Iterator[Metric]:
-    """Yield the picked number of inner steps with its step, and the step of each as ``step_s/H``."""
+    """Yield the picked number of inner steps and its step time, and step time and bytes of each number H (``step_s/H``)."""
     yield from figure("outer_every", plan.picked)
     yield from figure("step_s", plan.best.overlapped_s, "s")
     yield from figure("compute_s", plan.compute_s, "s")
@@ -331,14 +333,14 @@ def _enforcement_figures(enforcement: Enforcement, where: str) -> Iterator[Metri
 
 
 def _parameter_figures(plan: Plan | Enforcement, where: str) -> Iterator[Metric]:
-    """Yield how many parameters (tensors) the model has and their bytes; nothing where the plan lists none."""
+    """Yield the number of the model's parameters (tensors) and their bytes; nothing if the plan lists none."""
     if plan.parameters:
         yield from figure("parameters", plan.parameters)
         yield from figure("parameter_bytes", sum(record.size_bytes for record in plan.parameters), "bytes")
 
 
 def _sweep_figures(sweep: SweepDocument, where: str) -> Iterator[Metric]:
-    """Yield the counts of complete and failed replays, and each figure's mean over the seeds as ``FIGURE/POLICY/WORKLOAD``.
+    """Yield the numbers of complete and failed replays, and each figure's mean over seeds as ``FIGURE/POLICY/WORKLOAD``.
 
     For a comparison also the two policies, and ``ratio/MEASURE``: the first policy's value over the second's.
     """
@@ -355,14 +357,14 @@ def _sweep_figures(sweep: SweepDocument, where: str) -> Iterator[Metric]:
 
 
 def _demo_figures(document: Mapping[str, Any], where: str) -> Iterator[Metric]:
-    """Yield the figures of the plan that a demo's document holds."""
+    """Yield the figures of the plan in a demo's document."""
     yield from _all_figures({**document["plan"], "kind": "ddltool.plan"}, "ddltool.plan", f"{where}:plan")
 
 
 def _user_figures(document: Mapping[str, Any], where: str) -> Iterator[Metric]:
-    """Yield a user's own figures (numbers or lists of repeats by name); the end of a name tells the unit.
+    """Yield a user's own figures (numbers or lists of repeats, by name); the end of a name implies the unit.
 
-    Raises InputError for anything else.
+    Raises InputError for any other value.
     """
     if not isinstance(document["figures"], Mapping):
         raise InputError(f"{where}:figures", "is no mapping", "give {name: number, or list of repeats}")
@@ -370,9 +372,9 @@ def _user_figures(document: Mapping[str, Any], where: str) -> Iterator[Metric]:
 
 
 def _nested_figures(values: Mapping[str, Any], prefix: str, where: str) -> Iterator[Metric]:
-    """Yield a metric for each number, or list of repeats, of a mapping; nested names are joined by ``/``.
+    """Yield a measured metric for each number, or list of repeats, of a mapping; nested names are joined by ``/``.
 
-    ``prefix``: what stands before the names; ``where``: the file, for errors. Raises InputError for any other value.
+    Raises InputError for any other value. ``prefix``: put before the names; ``where``: the file, for errors.
 
     >>> [metric.name for metric in _nested_figures({"loss": {"last": 0.5}}, "", "file")]
     ['loss/last']
@@ -395,7 +397,7 @@ def _nested_figures(values: Mapping[str, Any], prefix: str, where: str) -> Itera
 def _profile_figures(document: Mapping[str, Any], where: str) -> Iterator[Metric]:
     """Yield ``step_time_s`` of each configuration and its geometric mean over all, synchronisation times and peak memory.
 
-    A configuration is ``DEVICE/NODESxREPLICAS/bBATCH``; its rows, where there are several, are repeats.
+    A configuration is ``DEVICE/NODESxREPLICAS/bBATCH``, with ``/sSTEPS`` for accumulation steps; its rows are repeats.
     """
     by_key: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for row in _nonempty_rows(document, where):
@@ -415,17 +417,16 @@ def _profile_figures(document: Mapping[str, Any], where: str) -> Iterator[Metric
 
 
 def _nonempty_rows(document: Mapping[str, Any], where: str) -> Sequence[Mapping[str, Any]]:
-    """Return the rows of a table's document. Raises InputError where there are none."""
+    """Return the ``rows`` of a table's document. Raises InputError if there are none."""
     if not document["rows"]:
         raise InputError(where, "has no rows", "give at least one measured row")
     return document["rows"]  # type: ignore[no-any-return]
 
 
 def _row_cell(key: str, row: Mapping[str, Any]) -> Cell:
-    """Return a profile's row as a cell: median step time (s), its spread and how many repeats these are of.
+    """Return a profile's row as the cell ``key``: median step time (s), its spread and number of repeats.
 
-    Without a spread the row counts as one repeat, whatever it says, as its noise is not known. ``key``: its
-    configuration.
+    A row without a spread counts as one repeat, whatever its column says, as its noise is not known.
     """
     repeats, spread = _number_or_none(row.get("repeats")), _number_or_none(row.get("step_time_spread_s"))
     has_spread = repeats is not None and spread is not None
@@ -435,12 +436,12 @@ def _row_cell(key: str, row: Mapping[str, Any]) -> Cell:
 
 
 def _number_or_none(value: Any) -> float | None:
-    """Return a table cell as a float; None where the column is empty (NaN) or absent."""
+    """Return a table's value as a float; None for an empty cell (NaN) or an absent column (None)."""
     return None if value is None or math.isnan(value) else float(value)
 
 
 def _telemetry_figures(document: Mapping[str, Any], where: str) -> Iterator[Metric]:
-    """Yield ``step_s``, ``compute_s``, ``wait_s`` and ``sync_s`` of each rank (``NAME/rankR``), and of all ranks together."""
+    """Yield the numbers of ranks and steps, and four times (``step_s``, ...) of each rank (``NAME/rankR``) and of all."""
     by_rank: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
     for row in sorted(_nonempty_rows(document, where), key=lambda row: int(row["step"])):
         by_rank[int(row["rank"])].append(row)
@@ -454,10 +455,10 @@ def _telemetry_figures(document: Mapping[str, Any], where: str) -> Iterator[Metr
 
 
 def _block_cell(key: str, seconds: Sequence[float]) -> Cell:
-    """Return the cell of one rank's steps (s), whose repeats are the medians of consecutive blocks of steps.
+    """Return the cell ``key`` of one rank's steps (s), whose repeats are the medians of consecutive blocks of steps.
 
-    Neighbouring steps are alike, so that single steps would count noise too low. With too few steps for
-    ``FEWEST_REPEATS`` blocks the cell has one repeat, and no noise test applies. ``key``: the rank.
+    Successive steps are correlated, so that single steps as repeats would underestimate the noise. With too few steps for
+    ``FEWEST_REPEATS`` blocks the cell has one repeat, and no noise test applies.
     """
     block_count = min(BLOCKS, len(seconds) // FEWEST_STEPS_PER_BLOCK)
     if block_count < FEWEST_REPEATS:
@@ -467,17 +468,14 @@ def _block_cell(key: str, seconds: Sequence[float]) -> Cell:
 
 
 def _family_figures(name: str, cells: Sequence[Cell]) -> Iterator[Metric]:
-    """Yield the geometric mean of all cells (s) as ``NAME``, then the median of each cell as ``NAME/KEY``.
-
-    A cell is the median and spread of one configuration's repeats.
-    """
+    """Yield the geometric mean of all cells (s) as metric ``NAME``, then the median of each as ``NAME/KEY``."""
     ordered = tuple(sorted(cells, key=lambda cell: cell.key))
     yield Metric(name=name, value=geometric_mean(ordered), unit="s", measured=True, cells=ordered)
     for cell in ordered:
         yield Metric(name=f"{name}/{cell.key}", value=cell.median, unit="s", measured=True, cells=(cell,))
 
 
-# By kind; each takes the record, or the document of a kind without one, and what to call it in errors.
+# By kind. Each takes the record (the document, for a kind without one) and its name for errors.
 _COMPUTED_FIGURES: dict[str, Callable[[Any, str], Iterator[Metric]]] = {
     "ddltool.graph": _graph_figures,
     "ddltool.trace": _trace_figures,
@@ -498,7 +496,7 @@ _COMPUTED_FIGURES: dict[str, Callable[[Any, str], Iterator[Metric]]] = {
 def harmless(text: str) -> str:
     r"""Return text on one line, with control characters and GitHub workflow commands escaped.
 
-    Names come from files of others, and what a CI job prints may be run as a command there.
+    Names come from files that anybody made, and GitHub's runner executes commands in what a job prints.
 
     >>> harmless("a\n::error::b"), harmless("x##[add-mask]y"), harmless("tests/t.py::test_b")
     ('a \\x3a:error::b', 'x#\\x23[add-mask]y', 'tests/t.py::test_b')
@@ -507,7 +505,9 @@ def harmless(text: str) -> str:
 
 
 def show(value: float | str | None, unit: str) -> str:
-    """Return a figure for people, in its unit; "-" for None, and a text as it is.
+    """Return a figure as text in a readable unit; "-" for None; a text made :func:`harmless` and shortened.
+
+    ``unit``: as of :class:`Metric`.
 
     >>> show(0.00153, "s"), show(0.98, "share"), show(7.0, ""), show(None, "")
     ('1.53 ms', '98%', '7', '-')

@@ -27,18 +27,18 @@ from ddltool.results import NoiseFigures
 
 FEWEST_REPEATS = 3
 DRAWS = 20_000
-# From here on T hardly depends on the number of repeats any more.
+# For more repeats than this, T is simulated with this number, on which it hardly depends any more.
 _MOST_SIMULATED = 40
-# exp of more is no float.
+# exp of a larger number overflows.
 _LARGEST_EXPONENT = 700.0
 _QUARTILES = (0.25, 0.5, 0.75)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cell:
-    """Repeats of one measurement: positive median, interquartile range in the same unit, number of repeats.
+    """The repeats of one measurement: their median (positive), interquartile range (``spread``, same unit) and number.
 
-    ``runs``: how many separate runs they come from. Repeats within one run do not show what differs between runs.
+    ``runs``: the number of separate runs that they come from; repeats of one run do not show the noise between runs.
     """
 
     key: str
@@ -49,17 +49,16 @@ class Cell:
 
 
 def cell_of(key: str, samples: Sequence[float]) -> Cell:
-    """Return the cell of raw repeats, shape (n,), n >= 1."""
+    """Return the cell ``key`` of raw repeats, (n,), n >= 1."""
     low, median, high = np.quantile(np.asarray(samples, dtype=np.float64), _QUARTILES)
     return Cell(key=key, median=float(median), spread=float(high - low), repeats=len(samples))
 
 
 def pool(key: str, cells: Sequence[Cell]) -> Cell:
-    """Pool several measurements of one configuration (rows or files) into one cell.
+    """Return one cell ``key`` for several measurements of one configuration (rows or files).
 
     Three or more cells: their medians are the repeats, because runs differ by more than the repeats within a run do.
-    Two cells: all their repeats, with the distance of the two medians as the spread where larger than both spreads.
-    ``key``: the pooled cell's.
+    Two cells: all their repeats count, and the spread is the largest of both spreads and the distance of the medians.
     """
     if len(cells) == 1:
         return replace(cells[0], key=key)
@@ -71,12 +70,12 @@ def pool(key: str, cells: Sequence[Cell]) -> Cell:
 
 
 def enough_repeats(cells: Sequence[Cell]) -> bool:
-    """Return whether the cells have the repeats that :func:`past_limit` needs."""
+    """Return whether there are cells and all have the repeats and the positive median that :func:`past_limit` needs."""
     return bool(cells) and all(cell.repeats >= FEWEST_REPEATS and cell.median > 0 for cell in cells)
 
 
 def geometric_mean(cells: Sequence[Cell]) -> float:
-    """Return the geometric mean of the medians; 0 when one of them is 0."""
+    """Return the geometric mean of the medians; 0 if one of them is not positive."""
     if any(cell.median <= 0 for cell in cells):
         return 0.0
     return math.exp(sum(math.log(cell.median) for cell in cells) / len(cells))
@@ -85,13 +84,13 @@ def geometric_mean(cells: Sequence[Cell]) -> float:
 def past_limit(
     current: Sequence[Cell], baseline: Sequence[Cell], limit: float, *, above: bool, level: float, seed: int = 0
 ) -> NoiseFigures:
-    """Test whether the ratio current / baseline of geometric means is past ``limit`` (with ``above``: greater, else less).
+    """Test whether the ratio current / baseline of geometric means is greater (not ``above``: less) than ``limit``.
 
-    ``baseline``: the cells of the same keys in the same order, or empty to compare the current figure itself with
-    ``limit``. Returns the p-value, the standard error and the interval at ``level``. Needs cells with
-    :func:`enough_repeats` and a positive limit.
+    ``baseline``: the cells of the same keys in the same order; empty: the current figure itself is compared with
+    ``limit``, which is positive. Cells must have :func:`enough_repeats`. Returns the one-sided p-value, the standard
+    error of the logarithm of the ratio (or figure), and its interval at ``level``.
     """
-    # In logarithms, for a ratio of 1e308 to 1e-308 is no float.
+    # In logarithms, as a ratio such as 1e308 / 1e-308 would overflow.
     log_ratio = math.log(geometric_mean(current)) - (math.log(geometric_mean(baseline)) if baseline else 0.0)
     relative_errors = [cell.spread / cell.median / math.sqrt(cell.repeats) for cell in (*current, *baseline)]
     error = min(math.hypot(*relative_errors) / len(current), sys.float_info.max)
@@ -100,7 +99,7 @@ def past_limit(
     if error == 0:
         p = 0.0 if log_excess > 0 else 1.0
     else:
-        # The share of draws that are as far out; the figure itself counts as one, so that p is never 0 by chance.
+        # The share of draws at least as large as T. The figure counts as one more draw, so that p is never 0 by chance.
         p = max((1 + DRAWS - int(np.searchsorted(sample, log_excess / error))) / (DRAWS + 1) for sample in null_draws)
     critical = max(float(sample[min(int(DRAWS * (1 - level)), DRAWS - 1)]) for sample in null_draws)
     low_ratio, high_ratio = np.exp(
@@ -110,21 +109,21 @@ def past_limit(
 
 
 def _repeat_counts(cells: Sequence[Cell]) -> tuple[int, ...]:
-    """Return how many repeats each cell has, capped at the most that are simulated: beyond it the test hardly changes."""
+    """Return the number of repeats of each cell, at most ``_MOST_SIMULATED``."""
     return tuple(min(cell.repeats, _MOST_SIMULATED) for cell in cells)
 
 
 @lru_cache(maxsize=64)
 def _simulate_null(current: tuple[int, ...], baseline: tuple[int, ...], seed: int) -> tuple[NDArray[np.float64], ...]:
-    """Return draws of T, ascending, (DRAWS,) each, for a centre that is on the limit: an array for each ratio of the spreads.
+    """Return sorted draws of T for a true figure on the limit: an array (DRAWS,) for each assumed ratio of the spreads.
 
-    ``current`` and ``baseline`` hold the repeats per cell. An empty ``baseline`` gives one array, else there are three:
-    equal spreads, none in the baseline, none in the current side.
+    ``current`` and ``baseline``: repeats per cell. Without a baseline there is one array, else three: for equal spreads,
+    for no spread of the baseline, and for none of the current side.
     """
     random = np.random.default_rng(seed)
 
     def draw(sizes: tuple[int, ...]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Draw normal repeats for one side: return its sum over cells of medians, and that of squared spreads over repeats.
+        """Draw normal repeats of one side: return the sums over its cells of medians, and of squared spreads / repeats.
 
         ``sizes``: repeats per cell. Both sums are (DRAWS,).
         """
@@ -135,7 +134,7 @@ def _simulate_null(current: tuple[int, ...], baseline: tuple[int, ...], seed: in
             variance += (high - low) ** 2 / size
         return centre, variance
 
-    # T is the sum of the medians over the root of the summed squared errors, the scale of both sides being one.
+    # T is the sum of the medians over the root of the summed squared errors; the factor 1 / k of both cancels out.
     centre, variance = draw(current)
     current_only = np.sort(centre / np.sqrt(variance))
     if not baseline:

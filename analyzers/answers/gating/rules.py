@@ -1,4 +1,4 @@
-"""What a gate demands: rules as people write them.
+"""The rules of a gate, as people write them.
 
 ::
 
@@ -36,7 +36,7 @@ _UNITS: dict[str, tuple[str, float]] = {
     **{name: ("s", scale) for name, scale in (("ns", 1e-9), ("us", 1e-6), ("µs", 1e-6), ("ms", 1e-3))},
     **{name: ("s", scale) for name, scale in (("s", 1.0), ("min", 60.0), ("h", 3600.0))},
 }
-"""What a value can be written in: its dimension, and how much of the SI base unit it is."""
+"""Unit to (dimension, number of SI base units in it)."""
 _NUMBER = re.compile(r"([+-]?)([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([^\s0-9.]*)")
 _OP = re.compile(r"\s*(<=|>=|==|!=|<|>)\s*")
 _RULE = re.compile(r"([^\s<>=!]+)\s*(?:\s(increase|decrease|change)\s*)?(<=|>=|==|!=|<|>)\s*(\S.*)", re.DOTALL)
@@ -44,34 +44,35 @@ _RULE = re.compile(r"([^\s<>=!]+)\s*(?:\s(increase|decrease|change)\s*)?(<=|>=|=
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
-    """One parsed rule. ``direction`` empty: ``value`` is the limit itself; else it bounds the change from the baseline."""
+    """One parsed rule. With a ``direction``, ``value`` bounds the change from the baseline; else it is the limit itself."""
 
     text: str
     metric: str
     op: str = "<="
     value: float | str = 0.0
     dimension: str = ""
-    """``s``, ``bytes``, ``%`` or nothing: what the value was written in."""
+    """The dimension in which the value was written: ``s``, ``bytes``, ``%`` or "" (a plain number)."""
     direction: str = ""
-    """``increase``, ``decrease``, ``change`` or nothing."""
+    """``increase``, ``decrease``, ``change``, or "": an absolute limit."""
     optional: bool = False
-    """A default: says nothing where an artifact has no such figure."""
+    """Whether the rule is skipped, without an error, if an artifact has no such figure."""
 
     @property
     def relative(self) -> bool:
-        """Return whether the rule needs a baseline."""
+        """Whether the rule compares with a baseline."""
         return bool(self.direction)
 
     @property
     def demand(self) -> str:
-        """Return the rule without its metric: ``increase <= 5%``."""
+        """The rule's text without its metric, with single blanks around its operator: ``increase <= 5%``."""
         return _OP.sub(r" \1 ", self.text[len(self.metric) :], count=1).strip()
 
 
 def parse_rule(text: str, where: str = "--rule", *, optional: bool = False) -> Rule:
-    """Return the rule that a text states, such as ``iteration_s <= +5%``. Raises InputError with the grammar in one line.
+    """Return the rule in a text such as ``iteration_s <= +5%``. Raises InputError, with the grammar, for any other text.
 
-    ``where``: who gave it, for messages. ``optional``: it may be about a figure that an artifact does not have.
+    A signed percentage becomes a ``direction``: ``<= +5%`` is ``increase <= 5%``. ``where``: the source of the text, for
+    errors. ``optional``: the rule's field.
     """
     normalized = " ".join(text.split())
     if re.fullmatch(r"[^\s<>=!]+ unchanged", normalized):
@@ -81,12 +82,12 @@ def parse_rule(text: str, where: str = "--rule", *, optional: bool = False) -> R
         raise InputError(where, f"{text!r} is no rule" if normalized else "is empty", GRAMMAR)
     metric, direction, op, value_text = match.groups(default="")
     value, dimension, sign = _parse_value(value_text, op, f"{where} {text!r}")
-    # "increase <= 5%": the word says the direction, so the amount has no sign and is a most.
+    # "increase <= 5%": the word gives the direction, so the amount must be an upper bound without sign.
     if direction and (op != "<=" or isinstance(value, str) or value < 0 or sign):
         raise InputError(where, f"{text!r} is no rule", f"write {metric} {direction} <= 5%, the amount without sign")
     if not direction and sign and dimension == "%" and not isinstance(value, str):
         # A bound on the signed change: ">= -5%" is a decrease of at most 5 %. Other pairs of operator and sign, such as
-        # ">= +5%", hold only for what has become better.
+        # ">= +5%", could hold only if the figure changed.
         if (op, value <= 0) != (">=", True) and (op, value >= 0) != ("<=", True):
             remedy = f"write {metric} >= -5% or {metric} <= +5%; a target is an absolute limit"
             raise InputError(where, f"{text!r} would demand an improvement", remedy)
@@ -99,9 +100,9 @@ def parse_rule(text: str, where: str = "--rule", *, optional: bool = False) -> R
 def _parse_value(value_text: str, op: str, where: str) -> tuple[float | str, str, str]:
     """Return a rule's value as (value, dimension, sign).
 
-    The value is a number in SI base units, or a text as written; the dimension is "s", "bytes", "%" or ""; the sign is
-    "", "+" or "-". ``op``: only == and != take a text. ``where``: the rule, for errors. Raises InputError for what is no
-    number, an unknown unit, and a number beyond floats.
+    The value is a number in SI base units, or, with the operators == and !=, a text. The dimension is "s", "bytes", "%"
+    or ""; the sign is "", "+" or "-". Raises InputError for any other text, an unknown unit, and a number that no float
+    can hold. ``where``: the rule, for errors.
     """
     match = _NUMBER.fullmatch(value_text)
     if match is None:
@@ -121,11 +122,10 @@ def _parse_value(value_text: str, op: str, where: str) -> tuple[float | str, str
 
 
 def select(rule: Rule, current: Mapping[str, Metric], baseline: Mapping[str, Metric], where: str) -> list[str]:
-    """Return the names of the metrics that a rule covers: the metric itself, else its family, else the pattern's matches.
+    """Return the names of the metrics that a rule covers: the one of its name, else its family's, else the pattern's matches.
 
-    Metrics that only the baseline has are included. Raises InputError when neither side has the metric, naming the
-    nearest name; an ``optional`` rule then gives an empty list. ``current`` and ``baseline``: metrics by name;
-    ``where``: the rules' source, for errors.
+    Metrics that only the baseline has are included. If there are none, the result is [] for an ``optional`` rule; any
+    other raises InputError with the most similar name. ``where``: the rules' source, for errors.
     """
     names = list(dict.fromkeys([*current, *baseline]))
     if rule.metric in names:
@@ -140,7 +140,7 @@ def select(rule: Rule, current: Mapping[str, Metric], baseline: Mapping[str, Met
 
 
 def check_unit(rule: Rule, metric: Metric, where: str) -> None:
-    """Raise InputError when a rule's value cannot be compared with the metric: 5 MB with seconds, or 5 % of no baseline."""
+    """Raise InputError if a rule's value cannot be compared with the metric: 5 MB with seconds, or 5 % with no baseline."""
     name = metric.name
     if metric.unit == "text":
         if not (rule.direction == "change" and rule.value == 0.0) and (rule.relative or rule.op not in ("==", "!=")):
@@ -157,10 +157,10 @@ def check_unit(rule: Rule, metric: Metric, where: str) -> None:
 
 
 def default_rules(kind: str) -> list[Rule]:
-    """Return the rules of a kind that hold when nobody wrote any; each counts only where an artifact has its figure."""
+    """Return the default rules of a kind of artifact (such as ``ddltool.plan``), all optional."""
     return [parse_rule(text, "default rules", optional=True) for text in KINDS[kind]["rules"]]
 
 
 def parse_rules(texts: Iterable[str], where: str) -> list[Rule]:
-    """Return the rules of several texts; ``where``: who gave them, for messages."""
+    """Return the rules in several texts (:func:`parse_rule`). ``where``: their source, for errors."""
     return [parse_rule(text, where) for text in texts]

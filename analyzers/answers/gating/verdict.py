@@ -1,6 +1,6 @@
-"""From files, or what a program holds, to a verdict: what the command and the pytest plugin ask.
+"""From artifacts (files, or objects of a program) to a verdict, for the command and the pytest plugin.
 
-:func:`judge` holds every rule against every figure that it is about.
+:func:`judge` checks every rule against every metric that it covers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ddltool.results import GateCheck, GateResult
 
 LEVEL = 0.05
 _OPS = {"<=": operator.le, "<": operator.lt, ">=": operator.ge, ">": operator.gt, "==": operator.eq, "!=": operator.ne}
-# Decimal limits and sums of floats differ in their last bits; that is no regression.
+# A decimal limit and a sum of floats may differ in their last bits, which is no regression.
 _ROUNDING = 1e-9
 _LARGEST = sys.float_info.max
 
@@ -42,12 +42,17 @@ def judge(
     seed: int = 0,
     where: str = "--rule",
 ) -> GateResult:
-    """Check the metrics of two artifacts of one kind against the rules; the caller fills in the files' names.
+    """Return the checks of all rules on the metrics of two artifacts of one kind; the caller fills in the files' names.
 
-    ``baseline`` None: only absolute limits. A measured figure with repeats fails only when it is past its limit beyond
-    noise. ``level``: at most this share of gates whose figures truly keep their limits raises any alarm; it is divided
-    by the number of tests (Bonferroni). Raises InputError for rules that do not fit the metrics and for a rule on
-    changes without a baseline. ``where``: where the rules are from; ``seed``: of the simulated noise.
+    A measured metric with repeats fails only if it exceeds its limit by more than noise. Raises InputError for a rule
+    that does not fit the metrics, for one on a change without a baseline, and if no rule covers any metric.
+
+    Args:
+        baseline: None allows absolute limits only.
+        level: the largest probability that a gate whose true figures keep their limits fails; it is divided by the
+            number of tests (Bonferroni).
+        seed: of the simulated noise.
+        where: the source of the rules.
     """
     pairs: list[_RuleOnMetric] = []
     for rule in rules:
@@ -57,9 +62,8 @@ def judge(
         pairs += [_align_sides(rule, current.get(name), (baseline or {}).get(name), where) for name in names]
     if not pairs:
         raise InputError(where, "no rule is about a figure of these artifacts", f"figures: {', '.join(current)}")
-    # Tests share the level: the more there are, the less each may raise a false alarm.
     testable = [pair for pair in pairs if pair.testable]
-    # By name, so that a figure that two rules cover alike is listed once.
+    # By name, so that a check that two rules ask for is listed once.
     checks = {check.name: check for check in (_check(pair, level / max(len(testable), 1), seed) for pair in pairs)}
     noise_test = None
     if testable:
@@ -85,7 +89,7 @@ def judge(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _RuleOnMetric:
-    """A rule and a metric on both sides; None on the side that lacks the metric (at most one)."""
+    """A rule and one metric of the current artifact and of the baseline; None on at most one side: it lacks the metric."""
 
     rule: Rule
     current: Metric | None
@@ -112,10 +116,10 @@ class _RuleOnMetric:
 
 
 def _align_sides(rule: Rule, current: Metric | None, baseline: Metric | None, where: str) -> _RuleOnMetric:
-    """Return the rule with both sides; for a relative rule, restricted to the configurations that both sides have.
+    """Return the rule with the metric of both sides; for a relative rule, only the configurations that both sides have.
 
-    Raises InputError when there are none in common, and for a rule whose unit is not the metric's. None: a side that
-    lacks the metric.
+    Raises InputError if they have none in common, and if the rule's unit is not the metric's. ``current``, ``baseline``:
+    None on at most one side, which lacks the metric.
     """
     metric = current or baseline
     assert metric is not None  # the names come from the two sides
@@ -131,19 +135,18 @@ def _align_sides(rule: Rule, current: Metric | None, baseline: Metric | None, wh
         raise InputError(where, problem, f"they have {', '.join(sorted(all_keys))}")
 
     def restricted(side: Metric) -> Metric:
-        """Return one side with its common configurations alone, and their geometric mean as its value."""
+        """Return the metric with its common configurations alone, and their geometric mean as its value."""
         cells = tuple(cell for cell in side.cells if cell.key in common_keys)
         return replace(side, cells=cells, value=geometric_mean(cells))
 
-    # Other configurations would compare different things.
     note = f"over the {len(common_keys)} of {len(all_keys)} configurations that both sides have"
     return _RuleOnMetric(rule=rule, current=restricted(current), baseline=restricted(baseline), note=note)
 
 
 def _check(pair: _RuleOnMetric, level: float, seed: int) -> GateCheck:
-    """Return the outcome of one rule on one metric; ``level`` is the false-alarm share of this check's noise test.
+    """Return the check of one rule on one metric; ``level``: the probability of a false alarm of its noise test.
 
-    A metric that only the baseline has fails; one that only the current artifact has passes as new.
+    A metric that only the baseline has fails; for a relative rule, one that only the current artifact has passes as new.
     """
     rule, metric = pair.rule, pair.current or pair.baseline
     assert metric is not None
@@ -181,7 +184,7 @@ def _check(pair: _RuleOnMetric, level: float, seed: int) -> GateCheck:
 
 
 def _relative_change(current: float | str | None, baseline: float | str | None) -> float | None:
-    """Return the relative change; None for texts, a baseline of 0 and changes too large to write as a percentage."""
+    """Return the relative change; None for texts, a missing side, a baseline of 0, and a change that overflows in percent."""
     if not (isinstance(current, float) and isinstance(baseline, float) and baseline != 0):
         return None
     change = (current - baseline) / abs(baseline)
@@ -191,10 +194,10 @@ def _relative_change(current: float | str | None, baseline: float | str | None) 
 def _resolve_limit(
     rule: Rule, baseline: float | str | None, current: float | str | None
 ) -> tuple[float | str | None, str]:
-    """Return a rule's limit and its comparison operator, such as (1.05, "<="); the limit is None where the baseline lacks it.
+    """Return a rule's limit and its operator, such as (1.05, "<="); the limit is None if the rule needs the missing baseline.
 
-    Absolute rules say both. For a change the limit lies the amount above or below the baseline. ``current``: tells on
-    which side of the baseline a change in either direction lies.
+    An absolute rule has both. For a change the limit is ``baseline`` plus or minus the amount; for a change in either
+    direction, on the side of ``current``.
     """
     if not rule.relative:
         return rule.value, rule.op
@@ -203,18 +206,17 @@ def _resolve_limit(
     if isinstance(baseline, str) or isinstance(rule.value, str):
         return baseline, "=="
     amount = rule.value * abs(baseline) if rule.dimension == "%" else rule.value
-    # Of the two limits of a change the one on the side to which the figure moved.
     is_upper_limit = rule.direction == "increase" or (
         rule.direction == "change" and isinstance(current, float) and current >= baseline
     )
-    # Where the sum overflows, no figure can be past it.
+    # An overflow becomes the largest float, which no figure can exceed.
     return (min(baseline + amount, _LARGEST), "<=") if is_upper_limit else (max(baseline - amount, -_LARGEST), ">=")
 
 
 def _satisfies(current: float | str, op: str, limit: float | str) -> bool:
-    """Return whether a value satisfies its limit; values within rounding of the limit count as equal to it.
+    """Return whether ``current OP limit`` holds; numbers that differ by rounding only (1e-9) count as equal.
 
-    ``op``: one of <=, <, >=, >, ==, !=.
+    ``op``: one of <=, <, >=, >, ==, !=. If one of the two is a text, both are compared as texts.
     """
     if isinstance(current, str) or isinstance(limit, str):
         return bool(_OPS[op](str(current), str(limit)))
@@ -224,15 +226,15 @@ def _satisfies(current: float | str, op: str, limit: float | str) -> bool:
 
 
 def _apply_noise_test(check: GateCheck, pair: _RuleOnMetric, limit: float, level: float, seed: int) -> GateCheck:
-    """Return the check with its noise test; a failure within the noise (p above the level) becomes a pass, and says so.
+    """Return the check with its noise test; a failure within the noise (p above the level) becomes a pass with a note.
 
-    ``limit``: positive. For a change, the ratio of the limit to the baseline is tested, else the figure itself.
+    For a relative rule the ratio of current to baseline is tested, else the figure itself. ``limit``: positive.
     """
     assert pair.current is not None  # testable pairs have it
     baseline: tuple[Cell, ...] = pair.baseline.cells if pair.rule.relative and pair.baseline is not None else ()
-    # No float is further from 1 than these, and a limit of 0 has no logarithm.
+    # Kept within floats above 0, as its logarithm is taken.
     ratio = min(max(limit / geometric_mean(baseline), sys.float_info.min), _LARGEST) if baseline else limit
-    # A bound in both directions is two tests.
+    # A bound on the change in both directions is two one-sided tests.
     test_level = level / 2 if pair.rule.direction == "change" else level
     test = past_limit(pair.current.cells, baseline, ratio, above=check.op in ("<=", "<"), level=test_level, seed=seed)
     if check.passed or test.p <= test_level:
@@ -261,14 +263,15 @@ class GateConfig(Record):
 
     @property
     def where(self) -> str:
-        """The file that was read."""
+        """The file that was read; "" for a table made in a program."""
         return self._where
 
 
 def read_config(path: Path, *, required: bool = True) -> GateConfig | None:
-    """Return the ``[gate]`` table of a TOML file; None when the file is missing and not ``required``.
+    """Return the ``[gate]`` table of a TOML file; None if the file is missing and not ``required``.
 
-    Raises InputError for unknown keys, unknown kinds and values of the wrong type.
+    Its baseline's path becomes relative to the file's folder. Raises InputError for unknown keys, unknown kinds and values
+    of the wrong type.
     """
     if not required and not path.is_file():
         return None
@@ -280,7 +283,6 @@ def read_config(path: Path, *, required: bool = True) -> GateConfig | None:
     for kind in config.rules:
         if kind not in known_kinds:
             raise InputError(f"{path}:gate.rules", f"unknown kind {kind!r}", did_you_mean(kind, known_kinds))
-    # A path in the file counts from the file's folder.
     baseline = str(path.parent / config.baseline) if config.baseline is not None else None
     resolved = config.model_copy(update={"baseline": baseline})
     resolved._where = str(path)
@@ -288,7 +290,7 @@ def read_config(path: Path, *, required: bool = True) -> GateConfig | None:
 
 
 def rules_for(kind: str, given: Sequence[str], config: GateConfig | None) -> tuple[list[Rule], str]:
-    """Return the rules and their source: the given texts, else the configuration's rules, else the kind's defaults."""
+    """Return (rules, their source): of the ``given`` texts, else of the configuration, else the defaults of the ``kind``."""
     short = kind.removeprefix("ddltool.")
     if given:
         return parse_rules(given, "--rule"), "--rule"
@@ -297,27 +299,26 @@ def rules_for(kind: str, given: Sequence[str], config: GateConfig | None) -> tup
     return default_rules(kind), f"defaults for {short}"
 
 
-def several(given: Any) -> list[Any]:
-    """Return an artifact, or a list of artifacts, as a list; texts become paths."""
+def as_list(given: Any) -> list[Any]:
+    """Return one artifact, or a list of them, as a list in which texts have become paths."""
     items = given if isinstance(given, (list, tuple)) else [given]
     return [Path(item) if isinstance(item, str) else item for item in items]
 
 
 def name_of(given: Any) -> str:
-    """Return an artifact's name in messages: the path of a file, else the type of the object."""
+    """Return an artifact's name for messages: the path of a file, else the name of the object's type."""
     return str(given) if isinstance(given, Path) else type(given).__name__
 
 
 def figures_of(given: Iterable[Any]) -> Figures:
-    """Return the merged metrics of artifacts that describe the same thing. Raises InputError when their kinds differ."""
+    """Return the merged metrics of artifacts (paths or objects) of the same thing. Raises InputError if their kinds differ."""
     return combine([(document_of(artifact), name_of(artifact)) for artifact in given])
 
 
 def baselines_of(current: Sequence[Any], given: Sequence[Any], settings: GateConfig | None) -> list[Any]:
-    """Return the baselines: those ``given``, else the configured one.
+    """Return the baselines: those ``given``, else the one of ``settings`` (None: no configuration), else [].
 
-    A folder is replaced by its files of the same names as the current artifacts. ``settings``: the configuration; None: there
-    is none.
+    A folder is replaced by the files in it that have the names of the ``current`` artifacts.
     """
     paths = given
     if not given and settings is not None and settings.baseline is not None:
@@ -332,7 +333,7 @@ def baselines_of(current: Sequence[Any], given: Sequence[Any], settings: GateCon
 
 
 def level_of(given: float | None, settings: GateConfig | None) -> float:
-    """Return the level of false alarms: given, else configured, else the default. Raises InputError outside (0, 1)."""
+    """Return the level of false alarms: ``given``, else configured, else 0.05. Raises InputError unless it is in (0, 1)."""
     configured = settings.level if settings and settings.level else LEVEL
     level = configured if given is None else given
     if not 0 < level < 1:
@@ -340,14 +341,15 @@ def level_of(given: float | None, settings: GateConfig | None) -> float:
     return level
 
 
-def hold(
+def check_against(
     current: Any, target: Path, texts: Sequence[str], level: float | None, *, update: bool, config: Path
 ) -> GateResult:
-    """Check an artifact against the baseline file ``target`` by the rules ``texts``, else by those of the file ``config``.
+    """Return the checks of an artifact against the baseline file ``target``; nothing is written.
 
-    ``level`` None: the configured one. With ``update`` the current artifact is its own baseline, so that absolute
-    limits still hold; a baseline that is missing or broken is then no error. Nothing is written. Raises InputError for a
-    baseline that is missing, broken or of another kind, and for rules that do not fit.
+    ``texts``: the rules; empty: those of the file ``config``, else the defaults. ``level`` None: the configured one. With
+    ``update`` the artifact is compared with itself, so that only absolute limits can fail, and a missing or broken
+    baseline is no error. Raises InputError for a baseline that is missing, broken or of another kind, and for rules that
+    do not fit.
     """
     figures = extract(document_of(current), "current")
     settings = read_config(config, required=False)
@@ -367,9 +369,9 @@ def hold(
 
 
 def document_of(current: Any) -> Mapping[str, Any]:
-    """Return an artifact (path, graph, data frame, record or mapping) as a document with its kind.
+    """Return an artifact (path, graph, data frame of a profile, record or mapping) as a document with its kind.
 
-    Raises InputError for anything else, and for a file that cannot be read.
+    Raises InputError for anything else, and for a wrong or unreadable file.
     """
     if isinstance(current, (str, Path)):
         return read_artifact(Path(current))
@@ -386,9 +388,10 @@ def document_of(current: Any) -> Mapping[str, Any]:
 
 
 def write_baseline(current: Any, target: Path) -> None:
-    """Write the baseline atomically. Raises InputError when a table is not named .csv or a document not .json.
+    """Write an artifact atomically as the baseline file ``target``, whose folder is made if it is missing.
 
-    ``current``: a file, which is copied, or what a program holds. The folder of ``target`` is made where it is missing.
+    ``current``: a file, whose text is copied, or an object of a program. Raises InputError if a table is to be written
+    into a file that is not named as a table, or a document into one that is.
     """
     is_file = isinstance(current, (str, Path))
     tabular = is_table(Path(current)) if is_file else isinstance(current, pd.DataFrame)

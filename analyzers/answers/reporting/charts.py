@@ -1,8 +1,8 @@
-"""Draws figures: Vega-Lite specifications for a page, SVG and PNG files; Altair makes them, vl-convert brings the rest.
+"""Draws figures as Vega-Lite specifications for a page, and as SVG and PNG files, by Altair and vl-convert.
 
-Colours stand in specifications as the page's CSS variables, so light, dark and print need no second drawing; files get
-the light ones. Names come from files that others wrote: they are data here, never part of an expression or of a
-tooltip's title, which Vega-Lite compiles into one.
+Colours in specifications are the page's CSS variables, so that one drawing serves light, dark and print; files get the
+light colours. Names come from files that anybody made: they are only used as data, never in an expression or in a tooltip's
+title, which Vega-Lite compiles into an expression.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from ddltool.units import show_bytes, show_seconds, show_span
 
 Row = dict[str, Any]
 Spec = dict[str, Any]
-Chart = Any  # what altair.layer returns, which its types take for a facet as well
+Chart = Any  # the result of altair.layer, whose types also allow a facet
 Slots = dict[str, dict[str, int]]
-"""By family of names, the place of each in the order of colours."""
+"""Family to name to the name's position in the order of colours."""
 
-# Okabe and Ito's colours, which the colour-blind can tell apart, with enough contrast on light paper; a page's dark ones
-# are in its style sheet.
+# Okabe and Ito's colours, which colour-blind readers can distinguish, with enough contrast on white; those of dark pages
+# are in the page's style sheet.
 COLOURS: Mapping[str, str] = {
     "ink": "#1a1a1a",
     "paper": "#ffffff",
@@ -53,14 +53,14 @@ KINDS: Mapping[str, str] = {
     **{"communication": BLUE, "sync": BLUE, "waiting": "var(--grey)", "wait": "var(--grey)", "other": "var(--pink)"},
 }
 _DASHES = ([1, 0], [7, 3], [2, 2], [8, 3, 2, 3], [12, 3], [1, 3])
-# Pixels: the width of a figure in a file, and the height of a lane or a bar; a PNG has so many pixels for one of these.
+# Pixels of a figure's width in a file and of the height of a lane or a bar; pixels of a PNG for each of these.
 _WIDTH, _LANE_HEIGHT, _PNG_SCALE = 640, 24, 2
 _NUMBER = ",.4~r"
-# What stands on a bar is seen where it has room, and thin bars have no edge.
+# Vega expressions: a text on a bar is drawn if it has room, and thin bars have no edge.
 _PIXELS = "abs(scale('x', datum.end) - scale('x', datum.start))"
 _TEXT_OPACITY = alt.ExprRef(f"{_PIXELS} > 7 * length(datum.text) + 3 ? 1 : 0")
 _EDGE_WIDTH = alt.ExprRef(f"{_PIXELS} > 6 ? 0.6 : 0")
-# Where an axis of durations may be marked, in seconds: from a millisecond to a thousand days.
+# Possible marks of an axis of durations, in seconds: from a millisecond to a thousand days.
 _MARKED_TIMES = (
     *(1e-3, 0.01, 0.1, 1, 2, 5, 10, 20, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 18_000, 36_000),
     *(86_400, 172_800, 432_000, 864_000, 8.64e6, 8.64e7),
@@ -68,7 +68,7 @@ _MARKED_TIMES = (
 
 
 def _in_units(units: Mapping[str, float], smallest: str) -> str:
-    """Return Vega's expression for an axis label, in the largest unit that the value reaches.
+    """Return the Vega expression of an axis label in the largest unit that the value reaches.
 
     ``units``: sizes by name, the largest first; ``smallest``: the expression of a label below all of them.
     """
@@ -97,20 +97,20 @@ CONFIG: Spec = {
 
 
 def time_unit(longest_s: float) -> tuple[float, str]:
-    """Return the factor from seconds and the name of the unit (s, ms or us) that keeps axis labels short."""
+    """Return (factor from seconds, unit) of an axis up to ``longest_s``: s, ms or us, so that labels are short."""
     if not 0 < longest_s < 1:
         return 1.0, "s"
     return (1e3, "ms") if longest_s >= 1e-3 else (1e6, "us")
 
 
 def spec(figure: Figure, slots: Slots | None = None) -> Spec:
-    """Return the Vega-Lite specification of one figure, as wide as what holds it, in the page's colours.
+    """Return the Vega-Lite specification of one figure, as wide as its container, in the page's colours.
 
-    ``slots`` remembers which name has which colour; figures of one page share it, so that a name keeps its colour.
+    ``slots`` is filled with the colours of names: figures of one page share it, so that a name keeps its colour.
     """
-    specification = _specified(figure, {} if slots is None else slots)
+    specification = _specification(figure, {} if slots is None else slots)
     name_by_rows: dict[str, str] = {}
-    for layer in (specification, *specification["layer"]):  # rows that several layers draw stand there once
+    for layer in (specification, *specification["layer"]):  # rows of several layers are stored once
         if "data" not in layer:
             continue
         rows = json.dumps(layer["data"]["values"])
@@ -121,32 +121,31 @@ def spec(figure: Figure, slots: Slots | None = None) -> Spec:
 
 
 def drawn(figures: Sequence[Figure], file_format: str, width: int = _WIDTH) -> bytes:
-    """Return figures, one under the other, as the bytes of an SVG or PNG file; ``width``: pixels between the axes' ends."""
-    text = json.dumps(_together(figures, width))
+    """Return figures, one below the other, as the bytes of a file; ``file_format``: svg or png; ``width``: pixels of a plot."""
+    text = json.dumps(_concatenated(figures, width))
     if file_format == "svg":
         return vl_convert.vegalite_to_svg(text, allowed_base_urls=[]).encode()
     return vl_convert.vegalite_to_png(text, scale=_PNG_SCALE, allowed_base_urls=[])
 
 
 def altair_chart(figures: Sequence[Figure]) -> alt.VConcatChart:
-    """Return figures, one under the other, as an Altair chart, which a notebook shows and a script may change or save."""
-    return alt.VConcatChart.from_dict(_together(figures))
+    """Return figures, one below the other, as an Altair chart, which a notebook shows and a script may change or save."""
+    return alt.VConcatChart.from_dict(_concatenated(figures))
 
 
-def _together(figures: Sequence[Figure], width: int = _WIDTH) -> Spec:
-    """Return one specification of figures under each other, each ``width`` pixels wide, in the colours of light paper.
+def _concatenated(figures: Sequence[Figure], width: int = _WIDTH) -> Spec:
+    """Return one specification of figures below each other, each ``width`` pixels wide, in the colours of light pages.
 
-    Expressions of a figure name its x scale; in a concatenation that scale has another name, and they are changed for
-    it.
+    In a concatenation the x scale of figure k is called ``concat_k_x``; expressions that name it ``x`` are changed.
     """
     slots: Slots = {}
     views, parameters = list[Spec](), list[Spec]()
     legend_columns = 8
     for figure in figures:
-        view = {**_specified(figure, slots), "width": width}
+        view = {**_specification(figure, slots), "width": width}
         schema = view.pop("$schema")
         parameters += view.pop("params", [])
-        entry_width = view.pop("usermeta")["key"]  # a page's script asks how wide it is
+        entry_width = view.pop("usermeta")["key"]  # see _layered; on a page, a script chooses the columns
         legend_columns = max(1, min(legend_columns, width // entry_width))
         views.append(json.loads(json.dumps(view).replace("scale('x'", f"scale('concat_{len(views)}_x'")))
     together = {"$schema": schema, "vconcat": views, "params": parameters, "config": {**CONFIG, "background": PAPER}}
@@ -156,10 +155,10 @@ def _together(figures: Sequence[Figure], width: int = _WIDTH) -> Spec:
     return coloured
 
 
-def _specified(figure: Figure, slots: Slots) -> Spec:
+def _specification(figure: Figure, slots: Slots) -> Spec:
     """Return the specification of one figure, without width and configuration, in the page's colours.
 
-    ``slots``: as of :func:`spec`.
+    ``slots``: see :func:`spec`.
     """
     draw_by_type: dict[type, Callable[..., Chart]] = {Lines: _lines, Bars: _bars, Lanes: _lane_chart, Heat: _heat}
     draw_by_type[Explorer] = _explorer
@@ -167,14 +166,14 @@ def _specified(figure: Figure, slots: Slots) -> Spec:
     if figure.headed:
         chart = chart.properties(title=name_of(figure.title, 80))
     specification: Spec = chart.to_dict(validate=False)
-    del specification["config"]  # Altair's own, for which the page's stands in
+    del specification["config"]  # Altair's own; the page has another
     return specification
 
 
 @functools.cache
 def script() -> str:
-    """Return the one script of a page: Vega, Vega-Lite and what draws the specifications in the block ``charts``."""
-    # A text in the script that looks like the end of a script would end it.
+    """Return the script that draws a page's charts: Vega, Vega-Lite and our own part. Made once, as it takes long."""
+    # HTML would end the script at a text in it that looks like its end.
     bundle: str = vl_convert.javascript_bundle(_SNIPPET)
     return bundle.replace("</script", "<\\/script").replace("<!--", "<\\!--")
 
@@ -197,12 +196,12 @@ globalThis.drawn.finally(() => { document.documentElement.dataset.drawn = "yes";
 
 
 def name_of(text: str, longest: int = 34) -> str:
-    """Return a name as a picture can hold it: short and printable."""
+    """Return a name shortened to ``longest`` characters and made printable, for a picture."""
     return visible(shortened(text, longest))
 
 
-def _names(texts: Iterable[str]) -> list[str]:
-    """Return names as a picture can hold them, no two alike: a second "a" is "a (2)"."""
+def _distinct_names(texts: Iterable[str]) -> list[str]:
+    """Return :func:`name_of` of all texts, each different: a second "a" becomes "a (2)"."""
     names: list[str] = []
     for text in map(name_of, texts):
         same_count = sum(name == text or name.startswith(f"{text} (") for name in names)
@@ -216,7 +215,7 @@ def _chart(rows: Sequence[Row]) -> alt.Chart:
 
 
 def _tips(titles: Mapping[str, str]) -> list[alt.Tooltip]:
-    """Return what hovering shows: each field (``x:Q``) under its title, numbers in four digits."""
+    """Return tooltips of fields (such as ``x:Q``) by their titles; numbers have four significant digits."""
     return [
         alt.Tooltip(field, title=title, format=_NUMBER if field.endswith(":Q") else alt.Undefined)
         for field, title in titles.items()
@@ -224,14 +223,15 @@ def _tips(titles: Mapping[str, str]) -> list[alt.Tooltip]:
 
 
 def _titled(label: str, unit: str) -> str:
-    """Return an axis' title with its unit in brackets, where it has one."""
+    """Return an axis's title with its unit in brackets; ``unit`` "": without."""
     return f"{label} ({unit})" if unit else label
 
 
-def _places(names: Sequence[str], family: str, slots: Slots) -> list[int]:
+def _colour_positions(names: Sequence[str], family: str, slots: Slots) -> list[int]:
     """Return the position of each name in the order of colours.
 
-    Names of a ``family`` (such as policies) keep the positions that they have had on the page; others count from 0.
+    Names of a ``family`` (such as policies) keep their positions over a page, by ``slots``, to which new ones are added;
+    with family "" they count from 0.
     """
     if not family:
         return list(range(len(names)))
@@ -240,24 +240,26 @@ def _places(names: Sequence[str], family: str, slots: Slots) -> list[int]:
 
 
 def _legend(names: Sequence[str], **options: Any) -> alt.Legend | None:
-    """Return a legend above the picture; None, which hides it, where there is but one name."""
+    """Return a legend above the picture; None, which hides it, for a single name."""
     return alt.Legend(orient="top", title=None, **options) if len(names) > 1 else None
 
 
 def _layered(layers: Sequence[alt.Chart], height: int, names: Sequence[str] = ()) -> Chart:
     """Return layers as one chart, ``height`` pixels high.
 
-    It notes how many pixels a name in the legend takes (7 a letter, and 48 for the symbol), by which the page's script
-    chooses the legend's columns.
+    Its ``usermeta`` has the width of the longest entry of the legend (7 pixels a letter, and 48 for the symbol), from
+    which the page's script chooses the number of the legend's columns.
     """
     entry_width = 7 * max(map(len, names), default=0) + 48
     return alt.layer(*layers).properties(height=height, usermeta={"key": entry_width})
 
 
-def _rule(axis: str, values: Sequence[tuple[str, float]], colour: alt.Color, dash: alt.StrokeDash) -> list[alt.Chart]:
-    """Return straight lines at named values of ``axis`` (x or y), as a list of one layer; empty without values.
+def _rule_layers(
+    axis: str, values: Sequence[tuple[str, float]], colour: alt.Color, dash: alt.StrokeDash
+) -> list[alt.Chart]:
+    """Return straight lines at (name, value) of ``axis`` ("x" or "y") as a list of one layer; [] without values.
 
-    ``colour`` and ``dash``: by name.
+    ``colour`` and ``dash``: the encodings by name.
     """
     if not values:
         return []
@@ -267,7 +269,7 @@ def _rule(axis: str, values: Sequence[tuple[str, float]], colour: alt.Color, das
 
 
 def _veil_beyond(known_until: float | None, last: float) -> list[alt.Chart]:
-    """Return layers that veil the picture from ``known_until`` to ``last``, where no data support it; none for None."""
+    """Return layers that fade the picture from x = ``known_until`` to ``last``, where no data support it; [] for None."""
     if known_until is None or known_until >= last:
         return []
     rows = [{"left": known_until + 0.5, "right": last + 0.5, "why": "not supported by data"}]
@@ -285,12 +287,12 @@ def _veil_beyond(known_until: float | None, last: float) -> list[alt.Chart]:
 
 
 def _tick_options(is_whole: bool) -> dict[str, Any]:
-    """Return an axis' options: where its values are counts (``is_whole``), ticks at whole numbers alone."""
+    """Return the options of an axis; ``is_whole``: its values are counts, and ticks are at whole numbers alone."""
     return {"tickMinStep": 1, "format": ",d"} if is_whole else {}
 
 
 def _x_scale_and_axis(figure: Lines, values: np.ndarray[Any, Any]) -> tuple[alt.Scale, alt.Axis]:
-    """Return the scale and the axis of x, with its marks at values that people read; ``values`` (n,): all x that are drawn."""
+    """Return the scale and the axis of x, with marks at round values; ``values``, (n,): all x that are drawn."""
     low, high = (float(values.min()), float(values.max())) if values.size else (1.0, 1.0)
     if figure.x_axis == "bytes":
         powers = range(int(np.floor(np.log2(max(low, 1)))), int(np.ceil(np.log2(max(high, 1)))) + 1)
@@ -309,9 +311,11 @@ def _x_scale_and_axis(figure: Lines, values: np.ndarray[Any, Any]) -> tuple[alt.
 def _lines(figure: Lines, slots: Slots) -> Chart:
     """Return the chart of lines, steps, points or stacked areas, with their bands, dots and lines at fixed values."""
     drawn_lines = figure.lines[:LINES_DRAWN]
-    labels = _names([line.label for line in drawn_lines])
+    labels = _distinct_names([line.label for line in drawn_lines])
     named_lines = list(zip(labels, drawn_lines, strict=True))
-    fixed_names = [] if figure.draw == "areas" else _names([name for name, _ in (*figure.levels, *figure.marks)])
+    fixed_names = (
+        [] if figure.draw == "areas" else _distinct_names([name for name, _ in (*figure.levels, *figure.marks)])
+    )
     colour, dash = _colour_and_dash(figure, labels, fixed_names, slots)
     scale, unit = time_unit(_highest(figure, drawn_lines)) if figure.seconds else (1.0, "")
     x, y = _line_axes(figure, drawn_lines, unit)
@@ -333,7 +337,7 @@ def _lines(figure: Lines, slots: Slots) -> Chart:
         layers.append(band.encode(x=x, y=low, y2="high:Q", color=colour))
         line_tips = [*tips, *_tips({"low:Q": "low", "high:Q": "high"})]
     layers.append(curves.mark_line(interpolate=interpolate, strokeWidth=2).encode(strokeDash=dash))
-    # Points of plain lines are there for hovering alone, and not seen.
+    # Points of plain lines are invisible: they are there for tooltips.
     is_seen = figure.draw == "points" or any(line.x.size == 1 for line in drawn_lines)
     points = curves.mark_point(filled=True, size=45 if is_seen else 120, opacity=float(is_seen))
     layers.append(points.encode(tooltip=line_tips))
@@ -355,13 +359,13 @@ def _lines(figure: Lines, slots: Slots) -> Chart:
         layers.append(cloud.encode(x=x, y=y, color=colour, tooltip=tips))
     fixed_values = [value * scale for _, value in figure.levels] + [value for _, value in figure.marks]
     named_values = list(zip(fixed_names, fixed_values, strict=True))
-    layers += _rule("y", named_values[: len(figure.levels)], colour, dash)
-    layers += _rule("x", named_values[len(figure.levels) :], colour, dash)
+    layers += _rule_layers("y", named_values[: len(figure.levels)], colour, dash)
+    layers += _rule_layers("x", named_values[len(figure.levels) :], colour, dash)
     return _layered(layers, 230, [*labels, *fixed_names])
 
 
 def _highest(figure: Lines, lines: Sequence[Line]) -> float:
-    """Return the largest y of the lines, their bands and dots, and the fixed values; 0 where there is none."""
+    """Return the largest y of the lines, their bands and dots, and the fixed values; 0 if there is none."""
     tops = [top for line in lines for top in (line.y if line.high is None else line.high, *(line.dots or ())[1:])]
     return max([float(top.max()) for top in tops if top.size] + [value for _, value in figure.levels], default=0.0)
 
@@ -369,13 +373,14 @@ def _highest(figure: Lines, lines: Sequence[Line]) -> float:
 def _colour_and_dash(
     figure: Lines, labels: Sequence[str], fixed_names: Sequence[str], slots: Slots
 ) -> tuple[alt.Color, alt.StrokeDash]:
-    """Return the colour and the dash by which lines are told apart.
+    """Return the encodings of lines by colour and by dash.
 
-    ``fixed_names``: lines at fixed values, which have the text's colour; ``slots``: as of :func:`spec`.
+    ``labels``: the names of the lines; ``fixed_names``: those of lines at fixed values, which have the text's colour;
+    ``slots``: see :func:`spec`.
     """
     areas = figure.draw == "areas"
     names = [*labels, *fixed_names]
-    positions = _places(labels, figure.family, slots)
+    positions = _colour_positions(labels, figure.family, slots)
     colours = AREAS if areas else SERIES
     line_colours = [colours[position % len(colours)] for position in positions] + [INK] * len(fixed_names)
     dashes = [_DASHES[position % len(_DASHES)] for position in positions]
@@ -388,7 +393,7 @@ def _colour_and_dash(
 
 
 def _line_axes(figure: Lines, lines: Sequence[Line], unit: str) -> tuple[alt.X, alt.Y]:
-    """Return the x and y of lines; ``unit``: that of y, "" for none."""
+    """Return the encodings of x and y for lines; ``unit``: that of y, "" for none."""
     all_x = np.concatenate([*(line.x for line in lines), *(line.dots[0] for line in lines if line.dots)])
     x_scale, x_axis = _x_scale_and_axis(figure, all_x)
     y_scale = alt.Scale(type="log", nice=False) if figure.log_y else alt.Scale(zero=True)
@@ -400,7 +405,7 @@ def _line_axes(figure: Lines, lines: Sequence[Line], unit: str) -> tuple[alt.X, 
 
 
 def _line_rows(line: Line, name: str, scale: float) -> list[Row]:
-    """Return a row of data for each point of a line, with the ends of its band; ``scale``: what y is multiplied by."""
+    """Return a row of data for each point of a line, with the ends of its band; ``scale``: the factor on y."""
     rows: list[Row] = [
         {"name": name, "x": _short(x_at), "y": _short(y_value * scale)}
         for x_at, y_value in zip(line.x, line.y, strict=True)
@@ -412,7 +417,7 @@ def _line_rows(line: Line, name: str, scale: float) -> list[Row]:
 
 
 def _short(value: float) -> float:
-    """Return a number with six digits, as many as a screen can show: it keeps the page small."""
+    """Return a number rounded to six significant digits, more than a screen shows: it keeps the page small."""
     return float(f"{value:.6g}")
 
 
@@ -424,11 +429,11 @@ def _lanes_axis(names: Sequence[str]) -> alt.Y:
 
 
 def _bars(figure: Bars, slots: Slots) -> Chart:
-    """Return the chart of a horizontal bar, or dot, for each named value, with its interval, value in words, and a level.
+    """Return the chart of a horizontal bar, or dot, for each named value, with its interval and its value as text.
 
-    ``slots``: as of :func:`spec`.
+    ``slots``: see :func:`spec`.
     """
-    names = _names([name for name, _ in figure.rows])
+    names = _distinct_names([name for name, _ in figure.rows])
     values = [value for _, value in figure.rows]
     interval_ends = [end for pair in figure.intervals if pair is not None for end in pair]
     level = figure.level[1] if figure.level else None
@@ -437,7 +442,7 @@ def _bars(figure: Bars, slots: Slots) -> Chart:
     bar_start = (level or 1.0) * scale if figure.log else 0.0
     low, high = min(extremes) * scale, max(extremes) * scale
     if figure.log:
-        # Room beside the outermost bars, for their texts.
+        # Room beside the longest bars, for their texts.
         ratio = max(high / low, 1.1) ** 0.25
         domain = [low / ratio, high * ratio]
         axis = alt.Axis(values=_log_marks(*domain), format=_NUMBER, gridOpacity=0.6)
@@ -451,7 +456,7 @@ def _bars(figure: Bars, slots: Slots) -> Chart:
         colour_by_kind = {figure.unmarked: BLUE, figure.marked[0]: "var(--red)"}
         colours = [colour_by_kind[kind] for kind in kinds]
     else:
-        colours = [SERIES[position % len(SERIES)] for position in _places(kinds, figure.family, slots)]
+        colours = [SERIES[position % len(SERIES)] for position in _colour_positions(kinds, figure.family, slots)]
     legend = _legend(["", ""]) if figure.marked is not None and any(figure.marked[1]) else None
     colour = alt.Color("kind:N", scale=alt.Scale(domain=kinds, range=colours), legend=legend)
     tips = _tips({"name:N": "name", "shown:N": "value"} | ({"interval:N": "interval"} if interval_ends else {}))
@@ -466,31 +471,32 @@ def _bars(figure: Bars, slots: Slots) -> Chart:
         whisker = spread.mark_rule(strokeWidth=1.5).encode(x=alt.X("low:Q", scale=x_scale), x2="high:Q")
         cap = spread.mark_tick(thickness=1.5, size=9, color=INK)
         layers += [whisker, *(cap.encode(x=alt.X(f"{end}:Q")) for end in ("low", "high"))]
-    # A text stands behind the end of its bar, which may be on the left of the start.
+    # A text is drawn behind the end of its bar; a bar of a logarithmic axis may reach to the left.
     for side, sign in (("left", 1), ("right", -1)):
         side_rows = [row for row in rows if (row["value"] >= bar_start) == (side == "left")]
         if side_rows and not figure.dots:
             text = _chart(side_rows).mark_text(align=side, dx=5 * sign)  # type: ignore[arg-type]
             layers.append(text.encode(y=_lanes_axis(names), x=alt.X("text_at:Q"), text="shown:N"))
     if figure.level is not None:
-        layers += _level(name_of(figure.level[0]), figure.level[1] * scale, right=figure.level[1] * scale > 0.6 * high)
+        layers += _level_layers(
+            name_of(figure.level[0]), figure.level[1] * scale, right=figure.level[1] * scale > 0.6 * high
+        )
     return _layered(layers, _LANE_HEIGHT * len(names), kinds)
 
 
 def _log_marks(low: float, high: float) -> list[float]:
-    """Return where a logarithmic axis is marked: powers of ten, and 2 and 5 times these where they are few.
+    """Return the marks of a logarithmic axis: powers of ten, and 2 and 5 times these if there are only one or two.
 
     ``low`` and ``high``: the ends of the axis, above 0.
     """
     powers = range(int(np.floor(np.log10(low))), int(np.ceil(np.log10(high))) + 1)
-    # One or two powers alone would leave an axis nearly unmarked.
     parts = (1, 2, 5) if sum(low <= 10.0**power <= high for power in powers) <= 2 else (1,)
     marks = [part * 10.0**power for power in powers[:: max(1, len(powers) // 6)] for part in parts]
     return [mark for mark in marks if low <= mark <= high]
 
 
 def _bar_rows(figure: Bars, names: Sequence[str], scale: float) -> list[Row]:
-    """Return a row of data for each bar: its value times ``scale``, its kind (for the colour), and its text with the place."""
+    """Return a row of data for each bar: its value times ``scale``, its kind (for the colour), its text and the text's x."""
     marked = figure.marked[1] if figure.marked is not None else ()
     rows: list[Row] = []
     for index, (name, (_, value)) in enumerate(zip(names, figure.rows, strict=True)):
@@ -506,18 +512,21 @@ def _bar_rows(figure: Bars, names: Sequence[str], scale: float) -> list[Row]:
             row["interval"] = f"{show_value(interval[0])} .. {show_value(interval[1])}"
             row["text_at"] = max(row["value"], row["high"])
         if figure.level is not None and 0.8 * figure.level[1] < row["text_at"] / scale < figure.level[1]:
-            row["text_at"] = figure.level[1] * scale  # else the line would go through the letters
+            row["text_at"] = figure.level[1] * scale  # behind the level's line, which would cross the letters
         rows.append(row)
     return rows
 
 
 def _number(value: float) -> str:
-    """Return a value for the end of its bar: thousands in full, other numbers in four digits."""
+    """Return a value as text at the end of its bar: from 1,000 on in full, other numbers with four significant digits."""
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
-def _level(name: str, position: float, *, right: bool) -> list[alt.Chart]:
-    """Return the layers of a vertical line at ``position`` with its name above; ``right``: the name ends at the line."""
+def _level_layers(name: str, position: float, *, right: bool) -> list[alt.Chart]:
+    """Return the layers of a vertical line at ``position`` with its name above.
+
+    ``right``: whether the name ends at the line, as there is no room on its right; else it begins there.
+    """
     chart = _chart([{"name": name, "at": position}]).encode(x=alt.X("at:Q"))
     label = chart.mark_text(align="right" if right else "left", baseline="bottom", dy=-3)
     return [
@@ -527,8 +536,8 @@ def _level(name: str, position: float, *, right: bool) -> list[alt.Chart]:
 
 
 def _lane_chart(figure: Lanes, slots: Slots) -> Chart:
-    """Return the chart of lanes over time: bars coloured by kind, with their texts where there is room."""
-    names = _names([name for name, _ in figure.lanes])
+    """Return the chart of lanes over time: bars coloured by kind, with their texts if there is room."""
+    names = _distinct_names([name for name, _ in figure.lanes])
     spans = [span for _, lane in figure.lanes for span in lane]
     longest = max(
         [span.end for span in spans] + [figure.until] + ([figure.mark[1]] if figure.mark else []), default=0.0
@@ -559,7 +568,7 @@ def _lane_chart(figure: Lanes, slots: Slots) -> Chart:
     bars = chart.mark_bar(stroke=PAPER, strokeWidth=_EDGE_WIDTH).encode(x=x, x2="end:Q", color=colour, tooltip=tips)
     layers: list[alt.Chart] = [bars]
     texts = [{**row, "middle": (row["start"] + row["end"]) / 2} for row in rows if row["text"]]
-    # Texts are dark or light, by the colour of the bar under them.
+    # Texts are white on blue bars and black on all others.
     for kind in dict.fromkeys(row["kind"] for row in texts):
         ink = "var(--on-blue)" if KINDS[kind] == BLUE else "#000000"
         labels = _chart([row for row in texts if row["kind"] == kind]).mark_text(
@@ -567,7 +576,7 @@ def _lane_chart(figure: Lanes, slots: Slots) -> Chart:
         )
         layers.append(labels.encode(x=alt.X("middle:Q"), y=_lanes_axis(names), text="text:N", tooltip=tips))
     if figure.mark is not None:
-        layers += _level(name_of(figure.mark[0]), figure.mark[1] * scale, right=figure.mark[1] > 0.5 * longest)
+        layers += _level_layers(name_of(figure.mark[0]), figure.mark[1] * scale, right=figure.mark[1] > 0.5 * longest)
     return _layered(layers, _LANE_HEIGHT * len(names), kinds)
 
 
@@ -670,10 +679,10 @@ def _explored_axis(rows: Sequence[Row], field: str, title: str) -> dict[str, Any
 
 def _heat(figure: Heat, slots: Slots) -> Chart:
     """Return the chart of values over x and a logarithmic y, with a line through the best y of each x."""
-    # Half a step between two y, as a factor: a cell reaches so far up and down.
+    # A cell reaches half a step between two y, as a factor, up and down.
     ratio = float(np.sqrt(figure.y[1] / figure.y[0]))
     rows: list[Row] = [
-        # a little over its neighbours, or the paper would be seen between them
+        # Cells overlap a little, as otherwise the background would show between them.
         {"left": x_at - 0.5, "right": x_at + 0.52, "low": _short(y / ratio), "high": _short(y * ratio**1.2)}
         | {"x": x_at, "y": round(float(y)), "value": _short(value)}
         for x_at, column in zip(figure.x.tolist(), figure.values, strict=True)

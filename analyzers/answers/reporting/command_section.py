@@ -1,4 +1,4 @@
-"""The section of a command's plan: which values of its knobs, how fast, and what was tried beside them."""
+"""The section of a command's plan: the best values of its knobs (options that were varied), and the variants tried."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ddltool.graph_results import CommandPlan, TriedCommand
 from ddltool.units import counted, faster_than, show_bytes, show_rate, show_seconds, show_span
 
 _ROWS = 10
-# Of a column's name and of a value.
+# Most characters of a column's name and of a value.
 _LONGEST_NAME = 14
 _TIES_NAMED = 3
-# Closer than this share nobody can tell two variants apart before a run.
+# Two predictions that differ by less than this share do not tell which variant is faster.
 _TIE = 0.02
 
 
@@ -25,7 +25,7 @@ def command_section(plan: CommandPlan, name: str = "") -> Section:
     recorded = [variant for variant in plan.tried if variant.row is not None]
     listed = recorded[:_ROWS]
     knobs: dict[str, Column[TriedCommand]] = {
-        shortened(knob.lstrip("-"), 2 * _LONGEST_NAME): partial(_value, knob=knob) for knob in plan.knobs
+        shortened(knob.lstrip("-"), 2 * _LONGEST_NAME): partial(_value_text, knob=knob) for knob in plan.knobs
     }
     unit = plan.ranked_by.removesuffix("_per_s")
     best = plan.best
@@ -39,14 +39,15 @@ def command_section(plan: CommandPlan, name: str = "") -> Section:
             show_bytes(variant.row.reserved_bytes) + ("" if variant.row.fits else " !") if variant.row else None
         ),
     }
-    # Something to compare with: the command as it is.
     if any(not variant.given for variant in recorded):
-        columns["times"] = lambda variant: _gain(plan, variant)
+        columns["times"] = lambda variant: _gain_text(plan, variant)
     caption = f"{len(listed)} of {len(plan.tried)} tried" if len(plan.tried) > len(listed) else "All that was tried"
     caption += "; times: of the command as it is" if "times" in columns else ""
     table = tabled(caption, "predicted", listed, columns, text_columns=len(knobs) + 1, spare=("MFU", "times"))
     figure = Bars(
-        rows=[(f"{_options(variant) or 'as it is'} on {_where(variant)}", plan.rate(variant)) for variant in listed],
+        rows=[
+            (f"{_options_text(variant) or 'as it is'} on {_where(variant)}", plan.rate(variant)) for variant in listed
+        ],
         xlabel=f"{unit} per second",
         title=f"Predicted {unit} per second of each variant",
         marked=("does not fit", [variant.row is not None and not variant.row.fits for variant in listed]),
@@ -66,13 +67,13 @@ def command_section(plan: CommandPlan, name: str = "") -> Section:
 
 
 def _traits(plan: CommandPlan, one: TriedCommand) -> dict[str, str | int]:
-    """Return the devices of a variant and its value of each knob, as a number where it is one."""
+    """Return by name the devices of a variant and its value of each knob, whole numbers as int."""
     values = {knob.lstrip("-"): one.values.get(knob, "-") for knob in plan.knobs}
     return {"on": _where(one), **{knob: int(value) if value.isdecimal() else value for knob, value in values.items()}}
 
 
 def _predicted_by(one: TriedCommand) -> str:
-    """Return the command that records and predicts one variant alone; "" where its quotes do not match."""
+    """Return the command that records and predicts one variant alone; "" if its quotes do not match."""
     where = ["--device", one.device, "--gpus-per-node", str(one.devices_per_node)]
     try:
         return shlex.join(["ddltool", "predict", *where, "--", *shlex.split(one.command)])
@@ -80,24 +81,24 @@ def _predicted_by(one: TriedCommand) -> str:
         return ""
 
 
-def _value(one: TriedCommand, *, knob: str) -> str:
-    """Return a variant's value of one knob (an option that the plan varied), "-" where it leaves the option out."""
+def _value_text(one: TriedCommand, *, knob: str) -> str:
+    """Return a variant's value of one knob; "-" if it leaves the option out."""
     return shortened(one.values.get(knob, "-"), _LONGEST_NAME)
 
 
-def _options(one: TriedCommand) -> str:
-    """Return the values of a variant's knobs, in words of its command."""
+def _options_text(one: TriedCommand) -> str:
+    """Return the values of a variant's knobs as in its command: ``--batch-size 8``, ``lr=0.1``; "" for the unchanged one."""
     return " ".join(
         f"{name} {value}" if name.startswith("-") else f"{name}={value}" for name, value in one.values.items()
     )
 
 
 def _where(one: TriedCommand) -> str:
-    """Return the devices of a variant in words: how many replicas on which type."""
+    """Return the devices of a variant as text: "8 H100", its replicas and their type; the type alone if it failed."""
     return f"{one.row.num_replicas} {one.device}" if one.row is not None else one.device
 
 
-def _gain(plan: CommandPlan, one: TriedCommand) -> str:
+def _gain_text(plan: CommandPlan, one: TriedCommand) -> str:
     """Return a variant's rate over that of the unchanged command on the same devices: "1.25"; "-" where that is not known."""
     as_given = plan.as_given(one.device, one.devices_per_node)
     if one.given or as_given is None or not plan.rate(as_given):
@@ -106,14 +107,17 @@ def _gain(plan: CommandPlan, one: TriedCommand) -> str:
 
 
 def _answer(plan: CommandPlan) -> str:
-    """Return the first line: which values, on which devices, how fast, how much memory, how much better than as it is."""
+    """Return the first line: the best values, devices, rate and memory, and the gain over the unchanged command.
+
+    If nothing fits, the line says how much memory the least demanding variant needs.
+    """
     best = plan.best
     if best is None or best.row is None:
         least = plan.tried[0]
         if least.row is None:
             return "Nothing could be recorded."
         needs = f"{show_bytes(least.row.reserved_bytes)} a process on {least.device}"
-        return f"Nothing fits: the least, {_options(least) or 'the command as it is'}, takes {needs}."
+        return f"Nothing fits: the least, {_options_text(least) or 'the command as it is'}, takes {needs}."
     row = best.row
     rate = f"{show_rate(row.samples_per_s)} samples/s"
     rate += f", {show_rate(row.tokens_per_s)} tokens/s" if row.tokens_per_s else ""
@@ -129,11 +133,11 @@ def _answer(plan: CommandPlan) -> str:
         behind = f"as it is the command does not fit ({show_bytes(as_given.row.reserved_bytes)})"
     else:
         behind = f"{faster_than(plan.rate(best) / plan.rate(as_given) - 1)} the command as it is"
-    return f"Use {_options(best)} on {_where(best)}: {figures}; {behind}, predicted."
+    return f"Use {_options_text(best)} on {_where(best)}: {figures}; {behind}, predicted."
 
 
 def _certainty(plan: CommandPlan, best: TriedCommand) -> str:
-    """Return how sure the best step is, and which variants are as good within two percent."""
+    """Return the sentence on the range of the best step, and on the variants whose rate is within two percent of it."""
     assert best.row is not None
     span = show_span(best.row.predicted_low_s, best.row.predicted_high_s)
     text = f"How sure: 80 % of measured steps are expected within {span}"
@@ -141,13 +145,13 @@ def _certainty(plan: CommandPlan, best: TriedCommand) -> str:
     ties = [variant for variant in near if plan.rate(variant) >= (1 - _TIE) * plan.rate(best)]
     if not ties:
         return f"{text}."
-    names = ", ".join(f"{_options(variant) or 'as it is'} on {_where(variant)}" for variant in ties[:_TIES_NAMED])
+    names = ", ".join(f"{_options_text(variant) or 'as it is'} on {_where(variant)}" for variant in ties[:_TIES_NAMED])
     more = f" and {len(ties) - _TIES_NAMED} more" if len(ties) > _TIES_NAMED else ""
     return f"{text}; as good within {_TIE:.0%}: {names}{more}."
 
 
 def _left_out(plan: CommandPlan, below: list[TriedCommand]) -> list[str]:
-    """Return lines on what does not fit, with its memory, on what failed, and why, and on how many are slower.
+    """Return lines on the variants that do not fit, that failed, and on the number of slower ones not in the table.
 
     ``below``: the recorded variants that the table leaves out.
     """
@@ -155,13 +159,15 @@ def _left_out(plan: CommandPlan, below: list[TriedCommand]) -> list[str]:
     full = [variant for variant in plan.tried if variant.row is not None and not variant.row.fits]
     if full:
         named = [
-            f"{_options(variant) or 'as it is'} on {_where(variant)} ({show_bytes(variant.row.reserved_bytes)})"
+            f"{_options_text(variant) or 'as it is'} on {_where(variant)} ({show_bytes(variant.row.reserved_bytes)})"
             for variant in full
             if variant.row is not None
         ]
         lines.append(f"Does not fit (!): {', '.join(few(named))}.")
     failures = {
-        f"{_options(variant) or 'as it is'}: {variant.failure}": None for variant in plan.tried if variant.row is None
+        f"{_options_text(variant) or 'as it is'}: {variant.failure}": None
+        for variant in plan.tried
+        if variant.row is None
     }
     lines += [f"Failed: {line}" for line in few(list(failures))]
     if slower := [variant for variant in below if variant.row is not None and variant.row.fits]:

@@ -1,6 +1,6 @@
-"""What a picture shows, as records: lines, bars, spans over time, a heat map. :mod:`.charts` draws them.
+"""Records of a picture's content: lines, bars, spans over time, a heat map; :mod:`.charts` draws them.
 
-A section holds these; no plotting library is loaded before somebody asks for a page or a file.
+Sections contain these records, so that no plotting library is loaded until a page or a file is written.
 """
 
 from __future__ import annotations
@@ -14,20 +14,25 @@ import numpy as np
 from ddltool.arrays import Floats
 
 LINES_DRAWN = 8
-# Bars closer than this share of the axis cannot be told apart and become one: less than a pixel of a wide page.
+# Spans closer than this share of the axis become one: it is less than a pixel of a wide page.
 _RESOLUTION = 1 / 1200
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Figure:
+    """The fields of every figure."""
+
     title: str
-    """What a reader without eyes is told; drawn above the figure where ``headed``."""
+    """Text for screen readers; also drawn above the figure if ``headed``."""
     headed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Line:
-    """A named line through (x, y), both (n,): a band from ``low`` to ``high`` (n,), measured ``dots`` (x, y) of any number."""
+    """A named line through the points (x, y), both (n,), with a band from ``low`` to ``high``, (n,).
+
+    ``dots``: measured points (x, y) beside it, of any number.
+    """
 
     label: str
     x: Floats
@@ -36,11 +41,11 @@ class Line:
     high: Floats | None = None
     dots: tuple[Floats, Floats] | None = None
     texts: Sequence[str] = ()
-    """What stands beside each point."""
+    """A text beside each point."""
 
 
 def line(label: str, records: Iterable[Any], x: str, y: str) -> Line:
-    """Return the line through two fields of records, in their order; ``x`` and ``y``: paths as of :func:`value_of`."""
+    """Return the line through the records' fields ``x`` and ``y`` (paths for :func:`value_of`), in the records' order."""
     points = np.array([(value_of(record, x), value_of(record, y)) for record in records], dtype=np.float64).reshape(
         -1, 2
     )
@@ -50,7 +55,7 @@ def line(label: str, records: Iterable[Any], x: str, y: str) -> Line:
 def value_of(record: Any, path: str) -> Any:
     """Return the value at a path in a record, mapping or tuple (by index): ``a.b`` is field b of field a.
 
-    None where a part on the way is None or, in a mapping, missing.
+    None if a part of the path is None or, in a mapping, missing.
     """
     for name in path.split("."):
         if record is None:
@@ -64,51 +69,52 @@ def value_of(record: Any, path: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lines(_Figure):
-    """Up to eight lines, told apart by colour and dash; ``levels`` and ``marks`` are named values of y and of x."""
+    """Lines, of which eight are drawn, by colour and dash; ``levels`` and ``marks``: named straight lines at a y or an x."""
 
     lines: Sequence[Line]
     xlabel: str
     ylabel: str
     draw: Literal["line", "steps", "points", "areas"] = "line"
-    """``steps``: y holds until the next x; ``areas``: such steps, stacked, a colour for each of eight."""
+    """``steps``: y holds until the next x; ``areas``: such steps, stacked, in eight colours."""
     x_axis: Literal["linear", "log", "bytes", "durations"] = "linear"
-    """``bytes`` and ``durations`` (in seconds) are logarithmic in units that people read."""
+    """``bytes`` and ``durations`` (in seconds) are logarithmic, with labels in readable units."""
     log_y: bool = False
     seconds: bool = False
-    """y is in seconds; the axis takes a readable unit."""
+    """Whether y is in seconds; the axis then has a readable unit."""
     whole: str = ""
-    """The axes (``x``, ``y`` or both) that count, and have no ticks between."""
+    """The axes (``x``, ``y`` or ``xy``) of counts, which have ticks at whole numbers alone."""
     levels: Sequence[tuple[str, float]] = ()
     marks: Sequence[tuple[str, float]] = ()
     family: str = ""
-    """What the labels name (``policy``): such names keep their colours over a page."""
+    """What the labels name, such as "policy": a name of one family has the same colour in all figures of a page."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bars(_Figure):
-    """One bar per named value, the value behind it."""
+    """One horizontal bar per named value, with the value as text at its end."""
 
     rows: Sequence[tuple[str, float]]
     xlabel: str
     seconds: bool = False
     level: tuple[str, float] | None = None
-    """A named line across all, such as the baseline."""
+    """(name, value) of a line across all bars, such as the baseline."""
     log: bool = False
-    """Logarithmic, bars begin at ``level``; all values are above zero."""
+    """Whether the axis is logarithmic: bars begin at ``level``, and all values are above zero."""
     intervals: Sequence[tuple[float, float] | None] = ()
-    """(low, high) of each value, drawn as whiskers; None: none is known. Empty: of no value."""
+    """(low, high) of each value, drawn as whiskers; None: not known. Empty: known for no value."""
     dots: bool = False
-    """Dots in place of bars, for what has no zero."""
+    """Whether dots are drawn in place of bars, for values without a natural zero."""
     marked: tuple[str, Sequence[bool]] | None = None
-    """A kind, and which bars are of it: these have another colour; the others are ``unmarked``."""
+    """(name of a class, whether each bar is in it): its bars have another colour."""
     unmarked: str = ""
+    """The name of the class of the other bars."""
     family: str = ""
-    """As of :class:`Lines`; each bar then has a colour of its own."""
+    """See :class:`Lines`; each bar then has a colour of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A bar from ``start`` to ``end`` seconds, coloured by its kind; ``text`` is shown where there is room."""
+    """A bar from ``start`` to ``end`` seconds, coloured by its kind; ``text`` is drawn on it if there is room."""
 
     start: float
     end: float
@@ -118,18 +124,21 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lanes(_Figure):
-    """A lane per named row with its bars over time in seconds; ``mark`` is a named moment."""
+    """Named lanes of bars over time in seconds; ``mark``: (name, seconds) of a moment."""
 
     lanes: Sequence[tuple[str, Sequence[Span]]]
     xlabel: str = "time"
     mark: tuple[str, float] | None = None
     until: float = 0.0
-    """The axis reaches this far at least: figures under each other then share it."""
+    """The axis reaches at least to here, so that figures below each other have the same axis."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Heat(_Figure):
-    """``values`` (n, m) over whole x (n,) and y (m,) of equal ratios, and the ``best`` y of each x, NaN where there is none."""
+    """A heat map of ``values``, (n, m), over whole numbers x, (n,), and y, (m,), which has equal ratios.
+
+    ``best``: the best y of each x, (n,), drawn as a line; NaN: there is none.
+    """
 
     x: Floats
     y: Floats
@@ -138,10 +147,11 @@ class Heat(_Figure):
     xlabel: str
     ylabel: str
     what: str
-    """The words for ``values``, over their scale of colours."""
+    """The title of the scale of colours: what ``values`` are."""
     marks: Sequence[tuple[str, float]] = ()
+    """(name, x) of vertical lines."""
     known: float | None = None
-    """Beyond this x no data support what is drawn."""
+    """The largest x that data support; the map is faded beyond it. None: all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,10 +198,10 @@ Figure = Lines | Bars | Lanes | Heat | Explorer
 
 
 def merged(spans: Sequence[Span], whole_s: float) -> list[Span]:
-    """Return spans by kind and start, without empty ones; neighbours too close to tell apart on a screen become one.
+    """Return the spans sorted by kind and start, without empty ones, those of one kind merged that a screen cannot separate.
 
-    ``whole_s``: seconds that the axis covers. Spans with a text stay as they are. A page of thousands of bars stays
-    small.
+    Spans with a text are not merged. This keeps pages of thousands of bars small. ``whole_s``: seconds that the axis
+    covers.
     """
     spans_by_kind: dict[str, list[Span]] = {}
     for span in sorted(spans, key=lambda each: (each.start, each.end)):
@@ -208,7 +218,7 @@ def merged(spans: Sequence[Span], whole_s: float) -> list[Span]:
 
 
 def stacked(phases: Mapping[str, float], start: float = 0.0) -> list[Span]:
-    """Return the phases that take time (seconds by kind) as spans one after the other from ``start`` on."""
+    """Return the phases (seconds by kind) as spans one after another from ``start`` on, without those of 0 seconds."""
     spans = []
     for kind, length in phases.items():
         if length > 0:

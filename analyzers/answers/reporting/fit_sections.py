@@ -52,9 +52,9 @@ _PAYS_SHARE = 0.5
 
 
 def profile_section(frame: pd.DataFrame, name: str, models: Sequence[tuple[str, Goodput]]) -> Section:
-    """Return the section of a checked profile: its measured points, with the curves of a fitted model where one knows them.
+    """Return the section of a checked profile: its measured points, with the curves of a fitted model if one fits it.
 
-    ``models``: pairs (file name, model); the first that knows all of the profile's devices is drawn.
+    ``models``: pairs (file name, model); the first that has all of the profile's devices is drawn.
     """
     lead = [f"{counted(len(frame), 'measured configuration')} of {listed(sorted(set(frame['device'])), 4)}."]
     for model_name, model in models:
@@ -71,9 +71,9 @@ def profile_section(frame: pd.DataFrame, name: str, models: Sequence[tuple[str, 
 
 
 def memory_picture(device: str, timeline: MemoryTimeline) -> Picture:
-    """Return what one process holds on a device over a forward and backward pass: stacked areas of its parts (GiB over ms).
+    """Return the memory of one process on a device over a forward and backward pass, as stacked areas (GiB over ms).
 
-    The table says what each part holds at the fullest moment of all, and at most.
+    The table has the bytes of each part at the moment of most memory, and the part's own maximum.
     """
     time_ms, total = 1e3 * np.array(timeline.time_s), np.sum(list(timeline.parts.values()), axis=0)
     peak_index = int(total.argmax())
@@ -91,7 +91,7 @@ def memory_picture(device: str, timeline: MemoryTimeline) -> Picture:
 def _fitted_rows(
     frame: pd.DataFrame, model: Goodput
 ) -> tuple[dict[str, Observations], dict[str, ThroughputParams]] | None:
-    """Return the measured rows and the models by device; None where the model lacks a device, or cannot use these rows."""
+    """Return (rows, parameters) by device; None if the model lacks a device, or the rows are not fit for a model."""
     rows, params = {}, {}
     try:
         for device, device_rows in frame.groupby("device"):
@@ -105,7 +105,6 @@ def _fitted_rows(
 def _measured_points_picture(frame: pd.DataFrame) -> Picture:
     """Return the measured step times over the local batch, a line for each placement (device, nodes, replicas)."""
     lines = []
-    # A line for each placement.
     for (device, nodes, replicas), part in frame.groupby(["device", "num_nodes", "num_replicas"]):
         label = f"{shortened(visible(str(device)), 18)}, {counted(int(str(replicas)), 'replica')}"
         label += "" if nodes == 1 else f" on {nodes} nodes"
@@ -125,14 +124,17 @@ def _measured_points_picture(frame: pd.DataFrame) -> Picture:
 
 
 def _profile_table(frame: pd.DataFrame, params: Mapping[str, ThroughputParams] | None) -> Table:
-    """Return the table of measured configurations; with models (by device) also the fitted step and its relative error."""
+    """Return the table of measured configurations, with fitted steps and their relative errors.
+
+    ``params``: the models' parameters by device; None: the columns of fitted steps are left out.
+    """
     columns: dict[str, Column[Mapping[Any, Any]]] = {"device": "device", "nodes": "num_nodes"}
     columns |= {"replicas": "num_replicas", "local batch": "local_batch_size", "step": "step_time_s"}
     columns |= {"spread": "step_time_spread_s", "sync": "sync_time_s", "peak memory": "peak_memory_bytes"}
     if params is not None:
 
         def fitted_step_s(row: Mapping[Any, Any]) -> float:
-            """Return the step time (s) that the model of a row's device gives for its configuration."""
+            """Return the step time (s) of a row's configuration by the model of its device."""
             steps = row.get("accumulation_steps")
             passes = 0.0 if steps is None or math.isnan(steps) else steps
             setting = (row["num_nodes"], row["num_replicas"], row["local_batch_size"], passes)
@@ -153,8 +155,8 @@ def goodput_section(
 ) -> Section:
     """Return the section of a fitted model: parameters with intervals, errors, and goodput over GPUs and batch.
 
-    ``profile`` (of any device) gives the largest batch that is known to fit; None: one is assumed. ``noise_scale``
-    (samples) None: every sample counts the same. ``maps``: whether goodput is drawn.
+    ``profile``: a measured one (of any device), whose batches limit the map; None: limits are assumed. ``noise_scale``:
+    samples; None: every sample counts the same. ``maps``: whether goodput is drawn.
     """
     lead = [
         f"Fitted to {counted(model.samples, 'row')} of {listed(model.sources, 4)} in {model.fit_seconds:.2f} s: MAPE "
@@ -180,15 +182,15 @@ def goodput_section(
 
 
 def _error_sentences(device: str, record: Goodput | DeviceGoodput) -> list[str]:
-    """Return sentences on a model's error: on the fitted rows, on rows kept out, and whether it says anything.
+    """Return sentences on a model's error on the fitted rows (unless too few to mean anything) and on held-out rows.
 
-    ``device``: the type that the model is of, "" for the only one, whose error on the fitted rows is said elsewhere.
+    ``device``: the model's device type; "": the only one, whose error on the fitted rows the section's lead has already.
     """
     prefix = f"{device}: " if device else ""
     sentences = (
         [f"{prefix}error on the fitted rows MAPE {record.mape:.1%}, RMSLE {record.rmsle:.4f}."] if device else []
     )
-    # Parameters that the data do not determine take up no rows.
+    # A parameter that the data do not determine keeps its prior and uses up no row.
     parameter_count = len(type(record.params).model_fields) - len(record.undetermined)
     if record.samples <= parameter_count:
         rows = counted(record.samples, "row")
@@ -203,9 +205,9 @@ def _error_sentences(device: str, record: Goodput | DeviceGoodput) -> list[str]:
 
 
 def _parameter_picture(device: str, record: Goodput | DeviceGoodput) -> Picture | Table:
-    """Return the parameters as a table, under a picture of their intervals where any can be drawn.
+    """Return the table of parameters, within a picture of their intervals if any can be drawn.
 
-    Drawn is each interval over its fitted value; one without an upper end, or down to zero, has no place on the axis.
+    Each interval is drawn relative to its fitted value, on a logarithmic axis; one without an upper end is not drawn.
     """
     rows, drawn_rows, intervals = [], [], []
     for key, value in record.params.model_dump().items():
@@ -218,7 +220,8 @@ def _parameter_picture(device: str, record: Goodput | DeviceGoodput) -> Picture 
                 "no limit" if interval.high is None else format_value(interval.high),
             )
             if value > 0 and interval.high is not None and not interval.reason and 1e-3 < interval.high / value < 1e4:
-                drawn_rows.append((key, 1.0))  # an interval down to zero has no end on a logarithmic axis
+                drawn_rows.append((key, 1.0))
+                # Cut at 0.01, as an interval down to zero has no end on a logarithmic axis.
                 intervals.append((max(interval.low / value, 1e-2), max(interval.high / value, 1e-2)))
             is_outside = value < interval.low or (interval.high is not None and value > interval.high)
             source = interval.reason or (f"{source}, outside its interval" if is_outside else source)
@@ -245,15 +248,15 @@ def _parameter_picture(device: str, record: Goodput | DeviceGoodput) -> Picture 
 
 
 def _short_seconds(seconds: float) -> str:
-    """Return a fitted time in a readable unit; below a nanosecond, which no clock tells apart, only that it is below."""
+    """Return a fitted time in a readable unit; "< 1 ns" below a nanosecond, which no clock resolves."""
     return "< 1 ns" if 0 < seconds < 1e-9 else show_seconds(seconds)
 
 
 def _supported_replicas(device: str, record: Goodput | DeviceGoodput, profile: pd.DataFrame | None) -> tuple[int, str]:
-    """Return up to how many replicas of the map there are data, and in words why not beyond.
+    """Return (the largest number of replicas that data support, the reason in words why no more).
 
-    A model gives a figure for any number; where nobody measured a kind of synchronisation it takes that as free, and
-    its figures mean nothing.
+    A model has a figure for any number of replicas; but a kind of synchronisation that was never measured counts as free
+    in it, so that its figures mean nothing there. The reason is "" if data support the whole map.
     """
     limits = [(_REPLICAS, "")]
     if "alpha_sync_node_s" in record.undetermined:
@@ -276,14 +279,14 @@ def _supported_replicas(device: str, record: Goodput | DeviceGoodput, profile: p
 def _goodput_heat_map(
     device: str, record: Goodput | DeviceGoodput, profile: pd.DataFrame | None, noise_scale: float | None
 ) -> Picture | str:
-    """Return the heat map of predicted goodput over replicas and total batch, or a sentence on why there is none.
+    """Return the heat map of predicted goodput over replicas and total batch, or a sentence with the reason for none.
 
-    Batches go up to the largest measured one, or to an assumed one without a ``profile``. ``noise_scale`` (samples)
-    None: every sample counts the same, so that goodput is throughput.
+    Local batches go up to the largest of ``profile``, None: to an assumed one. ``noise_scale``: samples; None: every
+    sample counts the same, so that goodput is throughput.
     """
     params = record.params
     if "alpha_sync_node_s" in record.undetermined:
-        # Never measured, it would count as free, and the map would jump up at a second node.
+        # Never measured, it would count as free, and goodput would jump up at the second node.
         local_costs = {"alpha_sync_node_s": params.alpha_sync_local_s, "beta_sync_node_s": params.beta_sync_local_s}
         params = params.model_copy(update=local_costs)
     largest_batch, initial_batch, name = _ASSUMED_LOCAL_BATCH, _ASSUMED_INITIAL_BATCH, device
@@ -300,7 +303,7 @@ def _goodput_heat_map(
     known_replicas, reason = _supported_replicas(device, record, profile)
     noun = noun_of(name)
     try:
-        # The map covers all replicas; until where scaling pays is only said within the data.
+        # One frontier over all replicas, for the map; one within the data, for the count until which scaling pays.
         full_frontier, known_frontier = (
             frontier(
                 params, replicas, limits, noise_scale=noise, replicas_per_node=_REPLICAS_PER_NODE, threshold=_PAYS_SHARE
@@ -325,9 +328,10 @@ def _goodput_heat_map(
 
 
 def _pays_words(pays: int, known_replicas: int, reason: str, noun: str) -> str:
-    """Return the sentences on until how many GPUs scaling pays, as far as there are data, and where the data end.
+    """Return the sentences on the number of GPUs until which scaling pays, and on where the data end.
 
-    ``pays``: the count until which scaling pays; ``reason``: why data end there; ``noun``: GPU or replica.
+    ``pays``: that number; ``known_replicas``: the largest number that data support; ``reason``: why they end there;
+    ``noun``: GPU or replica.
     """
     if known_replicas >= _REPLICAS:
         return f"Scaling pays until {counted(pays, noun)}."
@@ -340,7 +344,7 @@ def _pays_words(pays: int, known_replicas: int, reason: str, noun: str) -> str:
 
 
 def _heat_table(curve: Frontier, known_replicas: int, noun: str) -> Table:
-    """Return the table of the best batch on each number of replicas; ``known_replicas``: up to there data support it."""
+    """Return the table of the best batch on each number of replicas; ``known_replicas``: the largest that data support."""
     tuned, feasible_indexes = curve.tuned, np.flatnonzero(curve.tuned.feasible)
     columns: dict[str, Column[int]] = {
         f"{noun}s": lambda index: int(curve.num_replicas[index]),
@@ -356,27 +360,27 @@ def _heat_table(curve: Frontier, known_replicas: int, noun: str) -> Table:
 
 
 def fit_figures(devices: Mapping[str, Observations], params: Mapping[str, ThroughputParams]) -> list[Figure]:
-    """Return the fitted step time over the local batch, with the measured points, a figure per device type.
+    """Return figures of the fitted step time over the local batch with the measured points, one per device type.
 
-    ``devices``: the rows that were fitted, by device; ``params``: the model of each. A line is a placement (nodes and
-    replicas), at most five from the fewest replicas to the most. A band is where nine of ten measured steps should lie,
-    by the uncertainty of the model and the scatter of the rows. Of more than six types those with most rows are drawn.
+    There is a line for each placement (nodes and replicas), at most five of them, with a band in which nine of ten
+    measured steps should lie, by the uncertainty of the model and the scatter of the rows. Of more than six types those
+    with most rows are drawn. ``devices``: the fitted rows by device; ``params``: the parameters of each.
     """
     names = sorted(devices, key=lambda name: -len(devices[name]))[:_DEVICES_SHOWN]
     return [_fit_figure(name, devices[name], params[name], headed=len(devices) > 1) for name in names]
 
 
 def noun_of(device: str) -> str:
-    """Return what one replica on a device is called: "GPU", or "replica" on a CPU and where nothing names the device."""
+    """Return the noun for one replica on a device: "GPU"; "replica" on a CPU, and if ``device`` is ""."""
     return "GPU" if device and not device.casefold().startswith("cpu") else "replica"
 
 
 def _fit_figure(name: str, rows: Observations, params: ThroughputParams, *, headed: bool) -> Lines:
-    """Return the fitted step times of each placement over the measured ones, with bands of 90 % of the rows' scatter.
+    """Return the figure of one device's fitted step times with the measured ones, a line with its 90 % band per placement.
 
-    ``headed``: whether the device's name stands above, as there are several figures.
+    ``headed``: whether the device's name is drawn above.
     """
-    # the points of one number of accumulation steps: others lie on other curves
+    # Only rows of the most frequent number of accumulation steps: others are on other curves.
     steps, counts = np.unique(rows.accumulation_steps, return_counts=True)
     passes = float(steps[counts.argmax()])
     rows = rows.take(rows.accumulation_steps == passes)
@@ -386,8 +390,8 @@ def _fit_figure(name: str, rows: Observations, params: ThroughputParams, *, head
     for nodes, replicas in _placements(rows):
         placement_rows = rows.take((rows.num_nodes == nodes) & (rows.num_replicas == replicas))
         fitted_s = np.asarray(iteration_time_s(params, nodes, replicas, curve_batches, passes))
-        # A factor, as errors of step times are relative.
-        band_factor = np.exp(_QUANTILE_90 * _deviation(rows, params, nodes, replicas, curve_batches, passes))
+        # The band is a factor, as errors of step times are relative.
+        band_factor = np.exp(_QUANTILE_90 * _log_deviation(rows, params, nodes, replicas, curve_batches, passes))
         noun = f"{noun_of(name)}{'s' if replicas > 1 else ''}"
         label = f"{replicas:.0f} {noun}" + (f" on {nodes:.0f} nodes" if nodes > 1 else "")
         dots = (placement_rows.local_batch_size, placement_rows.step_time_s)
@@ -415,30 +419,30 @@ def _fit_figure(name: str, rows: Observations, params: ThroughputParams, *, head
 
 
 def _placements(rows: Observations) -> list[tuple[float, float]]:
-    """Return up to five placements as (nodes, replicas), spread evenly from the fewest replicas to the most."""
+    """Return up to five placements as (nodes, replicas), evenly from the fewest replicas to the most."""
     pairs, counts = np.unique(np.stack([rows.num_replicas, rows.num_nodes]), axis=1, return_counts=True)
-    # curves of a single point say little, unless there is nothing else
+    # Placements with a single point are left out, unless there is nothing else.
     curve_pairs = pairs[:, counts > 1] if (counts > 1).any() else pairs
     chosen_pairs = np.unique(np.linspace(0, curve_pairs.shape[1] - 1, _CURVES_DRAWN).round().astype(int))
     return [(float(curve_pairs[1, pair_index]), float(curve_pairs[0, pair_index])) for pair_index in chosen_pairs]
 
 
-def _deviation(
+def _log_deviation(
     rows: Observations, params: ThroughputParams, nodes: float, replicas: float, batch: Floats, passes: float
 ) -> Floats:
-    """Return the standard deviation of a measured log step time about the curve, for each of ``batch`` (b,).
+    """Return the standard deviation of a measured log step time from the curve, (b,), at each local batch of ``batch``, (b,).
 
-    To first order: the scatter of the rows, and the fitted parameters' covariance along the slopes of the log time.
-    ``nodes``, ``replicas`` and ``passes`` are those of the curve.
+    To first order its variance is the scatter of the rows plus the parameters' covariance along the slopes of the log
+    time. ``nodes``, ``replicas`` and ``passes`` are those of the curve.
     """
     problem = FitProblem(rows)
     point = problem.start_from(params)
     _, jacobian = problem.residuals(point)
-    variance = max((problem.scatter(point) or ASSUMED_ERROR) ** 2, 1e-12)  # above zero: it divides
-    # Gauss-Newton: the information that the rows have on the parameters, whose inverse is their covariance.
+    variance = max((problem.scatter(point) or ASSUMED_ERROR) ** 2, 1e-12)  # not 0, as it is a divisor
+    # Gauss-Newton: the inverse of the information matrix is the parameters' covariance.
     free_parameters = np.flatnonzero(problem.free)
     information = jacobian[:, free_parameters].T @ jacobian[:, free_parameters] * len(rows) / variance
-    # a parameter that the rows do not determine is taken as known to a factor of e: the line is drawn all the same
+    # The added 1 is a prior: a parameter that the rows do not determine counts as known within a factor of e.
     covariance = np.linalg.inv(information + np.eye(len(free_parameters)))
     ones = np.ones_like(batch)
     slopes = log_times(problem.values(point), nodes * ones, replicas * ones, batch, passes)[3][:, free_parameters]
@@ -456,13 +460,16 @@ def goodput_map(
     known: int,
     noun: str = "GPU",
 ) -> Heat:
-    """Return goodput over (GPUs, total batch) as a heat map, with the best batch of each count.
+    """Return goodput over (number of GPUs, total batch) as a heat map, with the best batch of each number.
 
-    ``found``: the best batches on 1, 2, ... GPUs. ``pays``: the count until which scaling pays, which is marked.
-    ``known``: beyond this count no measurement supports the map; it is faded there. ``noise_scale``: samples; ``noun``:
-    what a replica is called.
+    Args:
+        found: the best batches on 1, 2, ... GPUs.
+        pays: the number of GPUs until which scaling pays; it is marked.
+        noise_scale: samples.
+        known: the largest number that measurements support; the map is faded beyond it.
+        noun: the word for a replica.
     """
-    # one batch far above the best would only make the map small
+    # Batches far above the best would only shrink the interesting part of the map.
     best = int(found.tuned.total_batch_size[found.tuned.feasible].max())
     largest_drawn = min(limits.max_batch_size, max(4 * best, 2 * limits.initial_batch_size))
     batches = np.geomspace(limits.initial_batch_size, max(largest_drawn, limits.initial_batch_size + 1), _HEAT_ROWS)
@@ -482,7 +489,7 @@ def goodput_map(
 
 
 def _goodput_verdict(model: Goodput) -> Verdict:
-    """Return the verdict on a fitted model: how far it is off, and on rows that it has not seen."""
+    """Return the verdict on a fitted model: its error on the fitted rows, and on held-out rows."""
     holdout_text = (
         f"{model.holdout.mape:.1%} on rows kept out" if model.holdout is not None else "no rows were kept out"
     )
@@ -491,7 +498,7 @@ def _goodput_verdict(model: Goodput) -> Verdict:
 
 
 def _profile_verdict(frame: pd.DataFrame) -> Verdict:
-    """Return the verdict on a profile: its configuration of most samples per second, with the interval of its step."""
+    """Return the verdict on a profile: the configuration of most samples per second, with the interval of its step."""
     samples_per_s = frame["local_batch_size"] * frame["num_replicas"] / frame["step_time_s"]
     best = frame.iloc[int(samples_per_s.to_numpy().argmax())]
     replicas = counted(int(best["num_replicas"]), "replica")

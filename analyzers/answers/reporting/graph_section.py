@@ -1,4 +1,4 @@
-"""Sections of a graph: one step's timeline in two orders, what each order gives, and what its ops allow."""
+"""Sections of a graph: the timeline of a step in two orders of transfers, the figures of each order, and determinism."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ _LABELLED = 60
 
 
 def graph_section(graph: Graph, name: str, *, remark: str = "") -> Section:
-    """Return the section of a timed graph: what DDP's buckets gain, as ``ddltool trace`` has it, then the order of transfers.
+    """Return the section of a timed graph: the gain of DDP's buckets on 8 replicas, then that of the order of transfers.
 
-    Buckets are those of 8 replicas, of a training step that says for which network it was timed; of any other the order of
-    a parameter server's transfers is all there is. ``remark`` says where its times come from. Every order is simulated with
-    20 seeds (3 from 20,000 ops on). Raises InputError for ops without a duration.
+    The buckets are there for a training step whose graph says for which network it was timed; of any other graph only the
+    order of a parameter server's transfers is shown. Each order is simulated with 20 seeds (3 from 20,000 ops on).
+    ``remark``: the sentence on the source of its times. Raises InputError for ops without a duration.
     """
     runs = RUNS if len(graph) < _LARGE else RUNS_OF_A_LARGE_GRAPH
     limits = bounds(graph)
@@ -75,7 +75,7 @@ def graph_section(graph: Graph, name: str, *, remark: str = "") -> Section:
         )
     caption = f"Step time and efficiency by order of transfers, {runs} simulated runs each"
     blocks: Blocks = [_order_table(caption, orders, limits)]
-    if limits.upper_s > 0:  # else there is nothing to draw
+    if limits.upper_s > 0:  # a graph whose ops take no time has no timeline
         blocks.insert(0, _timeline_picture(graph, timelines, orders["TAC"].priority or {}))
     lead = [facts.strip(), _bounds_words(limits, orders["random"].makespan_s, orders["TAC"].makespan_s)]
     verdict = _verdict(graph, orders, runs)
@@ -89,7 +89,7 @@ def graph_section(graph: Graph, name: str, *, remark: str = "") -> Section:
 
 
 def _buckets_verdict(ddp: DdpFigures) -> Verdict:
-    """Return the verdict on DDP's buckets: what the best ones save of a step, in the words of ``ddltool trace``."""
+    """Return the verdict on DDP's buckets, that of ``ddltool trace``: the share of a step that the best ones save."""
     is_worthwhile = ddp.default.step_s - ddp.best.step_s >= SMALL_GAIN * ddp.default.step_s
     return Verdict(
         answer=ddp.verdict,
@@ -101,9 +101,9 @@ def _buckets_verdict(ddp: DdpFigures) -> Verdict:
 
 
 def _verdict(graph: Graph, orders: Mapping[str, ScheduleFigures], runs: int) -> Verdict | None:
-    """Return the verdict: what TAC's order of transfers saves of a step over a random one; None where nothing takes time.
+    """Return the verdict on TAC, TicTac's order of transfers by the ops' times: its saving over random orders.
 
-    ``runs``: how often each order was simulated. TAC is TicTac's order of transfers by the ops' times.
+    None if nothing takes time. ``runs``: number of simulated runs of each order.
     """
     random_order, tac_order = orders["random"], orders["TAC"]
     if random_order.makespan_s <= 0:
@@ -111,7 +111,7 @@ def _verdict(graph: Graph, orders: Mapping[str, ScheduleFigures], runs: int) -> 
     saved = 1.0 - tac_order.makespan_s / random_order.makespan_s
     low_text, high_text = (show_seconds(end or 0.0) for end in (tac_order.makespan_min_s, tac_order.makespan_max_s))
     is_worthwhile = saved >= SMALL_GAIN
-    # How far off predictions of compute times were on such a device, where the graph says it.
+    # Measured over predicted compute times on such a device, if the graph has their range.
     error_range = graph.meta.get("error_low"), graph.meta.get("error_high")
     error_text = ""
     if all(isinstance(end, float) for end in error_range):
@@ -128,9 +128,9 @@ def _verdict(graph: Graph, orders: Mapping[str, ScheduleFigures], runs: int) -> 
 
 
 def _bounds_words(limits: MakespanBounds, random_s: float, tac_s: float) -> str:
-    """Return the sentences on what TAC's order saves, and the bounds L and U that efficiency E is measured by.
+    """Return the sentences on the saving of TAC's order, and on the bounds L and U from which efficiency E follows.
 
-    ``random_s`` and ``tac_s``: mean seconds of a step in a random order, and in TAC's.
+    ``random_s`` and ``tac_s``: mean seconds of a step in random orders, and in TAC's.
     """
     if limits.speedup is None or random_s <= 0:
         return "Nothing in this graph takes any time."
@@ -144,10 +144,9 @@ def _bounds_words(limits: MakespanBounds, random_s: float, tac_s: float) -> str:
 
 
 def _timeline_picture(graph: Graph, timelines: Mapping[str, Timeline], priority: Mapping[str, int]) -> Picture:
-    """Return the timelines of a random order and TAC's, over the table of the parameters in TAC's order.
+    """Return the timelines of a random order and of TAC's, with the table of the parameters in TAC's order.
 
-    ``priority``: TAC's, by the name of the op that receives a parameter; it is written on the bars if these are few.
-    TAC is TicTac's order of transfers by the ops' times.
+    ``priority``: TAC's priorities by the name of a parameter's recv op; written on the bars if there are few.
     """
     recv_ops = graph.of_kind(RECV).tolist()
     drawn_timelines = {name: timelines[name] for name in ("random", "TAC")}
@@ -182,9 +181,9 @@ def _timeline_picture(graph: Graph, timelines: Mapping[str, Timeline], priority:
 
 
 def _resource_lanes(graph: Graph, run: Timeline, priority: Mapping[str, int]) -> list[tuple[str, list[Span]]]:
-    """Return what each resource does when, as (name, spans in seconds), compute first; transfers bear their priorities.
+    """Return (name, spans in seconds) of each resource, those of computation first; a transfer's text is its priority.
 
-    ``run``: when each op starts and ends; ``priority``: by op's name.
+    ``run``: start and end of each op; ``priority``: by op's name.
     """
     names = sorted(graph.resource_names, key=lambda name: not name.startswith("compute"))
     lanes: dict[str, list[Span]] = {name: [] for name in names}
@@ -198,7 +197,7 @@ def _resource_lanes(graph: Graph, run: Timeline, priority: Mapping[str, int]) ->
 def trace_section(result: TraceResult, setting: str = "ddp") -> Section:
     """Return the section of a trace: the verdict and table of one ``setting`` first, then those of the others.
 
-    ``setting``: how replicas exchange gradients, one of :data:`SETTINGS`.
+    ``setting``: how replicas exchange gradients: "ddp", "fsdp2" or "servers".
     """
     graph, collectives = result.graph, result.collectives
     elements = f" ({graph.parameter_elements:,} elements)" if graph.parameter_elements is not None else ""
@@ -233,7 +232,6 @@ def trace_section(result: TraceResult, setting: str = "ddp") -> Section:
         sentences = {"ddp": [collectives.ddp.verdict], "fsdp2": [sharded], **sentences}
         sentences["ddp"] += [collectives.compressed.verdict] if collectives.compressed is not None else []
         blocks.insert(len(blocks) if setting == "servers" else 0, _collectives_table(collectives))
-    # The asked setting's sentences open, the others' follow.
     first, *rest = sorted(sentences, key=lambda name: name != setting)
     lead = [f"Verdict: {sentences[first][0]}", *sentences[first][1:]]
     lead.append(f"{graph.ops} ops: {graph.recvs} recvs, {graph.sends} sends; parameters {size}{elements}")
@@ -244,7 +242,7 @@ def trace_section(result: TraceResult, setting: str = "ddp") -> Section:
 
 
 def _time_source(graph: TracedGraph) -> str:
-    """Return in words where a graph's times come from: a datasheet, a measurement or the file."""
+    """Return in words the source of a graph's times: a datasheet, a measurement or the file."""
     if graph.oracle == "roofline":
         low, high = graph.error_low, graph.error_high
         range_ = f", 80 % of measured steps within x {low:.2f} to {high:.2f}" if low and high else ""
@@ -260,13 +258,13 @@ def _time_source(graph: TracedGraph) -> str:
 def _order_table(
     caption: str, schedules: Mapping[str, ScheduleFigures], limits: MakespanBounds, best_s: float | None = None
 ) -> Table:
-    """Return the table of orders of transfers: each one's step time and efficiency, and at the end the bounds.
+    """Return the table of orders of transfers with step times and efficiencies; the bounds are its last rows.
 
-    ``best_s``: seconds, proven that no order is faster; None: nothing is proven. ``schedules``: figures by order.
+    ``schedules``: figures by order. ``best_s``: proven lower bound (seconds) on the step of every order; None: unknown.
     """
 
     def spread(figures: ScheduleFigures) -> str:
-        """Return the range of an order's simulated steps, or of the exact order how far from the optimum it may be."""
+        """Return the range of an order's simulated steps; for the exact order, its largest distance from the optimum."""
         if figures.status is not None:
             return "optimal" if figures.status == "optimal" else f"gap {figures.gap:.2%}"
         return f"{show_seconds(figures.makespan_min_s)} .. {show_seconds(figures.makespan_max_s)}"
@@ -291,9 +289,9 @@ _SMALLEST_SHOWN = 5e-4  # a share below it reads 0.000
 
 
 def _best_words(result: TraceResult) -> str:
-    """Return in words how TAC's distance from the ideal, 1 - E, divides: the graph's own part, and what an order could win.
+    """Return the sentences on the parts of 1 - E, with E the efficiency of TAC's order (1 at the bound L, 0 at U).
 
-    TAC is TicTac's order of transfers by the ops' times, E its efficiency: 1 at the bound L, 0 at U.
+    The parts: what the graph imposes on every order, what another order can gain, and what is not proven either way.
     """
     tac_order, improved_order = result.schedules["tac"], result.schedules["improved"]
     shares = tac_order.attribution
@@ -325,7 +323,7 @@ def _collectives_table(collectives: CollectiveFigures) -> Table:
         settings["FSDP2 no reshard"] = fsdp2.without_reshard
 
     def setting_text(entry: Setting) -> str:
-        """Return a setting in words: FSDP2's prefetch depths, DDP's bucket size and count, or what a compression sends."""
+        """Return a setting in words: FSDP2's prefetch depths, DDP's bucket size and number, or the bytes of compression."""
         if isinstance(entry, CompressionFigures):
             return f"default, {show_bytes(entry.sent_bytes)} sent"
         if isinstance(entry, PrefetchFigures):
@@ -344,7 +342,7 @@ def _collectives_table(collectives: CollectiveFigures) -> Table:
 
 
 def _coverage_words(coverage: CoverageFigures) -> list[str]:
-    """Return sentences on how much of the compute time was measured, estimated by a rule, or guessed by a default."""
+    """Return sentences on the shares of compute time that were measured, estimated by a rule, or guessed by a default."""
     if not coverage.rule_ops + coverage.measured_ops + coverage.default_ops + coverage.free_ops:
         return ["Times of the ops: the file's own."]
     measured = f"measurements {coverage.measured_time:.1%}, " if coverage.measured_ops else ""
@@ -369,13 +367,13 @@ _MODULES_SHOWN = 3
 
 
 def determinism_section(result: DeterminismResult) -> Section:
-    """Return the section of a scan: up to which level results are reproducible, what stands in the way, and what to set."""
+    """Return the section of a scan for determinism: the level that is reached, the ops that prevent more, the settings."""
     scan, graph = result.determinism, result.graph
     lead = [f"  {reason}" for reason in scan.reasons]
     ops_by_class: dict[str, list[DeterminismOp]] = {}
     for op in scan.ops:
         ops_by_class.setdefault(op.class_, []).append(op)
-    for name, ops in ops_by_class.items():  # once per class what its bits depend on and what to set
+    for name, ops in ops_by_class.items():  # reason and setting are the same for all ops of a class
         lead.append(f"{name} ({sum(op.count for op in ops)}): {ops[0].reason}")
         lead += [f"  set: {ops[0].setting}"] if ops[0].setting else []
     lead.append(f"{scan.exact_ops} other ops depend on their inputs alone.")
@@ -390,7 +388,7 @@ def determinism_section(result: DeterminismResult) -> Section:
 
 
 def _module_names(paths: Sequence[str]) -> str:
-    """Return the last two parts of the modules' paths, without repeats, the first three of them and how many more there are."""
+    """Return the last two parts of each module's path, without repeats: the first three, and the number of the others."""
     names = list(dict.fromkeys(".".join(path.split(".")[-2:]) for path in paths))
     hidden_count = f", +{len(names) - _MODULES_SHOWN}" if len(names) > _MODULES_SHOWN else ""
     return ", ".join(names[:_MODULES_SHOWN]) + hidden_count

@@ -1,4 +1,4 @@
-"""The section of islands on a slow link: whether a synchronous step is good enough, else after how many steps to meet."""
+"""The section of islands on a slow link: whether to synchronise in every step, or after how many steps."""
 
 from __future__ import annotations
 
@@ -21,16 +21,19 @@ _DECADES, _POINTS, _DRAWN = 3, 49, 6
 
 
 def islands_section(plan: IslandsPlan, name: str = "") -> Section:
-    """Return the section of islands: the answer, what it stands against, a row for each number of inner steps."""
+    """Return the section of islands: the answer, the synchronous steps that it is compared with, a row per H.
+
+    H is the number of inner steps between outer steps.
+    """
     verdict = _verdict(plan)
     lead = [
         verdict.answer,
         f"Synchronous: {'; '.join(f'{step.text} {show_seconds(step.step_s)}' for step in plan.synchronous)}. "
         f"With a link that costs nothing a step of {plan.total_batch:,} samples takes {show_seconds(plan.compute_s)}.",
         f"Islands: {'; '.join(f'{one.devices}, {one.samples} samples in {show_seconds(one.step_s)}' for one in plan.islands)}.",
-        *_by_speed(plan),
-        _state(plan),
-        *_losses(plan),
+        *_by_speed_sentence(plan),
+        _outer_state_sentence(plan),
+        *_losses_sentence(plan),
         f"Next: {verdict.then}.",
     ]
     columns: dict[str, Column[OuterRow]] = {
@@ -40,7 +43,7 @@ def islands_section(plan: IslandsPlan, name: str = "") -> Section:
         "of compute": lambda row: f"{row.overlapped_s / plan.compute_s:.2f}",
         "sent": "sent_bytes",
         "Mbit/s": lambda row: show_rate(row.sent_bytes_per_s * 8e-6),
-        "loss": lambda row: "not published" if row.published is None else _range(row.published),
+        "loss": lambda row: "not published" if row.published is None else _loss_range_text(row.published),
     }
     if any(row.way == "steps" for row in plan.rows):
         columns["inner steps"] = lambda row: " + ".join(f"{steps:,}" for steps in row.inner_steps)
@@ -56,13 +59,13 @@ def islands_section(plan: IslandsPlan, name: str = "") -> Section:
     return Section(
         title=f"Islands: {plan.source}" + (f" ({name})" if name else ""),
         lead=lead,
-        blocks=[pictured("Time of a step by the rate of the link.", table, _figure(plan))],
+        blocks=[pictured("Time of a step by the rate of the link.", table, _step_over_rate_figure(plan))],
         verdict=verdict,
     )
 
 
 def _verdict(plan: IslandsPlan) -> Verdict:
-    """Return the verdict: meet in every step where that is as fast, else after how many, with the call that does it."""
+    """Return the verdict: synchronise in every step if that is as fast, else every H steps, with the call that does it."""
     best, meeting = plan.best, plan.synchronous[0]
     gain = faster_than(meeting.step_s / best.overlapped_s - 1)
     if plan.good_enough:
@@ -91,8 +94,8 @@ def _verdict(plan: IslandsPlan) -> Verdict:
     )
 
 
-def _by_speed(plan: IslandsPlan) -> list[str]:
-    """Return what unequal islands gain by their speeds, at the picked row."""
+def _by_speed_sentence(plan: IslandsPlan) -> list[str]:
+    """Return the sentence on giving unequal islands steps or samples by their speeds, for the picked row; [] for equal ones."""
     best = plan.best
     if len(best.ways) == 1:
         return []
@@ -103,8 +106,8 @@ def _by_speed(plan: IslandsPlan) -> list[str]:
     return [f"Unequal islands at H = {best.outer_every:,}: {ways}. Taken: {_WAYS[best.way]}{taken}."]
 
 
-def _state(plan: IslandsPlan) -> str:
-    """Return what the outer state takes on each device, and whether there is room."""
+def _outer_state_sentence(plan: IslandsPlan) -> str:
+    """Return the sentence on the memory of outer parameters and momentum on each device, and on whether it fits."""
     sizes = sorted(one.outer_bytes for one in plan.islands)
     span = dict.fromkeys((show_bytes(sizes[0]), show_bytes(sizes[-1])))  # one text where both read alike
     text = f"Outer parameters and momentum: {' to '.join(span)} on each device"
@@ -115,36 +118,36 @@ def _state(plan: IslandsPlan) -> str:
     return f"{text}; it fits." if all(one.free_bytes is not None for one in plan.islands) else f"{text}."
 
 
-def _range(loss: PublishedLoss) -> str:
+def _loss_range_text(loss: PublishedLoss) -> str:
     """Return a published range of relative changes of the loss in percent: "-0.2..+1.3 %"."""
     return f"{100 * loss.low:+.1f}..{100 * loss.high:+.1f} %"
 
 
-def _losses(plan: IslandsPlan) -> list[str]:
-    """Return where the ranges of losses come from."""
+def _losses_sentence(plan: IslandsPlan) -> list[str]:
+    """Return the sentence on the publications behind the ranges of losses, one entry per source."""
     found = {row.published.source: (row.outer_every, row.published) for row in plan.rows if row.published is not None}
     if not found:
         return ["Loss: nobody has published a setting like these; try one on a small model."]
     parts = [
         f"H = {every:,}: {counted(loss.islands, 'island')}, H = {loss.every}, "
-        f"{' to '.join(dict.fromkeys((_size(loss.parameters_low), _size(loss.parameters_high))))} ({source})"
+        f"{' to '.join(dict.fromkeys((_count_text(loss.parameters_low), _count_text(loss.parameters_high))))} ({source})"
         for source, (every, loss) in found.items()
     ]
     return [f"Loss: what papers measured against data parallel training, no promise. {'; '.join(parts)}."]
 
 
-def _size(parameters: float) -> str:
-    """Return a number of parameters as models are called by: "1.3B", "150M"."""
+def _count_text(parameters: float) -> str:
+    """Return a number of parameters as in names of models: "1.3B", "150M"."""
     return f"{parameters / 1e9:.3g}B" if parameters >= 1e9 else f"{parameters / 1e6:.3g}M"
 
 
-def _figure(plan: IslandsPlan) -> Lines:
-    """Return the time of a step over the rate of the link, a line for each row, of the islands' own steps."""
+def _step_over_rate_figure(plan: IslandsPlan) -> Lines:
+    """Return the figure of the time of a step over the rate of the link, with a line for each drawn row (H) of the plan."""
     rates = plan.link_bytes_per_s * np.logspace(-_DECADES, _DECADES, _POINTS)
     lines = []
     for row in plan.rows[:_DRAWN]:
         steps = [(one.step_by_speed_s if row.way == "samples" else one.step_s) or one.step_s for one in plan.islands]
-        # Of all islands in a round; steps are shown per total batch of samples.
+        # Samples of all islands in a round; times are shown per total batch.
         samples = sum(taken * one.samples for taken, one in zip(row.inner_steps, plan.islands, strict=True))
         seconds = []
         for rate in rates:

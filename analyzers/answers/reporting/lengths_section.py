@@ -1,4 +1,4 @@
-"""The section of samples shared out by length: what padding and waiting cost, and what each remedy gains."""
+"""The section of distributing samples by length: the cost of padding and waiting, and the gain of each remedy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _RANKS_SHOWN = 16
 
 
 def lengths_section(result: LengthsResult, name: str) -> Section:
-    """Return the section of sharing out samples by length: speed-ups by remedy, and the first batch as it is shared out."""
+    """Return the section of distributing samples by length: the speed-up of each remedy, and the first batch by rank."""
     lengths, cost = result.lengths, result.cost
     passes = (
         f"at most {result.max_tokens:,} tokens in a pass" if result.max_tokens else counted(result.accumulation, "pass")
@@ -40,12 +40,12 @@ def lengths_section(result: LengthsResult, name: str) -> Section:
         f"a sample of L tokens costs {cost.per_token:.3g} L + {cost.per_square:.3g} L^2 + {cost.per_sample:.3g} "
         f"{'s' if cost.unit == 's' else 'tokens'} ({cost.source}).",
         f"Ranks' shares are within {result.gap:.2%} of the best on average, {result.largest_gap:.2%} at worst (proven). "
-        f"{_order(result)}",
+        f"{_order_sentence(result)}",
     ]
     labelled = {WORDS[way]: remedy for way, remedy in result.remedies.items()}
 
     def step(remedy: RemedyFigures) -> str:
-        """Return a remedy's mean step: as a time, or in tokens where the cost of a sample is counted in these."""
+        """Return a remedy's mean step: as a time, or as a number of tokens if that is the unit of the cost."""
         return show_seconds(remedy.step) if cost.unit == "s" else f"{remedy.step:,.0f}"
 
     columns: dict[str, Column[RemedyFigures]] = {
@@ -74,7 +74,7 @@ def lengths_section(result: LengthsResult, name: str) -> Section:
         "cost": "cost:,.4g",
         "longest": _longest,
     }
-    # The first batch shows what sharing out does; of many ranks some are enough.
+    # One batch shows the effect; of many ranks only the first are listed.
     ranks = result.assignments[:_RANKS_SHOWN]
     first_batch = tabled(
         "The first global batch, by rank",
@@ -88,12 +88,12 @@ def lengths_section(result: LengthsResult, name: str) -> Section:
 
 
 def _longest(rank: RankLengths) -> int:
-    """Return the tokens of the longest sample of a rank."""
+    """Return the tokens of a rank's longest sample; 0 for a rank without samples."""
     return max((length for each in rank.passes for length in each), default=0)
 
 
-def _order(result: LengthsResult) -> str:
-    """Return the sentence on what becomes of the random order of the samples."""
+def _order_sentence(result: LengthsResult) -> str:
+    """Return the sentence on how far the remedies change the random order of the samples."""
     sentence = "Batches keep their random order: only who computes a sample changes."
     if result.window == 1:
         return sentence
@@ -101,7 +101,8 @@ def _order(result: LengthsResult) -> str:
 
 
 def _verdict(result: LengthsResult) -> Verdict:
-    """Return the verdict: what the better of two remedies gains, sorting within padded batches or sharing out unpadded ones."""
+    """Return the verdict: the gain of the better remedy, sorting within padded batches or distributing unpadded ones."""
+    # Only these two can be had by hook.dataloader.
     best = max(("sorted", "cp_sat"), key=lambda way: result.remedies[way].speedup)
     remedy, today = result.remedies[best], result.remedies[result.today]
     is_faster = remedy.speedup > 1

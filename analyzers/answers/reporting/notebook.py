@@ -1,4 +1,4 @@
-"""Results where a notebook or a script shows them: as HTML, as a table, as a chart."""
+"""Results for notebooks and scripts: as HTML, as a table, as a chart."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ddltool.results import JointPlan, ProfileResult
 
 
 def section(result: BaseModel) -> Section:
-    """Return the section of a result; a result that has none of its own gets its plain fields as a table."""
+    """Return the section of a result; a kind without a section of its own gets a table of its plain fields."""
     section_makers: dict[type, Callable[[Any], Section]] = {
         TraceResult: trace_section,
         PredictResult: predict_section,
@@ -48,7 +48,7 @@ def section(result: BaseModel) -> Section:
 
 
 def _devices_section(result: DeviceTable) -> Section:
-    """Return the section of device types: what they compute and read in a second, by datasheet."""
+    """Return the section of device types: their peak 16-bit rate, memory and its bandwidth, by datasheet."""
     columns: dict[str, Column[Device]] = {
         "device": "name",
         "memory": lambda device: f"{device.memory_gib:g} GiB",
@@ -77,12 +77,12 @@ def _devices_section(result: DeviceTable) -> Section:
 
 
 def _half_rate(device: Device) -> float:
-    """Return a device's peak rate in a 16-bit type (operations per second), in float32 where the datasheet has none."""
+    """Return a device's peak FLOP/s in float16, else in bfloat16, else in float32."""
     peaks = device.peak_flops
     return peaks.get("float16", peaks.get("bfloat16", peaks["float32"]))
 
 
-# Where a result has its main rows.
+# The fields that may hold a result's main rows; the first that a result has counts.
 _MAIN = (
     "rows",
     "remedies",
@@ -101,12 +101,12 @@ _MAIN = (
 
 
 def html(result: BaseModel) -> str:
-    """Return a result's section as HTML without scripts; pictures are drawn in it."""
+    """Return a result's section as HTML without scripts, with pictures as images."""
     return fragment(section(result))
 
 
 def chart(result: BaseModel) -> Any:
-    """Return the first picture of a result's section as an Altair chart. Raises InputError where there is none."""
+    """Return the first picture of a result's section as an Altair chart. Raises InputError if it has no picture."""
     for block in section(result).blocks:
         if isinstance(block, Picture):
             return altair_chart(block.figures)
@@ -114,7 +114,10 @@ def chart(result: BaseModel) -> Any:
 
 
 def frame(result: BaseModel) -> pd.DataFrame:
-    """Return the main rows of a result as a table: the first list of records in it, or the records that it has by name."""
+    """Return the main rows of a result as a table: those of its first field in ``_MAIN``; else one row of all its fields.
+
+    Records that the result has by name are indexed by it, without their lists.
+    """
     if isinstance(result, PredictResult):
         return predicted_profile(result)
     document = result.model_dump(mode="json")

@@ -1,7 +1,7 @@
-"""One self-contained page that asks for nothing and runs scripts of its own alone; light and dark, phone and print.
+"""The report as one self-contained HTML page that loads nothing; light and dark, for screens, phones and print.
 
-Start at :func:`render`. What artifacts hold is text, or data in a block that no browser runs; a policy in the page's head
-names the scripts by their hashes and forbids every other one, and every address.
+Start at :func:`render`. The contents of artifacts are escaped text, or data in a block that no browser runs; a security
+policy in the page's head allows two scripts by their hashes, and forbids any other and any address.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from ddltool.analyzers.answers.reporting.section import Picture, Section, Table
 from ddltool.errors import shortened, visible
 
 TEMPLATE = Path(__file__).with_name("page.html")
-# Names come from files that others wrote: one of ten thousand characters must not hide everything else.
+# Names come from files that anybody made, so text is limited: characters of a cell, of a single word, of a column's head, of
+# a title; and the length from which a cell counts as long.
 _LONGEST_CELL, _LONGEST_WORD, _LONGEST_HEAD, _LONGEST_TITLE, _WRAPPED_FROM = 160, 64, 32, 90, 20
 _MOST_ROWS, _NOT_FOLDED = 300, 3
 _FIGURE = re.compile(r"[<>=x+\-−$]*\s*(\d|inf\b)")
@@ -37,14 +38,17 @@ def render(
     """Return the page as HTML text, with all text escaped.
 
     ``summary``: sentences under the title. ``first``: the section whose verdict the page opens with; None: no verdict.
-    ``generated_by``: who made the page, at its end.
+    ``generated_by``: the program and its version, named at the page's end.
     """
     environment = _environment()
     slots: Slots = {}
     charts: list[Spec] = []
 
     def hosts(picture: Picture) -> list[tuple[str, Sequence[Point]]]:
-        """Return (id, what a reader may explore) of the places into which the script draws a picture's figures."""
+        """Return (element id, points of an explorer) for each figure of a picture, and add the figures to ``charts``.
+
+        The template calls it for each picture; the script then draws chart k into the element "chart-k".
+        """
         charts.extend(spec(figure, slots) for figure in picture.figures)
         first_index = len(charts) - len(picture.figures)
         points = [figure.points if isinstance(figure, Explorer) else () for figure in picture.figures]
@@ -60,11 +64,11 @@ def render(
 
 
 def fragment(section: Section) -> str:
-    """Return one section as HTML without scripts, for a notebook: pictures are drawn in it, all text is escaped."""
+    """Return one section as HTML for a notebook: without scripts, pictures as images, all text escaped."""
     environment = _environment()
 
     def images(picture: Picture) -> list[tuple[str, str]]:
-        """Return (SVG in base64, what it shows) of a picture's figures."""
+        """Return (SVG in base64, its text for screen readers) of each figure of a picture."""
         return [
             (base64.b64encode(drawn([figure], "svg")).decode(), visible(shortened(figure.title, _LONGEST_CELL)))
             for figure in picture.figures
@@ -75,7 +79,7 @@ def fragment(section: Section) -> str:
 
 
 def _environment() -> Environment:
-    """Return the environment of the templates: it escapes all text, and refuses variables that are not given."""
+    """Return the templates' environment: it escapes all text, and raises an error for a variable that is not given."""
     environment = Environment(
         loader=FileSystemLoader(TEMPLATE.parent), autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True
     )
@@ -89,12 +93,12 @@ def _environment() -> Environment:
 
 
 _PAGE = Path(__file__).with_name("page.js").read_text(encoding="utf-8")
-# Stands in the template where the script goes, in a form that no escaped text can take.
+# The mark in the template that is replaced by the script; escaped text cannot contain it.
 _DRAWING = "<!-- drawing -->"
 
 
 def _drawing(charts: Sequence[Spec]) -> str:
-    """Return the specifications as a block of data, and the script that draws them."""
+    """Return HTML with the specifications as a block of JSON, and the script that draws them."""
     data = json.dumps({"config": CONFIG, "charts": charts}, separators=(",", ":"))
     for letter in "<>&":  # JSON's escapes: no text of an artifact can then end the block
         data = data.replace(letter, f"\\u{ord(letter):04x}")
@@ -102,38 +106,38 @@ def _drawing(charts: Sequence[Spec]) -> str:
 
 
 def _hash_of(text: str) -> str:
-    """Return a script's SHA-256 in base64, by which the page's security policy allows this script and no other."""
+    """Return a script's SHA-256 in base64, by which the page's security policy allows it."""
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 def _sentence(text: str) -> Markup:
-    """Return running text as HTML in which no line ends between a number and its unit, or within an option's name."""
+    """Return running text as escaped HTML that never breaks between a number and its unit, or within an option's name."""
     escaped = str(escape(_UNITS.sub("\N{NO-BREAK SPACE}", visible(text))))
     return Markup(_OPTION.sub(r'<span class="option">\g<0></span>', escaped))
 
 
 Cell = tuple[str, Markup]
-"""A cell's text, and the attribute that gives its class."""
+"""(text, HTML attribute ``class`` or nothing)."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Grid:
-    """A table's cells: the head, and the rest, which is folded and capped."""
+    """A table for the page: its first rows, and the rest, which is folded."""
 
     named: str
-    """Its caption."""
+    """The caption."""
     header: list[Cell]
     head: list[list[Cell]]
     rest: list[list[Cell]]
     rest_said: str
-    """How many rows are folded, and how many are left out."""
+    """The sentence on the rows that are folded, and on those that are left out."""
 
 
 def _grid(table: Table) -> _Grid:
-    """Return a table's cells for the page: the first rows, and the rest, which folds away, up to 300 rows in all.
+    """Return a table for the page: its first ``head`` rows, then the folded rest, at most 300 rows in all.
 
-    Text is cut to what is readable; cells with words and long cells have a class of their own. Three rows more than the
-    head are not worth a fold.
+    Nothing is folded if the rest is three rows or fewer. Long text is shortened; cells with words, and long ones, get a
+    class of their own.
     """
     is_whole = len(table.rows) <= table.head + _NOT_FOLDED
     rows_shown = table.rows if is_whole else table.rows[:_MOST_ROWS]
@@ -153,16 +157,16 @@ def _grid(table: Table) -> _Grid:
 
 
 def _holds_words(cells: Sequence[str]) -> bool:
-    """Return whether a column holds words: some cell is filled, and none begins as a figure does."""
+    """Return whether a column has words: some cell is filled, and none begins with a number (or a sign before one)."""
     filled = [cell for cell in cells if cell not in ("", "-")]
     return bool(filled) and not any(_FIGURE.match(cell) for cell in filled)
 
 
 def _cell(text: str, words: bool, longest: int | None = None) -> Cell:
-    """Return a cell, cut to ``longest`` characters, with its class.
+    """Return a cell with its class, shortened to ``longest`` characters.
 
-    ``longest`` None: text with blanks may be longer than one word, which does not wrap and would fill a phone's screen.
-    ``words``: its column holds words.
+    ``longest`` None: 160, or 64 for a single word, which cannot wrap on a phone's screen. ``words``: whether its column
+    has words.
     """
     cell_text = shortened(text, longest or (_LONGEST_CELL if " " in text else _LONGEST_WORD))
     names = [name for name, holds in (("words", words), ("long", len(cell_text) > _WRAPPED_FROM)) if holds]

@@ -58,14 +58,14 @@ from ddltool.results import JointJob, JointPlan
 from ddltool.units import counted, show_bytes, show_hours, show_money, show_rate, show_seconds
 
 _LANES_DRAWN = 16
-# Times so many apart are drawn on a logarithmic axis.
+# Times whose ratio is larger than this are drawn on a logarithmic axis.
 _LOG_AXIS_RATIO = 8.0
-# A gap of so many times says nothing.
+# A gap to the bound of at least this (times the step) proves nothing of interest.
 _UNPROVEN_GAP = 10.0
 _ITERATIONS_DRAWN = 80
-# What a person would consider is at most so many choices, and of layouts alone those within so many times the picked step.
+# The most choices that the table lists, and the largest step, in picked steps, of a layout that was not compared itself.
 _CHOICES, _OTHERS = 10, 2.0
-# From so many dollars on, a table has them in thousands.
+# From this amount of dollars on, a table shows thousands.
 _THOUSANDS = 10_000
 _REDONE = {"selective": "some", "chosen": "some", "full": "all"}
 _HOW = {
@@ -80,9 +80,9 @@ _PARETO_ROWS = 6
 
 
 def plan_section(plan: Plan, name: str, others: Sequence[Plan] = ()) -> Section:
-    """Return the section of one plan: its step, its placement, and what its strategy adds. All predicted.
+    """Return the section of one plan: its answer, the choices compared, its placement, and its strategy's own figures.
 
-    ``others``: plans beside it, of which one of the same job may be its rival.
+    All figures are predicted. ``others``: further plans of the page; one of the same job is compared in the verdict.
     """
     decision = plan.decision
     details = [
@@ -126,7 +126,7 @@ def plan_section(plan: Plan, name: str, others: Sequence[Plan] = ()) -> Section:
     lead += [plan.compressed.verdict] if plan.compressed is not None else []
     more += communication_blocks(plan.ddp, plan.fsdp2, plan.parameters)
     return Section(
-        title=f"Plan: {name}{_training(plan)}",
+        title=f"Plan: {name}{_step_words(plan)}",
         lead=lead,
         blocks=blocks,
         verdict=_plan_verdict(plan, name, others),
@@ -135,8 +135,8 @@ def plan_section(plan: Plan, name: str, others: Sequence[Plan] = ()) -> Section:
     )
 
 
-def _training(plan: Plan) -> str:
-    """Return what the step is that was planned; empty where the plan does not say it."""
+def _step_words(plan: Plan) -> str:
+    """Return the planned step's settings in brackets, for the title; "" if the plan does not have them."""
     run = plan.run
     if run is None or run.model is None:
         return ""
@@ -147,7 +147,7 @@ def _training(plan: Plan) -> str:
 
 
 def _plain_words(plan: Plan) -> list[str]:
-    """Return the answer of a plan by one strategy: the devices, what each does, and the step."""
+    """Return the answer of a plan without a comparison, as a list of one sentence: devices, their work, and the step."""
     parts = [
         f"{row.devices} {shortened(row.device_type, 30)}"
         + (f" with {counted(row.ests_per_device, 'logical worker')} each" if row.ests_per_device else "")
@@ -158,6 +158,7 @@ def _plain_words(plan: Plan) -> list[str]:
 
 
 def _optimality_words(plan: Plan) -> str:
+    """Return in words how far the plan is proven optimal."""
     if plan.status == "optimal":
         return "proven optimal" if plan.sharding is None else f"proven: no layout is {LEAST_GAIN:.0%} better"
     if plan.gap >= _UNPROVEN_GAP:
@@ -168,7 +169,10 @@ def _optimality_words(plan: Plan) -> str:
 
 
 def _placement_picture(plan: Plan) -> Picture | Table:
-    """Return what each device does in a step (to the barrier, for elastic-bsp), over the table of assignments."""
+    """Return the timeline of each kind of device in a step (elastic-bsp: in a superstep), with the table of assignments.
+
+    Returns the table alone if the plan has no compute times.
+    """
     columns: dict[str, Column[Assignment]] = {"device type": "device_type", "devices": "devices"}
     columns["ESTs each"] = lambda row: str(row.ests_per_device) if plan.est_count else "-"
     columns |= {"local batch": "local_batch_size", "compute": "compute_s"}
@@ -189,7 +193,7 @@ def _placement_picture(plan: Plan) -> Picture | Table:
 
 
 def _device_spans(plan: Plan, row: Assignment) -> list[Span]:
-    """Return one device's bars: its ESTs or iterations, waiting, then communication and the rest of a step."""
+    """Return the spans of one device of an assignment: ESTs or iterations, waiting, communication, the rest of a step."""
     communication_s, other_s = plan.communication_s or 0.0, plan.other_s or 0.0
     work_count, compute_s = max(row.ests_per_device, 1), row.compute_s or 0.0
     end_s = plan.iteration_s - communication_s - other_s
@@ -213,6 +217,7 @@ def _device_spans(plan: Plan, row: Assignment) -> list[Span]:
 
 
 def _superstep_table(superstep: Superstep) -> Table:
+    """Return the table of iterations of each device type until the barrier."""
     caption = (
         f"Iterations until the barrier (lookahead {superstep.lookahead}): {superstep.mini_batches} mini-batches in "
         f"{show_seconds(superstep.superstep_s)}; longest waiting {show_seconds(superstep.waiting_s)}, of all "
@@ -222,6 +227,8 @@ def _superstep_table(superstep: Superstep) -> Table:
 
 
 def _split_words(plan: Plan, split: BatchSplit) -> str:
+    """Return the sentences that compare an lb-bsp plan's split of the batch with the equal one."""
+    # Compared is computation alone, as equal_s has no communication.
     step_s = plan.iteration_s - (plan.communication_s or 0.0)
     if plan.decision is not None:
         step_s = next(option.compute_s for option in plan.decision.options if option.strategy == plan.strategy)
@@ -245,6 +252,7 @@ def _split_words(plan: Plan, split: BatchSplit) -> str:
 
 
 def _goodput_blocks(choice: GoodputChoice) -> Blocks:
+    """Return the picture of goodput over numbers of devices, and the table of elastic settings."""
     columns = {"devices": "num_replicas", "nodes": "num_nodes", "local batch": "local_batch_size"}
     columns |= {"accumulation": "accumulation_steps", "total batch": "total_batch_size"}
     columns |= {"goodput/s": "goodput_per_s:,.4g", "speedup": "speedup:.2f"}
@@ -265,6 +273,7 @@ def _goodput_blocks(choice: GoodputChoice) -> Blocks:
 
 
 def _elastic_table(choice: GoodputChoice) -> Table:
+    """Return the table of how each number of processes splits the chosen total batch."""
     rules = sorted({rule for row in choice.elastic for rule in row.learning_rates})
     columns: dict[str, Column[ElasticSetting]] = {
         "processes": "world_size",
@@ -284,7 +293,7 @@ def _elastic_table(choice: GoodputChoice) -> Table:
 
 
 def _provenance_words(decision: Decision) -> list[str]:
-    """Return what the comparison left out, and where it took what from."""
+    """Return sentences on strategies that were not compared, with reasons, and on the source of communication times."""
     sentences = []
     if decision.baseline.other_s:
         other_text = show_seconds(decision.baseline.other_s)
@@ -303,10 +312,11 @@ def _provenance_words(decision: Decision) -> list[str]:
 
 
 def layouts_table(layouts: Sequence[Layout]) -> Table:
-    """Return the ways to shard and checkpoint a model: the time and memory of each, and what those that do not fit lack."""
+    """Return the table of layouts (ways to shard and checkpoint a model): time, memory, and the memory that is missing."""
     types = sorted({name for row in layouts for name in row.devices})
 
     def by_type(values: Mapping[str, object]) -> str:
+        """Return the values of all device types, separated by slashes."""
         return " / ".join(str(values.get(name, "-")) for name in types)
 
     columns: dict[str, Column[Layout]] = {
@@ -328,44 +338,50 @@ def layouts_table(layouts: Sequence[Layout]) -> Table:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Choice:
-    """What a person would consider: devices, what each does, and what that takes."""
+    """One row of the table of choices: devices, how they train, and the step."""
 
     how: str
+    """The strategy or layout in words."""
     checkpointing: str
     devices: Mapping[str, int]
     each: str | None
+    """Samples of a device, as of :func:`_samples_each`; None: not known."""
     memory_bytes: float | None
     missing_bytes: float = 0.0
     step_s: float | None
     samples: float
-    """Of a step."""
+    """Samples of a step."""
     price_per_sample: float | None
     remark: str = ""
     range_s: tuple[float | None, float | None] = (None, None)
+    """80 % of measured steps are expected in it."""
     layout: Layout | None = None
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Return what two choices differ in."""
+        """The values that identify a choice; of two with the same the table lists the first."""
         return self.how, self.checkpointing, *sorted(self.devices.items())
 
 
 def _choices(plan: Plan, decision: Decision) -> list[_Choice]:
-    """Return the picked choice, what else was compared, what is usual, other layouts, and plain DDP where it does not fit."""
+    """Return the table's choices: the picked one, then the other options, the usual ones and other layouts, best first.
+
+    There are at most ten, with plain DDP on the picked devices among them even if it does not fit.
+    """
     samples = float(plan.max_workers * plan.batch_size)
 
     def of_option(option: Option, remark: str) -> _Choice:
-        """Return the row of a compared option; ``remark``: what the last column says of it."""
-        layout = next((candidate for candidate in decision.layouts if _is_of(candidate, option)), None)
+        """Return the choice of a compared option; ``remark``: its last column."""
+        layout = next((candidate for candidate in decision.layouts if _is_option_of(candidate, option)), None)
         how, checkpointing = _HOW[option.strategy], ""
         how = how.partition(" (")[0] if decision.layouts else how
         if decision.layouts and option.order and option.strategy in ("bsp", "lb-bsp"):
-            how, checkpointing = _short(option.order) if layout is None else _short_layout(layout)
+            how, checkpointing = _short_words(option.order) if layout is None else _short_layout(layout)
         return _Choice(
             how=how,
             checkpointing=checkpointing,
             devices=option.devices,
-            each=None if layout is None else _each(layout),
+            each=None if layout is None else _samples_each(layout),
             memory_bytes=option.memory_bytes,
             step_s=option.iteration_s,
             samples=float(option.step_samples or samples),
@@ -404,13 +420,13 @@ def _choices(plan: Plan, decision: Decision) -> list[_Choice]:
 
 
 def _of_layout(layout: Layout, samples: float) -> _Choice:
-    """Return the choice of a layout that is in no option; ``samples``: of a step."""
+    """Return the choice of a layout that no option has; ``samples``: of a step."""
     how, checkpointing = _short_layout(layout)
     return _Choice(
         how=how,
         checkpointing=checkpointing,
         devices=layout.devices,
-        each=_each(layout),
+        each=_samples_each(layout),
         memory_bytes=max(layout.memory_bytes.values()),
         missing_bytes=layout.missing_bytes,
         step_s=layout.step_s,
@@ -423,10 +439,10 @@ def _of_layout(layout: Layout, samples: float) -> _Choice:
 
 
 def _other_layouts(decision: Decision, listed_choices: Sequence[_Choice]) -> list[Layout]:
-    """Return one layout of each kind that a person would ask for beside the choices that are listed.
+    """Return one layout of each kind (sharding, checkpointing, group size, device types) to list beside the choices.
 
-    First, of every set of types that is not among them, the best: why it was left out is what one asks. Then those not much
-    slower than the first choice, and DDP whatever it lacks.
+    First the fastest that fits on each set of device types that no choice uses, so that readers see why it was left out.
+    Then those of at most twice the first choice's step, and DDP even if it does not fit.
     """
     slowest = _OTHERS * (listed_choices[0].step_s or math.inf)
     shown_types = {tuple(sorted(choice.devices)) for choice in listed_choices}
@@ -445,8 +461,11 @@ def _other_layouts(decision: Decision, listed_choices: Sequence[_Choice]) -> lis
     return list(kinds.values())
 
 
-def _short(text: str) -> tuple[str, str]:
-    """Return a layout's words as short as a table needs them, and its checkpointing."""
+def _short_words(text: str) -> tuple[str, str]:
+    """Return (words, checkpointing) of a layout's text, shortened for a table: ("HSDP 2 x 4, TP 2", "full").
+
+    The checkpointing is "" for a text without any.
+    """
     for long, short in (("FSDP2 without resharding", "ZeRO-2"), ("tensor parallel", "TP"), ("pipeline of", "PP")):
         text = text.replace(long, short)
     how, comma, last = text.rpartition(", ")
@@ -454,21 +473,21 @@ def _short(text: str) -> tuple[str, str]:
 
 
 def _short_layout(layout: Layout) -> tuple[str, str]:
-    """Return :func:`_short` of a layout, with a word where devices take unequal shares."""
-    how, checkpointing = _short(layout.text)
+    """Return :func:`_short_words` of a layout's text, with "uneven" if the devices' batches differ by more than one sample."""
+    how, checkpointing = _short_words(layout.text)
     sizes = layout.local_batch_sizes.values()
     return f"{how}, uneven" if max(sizes) > min(sizes) + 1 else how, checkpointing
 
 
-def _is_of(layout: Layout, option: Option) -> bool:
-    """Return whether an option's figures are those of a layout."""
+def _is_option_of(layout: Layout, option: Option) -> bool:
+    """Return whether an option was made of this layout: same words, devices and memory."""
     held = max(layout.memory_bytes.values())
     same = layout.text == option.order and layout.devices == option.devices
     return same and option.memory_bytes is not None and abs(held - option.memory_bytes) <= 1
 
 
-def _each(layout: Layout) -> str:
-    """Return the samples of a pass of each device, or group of them, by type, times the passes of a step."""
+def _samples_each(layout: Layout) -> str:
+    """Return the samples of a device (or group) in a pass, times the passes of a step: "8x2"; several types: "8/4x2"."""
     sizes = "/".join(dict.fromkeys(str(-(-size // layout.passes)) for size in layout.local_batch_sizes.values()))
     return f"{sizes}x{layout.passes}" if layout.passes > 1 else sizes
 
@@ -479,28 +498,31 @@ def _items(plan: Plan, decision: Decision) -> tuple[str, float]:
 
 
 def _choices_picture(plan: Plan, decision: Decision) -> Picture:
-    """Return bars of the throughput of :func:`_choices` over their table: memory, step, rate, hours and cost of each.
+    """Return bars of the throughput of :func:`_choices`, with their table: memory, step, rate, hours and cost of each.
 
-    Rates are in tokens where the model's samples have a known length; hours and cost are of the whole run where it is known,
-    else the cost is of a million of them.
+    Rates are in tokens if the length of a sample is known, else in samples. Hours and cost are of the whole run if it is
+    known; else there are no hours, and the cost is of a million tokens or samples.
     """
     choices, samples = _choices(plan, decision), plan.max_workers * plan.batch_size
     unit, items = _items(plan, decision)
     run, picked_s = decision.run, choices[0].step_s or math.inf
-    dearer = 1.0  # with failures, checkpoints and spares
+    dearer = 1.0  # the factor that failures, checkpoints and spares put on the price of the run
     if run is not None and run.price is not None and choices[0].price_per_sample:
         dearer = run.price / (choices[0].price_per_sample * run.samples)
     has_goodput = any(option.goodput_per_s is not None for option in decision.options)
 
     def rate(row: _Choice) -> float | None:
+        """Return tokens or samples per second; None without a step."""
         return None if not row.step_s else row.samples / row.step_s * items / samples
 
     def hours(row: _Choice) -> str | None:
+        """Return the hours of the whole run, those of the picked choice scaled by the time of a sample."""
         if run is None or not row.step_s:
             return None
         return show_hours(run.hours * (row.step_s / row.samples) / (picked_s / choices[0].samples))
 
     def price(row: _Choice) -> str | None:
+        """Return the cost of the whole run, or of a million samples if it is not known."""
         if row.price_per_sample is None or not row.step_s:
             return None
         amount = row.price_per_sample * (1e6 * samples / items if run is None else dearer * run.samples)
@@ -615,10 +637,11 @@ def _command(plan: Plan, row: _Choice) -> str:
 
 
 def _named_table(plan: Plan, decision: Decision) -> Table:
-    """Return the best plan of each of the numerics that the user named, the picked one first."""
+    """Return the table of the best plan with each precision, optimizer or LoRA rank that the user named, picked one first."""
     samples, (unit, items) = plan.max_workers * plan.batch_size, _items(plan, decision)
 
     def of(show: Callable[[Option], str | None]) -> Column[Named]:
+        """Return the column that shows a row's option; its cell is empty if nothing fits."""
         return lambda row: None if row.option is None else show(row.option)
 
     columns: dict[str, Column[Named]] = {
@@ -639,7 +662,7 @@ def _named_table(plan: Plan, decision: Decision) -> Table:
 
 
 def _strategies_table(decision: Decision) -> Table:
-    """Return the strategies with the figures that are theirs: the parts of a step, staleness, bits."""
+    """Return the table of strategies: devices, parts of a step, staleness, determinism, price, and why not picked."""
     options = [*decision.options, *decision.baselines.values()]
     names = [f"{row.strategy} (picked)" if not row.why_not else row.strategy for row in decision.options]
     names += [f"usual: {name}" for name in decision.baselines]
@@ -668,16 +691,21 @@ def _strategies_table(decision: Decision) -> Table:
 
 
 def _pareto_picture(decision: Decision, plan: Plan) -> Picture:
-    """Return what may be chosen between time and money: of the whole run where it is known, else of a million samples."""
+    """Return the picture of time against price of the Pareto-optimal options, with their table.
+
+    Both are of the whole run if it is known, else of a million samples. Of many options six are shown, evenly spread.
+    """
     run, picked = decision.run, next(option for option in decision.options if option.strategy == plan.strategy)
     samples = 1e6 if run is None else run.samples
-    # restarts included, as in the picked plan
+    # The share that failures and restarts add to the picked plan's time is assumed for all.
     restart_factor = 1.0 if run is None else run.hours * 3600 / (run.steps * picked.iteration_s)
 
     def hours(row: Option) -> float:
+        """Return the hours that the samples take with an option."""
         return restart_factor * samples / (row.throughput * plan.batch_size) / 3600
 
     def price(row: Option) -> float:
+        """Return the price of the samples with an option, in US dollars."""
         return restart_factor * samples * (row.price_per_sample or 0.0)
 
     drawn_options = decision.pareto
@@ -704,11 +732,13 @@ def _pareto_picture(decision: Decision, plan: Plan) -> Picture:
 
 
 def _goodput_text(row: Option) -> str | None:
+    """Return an option's goodput as text; None if it is not known."""
     rate = row.goodput_per_s
     return None if rate is None else f"{rate:.3g}" if rate < 100 else f"{rate:,.0f}"
 
 
 def _alternatives_table(plan: Plan) -> Table:
+    """Return the table of the plan and its alternatives."""
     rows: list[Plan | Alternative] = [plan, *plan.alternatives]
     columns: dict[str, Column[Plan | Alternative]] = {
         "devices x ESTs": lambda row: _assignment_text(row.assignments),
@@ -719,10 +749,12 @@ def _alternatives_table(plan: Plan) -> Table:
 
 
 def _assignment_text(rows: Sequence[Assignment]) -> str:
+    """Return assignments as text: "2 V100 x 3" for two V100 with three ESTs each."""
     return ", ".join(f"{row.devices} {row.device_type} x {row.ests_per_device}" for row in rows)
 
 
 def _network_table(network: NetworkCost) -> Table:
+    """Return the table of the best step for each way to spread the devices over nodes."""
     names = [f"{name} (chosen)" if name == network.choice else name for name in network.best_steps]
     caption = (
         f"Best step by where the devices stand; {network.choice}: {network.num_replicas} devices on {network.num_nodes}, "
@@ -735,7 +767,7 @@ def _network_table(network: NetworkCost) -> Table:
 def communication_blocks(
     ddp: BucketSetting | None, fsdp2: PrefetchSetting | None, parameters: Sequence[ParameterRecord]
 ) -> Blocks:
-    """Return the tables of DDP's buckets, FSDP2's prefetch and the order of parameters, where they are set."""
+    """Return the tables of DDP's buckets, FSDP2's prefetch lists and the order of parameters, of those that are set."""
     blocks: Blocks = []
     if ddp is not None:
         sizes = {row.name: row.size_bytes for row in parameters}
@@ -772,7 +804,7 @@ def communication_blocks(
 
 
 def enforcement_section(enforcement: Enforcement, name: str) -> Section:
-    """Return the section of what the hook enforces: every rank's batch, and the communication settings."""
+    """Return the section of the hook's configuration: every rank's batch, and the communication settings."""
     columns = {"rank": "rank", "device type": "device_type", "ESTs": "ests", "local batch": "local_batch_size"}
     table = tabled("What each process does", "read", enforcement.ranks, columns)
     rows = [
@@ -791,7 +823,7 @@ def enforcement_section(enforcement: Enforcement, name: str) -> Section:
 
 
 def joint_section(result: JointPlan) -> Section:
-    """Return the section of several jobs on the same devices: who gets what, and who waits."""
+    """Return the section of a joint plan: the devices of each job, and the jobs that wait."""
     columns: dict[str, Column[JointJob]] = {
         "job": lambda job: PurePath(job.file).name,
         "devices x ESTs": lambda job: "waits" if job.plan is None else _assignment_text(job.plan.assignments),
@@ -808,7 +840,10 @@ def joint_section(result: JointPlan) -> Section:
 
 
 def _plan_verdict(plan: Plan, name: str, others: Sequence[Plan]) -> Verdict:
-    """Return the answer of the comparison behind a plan; without one what it makes, against another plan of the same job."""
+    """Return the verdict of a plan: the answer of its comparison; without one its throughput, against a rival's.
+
+    The rival is the first of ``others`` with the same job and another strategy. ``name``: the plan's file.
+    """
     job = shortened(plan.job, 60)
     decision = plan.decision
     devices = ", ".join(f"{row.devices} {shortened(row.device_type, 30)}" for row in plan.assignments)
@@ -834,6 +869,7 @@ def _plan_verdict(plan: Plan, name: str, others: Sequence[Plan]) -> Verdict:
 
 
 def _enforcement_verdict(enforcement: Enforcement) -> Verdict:
+    """Return the verdict of a hook's configuration: the local batches of its ranks."""
     batch_sizes = listed([str(rank.local_batch_size) for rank in enforcement.ranks], 8)
     answer = f"{counted(enforcement.world_size, 'rank')}, local batches {batch_sizes}."
     return Verdict(answer=answer, then="attach(...) in the script follows it; telemetry says what happened")

@@ -19,7 +19,7 @@ _WAITS = 0.1
 
 
 def predict_section(result: PredictResult) -> Section:
-    """Return the section of predicted steps: the fastest row that fits, all rows with their ranges, and how sure they are."""
+    """Return the section of predicted steps: the fastest row that fits, all rows with their ranges, and their errors."""
     rows = list(result.rows)
     several = len(result.devices) > 1
     if several:
@@ -35,7 +35,7 @@ def predict_section(result: PredictResult) -> Section:
         columns["sync"] = lambda row: show_seconds(row.sync_time_s) if row.num_replicas > 1 else None
     columns["memory"] = lambda row: show_bytes(row.reserved_bytes) + ("" if row.fits else " !")
     columns |= {"$ per 1M": "price_per_million_samples:.3g"} if priced else {}
-    title = f"Training steps on {_names(list(result.devices))}"
+    title = f"Training steps on {_device_names(list(result.devices))}"
     title += f"; per s{' and per 1M' if priced else ''}: samples"
     table = tabled(title, "predicted", rows, columns, spare=("MFU", "sync"))
     drawn = rows[:_BARS_DRAWN]
@@ -56,7 +56,7 @@ def predict_section(result: PredictResult) -> Section:
 
 
 def _traits(row: PredictedRow) -> dict[str, str | int]:
-    """Return what tells a row from the others."""
+    """Return by name the values that identify a row: device, number of GPUs and batch."""
     return {"device": row.device, "GPUs": row.num_gpus, "batch": row.local_batch_size}
 
 
@@ -81,13 +81,13 @@ def explored(choices: Sequence[tuple[PredictedRow, Mapping[str, str | int], str]
     return explorer(points, unit)
 
 
-def _names(devices: list[str]) -> str:
-    """Return the names of the devices, or how many they are where they are more than six."""
+def _device_names(devices: list[str]) -> str:
+    """Return the names of the devices, joined by commas; of more than six only their number."""
     return ", ".join(devices) if len(devices) <= _DEVICES_NAMED else f"{len(devices)} devices"
 
 
 def _answer(result: PredictResult) -> str:
-    """Return the first line: the fastest row that fits in memory; where none fits, the largest batches that would."""
+    """Return the first line: the fastest row that fits in memory; if none fits, the largest batches that would, or a remedy."""
     best = max((row for row in result.rows if row.fits), key=lambda row: row.samples_per_s, default=None)
     if best is None:
         largest_batches = {name: device.memory_limit_batch for name, device in result.devices.items()}
@@ -105,9 +105,9 @@ def _answer(result: PredictResult) -> str:
 
 
 def _remarks(result: PredictResult) -> list[str]:
-    """Return what was assumed, what does not fit, what waits for the host, and how far off such predictions were."""
+    """Return lines on the assumptions, rows that do not fit, rows bound by the host, and the errors of such predictions."""
     assumed, rows = result.assumptions, result.rows
-    settings = _settings(assumed, rows)
+    settings = _settings_words(assumed, rows)
     if assumed.optimizer == "recorded":
         lines = [
             f"The script's own step: {precision_of(assumed.precision).words or assumed.precision}; {', '.join(settings)}."
@@ -129,7 +129,7 @@ def _remarks(result: PredictResult) -> list[str]:
         )
     if any(not row.fits for row in rows):
         lines.append("! needs more memory than the device has, by estimate.")
-    lines += [_repeated(row) for row in rows if row.recompute is not None and row.recompute.budget_bytes is not None][
+    lines += [_recomputed(row) for row in rows if row.recompute is not None and row.recompute.budget_bytes is not None][
         :1
     ]
     if lacking := [name for name, device in result.devices.items() if not device.has_precision]:
@@ -139,7 +139,7 @@ def _remarks(result: PredictResult) -> list[str]:
         lines.append(f"The GPU waits for Python: {waiting}; {helps}.")
     # Devices with the same error share a sentence.
     for error in dict.fromkeys(device.error for device in result.devices.values()):
-        where = _names([name for name, device in result.devices.items() if device.error == error])
+        where = _device_names([name for name, device in result.devices.items() if device.error == error])
         is_wider = any(
             row.predicted_low_s is not None and row.predicted_low_s < (error.low - 0.01) * row.step_time_s
             for row in rows
@@ -168,8 +168,8 @@ def _waiting(rows: Sequence[PredictedRow]) -> str:
     )
 
 
-def _settings(assumed: PredictionAssumptions, rows: Sequence[PredictedRow]) -> list[str]:
-    """Return in words how the steps were taken to be trained; what is the default, or has no part in any row, is left out."""
+def _settings_words(assumed: PredictionAssumptions, rows: Sequence[PredictedRow]) -> list[str]:
+    """Return the assumed settings of the steps in words, without defaults and settings that affect no row."""
     is_replicated = any(row.num_replicas > 1 for row in rows)
     words = {
         "channels_last": assumed.channels_last,
@@ -186,8 +186,8 @@ def _settings(assumed: PredictionAssumptions, rows: Sequence[PredictedRow]) -> l
     return [text for text, is_said in words.items() if is_said]
 
 
-def _repeated(row: PredictedRow) -> str:
-    """Return a sentence on the modules that a row's memory budget has computed again, and what that costs a pass."""
+def _recomputed(row: PredictedRow) -> str:
+    """Return the sentence on the modules that are computed again to keep to a row's memory budget, and on their cost."""
     figures = row.recompute
     assert figures is not None
     whole_count = sum(not module.keeps for module in figures.modules)

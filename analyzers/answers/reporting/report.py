@@ -1,4 +1,4 @@
-"""Artifacts as sections of one page, in the order in which data flow. Start at :func:`section_of`."""
+"""Artifacts as sections of one page. Start at :func:`section_of`."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from ddltool.graph_results import PredictResult
 
 
 def found_in(artifact: Any) -> ReadArtifact:
-    """Return an artifact as the report knows it: read from a file, or as a program holds it.
+    """Return an artifact, given as a file's path or as an object of a program, for the report.
 
-    Raises InputError for what has no section, and for a file that cannot be read.
+    Raises InputError for an object that has no section, and for a wrong or unreadable file.
     """
     if isinstance(artifact, (str, Path)):
         return read_any(Path(artifact))
@@ -53,7 +53,7 @@ def found_in(artifact: Any) -> ReadArtifact:
 
 
 def noise_of(artifacts: Sequence[ReadArtifact]) -> float | None:
-    """Return the last gradient noise scale (samples) in any run's telemetry; None where none says it."""
+    """Return the last gradient noise scale (samples) in the first telemetry that has any; None if none has."""
     for artifact in artifacts:
         if artifact.kind == "telemetry" and artifact.content["noise_scale"].notna().any():
             return float(artifact.content["noise_scale"].dropna().iloc[-1])
@@ -61,13 +61,14 @@ def noise_of(artifacts: Sequence[ReadArtifact]) -> float | None:
 
 
 def section_of(artifact: ReadArtifact, artifacts: Sequence[ReadArtifact] = (), noise: float | None = None) -> Section:
-    """Return the section of an artifact; ``artifacts``: others of the page, from which it takes those that belong to it.
+    """Return the section of an artifact.
 
-    A run is compared with its plans, for one. ``noise``: the gradient noise scale, for a throughput model.
+    ``artifacts``: the other ones of the page, of which related ones are used: a run is compared with its plans, a profile
+    with its fitted model. ``noise``: the gradient noise scale (samples), for a fitted model; None: unknown.
     """
 
     def others(kind: str) -> list[tuple[str, Any]]:
-        """Return the (name, content) of the page's artifacts of one kind."""
+        """Return (name, content) of each artifact of one kind on the page."""
         return [(other.name, other.content) for other in artifacts if other.kind == kind]
 
     match artifact.kind:
@@ -114,7 +115,7 @@ _DRAWERS: dict[str, Callable[[Any, str], Section]] = {
 
 
 def summary_of(artifacts: Sequence[ReadArtifact]) -> str:
-    """Return how many artifacts there are, and what the labels of figures mean."""
+    """Return the sentences with the number of artifacts and the meanings of the labels of figures."""
     count = f"{len(artifacts)} artifact{'s' if len(artifacts) > 1 else ''}, in the order in which data flow."
     return (
         f"{count} Predicted: computed from datasheet figures or a fitted model. Simulated: played through. "
@@ -122,7 +123,7 @@ def summary_of(artifacts: Sequence[ReadArtifact]) -> str:
     )
 
 
-# Which question a reader of several artifacts asked; a gate that failed and a plan that a run has refuted come first.
+# Kinds by how likely their verdict is what a reader of several artifacts asks for; failures come before all (see headline).
 _IMPORTANCE = (
     *(
         "verification",
@@ -144,10 +145,10 @@ _IMPORTANCE = (
 
 
 def headline(sections: Sequence[Section]) -> Section | None:
-    """Return the section whose verdict a page opens with; None where none has one."""
+    """Return the section whose verdict a page opens with; None if no section has a verdict."""
 
     def rank(section: Section) -> tuple[bool, bool, int]:
-        """Return what sorts verdicts: a failed gate or refuted plan first, then main before minor ones, then by the kind."""
+        """Return the sort key of verdicts: a failed gate or refuted plan first, then main before minor ones, then by kind."""
         kind = section.anchor.rsplit("-", 1)[0]
         verdict = section.verdict
         assert verdict is not None

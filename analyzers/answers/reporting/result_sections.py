@@ -1,4 +1,4 @@
-"""Sections of what commands find: network, barriers, balancing, verification, gate."""
+"""Sections of results: network, barriers, balancing, verification, gate."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ddltool.analyzers.answers.gating.formats import figures_of, outcome, remarks, sentence
+from ddltool.analyzers.answers.gating.formats import check_texts, outcome, remarks, sentence
 from ddltool.analyzers.answers.gating.metrics import LONGEST_NAME, harmless
 from ddltool.analyzers.answers.reporting.figures import Bars, Line, Lines, line, value_of
 from ddltool.analyzers.answers.reporting.section import (
@@ -52,7 +52,7 @@ _BAD_FIT = 1.0
 
 
 def network_section(result: NetworkResult, name: str) -> Section:
-    """Return the section of a network's measured latency and bandwidth, with the options that hand them to other commands."""
+    """Return the section of a network's measured latency and bandwidth, also as options for other commands."""
     lead = [
         f"{result.processes} processes: {show_bytes(result.bandwidth_bytes_per_s)}/s, latency {show_seconds(result.latency_s)} "
         f"(misfit {result.residual:.1%})."
@@ -74,12 +74,12 @@ def network_section(result: NetworkResult, name: str) -> Section:
 
 
 def _rate_pictures(result: NetworkResult) -> Blocks:
-    """Return the rate by message size of the six slowest pairs of processes; none where no message took any time."""
+    """Return the picture of rates by message size of the six slowest pairs of processes; [] if no message took any time."""
     rates: dict[str, dict[float, float]] = {}
     for pair in sorted(result.pairs, key=lambda pair: pair.bandwidth_bytes_per_s)[:_PAIRS_DRAWN]:
         times_by_size = zip(pair.sizes_bytes, pair.median_s, strict=False)
         rates[f"{pair.ranks[0]} - {pair.ranks[1]}"] = {
-            size: size / time for size, time in times_by_size if size > 0 < time
+            size: size / time for size, time in times_by_size if size > 0 and time > 0
         }
     sizes = sorted({size for rate_by_size in rates.values() for size in rate_by_size})
     if not sizes:
@@ -103,7 +103,7 @@ def _rate_pictures(result: NetworkResult) -> Blocks:
 
 
 def barrier_section(result: BarrierResult, name: str) -> Section:
-    """Return the section of choices for the next barrier, and of waiting against the bound on the iteration gap."""
+    """Return the section of choices of the next barrier, and of the least waiting under bounds on the iteration gap."""
     labels = {"waiting": "least longest", "total": "least total", "per_iteration": "least per iter."}
     least_waiting = {labels.get(key, key): record for key, record in result.objectives.items()}
     records = {"bsp": result.bsp, **result.algorithms, **least_waiting}
@@ -134,9 +134,9 @@ def barrier_section(result: BarrierResult, name: str) -> Section:
 
 
 def _barrier_sentence(result: BarrierResult) -> str:
-    """Return in a sentence when to synchronise next, and how many more iterations a second that gives than BSP.
+    """Return the sentence on when to synchronise next, and on its gain in iterations per second over BSP.
 
-    BSP, bulk synchronous, synchronises after every iteration.
+    BSP (bulk synchronous parallel) synchronises after every iteration.
     """
     choice = next(iter(result.algorithms.values()))
     iteration_counts = choice.iterations.values()
@@ -153,14 +153,13 @@ def _barrier_sentence(result: BarrierResult) -> str:
 
 
 def _iteration_tables(records: dict[str, BarrierChoice]) -> list[Table]:
-    """Return each worker's iterations until the barrier, by choice; of many workers, a table of their spread comes first."""
+    """Return the table of each worker's iterations until the barrier by choice; for many workers after one of quantiles."""
     workers = sorted({worker for record in records.values() for worker in record.iterations}, key=natural_key)
     columns = {key: lambda worker, counts=record.iterations: counts.get(worker) for key, record in records.items()}
     names = ("worker", [shortened(worker, 40) for worker in workers])
     tables = [tabled("Iterations until the barrier", "predicted", workers, columns, names=names)]
     if len(workers) > _WORKERS_SHOWN:
         counts = {key: [*record.iterations.values()] for key, record in records.items()}
-        # A column for each choice, rows for the fewest, the median and the most.
         quantile_columns = {
             key: lambda share, counts=counts: f"{np.quantile(counts, share):g}" for key, counts in counts.items()
         }
@@ -172,9 +171,9 @@ def _iteration_tables(records: dict[str, BarrierChoice]) -> list[Table]:
 
 
 def _tradeoff_picture(result: BarrierResult) -> Picture:
-    """Return the least waiting by bound on the iteration gap.
+    """Return the picture of the least waiting by bound on the iteration gap.
 
-    It is drawn as steps: a bound between two points allows what the lower one does.
+    It is drawn as steps, as a bound between two points allows the same choices as the lower one.
     """
     points, caption = result.tradeoff, "Least waiting by bound on the iteration gap"
     fields = ("waiting.waiting_time_s", "total.total_waiting_s", "per_iteration.waiting_per_iteration_s")
@@ -209,7 +208,7 @@ _SCHEMES = {
 
 
 def balance_section(result: BalanceResult, name: str) -> Section:
-    """Return the section of a replayed trace of speeds: batches sized by each predictor, by nothing, and by the true speeds."""
+    """Return the section of a replayed trace of speeds: equal batches, batches sized by each predictor, by the true speeds."""
     lead = [
         f"{result.workers} workers, {result.iterations:,} iterations of which {result.warm_up:,} warm-up, total batch "
         f"{result.total_batch:,}."
@@ -217,7 +216,7 @@ def balance_section(result: BalanceResult, name: str) -> Section:
     if min((record.iteration_time_ratio for record in result.predictors.values()), default=0) >= 1:
         lead.append("Equal batches are as fast here: these speeds cannot be foretold well enough.")
     equal, known_speeds = "equal split", "speeds known"
-    # Between the bounds: equal batches know nothing of speeds, the oracle all.
+    # Predictors are between two bounds: equal batches, which ignore speeds, and those by the true speeds.
     splits: dict[str, SplitTime] = {equal: result.equal_split, **result.predictors, known_speeds: result.oracle}
     caption = (
         "Predictors of speed, and batches sized by them; RMSE in samples/s, mean over workers; gain: share of what "
@@ -225,10 +224,10 @@ def balance_section(result: BalanceResult, name: str) -> Section:
     )
 
     def predictor_column(field: str, form: str, at_best: str) -> Column[SplitTime]:
-        """Return the column of a predictor's figure in the format ``form``; ``at_best``: the cell of the true speeds."""
+        """Return the column of a predictor's ``field`` in the format ``form``; ``at_best``: the cell for the true speeds."""
 
         def cell_text(split: SplitTime) -> str | None:
-            """Return the cell of one way to size batches; equal batches predict nothing and have none."""
+            """Return the cell of one way to size batches; "-" for equal batches, which have no such field."""
             return at_best if split is result.oracle else cell(getattr(split, field, None), form=form)
 
         return cell_text
@@ -247,7 +246,7 @@ def balance_section(result: BalanceResult, name: str) -> Section:
 
 
 def _schemes_picture(schemes: dict[str, SchemeFigures], predictor: str) -> Picture:
-    """Return the synchronisation schemes on the whole trace; ``predictor``: the one that LB-BSP uses, "" where not said."""
+    """Return the picture of synchronisation schemes on the whole trace; ``predictor``: LB-BSP's, "" if unknown."""
     predictor_text = f" ({predictor})" if predictor else ""
     labelled = {
         _SCHEMES.get(key, key) + (predictor_text if key == "lb_bsp" else ""): record for key, record in schemes.items()
@@ -262,10 +261,7 @@ def _schemes_picture(schemes: dict[str, SchemeFigures], predictor: str) -> Pictu
 
 
 def _iteration_time_picture(caption: str, table: Table, splits: Mapping[str, SplitTime], baseline: str) -> Picture:
-    """Return bars of the mean iteration time by name over their table; the one named ``baseline`` is a line across all.
-
-    ``splits``: iteration times by what sizes the batches.
-    """
+    """Return bars of the mean iteration times ``splits`` by name, with their table; the ``baseline`` is a line across all."""
     figure = Bars(
         rows=[(name, record.iteration_s) for name, record in splits.items()],
         xlabel="mean iteration time",
@@ -277,9 +273,10 @@ def _iteration_time_picture(caption: str, table: Table, splits: Mapping[str, Spl
 
 
 def verification_section(result: Verification, name: str) -> Section:
-    """Return the section of a run against its plan: how far the step is off, what to fit again, and where time went.
+    """Return the section of a run against its plan: the error of the step, what to fit again, and where time went.
 
-    Failures (a rank missing, on another device, or with another batch; an error beyond the limit) stand in the lead.
+    The lead also names failures: an error beyond the limit, a rank that is missing, on another device or with another
+    batch.
     """
     step = result.iteration
     compared = f"predicted over measured step {error_text(step.predicted_s, step.measured_s)}"
@@ -305,7 +302,7 @@ def verification_section(result: Verification, name: str) -> Section:
     for part, times in zip(("step", "compute", "sync"), (step, result.compute, result.sync), strict=True):
         bars += [(f"{part}, predicted", times.predicted_s)] if times.predicted_s is not None else []
         bars.append((f"{part}, measured", times.measured_s))
-    # Whiskers stand on the measured step alone, whose quartiles are known.
+    # Only the measured step has whiskers, as only its quartiles are known.
     figure = Bars(
         rows=bars,
         xlabel="time",
@@ -334,7 +331,7 @@ def verification_section(result: Verification, name: str) -> Section:
 
 
 def _ledger_lead(ledger: Ledger) -> list[str]:
-    """Return the sentences on where the wall clock went, by the ledger: the account of a run's time by what it was spent on."""
+    """Return the sentences on how the run's wall-clock time was spent, by the ledger."""
     lead = [
         f"Goodput {ledger.goodput:.1%}: computation of {counted(ledger.steps, 'kept step')} in {show_seconds(ledger.wall_s)}, "
         f"{counted(ledger.starts, 'start')} included; {ledger.in_steps:.1%} with waiting for others and communication."
@@ -344,7 +341,7 @@ def _ledger_lead(ledger: Ledger) -> list[str]:
 
 
 def _ledger_picture(ledger: Ledger) -> Picture:
-    """Return the parts of the wall clock by the ledger, the account of a run's time, as a table and as bars."""
+    """Return the parts of the run's wall-clock time, by the ledger, as bars and a table."""
     columns: dict[str, Column[float]] = {"time": show_seconds, "share": lambda part_s: f"{part_s / ledger.wall_s:.1%}"}
     parts = {**ledger.parts_s, "wall clock": ledger.wall_s}
     table = tabled("Where the wall clock went", "measured", parts.values(), columns, names=("part", parts))
@@ -358,16 +355,19 @@ _NEGLIGIBLE = 0.01
 
 
 def verified_table(result: Verification, caption: str) -> Table:
-    """Return the table of predicted against measured times, relative errors beside them.
+    """Return the table of predicted and measured times of the parts of a step, with relative errors.
 
-    A part that is off by less than the measured steps differ among themselves, or than a hundredth of one, is no finding.
+    The error of a part is "in the noise" if it is below half the interquartile range of the measured steps, or below one
+    percent of a step.
     """
     step = result.iteration
-    # Half the quartiles' distance, a hundredth of a step at least.
     noise_s = max(_NEGLIGIBLE * step.measured_s, (step.high_s - step.low_s) / 2)
 
     def error(times: VerifiedTime | VerifiedRank) -> str:
-        """Return a part's relative error in words; "in the noise" where it is no larger than the steps' own differences."""
+        """Return a part's relative error in words, or "in the noise"; that of the whole step is always given.
+
+        On other devices than planned it is "-".
+        """
         if result.elsewhere:
             return "-"
         off_s = 0.0 if times.predicted_s is None else abs(times.predicted_s - times.measured_s)
@@ -387,7 +387,7 @@ def verified_table(result: Verification, caption: str) -> Table:
 
 
 def gate_section(result: GateResult, name: str) -> Section:
-    """Return the section of a gate's outcome: its checks as a table, and as bars of each figure over its baseline."""
+    """Return the section of a gate's outcome: the table of its checks, and bars of each metric over its baseline."""
     check_count = counted(len(result.checks), "check")
     outcome_text = f"passed: {check_count}" if result.passed else f"FAILED: {len(result.failed)} of {check_count}"
     against = f" against {listed(result.baseline, 3)}" if result.baseline else ""
@@ -398,9 +398,9 @@ def gate_section(result: GateResult, name: str) -> Section:
         f"Checks of a {result.artifact.removeprefix('ddltool.')}; rules: {harmless(result.rules_from) or 'not said'}"
     )
     header = ("", "metric", "baseline", "current", "change", "limit")
-    rows = [(outcome(check), shortened(check.metric, LONGEST_NAME), *figures_of(check)) for check in checks]
+    rows = [(outcome(check), shortened(check.metric, LONGEST_NAME), *check_texts(check)) for check in checks]
     table = Table(caption=caption, header=header, rows=rows, label="read", head=20, text_columns=2)
-    # Only ratios can be drawn: numbers on both sides, over a baseline above 0.
+    # Drawn are ratios of numbers to a baseline above 0, without those that would dwarf all others.
     changes = [
         (check.metric, check.current / check.baseline, not check.passed)
         for check in checks
@@ -427,7 +427,7 @@ def gate_section(result: GateResult, name: str) -> Section:
 
 
 def _verification_verdict(result: Verification) -> Verdict:
-    """Return the verdict on a run against its plan: the step measured and predicted, and what to fit again."""
+    """Return the verdict on a run against its plan: the measured and the predicted step, and what to fit again."""
     step = result.iteration
     share = "on other devices" if result.elsewhere else error_text(step.predicted_s, step.measured_s)
     answer = f"The step took {show_seconds(step.measured_s)}, predicted {show_seconds(step.predicted_s)} ({share})."
@@ -441,7 +441,7 @@ def _verification_verdict(result: Verification) -> Verdict:
 
 
 def _gate_verdict(result: GateResult) -> Verdict:
-    """Return the verdict of a gate: passed, or how many checks failed and the first of them."""
+    """Return the verdict of a gate: passed, or the number of failed checks and the first of them."""
     check_count = counted(len(result.checks), "check")
     if result.passed:
         return Verdict(
@@ -453,13 +453,13 @@ def _gate_verdict(result: GateResult) -> Verdict:
 
 
 def _false_alarm_words(result: GateResult) -> str:
-    """Return how often noise alone fails such a gate; "" where no check was tested for noise."""
+    """Return the words on how often noise alone fails such a gate; "" if no check was tested for noise."""
     noise_tests = [check.noise for check in result.checks if check.noise is not None]
     return f"noise raises a false alarm in at most {result.level:.0%} of gates" if noise_tests and result.level else ""
 
 
 def _balance_verdict(result: BalanceResult) -> Verdict | None:
-    """Return the verdict on balancing: what the best predictor saves of equal batches' time; None without predictors."""
+    """Return the verdict on balancing: the time that the best predictor saves over equal batches; None without predictors."""
     if not result.predictors:
         return None
     name, best = min(result.predictors.items(), key=lambda item: item[1].iteration_time_ratio)
@@ -476,7 +476,7 @@ def _balance_verdict(result: BalanceResult) -> Verdict | None:
 
 
 def _barrier_verdict(result: BarrierResult) -> Verdict:
-    """Return the verdict on barriers: the longest waiting at the best one, and under BSP."""
+    """Return the verdict on barriers: the longest waiting of a worker at the best one, and under BSP."""
     _, best = min(result.objectives.items(), key=lambda item: item[1].waiting_time_s)
     best_wait, bsp_wait = show_seconds(best.waiting_time_s), show_seconds(result.bsp.waiting_time_s)
     return Verdict(
@@ -488,6 +488,6 @@ def _barrier_verdict(result: BarrierResult) -> Verdict:
 
 
 def _network_verdict(result: NetworkResult) -> Verdict:
-    """Return the verdict on a network: rate and latency of its slowest pair."""
+    """Return the verdict on a network: bandwidth and latency of its slowest pair."""
     answer = f"{show_bytes(result.bandwidth_bytes_per_s)}/s, {show_seconds(result.latency_s)} between the slowest pair."
     return Verdict(answer=answer, sure=f"the line misses by {result.residual:.1%}", then="give both to trace and plan")

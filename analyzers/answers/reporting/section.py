@@ -1,4 +1,4 @@
-"""One section of a result: sentences, tables and pictures, made once, shown by the terminal and by the report alike."""
+"""A section of a result: sentences, tables and pictures, which both the terminal and the report show."""
 
 from __future__ import annotations
 
@@ -11,16 +11,14 @@ from ddltool.units import show_bytes, show_seconds
 
 Record = TypeVar("Record")
 Column = str | Callable[[Record], object]
-"""A record's field (``sync_s``, ``split.error:+.1%``), shown by the format or its name's unit; or a function of the record."""
+"""A column's cells: the path of a record's field, with a format (``split.error:+.1%``) or the unit that its name implies
+(``sync_s``); or a function of the record."""
 Label = Literal["measured", "predicted", "simulated", "read"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """Rows of text under a header; ``label`` says where the figures come from.
-
-    Of more than ``head`` rows the rest folds away; how many are left out is said.
-    """
+    """Rows of text under a header; ``label`` says where the figures come from. Rows after the first ``head`` are folded."""
 
     caption: str
     header: Sequence[str]
@@ -28,24 +26,24 @@ class Table:
     label: Label
     head: int = 10
     text_columns: int = 1
-    """So many columns from the left hold words; of the others those in which no cell begins as a figure does."""
+    """Number of columns from the left that have words, in any case; of the others those without numbers have words."""
     spare: Sequence[str] = ()
-    """Columns that go first, in this order, where the terminal is too narrow for all."""
+    """Names of columns that a narrow terminal leaves out, in this order."""
 
     def without(self, name: str) -> Table:
-        """Return the table without the column of that name."""
+        """Return the table without the column ``name``, which it must have."""
         index = list(self.header).index(name)
         return replace(
             self,
             header=[*self.header[:index], *self.header[index + 1 :]],
             rows=[[*row[:index], *row[index + 1 :]] for row in self.rows],
-            text_columns=self.text_columns - (index < self.text_columns),
+            text_columns=self.text_columns - (index < self.text_columns),  # one fewer if it was among them
         )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Picture:
-    """Figures under each other with a caption; their numbers stand in the table, which is all that a terminal shows."""
+    """Figures one below the other with a caption, and the table of their numbers, which is all that a terminal shows."""
 
     figures: Sequence[Figure]
     caption: str
@@ -55,23 +53,24 @@ class Picture:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """What a result answers, in a sentence; how sure that is, and what to do next. ``good`` None: neither."""
+    """The answer of a result in one sentence, how sure it is, and what to do next."""
 
     answer: str
     sure: str = ""
     then: str = ""
     good: bool | None = None
+    """Whether the answer is good news; None: neither good nor bad."""
     minor: bool = False
-    """There for contrast: a page does not open with it."""
+    """Whether a page should rather open with another verdict."""
 
     def says(self, line: str) -> bool:
-        """Return whether a line of a section's lead repeats the verdict, so that a page leaves it out."""
+        """Return whether a line of a section's lead repeats the verdict; a page then leaves the line out."""
         return line in (self.answer, f"How sure: {self.sure}") or bool(self.then and line.startswith("Next: "))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Section:
-    """One result: plain sentences, pictures, tables. ``details`` and ``more`` are for who asks (``-v``), last."""
+    """One result: sentences (``lead``), pictures and tables; ``details`` and ``more`` are shown last, and only with ``-v``."""
 
     title: str
     lead: Sequence[str]
@@ -79,7 +78,7 @@ class Section:
     details: Sequence[str] = ()
     more: Sequence[Picture | Table] = ()
     anchor: str = ""
-    """Its place on a page."""
+    """Its HTML id on a page, ``KIND-NUMBER``."""
     verdict: Verdict | None = None
 
 
@@ -95,10 +94,10 @@ def tabled(
     names: tuple[str, Iterable[str]] | None = None,
     **layout: Any,
 ) -> Table:
-    """Return a table with a row for each record and a column for each entry of ``columns``.
+    """Return a table with a row for each record and a column (by its header) for each entry of ``columns``.
 
-    ``label``: where the figures come from. ``names``: the header and the cells of a column before the others. ``layout``:
-    further fields of :class:`Table`.
+    ``label``: where the figures come from. ``names``: (header, cells) of a first column. ``layout``: further fields of
+    :class:`Table`.
     """
     rows = [[_shown(record, column) for column in columns.values()] for record in records]
     header = list(columns)
@@ -109,7 +108,7 @@ def tabled(
 
 
 def _shown(record: Record, column: Column[Record]) -> str:
-    """Return a record's cell in a column: what its function returns, or its field in the column's format."""
+    """Return a record's cell in a column: the result of its function, or its field in the column's format."""
     if not isinstance(column, str):
         return cell(column(record))
     path, _, form = column.partition(":")
@@ -117,7 +116,9 @@ def _shown(record: Record, column: Column[Record]) -> str:
 
 
 def cell(value: Any, unit: str = "", form: str = "") -> str:
-    """Return a value as a table shows it: by a format, else by the unit that ends the name of its field.
+    """Return a value as a table shows it: in the format ``form``, else in the unit at the end of ``unit``, a field's name.
+
+    None is "-", a text stays as it is; a float without a unit has four significant digits.
 
     >>> cell(None), cell(1200), cell(0.00153, "wait_s"), cell(1536, "size_bytes"), cell(0.05, form="+.1%")
     ('-', '1,200', '1.53 ms', '1.5 KiB', '+5.0%')
@@ -136,12 +137,12 @@ def cell(value: Any, unit: str = "", form: str = "") -> str:
 
 
 def pictured(caption: str, table: Table, *figures: Figure) -> Picture:
-    """Return figures as one picture, over the table of their numbers, whose label it takes."""
+    """Return a picture of the figures with the table of their numbers; its label is the table's."""
     return Picture(figures=figures, caption=caption, label=table.label, table=table)
 
 
 def some(drawn: int, things: Sequence[object], noun: str) -> str:
-    """Return a remark that only ``drawn`` of the ``things``, called ``noun``, are drawn; "" where all are.
+    """Return a remark that only ``drawn`` of the ``things``, called ``noun``, are drawn; "" if all are.
 
     >>> some(2, "abc", "lines"), some(3, "abc", "lines")
     (' 2 of 3 lines are drawn.', '')
@@ -150,7 +151,7 @@ def some(drawn: int, things: Sequence[object], noun: str) -> str:
 
 
 def filled(table: Table) -> Table:
-    """Return the table without columns that are empty in all rows; the first column stays."""
+    """Return the table without columns whose cells are all empty or "-"; the first column stays."""
     kept_columns = [
         column
         for column in range(len(table.header))

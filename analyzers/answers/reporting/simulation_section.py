@@ -45,9 +45,9 @@ _HOURS_FROM_S = 36_000.0
 
 
 def simulation_section(document: SimulationDocument, name: str, *, details: bool = True) -> Section:
-    """Return the section of a simulated workload: completion times, waits and losses, and what it cost, by policy.
+    """Return the section of a simulated workload: completion times, waits, losses and cost by policy.
 
-    ``details``: also the size classes, unfinished jobs and GPUs over time, GPU hours by application and every job.
+    ``details``: also size classes, unfinished jobs and GPUs over time, GPU hours by application, and all jobs.
     """
     records = document.policies
     jobs = len(next(iter(records.values())).jobs)
@@ -55,7 +55,7 @@ def simulation_section(document: SimulationDocument, name: str, *, details: bool
     source = shortened(PurePath(document.workload).name or document.workload, 60)
     lead = f"{counted(jobs, 'job')} of {source} on {counted(document.gpus, 'GPU')}, under {policies}."
     drawn_remark = f" The first {LINES_DRAWN} policies are drawn." if len(records) > LINES_DRAWN else ""
-    # Losses and costs that nobody asked about are details.
+    # Without simulated failures or prices, the table of losses is only a detail.
     has_losses = document.failures is not None or any(record.cost is not None for record in records.values())
     figure = completion_figure({key: [job.jct_s for job in record.jobs] for key, record in records.items()})
     caption = f"Share of the jobs that were complete within a time: the higher, the better.{drawn_remark}"
@@ -81,9 +81,9 @@ Records = Mapping[str, PolicyRecord]
 
 
 def _summary_table(records: Records) -> Table:
-    """Return each policy's completion times (JCT), use of the GPUs, fairness and restarts.
+    """Return the table of each policy's job completion times (JCT), use of the GPUs, fairness and restarts.
 
-    Times are in seconds, or in hours where the longest makespan is long.
+    Times are in seconds, or in hours if the longest makespan is ten hours or more.
     """
     longest = max(record.makespan_s for record in records.values())
     caption = (
@@ -103,7 +103,7 @@ def _summary_table(records: Records) -> Table:
 
 
 def _losses_tables(records: Records) -> Blocks:
-    """Return the table of waits, of what failures took and GPUs cost; none for files of older versions, which lack these."""
+    """Return the table of waits, losses by failures and cost, as a list; [] for files of older versions, which lack these."""
     with_losses = {key: record for key, record in records.items() if record.useful_share is not None}
     caption = (
         "Waits (s), use and losses; wait: from submission to first start; useful: share of the GPU time that was up in "
@@ -119,7 +119,7 @@ def _losses_tables(records: Records) -> Blocks:
 
 
 def _size_class_tables(records: Records) -> Blocks:
-    """Return the figures of each size class under each policy."""
+    """Return the table of each size class under each policy, as a list; [] if the file has no classes."""
     rows = [(key, name, figures) for key, record in records.items() for name, figures in record.by_class.items()]
     columns = {"class": "1", "jobs": "2.jobs", "mean JCT": "2.avg_jct_s:,.0f", "median": "2.median_jct_s:,.0f"}
     columns |= {"p99": "2.p99_jct_s:,.0f", "wait": "2.avg_queueing_s:,.0f", "worst": "2.worst_fairness:.2f"}
@@ -130,7 +130,7 @@ def _size_class_tables(records: Records) -> Blocks:
 
 
 def _unfinished_jobs_picture(records: Records, remark: str) -> Picture:
-    """Return how many jobs are submitted and not finished over time, by policy; ``remark``: said after the caption."""
+    """Return the number of submitted and unfinished jobs over time, by policy; ``remark``: appended to the caption."""
     last_finish_s = max(job.finish_s for record in records.values() for job in record.jobs)
     times_s = np.linspace(0.0, max(last_finish_s, 1e-9), _TIME_POINTS)
     unfinished = {}
@@ -146,20 +146,20 @@ def _unfinished_jobs_picture(records: Records, remark: str) -> Picture:
 
 
 def _time_scale(longest_s: float) -> tuple[float, str]:
-    """Return the factor from seconds and the name of the unit for a workload's time: hours from ten hours on, else seconds."""
+    """Return (factor from seconds, unit) for a workload of at most ``longest_s``: hours from ten hours on, else seconds."""
     return (1.0, "s") if longest_s < _HOURS_FROM_S else (1 / 3600, "h")
 
 
 def _time_cell(seconds: float, longest_s: float) -> str:
-    """Return a time in the unit that :func:`_time_scale` gives for the workload's longest time."""
+    """Return a time as text, without its unit, in the unit that :func:`_time_scale` chooses for ``longest_s``."""
     scale, unit = _time_scale(longest_s)
     return f"{seconds * scale:,.0f}" if unit == "s" else f"{seconds * scale:,.2f}"
 
 
 def _counts_over_time(times_s: Floats, series: Mapping[str, Floats], quantity: str, caption: str) -> Picture:
-    """Return counts over a workload's time, a line for each policy, over a table of nine times.
+    """Return the picture of counts over time, a line for each policy, with a table of nine times.
 
-    ``times_s`` and each of ``series`` (by policy): (t,). ``quantity``: what is counted.
+    ``times_s`` and each of ``series`` (by policy): (t,). ``quantity``: the name of what is counted.
     """
     last_s, title = float(times_s[-1]), quantity[:1].upper() + quantity[1:]
     scale, unit = _time_scale(last_s)
@@ -185,9 +185,9 @@ def _counts_over_time(times_s: Floats, series: Mapping[str, Floats], quantity: s
 
 
 def _gpus_held_pictures(document: SimulationDocument, remark: str) -> Blocks:
-    """Return the GPUs that jobs hold over time, by policy; none for a document without the changes of use.
+    """Return the picture of GPUs held over time, by policy, as a list; [] for a document without records of use.
 
-    ``remark``: said after the caption.
+    ``remark``: appended to the caption.
     """
     usages = {key: record.usage for key, record in document.policies.items() if record.usage is not None}
     last_s = max((usage.time_s[-1] for usage in usages.values() if usage.time_s), default=0.0)
@@ -196,14 +196,14 @@ def _gpus_held_pictures(document: SimulationDocument, remark: str) -> Blocks:
     times_s = np.linspace(0.0, last_s, _TIME_POINTS)
     series: dict[str, Floats] = {}
     for key, usage in usages.items():
-        # The last change at or before each time; index -1, before the first, is the 0 at the end.
+        # Index of the last change at or before each time; -1, before the first change, picks the 0 appended at the end.
         usage_index = np.searchsorted(np.array(usage.time_s), times_s, side="right") - 1
         series[key] = np.array([*usage.gpus, 0.0])[usage_index]
     return [_counts_over_time(times_s, series, "GPUs held", f"GPUs that jobs hold, of {document.gpus}.{remark}")]
 
 
 def _gpu_hours_picture(records: Records) -> Picture:
-    """Return the GPU hours that each application got under each policy as a table, and those of all jobs as bars."""
+    """Return the table of GPU hours of each application under each policy, with bars of those of all jobs."""
     hours = {
         key: dict.fromkeys(sorted({job.application for job in record.jobs}), 0.0) for key, record in records.items()
     }
@@ -228,7 +228,7 @@ def _gpu_hours_picture(records: Records) -> Picture:
 
 
 def _job_table(records: Records) -> Table:
-    """Return the completion time of each job under each policy, "-" where a policy's record lacks the job."""
+    """Return the table of each job's completion time under each policy; "-" if a policy's record lacks the job."""
     by_name = {key: {job.name: job for job in record.jobs} for key, record in records.items()}
     longest = max(record.makespan_s for record in records.values())
     rows = []
@@ -246,12 +246,12 @@ def _job_table(records: Records) -> Table:
 
 
 def completion_figure(jct_s: Mapping[str, Sequence[float]]) -> Lines:
-    """Return the share of jobs that were complete within a time, one line per policy.
+    """Return the figure of the share of jobs that were complete within a time, one line per policy.
 
-    ``jct_s``: completion times in seconds, by policy. All lines end where the longest does: one that stops before would
-    seem to be of fewer jobs.
+    ``jct_s``: completion times in seconds, by policy. All lines are extended to the longest time, as one that ends before
+    would look as if it had fewer jobs.
     """
-    # A job that ends as it arrives has no place on a log axis; a millisecond is as good.
+    # At least a millisecond, as a logarithmic axis has no 0.
     sorted_times_s = {
         name: np.maximum(np.sort(np.asarray(values, dtype=float)), 1e-3) for name, values in jct_s.items()
     }
@@ -290,7 +290,7 @@ PUBLISHED_SEARCH: Mapping[str, tuple[float, float]] = {"baseline": (2040.0, 50_4
 
 
 def sweep_section(sweep: SweepDocument, name: str) -> Section:
-    """Return the section of a sweep: means over the seeds, the comparison of two policies, the replays that failed."""
+    """Return the section of a sweep: means over the seeds, the comparison of two policies (if any), and failed replays."""
     groups = sweep.means_by_policy()
     failed = [cell for cell in sweep.cells if cell.figures is None]
     workloads, policies = ({getattr(cell, key) for cell in sweep.cells} for key in ("workload", "policy"))
@@ -315,14 +315,14 @@ Means = tuple[str, str, int, SweepFigures]
 
 
 def _means_picture(groups: Sequence[Means], *, several: bool) -> Picture:
-    """Return the mean completion times as bars, over the table of all means.
+    """Return bars of the mean completion times, with the table of all means.
 
-    ``groups``: (workload, policy, number of seeds, means over these). ``several``: whether there are several workloads,
-    which the bars must then name.
+    ``groups``: (workload, policy, number of replays, their means). ``several``: whether there are several workloads; the
+    bars then name them.
     """
 
     def figure_of(field: str, form: str, below: float = 1e12) -> Callable[[Means], str]:
-        """Return the column of a mean in the format ``form``; from ``below`` on, too long for the table, in three digits."""
+        """Return the column of a mean in the format ``form``; numbers from ``below`` on, too long for it, in three digits."""
         return lambda row: format(value := getattr(row[3], field), form if value < below else ".3g")
 
     columns: dict[str, Column[Means]] = {
@@ -345,14 +345,14 @@ def _means_picture(groups: Sequence[Means], *, several: bool) -> Picture:
 
 
 def _comparison_picture(comparison: PolicyComparison) -> Picture | Table:
-    """Return two policies compared: the ratios of the first's figures to the second's as bars with intervals, over a table.
+    """Return the table of the first policy's changes against the second, within a picture of the ratios with intervals.
 
-    Only the table where no ratio can be drawn.
+    Returns the table alone if no ratio can be drawn.
     """
     first, second = shortened(comparison.first, 60), shortened(comparison.second, 60)
 
     def verdict(measure: ComparedMeasure) -> str:
-        """Return whether the first policy's figure is "lower" or "higher", "not decided", or "unknown" without an interval."""
+        """Return "lower" or "higher" for the first policy's figure, "not decided", or "unknown" without an interval."""
         if measure.low is None or measure.high is None:
             return "unknown"
         if not measure.decided:
@@ -371,7 +371,7 @@ def _comparison_picture(comparison: PolicyComparison) -> Picture | Table:
         f"Change from {second} to {first}, with the {comparison.confidence:.0%} interval of Student's t on log ratios"
     )
     table = tabled(caption, "simulated", comparison.comparisons, columns)
-    # A ratio out of all bounds would leave nothing of the other bars.
+    # An extreme ratio is not drawn, as it would make the other bars invisible.
     drawn_measures = [measure for measure in comparison.comparisons if 1 / _MOST_DRAWN < measure.ratio < _MOST_DRAWN]
     if not drawn_measures:
         return table
@@ -392,21 +392,21 @@ def _comparison_picture(comparison: PolicyComparison) -> Picture | Table:
 
 
 def _ratio_text(ratio: float | None) -> str:
-    """Return a ratio as a change in percent, from 100 on as a factor; "-" for None."""
+    """Return a ratio as a change in percent ("+5.0%"), from 100 on as a factor ("x120"); "-" for None."""
     if ratio is None:
         return "-"
     return f"{ratio - 1:+.1%}" if ratio < 100 else f"x{ratio:.3g}"
 
 
 def _change_from(value: float, baseline: float) -> str:
-    """Return by how much a figure differs from the baseline's, in percent; "" for the baseline's own."""
+    """Return the change of a value from the baseline in percent; "" if they are equal, as for the baseline itself."""
     return f"{value / baseline - 1:+.0%}" if value != baseline else ""
 
 
 def autoscaling_section(result: AutoscalingResult) -> Section:
-    """Return the section of a rented cluster: one row per rule, with changes against the throughput scaler.
+    """Return the section of autoscaling a rented cluster: one row per rule, with changes against scaling by throughput.
 
-    The published changes come last, where there are some for the application.
+    For the application imagenet, the last row has the changes published in the Pollux paper.
     """
     base, goodput = result.rules["throughput"], result.rules["goodput"]
     rows = []
@@ -429,7 +429,10 @@ def autoscaling_section(result: AutoscalingResult) -> Section:
 
 
 def search_section(result: SearchResult) -> Section:
-    """Return the section of a search's trials: one row per policy, changes against the first, and what was published."""
+    """Return the section of a search's trials: one row per policy, with changes against the first, the baseline.
+
+    For the application cifar10 further rows have the published figures, with changes against the published baseline.
+    """
     settings, base = result.search, next(iter(result.policies.values()))
     rows = []
     for name, run in result.policies.items():
@@ -454,7 +457,7 @@ def search_section(result: SearchResult) -> Section:
 
 
 def advice_section(advice: AdviceResult) -> Section:
-    """Return whether a running job's resize pays, in words, and the options that save most."""
+    """Return the section of advice on a running job: whether to resize it, and the options that save most time."""
     current, best = advice.now, advice.best
     if not advice.resize or best is None:
         why = "no other allocation is possible now" if best is None else "no resize saves time on average"
@@ -484,14 +487,14 @@ def advice_section(advice: AdviceResult) -> Section:
         "gain: goodput over that of now; pays from: with so much left; saves: the mean, and what 10 and 90 % of cases stay "
         "below; sure: probability of saving time; GPU h: held more than without the resize"
     )
-    # The options that save most, whether or not one is worth it.
+    # Shown also if none is worth while.
     rows = sorted(advice.options, key=lambda option: -option.expected_saved_s)[:_MOST_OPTIONS_SHOWN]
     blocks = [tabled(caption, "predicted", rows, columns)] if rows else []
     return Section(title=f"Advice: {advice.job}", lead=lead, blocks=blocks)
 
 
 def _duration_text(seconds: float) -> str:
-    """Return a time as people say it: "3.5 h", "90 s"; in a unit from two of it on."""
+    """Return a time as text in the largest unit of which it has at least two: "3.5 h", "90 s"."""
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if abs(seconds) >= 2 * size:
             return f"{seconds / size:.1f} {unit}"
@@ -499,12 +502,12 @@ def _duration_text(seconds: float) -> str:
 
 
 def _short_duration(seconds: float) -> str:
-    """Return a time in few letters, for a column: "3.5h", "5.0m"."""
+    """Return a time as short text for a column: "3.5h", "5.0m"."""
     return _duration_text(seconds).replace(" min", "m").replace(" ", "")
 
 
 def _simulation_verdict(document: SimulationDocument) -> Verdict:
-    """Return the verdict on a workload: the policy of least mean completion time, and how much sooner than the worst."""
+    """Return the verdict on a workload: the policy of least mean completion time, with its gain over the worst."""
     ranked = sorted(document.policies.items(), key=lambda item: item[1].avg_jct_s)
     (best, best_record), (worst, worst_record) = ranked[0], ranked[-1]
     answer = f"{shortened(best, 60)}: jobs complete after {show_seconds(best_record.avg_jct_s)} on average"
@@ -517,7 +520,10 @@ def _simulation_verdict(document: SimulationDocument) -> Verdict:
 
 
 def _sweep_verdict(sweep: SweepDocument) -> Verdict | None:
-    """Return the verdict on a sweep: the policy of least mean completion time, with the 95 % interval of the mean."""
+    """Return the verdict on a sweep: the policy of least mean completion time, with the 95 % interval of the mean.
+
+    If every replay failed, the verdict says so.
+    """
     jct_by_policy: dict[str, list[float]] = {}
     for cell in sweep.cells:
         if cell.figures is not None:
@@ -530,7 +536,7 @@ def _sweep_verdict(sweep: SweepDocument) -> Verdict | None:
     values = jct_by_policy[best]
     certainty = "one replay: no interval"
     if len(values) > 1:
-        largest = max(values) or 1.0  # the squares of enormous times are no numbers
+        largest = max(values) or 1.0  # divided by it, as squares of enormous times would overflow
         spread = largest * float(np.std(np.divide(values, largest), ddof=1))
         half_width_s = float(stdtrit(len(values) - 1, 0.975)) * spread / math.sqrt(len(values))
         low_s, high_s = max(0.0, means[best] - half_width_s), means[best] + half_width_s

@@ -1,4 +1,4 @@
-"""Sections of runs: telemetry of the hook (or agent), a synchronisation server's rows, and who holds the others up."""
+"""Sections of runs: telemetry of the hook or an agent, the events of a synchronisation server, and stragglers."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ _PHASES = ("compute_s", "wait_s", "sync_s")
 def binned(
     label: str, steps: NDArray[np.int64], values: Floats, points: int = POINTS, *, band: bool = False
 ) -> tuple[Line, int]:
-    """Return a line through the medians of ``values`` over bins of equally many steps, and how many steps a bin has.
+    """Return (line of medians over bins of equally many steps, number of steps of a bin).
 
-    ``steps``, ``values``: (n,), in any order. At most ``points`` bins, as a screen shows no more. ``band``: the line
-    has a band from the 5 % to the 95 % quantile.
+    ``steps``, ``values``: (n,), in any order. ``points``: the most bins; a screen cannot show more. ``band``: whether the
+    line has a band from the 5 % to the 95 % quantile.
     """
     first = int(steps.min())
     width = max(1, math.ceil((int(steps.max()) - first + 1) / points))
     bins = (steps - first) // width
-    # Rows by bin, and where each bin's rows begin.
+    # Rows sorted by bin, and the index at which each bin's rows begin.
     order = np.argsort(bins, kind="stable")
     bin_indices, starts = np.unique(bins[order], return_index=True)
     low, middle, high = np.array(
@@ -60,12 +60,12 @@ def binned(
 
 
 def telemetry_section(frame: pd.DataFrame, name: str, plans: Sequence[tuple[str, Plan]]) -> Section:
-    """Return the section of a run's telemetry: step times, where they go, and how the plans' predictions compare.
+    """Return the section of a run's telemetry: step times, their phases, and how the plans' predictions compare.
 
     ``frame``: the columns of :class:`~ddltool.telemetry.TelemetryRow`, one row per rank and step, in any order.
     ``plans``: pairs (file name, plan).
     """
-    # Without the first steps, which allocate and compile; all of them, where there are no others.
+    # Without the first steps, which allocate and compile, unless there are no others.
     steady = frame[frame["step"] >= frame["step"].min() + WARMUP_STEPS]
     steady = steady if len(steady) else frame
     ranks = int(frame["rank"].nunique())
@@ -74,24 +74,24 @@ def telemetry_section(frame: pd.DataFrame, name: str, plans: Sequence[tuple[str,
         f"(world size {', '.join(str(size) for size in sorted(set(frame['world_size']))[:8])}); median step "
         f"{show_seconds(float(steady['step_s'].median()))}. Medians leave out the first {WARMUP_STEPS} steps."
     ]
-    compared, levels, words = _compared(frame, plans)
-    blocks: Blocks = [_step_times(frame, levels), _phases(steady), *compared, *_batches(frame)]
-    blocks += _agent(frame)
+    compared, levels, words = _compare_with_plans(frame, plans)
+    blocks: Blocks = [_step_times_picture(frame, levels), _phases_picture(steady), *compared, *_batch_picture(frame)]
+    blocks += _agent_picture(frame)
     return Section(title=f"Telemetry: {name}", lead=lead + words, blocks=blocks, verdict=_telemetry_verdict(steady))
 
 
-def _over(label: str, frame: pd.DataFrame, column: str, *, band: bool = False) -> tuple[Line, int]:
-    """Return a column's medians over the steps as a line, and how many steps a point stands for."""
+def _binned_column(label: str, frame: pd.DataFrame, column: str, *, band: bool = False) -> tuple[Line, int]:
+    """Return :func:`binned` of a column of ``frame`` over its steps: (line of medians, number of steps of a point)."""
     return binned(label, frame["step"].to_numpy(dtype=np.int64), frame[column].to_numpy(dtype=float), band=band)
 
 
-def _step_times(frame: pd.DataFrame, levels: list[tuple[str, float]]) -> Picture:
-    """Return the median step and waiting time of all ranks over the steps.
+def _step_times_picture(frame: pd.DataFrame, levels: list[tuple[str, float]]) -> Picture:
+    """Return the picture of the median step and waiting time of all ranks over the steps.
 
-    ``levels``: predicted step times (seconds) by name, drawn as lines across.
+    ``levels``: (name, predicted step time in seconds), drawn as lines across.
     """
-    step_line, width = _over("step, median", frame, "step_s", band=True)
-    waiting_line, _ = _over("of it waiting", frame, "wait_s")
+    step_line, width = _binned_column("step, median", frame, "step_s", band=True)
+    waiting_line, _ = _binned_column("of it waiting", frame, "wait_s")
     figure = Lines(
         lines=[step_line, waiting_line],
         xlabel="step",
@@ -115,8 +115,8 @@ def _step_times(frame: pd.DataFrame, levels: list[tuple[str, float]]) -> Picture
     return pictured(f"Step time of all ranks; the band holds nine of ten rows.{points_remark}", table, figure)
 
 
-def _phases(frame: pd.DataFrame) -> Picture:
-    """Return the phases of each rank's median step, as lanes and a table; of many ranks the 24 longest-computing are drawn."""
+def _phases_picture(frame: pd.DataFrame) -> Picture:
+    """Return the phases of each rank's median step as lanes and a table; drawn are at most the 24 ranks of longest compute."""
     medians = frame.groupby("rank")[[*_PHASES, "step_s", "batch", "memory_bytes"]].median()
     medians["device"] = frame.groupby("rank")["device"].last()
     drawn = medians if len(medians) <= _RANKS_DRAWN else medians.nlargest(_RANKS_DRAWN, "compute_s").sort_index()
@@ -137,19 +137,19 @@ def _phases(frame: pd.DataFrame) -> Picture:
     return pictured(f"Where each rank's median step goes.{drawn_remark}", table, figure)
 
 
-def _batches(frame: pd.DataFrame) -> Blocks:
-    """Return the batch sizes over the steps, by rank or, of many ranks, their median and spread.
+def _batch_picture(frame: pd.DataFrame) -> Blocks:
+    """Return the picture of batch sizes over the steps: a line per rank or, of many ranks, their median and spread.
 
-    Nothing where all ranks and steps have the same.
+    Returns [] if all ranks and steps have the same batch.
     """
     if frame["batch"].min() == frame["batch"].max():
         return []
     parts = {str(rank): part for rank, part in frame.groupby("rank")}
     if len(parts) <= _BATCH_LINES:
-        lines = [_over(f"rank {rank}", part, "batch")[0] for rank, part in parts.items()]
+        lines = [_binned_column(f"rank {rank}", part, "batch")[0] for rank, part in parts.items()]
     else:
-        # Lines of many ranks could not be told apart.
-        parts, lines = {"all": frame}, [_over("median of the ranks", frame, "batch", band=True)[0]]
+        # The lines of many ranks would be indistinguishable.
+        parts, lines = {"all": frame}, [_binned_column("median of the ranks", frame, "batch", band=True)[0]]
     title = "Batch size of each rank over time"
     figure = Lines(lines=lines, xlabel="step", ylabel="samples", title=title, draw="steps", whole="xy")
     rows = []
@@ -161,16 +161,16 @@ def _batches(frame: pd.DataFrame) -> Blocks:
     return [pictured("Samples that each rank processed in a step.", table, figure)]
 
 
-def _agent(frame: pd.DataFrame) -> Blocks:
-    """Return what a goodput agent knew and set over the steps: noise scale, total batch and learning rate factor.
+def _agent_picture(frame: pd.DataFrame) -> Blocks:
+    """Return the picture of a goodput agent's noise scale, total batch and learning rate factor over the steps, as a list.
 
-    A list of one picture; empty for a run without an agent.
+    Returns [] for a run without an agent.
     """
     agent_rows = frame[frame["noise_scale"].notna()]
     if agent_rows.empty:
         return []
     named = {"noise_scale": "gradient noise scale", "total_batch": "total batch size", "learning_rate_factor": ""}
-    noise, total_batch, factor = (_over(label, agent_rows, column)[0] for column, label in named.items())
+    noise, total_batch, factor = (_binned_column(label, agent_rows, column)[0] for column, label in named.items())
     title = "Noise scale and total batch over time"
     figure = Lines(lines=[noise, total_batch], xlabel="step", ylabel="samples", title=title, whole="x")
     rates = [None if np.isnan(rate) else rate for rate in factor.y]
@@ -180,12 +180,12 @@ def _agent(frame: pd.DataFrame) -> Blocks:
     return [pictured("Gradient noise scale and the total batch that the agent set.", table, figure)]
 
 
-def _compared(
+def _compare_with_plans(
     frame: pd.DataFrame, plans: Sequence[tuple[str, Plan]]
 ) -> tuple[Blocks, list[tuple[str, float]], list[str]]:
-    """Return what comparing a run with its plans gives: tables, predicted step times, and sentences.
+    """Return the comparison of a run with plans: (tables, at most three predicted steps as (name, seconds), sentences).
 
-    The step times are (name, seconds), at most three. Among the sentences is why a plan could not be compared.
+    A plan that the run cannot be compared with is left out; a sentence says why.
     """
     blocks: Blocks = []
     levels: list[tuple[str, float]] = []
@@ -193,7 +193,7 @@ def _compared(
     left_out: list[str] = []
     for name, plan in plans:
         try:
-            # Raises InputError for a plan of other devices or processes.
+            # Raises InputError for a plan of another job: other devices or processes.
             verification = verify(plan, read_run(frame, "telemetry"))
         except InputError as error:
             left_out.append(f"{shortened(name, 60)} ({error.where} {error.problem})")
@@ -220,9 +220,9 @@ def sync_section(rows: Sequence[Mapping[str, Any]], name: str) -> Section:
         lead.append(f"Policy {last['policy']}: {last['updates']:,} updates, {last['updates_per_s']:.4g} per second.")
     else:
         lead.append("The file has no last line yet: the server still runs, or was killed.")
-    blocks: Blocks = [_sync_waiting(steps), _sync_staleness(steps)] if steps else []
+    blocks: Blocks = [_waiting_picture(steps), _staleness_picture(steps)] if steps else []
     if barriers:
-        blocks.append(_sync_barriers(barriers))
+        blocks.append(_superstep_table(barriers))
     if moved := [row for row in rows if row["event"] in ("left", "joined")]:
         columns: dict[str, Column[Mapping[str, Any]]] = {"at": "time_s", "worker": "worker", "what": "event"}
         columns["why"] = lambda row: row.get("reason", "")
@@ -230,8 +230,8 @@ def sync_section(rows: Sequence[Mapping[str, Any]], name: str) -> Section:
     return Section(title=f"Synchronisation: {name}", lead=lead, blocks=blocks, verdict=_sync_verdict(steps))
 
 
-def _sync_waiting(steps: Sequence[Mapping[str, Any]]) -> Picture:
-    """Return each worker's waiting and staleness as a table, and as bars the time (s) that it waited for others."""
+def _waiting_picture(steps: Sequence[Mapping[str, Any]]) -> Picture:
+    """Return the table of each worker's waiting and staleness, with bars of the time that it waited for others."""
     import pandas as pd
 
     figures = {"steps": ("step", "size"), "waited_s": ("wait_s", "sum"), "median_s": ("wait_s", "median")}
@@ -250,8 +250,8 @@ def _sync_waiting(steps: Sequence[Mapping[str, Any]]) -> Picture:
     return pictured(f"How long each worker waited for others.{drawn_remark}", table, figure)
 
 
-def _sync_staleness(steps: Sequence[Mapping[str, Any]]) -> Picture:
-    """Return how many steps used gradients of each staleness: the updates by others that a gradient has not seen."""
+def _staleness_picture(steps: Sequence[Mapping[str, Any]]) -> Picture:
+    """Return the picture of the number of steps by staleness: the updates by others that a used gradient had not seen."""
     counts = sorted(Counter(row["staleness"] for row in steps).items())
     step_count = sum(count for _, count in counts)
     columns: dict[str, Column[tuple[int, int]]] = {"staleness": "0:d", "steps": "1"}
@@ -265,11 +265,11 @@ def _sync_staleness(steps: Sequence[Mapping[str, Any]]) -> Picture:
     return pictured(f"How many updates old the used gradients were.{some(_RANKS_DRAWN, bars, 'ages')}", table, figure)
 
 
-def _sync_barriers(barriers: Sequence[Mapping[str, Any]]) -> Table:
-    """Return a table of the supersteps: when each was over, its length, and how well the workers' ends were predicted."""
+def _superstep_table(barriers: Sequence[Mapping[str, Any]]) -> Table:
+    """Return the table of supersteps: end, length, and the mean error of the predicted ends of the workers."""
 
     def error(row: Mapping[str, Any]) -> str:
-        """Return the mean relative error of a superstep's predicted ends, "-" where there is none."""
+        """Return the mean relative error of a superstep's predicted ends; "-" if it has none, as in the warm-up."""
         ends = zip(row["predicted_end_s"], row["end_s"], strict=False)
         errors = [ahead / real - 1 for ahead, real in ends if real]
         return f"{np.mean(errors):+.1%}" if errors else "-"
@@ -288,7 +288,7 @@ _LANES_DRAWN = 16
 
 
 def stragglers_section(result: StragglersResult, name: str) -> Section:
-    """Return the section on who holds the others up: the verdict, each finding, where the ranks' steps go, their timeline."""
+    """Return the section on ranks that slow the others: the verdict, the findings, the parts of the ranks' steps."""
     lead = [result.verdict, *(finding.sentence for finding in result.findings[1:])]
     share = "" if result.m_w is None else f"; the slowest 3 % of the ranks explain {result.m_w:.0%} of that (M_W)"
     lead.append(
@@ -297,7 +297,7 @@ def stragglers_section(result: StragglersResult, name: str) -> Section:
     )
     blocks: Blocks = []
     if result.splits:
-        blocks.append(_splits(result))
+        blocks.append(_splits_picture(result))
     if result.classes:
         rows = sorted(
             (*result.classes.items(), *result.stages.items(), *result.workers.items()), key=lambda row: -row[1]
@@ -309,10 +309,10 @@ def stragglers_section(result: StragglersResult, name: str) -> Section:
     )
 
 
-def _splits(result: StragglersResult) -> Picture:
-    """Return where each rank's step goes: a table, under the ranks' timeline or, where there is none, bars of their waiting."""
+def _splits_picture(result: StragglersResult) -> Picture:
+    """Return the table of the parts of each rank's step, with the ranks' timeline or, without one, bars of their waiting."""
     columns: dict[str, Column[RankSplit]] = {"step": "step_s", "waiting": "wait_s", "if median": "step_if_median_s"}
-    columns |= {part: _seconds_of(part) for part in result.splits[0].parts_s}
+    columns |= {part: _part_column(part) for part in result.splits[0].parts_s}
     columns["exposed"] = "exposed_s"
     names = ("rank", [str(row.rank) for row in result.splits])
     spare = ("optimizer", "exposed", "host", "input")
@@ -328,13 +328,13 @@ def _splits(result: StragglersResult) -> Picture:
     return pictured(f"Who waits: a straggler does not.{some(_LANES_DRAWN, result.splits, 'ranks')}", table, bars)
 
 
-def _seconds_of(part: str) -> Column[RankSplit]:
-    """Return the column that shows one part of the ranks' steps, in a readable unit."""
+def _part_column(part: str) -> Column[RankSplit]:
+    """Return the column of one part of the ranks' steps, as time in a readable unit."""
     return lambda row: show_seconds(row.parts_s[part])
 
 
 def _stragglers_verdict(result: StragglersResult) -> Verdict:
-    """Return the verdict: the main finding, on how many steps and ranks it rests, and the command that helps."""
+    """Return the verdict: the main finding, the numbers of steps and ranks behind it, and the command that helps."""
     finding = result.findings[0] if result.findings else None
     sure = f"slowdown {result.slowdown:.3f} over {counted(result.steps, 'step')} of {counted(result.ranks, 'rank')}"
     then = (finding.command or "") if finding is not None else "nothing: the ranks are alike"
@@ -342,10 +342,7 @@ def _stragglers_verdict(result: StragglersResult) -> Verdict:
 
 
 def _telemetry_verdict(steady: pd.DataFrame) -> Verdict:
-    """Return the verdict on a run: the median step and the share of time that ranks waited.
-
-    ``steady``: the rows after the warm-up.
-    """
+    """Return the verdict on a run: the median step and the share of time that ranks waited, after the warm-up."""
     low, middle, high = steady["step_s"].quantile([0.25, 0.5, 0.75])
     waiting = float(
         steady["wait_s"].sum() / max(steady["step_s"].sum(), 1e-300)

@@ -21,7 +21,7 @@ from ddltool.analyzers.answers.reporting.fit_sections import goodput_section
 from ddltool.analyzers.answers.reporting.plan_section import plan_section
 from ddltool.analyzers.answers.reporting.section import Picture
 from ddltool.analyzers.answers.reporting.telemetry_section import binned
-from ddltool.artifact_files import ORDER, ReadArtifact, read_any, told_apart
+from ddltool.artifact_files import ORDER, ReadArtifact, read_any, with_distinct_names
 from ddltool.commands.main import load
 from ddltool.errors import InputError, shortened
 from ddltool.goodput_model import Goodput
@@ -174,7 +174,7 @@ def test_a_plan_beside_telemetry_is_held_against_it(artifacts: list[Path], page:
 
 def test_files_of_one_name_are_told_apart_by_their_folders() -> None:
     paths = [Path(text) for text in ("a/x/plan.json", "b/x/plan.json", "a/graph.json", "plan.json", "a/graph.json")]
-    found = told_apart([ReadArtifact(kind="plan", path=path, content=None) for path in paths])
+    found = with_distinct_names([ReadArtifact(kind="plan", path=path, content=None) for path in paths])
     assert [one.name for one in found] == ["a/x/plan.json", "b/x/plan.json", "graph.json", "plan.json", "graph.json"]
 
 
