@@ -178,10 +178,12 @@ def script() -> str:
     return bundle.replace("</script", "<\\/script").replace("<!--", "<\\!--")
 
 
-# Legends get as many columns as have room, and long names of lanes less room on a phone.
+# The page is painted before its charts are drawn, so that the answer is read at once. Legends get as many columns as have
+# room, and long names of lanes less room on a phone.
 _SNIPPET = """
 const {config, charts} = JSON.parse(document.getElementById("charts").textContent);
-globalThis.drawn = Promise.all(charts.map((chart, place) => {
+const painted = new Promise((then) => requestAnimationFrame(() => setTimeout(then)));
+globalThis.drawn = painted.then(() => Promise.all(charts.map((chart, place) => {
   const host = document.getElementById("chart-" + place), room = host.clientWidth;
   const own = structuredClone(config);
   own.legend.columns = Math.max(1, Math.floor(room / chart.usermeta.key));
@@ -190,7 +192,7 @@ globalThis.drawn = Promise.all(charts.map((chart, place) => {
   own.axis.labelLimit = room < 500 ? 110 : 240;
   return vegaEmbed(host, chart, {config: own, actions: false, renderer: "svg", ast: true, defaultStyle: false,
     tooltip: {disableDefaultStyle: true}});
-}));
+})));
 globalThis.drawn.finally(() => { document.documentElement.dataset.drawn = "yes"; });
 """
 
