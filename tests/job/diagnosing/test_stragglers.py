@@ -265,6 +265,14 @@ def test_the_what_ifs_are_those_by_hand(ranks: int, steps: int, seed: int) -> No
         assert split.step_s == pytest.approx(sum((own + wait + exposed)[rank]) / steps)
 
 
+def test_who_costs_most_comes_first() -> None:
+    compute = np.full((8, 60), 0.1)
+    compute[1, ::2], compute[3, 1::2] = 0.3, 0.4
+    found = diagnose(run_of(compute), "run")
+    assert [one.rank for one in found.findings] == [3, 1]
+    assert found.verdict == found.findings[0].sentence
+
+
 def test_remedies_are_those_by_hand() -> None:
     """Ranks that take 0.1 and 0.2 s would take 2 / 15 each: 66.7 ms less of 202; of few steps nothing is replayed."""
     feeds, gain = Feeds(speeds="s.csv", ends="e.csv", telemetry="t.jsonl"), (0.2 - 2 / 15) / 0.202

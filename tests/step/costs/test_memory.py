@@ -452,7 +452,7 @@ def test_names_of_shardings() -> None:
     assert Sharding.named("fsdp", 16) == Sharding(kind="fsdp", shard=16)
     assert Sharding.named("fsdp:8", 16) == Sharding(kind="fsdp", shard=16, forward_shard=8)
     for text, problem in (
-        ("hsdp:3", "on 16 replicas"),
+        *((f"hsdp:{count}", "on 16 replicas") for count in ("3", "0", "x", "-2", "32")),
         ("hsdp", "'hsdp' does not say over how many; give hsdp:SHARD"),
         ("zero3", "unknown 'zero3'"),
         ("fsdp-offload", "give fsdp:cpu for what CPUOffloadPolicy does"),
