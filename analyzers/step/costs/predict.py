@@ -27,18 +27,23 @@ from ddltool.analyzers.step.communication.program import Program, program_of
 from ddltool.analyzers.step.costs.compiling import compiled, compiled_lifetimes
 from ddltool.analyzers.step.costs.memory import (
     Array,
-    Checkpointing,
     Held,
     Peak,
     Recomputation,
-    SavedOps,
     Sharding,
     TensorLifetimes,
     lifetimes_of,
 )
 from ddltool.analyzers.step.costs.model import HOST_BOUND, OPTIMIZER, CostModel, estimate
-from ddltool.analyzers.step.costs.offloading import HostCopies, demand_host_update, host_sum_s, host_update_s
+from ddltool.analyzers.step.costs.offloading import (
+    HostCopies,
+    demand_host_update,
+    host_link_bytes_per_s,
+    host_sum_s,
+    host_update_s,
+)
 from ddltool.analyzers.step.costs.optimizers import OPTIMIZERS
+from ddltool.analyzers.step.costs.saving import ON_HOST, Checkpointing, SavedOps, Saving, split_way
 from ddltool.analyzers.step.tracing.adapters import with_lora
 from ddltool.analyzers.step.tracing.numerics import Numerics
 from ddltool.analyzers.step.tracing.sources import Source, demand_whole, is_graph_file, is_onnx_file, resolve_step
@@ -55,7 +60,6 @@ from ddltool.graph_results import (
     PredictResult,
     RecomputeFigures,
 )
-from ddltool.plans import Recomputed
 from ddltool.precision import precision_of
 from ddltool.units import parse_bytes
 
@@ -72,8 +76,6 @@ CONTEXT_BYTES = 2.0 * 2**30
 FRAGMENTED = 1.15
 # Of each of NCCL's communicators: 4 MiB (NCCL_BUFFSIZE) each way for up to 32 channels.
 _COMMUNICATOR_BYTES = 2 * 32 * 4 * 2.0**20
-# A choice of activations for which the allocator finds no room is made again for this share of the budget, at most so often.
-_TIGHTER, _TIGHTENED = 0.95, 8
 # Moments of a timeline of memory: as many as a picture can show.
 _MOMENTS = 160
 # A rate of 90 % of the best predicted one counts as saturated, as for measured profiles.
@@ -148,31 +150,29 @@ class WorkCurve:
         return self._lifetimes[size]
 
     def held(
-        self, batch_size: int, sharding: Sharding, optimizer: str, saved_ops: SavedOps | Checkpointing = "none"
+        self, batch_size: int, sharding: Sharding, optimizer: str, saving: SavedOps | Saving | str = "none"
     ) -> Held | None:
         """Return the bytes of tensors that one process holds at every place of the program; no workspace of kernels.
 
-        ``saved_ops``: one kind of checkpointing for every block, or the products that each checkpointed block saves. None:
-        ``batch_size`` is larger than any at which the step was traced. Raises InputError for checkpointing of a model without
-        a list of blocks.
+        ``saving``: one kind of checkpointing for every block (:meth:`TensorLifetimes.every_saving`), what blocks save, or the
+        products that each checkpointed block saves. None: ``batch_size`` is larger than any at which the step was traced.
+        Raises InputError for checkpointing of a model without a list of blocks.
         """
         if self.traced.largest is not None and batch_size > self.traced.largest:
             return None
         lifetimes = self.lifetimes(batch_size)
-        saved_ops = lifetimes.every_block(saved_ops) if isinstance(saved_ops, str) else saved_ops
+        saving = lifetimes.every_saving(saving) if isinstance(saving, str) else saving
         return lifetimes.held(
-            Recomputation(lifetimes, saved_ops), sharding, optimizer, lifetimes.sizes(self.scaled(batch_size))
+            Recomputation(lifetimes, saving), sharding, optimizer, lifetimes.sizes(self.scaled(batch_size))
         )
 
-    def least(
-        self, batch_size: int, sharding: Sharding, optimizer: str, saved_ops: SavedOps, peak_bytes: float
-    ) -> float:
+    def least(self, batch_size: int, sharding: Sharding, optimizer: str, saving: Saving, peak_bytes: float) -> float:
         """Return the least peak in bytes of a step that holds ``peak_bytes`` with its blocks compiled one by one.
 
         Compiled as a whole it may hold less; which of the two a trainer does is not known. A curve that is not compiled by
         blocks has no other peak.
         """
-        held = self._compiled[0].held(batch_size, sharding, optimizer, saved_ops) if self.compile == "blocks" else None
+        held = self._compiled[0].held(batch_size, sharding, optimizer, saving) if self.compile == "blocks" else None
         return peak_bytes if held is None else min(peak_bytes, held.peak().total_bytes)
 
     def workspace_bytes(self, batch_size: int) -> float:
@@ -186,9 +186,7 @@ class WorkCurve:
         """
         return batch_size if self.lifetimes(batch_size).traced is self.traced else None
 
-    def peak(
-        self, batch_size: int, sharding: Sharding, optimizer: str, checkpointing: Checkpointing = "none"
-    ) -> Peak | None:
+    def peak(self, batch_size: int, sharding: Sharding, optimizer: str, checkpointing: str = "none") -> Peak | None:
         """Return the most bytes of tensors that one process holds at one time; None as for :meth:`held`."""
         held = self.held(batch_size, sharding, optimizer, checkpointing)
         return None if held is None else held.peak()
@@ -308,7 +306,8 @@ class Setting:
     """A text for :meth:`Sharding.named`, which says it for any number of replicas (one is never sharded), or the sharding of
     one number of them."""
     checkpointing: str = "none"
-    """Of every block (none, selective, full), or the budget in bytes of a step's tensors, such as 40GiB."""
+    """Of every block (none, selective, full), or the budget in bytes of a step's tensors, such as 40GiB; with ``:cpu`` behind,
+    what blocks save goes to the host."""
     layout: ParallelDegrees = ParallelDegrees()
 
     def sharded(self, replicas: int) -> Sharding:
@@ -322,22 +321,31 @@ class Setting:
     @property
     def budget_bytes(self) -> float | None:
         """Return the budget of a step's tensors in bytes; None: ``checkpointing`` names one kind for all blocks."""
-        if self.checkpointing in get_args(Checkpointing):
-            return None
-        return parse_bytes(self.checkpointing, "--checkpointing")
+        text, _ = split_way(self.checkpointing)
+        return None if text in get_args(Checkpointing) else parse_bytes(text, "--checkpointing")
 
     @property
-    def uniform(self) -> Checkpointing:
+    def saves_on_host(self) -> bool:
+        """Return whether blocks may save on the host."""
+        return split_way(self.checkpointing)[1]
+
+    @property
+    def uniform(self) -> str:
         """Return the checkpointing of every block; under a budget ``full``, which holds least."""
-        kinds: tuple[Checkpointing, ...] = get_args(Checkpointing)
-        return next((kind for kind in kinds if kind == self.checkpointing), "full")
+        if self.budget_bytes is None:
+            return self.checkpointing
+        return f"full{ON_HOST}" if self.saves_on_host else "full"
 
     def __post_init__(self) -> None:
         """Raise InputError for unknown texts of checkpointing, sharding and optimizer."""
-        if not any(sign.isdigit() for sign in self.checkpointing) and self.checkpointing not in get_args(Checkpointing):
-            suggestion = did_you_mean(self.checkpointing, (*get_args(Checkpointing), "40GiB"))
+        kind, on_host = split_way(self.checkpointing)
+        if not any(sign.isdigit() for sign in kind) and kind not in get_args(Checkpointing):
+            suggestion = did_you_mean(self.checkpointing, (*get_args(Checkpointing), "40GiB", "full:cpu", "40GiB:cpu"))
             raise InputError("--checkpointing", f"unknown {self.checkpointing!r}", suggestion)
         _ = self.budget_bytes  # raises for a text that is no size
+        if on_host and self.compile:
+            problem = f"{self.checkpointing!r} with --compile is not modelled"
+            raise InputError("--checkpointing", problem, f"give {kind}, or leave out --compile")
         if isinstance(self.sharding, str):
             shard = self.sharding.removesuffix(":cpu").partition(":")[2]
             Sharding.named(self.sharding, int(shard) if shard.isdecimal() else 1)  # one replica is checked, too
@@ -429,7 +437,7 @@ def _fitting_sizes(curve: WorkCurve, model: CostModel, setting: Setting, replica
         curve = curve.under(sharding, setting.compile)
         seconds = curve.lifetimes(1).seconds(curve.timed(1, model, setting))
         # Raises Infeasible with the least budget that holds one sample, unless blocks with different choices fit.
-        _choose_saved_ops(curve, model, setting, sharding, seconds, 1)
+        _choose_saving(curve, model, setting, sharding, seconds, 1)
         return (1,)
     if limit < 1:
         raise Infeasible(
@@ -447,8 +455,9 @@ def remedy(curve: WorkCurve, device: Device, setting: Setting, replicas: int) ->
     Changes are tried by number of replicas, then by kind of sharding, then by checkpointing, the least first. ``replicas``:
     the number of them on which no sample fits. The result reads like "with --sharding fsdp a local batch of 4 does".
     """
-    checkpointings: list[Checkpointing] = ["none", "selective", "full"]
-    checkpointings = checkpointings[checkpointings.index(setting.uniform) :] if curve.lifetimes(1).blocks else ["none"]
+    checkpointings = ["none", "selective", "full", f"full{ON_HOST}"][: 3 if setting.compile else 4]
+    least = checkpointings.index(setting.uniform) if setting.uniform in checkpointings else 3
+    checkpointings = checkpointings[least:] if curve.lifetimes(1).blocks else ["none"]
     replica_counts = [replicas, *(2**power for power in range(1, 11) if 2**power > replicas)]  # up to 1,024
     for replica_count in replica_counts:
         if replica_count == 1:
@@ -516,9 +525,9 @@ class _RecomputedStep:
     graph: Graph
     """Recomputation counts in the durations of the backward pass."""
     program: Program
-    saved_ops: SavedOps
+    saving: Saving
     figures: RecomputeFigures | None
-    """None: nothing is checkpointed."""
+    """None: all that blocks make is kept."""
 
 
 def _recompute_step(
@@ -526,49 +535,54 @@ def _recompute_step(
 ) -> _RecomputedStep:
     """Return a timed step of local batch ``size`` with the recomputation that the setting's checkpointing adds."""
     if setting.checkpointing == "none":
-        return _RecomputedStep(graph=timed, program=program_of(timed), saved_ops={}, figures=None)
+        return _RecomputedStep(graph=timed, program=program_of(timed), saving=Saving(), figures=None)
     lifetimes = curve.lifetimes(size)
-    saved_ops: SavedOps = lifetimes.every_block(setting.uniform)
+    saving = lifetimes.every_saving(setting.uniform)
     budget_bytes, lower_bound_s = setting.budget_bytes, None
     if budget_bytes is not None:
-        choice = _choose_saved_ops(curve, model, setting, sharding, lifetimes.seconds(timed), size)
-        saved_ops, lower_bound_s = choice.saved_ops, choice.bound_s
-    recompute_s = lifetimes.recompute_s(Recomputation(lifetimes, saved_ops), lifetimes.seconds(timed)).sum()
-    modules = [Recomputed(module=name, keeps=list(kept)) for name, kept in saved_ops.items()]
+        choice = _choose_saving(curve, model, setting, sharding, lifetimes.seconds(timed), size)
+        saving, lower_bound_s = choice.saving, choice.bound_s
+    recomputation, sizes = Recomputation(lifetimes, saving), lifetimes.sizes(curve.scaled(size))
+    rate = host_link_bytes_per_s(model.device)
+    recompute_s = lifetimes.recompute_s(recomputation, lifetimes.seconds(timed)).sum()
+    waits = lifetimes.copies(recomputation, lifetimes.seconds(timed), sizes, rate).waits() if lifetimes.blocks else ()
     figures = RecomputeFigures(
-        modules=modules, recomputed_s=float(recompute_s), budget_bytes=budget_bytes, lower_bound_s=lower_bound_s
+        modules=saving.recomputed(),
+        recomputed_s=float(recompute_s),
+        budget_bytes=budget_bytes,
+        lower_bound_s=lower_bound_s,
+        on_host=saving.offloaded(lifetimes.names),
+        host_bytes=float(sum(sizes[storages].sum() for storages in recomputation.copied)),
+        waits_s=float(sum(seconds.sum() for seconds in waits)),
     )
-    lengthened_graph = lifetimes.lengthened(saved_ops, timed)
-    return _RecomputedStep(
-        graph=lengthened_graph, program=program_of(lengthened_graph), saved_ops=saved_ops, figures=figures
-    )
+    lengthened_graph = lifetimes.lengthened(saving, timed, sizes, rate)
+    return _RecomputedStep(graph=lengthened_graph, program=program_of(lengthened_graph), saving=saving, figures=figures)
 
 
-def _choose_saved_ops(
+def _choose_saving(
     curve: WorkCurve, model: CostModel, setting: Setting, sharding: Sharding, seconds: Array, size: int
 ) -> CheckpointingChoice:
-    """Return the cheapest choice of saved ops under the setting's budget of memory, at local batch ``size``.
+    """Return the cheapest choice of what blocks save under the setting's budget of memory, at local batch ``size``.
 
-    ``seconds`` (nodes,): of the program's places. A choice for which the device's allocator finds no room, because its
-    segments take more than the tensors, is made again for a smaller budget. Raises Infeasible if no choice fits.
+    ``seconds`` (nodes,): of the program's places. Raises Infeasible if no choice fits.
     """
-    from ddltool.analyzers.step.costs.checkpointing import cheapest  # it loads a solver
+    from ddltool.analyzers.step.costs.checkpointing import cheapest_with_room  # it loads a solver
 
-    lifetimes, budget_bytes = curve.lifetimes(size), setting.budget_bytes or 0.0
-    choice = None
-    for _ in range(_TIGHTENED):
-        try:
-            choice = cheapest(lifetimes, seconds, sharding, setting.optimizer, budget_bytes, curve.scaled(size))
-        except Infeasible:
-            if choice is None:
-                raise
-            break
-        held = curve.held(size, sharding, setting.optimizer, choice.saved_ops)
-        if held is None or held.reserved_bytes(usable_bytes(model.device)) is not None:
-            break
-        budget_bytes = _TIGHTER * min(budget_bytes, choice.peak_bytes)
-    assert choice is not None
-    return choice
+    def has_room(saving: Saving) -> bool:
+        """Return whether the device's allocator finds room."""
+        held = curve.held(size, sharding, setting.optimizer, saving)
+        return held is None or held.reserved_bytes(usable_bytes(model.device)) is not None
+
+    return cheapest_with_room(
+        has_room,
+        curve.lifetimes(size),
+        seconds,
+        sharding,
+        setting.optimizer,
+        setting.budget_bytes or 0.0,
+        curve.scaled(size),
+        host_bytes_per_s=host_link_bytes_per_s(model.device) if setting.saves_on_host else 0.0,
+    )
 
 
 def _predict_row(
@@ -593,13 +607,13 @@ def _predict_row(
     library_share = float(graph.meta.get("library_share") or 0.0)
     low_s, high_s = model.interval(step_s, host_share=host_share, library_share=library_share, compiled=setting.compile)
     samples, tokens = placement.num_replicas * size * setting.accumulation, graph.meta.get("tokens_per_sample")
-    held = curve.held(size, sharding, setting.optimizer, step.saved_ops)
+    held = curve.held(size, sharding, setting.optimizer, step.saving)
     if held is None:
         raise InputError("--batch-sizes", f"{size} is more than the step is traced at", "give a smaller one")
     peak_bytes, limited_bytes = held.peak().total_bytes, held.reserved_bytes(usable_bytes(model.device))
     # Segments that do not fit are reported as on an unlimited device, which never gives free ones back.
     reserved_bytes = limited_bytes if limited_bytes is not None else held.reserved_bytes() or 0
-    least_bytes = curve.least(size, sharding, setting.optimizer, step.saved_ops, peak_bytes)
+    least_bytes = curve.least(size, sharding, setting.optimizer, step.saving, peak_bytes)
     memory_low_bytes, memory_high_bytes = memory_range(
         least_bytes, reserved_bytes, sharding, placement.num_replicas, curve.workspace_bytes(size), setting.layout
     )
@@ -810,11 +824,15 @@ def timeline(curve: WorkCurve, model: CostModel, setting: Setting, row: Predicte
     sharding = setting.sharded(row.num_replicas)
     curve = curve.under(sharding, setting.compile)
     size, lifetimes = row.local_batch_size, curve.lifetimes(row.local_batch_size)
-    saved_ops = {block.module: block.keeps for block in row.recompute.modules} if row.recompute else {}
-    held = curve.held(size, sharding, setting.optimizer, saved_ops)
+    figures = row.recompute
+    saving = Saving() if figures is None else Saving.read(figures.modules, figures.on_host, lifetimes.names)
+    held = curve.held(size, sharding, setting.optimizer, saving)
     if held is None:
         return None
-    end_s = lifetimes.clock(Recomputation(lifetimes, saved_ops), curve.timed(size, model, setting))
+    recomputation, timed = Recomputation(lifetimes, saving), curve.timed(size, model, setting)
+    rate, sizes = host_link_bytes_per_s(model.device), lifetimes.sizes(curve.scaled(size))
+    copies = lifetimes.copies(recomputation, lifetimes.seconds(timed), sizes, rate) if saving.on_host else None
+    end_s = lifetimes.clock(recomputation, timed, copies)
     bytes_by_part, total_bytes = held.curves(), held.peak().curve
     # The end of the last place lies in the last span; a step without any time is no division by 0.
     span_index = np.minimum((_MOMENTS * end_s / max(end_s[-1], 1e-30)).astype(np.int64), _MOMENTS - 1)
