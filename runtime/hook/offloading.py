@@ -109,6 +109,11 @@ class _Link:
         """Return the end of all copies that were begun; None on a CPU, where it is over."""
         return None if device.type == "cpu" else self._streams[device, out].record_event()
 
+    def wait(self, device: torch.device, end: torch.Event | None) -> None:
+        """Let what compute does next wait for the end of copies."""
+        if end is not None:
+            torch.accelerator.current_stream(device).wait_event(end)
+
 
 class _Piece(NamedTuple):
     """What stands for a saved tensor: its storage, by address in ``saved``, and its place there."""
@@ -135,7 +140,7 @@ class _Saved:
 
     def __del__(self) -> None:
         """Let compute wait for what was brought and is not used: another tensor may get its room next."""
-        self._await(self.back_end)
+        self.link.wait(self.device, self.back_end)
 
     def pack(self, tensor: Tensor) -> Tensor | _Piece:
         """Return what stands for a tensor that autograd saves; itself where it stays."""
@@ -152,17 +157,16 @@ class _Saved:
 
     def leave(self, stays: set[int]) -> None:
         """Begin to copy all storages but those at ``stays`` to the host, once what compute does now is done."""
-        is_pinned = self.device.type != "cpu"
         with self.link.beside(self.device, out=True):
             for address in self.on_device.keys() - stays:
                 content = self._as_bytes(self.on_device[address])
-                self.on_host[address] = torch.empty(content.shape, dtype=torch.uint8, pin_memory=is_pinned)
+                self.on_host[address] = _host_bytes(content.numel(), is_pinned=self.device.type != "cpu")
                 self.on_host[address].copy_(content, non_blocking=True)
         self.out_end = self.link.end(self.device, out=True)
 
     def give_up(self) -> None:
         """Let compute wait for the copies to the host, and give up the storages on the device."""
-        self._await(self.out_end)
+        self.link.wait(self.device, self.out_end)
         for address in self.on_host:
             del self.on_device[address]
 
@@ -185,7 +189,7 @@ class _Saved:
             return piece
         if piece.address not in self.on_device:
             self.come_back(piece.address)
-        self._await(self.back_end)
+        self.link.wait(self.device, self.back_end)
         tensor = torch.empty(0, dtype=piece.dtype, device=self.device)
         tensor.set_(self.on_device[piece.address], piece.offset, piece.size, piece.stride)
         self.uses[piece.address] -= 1
@@ -197,10 +201,10 @@ class _Saved:
         """Return a storage as a tensor of its bytes."""
         return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
 
-    def _await(self, end: torch.Event | None) -> None:
-        """Let what compute does next wait for the end of copies."""
-        if end is not None:
-            torch.accelerator.current_stream(self.device).wait_event(end)
+
+def _host_bytes(count: int, is_pinned: bool) -> Tensor:
+    """Return room for so many bytes on the host."""
+    return torch.empty(count, dtype=torch.uint8, pin_memory=is_pinned)
 
 
 def _tensors(values: object) -> list[Tensor]:
