@@ -37,6 +37,7 @@ from ddltool.analyzers.step.costs.predict import (
     Placement,
     Setting,
     WorkCurve,
+    lacking_bytes,
     own_sum_s,
     own_update_s,
 )
@@ -111,7 +112,8 @@ class LayoutFigures:
     shares of samples, in prices.
 
     The private fields cache by: ``_timed`` (device type, samples, recomputation, work), ``_reserved_bytes`` and ``_peaks``
-    (sharding, recomputation, samples) in bytes, ``_settings`` the layout as JSON, ``_savings`` recomputation key.
+    (sharding, recomputation, samples) in bytes, ``_settings`` the layout as JSON, ``_savings`` recomputation key,
+    ``_solved`` the layout as JSON and whether blocks save on the host.
     """
 
     work: WorkCurve
@@ -131,6 +133,7 @@ class LayoutFigures:
     _peaks: dict[tuple[Sharding, str, int], float] = field(default_factory=dict)
     _settings: dict[str, tuple[BucketSetting | None, PrefetchSetting | None]] = field(default_factory=dict)
     _savings: dict[str, Saving] = field(default_factory=dict)
+    _solved: dict[tuple[str, bool], LayoutCandidate | None] = field(default_factory=dict)
 
     def _with_settings(self, candidate: LayoutCandidate) -> Layout:
         """Return the layout with step and price reduced by what the best DDP buckets or FSDP2 prefetch save."""
@@ -194,7 +197,7 @@ class LayoutFigures:
 
     def changed(self, **fields: Any) -> Self:
         """Return the figures of the same job with other fields."""
-        return replace(self, _timed={}, _reserved_bytes={}, _peaks={}, _settings={}, **fields)
+        return replace(self, _timed={}, _reserved_bytes={}, _peaks={}, _settings={}, _solved={}, **fields)
 
     def alternatives(self, candidate: LayoutCandidate) -> dict[str, Self]:
         """Return what the user may change of the script beside the layout, by name: torch.compile, and float8 with it."""
@@ -527,6 +530,13 @@ class LayoutFigures:
         return LayoutCandidate(layout=layout, sharding=sharding, recompute=recompute, rows=rows, slowest=slowest)
 
     def _with_solved_recomputation(self, candidate: LayoutCandidate, on_host: bool) -> LayoutCandidate | None:
+        """Return the cached result of :meth:`_solve_recomputation`."""
+        key = candidate.layout.model_dump_json(), on_host
+        if key not in self._solved:
+            self._solved[key] = self._solve_recomputation(candidate, on_host)
+        return self._solved[key]
+
+    def _solve_recomputation(self, candidate: LayoutCandidate, on_host: bool) -> LayoutCandidate | None:
         """Return the layout with the cheapest recomputation that fits memory, by a solver; None where no step is shorter.
 
         ``on_host``: some blocks save on the host, if that is cheapest; None where it is not.
@@ -544,15 +554,10 @@ class LayoutFigures:
         budget_bytes = min(self.kinds[device_type].usable_bytes for device_type in layout.memory_bytes)
         timed_graph = self._timed_pass(tightest, size, "none", candidate.sharding).graph
         batch_samples = size if lifetimes.traced is work.traced else None
-
-        def has_room(saving: Saving) -> bool:
-            """Return whether the allocator of the tightest type finds room."""
-            held = work.held(size, candidate.sharding, self.optimizer, saving)
-            return held is not None and held.reserved_bytes(self.kinds[tightest].usable_bytes) is not None
-
+        usable = self.kinds[tightest].usable_bytes
         try:
             recomputation = cheapest_with_room(
-                has_room,
+                lambda saving: lacking_bytes(work.held(size, candidate.sharding, self.optimizer, saving), usable),
                 lifetimes,
                 lifetimes.seconds(timed_graph),
                 candidate.sharding,

@@ -187,10 +187,17 @@ class Layouts(LayoutFigures):
             if pick.recompute == "none" or goal.objective == "least-memory" or is_recomputation_solved:
                 return pick
             is_recomputation_solved = True
-            where = (False, True)[self.ways != WAYS : 1 + self.saves_on_host]
-            solved = [self._with_solved_recomputation(pick, on_host) for on_host in where]
-            fitting += [recomputed for recomputed in solved if recomputed is not None]
+            for on_host in (False, True)[self.ways != WAYS : 1 + self.saves_on_host]:
+                if on_host and self.ways == WAYS and not self._gains_without_recomputation(fitting[-1], pick):
+                    break
+                fitting += filter(None, [self._with_solved_recomputation(pick, on_host)])
         raise self._nothing_fits(too_large)
+
+    def _gains_without_recomputation(self, best: LayoutCandidate, pick: LayoutCandidate) -> bool:
+        """Return whether a step in which nothing were computed again would be worth another layout than ``best``."""
+        shape = pick.layout.devices, pick.sharding, "none", pick.layout.passes, pick.rows
+        least = self._cost(*shape)
+        return least is not None and (best.layout.step_s or 0.0) > (least.layout.step_s or 0.0) * (1 + LEAST_GAIN)
 
     def _pick_with_settings(self, pick: LayoutCandidate, fitting: list[LayoutCandidate], goal: Goal) -> LayoutCandidate:
         """Return the best layout once each has its own best buckets or prefetch: ``pick``, or one of nearly its value.

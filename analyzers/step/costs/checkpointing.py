@@ -34,8 +34,8 @@ _EVERY_SET = 5
 # The most sets of products that the solver may choose from, by block.
 _OPTIONS = 8
 _LIMIT_S = 10.0
-# A choice for which the allocator finds no room is made again for this share of the budget, at most so often.
-_TIGHTER, _TIGHTENED = 0.95, 8
+# A choice for which the allocator finds no room is made again for a smaller budget, at most so often, and by this share.
+_TIGHTER, _TIGHTENED = 0.98, 4
 # Over how many blocks a copy to or from the host may go on, one window for all; the next where no choice of the first fits.
 WINDOWS = (4, 1)
 # The solver counts in integers: seconds become whole nanoseconds, or whole millionths of a step with copies beside it.
@@ -88,10 +88,12 @@ def cheapest(
     """
     size, count = lifetimes.sizes(batch_size), len(lifetimes.blocks)
     step = lifetimes, seconds, sharding, optimizer, size
-    problem = _Problem.of(*step, 1, 0.0)
-    choice, bound_s = problem.solve(budget_bytes, time.perf_counter() + limit_s)
+    problem, everything = _Problem.of(*step, 1, 0.0), dict.fromkeys(lifetimes.names, ())  # it holds least
+    known = Saving(saved_ops=everything)
+    choice, bound_s = problem.solve(budget_bytes, time.perf_counter() + limit_s, known=known)
     for window in [each for each in WINDOWS if 2 * each < count] if host_bytes_per_s else []:
-        known = None if choice is None else problem.saving(choice)
+        known = Saving(saved_ops=everything, on_host=frozenset(lifetimes.names[:-window]), window=window)
+        known = known if choice is None else problem.saving(choice)
         most_s = np.inf if choice is None else problem.cost_s(choice)
         wider = _Problem.of(*step, window, host_bytes_per_s)  # all choices of the first are in it
         other, bound_s = wider.solve(budget_bytes, time.perf_counter() + limit_s, most_s, known)
@@ -114,7 +116,7 @@ def cheapest(
 
 
 def cheapest_with_room(
-    has_room: Callable[[Saving], bool],
+    lacking_bytes: Callable[[Saving], float],
     lifetimes: TensorLifetimes,
     seconds: Array,
     sharding: Sharding,
@@ -126,8 +128,8 @@ def cheapest_with_room(
 ) -> CheckpointingChoice:
     """Return :func:`cheapest` for the largest of ever smaller budgets at which the device's allocator finds room.
 
-    Its segments take more than the tensors. ``has_room``: whether it finds it for a choice. The other arguments are those of
-    :func:`cheapest`. Raises Infeasible if no choice fits; where none finds room, the last is returned.
+    Its segments take more than the tensors. ``lacking_bytes``: what it lacks for a choice, 0: nothing. The other arguments
+    are those of :func:`cheapest`. Raises Infeasible if no choice fits; where none finds room, the last is returned.
     """
     choice = None
     for _ in range(_TIGHTENED):
@@ -139,9 +141,10 @@ def cheapest_with_room(
             if choice is None:
                 raise
             break
-        if has_room(choice.saving):
+        if not (lacking := lacking_bytes(choice.saving)):
             break
-        budget_bytes = _TIGHTER * min(budget_bytes, choice.peak_bytes)
+        used = min(budget_bytes, choice.peak_bytes)
+        budget_bytes = min(_TIGHTER * used, used - lacking)
     assert choice is not None
     return choice
 

@@ -568,13 +568,9 @@ def _choose_saving(
     """
     from ddltool.analyzers.step.costs.checkpointing import cheapest_with_room  # it loads a solver
 
-    def has_room(saving: Saving) -> bool:
-        """Return whether the device's allocator finds room."""
-        held = curve.held(size, sharding, setting.optimizer, saving)
-        return held is None or held.reserved_bytes(usable_bytes(model.device)) is not None
-
+    usable = usable_bytes(model.device)
     return cheapest_with_room(
-        has_room,
+        lambda saving: lacking_bytes(curve.held(size, sharding, setting.optimizer, saving), usable),
         curve.lifetimes(size),
         seconds,
         sharding,
@@ -583,6 +579,16 @@ def _choose_saving(
         curve.scaled(size),
         host_bytes_per_s=host_link_bytes_per_s(model.device) if setting.saves_on_host else 0.0,
     )
+
+
+def lacking_bytes(held: Held | None, usable: float) -> float:
+    """Return the bytes that a device with ``usable`` lacks for what torch's allocator reserves; 0.0: it fits.
+
+    Given a limit, the allocator frees whole unused segments when it comes near. None, what is not traced, fits nowhere.
+    """
+    if held is None:
+        return math.inf
+    return 0.0 if held.reserved_bytes(usable) is not None else max(1.0, (held.reserved_bytes() or 0) - usable)
 
 
 def _predict_row(
