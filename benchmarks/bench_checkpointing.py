@@ -58,7 +58,7 @@ def curve(source: str, batch: int) -> Line:
             continue
         assert found.peak_bytes <= budget
         gap = max(gap, found.gap)
-        points.append((100 * budget / none, 100 * found.recompute_s / whole_s, 100 * found.bound_s / whole_s))
+        points.append((100 * budget / none, 100 * found.cost_s / whole_s, 100 * found.bound_s / whole_s))
     table = np.array(points)
     recomputation = Recomputation(lifetimes, lifetimes.every_block("full"))
     every = 100 * lifetimes.recompute_s(recomputation, seconds).sum() / whole_s

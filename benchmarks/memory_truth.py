@@ -28,12 +28,12 @@ from ddltool.analyzers.step.costs.memory import (
     Held,
     Kind,
     Recomputation,
-    SavedOps,
     Sharding,
     TensorLifetimes,
     lifetimes_of,
 )
 from ddltool.analyzers.step.costs.predict import CONTEXT_BYTES, WorkCurve, measure_work, memory_range
+from ddltool.analyzers.step.costs.saving import SavedOps
 from ddltool.analyzers.step.recording.torch_costs import value_of
 from ddltool.analyzers.step.tracing.numerics import Numerics
 from ddltool.analyzers.step.tracing.torch_adapter import trace_step

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, get_args
 
 from ddltool.analyzers.answers.reporting.command_section import command_section
 from ddltool.analyzers.answers.reporting.islands_section import islands_section
@@ -64,7 +64,7 @@ from ddltool.errors import Infeasible, InputError, known
 from ddltool.graph import Graph, read_graph
 from ddltool.graph_results import CommandPlan
 from ddltool.island_results import IslandsPlan
-from ddltool.job import LINKS, Attention, Cluster, Job
+from ddltool.job import LINKS, Attention, Cluster, Job, Offload
 from ddltool.plans import Plan
 from ddltool.precision import NAMES, precision_name
 from ddltool.shipped import calibration, known_devices
@@ -256,7 +256,7 @@ def plan(
     optimizer: Annotated[str | None, some_of(*OPTIMIZER["choices"]), _each(OPTIMIZER["reader"])] = None,
     compile: bool = False,
     attention: Annotated[Attention | None, one_of(*get_args(Attention))] = None,
-    offload: Annotated[Literal["auto", "none", "optimizer"], one_of("auto", "none", "optimizer")] = "auto",
+    offload: Annotated[Offload, one_of(*get_args(Offload))] = "auto",
     lora: Annotated[int | str | None, {"metavar": "RANK[,RANK]"}, _ranks] = None,
     link: LocalLink = None,
     nic: str | None = None,

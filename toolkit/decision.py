@@ -124,6 +124,14 @@ class OnHost(Record):
     update_s: Seconds = Field(description="of a step in which the host sums gradients and updates, and devices wait")
 
 
+class SavedOnHost(Record):
+    """What blocks save on the host from their forward passes to their backward passes. Predicted."""
+
+    memory_bytes: NonNegative = Field(description="of the host, for all processes of the node")
+    copied_bytes: NonNegative = Field(description="in a step over the link between a process's device and the host")
+    waits_s: Seconds = Field(description="of a step for copies that its compute does not hide")
+
+
 class Layout(Record):
     """One way to train a model on some devices: sharding, parallelism, checkpointing and passes of a step. Predicted."""
 
@@ -136,6 +144,7 @@ class Layout(Record):
         default=None,
         description="parameters, gradients and optimizer states are in the hosts' memory; null: on the devices",
     )
+    activations: SavedOnHost | None = Field(default=None, description="null: blocks save on the devices")
     tensor_parallel: AtLeastOne = Field(default=1, description="devices that share every block's products")
     pipeline_parallel: AtLeastOne = Field(default=1, description="devices that have some of the blocks each")
     checkpointing: Literal["none", "selective", "full", "chosen"] = Field(
@@ -167,6 +176,7 @@ class Layout(Record):
         parts += [f"tensor parallel {self.tensor_parallel}"] if self.tensor_parallel > 1 else []
         parts += [f"pipeline of {self.pipeline_parallel}"] if self.pipeline_parallel > 1 else []
         parts += [f"{self.checkpointing} checkpointing"] if self.checkpointing != "none" else []
+        parts += ["activations on the host"] if self.activations else []
         parts += ["state on the host"] if self.offload else []
         return ", ".join(parts)
 

@@ -8,18 +8,23 @@ from typing import Literal
 from pydantic import Field
 
 from ddltool.calibration import Residuals
-from ddltool.plans import CompressionFigures, Recomputed
+from ddltool.plans import CompressionFigures, Offloaded, Recomputed
 from ddltool.quantities import AtLeastOne, Count, NonNegative, Number, Seconds, Whole
 from ddltool.results import Part, Result
 
 
 class RecomputeFigures(Part):
-    """The modules whose activations are computed again in the backward pass, with their cost and saving."""
+    """The modules whose activations are computed again in the backward pass or wait on the host, and what that costs."""
 
     modules: list[Recomputed]
     recomputed_s: Seconds = Field(description="in a pass; step_time_s has it")
     budget_bytes: NonNegative | None = Field(default=None, description="of tensors; null: the modules were not chosen")
     lower_bound_s: Seconds | None = Field(default=None, description="no choice within the budget costs less")
+    on_host: list[Offloaded] = Field(default_factory=list, description="modules that save on the host")
+    host_bytes: NonNegative = Field(
+        default=0.0, description="of a process on its host, copied there and back in a pass"
+    )
+    waits_s: Seconds = Field(default=0.0, description="for these copies, in a pass; step_time_s has it")
 
 
 class MemoryTimeline(Part):

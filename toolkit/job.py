@@ -138,6 +138,7 @@ class Constraints(Record):
 
 
 Attention = Literal["eager", "sdpa", "flash"]
+Offload = Literal["auto", "none", "optimizer", "activations"]
 LoraRank = Annotated[int, Field(ge=1, le=4096)]
 
 
@@ -185,9 +186,10 @@ class Job(Artifact):
     channels_last: bool = Field(default=False, description="images in channels_last")
     optimizer: OptimizerName = "adam"
     compile: bool = Field(default=False, description="the step runs under torch.compile")
-    offload: Literal["auto", "none", "optimizer"] = Field(
+    offload: Offload = Field(
         default="auto",
-        description="optimizer: parameters, gradients and optimizer states in the hosts' memory; auto: where nothing else fits",
+        description="what the hosts' memory takes: parameters, gradients and optimizer states, or what blocks save for their "
+        "backward passes; auto: either where nothing else fits, activations where that is faster, too",
     )
     sequence_length: AtLeastOne | None = Field(default=None, description="tokens of a sample; null: the source's own")
     attention: Attention | None = Field(

@@ -157,6 +157,16 @@ class Recomputed(Record):
     )
 
 
+class Offloaded(Record):
+    """A module that saves on the host: what it makes for its backward pass, or its input where it is computed again."""
+
+    module: str
+    until: str = Field(
+        description="the later module whose forward pass ends no sooner than the copy to the host, and with whose backward "
+        "pass the copy back begins"
+    )
+
+
 def is_product(op: str) -> bool:
     """Return whether an aten op is a matrix product, a convolution or the forward pass of an attention.
 
@@ -179,6 +189,9 @@ class ShardingSetting(Record):
     checkpointing: list[Recomputed] = Field(
         default_factory=list, description="modules whose activations are computed again; all others keep theirs"
     )
+    on_host: list[Offloaded] = Field(
+        default_factory=list, description="modules that save on the host; all others on the device"
+    )
     memory_bytes: dict[str, NonNegative] = Field(
         default_factory=dict, description="device type to the most bytes of tensors that one process holds"
     )
@@ -189,6 +202,7 @@ class ShardingSetting(Record):
         if (self.kind == "ddp" and self.shard > 1) or (self.kind == "fsdp" and self.replicate > 1):
             raise ValueError(f"{self.kind} is not {self.replicate} x {self.shard} (replicate x shard); hsdp is")
         _demand_names("checkpointing", [recomputed.module for recomputed in self.checkpointing])
+        _demand_names("on_host", [offloaded.module for offloaded in self.on_host])
         return self
 
     def demand_all(self, world_size: int) -> None:

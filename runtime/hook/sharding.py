@@ -1,6 +1,5 @@
-"""Applies a plan's sharding: FSDP2 or HSDP over a device mesh, prefetch lists, activation checkpointing.
+"""Apply a plan's sharding: FSDP2 or HSDP, prefetch lists, what blocks save and where. Start at :func:`shard`.
 
-Start at :func:`shard`.
 
 ::
 
@@ -30,13 +29,14 @@ from ddltool.errors import InputError
 from ddltool.plans import Recomputed, ShardingSetting, is_product
 from ddltool.runtime.hook.data_parallel import apply_prefetch, ddp_arguments
 from ddltool.runtime.hook.job import Config, loaded
+from ddltool.runtime.hook.offloading import offload_modules
 
 
 def shard(model: nn.Module, config: Config, **options: Any) -> nn.Module:
     """Return ``model`` sharded and with activation checkpointing as planned; call it on every rank before the optimizer.
 
     FSDP2 and HSDP change ``model`` itself; DDP wraps it. ``options`` go to ``fully_shard`` (``mesh``, ``mp_policy``,
-    ``offload_policy``) or to ``DistributedDataParallel``. In a single process only checkpointing is applied, unless the
+    ``offload_policy``) or to ``DistributedDataParallel``. In a single process only what modules save is applied, unless the
     plan keeps its state in the host's memory; that needs ``init_process_group``.
 
     Raises InputError for a config without a sharding, for another number of processes than planned, and for modules
@@ -57,6 +57,7 @@ def shard(model: nn.Module, config: Config, **options: Any) -> nn.Module:
     if missing := [name for name in units if name not in modules]:
         raise InputError(f"{where}:fsdp2.units", f"the model has no module {missing[0]!r}", "trace and plan this model")
     checkpoint_modules(model, plan.checkpointing)
+    offload_modules(model, plan.on_host)
     if processes == 1 and not plan.offload:
         return model
     if plan.kind == "ddp":

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +23,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from ddltool.analyzers.step.tracing.step import TrainingStep
-from ddltool.plans import Recomputed
+from ddltool.plans import Offloaded, Recomputed
 from ddltool.runtime import attach, shard
+from ddltool.runtime.hook import offloading
 from ddltool.runtime.hook.job import loaded
+from ddltool.runtime.hook.offloading import offload_modules
 from ddltool.runtime.hook.sharding import checkpoint_modules
 from tests.helpers.processes import message_of
 
@@ -164,18 +167,25 @@ def peak_bytes(rank: int, config: str, make: Callable[[], tuple[nn.Module, Tenso
     return float(next(iter(tracker.get_tracker_snapshot("peak").values()))["Total"])
 
 
-def allocated_bytes(rank: int, kind: str, keeps: Mapping[str, Sequence[int]], layers: int, samples: int) -> float:
+def allocated_bytes(
+    rank: int, kind: str, keeps: Mapping[str, Sequence[int]], layers: int, samples: int, on_host: Mapping[str, str] = {}
+) -> float:
     """Return the most bytes that torch's profiler sees a rank hold in a step under ``ddp`` or ``zero1``, of four the fewest.
 
     It sees what C++ allocates as well; DDP makes its buckets again in the second step of six. Now and then gloo's threads
-    hold something from one step until into the next.
+    hold something from one step until into the next. ``on_host``: modules that save there, until which; the host's memory is
+    Python's, which no profiler of torch sees.
     """
-    with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
+    host_bytes = patch.object(
+        offloading, "_host_bytes", lambda n, **_: torch.frombuffer(bytearray(n), dtype=torch.uint8)
+    )
+    with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder, host_bytes:
         warnings.simplefilter("ignore")
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             model = Gpt(layers=layers, width=128, length=64, words=512)
             tokens = torch.zeros(samples, model.length, dtype=torch.long)
             checkpoint_modules(model, [Recomputed(module=name, keeps=list(kept)) for name, kept in keeps.items()])
+            offload_modules(model, [Offloaded(module=name, until=until) for name, until in on_host.items()])
             replica, settings = DistributedDataParallel(model), {"lr": 0.1, "momentum": 0.9}
             optimizer: torch.optim.Optimizer = (
                 ZeroRedundancyOptimizer(replica.parameters(), torch.optim.SGD, **settings)

@@ -35,6 +35,12 @@ _CONTENTS: tuple[tuple[str, Callable[[Plan], object], tuple[Target, ...], str], 
         "emit --target fsdp2",
     ),
     (
+        "activations on the host",
+        lambda plan: plan.sharding and plan.sharding.on_host,
+        _ENFORCED,
+        "emit --target hook and ddltool.runtime.shard do it; without, they stay on the devices, which may not hold them",
+    ),
+    (
         "accumulation steps",
         lambda plan: (
             (plan.goodput and plan.goodput.accumulation_steps) or any(r.accumulation_steps for r in plan.assignments)

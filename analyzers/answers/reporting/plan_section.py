@@ -457,19 +457,24 @@ def _other_layouts(decision: Decision, listed_choices: Sequence[_Choice]) -> lis
     ]
     kinds = dict[tuple[object, ...], Layout]()
     for layout in others:
-        kinds.setdefault((layout.sharding, layout.checkpointing, layout.gpus, *sorted(layout.devices)), layout)
+        how = layout.sharding, layout.checkpointing, bool(layout.activations), layout.gpus
+        kinds.setdefault((*how, *sorted(layout.devices)), layout)
     return list(kinds.values())
 
 
 def _short_words(text: str) -> tuple[str, str]:
-    """Return (words, checkpointing) of a layout's text, shortened for a table: ("HSDP 2 x 4, TP 2", "full").
+    """Return (words, checkpointing) of a layout's text, shortened for a table: ("HSDP 2 x 4, TP 2", "full, host").
 
-    The checkpointing is "" for a text without any.
+    The checkpointing ends with "host" where blocks save on the host, and is "" for a text without any.
     """
     for long, short in (("FSDP2 without resharding", "ZeRO-2"), ("tensor parallel", "TP"), ("pipeline of", "PP")):
         text = text.replace(long, short)
-    how, comma, last = text.rpartition(", ")
-    return (how, last.removesuffix(" checkpointing")) if comma and last.endswith(" checkpointing") else (text, "")
+    saved = {"activations on the host": "host"}
+    saved |= {part: part.removesuffix(" checkpointing") for part in text.split(", ") if part.endswith(" checkpointing")}
+    parts = text.split(", ")
+    return ", ".join(part for part in parts if part not in saved), ", ".join(
+        saved[part] for part in parts if part in saved
+    )
 
 
 def _short_layout(layout: Layout) -> tuple[str, str]:
@@ -530,7 +535,7 @@ def _choices_picture(plan: Plan, decision: Decision) -> Picture:
 
     rate_name = f"{unit}/s"
     columns: dict[str, Column[_Choice]] = {
-        "redo": lambda row: _REDONE.get(row.checkpointing, row.checkpointing) or None,
+        "redo": lambda row: ", ".join(_REDONE.get(word, word) for word in row.checkpointing.split(", ")) or None,
         "on": lambda row: " + ".join(f"{count} {name}" for name, count in row.devices.items()),
         "each": "each",
         "GiB": lambda row: None if row.memory_bytes is None else f"{row.memory_bytes / 2**30:.1f}",
@@ -541,7 +546,8 @@ def _choices_picture(plan: Plan, decision: Decision) -> Picture:
         "remark": lambda row: row.remark or None,
     }
     captioned = ["What was compared; the first is this plan"]
-    captioned += ["redo: activations computed again"] if any(row.checkpointing for row in choices) else []
+    on_host = ", or on the host" if any(row.checkpointing.endswith("host") for row in choices) else ""
+    captioned += [f"redo: activations computed again{on_host}"] if any(row.checkpointing for row in choices) else []
     captioned += ["each: samples x passes"] if any(row.each for row in choices) else []
     captioned += ["GiB: of tensors"] if any(row.memory_bytes for row in choices) else []
     captioned += ["with a noise scale, plans are ranked by useful samples per second (-v)"] if has_goodput else []
@@ -614,6 +620,7 @@ def _command(plan: Plan, row: _Choice) -> str:
         return shlex.join(["ddltool", "plan", *words]) if words else ""
     sharding = {"fsdp": "fsdp" if layout.reshard_after_forward else "zero2", "hsdp": f"hsdp:{layout.shard}"}
     per_node = run.gpus_per_node or plan.devices_per_node or {}
+    way = f"{layout.checkpointing}{':cpu' if layout.activations else ''}"
     options = {
         "--device": device,
         "--replicas": layout.devices[device] // layout.gpus,
@@ -622,7 +629,7 @@ def _command(plan: Plan, row: _Choice) -> str:
         "--optimizer": run.optimizer,
         "--gpus-per-node": per_node.get(device),
         "--sharding": sharding.get(layout.sharding),
-        "--checkpointing": layout.checkpointing if layout.checkpointing != "none" else None,
+        "--checkpointing": None if way == "none" else way,
         "--accumulation": layout.passes if layout.passes > 1 else None,
         "--tensor-parallel": layout.tensor_parallel if layout.tensor_parallel > 1 else None,
         "--pipeline-parallel": layout.pipeline_parallel if layout.pipeline_parallel > 1 else None,

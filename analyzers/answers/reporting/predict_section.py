@@ -129,9 +129,10 @@ def _remarks(result: PredictResult) -> list[str]:
         )
     if any(not row.fits for row in rows):
         lines.append("! needs more memory than the device has, by estimate.")
-    lines += [_recomputed(row) for row in rows if row.recompute is not None and row.recompute.budget_bytes is not None][
-        :1
-    ]
+    chosen = (
+        row for row in rows if row.recompute and (row.recompute.budget_bytes is not None or row.recompute.on_host)
+    )
+    lines += [_recomputed(row) for row in chosen][:1]
     if lacking := [name for name, device in result.devices.items() if not device.has_precision]:
         lines.append(f"{', '.join(lacking)}: no rate for {assumed.precision} in the datasheet; float32's is taken.")
     if waiting := _waiting(rows):
@@ -187,16 +188,22 @@ def _settings_words(assumed: PredictionAssumptions, rows: Sequence[PredictedRow]
 
 
 def _recomputed(row: PredictedRow) -> str:
-    """Return the sentence on the modules that are computed again to keep to a row's memory budget, and on their cost."""
+    """Return the sentence on the modules that a row has computed again or save on the host, and on their cost in a pass."""
     figures = row.recompute
     assert figures is not None
-    whole_count = sum(not module.keeps for module in figures.modules)
-    cost, bound = figures.recomputed_s, figures.lower_bound_s or 0.0
-    proven = "the cheapest choice" if bound >= cost else f"at most {1 - bound / cost:.1%} more than the cheapest choice"
-    count = f"{len(figures.modules)} modules again, {whole_count} of them whole"
     where = f"at batch {row.local_batch_size} on {row.device}"
-    if not figures.modules:
-        return (
-            f"Computed again {where}: nothing, the tensors stay within {show_bytes(figures.budget_bytes)} as they are."
+    cost, bound = figures.recomputed_s + figures.waits_s, figures.lower_bound_s or 0.0
+    whole_count = sum(not module.keeps for module in figures.modules)
+    parts = [f"{len(figures.modules)} modules again, {whole_count} of them whole"] if figures.modules else []
+    if figures.on_host:
+        parts.append(
+            f"{len(figures.on_host)} save on the host, {show_bytes(figures.host_bytes)} a process, with "
+            f"{show_seconds(figures.waits_s)} of waits"
         )
-    return f"Computed again {where}: {count}, {show_seconds(cost)} a pass: {proven} within {show_bytes(figures.budget_bytes)}."
+    if figures.budget_bytes is None:
+        return f"Computed again {where}: {'; '.join(parts)}: {show_seconds(cost)} a pass."
+    within = f"within {show_bytes(figures.budget_bytes)}"
+    if not parts:
+        return f"Computed again {where}: nothing, the tensors stay {within} as they are."
+    proven = "the cheapest choice" if bound >= cost else f"at most {1 - bound / cost:.1%} more than the cheapest choice"
+    return f"Computed again {where}: {'; '.join(parts)}: {show_seconds(cost)} a pass, {proven} {within}."

@@ -186,14 +186,15 @@ class Candidates:
         return found
 
     def _on_hosts(self, problem: Problem) -> list[Candidate]:
-        """Return the best plan with the state in the hosts' memory; empty where there is none, or the job says none."""
-        if self.model.layouts is None or self.job.offload != "auto":
+        """Return the best plans with activations, and with the state, in the hosts' memory, unless the job says none."""
+        layouts, found = self.model.layouts, list[Candidate]()
+        if layouts is None or self.job.offload != "auto":
             return []
-        with suppress(Infeasible, InputError):
-            return [
-                replace(self, model=replace(self.model, layouts=self.model.layouts.on_hosts())).best("bsp", problem)
-            ]
-        return []
+        for what in ("activations", "optimizer"):
+            with suppress(Infeasible, InputError):
+                model = replace(self.model, layouts=layouts.on_hosts(what))
+                found.append(replace(self, model=model).best("bsp", problem))
+        return found
 
     def _by(self, tensor: int, pipeline: int, problem: Problem) -> Candidate | None:
         """Return the best plan of groups of devices that hold a replica between them; None where there is none."""

@@ -300,6 +300,9 @@ def _why(decision: Decision, plan: Plan, picked: Option, first: Option, value: V
     if decision.layouts and (host := decision.layouts[0].offload):
         text += f"; each host keeps {show_bytes(host.memory_bytes)} of state and needs {show_seconds(host.update_s)} of a step "
         text += f"to update it, {show_bytes(host.copied_bytes)} go over each device's link to it"
+    if decision.layouts and (saved := decision.layouts[0].activations):
+        text += f"; each host keeps {show_bytes(saved.memory_bytes)} of activations, {show_bytes(saved.copied_bytes)} go over "
+        text += f"each device's link to it in a step, which waits {show_seconds(saved.waits_s)} for them"
     if picked.communication_s is None:
         return f"{text}; communication is not in these figures (no graph, no fitted model)."
     if is_single:

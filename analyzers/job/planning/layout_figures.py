@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import cycle
-from typing import Any, Literal, Self, cast
+from typing import Any, Literal, Self
 
 from ddltool.analyzers.job.balancing.minmax import DeviceCurves, Row, spread
 from ddltool.analyzers.job.goodput.throughput import StepTime
@@ -28,26 +28,29 @@ from ddltool.analyzers.step.communication.collectives import (
 from ddltool.analyzers.step.communication.fsdp import plan_fsdp, prefetch_setting
 from ddltool.analyzers.step.communication.nccl import Communicator, Fabric
 from ddltool.analyzers.step.communication.program import Program, program_of
-from ddltool.analyzers.step.costs.memory import PARAMETER, Checkpointing, Kind, SavedOps, Sharding
+from ddltool.analyzers.step.costs.memory import PARAMETER, Kind, Recomputation, Sharding
 from ddltool.analyzers.step.costs.model import CostModel
-from ddltool.analyzers.step.costs.offloading import HostCopies
+from ddltool.analyzers.step.costs.offloading import HostCopies, host_link_bytes_per_s
 from ddltool.analyzers.step.costs.parallel import between_replicas
 from ddltool.analyzers.step.costs.predict import (
     ParallelDegrees,
     Placement,
     Setting,
     WorkCurve,
+    lacking_bytes,
     own_sum_s,
     own_update_s,
 )
-from ddltool.decision import Layout, OnHost
+from ddltool.analyzers.step.costs.saving import ON_HOST, Checkpointing, Saving, split_way
+from ddltool.decision import Layout, OnHost, SavedOnHost
 from ddltool.errors import Infeasible, InputError
 from ddltool.graph import Graph
-from ddltool.plans import Assignment, BucketSetting, Plan, PrefetchSetting, Recomputed, ShardingSetting
+from ddltool.plans import Assignment, BucketSetting, Plan, PrefetchSetting, ShardingSetting
 from ddltool.units import counted, show_bytes
 
 Accept = Callable[[Layout], bool]
 WAYS: tuple[Checkpointing, ...] = ("none", "selective", "full")
+WAYS_ON_HOST = tuple(f"{way}{ON_HOST}" for way in WAYS)
 # Factor on lower bounds that extrapolate linearly, because samples of larger batches take a little less time each.
 SURE = 0.9
 # Time limit of the solver that chooses which activations to recompute, in seconds, and the relative gap that ends it: a
@@ -79,7 +82,7 @@ class LayoutCandidate:
     layout: Layout
     sharding: Sharding
     recompute: str
-    """What is recomputed: one of :data:`WAYS`, or a key of the solver's choices ("chosen 0", "chosen 1", ...)."""
+    """What is recomputed: one of :data:`WAYS` or :data:`WAYS_ON_HOST`, or a key of the solver's choices ("chosen 0", ...)."""
     rows: tuple[Row, ...] = ()
     """Samples by device; ``kind`` is the index of the type in ``layout.devices``. Empty where the layout does not fit."""
     slowest: str = ""
@@ -110,7 +113,8 @@ class LayoutFigures:
     shares of samples, in prices.
 
     The private fields cache by: ``_timed`` (device type, samples, recomputation, work), ``_reserved_bytes`` and ``_peaks``
-    (sharding, recomputation, samples) in bytes, ``_settings`` the layout as JSON, ``_saved_ops`` recomputation key.
+    (sharding, recomputation, samples) in bytes, ``_settings`` the layout as JSON, ``_savings`` recomputation key,
+    ``_solved`` the layout as JSON and whether blocks save on the host.
     """
 
     work: WorkCurve
@@ -121,11 +125,16 @@ class LayoutFigures:
     compile: bool = False
     offload: bool = False
     """Whether parameters, gradients and the optimizer's state are kept in the hosts' memory."""
+    ways: tuple[str, ...] = WAYS
+    """What every block may save."""
+    saves_on_host: bool = False
+    """Whether the solver may let blocks save on the host."""
     _timed: dict[tuple[str, int, str, WorkCurve], _Timed] = field(default_factory=dict)
     _reserved_bytes: dict[tuple[Sharding, str, int], float] = field(default_factory=dict)
     _peaks: dict[tuple[Sharding, str, int], float] = field(default_factory=dict)
     _settings: dict[str, tuple[BucketSetting | None, PrefetchSetting | None]] = field(default_factory=dict)
-    _saved_ops: dict[str, SavedOps] = field(default_factory=dict)
+    _savings: dict[str, Saving] = field(default_factory=dict)
+    _solved: dict[tuple[str, bool], LayoutCandidate | None] = field(default_factory=dict)
 
     def _with_settings(self, candidate: LayoutCandidate) -> Layout:
         """Return the layout with step and price reduced by what the best DDP buckets or FSDP2 prefetch save."""
@@ -165,7 +174,7 @@ class LayoutFigures:
                     pass_samples,
                     candidate.sharding,
                     self.optimizer,
-                    self._saved_per_module(candidate.recompute, pass_samples, candidate.sharding),
+                    self._saving(candidate.recompute, pass_samples, candidate.sharding),
                 )
                 self._reserved_bytes[key] = math.inf if needed is None else float(needed.reserved_bytes() or 0)
             if self._reserved_bytes[key] > usable:
@@ -174,7 +183,7 @@ class LayoutFigures:
                     pass_samples,
                     candidate.sharding,
                     self.optimizer,
-                    self._saved_per_module(candidate.recompute, pass_samples, candidate.sharding),
+                    self._saving(candidate.recompute, pass_samples, candidate.sharding),
                 )
                 if needed is None or needed.reserved_bytes(usable) is None:
                     most_missing = max(most_missing, self._reserved_bytes[key] - usable)
@@ -189,10 +198,12 @@ class LayoutFigures:
 
     def changed(self, **fields: Any) -> Self:
         """Return the figures of the same job with other fields."""
-        return replace(self, _timed={}, _reserved_bytes={}, _peaks={}, _settings={}, **fields)
+        return replace(self, _timed={}, _reserved_bytes={}, _peaks={}, _settings={}, _solved={}, **fields)
 
     def alternatives(self, candidate: LayoutCandidate) -> dict[str, Self]:
         """Return what the user may change of the script beside the layout, by name: torch.compile, and float8 with it."""
+        if candidate.layout.activations:  # not modelled together
+            return {}
         found = {} if self.compile else {"torch.compile": self.changed(compile=True)}
         work = self.work.under(candidate.sharding)
         has_units = all("float8" in self.kinds[name].model.device.peak_flops for name in candidate.layout.devices)
@@ -255,7 +266,8 @@ class LayoutFigures:
         """
         layout, names = candidate.layout, list(candidate.layout.devices)
         most_samples = max(row.size for row in candidate.rows)
-        saved_ops = self._saved_per_module(candidate.recompute, -(-most_samples // layout.passes), candidate.sharding)
+        pass_samples = -(-most_samples // layout.passes)
+        saving = self._saving(candidate.recompute, pass_samples, candidate.sharding)
         rows = []
         for row in candidate.rows:
             name = names[row.kind]
@@ -280,7 +292,8 @@ class LayoutFigures:
             replicate=layout.replicate,
             shard=layout.shard,
             offload=layout.offload is not None,
-            checkpointing=[Recomputed(module=module, keeps=list(kept)) for module, kept in saved_ops.items()],
+            checkpointing=saving.recomputed(),
+            on_host=saving.offloaded(self._work(candidate.sharding).lifetimes(pass_samples).names),
             memory_bytes=layout.memory_bytes,
         )
         waste = max(0.0, capacity - problem.max_workers / compute_s)
@@ -331,7 +344,7 @@ class LayoutFigures:
         return max(least_s, 1e-12)
 
     def _recomputations(self) -> Sequence[str]:
-        return WAYS if self.work.lifetimes(1).blocks else WAYS[:1]
+        return self.ways if self.work.lifetimes(1).blocks else WAYS[:1]
 
     def _fastest_shape(
         self,
@@ -475,7 +488,7 @@ class LayoutFigures:
             return Layout(
                 devices=dict(used),
                 **self._shape(sharding, sum(used.values())),
-                checkpointing=recompute if recompute in WAYS else "chosen",
+                checkpointing=_checkpointing(recompute),
                 local_batch_sizes=sizes,
                 passes=passes,
                 compute_s=max(computes_s.values()),
@@ -484,6 +497,7 @@ class LayoutFigures:
                     name: self._peak(sharding, recompute, -(-size // passes)) for name, size in sizes.items()
                 },
                 offload=self._on_host(sharding, passes, next(iter(timed_passes.values()))),
+                activations=self._saved_on_host(used, sharding, recompute, passes, sizes),
                 price_per_sample=None if None in prices else hourly_price / 3600 * step_s / self.total,
                 **fields,
             )
@@ -516,9 +530,19 @@ class LayoutFigures:
         layout = make_layout(longest_s, low_s=low_s, high_s=high_s, host_bound=host_bound)
         return LayoutCandidate(layout=layout, sharding=sharding, recompute=recompute, rows=rows, slowest=slowest)
 
-    def _with_solved_recomputation(self, candidate: LayoutCandidate) -> LayoutCandidate | None:
-        """Return the layout with the cheapest recomputation that fits memory, by a solver; None where no step is shorter."""
-        from ddltool.analyzers.step.costs.checkpointing import cheapest  # it loads a solver
+    def _with_solved_recomputation(self, candidate: LayoutCandidate, on_host: bool) -> LayoutCandidate | None:
+        """Return the cached result of :meth:`_solve_recomputation`."""
+        key = candidate.layout.model_dump_json(), on_host
+        if key not in self._solved:
+            self._solved[key] = self._solve_recomputation(candidate, on_host)
+        return self._solved[key]
+
+    def _solve_recomputation(self, candidate: LayoutCandidate, on_host: bool) -> LayoutCandidate | None:
+        """Return the layout with the cheapest recomputation that fits memory, by a solver; None where no step is shorter.
+
+        ``on_host``: some blocks save on the host, if that is cheapest; None where it is not.
+        """
+        from ddltool.analyzers.step.costs.checkpointing import cheapest_with_room  # it loads a solver
 
         layout = candidate.layout
         tightest = min(
@@ -531,8 +555,10 @@ class LayoutFigures:
         budget_bytes = min(self.kinds[device_type].usable_bytes for device_type in layout.memory_bytes)
         timed_graph = self._timed_pass(tightest, size, "none", candidate.sharding).graph
         batch_samples = size if lifetimes.traced is work.traced else None
+        usable = self.kinds[tightest].usable_bytes
         try:
-            recomputation = cheapest(
+            recomputation = cheapest_with_room(
+                lambda saving: lacking_bytes(work.held(size, candidate.sharding, self.optimizer, saving), usable),
                 lifetimes,
                 lifetimes.seconds(timed_graph),
                 candidate.sharding,
@@ -540,12 +566,15 @@ class LayoutFigures:
                 budget_bytes,
                 batch_samples,
                 _CHOOSING_S,
+                host_link_bytes_per_s(self.kinds[tightest].model.device) if on_host else 0.0,
                 _CHOOSING_GAP,
             )
         except Infeasible:  # no choice fits, or none was found within _CHOOSING_S
             return None
-        key = f"chosen {len(self._saved_ops)}"
-        self._saved_ops[key] = recomputation.saved_ops
+        if bool(recomputation.saving.on_host) != on_host:
+            return None
+        key = f"chosen {len(self._savings)}"
+        self._savings[key] = recomputation.saving
         better = self._cost(layout.devices, candidate.sharding, key, layout.passes, candidate.rows)
         if better is None or (better.layout.step_s or 0) >= (layout.step_s or 0) * (1 - 1e-6):
             return None
@@ -563,7 +592,7 @@ class LayoutFigures:
         layout = Layout(
             devices=dict(used),
             **self._shape(sharding, sum(used.values())),
-            checkpointing=recompute if recompute in WAYS else "chosen",
+            checkpointing=_checkpointing(recompute),
             local_batch_sizes=dict.fromkeys(used, 1),
             passes=1,
             memory_bytes=dict.fromkeys(used, needed_bytes),
@@ -601,8 +630,8 @@ class LayoutFigures:
         """Return the peak bytes of a process in a pass of ``size`` samples."""
         key = sharding, recompute, size
         if key not in self._peaks:
-            saved_ops = self._saved_per_module(recompute, size, sharding)
-            held = self._work(sharding).held(size, sharding, self.optimizer, saved_ops)
+            saving = self._saving(recompute, size, sharding)
+            held = self._work(sharding).held(size, sharding, self.optimizer, saving)
             self._peaks[key] = math.inf if held is None else held.peak().total_bytes
         return self._peaks[key]
 
@@ -623,11 +652,38 @@ class LayoutFigures:
             update_s=timed.own_update_s(sharding) + (passes - 1) * own_sum_s(timed.graph, sharding),
         )
 
-    def _saved_per_module(self, recompute: str, size: int, sharding: Sharding) -> SavedOps:
-        """Return, by recomputed module, the operations whose outputs are kept; empty where nothing is recomputed."""
-        if recompute in self._saved_ops:
-            return self._saved_ops[recompute]
-        return self._work(sharding).lifetimes(size).every_block(cast(Checkpointing, recompute))
+    def _saved_on_host(
+        self, used: Mapping[str, int], sharding: Sharding, recompute: str, passes: int, sizes: Mapping[str, int]
+    ) -> SavedOnHost | None:
+        """Return what blocks save on the host, of the device type with most of each; None where they do not.
+
+        ``used``: devices by type. ``sizes``: samples of a step by type.
+        """
+        each = list[SavedOnHost]()
+        for name, step_samples in sizes.items():
+            size = -(-step_samples // passes)
+            saving = self._saving(recompute, size, sharding)
+            if not saving.on_host:
+                return None
+            work, timed = self._work(sharding), self._timed_pass(name, size, "none", sharding).graph
+            lifetimes, rate = work.lifetimes(size), host_link_bytes_per_s(self.kinds[name].model.device)
+            recomputation = Recomputation(lifetimes, saving)
+            copies = lifetimes.copies(recomputation, lifetimes.seconds(timed), lifetimes.sizes(work.scaled(size)), rate)
+            copied_bytes = rate * float(copies.copy_s.sum())
+            each.append(
+                SavedOnHost(
+                    memory_bytes=min(used[name], self.kinds[name].fabric.gpus_per_node) * copied_bytes,
+                    copied_bytes=2 * passes * copied_bytes,
+                    waits_s=passes * sum(float(waits_s.sum()) for waits_s in copies.waits()),
+                )
+            )
+        return SavedOnHost(**{name: max(getattr(one, name) for one in each) for name in SavedOnHost.model_fields})
+
+    def _saving(self, recompute: str, size: int, sharding: Sharding) -> Saving:
+        """Return what every block saves; ``recompute``: of :class:`LayoutCandidate`."""
+        if recompute in self._savings:
+            return self._savings[recompute]
+        return self._work(sharding).lifetimes(size).every_saving(recompute)
 
     def _timed_pass(self, name: str, size: int, recompute: str, sharding: Sharding) -> _Timed:
         """Return a pass of ``size`` samples on a device type, recomputation included."""
@@ -635,8 +691,10 @@ class LayoutFigures:
         key = name, size, recompute, work
         if key not in self._timed:
             device = self.kinds[name]
-            if saved_ops := self._saved_per_module(recompute, size, sharding):
-                timed = work.lifetimes(size).lengthened(saved_ops, self._timed_pass(name, size, "none", sharding).graph)
+            if saving := self._saving(recompute, size, sharding):
+                lifetimes, plain = work.lifetimes(size), self._timed_pass(name, size, "none", sharding).graph
+                rate, sizes = host_link_bytes_per_s(device.model.device), lifetimes.sizes(work.scaled(size))
+                timed = lifetimes.lengthened(saving, plain, sizes, rate)
             else:
                 timed = work.timed(size, device.model, self._setting(device.fabric, sharding, 1))
                 timed = _slowed(timed, device.slower)
@@ -680,6 +738,12 @@ class LayoutFigures:
         return HostCopies.around(
             group.fabric.sharded(group.replicas, sharding.shard, group.nodes), sharding, used, kept_share
         )
+
+
+def _checkpointing(recompute: str) -> Literal["none", "selective", "full", "chosen"]:
+    """Return a layout's word for what is recomputed, wherever the blocks save."""
+    way, _ = split_way(recompute)
+    return next((kind for kind in WAYS if kind == way), "chosen")
 
 
 def _slowed(timed: Graph, factor: float) -> Graph:

@@ -21,6 +21,8 @@ from ddltool.analyzers.job.planning.device_search import best_devices
 from ddltool.analyzers.job.planning.layout_figures import (
     GIB,
     SURE,
+    WAYS,
+    WAYS_ON_HOST,
     WHOLE,
     DeviceKind,
     LayoutCandidate,
@@ -34,6 +36,7 @@ from ddltool.analyzers.step.costs.model import cost_model
 from ddltool.analyzers.step.costs.offloading import demand_host_update
 from ddltool.analyzers.step.costs.parallel import parallel_curve
 from ddltool.analyzers.step.costs.predict import ParallelDegrees, Setting, WorkCurve, usable_bytes, work_of
+from ddltool.analyzers.step.costs.saving import split_way
 from ddltool.analyzers.step.tracing.numerics import Numerics
 from ddltool.decision import LEAST_GAIN, Layout, NothingFits
 from ddltool.device import GIVEN, DeviceTable
@@ -60,31 +63,36 @@ class Layouts(LayoutFigures):
     def in_groups(self, degrees: ParallelDegrees) -> Layouts | None:
         """Return the layouts of groups of devices that hold a replica between them; None where the model is not divided so.
 
-        None, too, for a state in the hosts' memory. Only types of which a node holds a whole tensor group are left.
+        None, too, for what is to be in the hosts' memory. Only types of which a node holds a whole tensor group are left.
         """
         kinds = {
             name: replace(kind, price_per_hour=kind.price_per_hour and kind.price_per_hour * degrees.gpus)
             for name, kind in self.kinds.items()
             if kind.fabric.gpus_per_node >= degrees.tensor
         }
-        if not kinds or self.offload:  # no state on a host is modelled for groups
+        if not kinds or self.offload or self.ways != WAYS:  # nothing on a host is modelled for groups
             return None
         fabric = next(iter(kinds.values())).fabric
         try:  # as many passes as stages are in flight at a time at most
             work = parallel_curve(self.work, Setting(fabric=fabric, accumulation=degrees.pipeline, layout=degrees))
         except InputError:
             return None
-        return self.changed(work=work, kinds=kinds, degrees=degrees)
+        return self.changed(work=work, kinds=kinds, degrees=degrees, saves_on_host=False)
 
-    def on_hosts(self) -> Layouts:
-        """Return the layouts whose parameters, gradients and optimizer state are in the hosts' memory.
+    def on_hosts(self, what: str = "optimizer") -> Layouts:
+        """Return the layouts with parameters, gradients and optimizer state in the hosts' memory, or with ``activations``.
 
-        Raises InputError for a model without blocks, and for an optimizer that has no update there.
+        Raises InputError for a model without blocks, for an optimizer that has no update there, and for activations of a
+        compiled step.
         """
-        demand_host_update(self.optimizer)
         if not self.work.lifetimes(1).blocks:
             raise InputError("--offload", "the model has no list of blocks to gather one by one", "give none")
-        return self.changed(offload=True)
+        if what == "activations":
+            if self.compile:
+                raise InputError("--offload", "activations of a compiled step are not modelled", "give none")
+            return self.changed(ways=WAYS_ON_HOST, saves_on_host=True)
+        demand_host_update(self.optimizer)
+        return self.changed(offload=True, saves_on_host=False)
 
     def search(
         self,
@@ -179,9 +187,17 @@ class Layouts(LayoutFigures):
             if pick.recompute == "none" or goal.objective == "least-memory" or is_recomputation_solved:
                 return pick
             is_recomputation_solved = True
-            if (recomputed := self._with_solved_recomputation(pick)) is not None:
-                fitting.append(recomputed)
+            for on_host in (False, True)[self.ways != WAYS : 1 + self.saves_on_host]:
+                if on_host and self.ways == WAYS and not self._gains_without_recomputation(fitting[-1], pick):
+                    break
+                fitting += filter(None, [self._with_solved_recomputation(pick, on_host)])
         raise self._nothing_fits(too_large)
+
+    def _gains_without_recomputation(self, best: LayoutCandidate, pick: LayoutCandidate) -> bool:
+        """Return whether a step in which nothing were computed again would be worth another layout than ``best``."""
+        shape = pick.layout.devices, pick.sharding, "none", pick.layout.passes, pick.rows
+        least = self._cost(*shape)
+        return least is not None and (best.layout.step_s or 0.0) > (least.layout.step_s or 0.0) * (1 + LEAST_GAIN)
 
     def _pick_with_settings(self, pick: LayoutCandidate, fitting: list[LayoutCandidate], goal: Goal) -> LayoutCandidate:
         """Return the best layout once each has its own best buckets or prefetch: ``pick``, or one of nearly its value.
@@ -350,7 +366,7 @@ class Layouts(LayoutFigures):
             peaks = ((n, self._peak(Sharding(kind="fsdp", shard=n), recompute, 1)) for n in shard_counts)
             shards_needed = next((n for n, peak_bytes in peaks if peak_bytes <= usable), None)
             if shards_needed is not None:
-                ways.insert(0, f"{shards_needed} {name} (FSDP2, {recompute} checkpointing)")
+                ways.insert(0, f"{shards_needed} {name} (FSDP2, {split_way(recompute)[0]} checkpointing)")
         layouts = [candidate.layout for candidate in closest[:_LISTED]]
         return NothingFits(f"{text}; it would fit on {' or '.join(ways)}", layouts)
 
@@ -368,7 +384,7 @@ class Layouts(LayoutFigures):
 def simplicity(layout: Layout) -> tuple[int, int, int, int]:
     """Return the key by which layouts are simple, simplest first: sharding, checkpointing, passes, number of devices."""
     kind = "zero2" if layout.sharding == "fsdp" and not layout.reshard_after_forward else layout.sharding
-    checkpointing = ("none", "selective", "full", "chosen").index(layout.checkpointing)
+    checkpointing = ("none", "selective", "full", "chosen").index(layout.checkpointing) + 4 * bool(layout.activations)
     return _SIMPLER[kind], checkpointing, layout.passes, sum(layout.devices.values())
 
 
@@ -392,7 +408,8 @@ def _distinct(
     kept: dict[tuple[object, ...], LayoutCandidate] = {}
     for candidate in candidates:
         layout = candidate.layout
-        key = layout.sharding, layout.replicate > 1, layout.reshard_after_forward, layout.checkpointing, *layout.devices
+        how = layout.checkpointing, bool(layout.activations)
+        key = layout.sharding, layout.replicate > 1, layout.reshard_after_forward, *how, *layout.devices
         if key not in kept and is_shown(candidate):
             kept[key] = candidate
     return list(kept.values())
@@ -437,5 +454,12 @@ def layouts_of(job: Job, table: DeviceTable, fabrics: Mapping[str, Fabric]) -> L
                 price_per_hour=offer.price_per_hour,
             )
     total = job.max_workers * job.batch_size
-    layouts = Layouts(work=work, kinds=kinds, total=total, optimizer=job.optimizer, compile=job.compile)
-    return layouts.on_hosts() if job.offload == "optimizer" else layouts
+    layouts = Layouts(
+        work=work,
+        kinds=kinds,
+        total=total,
+        optimizer=job.optimizer,
+        compile=job.compile,
+        saves_on_host=job.offload == "auto" and not job.compile,
+    )
+    return layouts if job.offload in ("auto", "none") else layouts.on_hosts(job.offload)

@@ -1,25 +1,29 @@
-"""What to compute again under a budget of memory: the cheapest choice by CP-SAT, with its proven bound.
+"""What to keep, to compute again, or to send to the host under a budget of memory: the cheapest choice, proven by CP-SAT.
 
-Each block is kept whole, computed again whole, or computed again with some of its products kept. A block's choice adds the
-same bytes at the same places whatever the others choose, but for inputs that several blocks share, which are there once.
-So the memory at every place is linear in the choices. Places enter the model when a solution exceeds the budget there;
-until then it is a relaxation, whose bound holds. Start at :func:`cheapest`.
+Each block is kept whole, computed again whole, or computed again with some of its products kept; what it saves (what it made,
+or its input) stays or goes to the host. A block's choice adds the same bytes at the same places whatever the others choose,
+but for inputs that several blocks share, which are there once. So the memory at every place is linear in the choices. Places
+enter the model when a solution exceeds the budget there; until then it is a relaxation, whose bound holds. The waits for
+copies (:mod:`.saving`) are the least numbers that linear inequalities allow. Start at :func:`cheapest`.
 
-Source: Jain et al., "Checkmate: Breaking the memory wall with optimal tensor rematerialization", MLSys 2020, of which
-this is the part that ``torch.utils.checkpoint`` can do.
+Sources: Jain et al., "Checkmate: Breaking the memory wall with optimal tensor rematerialization", MLSys 2020, of which
+this is the part that ``torch.utils.checkpoint`` can do; Beaumont et al., "Efficient combination of rematerialization and
+offloading for training DNNs", NeurIPS 2021, for both in one choice.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain, combinations
 
 import numpy as np
 from ortools.sat.python import cp_model
 
 from ddltool.analyzers.step.costs.memory import Array, Places, Recomputation, Sharding, TensorLifetimes
+from ddltool.analyzers.step.costs.saving import Copies, Saving
 from ddltool.errors import Infeasible
 from ddltool.solver import run, solver_for
 from ddltool.units import show_bytes
@@ -30,29 +34,32 @@ _EVERY_SET = 5
 # The most sets of products that the solver may choose from, by block.
 _OPTIONS = 8
 _LIMIT_S = 10.0
-# The solver counts in integers: seconds become whole nanoseconds.
-_UNIT_S = 1e-9
+# A choice for which the allocator finds no room is made again for a smaller budget, at most so often, and by this share.
+_TIGHTER, _TIGHTENED = 0.98, 4
+# Over how many blocks a copy to or from the host may go on, one window for all; the next where no choice of the first fits.
+WINDOWS = (4, 1)
+# The solver counts in integers: seconds become whole nanoseconds, or whole millionths of a step with copies beside it.
+_UNIT_S, _UNITS = 1e-9, 1e6
 # A set that saves less than this share of the time is no faster: it differs by rounding.
 _NO_FASTER = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointingChoice:
-    """A choice of what to compute again, what it costs, and the least that any choice costs."""
+    """A choice of what to compute again and what to send to the host, what it costs, and the least that any choice costs."""
 
-    saved_ops: dict[str, tuple[int, ...]]
-    """By checkpointed block, the numbers of its products that are kept; the other blocks are kept whole."""
+    saving: Saving
     peak_bytes: float
     """The most bytes of tensors at one time."""
-    recompute_s: float
-    """Seconds of all recomputation."""
+    cost_s: float
+    """Seconds of all recomputation, and of all waits for copies."""
     bound_s: float
     """The proven lower bound of these seconds over all choices."""
 
     @property
     def gap(self) -> float:
         """Return how far the cost lies above its proven lower bound, as a share of the cost; 0: proven to be cheapest."""
-        return 1.0 - self.bound_s / self.recompute_s if self.recompute_s else 0.0
+        return 1.0 - self.bound_s / self.cost_s if self.cost_s else 0.0
 
 
 def cheapest(
@@ -63,9 +70,10 @@ def cheapest(
     budget_bytes: float,
     batch_size: int | None = None,
     limit_s: float = _LIMIT_S,
+    host_bytes_per_s: float = 0.0,
     gap: float = 0.0,
 ) -> CheckpointingChoice:
-    """Return the recomputation of least time that keeps a step's tensors within a budget of bytes.
+    """Return the choice of least time that keeps a step's tensors within a budget of bytes.
 
     Args:
         lifetimes: the step's storages, with blocks that can be checkpointed.
@@ -75,25 +83,73 @@ def cheapest(
         budget_bytes: the most bytes of tensors at one time.
         batch_size: local samples; None: as many as were traced.
         limit_s: time limit of the search; the best choice found by then is returned with its bound.
+        host_bytes_per_s: of the device's link to its host, one way; 0: nothing goes there.
         gap: a choice proven to be within this share of the least time ends the search.
 
     Raises Infeasible, with the least bytes that any choice holds, if no choice fits or none is found in time.
     """
-    problem = _Problem.of(lifetimes, seconds, sharding, optimizer, lifetimes.sizes(batch_size))
-    deadline = time.perf_counter() + limit_s
-    try:
-        choice, bound_s = problem.solve(budget_bytes, deadline, gap)
-    except Infeasible:
+    size, count = lifetimes.sizes(batch_size), len(lifetimes.blocks)
+    step = lifetimes, seconds, sharding, optimizer, size
+    problem, everything = _Problem.of(*step, 1, 0.0), dict.fromkeys(lifetimes.names, ())  # it holds least
+    known = Saving(saved_ops=everything)
+    choice, bound_s = problem.solve(budget_bytes, time.perf_counter() + limit_s, known=known, gap=gap)
+    for window in [each for each in WINDOWS if 2 * each < count] if host_bytes_per_s else []:
+        known = Saving(saved_ops=everything, on_host=frozenset(lifetimes.names[:-window]), window=window)
+        known = known if choice is None else problem.saving(choice)
+        most_s = np.inf if choice is None else problem.cost_s(choice)
+        wider = _Problem.of(*step, window, host_bytes_per_s)  # all choices of the first are in it
+        other, bound_s = wider.solve(budget_bytes, time.perf_counter() + limit_s, most_s, known, gap)
+        if choice is None or (other is not None and wider.cost_s(other) < most_s):
+            problem, choice = wider, other
+        if choice is not None:
+            break
+    if choice is None:
         smallest, _ = problem.solve(None, time.perf_counter() + limit_s)
-        least, budget = show_bytes(float(problem.curve(smallest).max())), show_bytes(budget_bytes)
+        least_bytes = np.inf if smallest is None else float(problem.curve(smallest).max())
+        least, budget = show_bytes(least_bytes), show_bytes(budget_bytes)
         text = f"no choice of activations to compute again holds the tensors of a step within {budget}; the least is {least}"
-        raise Infeasible(text) from None
+        raise Infeasible(text)
     return CheckpointingChoice(
-        saved_ops=problem.saved_ops(choice),
+        saving=problem.saving(choice),
         peak_bytes=float(problem.curve(choice).max()),
-        recompute_s=problem.cost_s(choice),
+        cost_s=problem.cost_s(choice),
         bound_s=min(bound_s, problem.cost_s(choice)),
     )
+
+
+def cheapest_with_room(
+    lacking_bytes: Callable[[Saving], float],
+    lifetimes: TensorLifetimes,
+    seconds: Array,
+    sharding: Sharding,
+    optimizer: str,
+    budget_bytes: float,
+    batch_size: int | None = None,
+    limit_s: float = _LIMIT_S,
+    host_bytes_per_s: float = 0.0,
+    gap: float = 0.0,
+) -> CheckpointingChoice:
+    """Return :func:`cheapest` for the largest of ever smaller budgets at which the device's allocator finds room.
+
+    Its segments take more than the tensors. ``lacking_bytes``: what it lacks for a choice, 0: nothing. The other arguments
+    are those of :func:`cheapest`. Raises Infeasible if no choice fits; where none finds room, the last is returned.
+    """
+    choice = None
+    for _ in range(_TIGHTENED):
+        try:
+            choice = cheapest(
+                lifetimes, seconds, sharding, optimizer, budget_bytes, batch_size, limit_s, host_bytes_per_s, gap
+            )
+        except Infeasible:
+            if choice is None:
+                raise
+            break
+        if not (lacking := lacking_bytes(choice.saving)):
+            break
+        used = min(budget_bytes, choice.peak_bytes)
+        budget_bytes = min(_TIGHTER * used, used - lacking)
+    assert choice is not None
+    return choice
 
 
 def options(lifetimes: TensorLifetimes, seconds: Array, size: Array) -> list[list[tuple[int, ...]]]:
@@ -135,78 +191,131 @@ def options(lifetimes: TensorLifetimes, seconds: Array, size: Array) -> list[lis
     return options_by_block
 
 
+# What a block saves of its products, None: everything that it made; and whether on the host.
+_Option = tuple[tuple[int, ...] | None, bool]
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Problem:
     """The memory of a step, linear in what is chosen for each block.
 
-    A choice has one entry per block: 0 for a block that is not checkpointed, k for its k-th set of saved products. All curves
-    (places,) are of one program, in which every recomputation has the places of the longest that its block may get.
+    A choice has one entry per block: 0 for a block that keeps everything, k for its k-th option. All curves (places,) are of
+    one program, in which every recomputation has the places of the longest that its block may get.
     """
 
     lifetimes: TensorLifetimes
-    sets: list[list[tuple[int, ...]]]
-    """By block, the sets of products that may be saved."""
+    window: int
+    """Of :class:`~.saving.Saving`."""
+    options: list[list[_Option]]
+    """By block, what it may save in place of everything on the device."""
     recompute_s: list[list[float]]
-    """By block and set, the seconds of the recomputation."""
+    """By block and option, the seconds of the recomputation."""
+    copy_s: list[list[float]]
+    """By block and option, the seconds of the copy to the host."""
+    plain: Copies
+    """When each block's passes end and begin with nothing computed again."""
     base: Array
     """(places,) bytes without any checkpointing."""
     added: list[Array]
-    """By block (sets, places): the bytes that each set adds to ``base``, mostly below zero."""
+    """By block (options, places): the bytes that each option adds to ``base``, mostly below zero."""
     shared: list[tuple[frozenset[int], Array]]
     """Sets of blocks with common inputs, and the bytes (places,) that these add if any of the blocks is checkpointed."""
 
+    @property
+    def unit_s(self) -> float:
+        """Return the seconds that the solver counts as one."""
+        return max(_UNIT_S, float(self.plain.begins[0]) / _UNITS) if self.copies else _UNIT_S
+
+    @property
+    def copies(self) -> bool:
+        """Return whether any option copies something to the host."""
+        return any(map(any, self.copy_s))
+
     @classmethod
     def of(
-        cls, lifetimes: TensorLifetimes, seconds: Array, sharding: Sharding, optimizer: str, size: Array
+        cls,
+        lifetimes: TensorLifetimes,
+        seconds: Array,
+        sharding: Sharding,
+        optimizer: str,
+        size: Array,
+        window: int,
+        host_bytes_per_s: float,
     ) -> _Problem:
         """Return the problem of a step whose storages have ``size`` (storages,) bytes and whose places take ``seconds``.
 
-        The bytes that a set adds are those of the program with this block's recomputation less those of the program without
-        any; both have the same places, because empty slots are inserted where nothing is recomputed.
+        The bytes that an option adds are those of the program with this block's recomputation less those of the program
+        without any; both have the same places, because empty slots are inserted where nothing is recomputed.
+        ``host_bytes_per_s``: of the link to the host; 0: nothing goes there.
         """
-        sets = options(lifetimes, seconds, size)
-        blocks = list(zip(lifetimes.blocks, sets, strict=True))
+        block_options: list[list[_Option]] = []
+        for index, sets in enumerate(options(lifetimes, seconds, size)):
+            own: list[_Option] = [(saved, False) for saved in sets]
+            if host_bytes_per_s and index + window < len(lifetimes.blocks):
+                own += [(None, True), *((saved, True) for saved in sets if len(lifetimes.inputs[index]))]
+            block_options.append(own)
+        blocks = list(zip(lifetimes.blocks, block_options, strict=True))
         recompute_s: list[list[float]] = []
+        copy_s: list[list[float]] = []
         longest = np.zeros(len(blocks), dtype=np.int64)  # places of each block's longest recomputation
-        for index, (block, block_sets) in enumerate(blocks):
-            plans = [Recomputation(lifetimes, {block.name: saved}) for saved in block_sets]
+        savings = [[_saving({block.name: option}, window) for option in own] for block, own in blocks]
+        for index, own_savings in enumerate(savings):
+            plans = [Recomputation(lifetimes, saving) for saving in own_savings]
             recompute_s.append([float(lifetimes.recompute_s(plan, seconds)[index]) for plan in plans])
+            copied_bytes = [float(size[plan.copied[index]].sum()) for plan in plans]
+            copy_s.append([copied / host_bytes_per_s if copied else 0.0 for copied in copied_bytes])
             longest[index] = max(plan.length[index] for plan in plans)
         empty = Recomputation(lifetimes, {}, longest)
         read_once, read_by_several = _split_inputs_by_readers(lifetimes)
         added = []
-        for index, (block, block_sets) in enumerate(blocks):
+        for index, own_savings in enumerate(savings):
             own_inputs = read_once[read_once[:, 1] == index]
             changed = np.union1d(lifetimes.owned[index], own_inputs[:, 0])  # the others live as without recomputation
             before = lifetimes.activations(empty, size, own_inputs, changed)
-            plans = [Recomputation(lifetimes, {block.name: saved}, longest) for saved in block_sets]
+            plans = [Recomputation(lifetimes, saving, longest) for saving in own_savings]
             added.append(np.array([lifetimes.activations(plan, size, own_inputs, changed) - before for plan in plans]))
         return cls(
             lifetimes=lifetimes,
-            sets=sets,
+            window=window,
+            options=block_options,
             recompute_s=recompute_s,
+            copy_s=copy_s,
+            plain=lifetimes.copies(Recomputation(lifetimes, {}), seconds, size, 1.0),
             base=lifetimes.held(empty, sharding, optimizer, size).peak().curve,
             added=added,
             shared=_sum_shared_inputs(lifetimes, empty, read_by_several, size),
         )
 
-    def solve(self, budget_bytes: float | None, deadline: float, gap: float = 0.0) -> tuple[list[int], float]:
+    def solve(
+        self,
+        budget_bytes: float | None,
+        deadline: float,
+        most_s: float = np.inf,
+        known: Saving | None = None,
+        gap: float = 0.0,
+    ) -> tuple[list[int] | None, float]:
         """Return the cheapest choice within a budget, to a relative ``gap``, and a lower bound on the seconds of any choice.
 
-        ``budget_bytes`` None: return the choice that needs least memory; the second value then has no meaning. Raises
-        Infeasible if no choice fits, and if none is found before ``deadline`` (of ``time.perf_counter``).
+        ``budget_bytes`` None: return the choice that needs least memory; the second value then has no meaning. None, and
+        ``most_s``, if no choice that costs no more fits; None, and 0.0, if none is found before ``deadline`` (of
+        ``time.perf_counter``). ``known``: a choice from which the search starts.
         """
         # Only ``limited_places`` limit memory in the model; each round adds those at which its solution exceeds the limit.
         limited_places = {int(self.base.argmax())}
         # The program is cut where a block's backward pass begins; of each span the fullest place is looked at.
         span_ends = np.append(np.sort([block.begins for block in self.lifetimes.blocks]), len(self.base))
         while True:
-            model, block_picks, peak = self._model(sorted(limited_places), budget_bytes)
+            model, block_picks, peak = self._model(sorted(limited_places), budget_bytes, most_s)
+            for picks, hints in zip(block_picks, self._hints(known) if known else [], strict=False):
+                for pick, hint in zip(picks, hints, strict=True):
+                    model.add_hint(pick, hint)
             solver = solver_for(max(deadline - time.perf_counter(), 0.1), 0)
             solver.parameters.relative_gap_limit = gap
+            if self.copies:
+                solver.parameters.linearization_level = 2  # the waits are a linear program
             status = run(solver, model)
             if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-                raise Infeasible("no choice fits")
+                return None, most_s if status == cp_model.INFEASIBLE else 0.0
             choice = [next((k for k, pick in enumerate(picks, 1) if solver.value(pick)), 0) for picks in block_picks]
             limit = solver.value(peak) if budget_bytes is None else budget_bytes
             curve = self.curve(choice)
@@ -218,18 +327,27 @@ class _Problem:
             exceeded_places = {place for place in fullest_places if curve[place] > limit} - limited_places
             if not exceeded_places:
                 is_proven = status == cp_model.OPTIMAL and not gap  # then cost and bound differ by rounding alone
-                return choice, self.cost_s(choice) if is_proven else solver.best_objective_bound * _UNIT_S
+                bound_s = solver.best_objective_bound / (1 + len(self.options)) * self.unit_s
+                return choice, self.cost_s(choice) if is_proven else bound_s
             limited_places |= exceeded_places
 
-    def _model(
-        self, places: Sequence[int], budget_bytes: float | None
-    ) -> tuple[cp_model.CpModel, list[list[cp_model.IntVar]], cp_model.LinearExprT]:
-        """Return CP-SAT's model with memory limited at ``places``, its variables by block and set, and the limit.
+    def _hints(self, known: Saving) -> list[list[bool]]:
+        """Return by block and option whether a choice that is known from another problem picks it."""
+        hints = []
+        for block, own in zip(self.lifetimes.blocks, self.options, strict=True):
+            picked = known.saved_ops.get(block.name), block.name in known.on_host
+            hints.append([option == picked for option in own])
+        return hints
 
-        Without a budget the limit is a variable, which the model minimizes.
+    def _model(
+        self, places: Sequence[int], budget_bytes: float | None, most_s: float
+    ) -> tuple[cp_model.CpModel, list[list[cp_model.IntVar]], cp_model.LinearExprT]:
+        """Return CP-SAT's model with memory limited at ``places``, its variables by block and option, and the limit.
+
+        Without a budget the limit is a variable, which the model minimizes. ``most_s``: what a choice costs at most.
         """
         model = cp_model.CpModel()
-        block_picks = [[model.new_bool_var("") for _ in block_sets] for block_sets in self.sets]
+        block_picks = [[model.new_bool_var("") for _ in own] for own in self.options]
         for picks in block_picks:
             model.add_at_most_one(picks)
         is_held = [model.new_bool_var("") for _ in self.shared]
@@ -237,7 +355,8 @@ class _Problem:
             is_held, self.shared, strict=True
         ):  # 1 as soon as any of the blocks is recomputed
             for index in blocks:
-                model.add(variable >= cp_model.LinearExpr.sum(block_picks[index]))
+                own = zip(block_picks[index], self.options[index], strict=True)
+                model.add(variable >= cp_model.LinearExpr.sum([pick for pick, (saved, _) in own if saved is not None]))
         variables = [pick for picks in block_picks for pick in picks] + is_held
         limit = model.new_int_var(0, 2**60, "") if budget_bytes is None else int(budget_bytes)
         for place in places:
@@ -249,11 +368,63 @@ class _Problem:
             model.add(
                 cp_model.LinearExpr.weighted_sum(variables, whole_bytes) + int(np.ceil(self.base[place])) <= limit
             )
-        costs = [round(seconds / _UNIT_S) for block_seconds in self.recompute_s for seconds in block_seconds]
-        model.minimize(
-            limit if budget_bytes is None else cp_model.LinearExpr.weighted_sum(variables[: len(costs)], costs)
-        )
+        recomputes = [
+            cp_model.LinearExpr.weighted_sum(picks, [round(each_s / self.unit_s) for each_s in own_s])
+            for picks, own_s in zip(block_picks, self.recompute_s, strict=True)
+        ]
+        if budget_bytes is None:
+            model.minimize(limit)
+        else:
+            cost = cp_model.LinearExpr.sum([*recomputes, *self._add_waits(model, block_picks, recomputes)])
+            if most_s < np.inf:
+                model.add(cost <= math.ceil(most_s / self.unit_s) + len(self.options))  # each term was rounded
+            # Of equally cheap choices the one with the fewest blocks on the host.
+            both = zip(block_picks, self.options, strict=True)
+            on_host = [pick for picks, own in both for pick, option in zip(picks, own, strict=True) if option[1]]
+            model.minimize((1 + len(self.options)) * cost + cp_model.LinearExpr.sum(on_host))
         return model, block_picks, limit
+
+    def _add_waits(
+        self,
+        model: cp_model.CpModel,
+        block_picks: Sequence[Sequence[cp_model.IntVar]],
+        recomputes: Sequence[cp_model.LinearExprT],
+    ) -> list[cp_model.IntVar]:
+        """Return variables of the seconds that compute waits for copies to the host, and back: :meth:`Copies.waits`.
+
+        Of a block without a copy each inequality follows from its neighbours', so none depends on what is picked.
+        ``recomputes``: by block, the time of its recomputation.
+        """
+        if not self.copies:
+            return []
+        copies = [
+            cp_model.LinearExpr.weighted_sum(picks, [round(each_s / self.unit_s) for each_s in own_s])
+            for picks, own_s in zip(block_picks, self.copy_s, strict=True)
+        ]
+        total, count, window = cp_model.LinearExpr.sum, len(copies), self.window
+        most_s = self.plain.begins[0] + sum(map(max, self.recompute_s)) + sum(map(max, self.copy_s))
+        most, waits = 2 * round(most_s / self.unit_s) + 1, list[cp_model.IntVar]()
+        for is_forward in (True, False):
+            late = [model.new_int_var(0, most, "") for _ in range(count)]  # waits up to each block's
+            done = [model.new_int_var(0, 2 * most, "") for _ in range(count)]  # the end of each block's copy
+            order = list(range(count)) if is_forward else list(reversed(range(count)))
+            plain_s = self.plain.ends if is_forward else self.plain.begins
+            clock = dict[int, cp_model.LinearExprT]()
+            for place, block in enumerate(order):
+                again = [] if is_forward else recomputes[block + 1 :]
+                clock[block] = total([late[block], round(plain_s[block] / self.unit_s), *again])
+                if place:
+                    model.add(late[block] >= late[order[place - 1]])
+                    model.add(done[block] >= total([done[order[place - 1]], copies[block]]))
+                # Out: begun at the own end, awaited a window later. Back: begun a window earlier, awaited at the own begin.
+                begun = block if is_forward else block + window
+                if begun < count:
+                    model.add(done[block] >= total([clock[begun], copies[block]]))
+                awaited = block - window if is_forward else block
+                if awaited >= 0 and awaited + window < count:
+                    model.add(done[awaited] <= clock[block])
+            waits.append(late[order[-1]])
+        return waits
 
     def curve(self, choice: Sequence[int]) -> Array:
         """Return (places,) the bytes that a choice holds at every place; ``choice``: by block, as for the class."""
@@ -262,18 +433,33 @@ class _Problem:
             if pick:
                 curve += self.added[index][pick - 1]
         for blocks, size in self.shared:
-            if any(choice[index] for index in blocks):
+            if any(choice[index] and self.options[index][choice[index] - 1][0] is not None for index in blocks):
                 curve += size
         return curve
 
     def cost_s(self, choice: Sequence[int]) -> float:
-        """Return the seconds of all recomputation of a choice."""
-        return sum(self.recompute_s[index][pick - 1] for index, pick in enumerate(choice) if pick)
+        """Return the seconds of all recomputation of a choice, and of its waits for copies."""
+        again_s, copy_s = (
+            np.array([own_s[pick - 1] if pick else 0.0 for own_s, pick in zip(figures, choice, strict=True)])
+            for figures in (self.recompute_s, self.copy_s)
+        )
+        begins = self.plain.begins + np.cumsum(again_s[::-1])[::-1] - again_s
+        copies = replace(self.plain, begins=begins, copy_s=copy_s, window=self.window)
+        return float(again_s.sum() + sum(waits_s.sum() for waits_s in copies.waits()))
 
-    def saved_ops(self, choice: Sequence[int]) -> dict[str, tuple[int, ...]]:
-        """Return the saved products of a choice by the names of its checkpointed blocks."""
-        chosen_sets = zip(self.lifetimes.blocks, self.sets, choice, strict=True)
-        return {block.name: block_sets[pick - 1] for block, block_sets, pick in chosen_sets if pick}
+    def saving(self, choice: Sequence[int]) -> Saving:
+        """Return what every block saves by a choice."""
+        chosen = zip(self.lifetimes.blocks, self.options, choice, strict=True)
+        return _saving({block.name: own[pick - 1] for block, own, pick in chosen if pick}, self.window)
+
+
+def _saving(options_by_block: Mapping[str, _Option], window: int) -> Saving:
+    """Return what blocks save by an option each; the others keep everything."""
+    return Saving(
+        saved_ops={name: saved for name, (saved, _) in options_by_block.items() if saved is not None},
+        on_host=frozenset(name for name, (_, is_on_host) in options_by_block.items() if is_on_host),
+        window=window,
+    )
 
 
 def _split_inputs_by_readers(lifetimes: TensorLifetimes) -> tuple[Places, Places]:

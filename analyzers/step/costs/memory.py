@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from math import inf
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from torch.fx import Node
 from ddltool.analyzers.step.communication.fsdp import block_container, block_of
 from ddltool.analyzers.step.costs.allocator import reserved_bytes
 from ddltool.analyzers.step.costs.optimizers import OPTIMIZERS, Parameter, parameters_of, state_shares, temporaries
+from ddltool.analyzers.step.costs.saving import Checkpointing, Copies, SavedOps, Saving, split_way
 from ddltool.analyzers.step.recording.torch_costs import AS_TRACED, Scale, tensors_of, value_of
 from ddltool.analyzers.step.tracing.torch_adapter import TracedStep
 from ddltool.errors import InputError, did_you_mean
@@ -40,9 +41,6 @@ from ddltool.precision import precision_of
 Array = NDArray[np.float64]
 Places = NDArray[np.int64]
 Kind = Literal["none", "ddp", "zero1", "zero2", "fsdp", "hsdp"]
-Checkpointing = Literal["none", "selective", "full"]
-# Checkpointed blocks, and which of their products (by number) each saves.
-SavedOps = Mapping[str, Sequence[int]]
 PARAMETER, GIVEN, GRADIENT, ACTIVATION = range(4)
 """The roles of a storage: a parameter, another input of the step, a parameter's gradient, or anything that the step makes."""
 # cuDNN's FFT_TILING transforms tiles of 32 x 32 numbers. Of a real tile's transform half are kept: the others are conjugates.
@@ -227,15 +225,15 @@ class TensorLifetimes:
         self,
         sharding: Sharding,
         optimizer: str,
-        saved_ops: SavedOps | None = None,
+        saving: SavedOps | Saving | None = None,
         batch_size: int | None = None,
     ) -> Peak:
         """Return the most bytes of tensors that one process holds during a step. O(storages + nodes).
 
-        ``optimizer``: a name of ``OPTIMIZERS``. ``saved_ops``: which blocks are checkpointed (none by default), and the
-        products that each keeps. ``batch_size`` None: the traced one.
+        ``optimizer``: a name of ``OPTIMIZERS``. ``saving``: what blocks save, or which of them are checkpointed (none by
+        default) with the products that each keeps. ``batch_size`` None: the traced one.
         """
-        return self.held(Recomputation(self, saved_ops or {}), sharding, optimizer, self.sizes(batch_size)).peak()
+        return self.held(Recomputation(self, saving or {}), sharding, optimizer, self.sizes(batch_size)).peak()
 
     def held(self, recomputation: Recomputation, sharding: Sharding, optimizer: str, size: Array) -> Held:
         """Return the bytes that one process holds at every place of the program with ``recomputation``.
@@ -250,10 +248,26 @@ class TensorLifetimes:
             self._hold_whole(held, recomputation, size, sharding, optimizer)
         return held
 
+    @property
+    def names(self) -> list[str]:
+        """The names of the blocks in the order of their forward passes."""
+        return [block.name for block in self.blocks]
+
     @cached_property
     def trained(self) -> tuple[Parameter, ...]:
         """The trained parameters with their shapes. Raises InputError for a graph that does not say them."""
         return parameters_of(self.traced.graph)
+
+    def every_saving(self, way: str) -> Saving:
+        """Return what every block saves under one kind of checkpointing; with ``:cpu`` behind, all but the last on the host.
+
+        Raises InputError as :meth:`every_block` does.
+        """
+        checkpointing, is_on_host = split_way(way)
+        if is_on_host:
+            self.every_block("full")  # raises
+        on_host = frozenset(block.name for block in self.blocks[:-1] if is_on_host)
+        return Saving(saved_ops=self.every_block(cast(Checkpointing, checkpointing)), on_host=on_host)
 
     def every_block(self, checkpointing: Checkpointing) -> dict[str, tuple[int, ...]]:
         """Return the saved products of every block under one kind of checkpointing; {}: nothing is checkpointed.
@@ -286,22 +300,47 @@ class TensorLifetimes:
             recomputed_s[index] = seconds[self._recomputed_of(recomputation, index)].sum()
         return recomputed_s
 
-    def lengthened(self, saved_ops: SavedOps, timed: Graph) -> Graph:
+    def copies(self, recomputation: Recomputation, seconds: Array, size: Array, bytes_per_s: float) -> Copies:
+        """Return when the blocks' copies to and from the host may run, beside a program whose places take ``seconds`` (nodes,).
+
+        ``size`` (s,): the bytes of all storages. ``bytes_per_s``: of the device's link to its host, one way.
+        """
+        clock_s, recompute_s = np.cumsum(seconds), self.recompute_s(recomputation, seconds)
+        later_s = np.cumsum(recompute_s[::-1])[::-1] - recompute_s  # of the blocks whose backward passes come before
+        copied_bytes = np.array([size[storages].sum() for storages in recomputation.copied])
+        return Copies(
+            ends=clock_s[[block.last for block in self.blocks]],
+            begins=clock_s[[block.begins - 1 for block in self.blocks]] + later_s,
+            copy_s=copied_bytes / bytes_per_s,
+            window=recomputation.saving.window,
+        )
+
+    def lengthened(
+        self, saving: SavedOps | Saving, timed: Graph, size: Array | None = None, bytes_per_s: float = inf
+    ) -> Graph:
         """Return ``timed``, a graph of this step, with the time of each block's recomputation added to one of its ops.
 
-        That op is the first of the block's backward pass, before which the block is computed again.
+        That op is the first of the block's backward pass, before which the block is computed again. Waits for copies to
+        and from the host are added to the ops that they hold up; the arguments beyond ``timed`` are those of :meth:`copies`.
         """
+        if not self.blocks:
+            return timed
         durations, places = timed.duration_s.copy(), self.op_places
-        recompute_s = self.recompute_s(Recomputation(self, saved_ops), self.seconds(timed))
-        for block, added_s in zip(self.blocks, recompute_s.tolist(), strict=True):
-            first_backward_op = int(np.where(places >= block.begins, places, self.nodes).argmin())
-            durations[first_backward_op] += added_s
+        recomputation, seconds = Recomputation(self, saving), self.seconds(timed)
+        after_s, before_s = self.copies(
+            recomputation, seconds, self.sizes() if size is None else size, bytes_per_s
+        ).waits()
+        backward_s = self.recompute_s(recomputation, seconds) + before_s
+        for block, forward_wait_s, added_s in zip(self.blocks, after_s.tolist(), backward_s.tolist(), strict=True):
+            for place, each_s in ((block.last + 1, forward_wait_s), (block.begins, added_s)):
+                durations[int(np.where(places >= place, places, self.nodes).argmin())] += each_s
         return timed.with_durations(durations, timed.estimate)
 
-    def clock(self, recomputation: Recomputation, timed: Graph) -> Array:
+    def clock(self, recomputation: Recomputation, timed: Graph, copies: Copies | None = None) -> Array:
         """Return (places,) when each place of the program with recomputation ends, in seconds from the step's start.
 
-        The places run one after another, each as long as the durations of ``timed``, a graph of this step, say.
+        The places run one after another, each as long as the durations of ``timed``, a graph of this step, say, and wait for
+        ``copies``.
         """
         seconds = self.seconds(timed)
         place_s = np.zeros(self.nodes + recomputation.extra)
@@ -309,6 +348,10 @@ class TensorLifetimes:
         for block_index, places in enumerate(self._recomputed_places(recomputation)):
             recomputed_places = recomputation.start[block_index] + places - recomputation.first[block_index]
             place_s[recomputed_places] = seconds[places]
+        if copies is not None:
+            after_s, before_s = copies.waits()
+            np.add.at(place_s, np.array([block.last + 1 for block in self.blocks]), after_s)
+            np.add.at(place_s, recomputation.start, before_s)
         clock: Array = np.cumsum(place_s)
         return clock
 
@@ -334,11 +377,11 @@ class TensorLifetimes:
         return {block.name: index for index, block in enumerate(self.blocks)}
 
     @cached_property
-    def block_places(self) -> tuple[Places, Places, Places]:
-        """Return three times (blocks,): the forward passes' first places, and the backward passes' first and last places."""
-        places = [(block.first, block.begins, block.ends) for block in self.blocks]
-        first, begins, ends = np.array(places, dtype=np.int64).reshape(-1, 3).T
-        return first, begins, ends
+    def block_places(self) -> tuple[Places, Places, Places, Places]:
+        """Return four times (blocks,): the first and last places of the forward passes, then of the backward passes."""
+        places = [(block.first, block.last, block.begins, block.ends) for block in self.blocks]
+        first, last, begins, ends = np.array(places, dtype=np.int64).reshape(-1, 4).T
+        return first, last, begins, ends
 
     @cached_property
     def owned(self) -> list[Places]:
@@ -347,6 +390,24 @@ class TensorLifetimes:
         order = np.argsort(self.owner[activations], kind="stable")
         counts = np.bincount(self.owner[activations], minlength=len(self.blocks))
         return np.split(activations[order], np.cumsum(counts)[:-1])
+
+    @cached_property
+    def inputs(self) -> list[Places]:
+        """Return by block the indices of the activations made before it that its forward and backward passes alone read.
+
+        No other backward pass needs them: they are gone before the one of the block before begins.
+        """
+        storages, readers = self.read[:, 0], self.read[:, 1]
+        is_read_once = np.bincount(storages, minlength=1)[storages] == 1
+        is_read_once &= self.role[storages] == ACTIVATION
+        alone: list[Places] = []
+        for index, block in enumerate(self.blocks):
+            own = storages[is_read_once & (readers == index)]
+            until = self.blocks[index - 1].begins - 1 if index else block.ends
+            is_needed_before = (self.free[own] >= self.backward) & (self.free[own] < block.begins)
+            is_alone = (self.forward[own] <= block.last) & (self.free[own] <= until) & ~is_needed_before
+            alone.append(own[is_alone])
+        return alone
 
     @cached_property
     def op_places(self) -> Places:
@@ -383,6 +444,7 @@ class TensorLifetimes:
 
         Activations outside checkpointed blocks live as traced, saved ones until their recomputation reads them. Dropped ones
         (those that are computed again) are held twice: until their last use in the forward pass, and once they are made again.
+        So are those that are on the host in between: until their copy is done, and once there is room for what comes back.
 
         Args:
             held: what they are added to, as the part "activations".
@@ -409,11 +471,14 @@ class TensorLifetimes:
         offsets = self.alloc[kept] - recomputation.first[owner]
         # A saved product is held until the recomputation reads it. One that the recomputation does not reach is held until
         # the end of the block's backward pass.
-        backward_ends = recomputation.moved(self.block_places[2])[owner]
+        backward_ends = recomputation.moved(self.block_places[3])[owner]
         is_reached = offsets < recomputation.length[owner]
         last_place = np.where(is_reached, recomputation.start[owner] + offsets, backward_ends)
         freed[kept] = np.maximum(freed[kept], last_place + 1)
-        held.add("activations", recomputation.moved(self.alloc[stays]), freed[stays], size[stays])
+        gone, (lent, out, back) = freed.copy(), recomputation.away
+        gone[lent] = out
+        held.add("activations", recomputation.moved(self.alloc[stays]), gone[stays], size[stays])
+        held.add("activations", back, freed[lent], size[lent])
         held.add("activations", self.alloc[dropped], self.forward[dropped] + 1, size[dropped])
         owner = self.owner[dropped]
         first, length, start = recomputation.first[owner], recomputation.length[owner], recomputation.start[owner]
@@ -491,8 +556,7 @@ class TensorLifetimes:
         is_of_block = is_parameter & (self.owner >= 0)
         # All by block, one entry for each.
         block_bytes: Array = np.bincount(self.owner[is_of_block], size[is_of_block], len(self.blocks)).astype(float)
-        first, _, ends = self.block_places
-        last = np.array([block.last for block in self.blocks], dtype=np.int64)
+        first, last, _, ends = self.block_places
         backward_ends, starts = recomputation.moved(ends), recomputation.start
         # The block before is next in the backward pass.
         next_bytes = np.append(0.0, block_bytes[:-1])
@@ -541,13 +605,15 @@ class Recomputation:
     place at which nothing runs changes no peak, so programs of different choices can have one length.
     """
 
-    def __init__(self, lifetimes: TensorLifetimes, saved_ops: SavedOps, slots: Places | None = None) -> None:
+    def __init__(self, lifetimes: TensorLifetimes, saving: SavedOps | Saving, slots: Places | None = None) -> None:
         """Find which storages are recomputed and which are saved, and how many places each recomputation takes.
 
-        ``saved_ops``: by checkpointed block the numbers of the products that it saves; other blocks are not checkpointed.
+        ``saving``: what blocks save, or by checkpointed block the numbers of the products that it saves on the device.
         """
         blocks = lifetimes.blocks
-        self.first, self._begins, _ = lifetimes.block_places
+        self.saving = Saving.of(saving)
+        saved_ops = self.saving.saved_ops
+        self.first, self._last, self._begins, _ = lifetimes.block_places
         """(blocks,) the first place of the forward pass."""
         most_products = max((len(block.products) for block in blocks), default=0)
         self.saved = np.zeros((len(blocks), 1 + most_products), dtype=bool)
@@ -568,6 +634,19 @@ class Recomputation:
         np.maximum.at(self.length, owner, lifetimes.alloc[needed] - self.first[owner] + 1)
         self.slots = self.length if slots is None else slots
         self._nodes = lifetimes.nodes
+        needs = (
+            [own[lifetimes.free[own] >= lifetimes.backward] for own in lifetimes.owned] if self.saving.on_host else []
+        )
+        nothing = np.zeros(0, dtype=np.int64)
+        self.copied = [
+            nothing
+            if block.name not in self.saving.on_host
+            else lifetimes.inputs[index]
+            if block.name in saved_ops
+            else needs[index]
+            for index, block in enumerate(blocks)
+        ]
+        """By block, the indices of the storages that it saves on the host."""
 
     @cached_property
     def _shift(self) -> Places:
@@ -586,6 +665,19 @@ class Recomputation:
     def extra(self) -> int:
         """Places that all recomputations together add to the program."""
         return int(self._shift[-1])
+
+    @cached_property
+    def away(self) -> tuple[Places, Places, Places]:
+        """(c,) the storages that go to the host; the places from which on each is there, and is on the device again."""
+        counts = np.array([len(storages) for storages in self.copied], dtype=np.int64)
+        if not counts.any():
+            return (np.zeros(0, dtype=np.int64),) * 3
+        until = np.minimum(np.arange(len(counts)) + self.saving.window, len(counts) - 1)
+        return (
+            np.concatenate(self.copied),
+            np.repeat(self._last[until] + 1, counts),
+            np.repeat(self.start[until], counts),
+        )
 
     def moved(self, place: Places) -> Places:
         """Return the indices that places of the traced program have in the program with recomputation."""

@@ -26,11 +26,9 @@ from ddltool.analyzers.step.costs.memory import (
     GRADIENT,
     PARAMETER,
     Array,
-    Checkpointing,
     Held,
     Places,
     Recomputation,
-    SavedOps,
     Sharding,
     TensorLifetimes,
 )
@@ -45,6 +43,7 @@ from ddltool.analyzers.step.costs.predict import (
     gathered_matrices_s,
     own_update_s,
 )
+from ddltool.analyzers.step.costs.saving import ON_HOST, SavedOps, Saving
 from ddltool.analyzers.step.costs.tensor_parallel import Rank, rank_of
 from ddltool.analyzers.step.recording.torch_costs import tensors_of, value_of
 from ddltool.analyzers.step.tracing.torch_adapter import TracedStep
@@ -79,9 +78,10 @@ def parallel_curve(curve: WorkCurve, setting: Setting) -> WorkCurve:
         problem = f"{layout.virtual} of {layout.pipeline} GPUs in {setting.accumulation} passes"
         remedy = "give --pipeline-parallel above 1, and --accumulation in multiples of it"
         raise InputError("--virtual-stages", problem, remedy)
-    if isinstance(setting.sharding, str) and setting.sharding.endswith(":cpu"):
-        problem = f"{setting.sharding!r} beside tensor or pipeline parallelism is not modelled"
-        raise InputError("--sharding", problem, f"give {setting.sharding.removesuffix(':cpu')}")
+    for option, text in {"--sharding": setting.sharding, "--checkpointing": setting.checkpointing}.items():
+        if isinstance(text, str) and text.endswith(ON_HOST):
+            problem = f"{text!r} beside tensor or pipeline parallelism is not modelled"
+            raise InputError(option, problem, f"give {text.removesuffix(ON_HOST)}")
     if setting.budget_bytes is not None:
         raise InputError("--checkpointing", "no budget is kept stage by stage", "give none, selective or full")
     parallel = ParallelCurve.of(curve, layout, setting.accumulation)
@@ -150,15 +150,15 @@ class ParallelCurve(WorkCurve):
         return self._stages_at(batch_size).lifetimes
 
     def held(
-        self, batch_size: int, sharding: Sharding, optimizer: str, saved_ops: SavedOps | Checkpointing = "none"
+        self, batch_size: int, sharding: Sharding, optimizer: str, saving: SavedOps | Saving | str = "none"
     ) -> Held | None:
         """Return the bytes that a process of the stage with the highest peak holds; see :meth:`WorkCurve.held`."""
         if self.traced.largest is not None and batch_size > self.traced.largest:
             return None
         stages = self._stages_at(batch_size)
         size = stages.lifetimes.sizes(self.scaled(batch_size))
-        saved_ops = stages.lifetimes.every_block(saved_ops) if isinstance(saved_ops, str) else saved_ops
-        recomputation = Recomputation(stages.lifetimes, saved_ops)
+        saving = stages.lifetimes.every_saving(saving) if isinstance(saving, str) else saving
+        recomputation = Recomputation(stages.lifetimes, saving)
         held_by_stage = (
             stages.held(stage, recomputation, sharding, optimizer, size, self.passes)
             for stage in range(self.layout.pipeline)

@@ -27,18 +27,23 @@ from ddltool.analyzers.step.communication.program import Program, program_of
 from ddltool.analyzers.step.costs.compiling import compiled, compiled_lifetimes
 from ddltool.analyzers.step.costs.memory import (
     Array,
-    Checkpointing,
     Held,
     Peak,
     Recomputation,
-    SavedOps,
     Sharding,
     TensorLifetimes,
     lifetimes_of,
 )
 from ddltool.analyzers.step.costs.model import HOST_BOUND, OPTIMIZER, CostModel, estimate
-from ddltool.analyzers.step.costs.offloading import HostCopies, demand_host_update, host_sum_s, host_update_s
+from ddltool.analyzers.step.costs.offloading import (
+    HostCopies,
+    demand_host_update,
+    host_link_bytes_per_s,
+    host_sum_s,
+    host_update_s,
+)
 from ddltool.analyzers.step.costs.optimizers import OPTIMIZERS
+from ddltool.analyzers.step.costs.saving import ON_HOST, Checkpointing, SavedOps, Saving, split_way
 from ddltool.analyzers.step.tracing.adapters import with_lora
 from ddltool.analyzers.step.tracing.numerics import Numerics
 from ddltool.analyzers.step.tracing.sources import Source, demand_whole, is_graph_file, is_onnx_file, resolve_step
@@ -55,7 +60,6 @@ from ddltool.graph_results import (
     PredictResult,
     RecomputeFigures,
 )
-from ddltool.plans import Recomputed
 from ddltool.precision import precision_of
 from ddltool.units import parse_bytes
 
@@ -72,8 +76,6 @@ CONTEXT_BYTES = 2.0 * 2**30
 FRAGMENTED = 1.15
 # The buffers of an NCCL communicator: 4 MiB (NCCL_BUFFSIZE) each way for up to 32 channels.
 _COMMUNICATOR_BYTES = 2 * 32 * 4 * 2.0**20
-# If the allocator has no room for a choice of activations, it is made again for this share of the budget, at most so often.
-_TIGHTER, _TIGHTENED = 0.95, 8
 # How many moments a timeline of memory has: as many as a picture can show.
 _MOMENTS = 160
 # A rate of 90 % of the best predicted one counts as saturated, as for measured profiles.
@@ -148,30 +150,28 @@ class WorkCurve:
         return self._lifetimes[size]
 
     def held(
-        self, batch_size: int, sharding: Sharding, optimizer: str, saved_ops: SavedOps | Checkpointing = "none"
+        self, batch_size: int, sharding: Sharding, optimizer: str, saving: SavedOps | Saving | str = "none"
     ) -> Held | None:
         """Return the bytes of tensors, without kernels' workspace, that one process holds at every place of the program.
 
-        None: ``batch_size`` is larger than the largest at which the step can be traced. ``saved_ops``: one kind of
-        checkpointing for every block, or the products that each checkpointed block saves. Raises InputError for checkpointing
-        of a model without a list of blocks.
+        None: ``batch_size`` is larger than the largest at which the step can be traced. ``saving``: one kind of checkpointing
+        for every block (:meth:`TensorLifetimes.every_saving`), what blocks save, or the products that each checkpointed block
+        saves. Raises InputError for checkpointing of a model without a list of blocks.
         """
         if self.traced.largest is not None and batch_size > self.traced.largest:
             return None
         lifetimes = self.lifetimes(batch_size)
-        saved_ops = lifetimes.every_block(saved_ops) if isinstance(saved_ops, str) else saved_ops
+        saving = lifetimes.every_saving(saving) if isinstance(saving, str) else saving
         return lifetimes.held(
-            Recomputation(lifetimes, saved_ops), sharding, optimizer, lifetimes.sizes(self.scaled(batch_size))
+            Recomputation(lifetimes, saving), sharding, optimizer, lifetimes.sizes(self.scaled(batch_size))
         )
 
-    def least(
-        self, batch_size: int, sharding: Sharding, optimizer: str, saved_ops: SavedOps, peak_bytes: float
-    ) -> float:
+    def least(self, batch_size: int, sharding: Sharding, optimizer: str, saving: Saving, peak_bytes: float) -> float:
         """Return the lower of the step's peaks in bytes with its blocks compiled one by one, ``peak_bytes``, and as a whole.
 
         Which of the two a trainer does is not known. For a curve that is not compiled by blocks it is ``peak_bytes``.
         """
-        held = self._compiled[0].held(batch_size, sharding, optimizer, saved_ops) if self.compile == "blocks" else None
+        held = self._compiled[0].held(batch_size, sharding, optimizer, saving) if self.compile == "blocks" else None
         return peak_bytes if held is None else min(peak_bytes, held.peak().total_bytes)
 
     def workspace_bytes(self, batch_size: int) -> float:
@@ -182,9 +182,7 @@ class WorkCurve:
         """Return the batch size to pass to :meth:`TensorLifetimes.sizes`; None: the trace is of that size and not scaled."""
         return batch_size if self.lifetimes(batch_size).traced is self.traced else None
 
-    def peak(
-        self, batch_size: int, sharding: Sharding, optimizer: str, checkpointing: Checkpointing = "none"
-    ) -> Peak | None:
+    def peak(self, batch_size: int, sharding: Sharding, optimizer: str, checkpointing: str = "none") -> Peak | None:
         """Return the peak of the tensors that one process holds; None: as for :meth:`held`."""
         held = self.held(batch_size, sharding, optimizer, checkpointing)
         return None if held is None else held.peak()
@@ -307,7 +305,8 @@ class Setting:
     """A text for :meth:`Sharding.named`, which holds for any number of replicas (a single one is sharded only with ":cpu"), or
     the sharding for one number of replicas."""
     checkpointing: str = "none"
-    """The checkpointing of every block (none, selective, full), or a budget of bytes for a step's tensors, as 40GiB."""
+    """The checkpointing of every block (none, selective, full), or a budget of bytes for a step's tensors, as 40GiB; with
+    ``:cpu`` behind, what blocks save goes to the host."""
     layout: ParallelDegrees = ParallelDegrees()
 
     def sharded(self, replicas: int) -> Sharding:
@@ -321,22 +320,31 @@ class Setting:
     @property
     def budget_bytes(self) -> float | None:
         """The budget of a step's tensors in bytes; None: ``checkpointing`` names one kind for all blocks."""
-        if self.checkpointing in get_args(Checkpointing):
-            return None
-        return parse_bytes(self.checkpointing, "--checkpointing")
+        text, _ = split_way(self.checkpointing)
+        return None if text in get_args(Checkpointing) else parse_bytes(text, "--checkpointing")
 
     @property
-    def uniform(self) -> Checkpointing:
+    def saves_on_host(self) -> bool:
+        """Whether blocks may save on the host."""
+        return split_way(self.checkpointing)[1]
+
+    @property
+    def uniform(self) -> str:
         """The checkpointing of every block; under a budget it is ``full``, which holds the least memory."""
-        kinds: tuple[Checkpointing, ...] = get_args(Checkpointing)
-        return next((kind for kind in kinds if kind == self.checkpointing), "full")
+        if self.budget_bytes is None:
+            return self.checkpointing
+        return f"full{ON_HOST}" if self.saves_on_host else "full"
 
     def __post_init__(self) -> None:
         """Raise InputError for an unknown checkpointing, sharding or optimizer, and for one that cannot run on the host."""
-        if not any(sign.isdigit() for sign in self.checkpointing) and self.checkpointing not in get_args(Checkpointing):
-            suggestion = did_you_mean(self.checkpointing, (*get_args(Checkpointing), "40GiB"))
+        kind, on_host = split_way(self.checkpointing)
+        if not any(sign.isdigit() for sign in kind) and kind not in get_args(Checkpointing):
+            suggestion = did_you_mean(self.checkpointing, (*get_args(Checkpointing), "40GiB", "full:cpu", "40GiB:cpu"))
             raise InputError("--checkpointing", f"unknown {self.checkpointing!r}", suggestion)
         _ = self.budget_bytes  # raises for a text that is no size
+        if on_host and self.compile:
+            problem = f"{self.checkpointing!r} with --compile is not modelled"
+            raise InputError("--checkpointing", problem, f"give {kind}, or leave out --compile")
         if isinstance(self.sharding, str):
             shard = self.sharding.removesuffix(":cpu").partition(":")[2]
             Sharding.named(self.sharding, int(shard) if shard.isdecimal() else 1)  # one replica is checked, too
@@ -428,7 +436,7 @@ def _fitting_sizes(curve: WorkCurve, model: CostModel, setting: Setting, replica
         curve = curve.under(sharding, setting.compile)
         seconds = curve.lifetimes(1).seconds(curve.timed(1, model, setting))
         # Raises Infeasible with the least budget that holds one sample, unless blocks with different choices fit.
-        _choose_saved_ops(curve, model, setting, sharding, seconds, 1)
+        _choose_saving(curve, model, setting, sharding, seconds, 1)
         return (1,)
     if limit < 1:
         raise Infeasible(
@@ -446,8 +454,9 @@ def remedy(curve: WorkCurve, device: Device, setting: Setting, replicas: int) ->
     It reads like "with --sharding fsdp a local batch of 4 does". Numbers of replicas are tried in ascending order, for each the
     kinds of sharding, and for each the kinds of checkpointing. ``replicas``: the number with which no sample fits.
     """
-    checkpointings: list[Checkpointing] = ["none", "selective", "full"]
-    checkpointings = checkpointings[checkpointings.index(setting.uniform) :] if curve.lifetimes(1).blocks else ["none"]
+    checkpointings = ["none", "selective", "full", f"full{ON_HOST}"][: 3 if setting.compile else 4]
+    least = checkpointings.index(setting.uniform) if setting.uniform in checkpointings else 3
+    checkpointings = checkpointings[least:] if curve.lifetimes(1).blocks else ["none"]
     replica_counts = [replicas, *(2**power for power in range(1, 11) if 2**power > replicas)]  # up to 1,024
     for replica_count in replica_counts:
         if replica_count == 1:
@@ -516,10 +525,10 @@ class _RecomputedStep:
     """The timed graph; the durations of the backward pass include the recomputation."""
     program: Program
     """The graph's program view."""
-    saved_ops: SavedOps
-    """By checkpointed block, the products that it saves."""
+    saving: Saving
+    """What blocks save, and where."""
     figures: RecomputeFigures | None
-    """What the result reports of it; None: nothing is checkpointed."""
+    """What the result reports of it; None: all that blocks make is kept."""
 
 
 def _recompute_step(
@@ -527,50 +536,61 @@ def _recompute_step(
 ) -> _RecomputedStep:
     """Return a timed step of local batch ``size`` with the recomputation that the setting's checkpointing adds."""
     if setting.checkpointing == "none":
-        return _RecomputedStep(graph=timed, program=program_of(timed), saved_ops={}, figures=None)
+        return _RecomputedStep(graph=timed, program=program_of(timed), saving=Saving(), figures=None)
     lifetimes = curve.lifetimes(size)
-    saved_ops: SavedOps = lifetimes.every_block(setting.uniform)
+    saving = lifetimes.every_saving(setting.uniform)
     budget_bytes, lower_bound_s = setting.budget_bytes, None
     if budget_bytes is not None:
-        choice = _choose_saved_ops(curve, model, setting, sharding, lifetimes.seconds(timed), size)
-        saved_ops, lower_bound_s = choice.saved_ops, choice.bound_s
-    recompute_s = lifetimes.recompute_s(Recomputation(lifetimes, saved_ops), lifetimes.seconds(timed)).sum()
-    modules = [Recomputed(module=name, keeps=list(kept)) for name, kept in saved_ops.items()]
+        choice = _choose_saving(curve, model, setting, sharding, lifetimes.seconds(timed), size)
+        saving, lower_bound_s = choice.saving, choice.bound_s
+    recomputation, sizes = Recomputation(lifetimes, saving), lifetimes.sizes(curve.scaled(size))
+    rate = host_link_bytes_per_s(model.device)
+    recompute_s = lifetimes.recompute_s(recomputation, lifetimes.seconds(timed)).sum()
+    waits = lifetimes.copies(recomputation, lifetimes.seconds(timed), sizes, rate).waits() if lifetimes.blocks else ()
     figures = RecomputeFigures(
-        modules=modules, recomputed_s=float(recompute_s), budget_bytes=budget_bytes, lower_bound_s=lower_bound_s
+        modules=saving.recomputed(),
+        recomputed_s=float(recompute_s),
+        budget_bytes=budget_bytes,
+        lower_bound_s=lower_bound_s,
+        on_host=saving.offloaded(lifetimes.names),
+        host_bytes=float(sum(sizes[storages].sum() for storages in recomputation.copied)),
+        waits_s=float(sum(seconds.sum() for seconds in waits)),
     )
-    lengthened_graph = lifetimes.lengthened(saved_ops, timed)
-    return _RecomputedStep(
-        graph=lengthened_graph, program=program_of(lengthened_graph), saved_ops=saved_ops, figures=figures
-    )
+    lengthened_graph = lifetimes.lengthened(saving, timed, sizes, rate)
+    return _RecomputedStep(graph=lengthened_graph, program=program_of(lengthened_graph), saving=saving, figures=figures)
 
 
-def _choose_saved_ops(
+def _choose_saving(
     curve: WorkCurve, model: CostModel, setting: Setting, sharding: Sharding, seconds: Array, size: int
 ) -> CheckpointingChoice:
-    """Return the cheapest choice of saved ops under the setting's budget of memory, at local batch ``size``.
+    """Return the cheapest choice of what blocks save under the setting's budget of memory, at local batch ``size``.
 
-    ``seconds`` (nodes,): the time of each place of the program. If the device's allocator has no room for a choice, because
-    segments take more than the tensors, the choice is made again with a smaller budget, at most ``_TIGHTENED`` times. Raises
-    Infeasible if no choice fits the first budget.
+    ``seconds`` (nodes,): the time of each place of the program. A choice that torch's allocator has no room for is made again
+    with a smaller budget. Raises Infeasible if no choice fits the budget.
     """
-    from ddltool.analyzers.step.costs.checkpointing import cheapest  # it loads a solver
+    from ddltool.analyzers.step.costs.checkpointing import cheapest_with_room  # it loads a solver
 
-    lifetimes, budget_bytes = curve.lifetimes(size), setting.budget_bytes or 0.0
-    choice = None
-    for _ in range(_TIGHTENED):
-        try:
-            choice = cheapest(lifetimes, seconds, sharding, setting.optimizer, budget_bytes, curve.scaled(size))
-        except Infeasible:
-            if choice is None:
-                raise
-            break
-        held = curve.held(size, sharding, setting.optimizer, choice.saved_ops)
-        if held is None or held.reserved_bytes(usable_bytes(model.device)) is not None:
-            break
-        budget_bytes = _TIGHTER * min(budget_bytes, choice.peak_bytes)
-    assert choice is not None
-    return choice
+    usable = usable_bytes(model.device)
+    return cheapest_with_room(
+        lambda saving: lacking_bytes(curve.held(size, sharding, setting.optimizer, saving), usable),
+        curve.lifetimes(size),
+        seconds,
+        sharding,
+        setting.optimizer,
+        setting.budget_bytes or 0.0,
+        curve.scaled(size),
+        host_bytes_per_s=host_link_bytes_per_s(model.device) if setting.saves_on_host else 0.0,
+    )
+
+
+def lacking_bytes(held: Held | None, usable: float) -> float:
+    """Return the bytes that a device with ``usable`` lacks for what torch's allocator reserves; 0.0: it fits.
+
+    Given a limit, the allocator frees whole unused segments when it comes near. None, what is not traced, fits nowhere.
+    """
+    if held is None:
+        return math.inf
+    return 0.0 if held.reserved_bytes(usable) is not None else max(1.0, (held.reserved_bytes() or 0) - usable)
 
 
 def _predict_row(
@@ -596,13 +616,13 @@ def _predict_row(
     waits_s = {name: float(graph.meta.get(name) or 0.0) for name in ("pass_host_s", "update_host_s")}
     low_s, high_s = model.interval(step_s, host_share=host_share, library_share=library_share, compiled=setting.compile)
     samples, tokens = placement.num_replicas * size * setting.accumulation, graph.meta.get("tokens_per_sample")
-    held = curve.held(size, sharding, setting.optimizer, step.saved_ops)
+    held = curve.held(size, sharding, setting.optimizer, step.saving)
     if held is None:
         raise InputError("--batch-sizes", f"{size} is more than the step is traced at", "give a smaller one")
     peak_bytes, limited_bytes = held.peak().total_bytes, held.reserved_bytes(usable_bytes(model.device))
     # A step that does not fit is reported with what it would reserve on a device without a limit.
     reserved_bytes = limited_bytes if limited_bytes is not None else held.reserved_bytes() or 0
-    least_bytes = curve.least(size, sharding, setting.optimizer, step.saved_ops, peak_bytes)
+    least_bytes = curve.least(size, sharding, setting.optimizer, step.saving, peak_bytes)
     memory_low_bytes, memory_high_bytes = memory_range(
         least_bytes, reserved_bytes, sharding, placement.num_replicas, curve.workspace_bytes(size), setting.layout
     )
@@ -815,11 +835,15 @@ def timeline(curve: WorkCurve, model: CostModel, setting: Setting, row: Predicte
     sharding = setting.sharded(row.num_replicas)
     curve = curve.under(sharding, setting.compile)
     size, lifetimes = row.local_batch_size, curve.lifetimes(row.local_batch_size)
-    saved_ops = {block.module: block.keeps for block in row.recompute.modules} if row.recompute else {}
-    held = curve.held(size, sharding, setting.optimizer, saved_ops)
+    figures = row.recompute
+    saving = Saving() if figures is None else Saving.read(figures.modules, figures.on_host, lifetimes.names)
+    held = curve.held(size, sharding, setting.optimizer, saving)
     if held is None:
         return None
-    end_s = lifetimes.clock(Recomputation(lifetimes, saved_ops), curve.timed(size, model, setting))
+    recomputation, timed = Recomputation(lifetimes, saving), curve.timed(size, model, setting)
+    rate, sizes = host_link_bytes_per_s(model.device), lifetimes.sizes(curve.scaled(size))
+    copies = lifetimes.copies(recomputation, lifetimes.seconds(timed), sizes, rate) if saving.on_host else None
+    end_s = lifetimes.clock(recomputation, timed, copies)
     bytes_by_part, total_bytes = held.curves(), held.peak().curve
     # The end of the last place lies in the last span; a step without any time is no division by 0.
     span_index = np.minimum((_MOMENTS * end_s / max(end_s[-1], 1e-30)).astype(np.int64), _MOMENTS - 1)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from ddltool.analyzers.answers.emitting.enforcement import not_expressed
 from ddltool.analyzers.job.placement.problem import DeviceType, Problem
 from ddltool.analyzers.job.planning.compare import decide
 from ddltool.analyzers.job.planning.job_model import JobModel
@@ -25,6 +26,7 @@ from ddltool.analyzers.step.costs.parallel import parallel_curve
 from ddltool.analyzers.step.costs.predict import ParallelDegrees, Placement, Setting, WorkCurve, measure_work, predict
 from ddltool.analyzers.step.tracing.step import TrainingStep
 from ddltool.decision import LEAST_GAIN, Layout, NothingFits
+from ddltool.errors import InputError
 from ddltool.job import DeviceOffer, Job, WorkerGroup
 from ddltool.links import parse_link, parse_nic
 from ddltool.plans import Plan
@@ -152,6 +154,7 @@ def planned(
     model = cost_model(devices().device("A100"), calibration())
     kinds = {"A100": DeviceKind(model=model, fabric=fabric, usable_bytes=usable_mib * MIB)}
     layouts = Layouts(work=curve or work(), kinds=kinds, total=total, optimizer="adam")
+    layouts = layouts.on_hosts("activations") if more.get("offload") == "activations" else layouts
     capability = Fraction(layouts.capability("A100", 1))
     offers = (DeviceType(name="A100", count=count, capability_per_s=capability),)
     job = Job(name="gpt", max_workers=total, batch_size=1, devices=[DeviceOffer(type="A100", count=count)], **more)
@@ -268,6 +271,66 @@ def test_where_nothing_else_fits_the_state_goes_to_the_host_unless_the_job_says_
     roomy = planned(4, 1e6, 1, "200Gbit", curve=wide())
     assert roomy.sharding is not None
     assert not roomy.sharding.offload
+
+
+@functools.cache
+def long() -> WorkCurve:
+    """A model whose blocks' inputs take as much as its state."""
+
+    def build() -> TrainingStep:
+        module = Gpt(layers=16, width=64, length=4096, words=64)
+        tokens = torch.zeros(2, 4096, dtype=torch.long)
+        return TrainingStep(name="long", module=module, inputs=(tokens,), loss=lambda output: output.square().mean())
+
+    return measure_work(build)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("offload", ["auto", "activations"])
+def test_where_nothing_else_fits_activations_go_to_the_host(offload: str) -> None:
+    """Of 15 blocks the inputs, 1 MiB each; the last block's are needed at once."""
+    plan = planned(1, 48, 1, "200Gbit", curve=long(), offload=offload)
+    assert plan.decision is not None
+    assert plan.sharding is not None
+    [layout, *_] = plan.decision.layouts
+    assert layout.text == "one process, full checkpointing, activations on the host"
+    assert layout.activations is not None
+    assert layout.activations.memory_bytes == pytest.approx(15 * MIB)
+    assert layout.activations.copied_bytes == pytest.approx(30 * MIB)
+    assert [each.module for each in plan.sharding.on_host] == [f"layers.{k}" for k in range(15)]
+    assert [each.until for each in plan.sharding.on_host] == [f"layers.{k}" for k in range(1, 16)]
+    assert "of activations, 30.0 MiB go over each device's link" in plan.decision.words[1]
+    fabric = planner(1, "adam", A100=48).kinds["A100"].fabric
+    setting = Setting(fabric=fabric, optimizer="adam", sharding="none", checkpointing="full:cpu")
+    [row] = predict(
+        long(),
+        cost_model(devices().device("A100"), calibration()),
+        setting,
+        [1],
+        [Placement(num_nodes=1, num_replicas=1)],
+    )
+    assert layout.step_s == pytest.approx(row.step_time_s)
+    assert layout.memory_bytes["A100"] == pytest.approx(row.peak_memory_bytes, abs=1)
+    assert not_expressed(plan, "torchtitan")[0].startswith("activations on the host: emit --target hook")
+    with pytest.raises(NothingFits, match="missing"):
+        planned(1, 48, 1, "200Gbit", curve=long(), offload="none")
+
+
+@pytest.mark.slow
+def test_a_step_gains_by_activations_on_the_host() -> None:
+    """The solver's choices with the host and without, and the layout of each."""
+    made = replace(planner(1, "adam", A100=150), work=long(), saves_on_host=True)
+    [pick] = [
+        it for it in fitting(made._layouts_on(problem(1, A100=1), (1,), True, Goal())[0]) if it.recompute == "full"
+    ]
+    alone, host = (made._with_solved_recomputation(pick, on_host) for on_host in (False, True))
+    assert alone is not None
+    assert host is not None
+    assert host.layout.activations is not None
+    assert (host.layout.step_s or 0.0) < (alone.layout.step_s or 0.0)
+    with pytest.raises(InputError, match="--offload: activations of a compiled step are not modelled; give none"):
+        replace(made, compile=True).on_hosts("activations")
+    assert made.on_hosts("activations").in_groups(degrees_of(2, 1)) is None
 
 
 def test_a_model_without_heads_to_divide_has_no_groups() -> None:

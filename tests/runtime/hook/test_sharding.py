@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from ddltool.analyzers.step.costs.memory import Sharding, lifetimes_of
 from ddltool.analyzers.step.tracing.torch_adapter import trace_step
 from ddltool.artifacts import save
 from ddltool.errors import InputError
-from ddltool.plans import Enforcement, PrefetchSetting, Recomputed, ShardingSetting
+from ddltool.plans import Enforcement, Offloaded, PrefetchSetting, Recomputed, ShardingSetting
 from ddltool.runtime import shard
 from tests.helpers.runtime_workers import Crew, crew, enforcement
 from tests.helpers.sharding_workers import Gpt, allocated_bytes, gpt, middling, offloaded, peak_bytes, refusal, train
@@ -27,10 +27,17 @@ AGAIN = [Recomputed(module="layers.0"), Recomputed(module="layers.2", keeps=[0, 
 UNEVEN = [[[1, 4]], [[3, 2]], [[1, 4]]]
 
 
-def config(folder: Path, sizes: list[int], kind: Any = "fsdp", replicate: int = 1, offload: bool = False) -> str:
+def config(
+    folder: Path,
+    sizes: list[int],
+    kind: Any = "fsdp",
+    replicate: int = 1,
+    offload: bool = False,
+    on_host: Sequence[Offloaded] = (),
+) -> str:
     units = PrefetchSetting(units=BLOCKS, forward={BLOCKS[0]: BLOCKS[1:]}, backward={}, step_s=1, default_step_s=1)
     shape: Any = {"kind": kind, "replicate": replicate, "shard": len(sizes) // replicate, "offload": offload}
-    sharding = ShardingSetting(**shape, checkpointing=AGAIN)
+    sharding = ShardingSetting(**shape, checkpointing=AGAIN, on_host=list(on_host))
     save(enforcement(sizes, fsdp2=None if kind == "ddp" else units, sharding=sharding), folder / "enforce.json")
     return str(folder / "enforce.json")
 
@@ -63,6 +70,14 @@ def test_a_state_on_the_host_trains_alike(tmp_path: Path) -> None:
         for worst, _ in crew().run(train, path, UNEVEN, torch.float64):
             assert worst < 1e-12
         assert crew().run(offloaded, path) == [planned, planned]
+
+
+@pytest.mark.parametrize(("kind", "replicate"), [("fsdp", 1), ("hsdp", 2), ("ddp", 2)])
+def test_activations_on_the_host_train_alike(tmp_path: Path, kind: Any, replicate: int) -> None:
+    """A block that is computed again, and one that is not; what arrives where is test_offloading's question."""
+    away = [Offloaded(module=BLOCKS[0], until=BLOCKS[2]), Offloaded(module=BLOCKS[1], until=BLOCKS[2])]
+    for worst, _ in crew().run(train, config(tmp_path, [1, 4], kind, replicate, on_host=away), UNEVEN, torch.float64):
+        assert worst < 1e-12
 
 
 def test_ddp_is_a_sharding_too(tmp_path: Path) -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from collections.abc import Callable
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ddltool.analyzers.step.costs import checkpointing
 from ddltool.analyzers.step.costs.allocator import CachingAllocator, reserved_bytes
 from ddltool.analyzers.step.costs.checkpointing import cheapest, options
 from ddltool.analyzers.step.costs.memory import Recomputation, Sharding, TensorLifetimes, lifetimes_of
+from ddltool.analyzers.step.costs.saving import Saving
 from ddltool.analyzers.step.tracing.torch_adapter import trace_step
 from ddltool.errors import Infeasible
 from ddltool.graph import Graph
@@ -49,12 +52,71 @@ def test_no_choice_within_the_budget_is_cheaper(kind: Any, step: tuple[TensorLif
         budget = least + share * (most - least)
         found = cheapest(lifetimes, lifetimes.seconds(timed), sharding, "adam", budget)
         expected = min(seconds for peak, seconds in every if peak <= budget)
-        assert found.recompute_s == pytest.approx(expected, rel=1e-9, abs=1e-15)
+        assert found.cost_s == pytest.approx(expected, rel=1e-9, abs=1e-15)
         assert found.gap == pytest.approx(0, abs=1e-9)
-        assert lifetimes.peak(sharding, "adam", found.saved_ops).total_bytes == pytest.approx(found.peak_bytes)
+        assert lifetimes.peak(sharding, "adam", found.saving).total_bytes == pytest.approx(found.peak_bytes)
         assert found.peak_bytes <= budget
     with pytest.raises(Infeasible, match="the least is"):
         cheapest(lifetimes, lifetimes.seconds(timed), sharding, "adam", least - 1)
+
+
+def played_s(lifetimes: TensorLifetimes, saving: Saving, seconds: Any, size: Any, rate: float) -> float:
+    """By a clock that goes through the blocks: what recomputation and waits for one link add to a pass."""
+    again = lifetimes.recompute_s(Recomputation(lifetimes, saving), seconds)
+    copies = [float(size[own].sum()) / rate for own in Recomputation(lifetimes, saving).copied]
+    now = link = 0.0
+    there, place = dict[int, float](), 0
+    for number, block in enumerate(lifetimes.blocks):
+        now, place = now + seconds[place : block.last + 1].sum(), block.last + 1
+        if block.name in saving.on_host:
+            link = there[number] = max(link, now) + copies[number]
+        now = max(now, there.get(number - saving.window, 0.0))
+    here = dict[int, float]()
+    for number, block in reversed(list(enumerate(lifetimes.blocks))):
+        now, place = now + seconds[place : block.begins].sum(), block.begins
+        now = max(now, here.get(number, 0.0))
+        wanted = number - saving.window
+        if wanted >= 0 and lifetimes.blocks[wanted].name in saving.on_host:
+            link = here[wanted] = max(link, now) + copies[wanted]
+        now += again[number]
+    return float(now + seconds[place:].sum() - seconds.sum())
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_choice_with_the_host_is_cheaper(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random times, links and budgets; every choice of keep, recompute and offload of every block, played one by one."""
+    draw = random.Random(seed)
+    layers, window, kept = draw.choice([(3, 1, 3), (4, 1, 2), (5, 2, 1)])
+    monkeypatch.setattr(checkpointing, "_OPTIONS", kept)
+    monkeypatch.setattr(checkpointing, "WINDOWS", (window,))
+    lifetimes = lifetimes_of(trace_step(lambda: gpt(layers, 16), mode="training"))
+    graph, size, rate = lifetimes.traced.graph, lifetimes.sizes(), 10 ** draw.uniform(9, 10.7)
+    times = [1e-6 + flops * draw.uniform(0.5, 2) * 1e-12 for flops in graph.flops]
+    timed = graph.with_durations(times, ["rule"] * len(graph))
+    seconds, sharding, every = lifetimes.seconds(timed), Sharding(kind="none"), []
+    own_options = [list(product([None, *own], [False, True])) for own in options(lifetimes, seconds, size)]
+    for choice in product(*own_options):
+        named = list(zip(lifetimes.names, choice, strict=True))
+        saving = Saving(
+            saved_ops={name: kept for name, (kept, _) in named if kept is not None},
+            on_host=frozenset(name for name, (_, on_host) in named if on_host),
+            window=window,
+        )
+        if saving.on_host.isdisjoint(lifetimes.names[-window:]):  # nothing would hide the copies of the last
+            peak = lifetimes.peak(sharding, "adam", saving).total_bytes
+            every.append((peak, played_s(lifetimes, saving, seconds, size, rate)))
+    least, most = min(peak for peak, _ in every), max(peak for peak, _ in every)
+    for share in (0.0, 0.1, 0.3, 0.5, 0.8, 1.0):
+        budget = least + share * (most - least)
+        found = cheapest(lifetimes, seconds, sharding, "adam", budget, host_bytes_per_s=rate)
+        expected, rounded = min(cost for peak, cost in every if peak <= budget), 10 * layers * seconds.sum() / 1e6
+        assert found.cost_s == pytest.approx(expected, abs=rounded)
+        assert found.bound_s == pytest.approx(expected, abs=rounded)
+        assert found.cost_s == pytest.approx(played_s(lifetimes, found.saving, seconds, size, rate), abs=1e-12)
+        added = lifetimes.lengthened(found.saving, timed, size, rate).duration_s.sum() - timed.duration_s.sum()
+        assert added == pytest.approx(found.cost_s, abs=1e-12)
+        assert lifetimes.peak(sharding, "adam", found.saving).total_bytes == pytest.approx(found.peak_bytes)
+        assert found.peak_bytes <= budget
 
 
 def test_segments_are_torchs() -> None:
@@ -134,6 +196,34 @@ def test_the_command_keeps_its_budget_and_draws_its_memory(cli: Cli, tmp_path: P
     page = tmp_path / "report.html"
     assert cli("report", made, "-o", page).code == 0
     assert "What one process holds on T4" in page.read_text("utf-8")
+
+
+def test_the_command_sends_what_blocks_save_to_the_host(cli: Cli) -> None:
+    """A budget that recomputation alone keeps at more cost; every block's input or all of it, for which compute waits."""
+    asked = ("predict", "zoo:bert_small", "--device", "H100", "--batch-sizes", 64, "--json", "--checkpointing")
+    rows = {way: cli(*asked, way).document["rows"][0] for way in ("none", "none:cpu", "full", "full:cpu")}
+    budget = f"{0.6 * rows['none']['peak_memory_bytes'] / MIB:.3f}MiB"
+    rows |= {way: cli(*asked, way).document["rows"][0] for way in (budget, f"{budget}:cpu")}
+    cost = {way: (row["recompute"] or {"recomputed_s": 0, "waits_s": 0}) for way, row in rows.items()}
+    for way, row in rows.items():
+        added_s = cost[way]["recomputed_s"] + cost[way]["waits_s"]
+        assert row["step_time_s"] == pytest.approx(rows["none"]["step_time_s"] + added_s, rel=1e-3)
+    blocks = [f"blocks.{number}" for number in range(4)]
+    for way in ("none:cpu", "full:cpu"):
+        away = [{"module": one, "until": until} for one, until in pairwise(blocks)]
+        assert cost[way]["on_host"] == away
+    assert cost["none:cpu"]["host_bytes"] > 4 * cost["full:cpu"]["host_bytes"] > 0
+    assert cost["none:cpu"]["waits_s"] > 0 == cost["none:cpu"]["recomputed_s"]
+    assert rows["none:cpu"]["peak_memory_bytes"] < rows["none"]["peak_memory_bytes"]
+    with_host = cost[f"{budget}:cpu"]
+    assert with_host["on_host"]
+    assert with_host["recomputed_s"] + with_host["waits_s"] < cost[budget]["recomputed_s"]
+    told = cli(*asked[:-2], "--checkpointing", "full:cpu").out
+    assert "3 save on the host" in " ".join(told.split())
+    refused = cli(*asked, "full:cpu", "--compile")
+    assert "--checkpointing: 'full:cpu' with --compile is not modelled; give full, or leave out --compile" in (
+        refused.error_line
+    )
 
 
 def test_what_fits_nowhere_says_what_would(cli: Cli) -> None:

@@ -35,15 +35,14 @@ from ddltool.analyzers.step.costs.memory import (
     GIVEN,
     GRADIENT,
     PARAMETER,
-    Checkpointing,
     Held,
     ModelBlock,
     Recomputation,
-    SavedOps,
     Sharding,
     TensorLifetimes,
     lifetimes_of,
 )
+from ddltool.analyzers.step.costs.saving import Checkpointing, SavedOps
 from ddltool.analyzers.step.tracing.numerics import Numerics
 from ddltool.analyzers.step.tracing.sources import training_step
 from ddltool.analyzers.step.tracing.step import TrainingStep
@@ -558,8 +557,8 @@ def test_ten_models_alone_and_checkpointed(source: str, batch: int) -> None:
         )
         budget = 0.5 * (none + full)
         chosen = cheapest(lifetimes, seconds, Sharding(kind="none"), "momentum", budget)
-        assert chosen.saved_ops or none == full
-        assert tracked(functools.partial(build, plain()), units, "none", chosen.saved_ops) <= budget
+        assert chosen.saving or none == full
+        assert tracked(functools.partial(build, plain()), units, "none", chosen.saving) <= budget
     kinds = ("none", "fsdp", "zero2")
     ways = [(kind, how) for kind in kinds for how in ("none", "full")] if units else [("none", "none")]
     for kind, how in ways:
