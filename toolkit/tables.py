@@ -172,13 +172,18 @@ def numbers(
         (values == np.round(values)) | (not whole)
     )
     if not is_valid.all():
-        kind, limits = "a whole number" if whole else "a number", f"from {minimum:g} to {maximum:.16g}"
+        kind, limits = "a whole number" if whole else "a number", f"from {_plain(minimum)} to {_plain(maximum)}"
         if maximum == math.inf or remedy:
-            limits = "above zero" if minimum == ABOVE_ZERO else f">= {minimum:.16g}"
+            limits = "above zero" if minimum == ABOVE_ZERO else f">= {_plain(minimum)}"
         if not remedy or not values[np.argmin(is_valid)] > maximum:
             remedy = f"{kind} {limits}"
         demand(is_valid, cells, shown or column, where, remedy, unit=unit)
     return values
+
+
+def _plain(limit: float) -> str:
+    """Return a limit of a column as people write it: 1e+15, but every digit of 9007199254740991."""
+    return f"{limit:g}" if float(f"{limit:g}") == limit else f"{limit:.16g}"
 
 
 def checked_columns(

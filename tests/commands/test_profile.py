@@ -325,7 +325,7 @@ def test_each_worker_stays_on_the_core_asked_for() -> None:
     ],
 )
 def test_what_cannot_be_watched(cli: Cli, arguments: tuple[str, ...], message: str) -> None:
-    cli("profile", "watch", "zoo:mlp", "--iterations", "3", "--json", *arguments).refuses(message)
+    cli("profile", "watch", "zoo:mlp", "--json", *arguments).refuses(message)
 
 
 def test_more_rows_than_can_be_kept_are_refused() -> None:

@@ -536,14 +536,14 @@ def test_lines_of_devices(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["--latency", "10"], "--latency: '10' has no unit; write 10us or 10ms"),
-        (["--latency", "1e300h"], "--latency: '1e300h' is longer than"),
-        (["--latency", "2h"], "is no latency of a network"),
+        (["--bandwidth", "10Gbit", "--latency", "10"], "--latency: '10' has no unit; write 10us or 10ms"),
+        (["--bandwidth", "10Gbit", "--latency", "1e300h"], "--latency: '1e300h' is longer than"),
+        (["--bandwidth", "10Gbit", "--latency", "2h"], "is no latency of a network"),
         (["--bandwidth", "1e-320Gbit"], "is not a usable bandwidth"),
     ],
 )
 def test_quantities_that_nobody_means(arguments: list[str], problem: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["trace", "zoo:lenet", "--device", "V100", "--bandwidth", "10Gbit", *arguments]) == 2
+    assert run(["trace", "zoo:lenet", "--device", "V100", *arguments]) == 2
     assert problem in capsys.readouterr().err
 
 
