@@ -220,12 +220,15 @@ def _quantiles(ratios: np.ndarray) -> tuple[str, str]:
 def section(data: Path, table: CalibrationTable) -> str:
     """Return the section of docs/truth.md: predicted over measured by device, kind and type."""
     lines = [_row("products", "GPU", "type", "rows", "median", "10 to 90 %"), "|---|---|---|---:|---:|---:|"]
+    products: dict[tuple[str, str, str], list[np.ndarray]] = {}
     for group in read_products(data):
-        seen = "" if group.is_fitted else " (not fitted)"
-        count = len(group.measured_s)
-        lines.append(
-            _row(f"{group.source}{seen}", group.device.name, group.numerics, count, *_quantiles(group.ratios(table)))
-        )
+        source = f"{group.source}{'' if group.is_fitted else ' (not fitted)'}"
+        numerics = "float8" if group.numerics.startswith("f8") else group.numerics
+        gpu = group.device.name if len(group.measured_s) > 1 else ""  # several GPUs with one product of each
+        products.setdefault((source, gpu, numerics), []).append(group.ratios(table))
+    for (source, gpu, numerics), parts in products.items():
+        ratios = np.concatenate(parts)
+        lines.append(_row(source, gpu or f"{len(parts)} GPUs", numerics, len(ratios), *_quantiles(ratios)))
     lines += [
         "",
         _row("collective", "GPU", "GPUs", "rows", "median", "10 to 90 %", "with NVLS"),
@@ -236,7 +239,8 @@ def section(data: Path, table: CalibrationTable) -> str:
         exchanges.setdefault((exchange.name, exchange.device.name), []).append(exchange)
     for (name, gpu), sizes in sorted(exchanges.items()):
         plain, chosen = (np.concatenate([size.ratios(nvls=nvls) for size in sizes]) for nvls in (False, True))
-        counts = ", ".join(str(size.replicas) for size in sizes)
+        least, most = sizes[0].replicas, sizes[-1].replicas
+        counts = ", ".join(str(size.replicas) for size in sizes) if len(sizes) < 4 else f"{least} to {most}"
         with_nvls = "" if np.allclose(plain, chosen) else _quantiles(chosen)[0]
         lines.append(_row(name, gpu, counts, len(plain), *_quantiles(plain), with_nvls))
     return "\n".join([TITLE, "", _WORDS, "", *lines, ""]) + "\n"
