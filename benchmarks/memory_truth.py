@@ -246,8 +246,8 @@ def section(data: Path) -> str:
         "- Lucid: what nvidia-smi showed in the mean, with a torch before 1.11, whose autograd kept more.\n"
         f"- The {len(far)} rows that are more than 20 % off have 512 channels on small images and `cudnn.benchmark`, whose "
         "search seems to keep a workspace of 1.2 to 1.6 GiB; `memory_high_bytes` counts it.\n"
-        f"- Lambda: {len(ratios)} runs that fill their GPU bound the peak from above; the tensors predicted are "
-        f"{100 * min(ratios):.0f} to {100 * max(ratios):.0f} % of that.",
+        f"- Lambda: {len(ratios)} runs that fill their GPU; the tensors predicted are "
+        f"{100 * min(ratios):.0f} to {100 * max(ratios):.0f} % of it.",
     ]
     return "\n\n".join(parts)
 
