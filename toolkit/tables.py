@@ -182,8 +182,9 @@ def numbers(
 
 
 def _plain(limit: float) -> str:
-    """Return a limit of a column as people write it: 1e+15, but every digit of 9007199254740991."""
-    return f"{limit:g}" if float(f"{limit:g}") == limit else f"{limit:.16g}"
+    """Return a limit of a column as people write it: 1000000000, 9007199254740991, but 1e+15."""
+    is_round = abs(limit) >= 1e15 and float(f"{limit:g}") == limit
+    return f"{limit:g}" if is_round else f"{limit:.16g}"
 
 
 def checked_columns(

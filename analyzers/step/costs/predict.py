@@ -841,8 +841,10 @@ def timeline(curve: WorkCurve, model: CostModel, setting: Setting, row: Predicte
     if held is None:
         return None
     recomputation, timed = Recomputation(lifetimes, saving), curve.timed(size, model, setting)
-    rate, sizes = host_link_bytes_per_s(model.device), lifetimes.sizes(curve.scaled(size))
-    copies = lifetimes.copies(recomputation, lifetimes.seconds(timed), sizes, rate) if saving.on_host else None
+    copies = None
+    if saving.on_host:
+        rate, sizes = host_link_bytes_per_s(model.device), lifetimes.sizes(curve.scaled(size))
+        copies = lifetimes.copies(recomputation, lifetimes.seconds(timed), sizes, rate)
     end_s = lifetimes.clock(recomputation, timed, copies)
     bytes_by_part, total_bytes = held.curves(), held.peak().curve
     # The end of the last place lies in the last span; a step without any time is no division by 0.

@@ -828,7 +828,7 @@ class Sized:
         return size != 2
 
     def peak_bytes(self, size: int, sharding: Sharding, checkpointing: str) -> float:
-        return self.lasting / sharding.shard + size * self.each / {"none": 1, "selective": 2, "full": 4}[checkpointing]
+        return self.lasting / sharding.shard + size * self.each / {"none": 1, "selective": 2, "full": 4, "full:cpu": 8}[checkpointing]
 
     def held(self, size: int, sharding: Sharding, optimizer: str, checkpointing: str) -> Any:
         total = self.peak_bytes(size, sharding, checkpointing)
@@ -865,7 +865,7 @@ def test_the_largest_batch_and_what_helps_are_those_of_trying_all(
         sizes = [2**power for power in range(40) if 2**power <= limit]
         assert _fitting_sizes(sized, fits, setting, replicas) == tuple(size for size in sizes if size != 2)
         return
-    hows = ["none", "selective", "full"]
+    hows = ["none", "selective", "full", "full:cpu"]
     wanted = ""
     for count in (replicas, *(2**power for power in range(11) if 2**power > replicas)):
         for name in (kind,) if count == 1 else (kind, "zero1", "fsdp") if count == replicas else ("fsdp",):
@@ -891,7 +891,7 @@ def test_a_timeline_shows_the_fullest_place_of_each_span(places: list[tuple[floa
     ends = np.cumsum([took for took, _, _ in places])
     curves = {"a": np.array([float(one) for _, one, _ in places]), "b": np.array([float(one) for *_, one in places])}
     curve: Any = SimpleNamespace(
-        lifetimes=lambda size: SimpleNamespace(clock=lambda again, timed: ends, blocks=()),
+        lifetimes=lambda size: SimpleNamespace(clock=lambda again, timed, copies: ends, blocks=()),
         held=lambda *_: SimpleNamespace(
             curves=lambda: curves, peak=lambda: SimpleNamespace(curve=curves["a"] + curves["b"])
         ),
