@@ -10,7 +10,7 @@ import numpy as np
 
 from ddltool.analyzers.job.goodput.imported_rows import import_files, measured_rows
 from ddltool.analyzers.step.communication.fabrics import bus_bandwidth, is_nccl_log
-from ddltool.analyzers.step.costs.fitting import MeasuredStep, Updated, update
+from ddltool.analyzers.step.costs.fitting import MeasuredStep, Updated, fit_device
 from ddltool.analyzers.step.costs.predict import WorkCurve, work_of
 from ddltool.analyzers.step.tracing.numerics import Numerics
 from ddltool.artifacts import ending, read_text, save
@@ -70,7 +70,7 @@ def calibrate(
                 return work_of(name, numerics, sequence_length)
 
         source = ", ".join(path.name for path in tables)
-        fit = update(steps, lambda name, size: curve_of(name).traced.at(size), gpu, calibration(), source=source)
+        fit = fit_device(steps, lambda name, size: curve_of(name).traced.at(size), gpu, calibration(), source=source)
         gpu = fit.device
     if output is not None:
         save(DeviceTable(devices=[gpu]), output)

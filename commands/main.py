@@ -52,13 +52,13 @@ def load(name: str) -> TyperCommand:
     module = import_module(f"ddltool.commands.{words[0]}")
     example = COMMANDS[name].get("example")
     panels = {option: title for title, options in COMMANDS[name].get("panels", {}).items() for option in options}
-    from ddltool.commands.verbs import declared  # imported late, as `ddltool --help` does not need it
+    from ddltool.commands.verbs import typer_command  # imported late, as `ddltool --help` does not need it
 
     single = typer.Typer(add_completion=False)
     beside = [other.partition(" ")[2] for other in COMMANDS if other.startswith(f"{name} ")]
     more = [f"Example: {example}" if example else "", f"Beside it: {name} {', '.join(beside)}" if beside else ""]
     register = single.command(name=name, cls=_Command, epilog="\n\n".join(filter(None, more)) or None)
-    register(declared(getattr(module, "_".join(words)), name, panels))
+    register(typer_command(getattr(module, "_".join(words)), name, panels))
     command = cast("TyperCommand", get_command(single))
     command.params += [parameter for parameter in get_command(app).params if parameter.name in ("quiet", "verbose")]
     return command
@@ -212,7 +212,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
             error, Interrupted
         ):  # a library's error in place of KeyboardInterrupt
             return _fail("interrupted", _INTERRUPTED)
-        return _fail(*_line_of(error))
+        return _fail(*_line_and_exit_code(error))
     finally:
         VOICE.quiet = VOICE.verbose = False
 
@@ -222,7 +222,7 @@ def _close_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _line_of(error: Exception) -> tuple[str, int]:
+def _line_and_exit_code(error: Exception) -> tuple[str, int]:
     """Return (the line to print for an error, the exit code).
 
     Our own errors have their line; some others are explained by their type; any other is a bug of ddltool, code 1.
@@ -238,6 +238,7 @@ def _line_of(error: Exception) -> tuple[str, int]:
         package = (error.name or "").partition(".")[0]
         if package not in ("", "ddltool"):
             return f"{package}: this command needs the package, which is not installed; {_how_to_get(package)}", 2
+    # Python sets sys.stdout to None if it is started with standard output closed, so that writing to it fails so.
     if isinstance(error, AttributeError) and sys.stdout is None:
         return "output: standard output is closed; give it a place, or use -o FILE", 2
     problem = ""

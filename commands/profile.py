@@ -307,7 +307,10 @@ def watch_workers(request: WatchRequest, output: Path | None, as_json: bool) -> 
 
 
 def _print_watched(result: WatchResult, output: Path | None) -> None:
-    """Print a row for each worker, and the gain of batches by the workers' speeds."""
+    """Print a row for each worker, and the gain of batches by the workers' speeds.
+
+    ``output``: the file to which the rows were written, named with the next command; None: none.
+    """
     rows = [
         (
             worker.worker,

@@ -2,7 +2,7 @@
 
 A verb is a function that returns a record; it has the name of its module. Beside it, ``show_VERB`` prints the record for the
 command: its first parameter is the :class:`VerbCall`, its others are options that only the command has. A command whose
-function has a parameter ``as_json`` is no verb: it prints by itself. Start at :func:`declared`.
+function has a parameter ``as_json`` is no verb: it prints by itself. Start at :func:`typer_command`.
 """
 
 from __future__ import annotations
@@ -168,20 +168,20 @@ class VerbCall(Generic[Result]):
         return self._arguments.get(name, inspect.signature(self._function).parameters[name].default)
 
 
-def declared(function: Callable[..., Any], name: str, panels: Mapping[str, str]) -> Callable[..., Any]:
+def typer_command(function: Callable[..., Any], name: str, panels: Mapping[str, str]) -> Callable[..., Any]:
     """Return a function for typer that runs the command ``name``: its parameters are typer's arguments and options.
 
-    ``function`` is a verb, or prints by itself. Help texts are those of options.toml; ``panels``: titles of groups of
-    options, by parameter. When the command runs, it first checks that no output is also an input; then it runs
-    ``function``, and for a verb its ``show_VERB``; errors about a parameter name its option. Raises KeyError for a
-    parameter without a help text.
+    ``function`` is a verb, or has a parameter ``as_json`` and prints by itself. Help texts are those of options.toml;
+    ``panels``: titles of groups of options, by parameter. When the command runs, it first checks that no output is
+    also an input; then it runs ``function``, and for a verb its ``show_VERB``; errors about a parameter name its
+    option. Raises KeyError for a parameter without a help text.
     """
     words = _WORDS["shared"] | _WORDS.get(name, {})
     parameters = dict(inspect.signature(function, eval_str=True).parameters)
+    # The function's parameters that are options; those with False in options.toml are not.
     taken = {key for key in parameters if key not in _LISTENERS and words[key] is not False}
-    # The verb's show function, and its parameters beside the call, which the verb need not have.
     show, shown = None, set[str]()
-    if "as_json" not in parameters:
+    if "as_json" not in parameters:  # a verb
         show = getattr(sys.modules[function.__module__], f"show_{function.__name__}")
         _call, *of_show = inspect.signature(show, eval_str=True).parameters.values()
         shown = {parameter.name for parameter in of_show}

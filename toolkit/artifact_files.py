@@ -108,9 +108,10 @@ def with_distinct_names(artifacts: Sequence[ReadArtifact]) -> list[ReadArtifact]
 
 
 def read(path: str | Path) -> Any:
-    """Return the content of an artifact's file: a record, a Graph, a frame (tables), or a list of rows (sync).
+    """Return the content of an artifact's file.
 
-    Raises InputError as :func:`read_any` does.
+    That is a Graph; a DataFrame for a profile or telemetry; a list of rows for a server's events; and for any other kind its
+    record, such as a Plan. Raises InputError for an unknown kind, and for a broken, wrong or empty file.
     """
     return read_any(Path(path)).content
 

@@ -191,7 +191,10 @@ def read_bytes(path: str | Path, max_bytes: int = LONGEST_TEXT) -> bytes:
 
 
 def read_text(path: str | Path) -> str:
-    """Return the text of a file, without a byte order mark. Raises InputError as :func:`opened` does, and for an empty one."""
+    """Return the text of a file, without a byte order mark.
+
+    Raises InputError for a file that is missing, unreadable, too long (``LONGEST_TEXT``), empty or not UTF-8.
+    """
     path = Path(path)
     with _name_read_errors(path):
         text = read_bytes(path).decode("utf-8-sig")

@@ -505,11 +505,11 @@ class FirstDifference(Part):
     step: Count
     epoch: Count
     worker: Count | None
-    record: str
-    tensor: str
-    cause_class: str
-    cause: str
-    differing_in_step: dict[str, Count]
+    record: str = Field(description="the kind of what differs, such as gradient")
+    tensor: str = Field(description="the name of the one that differs among those of the kind")
+    cause_class: str = Field(description="the cause in a word or two, such as kernel")
+    cause: str = Field(description="the cause as a phrase that completes 'it is ...'")
+    differing_in_step: dict[str, Count] = Field(description="by kind, how many tensors differ in the step")
 
     def __str__(self) -> str:
         """Return the sentence that says where the runs first differ, and the cause."""

@@ -60,8 +60,8 @@ def advise(
     mean_restart_s = float(restarts.mean())
     if len(restarts) > _MOST_RESTART_VALUES:  # the grid below has every combination, so many restarts are thinned out
         restarts = np.quantile(restarts, (np.arange(_MOST_RESTART_VALUES) + 0.5) / _MOST_RESTART_VALUES)
-    remaining = _quantiles_of_guess(remaining_s, remaining_factor, _REMAINING_VALUES)
-    gains = _quantiles_of_guess(gain, gain_factor, _GAIN_VALUES)
+    remaining = _lognormal_quantiles(remaining_s, remaining_factor, _REMAINING_VALUES)
+    gains = _lognormal_quantiles(gain, gain_factor, _GAIN_VALUES)
     # all combinations (remaining, gains, restarts), which are equally likely
     saved = saved_seconds(remaining[:, None, None], gains[:, None], restarts, hold_s)
     low, high = np.quantile(saved, (0.1, 0.9), method="inverted_cdf").tolist()
@@ -77,14 +77,15 @@ def advise(
     )
 
 
-def _quantiles_of_guess(median: float, factor: float, count: int) -> Floats:
-    """Return ``count`` equally likely values, ascending, of a log-normal guess; [median] where ``factor`` is 1.
+def _lognormal_quantiles(median: float, spread_factor: float, count: int) -> Floats:
+    """Return (count,) equally likely values, ascending, of a log-normal distribution; [median] where ``spread_factor`` is 1.
 
-    They are the quantiles in the middle of ``count`` equal parts; log ``factor`` is the standard deviation of the logarithm.
+    They are the quantiles in the middle of ``count`` equal parts. ``spread_factor``, 1 or more: the median multiplied by it
+    lies one standard deviation above the median.
     """
-    if factor == 1:
+    if spread_factor == 1:
         return np.array([median])
-    return np.asarray(median * np.exp(math.log(factor) * ndtri((np.arange(count) + 0.5) / count)))
+    return np.asarray(median * np.exp(math.log(spread_factor) * ndtri((np.arange(count) + 0.5) / count)))
 
 
 def saved_seconds(remaining: Floats, gain: Floats, delay: Floats, hold_s: float | None = None) -> Floats:

@@ -610,8 +610,9 @@ class SimulatedJob:
             return
         replicas, gpu_type, gradient = sum(self.placement), self.gpu_type, self.gradient
         if self.batch_size is None and gradient is not None and gpu_type in self.beliefs.types:
-            tuned, widest = self._batches(gpu_type, gradient, replicas)
-            index = replicas - 1 + (widest if len(self.placement) > 1 else 0)
+            # `tuned` has the choices for 1 to `most` replicas on one node, and then those for 1 to `most` on several.
+            tuned, most = self._batches(gpu_type, gradient, replicas)
+            index = replicas - 1 + (most if len(self.placement) > 1 else 0)
             self.local_batch_size = int(tuned.local_batch_size[index])
             self.accumulation_steps = int(tuned.accumulation_steps[index])
         else:
@@ -619,7 +620,8 @@ class SimulatedJob:
             if batch is None:
                 batch = max(self.limits.initial_batch_size, self.limits.min_local_batch_size * replicas)
             self.local_batch_size, self.accumulation_steps = split_batch(batch, replicas, self.limits_on[gpu_type])
-        # rounding up must not make the total larger than the largest measured one
+        # Rounding up must not make the total larger than the largest measured one. Passes of a step: those that accumulate, and
+        # the last one, which synchronises.
         microbatches = replicas * (self.accumulation_steps + 1)
         self.local_batch_size = min(self.local_batch_size, self.limits.max_batch_size // microbatches)
 

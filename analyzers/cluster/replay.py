@@ -90,7 +90,10 @@ def replays(
 
 @contextmanager
 def _watched(title: str, stage: Stage, jobs: int) -> Iterator[OnRound]:
-    """Show the progress of a replay of ``jobs`` jobs; yields the function that the simulator must call in each round."""
+    """Show the progress of a replay of ``jobs`` jobs.
+
+    Yields the function to call in each round with the number of finished jobs and the simulated time in seconds.
+    """
     with stage(title, jobs) as advance:
         yield lambda finished, now_s: advance(
             finished, f"{finished} of {jobs} jobs, {now_s / 3600:,.1f} simulated hours"

@@ -468,9 +468,10 @@ def _prepare(
 
 
 def _policy_of(options: BalanceOptions, sizes: Sequence[int], limits: Sequence[int] | None, least: int) -> Policy:
-    """Return the policy that ``options`` name, which starts from ``sizes``, (n,) samples by rank.
+    """Return the policy for the cluster that ``options`` name; it starts from ``sizes``, (n,) samples by rank.
 
-    ``limits``: (n,) most samples by rank, or None; ``least``: fewest samples of any rank.
+    For ``gpu`` sizes are tried out (Algorithm 2), because a GPU's speed depends on its batch; for ``cpu`` they follow predicted
+    speeds. ``limits``: (n,) most samples by rank, or None; ``least``: fewest samples of any rank.
     """
     if options.cluster == "gpu":
         return TrialPolicy(sizes, limits, options.trial if options.trial is not None else LIVE_TRIAL, least)
@@ -479,7 +480,7 @@ def _policy_of(options: BalanceOptions, sizes: Sequence[int], limits: Sequence[i
 
 
 def _whole_samples(name: str, value: object) -> int:
-    """Return ``value`` as a number of samples. Raises InputError for anything but a whole number from 1 to 10^12.
+    """Return ``value`` as a number of samples. Raises InputError for all but whole numbers from 1 to ``MOST_SAMPLES``.
 
     ``name``: the argument that it was given as, for the message.
     """

@@ -235,7 +235,8 @@ def _read_file(path: Path) -> dict[str, Any]:
 def _demand_equal(where: str, saved: Mapping[str, Any], present: Mapping[str, Any], remedy: str) -> None:
     """Raise InputError for the first field of this job (``present``) whose value differs in the checkpoint (``saved``).
 
-    ``where``: the file and the part of it, for the message, which ends in ``remedy``.
+    A field that the checkpoint lacks counts as None. ``where``: the file and the part of it, for the message, which ends in
+    ``remedy``.
     """
     for name, value in present.items():
         if saved.get(name) != value:

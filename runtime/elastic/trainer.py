@@ -138,7 +138,7 @@ class ElasticTrainer:
         inner = bare_optimizer(optimizer)
         self.model, self.optimizer, self.loss_fn, self.dataset = model, optimizer, loss_fn, dataset
         self._parameters: dict[str, nn.Parameter] = {}
-        self._layout: tuple[Any, ...] = ()  # what `_present_layout` returned when parameters were collected
+        self._layout: tuple[Any, ...] = ()  # what `_present_layout` returned when `_parameters` were last collected
         self._collect_parameters()
         check_parameters(self._parameters)
         check_optimizer(inner)
@@ -253,9 +253,10 @@ class ElasticTrainer:
             self._unsaved_optimizer = type(optimizer).__name__
 
     def _collect_parameters(self) -> list[Tensor]:
-        """Collect the parameters of model, loss and optimizer by name; return those that were not known before.
+        """Set ``_parameters`` to those of model, loss and optimizer by name; return those that were not in it before.
 
-        A parameter in several of them gets its name from the first, in this order.
+        ``_layout`` is set too, so that a later change is noticed. A parameter in several of them gets its name from the
+        first, in this order.
         """
         by_name = dict(self.model.named_parameters())
         if isinstance(self.loss_fn, nn.Module):
@@ -526,8 +527,13 @@ class ElasticTrainer:
             raise InputError("optimizer.step", problem, remedy)
 
     def _after_update(self, *_: object) -> None:
-        """Write the step's fingerprints and telemetry after the optimizer's update: its post-step hook."""
+        """Write the step's fingerprints and telemetry after the optimizer's update: its post-step hook.
+
+        An update that follows no step of this trainer, such as the script's own, has no fingerprints; telemetry sees it,
+        because it decides itself what counts as a step.
+        """
         if self._recorder is not None and self._awaits_update:
+            # The step has been counted already, so its number from 0 is one less.
             self._recorder.write(self.steps_made - 1, self.epoch_number)
         self._telemetry.after_update()
         self._awaits_update = False

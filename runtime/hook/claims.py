@@ -120,8 +120,12 @@ class LossGraph:
 
     @classmethod
     def of(cls, loss: Tensor) -> LossGraph:
-        """Return the part of the graph of ``loss`` up to the models' outputs; takes about 1 us per node."""
+        """Return the part of the graph of ``loss`` up to the models' outputs; empty for a loss without ``grad_fn``.
+
+        Takes about 1 us per node.
+        """
         graph = cls()
+        # The walk stops at outputs of models, and appends them to `graph.outputs`.
         for node in _walk([loss.grad_fn], graph.outputs):
             graph.nodes += 1
             graph.is_weighed = graph.is_weighed or _WEIGHED in node.metadata

@@ -161,7 +161,10 @@ class LossScaler:
             self._hooks += [optimizer.register_step_post_hook(self._after_update) for optimizer in optimizers]
 
     def close(self) -> None:
-        """Stop weighting losses, and remove all hooks. More calls do nothing."""
+        """Stop weighting losses; remove all hooks of the model and its parameters, and those that guard updates.
+
+        More calls do nothing.
+        """
         _open_scalers.discard(self)
         for handle in (*self._hooks, *self._sentinels):
             handle.remove()

@@ -102,20 +102,21 @@ class PendingBatches:
     def turn_to_next(self, skip: int = 0) -> None:
         """Make the next batch, after ``skip`` ones that are dropped, the one of backward passes until the next call.
 
-        For loops that fetch batches ahead and say when each one's turn comes. If several loaders have batches, nothing
-        is chosen, and :meth:`share` finds the batch.
+        For loops that fetch batches ahead and say when each one's turn comes. The batch that the last call chose is
+        dropped. If no loader or several have batches, none is chosen, and :meth:`share` finds the batch.
         """
         self._fill()
         if len(sources := [(source, batches) for source, batches in self._drawn.items() if batches]) != 1:
             self._held = None
             return
         [(source, batches)] = sources
-        is_first_done = batches[0] is self._held  # its turn ends now
-        left = len(batches) - is_first_done - skip
+        finished = 1 if batches[0] is self._held else 0  # the turn of the chosen batch ends now
+        remaining = len(batches) - finished - skip
         if skip and isinstance(source, VariableBatchSampler):
-            # Of very many skipped batches only the latest are kept, so the number of all that were drawn counts.
-            left = source.issued_count - len(source.issued) - skip
-        while len(batches) > max(left, 0):
+            # Of very many skipped batches only the latest are in `batches`. So what remains is what the sampler has issued
+            # in this iteration and the loop has drawn, less the skipped ones, which an iteration begins with.
+            remaining = source.issued_count - len(source.issued) - skip
+        while len(batches) > max(remaining, 0):
             batches.popleft()
         self._held = batches[0] if batches else None
 

@@ -176,7 +176,8 @@ def meeting_place(use: str = "all") -> str:
 def _run(body: Callable[..., None], arguments: tuple[Any, ...], pipe: Connection, source: str, folder: str) -> None:
     """Run ``body`` in a child process, and send its exception, if any, to the parent as an error of one line.
 
-    ``folder``: the folder in which the children meet. The child exits when its parent ends.
+    ``body`` is called with ``arguments`` and then ``pipe``. ``source``: the user's script, as the error names it;
+    ``folder``: where the children meet (:func:`meeting_place`). The child exits when its parent ends.
     """
     global _folder
     _folder = folder

@@ -26,8 +26,8 @@ def available_memory() -> float:
 def _others_running(cores: set[int]) -> int:
     """Return how many other processes of this machine are running or ready to run, and were last on one of ``cores``.
 
-    ``cores``: the system's core numbers. It reads /proc itself, because psutil takes ten times as long, which would
-    slow down short iterations.
+    ``cores``: the system's core numbers. A process counts once, by its main thread. It reads /proc itself,
+    because psutil takes ten times as long, which would slow down short iterations.
     """
     running, own_pid = 0, str(os.getpid())
     for name in os.listdir("/proc"):

@@ -171,7 +171,10 @@ def record(request: WatchRequest, progress: Callable[[int], None] = lambda done:
     rows: list[list[SpeedRow]] = [[] for _ in range(request.workers)]
 
     def take_rows(rank: int, message: Any) -> bool:
-        """Keep the rows that a worker has sent and report the progress; return False for its last message, else True."""
+        """Keep the rows that a worker has sent; return False for its last message, else True.
+
+        The progress that is reported is the number of rows of the worker that has sent fewest.
+        """
         if message == DONE:
             return False
         rows[rank].extend(message)

@@ -459,8 +459,8 @@ class Worker:
     def _write_checkpoint(self) -> str:
         """Write the checkpoint: the model's state with the parameters of the last complete pull, and its ``clock``.
 
-        Returns why it could not be written; "" if it was written, or none is wanted or possible yet. Later calls do
-        nothing.
+        Returns why it could not be written; "" if it was written, or none is wanted or possible yet. It is tried once:
+        later calls do nothing and return "", also after a failure.
         """
         if self._checkpoint is None or not self._checkpoint_values:
             return ""

@@ -15,7 +15,7 @@ import pytest
 
 from ddltool.analyzers.job.goodput.imported_rows import measured_rows
 from ddltool.analyzers.step.communication.fabrics import bus_bandwidth
-from ddltool.analyzers.step.costs.fitting import MeasuredStep, Updated, merged, update
+from ddltool.analyzers.step.costs.fitting import MeasuredStep, Updated, fit_device, merged
 from ddltool.analyzers.step.costs.model import CostModel, cost_model
 from ddltool.analyzers.step.costs.predict import WorkCurve, work_of
 from ddltool.analyzers.step.tracing.numerics import Numerics
@@ -66,7 +66,7 @@ def rows(
 
 
 def calibrated(made: Sequence[MeasuredStep], device: Device = A10) -> Updated:
-    return update(made, graph_of, device, calibration(), source="rows")
+    return fit_device(made, graph_of, device, calibration(), source="rows")
 
 
 def width(device: Device) -> float:

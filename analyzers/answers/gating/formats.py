@@ -96,6 +96,7 @@ def sarif(verdict: GateResult, path: str, *, version: str) -> dict[str, Any]:
         }
         for metric in metrics
     ]
+    # Code scanning wants a region, and a check belongs to no line, so every result points at the first one.
     location = {"physicalLocation": {"artifactLocation": {"uri": _uri_reference(path)}, "region": {"startLine": 1}}}
     results = [
         {

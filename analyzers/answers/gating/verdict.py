@@ -270,8 +270,8 @@ class GateConfig(Record):
 def read_config(path: Path, *, required: bool = True) -> GateConfig | None:
     """Return the ``[gate]`` table of a TOML file; None if the file is missing and not ``required``.
 
-    Its baseline's path becomes relative to the file's folder. Raises InputError for unknown keys, unknown kinds and values
-    of the wrong type.
+    A relative path of the baseline is resolved against the file's folder. Raises InputError for a required file that is
+    missing, a file without the table, unknown keys, unknown kinds and values of the wrong type.
     """
     if not required and not path.is_file():
         return None
@@ -285,7 +285,7 @@ def read_config(path: Path, *, required: bool = True) -> GateConfig | None:
             raise InputError(f"{path}:gate.rules", f"unknown kind {kind!r}", did_you_mean(kind, known_kinds))
     baseline = str(path.parent / config.baseline) if config.baseline is not None else None
     resolved = config.model_copy(update={"baseline": baseline})
-    resolved._where = str(path)
+    resolved._where = str(path)  # it names the file in later errors
     return resolved
 
 

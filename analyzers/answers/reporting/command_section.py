@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from functools import partial
 
 from ddltool.analyzers.answers.reporting.figures import Bars
 from ddltool.analyzers.answers.reporting.predict_section import explored
-from ddltool.analyzers.answers.reporting.section import Column, Section, Verdict, pictured, tabled
+from ddltool.analyzers.answers.reporting.section import Column, Section, Table, Verdict, pictured, tabled
 from ddltool.errors import few, shortened
 from ddltool.graph_results import CommandPlan, TriedCommand
 from ddltool.units import counted, faster_than, show_bytes, show_rate, show_seconds, show_span
@@ -21,29 +22,14 @@ _TIE = 0.02
 
 
 def command_section(plan: CommandPlan, name: str = "") -> Section:
-    """Return the section of a command's plan: the best values, the best ten variants, what does not fit and what failed."""
+    """Return the section of a command's plan: the best values, the best variants, what does not fit and what failed.
+
+    The best ``_ROWS`` variants are shown in a table and a figure. ``name``: the plan's file, for the title; "": not named.
+    """
+    # Without those that failed; in the order of `tried`, the best first.
     recorded = [variant for variant in plan.tried if variant.row is not None]
     listed = recorded[:_ROWS]
-    knobs: dict[str, Column[TriedCommand]] = {
-        shortened(knob.lstrip("-"), 2 * _LONGEST_NAME): partial(_value_text, knob=knob) for knob in plan.knobs
-    }
     unit = plan.ranked_by.removesuffix("_per_s")
-    best = plan.best
-    columns: dict[str, Column[TriedCommand]] = {
-        **knobs,
-        "on": _where,
-        "step": "row.step_time_s",
-        f"{unit}/s": lambda variant: show_rate(plan.rate(variant)),
-        "MFU": "row.mfu:.0%",
-        "memory": lambda variant: (
-            show_bytes(variant.row.reserved_bytes) + ("" if variant.row.fits else " !") if variant.row else None
-        ),
-    }
-    if any(not variant.given for variant in recorded):
-        columns["times"] = lambda variant: _gain_text(plan, variant)
-    caption = f"{len(listed)} of {len(plan.tried)} tried" if len(plan.tried) > len(listed) else "All that was tried"
-    caption += "; times: of the command as it is" if "times" in columns else ""
-    table = tabled(caption, "predicted", listed, columns, text_columns=len(knobs) + 1, spare=("MFU", "times"))
     figure = Bars(
         rows=[
             (f"{_options_text(variant) or 'as it is'} on {_where(variant)}", plan.rate(variant)) for variant in listed
@@ -56,14 +42,38 @@ def command_section(plan: CommandPlan, name: str = "") -> Section:
     explorers = explored(
         [(variant.row, _traits(plan, variant), _predicted_by(variant)) for variant in recorded if variant.row]
     )
-    answer, sure = _answer(plan), [_certainty(plan, best)] if best is not None else []
-    lead = [answer, *sure, *_left_out(plan, recorded[_ROWS:])]
+    answer, best = _answer(plan), plan.best
+    sure = [_certainty(plan, best)] if best is not None else []
+    table = _variants_table(plan, listed, any(not variant.given for variant in recorded))
     return Section(
         title=f"Plan: {plan.command}" + (f" ({name})" if name else ""),
-        lead=lead,
+        lead=[answer, *sure, *_left_out(plan, recorded[_ROWS:])],
         blocks=[pictured(f"{unit.capitalize()} per second of all processes.", table, *explorers, figure)],
         verdict=Verdict(answer=answer, sure=sure[0] if sure else "", then=best.command if best is not None else ""),
     )
+
+
+def _variants_table(plan: CommandPlan, listed: Sequence[TriedCommand], shows_gains: bool) -> Table:
+    """Return the table of the variants in ``listed``, a row each; ``shows_gains``: with their rates over the command's own."""
+    knobs: dict[str, Column[TriedCommand]] = {
+        shortened(knob.lstrip("-"), 2 * _LONGEST_NAME): partial(_value_text, knob=knob) for knob in plan.knobs
+    }
+    unit = plan.ranked_by.removesuffix("_per_s")
+    columns: dict[str, Column[TriedCommand]] = {
+        **knobs,
+        "on": _where,
+        "step": "row.step_time_s",
+        f"{unit}/s": lambda variant: show_rate(plan.rate(variant)),
+        "MFU": "row.mfu:.0%",
+        "memory": lambda variant: (
+            show_bytes(variant.row.reserved_bytes) + ("" if variant.row.fits else " !") if variant.row else None
+        ),
+    }
+    if shows_gains:
+        columns["times"] = lambda variant: _gain_text(plan, variant)
+    caption = f"{len(listed)} of {len(plan.tried)} tried" if len(plan.tried) > len(listed) else "All that was tried"
+    caption += "; times: of the command as it is" if "times" in columns else ""
+    return tabled(caption, "predicted", listed, columns, text_columns=len(knobs) + 1, spare=("MFU", "times"))
 
 
 def _traits(plan: CommandPlan, one: TriedCommand) -> dict[str, str | int]:

@@ -45,7 +45,7 @@ _POOR_RMSLE = 0.3
 # Batches over more than this ratio are drawn on a logarithmic axis; with curves, whose ends are crowded, from less on.
 _WIDE_RANGE, _WIDE_RANGE_OF_CURVES = 40, 8
 # What the heat map spans where no profile says which batches fit.
-_REPLICAS, _REPLICAS_PER_NODE = 16, 4
+_DRAWN_REPLICAS, _REPLICAS_PER_NODE = 16, 4
 _ASSUMED_LOCAL_BATCH, _ASSUMED_INITIAL_BATCH = 256, 32
 # A further GPU pays while it brings this share of what the first does.
 _PAYS_SHARE = 0.5
@@ -258,7 +258,7 @@ def _supported_replicas(device: str, record: Goodput | DeviceGoodput, profile: p
     A model has a figure for any number of replicas; but a kind of synchronisation that was never measured counts as free
     in it, so that its figures mean nothing there. The reason is "" if data support the whole map.
     """
-    limits = [(_REPLICAS, "")]
+    limits = [(_DRAWN_REPLICAS, "")]
     if "alpha_sync_node_s" in record.undetermined:
         limits.append((_REPLICAS_PER_NODE, "nothing measured synchronises between nodes, so it is drawn as within one"))
         if "beta_sync_local_s" in record.undetermined:
@@ -295,7 +295,7 @@ def _goodput_heat_map(
         name = device or str(profile["device"].iloc[0])
     limits = BatchLimits(
         initial_batch_size=initial_batch,
-        max_batch_size=largest_batch * _REPLICAS,
+        max_batch_size=largest_batch * _DRAWN_REPLICAS,
         max_local_batch_size=largest_batch,
         max_accumulation_steps=0,
     )
@@ -308,7 +308,7 @@ def _goodput_heat_map(
             frontier(
                 params, replicas, limits, noise_scale=noise, replicas_per_node=_REPLICAS_PER_NODE, threshold=_PAYS_SHARE
             )
-            for replicas in (_REPLICAS, known_replicas)
+            for replicas in (_DRAWN_REPLICAS, known_replicas)
         )
         pays = known_frontier.pays_until
         figure = goodput_map(params, limits, full_frontier, pays, noise_scale=noise, known=known_replicas, noun=noun)
@@ -328,12 +328,13 @@ def _goodput_heat_map(
 
 
 def _pays_words(pays: int, known_replicas: int, reason: str, noun: str) -> str:
-    """Return the sentences on the number of GPUs until which scaling pays, and on where the data end.
+    """Return the sentences on the number of replicas until which scaling pays, and on where the data end.
 
-    ``pays``: that number; ``known_replicas``: the largest number that data support; ``reason``: why they end there;
-    ``noun``: GPU or replica.
+    "Beyond 4 GPUs (faded) no data support it: the largest measured configuration has 4 on 1 node. As far as that, scaling pays
+    until 2." The chart is faded there; data for all of its ``_DRAWN_REPLICAS`` leave one sentence. ``pays``: until how many
+    scaling pays; ``known_replicas``: the most that data support; ``reason``: why no more; ``noun``: GPU or replica.
     """
-    if known_replicas >= _REPLICAS:
+    if known_replicas >= _DRAWN_REPLICAS:
         return f"Scaling pays until {counted(pays, noun)}."
     pays_text = (
         f"As far as that, scaling pays until {pays}."
@@ -354,7 +355,7 @@ def _heat_table(curve: Frontier, known_replicas: int, noun: str) -> Table:
         "goodput/s": lambda index: f"{tuned.goodput_per_s[index]:,.4g}",
         "speedup": lambda index: f"{curve.speedup[index]:.2f}",
     }
-    if known_replicas < _REPLICAS:
+    if known_replicas < _DRAWN_REPLICAS:
         columns["data"] = lambda index: "yes" if curve.num_replicas[index] <= known_replicas else "no"
     return tabled(f"Best batch on each number of {noun}s", "predicted", feasible_indexes.tolist(), columns, head=8)
 

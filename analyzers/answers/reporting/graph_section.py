@@ -327,6 +327,7 @@ def _collectives_table(collectives: CollectiveFigures) -> Table:
         if isinstance(entry, CompressionFigures):
             return f"default, {show_bytes(entry.sent_bytes)} sent"
         if isinstance(entry, PrefetchFigures):
+            # Without resharding nothing is gathered again in the backward pass, so it has no depth.
             backward_text = "" if fsdp2 is not None and entry is fsdp2.without_reshard else f" / {entry.backward_depth}"
             return f"prefetch {entry.forward_depth}{backward_text}"
         cap = "default" if entry.bucket_cap_mb is None else f"{entry.bucket_cap_mb:.4g} MiB"
@@ -334,7 +335,8 @@ def _collectives_table(collectives: CollectiveFigures) -> Table:
 
     columns: dict[str, Column[Setting]] = {
         "setting": setting_text,
-        **{"step": "step_s", "exposed": "exposed_s"},
+        "step": "step_s",
+        "exposed": "exposed_s",
         "gathered": lambda entry: show_bytes(entry.gathered_bytes) if isinstance(entry, PrefetchFigures) else None,
     }
     caption = f"Data parallel on {collectives.replicas} replicas, {collectives.network}"

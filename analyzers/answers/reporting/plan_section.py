@@ -830,15 +830,17 @@ def enforcement_section(enforcement: Enforcement, name: str) -> Section:
 
 
 def joint_section(result: JointPlan) -> Section:
-    """Return the section of a joint plan: the devices of each job, and the jobs that wait."""
+    """Return the section of a joint plan: the devices of each job with their logical workers (ESTs), and the jobs that wait."""
     columns: dict[str, Column[JointJob]] = {
         "job": lambda job: PurePath(job.file).name,
         "devices x ESTs": lambda job: "waits" if job.plan is None else _assignment_text(job.plan.assignments),
-        **{"step time": "plan.iteration_s", "throughput": "plan.throughput"},
+        "step time": "plan.iteration_s",
+        "throughput": "plan.throughput",
         "of alone": lambda job: "0 %" if job.plan is None else f"{job.relative:.1%}",
     }
-    objective = "weighted sum of throughputs relative to alone"
-    objective = objective if result.objective == "sum" else "smallest relative throughput"
+    is_sum = result.objective == "sum"
+    objective = "weighted sum of throughputs relative to alone" if is_sum else "smallest relative throughput"
+    # `waits` is the sentence that says why a job waits.
     lead = [job.waits for job in result.jobs if job.waits is not None]
     lead.append(f"{objective}: {result.value:.4g}, at most {result.bound:.4g} possible (gap {result.gap:.2%})")
     lead.append(f"solver: {result.status}, {result.solve_seconds:.3f} s")

@@ -24,7 +24,7 @@ from ddltool.analyzers.answers.reporting.lengths_section import lengths_section
 from ddltool.analyzers.answers.reporting.predict_section import predict_section
 from ddltool.analyzers.answers.reporting.section import Section
 from ddltool.analyzers.answers.reporting.telemetry_section import stragglers_section
-from ddltool.analyzers.step.costs.timed_graph import timed_somehow
+from ddltool.analyzers.step.costs.timed_graph import with_op_times
 from ddltool.artifact_files import ORDER, ReadArtifact, read_any
 from ddltool.errors import InputError
 from ddltool.graph import Graph
@@ -63,18 +63,19 @@ def noise_of(artifacts: Sequence[ReadArtifact]) -> float | None:
 def section_of(artifact: ReadArtifact, artifacts: Sequence[ReadArtifact] = (), noise: float | None = None) -> Section:
     """Return the section of an artifact.
 
-    ``artifacts``: the other ones of the page, of which related ones are used: a run is compared with its plans, a profile
-    with its fitted model. ``noise``: the gradient noise scale (samples), for a fitted model; None: unknown.
+    ``artifacts``: all of the page, of which related ones are used: a run is compared with its plans, a profile with its fitted
+    model. A remark on the artifact ends the lead. ``noise``: the gradient noise scale (samples), for a fitted model; None:
+    unknown.
     """
 
     def others(kind: str) -> list[tuple[str, Any]]:
-        """Return (name, content) of each artifact of one kind on the page."""
+        """Return (name, content) of each artifact of one kind on the page, this one included."""
         return [(other.name, other.content) for other in artifacts if other.kind == kind]
 
     match artifact.kind:
         case "graph":
-            graph, times = timed_somehow(artifact.content)
-            return graph_section(graph, artifact.name, remark=times)
+            graph, origin_of_times = with_op_times(artifact.content)
+            return graph_section(graph, artifact.name, remark=origin_of_times)
         case "profile":
             prediction = artifact.content.attrs.get("prediction")
             if prediction is None:
@@ -94,6 +95,7 @@ def section_of(artifact: ReadArtifact, artifacts: Sequence[ReadArtifact] = (), n
             section = telemetry_section.telemetry_section(artifact.content, artifact.name, others("plan"))
         case _:
             section = _DRAWERS[artifact.kind](artifact.content, artifact.name)
+    # Only telemetry and servers' events (sync) can have a remark, so the cases that returned above leave none out.
     return replace(section, lead=[*section.lead, *([f"{artifact.remark.capitalize()}."] if artifact.remark else [])])
 
 

@@ -120,20 +120,21 @@ def balanced(costs: Floats, speeds: Floats, passes: int = 1) -> Ints:
         choices.append(karmarkar_karp(costs, ranks))
     best = min(choices, key=lambda places: float(seconds_of(costs, places, speeds).max()))
     # a rank needs as many samples as passes, so that none of its passes is empty
-    return in_passes(costs, filled(costs, best, ranks, passes), ranks, passes)
+    return assign_passes(costs, filled(costs, best, ranks, passes), ranks, passes)
 
 
-def in_passes(costs: Floats, places: Ints, ranks: int, passes: int) -> Ints:
-    """Return the (n,) place ``rank * passes + pass`` of each sample, from its rank in ``places`` (n,).
+def assign_passes(costs: Floats, rank_of: Ints, ranks: int, passes: int) -> Ints:
+    """Return the (n,) place ``rank * passes + pass`` of each sample, whose rank is in ``rank_of`` (n,).
 
-    A rank's samples are shared out to its passes by LPT. Every rank makes its costliest pass first, so that passes of similar
-    cost coincide where ranks wait for each other in every pass.
+    A rank's samples are shared out to its passes by LPT (longest processing time first, :func:`lpt`). Every rank makes its
+    costliest pass first, so that passes of similar cost coincide where ranks wait for each other in every pass.
     """
-    rank_and_pass = places * passes
+    rank_and_pass = rank_of * passes
     if passes == 1:
         return rank_and_pass
     for rank in range(ranks):
-        samples = np.flatnonzero(places == rank)
+        samples = np.flatnonzero(rank_of == rank)
+        # The pass of each of these samples; none is empty if there are enough.
         pass_of = filled(costs[samples], lpt(costs[samples], np.ones(passes)), passes)
         costliest_first = np.argsort(-np.bincount(pass_of, costs[samples], minlength=passes), kind="stable")
         rank_and_pass[samples] += np.argsort(costliest_first)[pass_of]  # the inverse: each pass's position by its cost

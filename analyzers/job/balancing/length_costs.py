@@ -30,7 +30,7 @@ def lengths_tried(longest: int) -> tuple[int, ...]:
     """Return three lengths, in tokens, at which a step is predicted.
 
     They are a sixteenth, a quarter and the whole of ``longest``, rounded up to multiples of 64. Where some of these are equal,
-    twice and four times the largest replace them, because the fit needs three different lengths.
+    twice and four times the largest replace them, because the fit needs three different lengths; these may exceed ``longest``.
 
     >>> lengths_tried(4096), lengths_tried(100)
     ((256, 1024, 4096), (64, 128, 256))
@@ -65,7 +65,7 @@ def cost_of_model(
         optimizer="adamw",
     )
     numerics, lengths = Numerics(precision), lengths_tried(longest)  # type: ignore[arg-type]  # Numerics checks it
-    steps = [_added_and_once(work_of(source, numerics, length), model, setting, replicas) for length in lengths]
+    steps = [_sample_and_step_s(work_of(source, numerics, length), model, setting, replicas) for length in lengths]
     added_s, once_s = np.array(steps).T
     return fitted(np.array(lengths, dtype=np.float64), added_s, max(float(np.sort(once_s)[1]), 0.0))
 
@@ -83,11 +83,12 @@ def fitted(lengths: Floats, added_s: Floats, once_s: float) -> SampleCost:
     return SampleCost(per_token=per_token, per_square=per_square, per_sample=per_sample, per_step=once_s)
 
 
-def _added_and_once(work: WorkCurve, model: CostModel, setting: Setting, replicas: int) -> tuple[float, float]:
+def _sample_and_step_s(work: WorkCurve, model: CostModel, setting: Setting, replicas: int) -> tuple[float, float]:
     """Return the seconds that a sample adds to a step, and the seconds of a step without samples.
 
-    The first is measured on one replica: a step of two samples minus a step of one. The second is a step of one sample on each
-    of ``replicas``, minus the first.
+    The first is a step of two samples minus a step of one, both on one replica, as on several the second sample may hide
+    communication. The second is a step of one sample on each of ``replicas``, minus the first. ``work``: the model's work by
+    batch size, at one length of samples; ``model``: the device's cost model.
     """
     nodes = math.ceil(replicas / setting.fabric.gpus_per_node)
     placements = [Placement(num_nodes=1, num_replicas=1), Placement(num_nodes=nodes, num_replicas=replicas)]

@@ -21,9 +21,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ddltool.analyzers.job.balancing.assigning import (
+    assign_passes,
     balanced,
     by_length,
-    in_passes,
     is_differenced,
     karmarkar_karp,
     lpt,
@@ -193,11 +193,13 @@ def compare(
     }
     steps_by_way["grouped"] = timed(job, _grouped(job, batches), padded=True)
     steps_by_way["sorted"] = assigned(lambda row: by_length(row, job.speeds, passes), padded=True)
-    steps_by_way["lpt"] = assigned(lambda row: in_passes(row, lpt(row, job.speeds), ranks, passes))
+    steps_by_way["lpt"] = assigned(lambda row: assign_passes(row, lpt(row, job.speeds), ranks, passes))
     if is_differenced(costs[0], job.speeds):
-        steps_by_way["karmarkar_karp"] = assigned(lambda row: in_passes(row, karmarkar_karp(row, ranks), ranks, passes))
+        steps_by_way["karmarkar_karp"] = assigned(
+            lambda row: assign_passes(row, karmarkar_karp(row, ranks), ranks, passes)
+        )
     shared = [
-        _by_place(job, lengths, in_passes(batch_costs, rank_of, ranks, passes))
+        _by_place(job, lengths, assign_passes(batch_costs, rank_of, ranks, passes))
         for lengths, batch_costs, rank_of in zip(batches, costs, solved_ranks, strict=True)
     ]
     steps_by_way["cp_sat"] = timed(job, shared, padded=False)
@@ -265,12 +267,12 @@ def regrouped(costs: Floats, ranks: int, total: int, window: int) -> Ints:
 
 
 def timed(job: LengthsJob, steps: Iterator[list[list[Ints]]] | list[list[list[Ints]]], padded: bool) -> TimedSteps:
-    """Return the times and tokens of steps.
+    """Return for each step its time, the mean time in which a rank computes, and its tokens without and with padding.
 
-    ``steps``: for each step, rank and pass the lengths of the samples in tokens. ``padded``: whether a pass computes all of its
-    samples as if they were as long as its longest one.
+    Also the most tokens of one pass, with padding. ``steps``: for each step, rank and pass the lengths of the samples in
+    tokens. ``padded``: whether a pass computes all of its samples as if they were as long as its longest one.
     """
-    rows, most_tokens = [], 0
+    rows, most_computed = [], 0
     for ranks in steps:
         most_passes = max(len(passes) for passes in ranks)
         times = np.zeros((len(ranks), most_passes))
@@ -284,12 +286,12 @@ def timed(job: LengthsJob, steps: Iterator[list[list[Ints]]] | list[list[list[In
                 times[rank, index] = pass_cost / job.speeds[rank]
                 tokens += int(lengths.sum())
                 computed += int(computed_lengths.sum())
-                most_tokens = max(most_tokens, int(computed_lengths.sum()))
+                most_computed = max(most_computed, int(computed_lengths.sum()))
         # With FSDP ranks wait for each other in every pass, with DDP at the end of the step.
         slowest = times.max(axis=0).sum() if job.sharded else times.sum(axis=1).max()
         rows.append((slowest + job.cost.per_step, times.sum(axis=1).mean(), tokens, computed))
     seconds, busy, all_tokens, all_computed = np.array(rows, dtype=np.float64).reshape(-1, 4).T
-    return TimedSteps(seconds, busy, all_tokens, all_computed, most_tokens)
+    return TimedSteps(seconds, busy, all_tokens, all_computed, most_computed)
 
 
 def _passes(job: LengthsJob) -> int:

@@ -334,9 +334,10 @@ class _Chooser:
         return min(self.most_devices, int(self.counts[sizes > 0].sum()))
 
     def best(self, sizes: Counts, devices: int) -> Counts | None:
-        """Return (K,) numbers of at most ``devices`` devices within the budget that make most samples; None: none allowed.
+        """Return how many devices of each type, (K,), make the most samples together; None where no choice is allowed.
 
-        ``sizes`` (K,): samples of one device of each type.
+        At most ``devices`` are taken, whose price is within the offer's budget. ``sizes`` (K,): samples of one device of each
+        type. The devices of the largest sizes are best; where they exceed the budget, a knapsack is solved.
         """
         numbers = self._largest(sizes, np.argsort(-sizes, kind="stable"), devices)
         return self._knapsack(sizes, devices, whole_batch=False) if numbers is None else numbers
@@ -386,8 +387,8 @@ def capacities(curves: Curves, within_s: float, least: int | Counts, most: Count
     """Return (n,) the most samples that each worker makes within ``within_s`` seconds, between ``least`` and ``most`` (n,).
 
     ``least`` is one number or (n,). A worker that cannot make ``least`` samples in that time gets ``least`` all the same, and
-    one whose ``most`` is smaller gets ``most``. It is a bisection over the size for all workers at once: O(n log max(most -
-    least)).
+    one whose ``most`` is smaller gets ``most``. Bisects the sizes of all workers at once, which needs curves that never fall:
+    O(n log max(most - least)).
     """
     high = np.array(most, dtype=np.int64)
     low = np.minimum(high, least)

@@ -21,9 +21,9 @@ from ddltool.arrays import Floats
 def zipline(times: Times) -> Barrier:
     """Return the barrier with the least waiting time ``max(Z) - min(Z)``; of several the earliest.
 
-    Every worker chooses its latest end up to the barrier, so the order of the workers does not matter. Waiting times that
-    differ by at most ``EndTimes.rounding_s`` are equal. ``times``: per worker its (R_p,) iteration ends in seconds, ascending;
-    lengths may differ. O(N log N) for N ends in all, where the published list handling takes O(N n).
+    Z are the ends that the workers choose, each its latest one up to the barrier, so the order of the workers does not matter.
+    Waiting times that differ by at most ``EndTimes.rounding_s`` are equal. ``times``: per worker its (R_p,) iteration ends in
+    seconds, ascending; lengths may differ. O(N log N) for N ends in all.
 
     Raises InputError for ends that are missing, not finite or not ascending.
     """

@@ -83,7 +83,7 @@ def _saturating_batch(batches: Floats, step_times_s: Floats) -> int:
 def _linear_part(batches: Floats, step_times_s: Floats) -> tuple[int, float] | None:
     """Return the smallest batch from which on one line fits all step times to 5 %, and the line's seconds per sample.
 
-    ``batches`` (n,) ascend. None where no line through three or more batches fits that well.
+    ``batches`` (n,) ascend. None where no line through three or more batches fits that well (``LINEAR``).
     """
     for first in range(len(batches) - 2):
         intercept_s, slope_s = fit_line(batches[first:], step_times_s[first:])

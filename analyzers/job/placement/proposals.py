@@ -172,8 +172,9 @@ def _table(capabilities: tuple[float, ...], max_workers: int) -> StepTable:
 
 
 def _throughput(capability: float, k: int, max_workers: int) -> float:
-    """Return the mini-batches per second of ``max_workers`` ESTs in a step of ``k / capability`` seconds.
+    """Return the mini-batches per second of a job whose step takes ``k / capability`` seconds.
 
-    It is rounded once, at the end, so that equal throughputs compare as equal.
+    A step computes a mini-batch for each of ``max_workers`` logical workers (ESTs). The device that ends last computes ``k`` of
+    them, ``capability`` of them per second. The result is rounded once, at the end, so that equal throughputs compare as equal.
     """
     return float(max_workers * exact(capability) / k)

@@ -268,7 +268,8 @@ def step_table(
 def _ratios(limit: int, numerator_factor: int, denominator: int, *, inverse: bool = False) -> Floats:
     """Return (limit,) the floats nearest to ``k numerator_factor / denominator`` for k = 1, 2, ..., or to their inverses.
 
-    Python divides whole numbers with a single rounding. Where all of them are exact as floats, numpy does so too, and faster.
+    Equal ratios give equal floats, so that rows of the table can be put in order and compared. Python divides whole numbers
+    with a single rounding. Where all of them are exact as floats, numpy does so too, and faster.
     """
     if max(limit * numerator_factor, denominator) < 2**53:  # exact as floats
         multiples = np.arange(1, limit + 1) * float(numerator_factor)

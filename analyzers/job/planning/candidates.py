@@ -197,7 +197,13 @@ class Candidates:
         return found
 
     def _by(self, tensor: int, pipeline: int, problem: Problem) -> Candidate | None:
-        """Return the best plan of groups of devices that hold a replica between them; None where there is none."""
+        """Return the best plan of groups of ``tensor`` x ``pipeline`` devices that hold a replica together; None: none exists.
+
+        A group stands in the search for one device: counts are divided by its size and prices multiplied, while memory is
+        checked by the layouts. Only ``bsp`` is searched, in which groups get equal samples. In the option and the layouts of
+        the result counts are of devices again; in its plan they stay those of groups, whose size ``group`` tells. The goal's
+        limits are demanded of the whole devices.
+        """
         from ddltool.analyzers.step.costs.predict import ParallelDegrees  # it loads torch
 
         assert self.model.layouts is not None  # the caller checked it

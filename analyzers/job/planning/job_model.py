@@ -77,7 +77,8 @@ class JobModel:
 
         The errors of different types are independent and add in squares, each multiplied by the difference between the shares
         in which the two steps depend on that type's times (``leans_on``). So where both depend on one type alone, its error
-        cancels. With several types, where the host's time limits a step, every type's error counts in full.
+        cancels. A type without a known error counts as exact. With several types, where the host's time limits a step, these
+        shares do not tell how the step follows a device's times, so every type's error counts in full.
         """
         types = {*first.devices, *second.devices}
         errors = {name: self.errors[name] for name in types if name in self.errors}

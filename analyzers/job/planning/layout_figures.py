@@ -361,10 +361,13 @@ class LayoutFigures:
         A layout that lacks memory even for one sample has ``missing_bytes``; None where no layout is made or accepted.
 
         Args:
-            used: devices by type.
+            used: number of devices by type.
+            sharding: how the replicas share parameters, gradients and the optimizer's state.
             recompute: what is recomputed (see :class:`LayoutCandidate`).
-            least: fewest passes.
-            limit: seconds of a step; a layout whose lower bound is above is not traced.
+            equal: whether every device takes as many samples; else all end at about the same time.
+            accept: a layout for which it returns False is passed over.
+            least_passes: fewest passes.
+            limit_s: seconds of a step; a layout whose lower bound is above is not traced.
         """
         devices, best = sum(used.values()), None
         found = self._fewest_passes(used, sharding, recompute, equal or len(used) == 1, least_passes)
@@ -374,7 +377,7 @@ class LayoutFigures:
         for passes in self._passes(fewest_passes, devices, len(used) > 1 and not equal):
             summing = replace(sharding, sums=passes > 1)
             rows = self._shares(used, limits, summing, recompute, passes, equal)
-            if rows is None or min(row.size for row in rows) < passes:
+            if rows is None or min(row.size for row in rows) < passes:  # each pass needs a sample
                 continue
             if limit_s < math.inf and self._lower_bound_s(used, summing, recompute, passes, rows) > limit_s:
                 continue
@@ -425,7 +428,7 @@ class LayoutFigures:
     ) -> tuple[Row, ...] | None:
         """Return the samples of each device, equal or with one common end time; None where memory does not hold them.
 
-        ``most``: samples of one pass that a device of each type holds.
+        ``limits``: by device type, the samples of one pass that a device holds.
         """
         counts = list(used.values())
         if equal or len(used) == 1:

@@ -357,7 +357,10 @@ def _with_all_usable(problem: Problem, timing: _Timing, best: Chosen, total: int
 
 
 def _limits_text(problem: Problem, step_times: Sequence[StepTime]) -> str:
-    """Return an error's words on how many samples a device of each type holds; ``step_times`` in the problem's order."""
-    limits = ["any number" if curve.memory_limit is None else str(curve.memory_limit) for curve in step_times]
+    """Return how many samples a device of each type holds: "4 V100 of at most 32, 2 T4 of any number".
+
+    ``step_times``: of the device types, in the problem's order.
+    """
+    limits = ["any number" if curve.memory_limit is None else f"at most {curve.memory_limit}" for curve in step_times]
     pairs = zip(problem.devices, limits, strict=True)
-    return ", ".join(f"{device.count} {device.name} of at most {limit}" for device, limit in pairs)
+    return ", ".join(f"{device.count} {device.name} of {limit}" for device, limit in pairs)

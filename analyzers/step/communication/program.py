@@ -44,9 +44,11 @@ class Program:
     """All compute, one op after another."""
 
     def starvation_advice(self, exposed_s: float) -> str:
-        """Return advice in a sentence if ``exposed_s`` of communication make a step far longer than its compute, else ""."""
-        ratio = 1.0 + exposed_s / self.compute_s if self.compute_s > 0 else 0.0
-        if ratio < _STARVED:
+        """Return advice for a step that ``exposed_s`` of communication make ``_STARVED`` times its compute or longer; else "".
+
+        It is a sentence to append to a text, with a space before it. "" too for a step without compute.
+        """
+        if self.compute_s <= 0 or (ratio := 1.0 + exposed_s / self.compute_s) < _STARVED:
             return ""
         return f" The step is {ratio:.1f} times its compute: a larger batch per replica gains far more."
 

@@ -164,7 +164,8 @@ def options(lifetimes: TensorLifetimes, seconds: Array, size: Array) -> list[lis
         def cost_of(saved: tuple[int, ...], index: int = index, name: str = block.name) -> tuple[float, float]:
             """Return the bytes of the block's saved products, and the seconds in which the others are recomputed.
 
-            ``index`` and ``name`` are bound as defaults, so that they stay this block's.
+            ``saved``: the numbers of the saved products in the block. ``index`` and ``name`` are bound as defaults, so that
+            they stay this block's.
             """
             recomputation = Recomputation(lifetimes, {name: saved})
             return float(size[recomputation.kept].sum()), float(lifetimes.recompute_s(recomputation, seconds)[index])

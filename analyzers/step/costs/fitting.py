@@ -416,7 +416,7 @@ class Updated:
     """(steps,) the same after the fit."""
 
 
-def update(
+def fit_device(
     rows: Sequence[MeasuredStep],
     graph_of: Callable[[str, int], Graph],
     device: Device,
@@ -424,10 +424,11 @@ def update(
     *,
     source: str,
 ) -> Updated:
-    """Return the device with constants fitted to measured rows.
+    """Return the device with constants fitted to measured rows, and how well they predict these before and after the fit.
 
     Args:
-        rows: measured steps; repeats of a model, batch size and optimizer count as one, all of a model as at most ``_FEW``.
+        rows: measured steps. Repeats of a model, batch size and optimizer count as one; all of a model weigh together as at
+            most 4 (``_FEW``), because their errors are alike.
         graph_of: a function that returns the traced graph of a model at a batch size.
         device: the device; an earlier fit in it is ignored.
         calibration: the shipped constants, which are the prior.

@@ -120,7 +120,8 @@ def simulate_streams(graph: Graph, model: CostModel, fabric: Fabric) -> Streamed
 def collective_s(name: str, size_bytes: float, ranks: Sequence[int], fabric: Fabric) -> float:
     """Return the seconds of a collective of ``size_bytes`` among ranks, which are placed on nodes in the order of numbers.
 
-    ``name``: as in op types, such as all_reduce. 0 for a single rank, which exchanges nothing.
+    ``name``: as in op types, such as all_reduce; any but all_reduce and reduce_scatter costs as all_gather does.
+    ``size_bytes``: of the whole buffer, not of a rank's part. 0 for a single rank, which exchanges nothing.
     """
     if len(ranks) < 2:
         return 0.0

@@ -85,7 +85,7 @@ def timed_graph(
     return estimated if oracle in (None, "roofline") else _time_from_profiler(graph, estimated, Path(oracle), tell)
 
 
-def timed_somehow(graph: Graph) -> tuple[Graph, str]:
+def with_op_times(graph: Graph) -> tuple[Graph, str]:
     """Return (timed graph, remark): the graph with its own times, or else with predicted ones, and where the times are from.
 
     Predictions are for a V100 and the default network. The remark is "" for own times of unknown origin.

@@ -158,8 +158,9 @@ def with_measured(fallback: Graph, durations: Floats, measured: Flags) -> Graph:
 def _candidate_calls(graph: Graph, costly_ops: Places, trace: ProfilerTrace) -> Places:
     """Return the indices of the spans that may be ops of the graph, sorted by start.
 
-    They are the outermost operator calls of the types of ``costly_ops``, without those in the optimizer, the reducer or the
-    accumulation of gradients, and without those outside the steps if the trace marks steps.
+    They are the outermost operator calls of the types of ``costly_ops`` (indices of ops of the graph): calls within an op are
+    part of it. Calls in the optimizer, the reducer or the accumulation of gradients are left out, because the graph ends with
+    the gradients; so are calls outside the steps, if the trace marks steps.
     """
     types = {normal_type(graph.op_type[op]) for op in costly_ops}
     is_candidate = trace.is_operator & trace.marked(lambda name: normal_type(name) in types)

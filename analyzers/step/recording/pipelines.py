@@ -28,7 +28,7 @@ def stand_in_neighbours(module: Any, recorder: Recorder) -> None:
         recorder.step.assumed[f"{NOTE}the time in which a pipeline's stages wait for each other is not counted"] = 1
 
     def last_sent() -> Any:
-        """Return what was last sent forward. Raises RuntimeError where nothing was."""
+        """Return the description of what this rank's stages last sent forward. Raises RuntimeError where nothing was sent."""
         if not sent:
             raise RuntimeError("stages before this one say nothing of their shapes; give the stage its input_args")
         return sent[-1]

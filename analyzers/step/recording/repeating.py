@@ -537,21 +537,22 @@ class _Copier:
         """Return the recording of all blocks. Raises NotAlike where a copied block's tensor is used outside the blocks."""
         ends = [*self.begins[1:], len(self.calls)]
         calls = []
-        for index, by in self.order:
-            where = self.regions[index]
+        for index, shift in self.order:  # the shift is by how many blocks the region's calls are moved
+            region = self.regions[index]
             for call in self.calls[self.begins[index] : ends[index]]:
-                if where is None:
+                if region is None:
                     calls.append(replace(call, **self._demand_not_copied(call)))
                     continue
                 calls.append(
                     replace(
                         call,
-                        args=self._moved(call.args, by),
-                        kwargs=self._moved(call.kwargs, by),
-                        output=self._moved(call.output, by),
-                        module=self._module_moved(call.module, by),
+                        args=self._moved(call.args, shift),
+                        kwargs=self._moved(call.kwargs, shift),
+                        output=self._moved(call.output, shift),
+                        module=self._module_moved(call.module, shift),
                     )
                 )
+        # The host waits outside the blocks only, as `__init__` has checked, so a wait moves with its region alone.
         host_waits = [self._new_place(place, None, 0) for place in self.step.host_waits]
         recording = replace(self.step, calls=calls, storages=self.storages, host_waits=host_waits)
         return Repeated(recording=recording, shadow_of=self._owned)

@@ -60,9 +60,10 @@ _PARENT_POLL_S = 1.0
 def main(arguments: list[str]) -> int:
     """Run a script where CUDA seems to be there, and record one steady step.
 
-    ``arguments``: the request's file, ``--``, and the command. Once the step is recorded, the graph is written and the
-    process ends (:func:`_write_graph_and_exit`). So this function returns only if no step was recorded: the exit status,
-    after the reason was written to stderr.
+    ``arguments``: the request's file (its keys: see the module's docstring), ``--``, and the command. Once the step is
+    recorded, the graph is written and the process ends (:func:`_write_graph_and_exit`). If the script fails for a missing
+    package, this process starts anew with a stand-in for it (:class:`_Retry`). So the function returns only if no step was
+    recorded: the exit status, after the reason was written to stderr.
     """
     request = json.loads(Path(arguments[0]).read_text())
     retry = _Retry(arguments, request, dict(os.environ), os.getcwd())
@@ -103,7 +104,7 @@ def main(arguments: list[str]) -> int:
             else:
                 runpy.run_path(script[0], run_name="__main__")
     except SystemExit as error:
-        retry.without_what_is_missing(error)
+        retry.without_what_is_missing(error)  # does not return if the script lacked a package
         # A library of command lines may catch the script's exception, and end the process in its place.
         if error.code not in (None, 0) and isinstance(error.__context__, Exception):
             return _raised(error.__context__, window)

@@ -123,15 +123,17 @@ def _columns_gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 def deform_conv2d_as_product(input: Tensor, offset: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = (1, 1),
              padding: Any = (0, 0), dilation: Any = (1, 1), mask: Tensor | None = None) -> Tensor:  # fmt: skip
-    """Stand in for torchvision's ``deform_conv2d`` while a model is recorded: the same shapes and work, without values.
+    """Stand in for torchvision's ``deform_conv2d`` while a model is recorded: the same shapes and work, on empty tensors.
 
     It gathers columns of the input and multiplies each group's columns by its weight, as the CUDA kernel does. The
     arguments are torchvision's: input (batch, channels, height, width), weight (out channels, channels / groups, height,
-    width), result (batch, out channels, height, width). Stride, padding and dilation are not used, because ``offset``
-    has the height and width of the result.
+    width), result (batch, out channels, height, width), offset and mask (batch, 2 and 1 for each filter tap and offset
+    group, height and width of the result). Stride, padding and dilation are not used, because ``offset`` has the size of
+    the result.
     """
     out_channels, channels_per_group, height, width = weight.shape
     groups = input.shape[1] // channels_per_group
+    # An operator of ours, declared among torchvision's: it makes the shape that the gathering has.
     columns = torch.ops.torchvision._columns(input, offset, mask, height, width)
     columns = columns.view(input.shape[0], groups, channels_per_group * height * width, -1)
     product = torch.matmul(weight.view(groups, out_channels // groups, -1), columns)

@@ -104,7 +104,11 @@ class StepWindow:
         return tuple(map(in_forward_phase, args)), {name: in_forward_phase(value) for name, value in kwargs.items()}
 
     def _enter_update(self, optimizer: Any) -> None:
-        """Note the gradients that the optimizer is about to use, and set the phase to the update."""
+        """Note the gradients that the optimizer is about to use, and set the phase to the update.
+
+        Called when a step of any optimizer begins, and again after each call of its closure. Parameters without a gradient
+        are passed to the recorder too, which skips them.
+        """
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 self.recorder.note_gradient(parameter)

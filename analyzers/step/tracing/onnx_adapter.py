@@ -296,16 +296,16 @@ class _GraphBuilder:
     def _main_dtype(self, flops_by_type: Counter[int], weights: Mapping[str, tuple[float, int]]) -> str:
         """Return the name of the element type of most FLOPs, or of most weights if there are no FLOPs, else "float32".
 
-        ``flops_by_type``: FLOPs by element type, which is changed: the FLOPs of type 0 (unknown) are removed. Unsigned 8-bit
-        integers are called ``int8``, too.
+        ``flops_by_type``: by ONNX's number of the type, 0: unknown, which does not count. ``weights``: by name (bytes, number
+        of elements). Unsigned 8-bit integers are called ``int8``, too, as both run at the same rate.
         """
-        del flops_by_type[0]
-        if not sum(flops_by_type.values()):
+        counts = Counter({element_type: flops for element_type, flops in flops_by_type.items() if element_type})
+        if not counts.total():
             for name, (_, elements) in weights.items():
-                flops_by_type[self.types[name]] += elements
-        if not flops_by_type:
+                counts[self.types[name]] += elements
+        if not counts:
             return "float32"
-        [(main_type, _)] = flops_by_type.most_common(1)
+        [(main_type, _)] = counts.most_common(1)
         name = str(helper.tensor_dtype_to_np_dtype(main_type).name)
         return "int8" if name == "uint8" else name
 

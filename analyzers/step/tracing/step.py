@@ -105,7 +105,8 @@ def _loss_term(tensor: Tensor) -> Tensor:
 def language_model_loss(output: Any) -> Tensor:
     """Return the mean cross entropy, over all tokens, of ``output.logits`` (batch, length, vocabulary) against token 0.
 
-    It is computed in float32 whatever the type of the logits, as by transformers' losses (``ForCausalLMLoss``).
+    The targets do not matter, because a step is traced for the ops of its loss, not for the value. It is computed in
+    float32 whatever the type of the logits, as by transformers' losses (``ForCausalLMLoss``).
     """
     logits = output["logits"] if isinstance(output, Mapping) else output.logits
     flat = logits.reshape(-1, logits.shape[-1]).float()

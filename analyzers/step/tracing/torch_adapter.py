@@ -103,7 +103,7 @@ class TracedStep:
         scale = self.scale(batch_size)
         if scale is None or not all(scale.is_whole(size) for size in self.sizes):
             return self.traced_at(batch_size).graph
-        # A row for each distinct call: FLOPs, bytes, written bytes, then the four numbers of ``gemm``.
+        # A row for each distinct call, of seven columns: FLOPs, bytes, written bytes (:3), the four numbers of ``gemm`` (3:).
         work_of_op = np.stack([graph.flops, graph.size_bytes, graph.written_bytes])
         gemm = graph.gemm.copy()
         costs = [cost_of(call, scale) for call in self.issued]

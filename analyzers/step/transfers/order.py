@@ -75,10 +75,10 @@ def _unit_impending(dependencies: Dependencies) -> list[int]:
 
 
 def tac(graph: Graph) -> Schedule:
-    """Return the timing-aware order (section 4.3 with Equation 6): repeatedly pick the recv that goes first.
+    """Return the timing-aware order (TicTac, section 4.3 with Equation 6): repeatedly pick the recv that goes first.
 
-    O((n + e) r / 64) for the dependency sets, then O(r (groups + r)) in vector operations; computing every property anew for
-    every pick would take O(r (n r + r^2)). Raises InputError for ops without a duration.
+    For n ops, e edges, r recvs and g distinct dependency sets: O((n + e) r / 64) for the sets, as bits of 64-bit words, then
+    O(r (g + r)) in vector operations. Raises InputError for ops without a duration.
     """
     dependencies = find_dependencies(graph)
     properties = Properties(dependencies, whole_times(graph))

@@ -306,8 +306,8 @@ def _head_edges(problem: ShopProblem, block: Sequence[int], head: set[int]) -> d
 def lower_bound(problem: ShopProblem) -> int:
     """Return a lower bound on the makespan in whole time units: the largest of the bounds of the single resources.
 
-    Each resource is a one-machine problem with heads and tails, see the module's docstring. O(n^2 / 8 + n resources log n)
-    for n blocks.
+    Each resource is a one-machine problem: a block can start after its head, the least time before its start, and the step
+    ends no sooner than its tail after the block's end. For n blocks O(n^2 + n resources log n).
     """
     head, tail = (times.tolist() for times in problem.heads_and_tails)
     return max((_one_machine_bound(problem, resource, head, tail) for resource in range(problem.resources)), default=0)
@@ -361,8 +361,8 @@ def numberings(problem: ShopProblem) -> list[list[int]]:
 def _ranks(order: Sequence[int]) -> list[int]:
     """Return the inverse of a permutation: the position of each of 0 to n - 1 in ``order``."""
     ranks = [0] * len(order)
-    for rank, block in enumerate(order):
-        ranks[block] = rank
+    for rank, item in enumerate(order):
+        ranks[item] = rank
     return ranks
 
 

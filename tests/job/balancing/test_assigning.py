@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from ddltool.analyzers.job.balancing.assigning import (
+    assign_passes,
     balanced,
     by_length,
     filled,
-    in_passes,
     karmarkar_karp,
     lower_bound,
     lpt,
@@ -88,6 +88,6 @@ def test_every_place_has_samples_and_passes_of_a_rank_are_alike() -> None:
         for speeds in (np.ones(ranks), chance.uniform(0.01, 1, ranks)):
             for places in (balanced(costs, speeds, passes), by_length(costs, speeds, passes)):
                 assert set(places.tolist()) == set(range(ranks * passes))
-    even = in_passes(np.ones(12), np.zeros(12, dtype=np.int64), 1, 3)
+    even = assign_passes(np.ones(12), np.zeros(12, dtype=np.int64), 1, 3)
     assert np.bincount(even).tolist() == [4, 4, 4]
     assert filled(np.array([3.0, 1.0, 2.0]), np.zeros(3, dtype=np.int64), 3).tolist() == [0, 1, 2]
