@@ -828,7 +828,10 @@ class Sized:
         return size != 2
 
     def peak_bytes(self, size: int, sharding: Sharding, checkpointing: str) -> float:
-        return self.lasting / sharding.shard + size * self.each / {"none": 1, "selective": 2, "full": 4, "full:cpu": 8}[checkpointing]
+        return (
+            self.lasting / sharding.shard
+            + size * self.each / {"none": 1, "selective": 2, "full": 4, "full:cpu": 8}[checkpointing]
+        )
 
     def held(self, size: int, sharding: Sharding, optimizer: str, checkpointing: str) -> Any:
         total = self.peak_bytes(size, sharding, checkpointing)
