@@ -54,8 +54,8 @@ WAYS_ON_HOST = tuple(f"{way}{ON_HOST}" for way in WAYS)
 # Factor on lower bounds that extrapolate linearly, because samples of larger batches take a little less time each.
 SURE = 0.9
 # Time limit of the solver that chooses which activations to recompute, in seconds, and the relative gap that ends it: a
-# thousandth of a per cent of a step is worth no proof.
-_CHOOSING_S, _CHOOSING_GAP = 3.0, 1e-4
+# thousandth of the recomputation is some hundredths of a percent of a step.
+_CHOOSING_S, _CHOOSING_GAP = 3.0, 1e-3
 GIB = 2.0**30
 WHOLE = Sharding(kind="none")
 # From this ratio of the host's time to the device's on, the host may decide the step: its time is known to within 60 %.
@@ -545,7 +545,7 @@ class LayoutFigures:
 
         ``on_host``: some blocks save on the host, if that is cheapest; None where it is not.
         """
-        from ddltool.analyzers.step.costs.checkpointing import cheapest_with_room  # it loads a solver
+        from ddltool.analyzers.step.costs.checkpointing import cheapest  # it loads a solver
 
         layout = candidate.layout
         tightest = min(
@@ -560,8 +560,7 @@ class LayoutFigures:
         batch_samples = size if lifetimes.traced is work.traced else None
         usable = self.kinds[tightest].usable_bytes
         try:
-            recomputation = cheapest_with_room(
-                lambda saving: lacking_bytes(work.held(size, candidate.sharding, self.optimizer, saving), usable),
+            recomputation = cheapest(
                 lifetimes,
                 lifetimes.seconds(timed_graph),
                 candidate.sharding,
@@ -571,6 +570,7 @@ class LayoutFigures:
                 _CHOOSING_S,
                 host_link_bytes_per_s(self.kinds[tightest].model.device) if on_host else 0.0,
                 _CHOOSING_GAP,
+                lambda saving: lacking_bytes(work.held(size, candidate.sharding, self.optimizer, saving), usable),
             )
         except Infeasible:  # no choice fits, or none was found within _CHOOSING_S
             return None

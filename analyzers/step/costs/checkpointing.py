@@ -17,6 +17,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import chain, combinations
 
 import numpy as np
@@ -72,6 +73,7 @@ def cheapest(
     limit_s: float = _LIMIT_S,
     host_bytes_per_s: float = 0.0,
     gap: float = 0.0,
+    lacking_bytes: Callable[[Saving], float] = lambda _: 0.0,
 ) -> CheckpointingChoice:
     """Return the choice of least time that keeps a step's tensors within a budget of bytes.
 
@@ -82,22 +84,58 @@ def cheapest(
         optimizer: a name of ``OPTIMIZERS``.
         budget_bytes: the most bytes of tensors at one time.
         batch_size: local samples; None: as many as were traced.
-        limit_s: time limit of the search; the best choice found by then is returned with its bound.
+        limit_s: time limit of each search; the best choice found by then is returned with its bound.
         host_bytes_per_s: of the device's link to its host, one way; 0: nothing goes there.
         gap: a choice proven to be within this share of the least time ends the search.
+        lacking_bytes: what the device's allocator, whose segments take more than the tensors, lacks for a choice; 0: nothing.
+            A choice that it has no room for is made again with a smaller budget. If none of a few has room, the last is
+            returned.
 
     Raises Infeasible, with the least bytes that any choice holds, if no choice fits or none is found in time.
     """
-    size, count = lifetimes.sizes(batch_size), len(lifetimes.blocks)
-    step = lifetimes, seconds, sharding, optimizer, size
-    problem, everything = _Problem.of(*step, 1, 0.0), dict.fromkeys(lifetimes.names, ())  # it holds least
+    step = lifetimes, seconds, sharding, optimizer, lifetimes.sizes(batch_size)
+
+    @cache
+    def problem_of(window: int, rate: float) -> _Problem:
+        """Return the problem with copies over ``window`` blocks at ``rate`` bytes per second; it is the same for any budget."""
+        return _Problem.of(*step, window, rate)
+
+    choice = None
+    for _ in range(_TIGHTENED):
+        try:
+            choice = _cheapest_within(budget_bytes, problem_of, lifetimes.names, limit_s, host_bytes_per_s, gap)
+        except Infeasible:
+            if choice is None:
+                raise
+            break
+        if not (lacking := lacking_bytes(choice.saving)):
+            break
+        used = min(budget_bytes, choice.peak_bytes)
+        budget_bytes = min(_TIGHTER * used, used - lacking)
+    assert choice is not None
+    return choice
+
+
+def _cheapest_within(
+    budget_bytes: float,
+    problem_of: Callable[[int, float], _Problem],
+    names: Sequence[str],
+    limit_s: float,
+    host_bytes_per_s: float,
+    gap: float,
+) -> CheckpointingChoice:
+    """Return the choice of least time within one budget: without the host first, then with the widest window that has one.
+
+    ``names``: of the blocks. ``problem_of``: (window, bytes per second) -> the problem. The rest is as for :func:`cheapest`.
+    """
+    problem, everything = problem_of(1, 0.0), dict.fromkeys(names, ())  # it holds least
     known = Saving(saved_ops=everything)
     choice, bound_s = problem.solve(budget_bytes, time.perf_counter() + limit_s, known=known, gap=gap)
-    for window in [each for each in WINDOWS if 2 * each < count] if host_bytes_per_s else []:
-        known = Saving(saved_ops=everything, on_host=frozenset(lifetimes.names[:-window]), window=window)
+    for window in [each for each in WINDOWS if 2 * each < len(names)] if host_bytes_per_s else []:
+        known = Saving(saved_ops=everything, on_host=frozenset(names[:-window]), window=window)
         known = known if choice is None else problem.saving(choice)
         most_s = np.inf if choice is None else problem.cost_s(choice)
-        wider = _Problem.of(*step, window, host_bytes_per_s)  # all choices of the first are in it
+        wider = problem_of(window, host_bytes_per_s)  # all choices of the first are in it
         other, bound_s = wider.solve(budget_bytes, time.perf_counter() + limit_s, most_s, known, gap)
         if choice is None or (other is not None and wider.cost_s(other) < most_s):
             problem, choice = wider, other
@@ -115,41 +153,6 @@ def cheapest(
         cost_s=problem.cost_s(choice),
         bound_s=min(bound_s, problem.cost_s(choice)),
     )
-
-
-def cheapest_with_room(
-    lacking_bytes: Callable[[Saving], float],
-    lifetimes: TensorLifetimes,
-    seconds: Array,
-    sharding: Sharding,
-    optimizer: str,
-    budget_bytes: float,
-    batch_size: int | None = None,
-    limit_s: float = _LIMIT_S,
-    host_bytes_per_s: float = 0.0,
-    gap: float = 0.0,
-) -> CheckpointingChoice:
-    """Return :func:`cheapest` for the largest of ever smaller budgets at which the device's allocator finds room.
-
-    Its segments take more than the tensors. ``lacking_bytes``: what it lacks for a choice, 0: nothing. The other arguments
-    are those of :func:`cheapest`. Raises Infeasible if no choice fits; where none finds room, the last is returned.
-    """
-    choice = None
-    for _ in range(_TIGHTENED):
-        try:
-            choice = cheapest(
-                lifetimes, seconds, sharding, optimizer, budget_bytes, batch_size, limit_s, host_bytes_per_s, gap
-            )
-        except Infeasible:
-            if choice is None:
-                raise
-            break
-        if not (lacking := lacking_bytes(choice.saving)):
-            break
-        used = min(budget_bytes, choice.peak_bytes)
-        budget_bytes = min(_TIGHTER * used, used - lacking)
-    assert choice is not None
-    return choice
 
 
 def options(lifetimes: TensorLifetimes, seconds: Array, size: Array) -> list[list[tuple[int, ...]]]:

@@ -568,11 +568,10 @@ def _choose_saving(
     ``seconds`` (nodes,): the time of each place of the program. A choice that torch's allocator has no room for is made again
     with a smaller budget. Raises Infeasible if no choice fits the budget.
     """
-    from ddltool.analyzers.step.costs.checkpointing import cheapest_with_room  # it loads a solver
+    from ddltool.analyzers.step.costs.checkpointing import cheapest  # it loads a solver
 
     usable = usable_bytes(model.device)
-    return cheapest_with_room(
-        lambda saving: lacking_bytes(curve.held(size, sharding, setting.optimizer, saving), usable),
+    return cheapest(
         curve.lifetimes(size),
         seconds,
         sharding,
@@ -580,6 +579,7 @@ def _choose_saving(
         setting.budget_bytes or 0.0,
         curve.scaled(size),
         host_bytes_per_s=host_link_bytes_per_s(model.device) if setting.saves_on_host else 0.0,
+        lacking_bytes=lambda saving: lacking_bytes(curve.held(size, sharding, setting.optimizer, saving), usable),
     )
 
 
