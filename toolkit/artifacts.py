@@ -435,10 +435,18 @@ def write_bytes(path: str | Path, data: bytes) -> None:
         if mode is not None and not stat.S_ISREG(mode):
             _fill_stream(path, data)
             return
-        target = path.resolve()
+        target = _resolved(path)
         # In the same folder, as a rename is atomic only within one file system.
         handle = tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False)  # noqa: SIM115
         _fill_and_rename(handle, data, target, mode)
+
+
+def _resolved(path: Path) -> Path:
+    """Return the file that ``path`` leads to. Raises OSError (RuntimeError before 3.13) for a circle of links."""
+    target = path.resolve()
+    if target.is_symlink():  # since Python 3.13 a circle is left as it is
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+    return target
 
 
 def append_text(path: str | Path, text: str) -> None:
@@ -529,7 +537,7 @@ def check_writable(path: str | Path) -> None:
         return
     path = Path(path)
     with _name_write_errors(path):
-        folder = path.resolve().parent
+        folder = _resolved(path).parent
         if path.is_dir() or path.is_block_device() or path.is_socket():
             what = "a folder" if path.is_dir() else "a disk" if path.is_block_device() else "a socket"
             raise InputError(str(path), f"is {what}", "give a file name")
