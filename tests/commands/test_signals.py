@@ -102,7 +102,7 @@ def test_a_signal_in_the_middle(place: Path, tmp_path: Path, name: str, sent: st
     assert "resource_tracker" not in err
     assert not psutil.wait_procs(family, timeout=5)[1]
     print(f"{name} {sent}: {took_s:.2f} s at a load of {os.getloadavg()[0]:.0f}")
-    assert took_s < 1 + os.getloadavg()[0] / (os.cpu_count() or 1)
+    assert took_s < 2 * (1 + os.getloadavg()[0] / (os.cpu_count() or 1))
     assert not any(Path(path).exists() for path in shared)
     assert set(os.listdir(place)) - {"begun", "__pycache__"} == before - {"__pycache__"}
     assert [name for name in os.listdir(tmp_path) if not name.startswith("torchinductor")] == []  # torch's own cache
