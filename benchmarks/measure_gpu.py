@@ -31,6 +31,9 @@ from torch import Tensor, nn
 from ddltool.analyzers.step.tracing.sources import resolve_step
 from ddltool.analyzers.step.tracing.step import called
 from ddltool.errors import DdlToolError, one_line
+from ddltool.graph_results import PredictedRow, RecomputeFigures
+from ddltool.runtime.hook.offloading import offload_modules
+from ddltool.runtime.hook.sharding import checkpoint_modules
 from ddltool.runtime.measuring.training import backward_and_update, prepared_module
 
 WARM_UP = 4
@@ -87,12 +90,20 @@ def images(source: str, batch_size: int, *changes: dict[str, Any]) -> Iterator[C
         yield Case(source=f"timm:{source}", **given)
 
 
+OPTIMIZERS = tuple(
+    {"precision": "bf16-pure", "optimizer": name} for name in ("sgd", "muon", "adafactor", "foreach-adamw")
+)
+HOST = tuple(
+    {"precision": "bf16-pure", "checkpointing": way}
+    for way in ("none:cpu", "full:cpu", "24GiB", "24GiB:cpu", "20GiB:cpu")
+)
 PURE, COMPILED, FULL = {"precision": "bf16-pure"}, {"compile": True}, {"checkpointing": "full"}
 FLOAT, FIRST = {"precision": "fp32", "channels_last": False}, {"channels_last": False}
 CASES: tuple[Case, ...] = (
     *text("gpt2", 16, 1024, PURE, {"attention": "eager", "batch_size": 8}, {"optimizer": "foreach-adamw"},
           {"precision": "tf32"}, {"precision": "fp32", "batch_size": 4}, {"batch_size": 2}, COMPILED),
-    *text("meta-llama/Llama-3.2-1B", 4, 2048, PURE, FULL, PURE | FULL, {"batch_size": 1, **PURE}, PURE | COMPILED),
+    *text("meta-llama/Llama-3.2-1B", 4, 2048, PURE, FULL, PURE | FULL, {"batch_size": 1, **PURE}, PURE | COMPILED,
+          *OPTIMIZERS, *HOST),
     *text("Qwen/Qwen2.5-0.5B", 8, 1024, PURE),
     *text("HuggingFaceTB/SmolLM2-135M", 16, 1024),
     *text("TinyLlama/TinyLlama-1.1B-Chat-v1.0", 4, 2048, PURE),
@@ -128,7 +139,7 @@ class Measured:
 class Running:
     """A case's step on a device, ready to run. Raises whatever its model raises."""
 
-    def __init__(self, case: Case, device: torch.device) -> None:
+    def __init__(self, case: Case, device: torch.device, chosen: RecomputeFigures | None) -> None:
         with device:
             step = resolve_step(case.full_source, case.sequence_length, case.attention)
         step = step.at_batch(case.batch_size)
@@ -139,6 +150,9 @@ class Running:
             inputs = tuple(_last(value) for value in inputs)
         if case.checkpointing == "full":
             module.gradient_checkpointing_enable()  # type: ignore[operator]
+        elif chosen is not None:
+            checkpoint_modules(module, chosen.modules)
+            offload_modules(module, chosen.on_host)
         self._backward, self._update = backward_and_update(module, case.optimizer, case.precision, device)
         run: Callable[..., Any] = torch.compile(module) if case.compile else module
         self._loss = lambda: step.loss(called(run, inputs, step.keywords))
@@ -149,6 +163,16 @@ class Running:
             loss = self._loss()
         self._backward(loss)
         self._update()
+
+
+def predicted(case: Case, device_name: str) -> PredictedRow:
+    """Return what ``predict`` says of a case on a device of this name. Raises DdlToolError where it says nothing."""
+    import ddltool
+
+    setting = asdict(case)
+    del setting["source"]
+    sizes = [setting.pop("batch_size")]
+    return ddltool.predict(case.full_source, device=device_name, batch_sizes=sizes, **setting).rows[0]
 
 
 def _random(value: Any, module: nn.Module) -> Any:
@@ -245,14 +269,21 @@ def measure_all(given: argparse.Namespace) -> None:
         sys.exit("error: torch sees no GPU here: run this on a machine with one, or try the script with --device cpu")
     demand_rows(given.rows)
     gpu = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    cases = [case for case in CASES if _is_meant(case.label, given.only)]
+    # Asked before anything trains here: a process that has trained on a GPU can record no model.
+    choices = {
+        case: predicted(case, given.device_name or gpu).recompute
+        for case in cases
+        if case.checkpointing not in ("none", "full")
+    }
     began = time.monotonic()
-    for case in sorted(CASES, key=lambda case: case.compile):  # what compiles takes longest to begin
+    for case in sorted(cases, key=lambda case: case.compile):  # what compiles takes longest to begin
         label = case.label
-        if not _is_meant(label, given.only) or time.monotonic() - began > given.limit:
+        if time.monotonic() - began > given.limit:
             continue
         once = None
         try:
-            once = Running(case, device)
+            once = Running(case, device, choices.get(case))
             found = measure(once, device, given.steps)
             append(given.rows, COLUMNS, [{**asdict(case), **asdict(found), "gpu": gpu, "torch": torch.__version__}])
             if given.ops:
@@ -291,8 +322,6 @@ def case_of(row: dict[str, str]) -> Case:
 
 def compare(given: argparse.Namespace) -> None:
     """Print each measured step beside its prediction: time, whether the range holds it, and the memory of its tensors."""
-    import ddltool
-
     with given.rows.open(encoding="utf-8") as lines:
         rows = list(csv.DictReader(lines))
     ratios, memory, held = [], [], 0
@@ -301,19 +330,11 @@ def compare(given: argparse.Namespace) -> None:
         case = case_of(row)
         if not _is_meant(case.label, given.only):
             continue
-        setting = asdict(case)
-        del setting["source"]
-        size = setting.pop("batch_size")
-        device = given.device_name or row["gpu"]
         try:
-            result = ddltool.predict(
-                case.full_source,
-                device=device, batch_sizes=[size], **setting,
-            )  # fmt: skip
+            made = predicted(case, given.device_name or row["gpu"])
         except DdlToolError as error:
             print(f"{' '.join(case.options())}: not predicted ({error})")
             continue
-        made = result.rows[0]
         ratio = 1e3 * made.step_time_s / float(row["step_ms"])
         inside = 1e3 * made.predicted_low_s <= float(row["step_ms"]) <= 1e3 * made.predicted_high_s
         allocated = made.peak_memory_bytes / 2**30 / max(1e-9, float(row["allocated_gib"]))
@@ -345,12 +366,12 @@ def main() -> None:
     for each, run in ((measuring, measure_all), (comparing, compare)):
         each.add_argument("rows", type=Path, help="CSV file that rows are appended to, or read from")
         each.add_argument("--only", help="only cases whose options hold one of these texts, divided by commas")
+        each.add_argument("--device-name", help="what `predict` calls the GPU; the driver's name by default")
         each.set_defaults(run=run)
     measuring.add_argument("--steps", type=int, default=20)
     measuring.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     measuring.add_argument("--ops", type=Path, help="CSV file for the device time of a step by op")
     measuring.add_argument("--limit", type=float, default=float("inf"), help="seconds after which no case begins")
-    comparing.add_argument("--device-name", help="what `predict` calls the GPU; the driver's name by default")
     given = parser.parse_args()
     given.run(given)
 

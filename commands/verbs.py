@@ -26,6 +26,7 @@ from ddltool.artifacts import check_outputs
 from ddltool.commands.options import Remark, as_options, is_follower, number
 from ddltool.commands.output import note, progress
 from ddltool.errors import InputError
+from ddltool.own_process import NeedsOwnProcess, in_fork
 
 _SHORT = 26
 """Most characters of choices that --help shows beside an option's name; longer ones are in its text."""
@@ -70,9 +71,12 @@ def verb(function: Callable[Taken, Result]) -> Callable[Taken, Result]:
 
     @wraps(function)
     def called(*args: Taken.args, **kwargs: Taken.kwargs) -> Result:
-        """Run the verb as the running call."""
+        """Run the verb as the running call, in a fork where this process may train on a GPU and must not record a model."""
         with _asking(signature.bind(*args, **kwargs).arguments, _asked.get().spelling):
-            return function(*args, **kwargs)
+            try:
+                return function(*args, **kwargs)
+            except NeedsOwnProcess:
+                return in_fork(lambda: function(*args, **kwargs))
 
     return called
 

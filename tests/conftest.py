@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from ddltool import own_process
 from ddltool.goodput_model import ThroughputParams
 from ddltool.job import Job
 from ddltool.simulation_results import JobSpec
@@ -30,6 +31,9 @@ EXAMPLES: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCh
 settings.register_profile("repeatable", max_examples=60, derandomize=True, **EXAMPLES)
 settings.register_profile("search", max_examples=600, **EXAMPLES)
 settings.load_profile("repeatable")
+
+# Tests train on a GPU in processes of their own alone.
+own_process.claim()
 
 # Two cores serve many test processes: one thread each keeps them from fighting, and results repeatable.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import sys
 
-from ddltool import interrupts
+from ddltool import interrupts, own_process
 
 
 def main() -> None:
     """Run the ``ddltool`` command line and exit with its exit code (:mod:`ddltool.errors` lists them); never returns."""
     try:
         interrupts.listen()
+        own_process.claim()
         # A command keeps most objects that it makes: Python's default thresholds would spend a tenth of its time on them.
         gc.set_threshold(100_000, 20, 20)
         from ddltool.commands.main import run

@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ddltool import own_process
 from ddltool.analyzers.step.recording.device_kernels import Autocast, install_cuda_kernels
 from ddltool.analyzers.step.recording.legacy import legacy_result
 from ddltool.analyzers.step.recording.recorder import Recorder
@@ -207,7 +208,11 @@ PosedBackend.Event, PosedBackend.Stream = Event, Stream  # type: ignore[attr-def
 
 @cache
 def register_device() -> torch.device:
-    """Register the device with torch under the name ``gpu``, once in a process, and return it."""
+    """Register the device with torch under the name ``gpu``, once in a process, and return it.
+
+    Raises NeedsOwnProcess where there is a GPU, on which this process could not train any more.
+    """
+    own_process.demand()
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
     _setup_privateuseone_for_python_backend(rename="gpu", backend_module=PosedBackend())

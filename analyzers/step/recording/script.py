@@ -28,6 +28,7 @@ from typing import Any, NoReturn
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ddltool import own_process
 from ddltool.analyzers.step.recording.files import overlay
 from ddltool.analyzers.step.recording.graph_of import graph_of
 from ddltool.analyzers.step.recording.groups import stand_in_groups, world_size
@@ -80,6 +81,7 @@ def main(arguments: list[str]) -> int:
         overlay(Path(request["scratch"]))
     torchvision_ops = declare_torchvision()  # before the script imports torchvision, which fails without its ops
     threading.Thread(target=_follow_parent, args=(os.getppid(),), daemon=True).start()
+    own_process.claim()
     recorder = Recorder(register_device())
     started_s = time.perf_counter()
     window = StepWindow(recorder, lambda: _write_graph_and_exit(window, request, started_s))

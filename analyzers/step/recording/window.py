@@ -24,6 +24,7 @@ from ddltool.analyzers.step.recording.posing import posed, recording_modules, re
 from ddltool.analyzers.step.recording.recorder import Recorder, Recording
 from ddltool.errors import InputError
 from ddltool.graph import Graph
+from ddltool.own_process import NeedsOwnProcess
 
 
 class StepWindow:
@@ -185,7 +186,7 @@ def record(name: str = "step") -> Iterator[RecordedBlock]:
     on, so make them in the block. The loop runs until its optimizer has updated twice, or longer; what lies between the ends of
     the two updates is the graph's step. ``name``: of the graph.
 
-    Raises InputError where fewer updates came, and where the step runs nothing on ``cuda``.
+    Raises InputError where fewer updates came, where the step runs nothing on ``cuda``, and on a machine with a GPU.
 
     >>> import torch
     >>> with record() as recorded:
@@ -198,7 +199,13 @@ def record(name: str = "step") -> Iterator[RecordedBlock]:
     >>> recorded.graph.batch_size, recorded.graph.parameter_bytes
     (8, 2600.0)
     """
-    recorder, block = Recorder(register_device()), RecordedBlock()
+    try:
+        recorder, block = Recorder(register_device()), RecordedBlock()
+    except NeedsOwnProcess:
+        remedy = "set CUDA_VISIBLE_DEVICES= for a process that only records, or run ddltool trace -- python SCRIPT"
+        raise InputError(
+            name, "this process may train on its GPU, which it could not after recording", remedy
+        ) from None
 
     def make_graph() -> None:
         """Make the graph once the step has ended; a step without calls on the GPU leaves none."""

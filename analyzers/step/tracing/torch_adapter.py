@@ -523,6 +523,9 @@ def _run_guarded(run: Callable[[], Result], step: TrainingStep, mode: Mode) -> R
             )
             remedy = "plan takes such a group's step as measured or given (group: in job.yaml)"
             raise InputError(step.name, problem, remedy) from error
+        if "fork-based multiprocessing" in str(error):
+            problem = "this process has run backward passes beside its GPU, after which it cannot record a model"
+            raise InputError(step.name, problem, "ask before them, or in a process of its own (ddltool ...)") from error
         text = one_line(f"{type(error).__name__}: {error}")[:300]
         remedy = "it must run eagerly on its example inputs, with shapes that do not depend on the data"
         raise InputError(step.name, f"{mode} step cannot be traced ({text})", remedy) from error

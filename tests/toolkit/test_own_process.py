@@ -1,0 +1,54 @@
+"""Verbs on a machine with a GPU: they record in a fork, and this process trains as if nothing had been recorded."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from ddltool.errors import DdlToolError, InputError
+from ddltool.own_process import in_fork
+from tests.helpers.processes import torchrun
+
+# Without a GPU nothing but torch's answer is another: what breaks is seen at the accelerator that torch knows.
+ASKS = """
+import torch
+torch.cuda.is_available = lambda: True
+import ddltool as dt
+
+class Local(torch.nn.Linear):
+    pass
+
+model = Local(64, 64)
+found = dt.predict(model, batch=(torch.zeros(8, 64),), device="H100", batch_sizes=[8])
+assert found.rows[0].step_time_s > 0
+for call in (lambda: dt.predict("timm:resnet999", device="H100"), lambda: dt.record().__enter__()):
+    try:
+        call()
+    except dt.DdlToolError as error:
+        print(error)
+assert torch.accelerator.current_accelerator() is None
+"""
+
+
+def test_verbs_record_elsewhere_where_there_is_a_gpu(tmp_path: Path) -> None:
+    script = tmp_path / "ask.py"
+    script.write_text(ASKS)
+    done = torchrun(1, script, folder=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    unknown, record = done.stdout.splitlines()[-2:]
+    assert unknown.startswith("timm:resnet999: unknown model")
+    assert record.startswith("step: this process may train on its GPU")
+
+
+def test_a_fork_answers_raises_and_dies() -> None:
+    assert in_fork(lambda: [3]) == [3]
+
+    def refuse() -> None:
+        raise InputError("here", "is wrong", "mend it")
+
+    with pytest.raises(InputError, match="here: is wrong; mend it"):
+        in_fork(refuse)
+    with pytest.raises(DdlToolError, match="ended with exit code 7"):
+        in_fork(lambda: os._exit(7))
