@@ -101,6 +101,8 @@ def test_batch_norm_reads_its_input_for_the_statistics_too(
         if "batch_norm" in graph.op_type[op]
     }
     assert found == {False: (kind, pytest.approx(forward, rel=0.02)), True: (kind, pytest.approx(backward, rel=0.02))}
+    norms = np.array(["batch_norm" in graph.op_type[op] for op in kernels.op])
+    assert (kernels.gemm[norms] == [32, 0, 0, 8 * 32 * 32]).all()  # channels, and what each has
 
 
 class Permuted(nn.Module):
