@@ -55,6 +55,9 @@ class TelemetryRow(Record):
     )
     memory_bytes: NonNegative = Field(description="peak memory of the process so far")
     passes: AtLeastOne = Field(default=1, description="forward and backward passes of this rank")
+    servers: Count = Field(
+        default=0, description="parameter servers; with any, wait_s is what the rank waited for parameters"
+    )
     learning_rate_factor: NonNegative | None = Field(
         default=None, description="what a goodput agent multiplied the learning rate by"
     )
@@ -240,7 +243,9 @@ def rows_of_runs(frame: pd.DataFrame, where: str, needed: Sequence[str] = _NEEDE
     import pandas as pd  # most plans are made without a table
 
     rows = pd.DataFrame(checked_columns(frame, TelemetryRow, where, required=needed, unit="line"), index=frame.index)
-    rows["passes"] = rows["passes"].fillna(1.0) if "passes" in rows else 1.0
+    for name in ("passes", "servers"):  # rows of earlier versions have neither
+        default = float(TelemetryRow.model_fields[name].default)
+        rows[name] = rows[name].fillna(default) if name in rows else default
     run = runs_of(frame)
     # The batches of a step are added up where the rows of all its ranks are there.
     batch_by_step = rows.groupby([run, "step"], sort=False)["batch"]

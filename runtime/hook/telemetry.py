@@ -65,6 +65,8 @@ class Identity:
     """The device's name, such as "cpu"."""
     run: str = ""
     """Name of this run of the job."""
+    servers: int = 0
+    """Number of parameter servers."""
     clock_s: float = field(default_factory=lambda: time.time() - time.perf_counter())
     """Seconds to add to ``perf_counter`` for the time since 1970; read once, so that setting the clock moves no step."""
 
@@ -93,6 +95,7 @@ class Identity:
             "memory_bytes": step.memory_bytes,
             "end_s": round(self.clock_s + step.end.host_s, 6),
             # From the step's begin to its first forward pass: the loop fetches data then.
+            **({"servers": self.servers} if self.servers else {}),
             "data_s": round(min(step_s, seconds_between(step.begin, step.exchanges[0].start)), 9),
         }
         return TelemetryRow(**(fields | step.more))

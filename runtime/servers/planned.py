@@ -131,7 +131,7 @@ def _open_telemetry(planned: Enforcement, rank: int) -> TelemetryFile:
     """Return the file for this worker's telemetry, a row per iteration; if the plan names none, one that drops its rows."""
     size, device = planned.world_size, planned.ranks[rank].device_type
     # + 1: the server is a process of the job too, beside the planned workers.
-    identity = Identity(rank=rank, world_size=size, num_nodes=count_nodes(size + 1), device=device)
+    identity = Identity(rank=rank, world_size=size, num_nodes=count_nodes(size + 1), device=device, servers=1)
     file = TelemetryFile(Path(planned.telemetry or os.devnull), identity)
     if planned.telemetry is not None:
         file.open()

@@ -114,14 +114,15 @@ def verify(
 def _joint_step(plan: Plan, run: Run) -> Run:
     """Return the run of an elastic-bsp plan, with a step being the time in which all workers make ``max_workers`` mini-batches.
 
-    These workers do not step in unison, so the rates of their own steps add up. The quartiles are over the parts of the run,
-    which are spans of consecutive steps of each rank.
+    These workers do not step in unison, so the rates of their own steps add up, and what they wait for is part of these steps.
+    The quartiles are over the parts of the run, which are spans of consecutive steps of each rank.
     """
     step_s = plan.max_workers / sum(1 / rank.mean_step_s for rank in run.ranks)
     parts = zip(*(rank.parts_s for rank in run.ranks), strict=False)  # ranks' parts of about the same stretch of time
     part_steps_s = [plan.max_workers / sum(1 / part_s for part_s in part) for part in parts]
     low_s, high_s = np.quantile(part_steps_s, (0.25, 0.75)).tolist()
-    return replace(run, iteration_s=step_s, iteration_low_s=min(low_s, step_s), iteration_high_s=max(high_s, step_s))
+    ends = {"iteration_low_s": min(low_s, step_s), "iteration_high_s": max(high_s, step_s)}
+    return replace(run, iteration_s=step_s, sync_s=0.0, **ends)
 
 
 def _remedy_for(checks: Sequence[VerifiedRank]) -> str:

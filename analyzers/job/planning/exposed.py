@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -359,11 +359,29 @@ class MeasuredCommunication(Communication):
     """Samples per second of each of the run's device types."""
     buckets: int | None = None
     """Number of buckets of an EST's gradients; None: not known."""
+    servers: bool = False
+    """Whether the run was one with a parameter server, from whose waiting ``sync_s`` was derived (:meth:`of_servers`)."""
+
+    @classmethod
+    def of_servers(cls, response_s: float, pass_s: float, workers: int, **more: Any) -> MeasuredCommunication:
+        """Return the communication of a run with one parameter server, for which its workers wait ``response_s`` in a step.
+
+        ``sync_s`` becomes that of a DDP whose transfers take as long: so :meth:`asynchronous` returns ``response_s`` for the
+        run's own ``workers`` and their mean pass of ``pass_s``. ``more``: the fields but ``sync_s`` and ``replicas``.
+        """
+        unit = cls(sync_s=1.0, replicas=workers, servers=True, **more)
+        low_s, high_s = 0.0, response_s / (2 * unit._transfer_s) if workers > 1 else 0.0
+        for _ in range(60):  # a longer service makes a longer response, up to the service alone
+            middle_s = (low_s + high_s) / 2
+            found_s = replace(unit, sync_s=middle_s)._response_s(workers, pass_s)
+            low_s, high_s = (middle_s, high_s) if found_s < response_s else (low_s, middle_s)
+        return replace(unit, sync_s=high_s)
 
     @property
     def source(self) -> str:
         """Return in words the number of processes of the measured run."""
-        return f"synchronisation measured on {self.replicas} processes"
+        measured = "waiting for a parameter server" if self.servers else "synchronisation"
+        return f"{measured} measured on {self.replicas} processes"
 
     def synchronous(self, devices: Mapping[str, int], pass_s: float) -> Exposed:
         """Return the measured time scaled to K processes by their bytes, with an interval.
@@ -381,7 +399,7 @@ class MeasuredCommunication(Communication):
         return Exposed(
             default_s=by_bytes_s,
             best_s=by_bytes_s,
-            low_s=min(by_bytes_s, by_messages_s) * min(speed_ratio, 1.0),
+            low_s=0.0 if self.servers else min(by_bytes_s, by_messages_s) * min(speed_ratio, 1.0),
             high_s=max(by_bytes_s, by_messages_s),
             setting=MEASURED,
         )
@@ -396,20 +414,22 @@ class MeasuredCommunication(Communication):
         """Return the seconds of a push and a pull at one server, which serves the workers one after another.
 
         The length of its queue is by mean value analysis (Reiser and Lavenberg, 1980). The lower end of the interval is a push
-        or a pull alone, the upper end a worker that waits for all others.
+        or a pull alone, the upper end a worker that waits for all others; a run with a server has none for as many workers.
         """
         workers, service_s = sum(devices.values()), 2 * self._transfer_s
+        response_s = self._response_s(workers, pass_s)
+        ends_s = (service_s / 2, workers * service_s)
+        low_s, high_s = (response_s, response_s) if self.servers and workers == self.replicas else ends_s
+        return Exposed(default_s=response_s, best_s=response_s, low_s=low_s, high_s=high_s, setting=MEASURED)
+
+    def _response_s(self, workers: int, pass_s: float) -> float:
+        """Return the seconds of a push and a pull at one server that serves ``workers`` with passes of ``pass_s`` in turn."""
+        service_s = 2 * self._transfer_s
         response_s, queue_length = service_s, 0.0
         for worker_count in range(1, workers + 1):
             response_s = service_s * (1 + queue_length)
             queue_length = worker_count * response_s / (pass_s + response_s) if response_s else 0.0
-        return Exposed(
-            default_s=response_s,
-            best_s=response_s,
-            low_s=service_s / 2,
-            high_s=workers * service_s,
-            setting=MEASURED,
-        )
+        return response_s
 
     def ordered(self, devices: Mapping[str, int], exposed: Exposed) -> Exposed:
         """Return the exposure of ESTs, which sum in order: a chain reduce, then a chain broadcast, over K processes.

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
@@ -324,13 +325,12 @@ def _communication(
     """
     if run is not None and run.world_size > 1:
         size_bytes = None if options.graph is None else options.graph.parameter_bytes
-        return MeasuredCommunication(
-            sync_s=run.sync_s,
-            replicas=run.world_size,
-            nodes=run.num_nodes,
-            speeds=run.speeds(),
-            buckets=None if size_bytes is None else max(1, math.ceil(size_bytes / (DEFAULT_CAP_MIB * 2**20))),
-        )
+        buckets = None if size_bytes is None else max(1, math.ceil(size_bytes / (DEFAULT_CAP_MIB * 2**20)))
+        more: dict[str, Any] = {"nodes": run.num_nodes, "speeds": run.speeds(), "buckets": buckets}
+        if run.servers:
+            pass_s = fmean(rank.compute_s for rank in run.ranks)
+            return MeasuredCommunication.of_servers(run.sync_s, pass_s, run.world_size, **more)
+        return MeasuredCommunication(sync_s=run.sync_s, replicas=run.world_size, **more)
     from_graph = graph_communication(job, folder, options, fabrics)
     if from_graph is not None:
         return from_graph

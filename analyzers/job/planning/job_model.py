@@ -258,11 +258,12 @@ def scaled_model(model: ThroughputParams, factor: float, run: Run) -> Throughput
     """Return the fitted model with compute ``factor`` times as long and synchronisation scaled to the run's.
 
     If c is the run's longest compute and m its exposed synchronisation, both in seconds, the model's T_sync is
-    ``((c + m)^gamma - c^gamma)^(1/gamma)`` (Pollux, section 3.2, solved for T_sync). After a run of one process the
-    synchronisation stays as fitted. Where the fit's T_sync is 0 for the run's devices, the run's becomes the intercept.
+    ``((c + m)^gamma - c^gamma)^(1/gamma)`` (Pollux, section 3.2, solved for T_sync). After a run of one process, or
+    with servers, the synchronisation stays as fitted. Where the fit's T_sync is 0 for the run's devices, the run's becomes the
+    intercept.
     """
     scaled = {"alpha_grad_s": model.alpha_grad_s * factor, "beta_grad_s": model.beta_grad_s * factor}
-    if run.world_size > 1:
+    if run.world_size > 1 and not run.servers:
         longest_s = max(rank.compute_s for rank in run.ranks)
         sync_s = longest_s * float(((1 + run.sync_s / longest_s) ** model.gamma - 1) ** (1 / model.gamma))
         fitted_s = float(sync_time_s(model, run.num_nodes, run.world_size))

@@ -66,7 +66,10 @@ class Run:
     """Lower quartile of the slowest rank's step times; ``iteration_high_s`` is the upper one."""
     iteration_high_s: float
     sync_s: float
-    """Median over the steps of the shortest synchronisation of any rank, which holds no waiting."""
+    """Median over the steps of the shortest synchronisation of any rank, which holds no waiting. With ``servers`` the mean over
+    the ranks of what each waits for parameters in a step (median), mostly without a barrier: these come in some steps only."""
+    servers: int = 0
+    """Number of parameter servers."""
     drift: float = 0.0
     """Relative half width of the interval for another run's step time (:func:`drift`)."""
 
@@ -88,8 +91,10 @@ class Run:
     def imbalance(self) -> float:
         """How long the slowest rank waits for others, as a share of the longest compute.
 
-        It waits although it is the slowest on the whole, because in a single step another rank may be later.
+        It waits although it is the slowest on the whole, because in a single step another rank may be later. 0.0 with servers.
         """
+        if self.servers:
+            return 0.0
         overhead_s = max(rank.overhead_s for rank in self.ranks)
         return max(0.0, self.other_s - overhead_s) / max(rank.compute_s for rank in self.ranks)
 
@@ -127,15 +132,19 @@ def read_run(frame: pd.DataFrame, where: str, tell: Tell = log_remark) -> Run:
     steady_runs = [_steady_rows(rows) for _, rows in all_rows.groupby(runs_of(all_rows))]
     repeats_s = [rows.groupby("step")["step_s"].max() for rows in steady_runs if _run_shape(rows) == _run_shape(steady)]
     samples_s = repeats_s if len(repeats_s) > 1 else _split_in_time(slowest_s)
+    # pandas types a group's key as any object, and a rank may be a float such as 1.0.
+    ranks = tuple(_rank_run(int(float(str(rank))), part) for rank, part in steady.groupby("rank"))
+    servers = int(steady["servers"].min())
     return Run(
         world_size=int(steady["world_size"].iloc[-1]),
         num_nodes=int(steady["num_nodes"].iloc[-1]),
-        # pandas types a group's key as any object, and a rank may be a float such as 1.0.
-        ranks=tuple(_rank_run(int(float(str(rank))), part) for rank, part in steady.groupby("rank")),
+        ranks=ranks,
         iteration_s=float(slowest_s.median()),
         iteration_low_s=float(slowest_s.quantile(0.25)),
         iteration_high_s=float(slowest_s.quantile(0.75)),
-        sync_s=float(per_step["sync_s"].min().median()),  # the last rank to arrive waits for nobody
+        # The last rank to arrive waits for nobody.
+        sync_s=float(np.mean([rank.wait_s for rank in ranks]) if servers else per_step["sync_s"].min().median()),
+        servers=servers,
         drift=drift([float(np.median(step_times)) for step_times in samples_s]),
     )
 

@@ -211,6 +211,10 @@ def test_one_measured_exchange_tells_of_others_between_what_may_decide_them() ->
     assert (served.low_s, served.high_s) == pytest.approx((0.02, 4 * 0.04))
     assert 4 / (0.12 + served.best_s) < 1 / 0.04  # no more than the server makes
     assert source.asynchronous({"a": 4}, 0.0).best_s == pytest.approx(4 * 0.04)
+    known = MeasuredCommunication.of_servers(served.best_s, 0.12, 4)  # a run with a server tells the same transfers
+    assert known.sync_s == pytest.approx(0.06)
+    again = known.asynchronous({"a": 4}, 0.12)
+    assert (again.low_s, again.best_s, again.high_s) == pytest.approx([served.best_s] * 3)
     whole, many = (replace(source, buckets=buckets).ordered({"a": 2, "b": 2}, same) for buckets in (1, 1000))
     assert whole.best_s == pytest.approx(2 * 3 * 0.02)  # along the chain, and round with the mean
     assert many.best_s == pytest.approx(same.best_s)  # never less than a ring

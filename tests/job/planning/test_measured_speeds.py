@@ -359,3 +359,20 @@ def test_an_interval_has_what_lies_between_runs_of_the_same_shape(tmp_path: Path
     assert made.decision is not None
     option = made.decision.options[0]
     assert (option.high_s or 0) / option.iteration_s - 1 == pytest.approx(math.hypot(found, MAPE))
+
+
+def test_a_run_with_servers_tells_what_workers_wait_for_them(tmp_path: Path, cli: Cli) -> None:
+    """Two alike workers that wait 50 ms for parameters in every step: the next plan of them has the run's own step."""
+    compute_s = LAUNCH_S + SAMPLE_S * BATCH
+    made = rows({"a": BATCH, "b": BATCH}, {"a": compute_s, "b": compute_s}, sync_s=0.0, noise=0.0)
+    for row in made:
+        row |= {"servers": 1, "wait_s": 0.05, "step_s": compute_s + 0.05}
+    write_lines(tmp_path / "telemetry.jsonl", made)
+    given = ("plan", job_file(tmp_path, "ab"), "--telemetry", tmp_path / "telemetry.jsonl", "--json")
+    found = cli(*given, "--strategy", "elastic-bsp").document
+    assert found["iteration_s"] == pytest.approx(2 * compute_s + 2 * 0.05)  # two mini-batches of each make four
+    (option,) = (each for each in found["decision"]["options"] if each["strategy"] == "elastic-bsp")
+    assert option["low_s"] < found["iteration_s"] < option["high_s"]
+    bsp = next(each for each in cli(*given).document["decision"]["options"] if each["strategy"] == "bsp")
+    assert 0 < bsp["communication_s"] < 0.05  # a ring of as fast transfers: nobody is before one in a queue
+    assert bsp["other_s"] == pytest.approx(0.0, abs=1e-9)

@@ -70,6 +70,7 @@ def test_a_plan_is_followed_until_the_data_are_used_up(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in Path(telemetry).read_text().splitlines()]
     assert sorted(row["step"] for row in rows if row["rank"] == 0) == list(range(len(fast)))
     assert {(row["rank"], row["device"], row["batch"]) for row in rows} == {(0, "type0", 5), (1, "type1", 5)}
+    assert {row["servers"] for row in rows} == {1}
     assert len({row["run"] for row in rows} - {""}) == 1, "the server has named the run"
 
 
