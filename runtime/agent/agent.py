@@ -82,7 +82,7 @@ class Batches:
 
     def close(self) -> None:
         """End the iteration; a batch that the loop holds stays untrained."""
-        if isinstance(self._source, Generator):
+        if isinstance(self._source, Generator):  # of an epoch that is over it is an empty iterator, without close()
             self._source.close()
 
 
@@ -156,6 +156,7 @@ class GoodputAgent(Watcher):
         All ranks construct the agent together, because the checks exchange messages.
         """
         refuse_in_one_line()
+        # Check the arguments, also against those of other ranks.
         job = DistributedJob.this()
         limits = BatchLimits(
             initial_batch_size=initial_batch_size,
@@ -191,7 +192,8 @@ class GoodputAgent(Watcher):
         self.progress = 0.0
         """Number of steps at the initial batch that make the same progress by the rule (AdaScale: scale-invariant steps)."""
         self._cuda = is_cuda(model)
-        self._pass_under_way: Pass | None = None
+        # State of the present pass and step.
+        self._pass_under_way: Pass | None = None  # from its batch to the request for the next one
         self._last_backward_pass: Pass | None = None
         self._pass_with_loss: Pass | None = None  # the last pass whose loss came through `loss`
         # (parameter, its gradient, the gradient's version) after a pass that is not the step's last: must stay the same.
@@ -203,10 +205,11 @@ class GoodputAgent(Watcher):
         self._last_rates: tuple[int, list[Any]] | None = None  # (epoch, base rates) at the last update
         self._is_scheduled_by_hand = scheduler == "by hand"
         self._scheduler = None if self._is_scheduled_by_hand else cast("LRScheduler | None", scheduler)
-        self._schedule_steps = 0
+        self._schedule_steps = 0  # steps of the schedule that the agent has made
         self._pass_counts: list[float] = []  # the counts that `loss` was given in the step's passes so far
         self._gradient_factor = 1.0  # corrects the step's gradients from a weight by samples to one by counts
         self._optimizer, self._is_updating = optimizer, False
+        # The parts that do the work, and their hooks.
         self._scaler = LossScaler(job, "agent", watcher=self)
         self._ddp_model = model if isinstance(model, DistributedDataParallel) and job.world_size > 1 else None
         process_group = self._ddp_model.process_group if self._ddp_model is not None else None
@@ -446,7 +449,7 @@ class GoodputAgent(Watcher):
         state_initial, own_initial = state.get("initial_batch_size"), self._limits.initial_batch_size
         if state_initial != own_initial:
             raise InputError("agent state:initial_batch_size", f"is {state_initial}", f"this job has {own_initial}")
-        try:
+        try:  # all that may fail comes before the agent itself is changed
             progress, total = float(state["progress"]), int(state["sampler"]["total_batch_size"])
             split = split_near(total, self._job.world_size, self._limits)
             sampler_before = self.sampler.state_dict(), self.sampler.split_at(self.sampler.step)
@@ -465,7 +468,7 @@ class GoodputAgent(Watcher):
             )
         self.progress = progress
         self._schedule_steps = int(state.get("scheduled", 0))
-        self._last_rates = None
+        self._last_rates = None  # loading may have changed the rates, which is not a schedule's doing
         self._first_step = self.sampler.step
         self._pass_under_way = self._finished_pass = self._timed_step = None
 
@@ -631,6 +634,7 @@ class GoodputAgent(Watcher):
         first steps after a start and of an epoch's smaller last step are not kept.
         """
         end = stamp(self._cuda)
+        # Before `commit`, which moves the place in the epoch.
         factor = self._learning_rate_factor_at(current_pass.step_samples)
         self._finished_pass = current_pass
         self.sampler.commit(current_pass)
@@ -638,7 +642,7 @@ class GoodputAgent(Watcher):
             self.progress += self._steps_at_initial_batch(current_pass.step_samples)
         self._step_schedule()
         timed, self._timed_step = self._timed_step, None
-        if timed is None:
+        if timed is None:  # the agent is off
             return
         timed.end = end
         self._chooser.largest_tried = max(self._chooser.largest_tried, current_pass.step_samples)

@@ -390,14 +390,15 @@ def balance(
         is_slow_to_choose = chosen.cluster == "gpu" or job.world_size > MOST_BLOCKING
         behind = is_slow_to_choose if chosen.background is None else chosen.background
         manager.interval_s = 0.0 if behind else chosen.interval_s
-        consensus = Consensus(job, manager.paced, timeout_s=chosen.timeout_s, behind=chosen.enabled and behind)
+        choose = manager.sizes_and_steps_to_report
+        consensus = Consensus(job, choose, timeout_s=chosen.timeout_s, behind=chosen.enabled and behind)
     scaler = LossScaler(job, "balancer", lambda: balancer.sizes)  # called later only: the balancer is made below
     scaler.watcher = clock = _StepClock(is_cuda(model), scaler.pending.take_tally)
     clock.readings = chosen.predictor in READING
     begin_check(job, model, optimizer)
     balancer = Balancer(job, dataset, start, fewest, scaler, clock, consensus, manager, chosen.enabled)
     scaler.open(model, optimizer)
-    if job.side is not None and chosen.compress == "bf16":
+    if job.side is not None and chosen.compress == "bf16":  # a single process, which has no side group, sends nothing
         compress(model)
     optimizer.register_step_post_hook(balancer.after_step)
     return balancer
@@ -470,8 +471,8 @@ def _prepare(
 def _policy_of(options: BalanceOptions, sizes: Sequence[int], limits: Sequence[int] | None, least: int) -> Policy:
     """Return the policy for the cluster that ``options`` name; it starts from ``sizes``, (n,) samples by rank.
 
-    For ``gpu`` sizes are tried out (Algorithm 2), because a GPU's speed depends on its batch; for ``cpu`` they follow predicted
-    speeds. ``limits``: (n,) most samples by rank, or None; ``least``: fewest samples of any rank.
+    For ``gpu`` sizes are tried out (Algorithm 2), because a GPU's speed depends on its batch; for ``cpu`` they follow
+    predicted speeds. ``limits``: (n,) most samples by rank, or None; ``least``: fewest samples of any rank.
     """
     if options.cluster == "gpu":
         return TrialPolicy(sizes, limits, options.trial if options.trial is not None else LIVE_TRIAL, least)
@@ -557,12 +558,12 @@ class Manager:
         self._skipped_steps = skip
         self._step = 0
         self._advised_rank: int | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # the policy is asked in the consensus's thread, and saved in the training's
         self.total = int(policy.sizes.sum())
         self.interval_s = 0.0
         """Seconds between reports: agreeing costs time that counts in short steps. 0: report after every step."""
 
-    def paced(self, rows: Floats) -> Floats:
+    def sizes_and_steps_to_report(self, rows: Floats) -> Floats:
         """Return the answer to all ranks, (n + 1,): the n next sizes, and after how many steps ranks report again.
 
         ``rows`` (n, 5): the ranks' reports (:meth:`_StepClock.row`), each of one or several steps.

@@ -106,7 +106,7 @@ def test_steps_of_several_batches_are_judged_by_their_mean() -> None:
     assert manager(np.column_stack(([4.0, 12.0], [1.0, 3.0], rest))).tolist() == [4.0, 4.0]
     manager.interval_s = 1.0
     for samples, seconds in ((4.0, 0.25), (12.0, 0.75), (1.0, 0.0625)):  # the next report follows full batches' time
-        assert manager.paced(np.column_stack(([samples] * 2, [seconds] * 2, rest)))[-1] == 4
+        assert manager.sizes_and_steps_to_report(np.column_stack(([samples] * 2, [seconds] * 2, rest)))[-1] == 4
 
 
 def test_one_process_alone_remembers_where_it_was() -> None:
