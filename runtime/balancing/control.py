@@ -555,8 +555,9 @@ class Manager:
     def __init__(self, policy: Policy, events: Path | None = None, skip: int = 1) -> None:
         self._policy = policy
         self._events, self._run = LineFile(events, kind_of(BalanceEvent), "balancing events"), new_run()
-        self._skipped_steps = skip
-        self._step = 0
+        self._reports_to_skip = skip
+        # Number of the last step that was reported, from 0, and of steps from there to the next report.
+        self._last_step, self._steps_to_report = -1, 1
         self._advised_rank: int | None = None
         self._lock = threading.Lock()  # the policy is asked in the consensus's thread, and saved in the training's
         self.total = int(policy.sizes.sum())
@@ -570,8 +571,9 @@ class Manager:
         """
         steps = max(float(rows[:, 0].sum()), 1.0) / self.total  # less than one at the end of an epoch
         longest_s = max(float(rows[:, 1].max()) / steps, 1e-9)  # not 0, to divide by
-        steps_to_report = min(max(self.interval_s // longest_s, 1), MOST_STEPS_UNREPORTED)
-        return np.append(self(rows), steps_to_report)
+        sizes = self(rows)
+        self._steps_to_report = int(min(max(self.interval_s // longest_s, 1), MOST_STEPS_UNREPORTED))
+        return np.append(sizes, self._steps_to_report)
 
     def __call__(self, rows: Floats) -> Floats:
         """Return the next sizes, (n,) samples, from the ranks' (n, 5) reports; log and write changes and advice.
@@ -580,10 +582,11 @@ class Manager:
         are not judged (see the class) leave the sizes as they are. A straggler is named once, not at every report.
         """
         with self._lock:
-            step, self._step = self._step, self._step + 1
+            step = self._last_step = self._last_step + self._steps_to_report
+            is_skipped, self._reports_to_skip = self._reports_to_skip > 0, self._reports_to_skip - 1
             passes, remainder = divmod(round(float(rows[:, 0].sum())), self.total)
             is_full = remainder == 0 and passes >= 1 and (rows[:, 0] >= passes).all()
-            if step < self._skipped_steps or not is_full:
+            if is_skipped or not is_full:
                 return self._policy.sizes.astype(np.float64)
             if passes > 1:  # samples and seconds of a mean pass; the shares stay
                 rows = np.concatenate((rows[:, :2] / passes, rows[:, 2:]), axis=1)
