@@ -207,6 +207,7 @@ class GoodputAgent(Watcher):
         self._scheduler = None if self._is_scheduled_by_hand else cast("LRScheduler | None", scheduler)
         self._schedule_steps = 0  # steps of the schedule that the agent has made
         self._pass_counts: list[float] = []  # the counts that `loss` was given in the step's passes so far
+        self._has_loss_without_count = False  # in the step's passes so far
         self._gradient_factor = 1.0  # corrects the step's gradients from a weight by samples to one by counts
         self._optimizer, self._is_updating = optimizer, False
         # The parts that do the work, and their hooks.
@@ -352,6 +353,9 @@ class GoodputAgent(Watcher):
             problem = f"is {reduction} in a step of {current_pass.passes} passes"
             raise InputError("reduction", problem, "give a mean and its count")
         self._pass_with_loss = current_pass
+        self._has_loss_without_count = self._has_loss_without_count or count is None
+        if self._has_loss_without_count and (self._pass_counts or count is not None):
+            raise _count_error()
         if count is None:
             return self._scaler.loss(loss, reduction=reduction)
         count_here = float(count) if current_pass.samples else 0.0  # a filler batch counts for nothing
@@ -367,7 +371,7 @@ class GoodputAgent(Watcher):
         factor is 1. Raises InputError if some passes had no count.
         """
         if len(self._pass_counts) != current_pass.passes:
-            raise InputError("backward", "was given a count in some passes of a step only", "give it in all of them")
+            raise _count_error()
         total = sum(count for (count,) in self._job.numbers(sum(self._pass_counts)))
         self._gradient_factor = current_pass.step_samples / total if total else 1.0
 
@@ -505,7 +509,7 @@ class GoodputAgent(Watcher):
         self._scaler.pending.drop(self.sampler, everything=True)
         self._scaler.pending.draw(self.sampler, current_pass)
         if current_pass.number == 0:
-            self._pass_counts, self._gradient_factor = [], 1.0
+            self._pass_counts, self._has_loss_without_count, self._gradient_factor = [], False, 1.0
         if self._ddp_model is not None:
             self._ddp_model.require_backward_grad_sync = current_pass.is_last  # what DDP's no_sync() sets
         if self.is_off:
@@ -689,3 +693,8 @@ class GoodputAgent(Watcher):
         if scale <= 1 or (self._rule.needs_statistics and statistics is None):
             return min(scale, 1.0)
         return self._rule.steps_at_initial(scale, statistics)
+
+
+def _count_error() -> InputError:
+    """Return the error for a step in which some passes had a count and others had none."""
+    return InputError("backward", "was given a count in some passes of a step only", "give it in all of them")
