@@ -220,8 +220,8 @@ class ElasticTrainer:
         placement = ests if as_planned else None
         options |= {"max_workers": sum(ests), "batch_size": size, "placement": placement}
         trainer = cls(model, optimizer, loss_fn, dataset, **options)
-        device_type = planned.ranks[trainer.processes.rank].device_type
-        trainer._open_telemetry(planned.telemetry if as_planned else None, device_type)
+        if as_planned:
+            trainer._open_telemetry(planned.telemetry, planned.ranks[trainer.processes.rank].device_type)
         return trainer
 
     def _open_telemetry(self, path: str | None, device: str) -> None:
