@@ -248,7 +248,7 @@ def find_coupling(outputs: Sequence[Output], gradients: Sequence[Tensor | None],
     in_half[torch.randperm(len(in_half), generator=generator)[: len(in_half) // 2]] = True
     # No short cut: all ranks must compute both, because gathered outputs make ranks exchange messages in a derivative.
     coupled_by_layout = [_is_coupled(pairs, in_half, interleaved) for interleaved in (False, True)]
-    return all(coupled_by_layout)
+    return all(coupled_by_layout)  # in the wrong layout, a sample's own rows look like those of different samples
 
 
 def sample_dimension(shape: tuple[int, ...], samples: int) -> int | None:

@@ -336,6 +336,7 @@ class LossScaler:
         if guard is None or (not guard.is_measured and guard.updates % updates_per_look):
             return set(), {}
         graph = LossGraph.of(loss)
+        # The number of nodes says how often to look: a large graph takes longer.
         self._graph_nodes, forward_passes = graph.nodes, {output.key[0] for output in graph.outputs}
         if graph.is_weighed:
             before = f"has come through {self.name}.loss before"
@@ -357,8 +358,8 @@ class LossScaler:
     def _parameters_past_outputs(self, graph: LossGraph, guard: UpdateGuard) -> dict[str, Tensor]:
         """Return the model's parameters that a loss reaches without passing through the model's outputs, by name.
 
-        Parameters that the last forward pass has returned are left out. Leaves outside the model are given to the
-        guard, because another optimizer may train them.
+        Parameters that the last forward pass has returned, which are outputs themselves, are left out. Leaves outside the
+        model are given to the guard, because another optimizer may train them.
         """
         model = self._model()
         if model is None or not graph.leaves:
