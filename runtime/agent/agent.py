@@ -82,7 +82,7 @@ class Batches:
 
     def close(self) -> None:
         """End the iteration; a batch that the loop holds stays untrained."""
-        if isinstance(self._source, Generator):
+        if isinstance(self._source, Generator):  # of an epoch that is over it is an empty iterator, without close()
             self._source.close()
 
 
@@ -156,6 +156,7 @@ class GoodputAgent(Watcher):
         All ranks construct the agent together, because the checks exchange messages.
         """
         refuse_in_one_line()
+        # Check the arguments, also against those of other ranks.
         job = DistributedJob.this()
         limits = BatchLimits(
             initial_batch_size=initial_batch_size,
@@ -191,7 +192,8 @@ class GoodputAgent(Watcher):
         self.progress = 0.0
         """Number of steps at the initial batch that make the same progress by the rule (AdaScale: scale-invariant steps)."""
         self._cuda = is_cuda(model)
-        self._pass_under_way: Pass | None = None
+        # State of the present pass and step.
+        self._pass_under_way: Pass | None = None  # from its batch to the request for the next one
         self._last_backward_pass: Pass | None = None
         self._pass_with_loss: Pass | None = None  # the last pass whose loss came through `loss`
         # (parameter, its gradient, the gradient's version) after a pass that is not the step's last: must stay the same.
@@ -203,10 +205,12 @@ class GoodputAgent(Watcher):
         self._last_rates: tuple[int, list[Any]] | None = None  # (epoch, base rates) at the last update
         self._is_scheduled_by_hand = scheduler == "by hand"
         self._scheduler = None if self._is_scheduled_by_hand else cast("LRScheduler | None", scheduler)
-        self._schedule_steps = 0
+        self._schedule_steps = 0  # steps of the schedule that the agent has made
         self._pass_counts: list[float] = []  # the counts that `loss` was given in the step's passes so far
+        self._has_loss_without_count = False  # in the step's passes so far
         self._gradient_factor = 1.0  # corrects the step's gradients from a weight by samples to one by counts
         self._optimizer, self._is_updating = optimizer, False
+        # The parts that do the work, and their hooks.
         self._scaler = LossScaler(job, "agent", watcher=self)
         self._ddp_model = model if isinstance(model, DistributedDataParallel) and job.world_size > 1 else None
         process_group = self._ddp_model.process_group if self._ddp_model is not None else None
@@ -349,6 +353,9 @@ class GoodputAgent(Watcher):
             problem = f"is {reduction} in a step of {current_pass.passes} passes"
             raise InputError("reduction", problem, "give a mean and its count")
         self._pass_with_loss = current_pass
+        self._has_loss_without_count = self._has_loss_without_count or count is None
+        if self._has_loss_without_count and (self._pass_counts or count is not None):
+            raise _count_error()
         if count is None:
             return self._scaler.loss(loss, reduction=reduction)
         count_here = float(count) if current_pass.samples else 0.0  # a filler batch counts for nothing
@@ -364,7 +371,7 @@ class GoodputAgent(Watcher):
         factor is 1. Raises InputError if some passes had no count.
         """
         if len(self._pass_counts) != current_pass.passes:
-            raise InputError("backward", "was given a count in some passes of a step only", "give it in all of them")
+            raise _count_error()
         total = sum(count for (count,) in self._job.numbers(sum(self._pass_counts)))
         self._gradient_factor = current_pass.step_samples / total if total else 1.0
 
@@ -446,7 +453,7 @@ class GoodputAgent(Watcher):
         state_initial, own_initial = state.get("initial_batch_size"), self._limits.initial_batch_size
         if state_initial != own_initial:
             raise InputError("agent state:initial_batch_size", f"is {state_initial}", f"this job has {own_initial}")
-        try:
+        try:  # all that may fail comes before the agent itself is changed
             progress, total = float(state["progress"]), int(state["sampler"]["total_batch_size"])
             split = split_near(total, self._job.world_size, self._limits)
             sampler_before = self.sampler.state_dict(), self.sampler.split_at(self.sampler.step)
@@ -465,7 +472,7 @@ class GoodputAgent(Watcher):
             )
         self.progress = progress
         self._schedule_steps = int(state.get("scheduled", 0))
-        self._last_rates = None
+        self._last_rates = None  # loading may have changed the rates, which is not a schedule's doing
         self._first_step = self.sampler.step
         self._pass_under_way = self._finished_pass = self._timed_step = None
 
@@ -502,7 +509,7 @@ class GoodputAgent(Watcher):
         self._scaler.pending.drop(self.sampler, everything=True)
         self._scaler.pending.draw(self.sampler, current_pass)
         if current_pass.number == 0:
-            self._pass_counts, self._gradient_factor = [], 1.0
+            self._pass_counts, self._has_loss_without_count, self._gradient_factor = [], False, 1.0
         if self._ddp_model is not None:
             self._ddp_model.require_backward_grad_sync = current_pass.is_last  # what DDP's no_sync() sets
         if self.is_off:
@@ -631,6 +638,7 @@ class GoodputAgent(Watcher):
         first steps after a start and of an epoch's smaller last step are not kept.
         """
         end = stamp(self._cuda)
+        # Before `commit`, which moves the place in the epoch.
         factor = self._learning_rate_factor_at(current_pass.step_samples)
         self._finished_pass = current_pass
         self.sampler.commit(current_pass)
@@ -638,7 +646,7 @@ class GoodputAgent(Watcher):
             self.progress += self._steps_at_initial_batch(current_pass.step_samples)
         self._step_schedule()
         timed, self._timed_step = self._timed_step, None
-        if timed is None:
+        if timed is None:  # the agent is off
             return
         timed.end = end
         self._chooser.largest_tried = max(self._chooser.largest_tried, current_pass.step_samples)
@@ -685,3 +693,8 @@ class GoodputAgent(Watcher):
         if scale <= 1 or (self._rule.needs_statistics and statistics is None):
             return min(scale, 1.0)
         return self._rule.steps_at_initial(scale, statistics)
+
+
+def _count_error() -> InputError:
+    """Return the error for a step in which some passes had a count and others had none."""
+    return InputError("backward", "was given a count in some passes of a step only", "give it in all of them")

@@ -158,17 +158,19 @@ def decide(
     if noise_scale is None or not len(times):
         return None
     params, replicas, initial_batch = fit(times.observations()).params, present.world_size, limits.initial_batch_size
+    # The search: within the limits, and not beyond twice what was tried.
     total_limit = min(limits.max_batch_size, max(2 * largest_tried, initial_batch, replicas))
     local_limit = min(limits.max_local_batch_size, max(2 * times.largest_local_batch, limits.min_local_batch_size))
     explored = replace(limits, max_batch_size=total_limit, max_local_batch_size=local_limit)
-    passes = present.accumulation_steps  # passes before the last, which alone makes the update
-    local_batch = -(-present.total_batch_size // (replicas * (passes + 1)))  # rounded up
-    noise = {"noise_scale": noise_scale, "initial_batch_size": initial_batch}
-    present_goodput = float(goodput_per_s(params, nodes, replicas, local_batch, passes, **noise))
     try:
         best = tune_one(params, nodes, replicas, explored, noise_scale=noise_scale)
     except Infeasible:
         return None
+    # The present batch, by the same model.
+    passes = present.accumulation_steps  # passes before the last, which alone makes the update
+    local_batch = -(-present.total_batch_size // (replicas * (passes + 1)))  # rounded up
+    noise = {"noise_scale": noise_scale, "initial_batch_size": initial_batch}
+    present_goodput = float(goodput_per_s(params, nodes, replicas, local_batch, passes, **noise))
     # The search has equal batches on all ranks, which may exceed the limit; ranks may differ by a sample, so it is cut back.
     total = min(best.total_batch_size, explored.max_batch_size)
     best_split = Split(world_size=replicas, total_batch_size=total, accumulation_steps=best.accumulation_steps)
@@ -300,8 +302,8 @@ class Chooser:
         self.times = StepTimeHistory()
         self.statistics: GradientStatistics | None = None
         self.noise_scale: float | None = None
-        self.largest_tried = sampler.split_at(0).total_batch_size  # of the total batches that steps were made of
-        self.changes: list[tuple[int, int, int]] = []  # (first step, total batch, accumulation steps)
+        self.largest_tried = sampler.split_at(0).total_batch_size
+        self.changes: list[tuple[int, int, int]] = []
         self.decision: BatchDecision | None = None
         self.fit_cost_s = ASSUMED_FIT_S
         """CPU seconds of the last fit and search."""
@@ -320,7 +322,7 @@ class Chooser:
     def split_at(self, step: int) -> Split:
         """Return how the ranks share a full step at step number ``step``."""
         split = self._sampler.split_at(step)
-        assert isinstance(split, Split)
+        assert isinstance(split, Split)  # the agent gives its sampler no other shares
         return split
 
     def restart(self) -> None:
@@ -358,6 +360,7 @@ class Chooser:
         """
         self.read()
         step = self._sampler.step
+        # Each rank proposes the first step that its loader has not handed out; rank 0 answers with a setting.
         agreed = self._consensus.propose(lambda: np.array([self._sampler.next_step], dtype=np.float64))
         assert agreed is not None  # None comes only from a consensus behind training
         setting = _Setting(*agreed)  # NaN and 0 mean: no change
@@ -394,7 +397,7 @@ class Chooser:
         ``first_step``: the first step that no rank has handed out; ``step``: number of the next step of this rank.
         """
         step_s = (time.perf_counter() - self._last_look[1]) / max(step - self._last_look[0], 1)
-        decision, is_fitting = self._finished_decision()
+        decision, is_fitting = self._advance_fit()
         setting = _Setting(first_step, step + self._steps_to_next(step_s, is_fitting), self._next_noise_interval())
         if decision is not None and self._policy.adapt:
             split = decision.split
@@ -450,11 +453,11 @@ class Chooser:
         step_s = statistics.median(self._durations)
         return affordable_interval(self._noise.cost_s, step_s, NOISE_SHARE * policy.overhead)
 
-    def _finished_decision(self) -> tuple[BatchDecision | None, bool]:
-        """Return (a finished fit's decision, whether a fit is under way); start a fit if none is and it is affordable.
+    def _advance_fit(self) -> tuple[BatchDecision | None, bool]:
+        """Take a finished fit's result, or start a fit if none runs and it is affordable; return (decision, whether one runs).
 
-        The decision is None if no fit has finished since the last call, or it has failed or found nothing. Without a
-        background thread the fit runs here.
+        The decision, which :attr:`decision` keeps, is None if no fit has finished since the last call, or it has failed or
+        found nothing. Without a background thread the fit runs here.
         """
         if self._running_fit is not None:
             if not self._running_fit.done():

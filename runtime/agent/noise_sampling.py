@@ -219,8 +219,10 @@ class NoiseSampler:
         """
         if self._is_step_sampled and self._world_size == 1 and current_pass.passes > 1 and current_pass.number == 0:
             with self._measured_time():
-                first = int(current_pass.split.sizes_of(current_pass.step_samples)[0, 0])
-                self._small_batch_norm = squared_norm(*self._gradients()) / current_pass.weight**2, first
+                # The only rank's first pass, of sizes by (rank, pass).
+                first_pass_samples = int(current_pass.split.sizes_of(current_pass.step_samples)[0, 0])
+                norm = squared_norm(*self._gradients()) / current_pass.weight**2
+                self._small_batch_norm = norm, first_pass_samples
 
     def begin_last_backward(self) -> None:
         """With several replicas, hook into each parameter before a step's last backward pass.
@@ -251,12 +253,13 @@ class NoiseSampler:
         if self._is_step_sampled and self._group is not None:
             with self._measured_time():
                 self._remove_hooks()
-                sizes = current_pass.split.sizes_of(current_pass.step_samples).sum(axis=1)
+                sizes = current_pass.split.sizes_of(current_pass.step_samples).sum(axis=1)  # (n,) samples by rank
                 own_share = float(sizes[dist.get_rank(self._group)]) / current_pass.step_samples
                 squared = torch.stack(self._local_norms).sum() if self._local_norms else torch.full((), math.nan)
                 # A gradient here is n x share x the mean gradient of the rank's samples (n ranks, because DDP will divide
                 # by n), so its squared norm is divided by (n x share)^2; the ranks are averaged with weights `share`.
                 small = squared * correction**2 / (own_share * self._world_size**2)
+                # The small batch is a rank's mean number of samples; a rank without any has no gradient to compare.
                 self._small_batch_norm = small, current_pass.step_samples / len(sizes) if sizes.min() else 0.0
                 self._reduction = dist.all_reduce(small, group=self._group, async_op=True)
 

@@ -390,14 +390,15 @@ def balance(
         is_slow_to_choose = chosen.cluster == "gpu" or job.world_size > MOST_BLOCKING
         behind = is_slow_to_choose if chosen.background is None else chosen.background
         manager.interval_s = 0.0 if behind else chosen.interval_s
-        consensus = Consensus(job, manager.paced, timeout_s=chosen.timeout_s, behind=chosen.enabled and behind)
+        choose = manager.sizes_and_steps_to_report
+        consensus = Consensus(job, choose, timeout_s=chosen.timeout_s, behind=chosen.enabled and behind)
     scaler = LossScaler(job, "balancer", lambda: balancer.sizes)  # called later only: the balancer is made below
     scaler.watcher = clock = _StepClock(is_cuda(model), scaler.pending.take_tally)
     clock.readings = chosen.predictor in READING
     begin_check(job, model, optimizer)
     balancer = Balancer(job, dataset, start, fewest, scaler, clock, consensus, manager, chosen.enabled)
     scaler.open(model, optimizer)
-    if job.side is not None and chosen.compress == "bf16":
+    if job.side is not None and chosen.compress == "bf16":  # a single process, which has no side group, sends nothing
         compress(model)
     optimizer.register_step_post_hook(balancer.after_step)
     return balancer
@@ -470,8 +471,8 @@ def _prepare(
 def _policy_of(options: BalanceOptions, sizes: Sequence[int], limits: Sequence[int] | None, least: int) -> Policy:
     """Return the policy for the cluster that ``options`` name; it starts from ``sizes``, (n,) samples by rank.
 
-    For ``gpu`` sizes are tried out (Algorithm 2), because a GPU's speed depends on its batch; for ``cpu`` they follow predicted
-    speeds. ``limits``: (n,) most samples by rank, or None; ``least``: fewest samples of any rank.
+    For ``gpu`` sizes are tried out (Algorithm 2), because a GPU's speed depends on its batch; for ``cpu`` they follow
+    predicted speeds. ``limits``: (n,) most samples by rank, or None; ``least``: fewest samples of any rank.
     """
     if options.cluster == "gpu":
         return TrialPolicy(sizes, limits, options.trial if options.trial is not None else LIVE_TRIAL, least)
@@ -554,23 +555,25 @@ class Manager:
     def __init__(self, policy: Policy, events: Path | None = None, skip: int = 1) -> None:
         self._policy = policy
         self._events, self._run = LineFile(events, kind_of(BalanceEvent), "balancing events"), new_run()
-        self._skipped_steps = skip
-        self._step = 0
+        self._reports_to_skip = skip
+        # Number of the last step that was reported, from 0, and of steps from there to the next report.
+        self._last_step, self._steps_to_report = -1, 1
         self._advised_rank: int | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # the policy is asked in the consensus's thread, and saved in the training's
         self.total = int(policy.sizes.sum())
         self.interval_s = 0.0
         """Seconds between reports: agreeing costs time that counts in short steps. 0: report after every step."""
 
-    def paced(self, rows: Floats) -> Floats:
+    def sizes_and_steps_to_report(self, rows: Floats) -> Floats:
         """Return the answer to all ranks, (n + 1,): the n next sizes, and after how many steps ranks report again.
 
         ``rows`` (n, 5): the ranks' reports (:meth:`_StepClock.row`), each of one or several steps.
         """
         steps = max(float(rows[:, 0].sum()), 1.0) / self.total  # less than one at the end of an epoch
         longest_s = max(float(rows[:, 1].max()) / steps, 1e-9)  # not 0, to divide by
-        steps_to_report = min(max(self.interval_s // longest_s, 1), MOST_STEPS_UNREPORTED)
-        return np.append(self(rows), steps_to_report)
+        sizes = self(rows)
+        self._steps_to_report = int(min(max(self.interval_s // longest_s, 1), MOST_STEPS_UNREPORTED))
+        return np.append(sizes, self._steps_to_report)
 
     def __call__(self, rows: Floats) -> Floats:
         """Return the next sizes, (n,) samples, from the ranks' (n, 5) reports; log and write changes and advice.
@@ -579,10 +582,11 @@ class Manager:
         are not judged (see the class) leave the sizes as they are. A straggler is named once, not at every report.
         """
         with self._lock:
-            step, self._step = self._step, self._step + 1
+            step = self._last_step = self._last_step + self._steps_to_report
+            is_skipped, self._reports_to_skip = self._reports_to_skip > 0, self._reports_to_skip - 1
             passes, remainder = divmod(round(float(rows[:, 0].sum())), self.total)
             is_full = remainder == 0 and passes >= 1 and (rows[:, 0] >= passes).all()
-            if step < self._skipped_steps or not is_full:
+            if is_skipped or not is_full:
                 return self._policy.sizes.astype(np.float64)
             if passes > 1:  # samples and seconds of a mean pass; the shares stay
                 rows = np.concatenate((rows[:, :2] / passes, rows[:, 2:]), axis=1)

@@ -61,8 +61,8 @@ class PartitionedData:
         self._job = DistributedJob.this()
         self._tag = self._job.new_tag()
         self._migration: _Migration | None = None
-        self._sample_order: list[int] = []
-        self._traversal_count = 0
+        self._sample_order: list[int] = []  # indices in this partition that come next
+        self._traversal_count = 0  # of this partition, since partitions last changed: each has an order of its own
         self._traversals = Traversals(self._read_partition_sizes(), threshold)
 
     def _read_partition_sizes(self) -> list[int]:

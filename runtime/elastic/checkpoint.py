@@ -117,6 +117,7 @@ def write(path: str | os.PathLike[str], content: dict[str, Any], last: Stamp | N
     path = Path(path)
     for replaced in (path, previous(path)):
         demand_file(replaced)
+    # Refuse to replace what another run has written.
     present = stamp(path)
     if last is not None and present is not None and present != last:
         remedy = "end that run, or give this one a checkpoint of its own"

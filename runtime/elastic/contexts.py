@@ -109,9 +109,10 @@ class WorkerState:
         self._turns += 1
         self.install(self._values[rank])
         is_power_of_two = self._turns & (self._turns - 1) == 0
-        if self._turns <= max(2, len(self._local)) or is_power_of_two:
+        if self._turns <= len(self._local) or is_power_of_two:
             own_values = self._values[rank]
             shared = ((key, value) for key, value in self._attributes() if key not in own_values)
+            # The copy is what all workers start with, should this turn change the attribute.
             self._before = {key: (_comparable(value), _copied(value)) for key, value in shared}
             self._submodules_before = self._submodules()
 
@@ -171,12 +172,15 @@ class WorkerState:
 
         Buffers are not copied, attributes are. Attributes that are absent, and buffers that are None, are left out.
         """
-        entries = [(plain_name(prefix), name, value) for (prefix, name), value in self._values[rank].items()]
-        dicts = [(prefix, value) for prefix, name, value in entries if name == BUFFERS]
-        return {
-            "buffers": {p + name: v for p, buffers in dicts for name, v in buffers.items() if v is not None},
-            "attributes": {p + name: _copied(v) for p, name, v in entries if name != BUFFERS and v is not ABSENT},
-        }
+        buffers: Document = {}
+        attributes: Document = {}
+        for (prefix, name), value in self._values[rank].items():
+            if name == BUFFERS:
+                held = {buffer_name: buffer for buffer_name, buffer in value.items() if buffer is not None}
+                buffers |= {plain_name(prefix) + buffer_name: buffer for buffer_name, buffer in held.items()}
+            elif value is not ABSENT:
+                attributes[plain_name(prefix) + name] = _copied(value)
+        return {"buffers": buffers, "attributes": attributes}
 
     def load(self, documents: Sequence[Document], device: torch.device) -> None:
         """Replace the local workers' values by those in ``documents``, one per worker of the job in virtual-rank order.
@@ -186,6 +190,7 @@ class WorkerState:
         then changes nothing.
         """
         present = {plain_name(name): v for name, v in named_buffers(self._modules).items() if v is not None}
+        # An attribute that any worker had of its own is every worker's own.
         names = dict.fromkeys(name for document in documents for name in document["attributes"])
         keys = {name: self._attribute_key(name, "attributes") for name in names}
         loaded: dict[int, dict[Key, Any]] = {}
@@ -194,6 +199,7 @@ class WorkerState:
             moved_by_id = dict[int, Tensor]()  # by id of the present buffer: tied buffers stay tied
             if lacking := sorted(present.keys() - saved.keys()):
                 raise InputError("buffers", f"{lacking[0]} is only in the model", "build the model that was saved")
+            # A checkpoint has no buffers that are registered as None.
             worker_values = loaded[rank] = {
                 (prefix, BUFFERS): {name: None for name, value in module._buffers.items() if value is None}
                 for prefix, module in self._modules.items()

@@ -239,6 +239,7 @@ class OrderedMean:
         if self._processes.size == 1:  # nothing is sent, so nobody needs to know when gradients are ready
             self.close()
         if self.bucket_names is None:
+            # Gradients may become ready in another order elsewhere, so all use what virtual rank 0's process recorded.
             recorded = self._processes.job.gather(json.dumps(self._recorded_buckets()).encode())
             self.bucket_names = json.loads(recorded[self._owners[0]])
         index_of = {name: index for index, name in enumerate(self._parameters)}

@@ -81,6 +81,7 @@ class TurnRecorder:
             """Record the output's fingerprint as "NUMBER NAME", by the number of the call in this turn."""
             if self._turn is not None and torch.is_grad_enabled():
                 call = f"{len(self._turn['output'])} {name}"
+                # One fingerprint of all tensors that the output holds.
                 self._turn["output"][call] = digest("".join(digests(output).values()).encode())
 
         return note

@@ -149,7 +149,7 @@ class StepReader:
             try:
                 for line_number, line in enumerate(iter(lambda: file.readline(_LONGEST_STEP), b""), start=1):
                     try:
-                        document = json.loads(line, parse_constant=str)
+                        document = json.loads(line, parse_constant=str)  # NaN as text, which equals itself
                     except (ValueError, RecursionError):
                         if not line.endswith(b"\n"):
                             self.cut = True

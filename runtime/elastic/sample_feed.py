@@ -121,6 +121,7 @@ class SampleFeed:
         try:
             yield
         except (RuntimeError, OSError, EOFError) as error:
+            # Broken connections raise OSError and EOFError; torch's own RuntimeError names the worker.
             may_be_worker = not isinstance(error, RuntimeError) or "DataLoader worker" in str(error)
             number, process = self._ended_worker() if may_be_worker else (0, None)
             if process is None:

@@ -49,9 +49,9 @@ def workers_of(path: str, planned: Enforcement) -> tuple[list[int], int]:
     ``path``: the plan's file, for errors. Raises InputError for a process without logical workers, and for batch sizes
     that differ or are not whole.
     """
-    sizes = {entry.local_batch_size / max(entry.ests, 1) for entry in planned.ranks}
+    sizes = {entry.local_batch_size / max(entry.ests, 1) for entry in planned.ranks}  # samples per logical worker
     size = int(min(sizes))
-    if len(sizes) != 1 or size not in sizes or not all(entry.ests for entry in planned.ranks):
+    if len(sizes) != 1 or size not in sizes or not all(entry.ests for entry in planned.ranks):  # unequal, or not whole
         problem = f"of a plan of strategy {planned.strategy} are no equal logical workers"
         raise InputError(f"{path}:ranks", problem, "plan with --strategy est, or give it to runtime.attach")
     return [entry.ests for entry in planned.ranks], size

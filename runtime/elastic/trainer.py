@@ -134,12 +134,13 @@ class ElasticTrainer:
         All processes construct the trainer together; parameters and buffers of process 0 are sent to the others.
         """
         refuse_in_one_line()
+        # Check all arguments, before processes exchange anything and after.
         check_model(model, loss_fn)
         inner = bare_optimizer(optimizer)
         self.model, self.optimizer, self.loss_fn, self.dataset = model, optimizer, loss_fn, dataset
         self._parameters: dict[str, nn.Parameter] = {}
-        self._layout: tuple[Any, ...] = ()  # what `_present_layout` returned when `_parameters` were last collected
-        self._collect_parameters()
+        self._layout: tuple[Any, ...] = ()  # what `_present_layout` returned when `_parameters` were last set
+        self._replace_parameters()
         check_parameters(self._parameters)
         check_optimizer(inner)
         self.device = next(model.parameters()).device
@@ -160,6 +161,7 @@ class ElasticTrainer:
         description = ", ".join(f"{name} {value}" for name, value in environment.items())
         remedy = "give all processes the same: torch.set_num_threads"
         self.processes.job.demand_same("environment", description, remedy)
+        # Start from process 0's values; then make the parts of this process.
         modules = modules_of(model, loss_fn)
         buffers = {id(value): value for value in named_buffers(modules).values() if value is not None}
         broadcast([*self._parameters.values(), *buffers.values()], 0)
@@ -180,10 +182,11 @@ class ElasticTrainer:
         self._extras = dict(extras or {})
         self._stamps: dict[Path, checkpoint.Stamp | None] = {}  # of the checkpoints that this run has read or written
         self._stops: list[StopSignals] = []
+        # The position in the run, and the state of the step and turn under way.
         self.epoch_number, self.step_in_epoch, self.steps_made = 0, 0, 0
         self.last_step: StepResult | None = None
-        self._losses: dict[int, list[Tensor]] = {}
-        self._micro_batches = 0
+        self._losses: dict[int, list[Tensor]] = {}  # of the step under way, by virtual rank; empty between steps
+        self._micro_batches = 0  # ended so far in the whole run of this process
         self._awaits_update = False  # whether a step's gradients are averaged and the update has not come yet
         # The sum of all parameters' versions at the step's start, and the number of collectives run at the turn's start.
         self._versions = self._collectives = 0
@@ -217,8 +220,8 @@ class ElasticTrainer:
         placement = ests if as_planned else None
         options |= {"max_workers": sum(ests), "batch_size": size, "placement": placement}
         trainer = cls(model, optimizer, loss_fn, dataset, **options)
-        device_type = planned.ranks[trainer.processes.rank].device_type
-        trainer._open_telemetry(planned.telemetry if as_planned else None, device_type)
+        if as_planned:
+            trainer._open_telemetry(planned.telemetry, planned.ranks[trainer.processes.rank].device_type)
         return trainer
 
     def _open_telemetry(self, path: str | None, device: str) -> None:
@@ -226,7 +229,7 @@ class ElasticTrainer:
         self._rows = TelemetryFile.of(path, self.processes.job, device)
         self._telemetry = StepRecorder(self._rows, cuda=self.device.type == "cuda")
 
-    def _count_gradients(self) -> Tensor | None:
+    def _count_gradients(self) -> Tensor:
         """Register a hook that counts, in ``_backward_passes``, backward passes of the first trained parameter; return that.
 
         With accumulation, the count says how often its gradient may have changed (:meth:`_demand_same_gradients`).
@@ -252,7 +255,7 @@ class ElasticTrainer:
         if all(optimizer is not entry for entry in saved) and not known.isdisjoint(trained):
             self._unsaved_optimizer = type(optimizer).__name__
 
-    def _collect_parameters(self) -> list[Tensor]:
+    def _replace_parameters(self) -> list[Tensor]:
         """Set ``_parameters`` to those of model, loss and optimizer by name; return those that were not in it before.
 
         ``_layout`` is set too, so that a later change is noticed. A parameter in several of them gets its name from the
@@ -381,6 +384,7 @@ class ElasticTrainer:
         """
         for sampler in self._samplers.values():
             sampler.set_epoch(epoch)
+        # By virtual rank, the dataset indices of each step of the epoch, those of its micro-batches one after the other.
         shares = {rank: list(sampler) for rank, sampler in self._samplers.items()}
         batch_size = self.settings.batch_size
         tasks = []
@@ -420,7 +424,7 @@ class ElasticTrainer:
         # torch raises a tensor's version with every change in place.
         self._versions = sum(value._version for value in self._parameters.values())
         if self._layout != self._present_layout():
-            broadcast(self._collect_parameters(), 0)
+            broadcast(self._replace_parameters(), 0)
             self._mean = self._new_mean(None, self._mean)
 
     def turn_done(self, loss: Tensor | None = None) -> bool:
@@ -501,6 +505,7 @@ class ElasticTrainer:
         """
         losses = [[float(value) for value in self._losses[rank]] for rank in self.processes.local]
         stop = float(any(signals.came for signals in self._stops))
+        # For each worker, here and then of all processes: (its mean loss, whether its process is to stop).
         notes = [[sum(worker_losses) / len(worker_losses), stop] for worker_losses in losses]
         table = self._mean.finish(torch.tensor(notes, dtype=torch.float64))
         self._losses = {}
@@ -651,13 +656,14 @@ class ElasticTrainer:
         InputError as :meth:`resume` does, and when there is no checkpoint.
         """
         self._demand_between_steps("load")
-        stamp = checkpoint.stamp(path)
+        stamp = checkpoint.stamp(path)  # before reading: a file that another run replaces meanwhile has another one
         present = self.settings.model_dump(), self.device, self._parameters, self._extras, self.optimizer
         content, differences = self.processes.job.together(lambda: checkpoint.read_matching(path, *present))
         if differences and self.processes.rank == 0:
             text = f"{os.fspath(path)}:optimizer: {'; '.join(differences)}; the saved values are continued with"
             warnings.warn(text, stacklevel=2)
         self.processes.job.demand_same(os.fspath(path), checkpoint.content_digest(content), "use a folder that all see")
+        # From here on this process's state changes.
         names = {plain_name(name): name for name in self._parameters}
         with torch.no_grad():
             for name, value in self._parameters.items():

@@ -318,6 +318,7 @@ class EnforcingHook(Hook):
             file = TelemetryFile.of(planned.telemetry, job, planned.ranks[job.rank].device_type)
             self._record(file, job, model, optimizers[0], self._scaler)
         begin_check(job, model, *optimizers, path=self._path)
+        # A single process has nothing to weight, so its passes are watched for telemetry only.
         if job.side is not None or self.recorder is not None:
             self._scaler.open(model, *optimizers)
         self._scaler.pending.missing = None
@@ -381,10 +382,10 @@ class EnforcingHook(Hook):
             stream: Any = given.dataset
             options = {"shared": shared, "drop_last": given.drop_last, **given.options}
             return StreamLoader(stream, self._sizes, self._job, self._scaler, **options)
-        if given.dataset is not self._dataset:
+        if given.dataset is not self._dataset:  # that one was compared by `attach`
             demand_same_samples(self._job, given.dataset)
-        split = replace(self._sizes, least=passes, passes=passes)
-        fitting_sizes(split.sizes, split.world_size, split.total_batch_size, passes)
+        split = replace(self._sizes, least=passes, passes=passes)  # at least one sample for each pass
+        fitting_sizes(split.sizes, split.world_size, split.total_batch_size, passes)  # raises if a rank has fewer
         known_lengths = self._same_lengths(lengths, given.dataset)
         options = {"drop_last": given.drop_last, "order": given.order, "lengths": known_lengths}
         sampler = VariableBatchSampler(given.samples, split, self.rank, **options)
@@ -466,7 +467,7 @@ def attach(
     error of ddltool end the process with one line on stderr and exit code 2.
     """
     if config is None and optimizer is not None:
-        leave_alone(bare_optimizer(optimizer))
+        leave_alone(bare_optimizer(optimizer))  # else the hook of a model with a plan would refuse its updates
     if is_set("DDLTOOL_OFF") or (config is None and telemetry is None):
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         return Hook(dataset, rank, world_size)
@@ -476,16 +477,18 @@ def attach(
     if (model is None) != (optimizer is None):
         remedy = "give both, or neither and call hook.bind later"
         raise InputError("attach", "got a model or an optimizer alone", remedy)
-    job, hook = DistributedJob.this(), Hook(dataset, 0, 1)
-    if config is not None:
+    job = DistributedJob.this()
+    hook: Hook
+    if config is None:
+        assert telemetry is not None  # without both, a hook that does nothing was returned above
+        hook = ObservingHook(os.fspath(telemetry), dataset, job)
+    else:
         path = config_path(config)
         enforcement = job.together(lambda: load_and_check(path, job, dataset))
         digest = hashlib.sha256(to_json(enforcement).encode()).hexdigest()[:12]
         job.demand_same(path, f"content {digest}", "give every rank the same file")
         demand_same_samples(job, dataset)
         hook = EnforcingHook(path, enforcement, dataset, job)
-    elif telemetry is not None:
-        hook = ObservingHook(os.fspath(telemetry), dataset, job)
     if model is not None and optimizer is not None:
         hook.bind(model, optimizer)
     return hook

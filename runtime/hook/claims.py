@@ -142,13 +142,13 @@ class LossGraph:
         computed take its place. If the outputs are too large together (:data:`_MOST_ELEMENTS`), none is measurable.
         """
         outputs: list[Output] = []
-        deeper = self.outputs
-        while deeper:
-            outputs += [output for output in deeper if math.prod(output.shape) > 1]
+        next_outputs = self.outputs
+        while next_outputs:
+            outputs += [output for output in next_outputs if math.prod(output.shape) > 1]
             # An output of one element is a loss that the model has computed: go on to its inputs.
-            inside = _behind(output for output in deeper if math.prod(output.shape) <= 1)
-            deeper = []
-            for _ in _walk(inside, deeper):  # fills `deeper`
+            inside = _behind(output for output in next_outputs if math.prod(output.shape) <= 1)
+            next_outputs = []
+            for _ in _walk(inside, next_outputs):  # fills `next_outputs`
                 pass
         behind = {output.key for node in _walk(_behind(outputs)) for output in outputs_of(node)}
         nearest = [output for output in outputs if output.key not in behind]
@@ -248,7 +248,7 @@ def find_coupling(outputs: Sequence[Output], gradients: Sequence[Tensor | None],
     in_half[torch.randperm(len(in_half), generator=generator)[: len(in_half) // 2]] = True
     # No short cut: all ranks must compute both, because gathered outputs make ranks exchange messages in a derivative.
     coupled_by_layout = [_is_coupled(pairs, in_half, interleaved) for interleaved in (False, True)]
-    return all(coupled_by_layout)
+    return all(coupled_by_layout)  # in the wrong layout, a sample's own rows look like those of different samples
 
 
 def sample_dimension(shape: tuple[int, ...], samples: int) -> int | None:
@@ -282,7 +282,7 @@ def _is_coupled(pairs: Sequence[tuple[Output, Tensor]], in_half: Tensor, interle
             shape[dimension] = output.shape[dimension]
             rows_per_sample = shape[dimension] // len(in_half)
             mask = in_half.repeat_interleave(rows_per_sample) if interleaved else in_half.repeat(rows_per_sample)
-            mask = mask.to(gradient.device).view(shape)
+            mask = mask.to(gradient.device).view(shape)  # 1 in all other dimensions, for which it is repeated
         masks.append(mask)
         # Any weights do that do not cancel by chance: cosines of multiples of 0.618 need no random numbers.
         weights = torch.arange(gradient.numel(), device=gradient.device, dtype=gradient.dtype).mul_(0.618).cos_()

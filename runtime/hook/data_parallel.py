@@ -89,7 +89,7 @@ def bucket_report(model: DistributedDataParallel, config: Config) -> BucketRepor
     planned = tuple(frozenset(bucket) for bucket in plan.buckets)
     logged: dict[str, Any] = getattr(model, "_get_ddp_logging_data", dict)()
     names = [name for name, value in model.module.named_parameters() if value.requires_grad]
-    rebuilt = str(logged.get("rebuilt_per_bucket_param_indices", ""))
+    rebuilt = str(logged.get("rebuilt_per_bucket_param_indices", ""))  # such as "2 1, 0": indices in `names` by bucket
     if not logged:
         return BucketReport(status="unknown", planned=planned, actual=())
     if not rebuilt:

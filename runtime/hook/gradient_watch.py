@@ -64,11 +64,11 @@ class _GradientWatch:
         # A GradScaler sets found_inf on a fused optimizer, which then skips such an update by itself.
         if self._has_warned or getattr(optimizer, "found_inf", None) is not None:
             return
-        looked_at = {0, self._updates % len(self._trained)}
+        looked_at = {0, self._updates % len(self._trained)}  # places of the first parameter and of one that takes turns
         gradients_looked_at = [gradient for place in looked_at if (gradient := self._gradient(place)) is not None]
         if any(gradient.is_cuda for gradient in gradients_looked_at) and update % STEPS_ON_CUDA:
             return
-        turn = update // len(self._trained)
+        turn = update // len(self._trained)  # raised when each parameter has been looked at once
         if all(math.isfinite(float(_sum_of_some(gradient, turn))) for gradient in gradients_looked_at):
             return
         gradients = [(name, self._gradient(place)) for place, (name, _) in enumerate(self._trained)]

@@ -61,6 +61,7 @@ class GivenLoader:
         self.options = {name: getattr(loader, name) for name in _OPTIONS if hasattr(loader, name)}
         self.dataset: Dataset[Any] = loader.dataset
         self.is_stream = isinstance(self.dataset, IterableDataset)
+        # accelerate's loaders keep the script's `drop_last`, dataset and samplers under other names or inside their own.
         self.drop_last = bool(getattr(loader, "_drop_last", loader.drop_last))
         if self.is_stream:
             if type(self.dataset).__module__.startswith("accelerate."):
@@ -69,6 +70,7 @@ class GivenLoader:
                     problem = f"gives whole batches of a {type(self.dataset).__name__}"
                     raise InputError("loader", problem, "let it give single samples, with batch_size=1 or more")
             return
+        # With batch_size=None the sampler itself may give whole batches.
         batches: Any = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
         while isinstance(inner := getattr(batches, "batch_sampler", None), BatchSampler):
             batches = inner
@@ -183,6 +185,8 @@ class _NotingLoader(DataLoader[Any]):
     batches are this rank's already; here they are moved to accelerate's device.
     """
 
+    # Attributes that accelerate reads: leave the loader as it is; whether the present batch is the last; -1: the last batch
+    # was not filled up with samples that `gather_for_metrics` would have to drop.
     _is_accelerate_prepared = True
     end_of_dataloader = False
     remainder = -1
@@ -286,7 +290,7 @@ class StreamLoader(_NotingLoader):
         **options: Any,
     ) -> None:
         """Divide the stream by ``sizes``; without ``shared``, take this rank's size at each step."""
-        if not shared:
+        if not shared:  # all of the stream is this rank's, its remainder included
             sizes, drop_last = Sizes((sizes.sizes[job.rank],)), False
         least = sizes.total_batch_size if drop_last else sizes.world_size  # at least one sample for each rank
         cut = SharedStream(stream, sizes, job.rank if shared else 0, least)

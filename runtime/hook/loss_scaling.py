@@ -336,6 +336,7 @@ class LossScaler:
         if guard is None or (not guard.is_measured and guard.updates % updates_per_look):
             return set(), {}
         graph = LossGraph.of(loss)
+        # The number of nodes says how often to look: a large graph takes longer.
         self._graph_nodes, forward_passes = graph.nodes, {output.key[0] for output in graph.outputs}
         if graph.is_weighed:
             before = f"has come through {self.name}.loss before"
@@ -357,8 +358,8 @@ class LossScaler:
     def _parameters_past_outputs(self, graph: LossGraph, guard: UpdateGuard) -> dict[str, Tensor]:
         """Return the model's parameters that a loss reaches without passing through the model's outputs, by name.
 
-        Parameters that the last forward pass has returned are left out. Leaves outside the model are given to the
-        guard, because another optimizer may train them.
+        Parameters that the last forward pass has returned, which are outputs themselves, are left out. Leaves outside the
+        model are given to the guard, because another optimizer may train them.
         """
         model = self._model()
         if model is None or not graph.leaves:
@@ -373,7 +374,8 @@ class LossScaler:
     ) -> OutputGradients:
         """Return the weighted gradients of a loss by its outputs; refuse a mean over samples that are coupled.
 
-        An output from which another one is computed has None, because gradients of both kinds arrive there.
+        An output from which another one is computed has None, because gradients of both kinds arrive there. ``factor``:
+        the loss's weight; ``share``: the batch's, if the loss is said to be a mean over its samples.
         """
         outputs, behind = graph.measurable_outputs()
         expected: OutputGradients = dict.fromkeys(behind)
@@ -381,15 +383,14 @@ class LossScaler:
         if outputs and share is not None:
             gradients = output_gradients(loss, outputs, factor, twice=True)
             if gradients is not None and find_coupling(outputs, gradients, share.samples, guard.updates):
-                problem = (
-                    "is said to be a mean over samples, but one sample's part of it depends on others of this rank's "
-                )
+                problem = "is said to be a mean over samples, but one sample's part of it depends on others of "
+                problem += "this rank's batch"
                 remedy = (
                     f"gather what is compared from all ranks and say {self.name}.loss(loss, count=samples), or where "
                 )
                 remedy += f'each rank\'s samples by themselves are meant, {self.name}.loss(loss, reduction="average")'
-                guard.refuse(InputError("loss", problem + "batch", remedy))
-        if outputs and gradients is None:
+                guard.refuse(InputError("loss", problem, remedy))
+        if outputs and gradients is None:  # nothing is claimed, or the loss has no second derivative
             gradients = output_gradients(loss, outputs, factor, twice=False)
         for output, gradient in zip(outputs, gradients or (), strict=False):
             if gradient is not None:
@@ -405,6 +406,7 @@ class LossScaler:
         gradient, guard = gradients[place], self._guard
         if _current_backward is None or guard is None or gradient is None or not _current_backward.expected:
             return
+        # No weighted loss sends a gradient to an output that is not in `expected`.
         expected = _current_backward.expected.get(key, torch.zeros_like(gradient))
         if expected is not None and largest_difference(gradient.detach(), expected.to(gradient.dtype)) > 1:
             problem = f"has a term that did not come through {self.name}.loss"
@@ -430,11 +432,12 @@ class LossScaler:
         under_way = self._join_backward()
         under_way.is_weighed = True
         under_way.forward_passes |= forward_passes
-        if scale.numel() == 1:
+        if scale.numel() == 1:  # the loss is a scalar, as it was when it was measured
             for key, gradient in gradients.items():
                 expected_so_far = under_way.expected.get(key, torch.zeros(()))
                 if gradient is not None and expected_so_far is not None:
                     gradient = expected_so_far + gradient * scale.detach().to(gradient.dtype)
+                # None, any gradient, stays None whatever else arrives there.
                 under_way.expected[key] = None if expected_so_far is None else gradient
         return scale * factor
 
@@ -500,10 +503,11 @@ class LossScaler:
         return InputError("loss", f"did not come through {self.name}.loss", remedy)
 
     def _after_update(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """Compare the ranks after an update: the optimizer's post-step hook.
+        """Compare the ranks after an update of ``optimizer``: its post-step hook.
 
-        After the first updates most hooks on parameters are removed, because a few show every backward pass. Raises
-        InputError, on all ranks, for what any rank refuses.
+        An update with gradients of which none came through :meth:`loss` is refused. After the first updates most hooks on
+        parameters are removed, because a few show every backward pass. Raises InputError, on all ranks, for what any rank
+        refuses.
         """
         if (guard := self._guard) is None:
             return

@@ -108,7 +108,7 @@ class OuterSteps:
         self._sent: deque[_Sent] = deque()
         # A single thread, so that all islands exchange fragments in the same order; at exit Python waits for its work.
         self._sender = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ddltool-outer")
-        self._watch = inner.register_step_post_hook(lambda *_: self._after_update())
+        self._hook = inner.register_step_post_hook(lambda *_: self._after_update())
 
     @classmethod
     def settings_of(cls, path: str, island: int) -> dict[str, Any]:
@@ -166,16 +166,17 @@ class OuterSteps:
         """
         sent = self._sent.popleft()
         error = sent.average.exception()
-        is_here = torch.tensor([error is None], dtype=torch.float32)
+        has_average = torch.tensor([error is None], dtype=torch.float32)
         if self._inside is not None:
-            _broadcast_from_first(is_here, self._inside)  # the first rank alone knows whether averaging has failed
-        if not is_here:
+            _broadcast_from_first(has_average, self._inside)  # the first rank alone knows whether averaging has failed
+        if not has_average:
             text = "an island is gone; give a group of those left to outer.regroup"
             raise LostRank(f"{text} ({str(error or 'said by the first rank').splitlines()[0]})") from error
         average = sent.average.result()
         if self._inside is not None:
             _broadcast_from_first(average, self._inside)
         rate, momentum = self.optimizer
+        # The module's formula, with D = average and M = momentum_buffer.
         outer, momentum_buffer = self.outer[sent.fragment], self.momentum[sent.fragment]
         momentum_buffer.mul_(momentum).add_(average)
         outer.sub_(average.add(momentum_buffer, alpha=momentum), alpha=rate)
@@ -210,7 +211,10 @@ class OuterSteps:
                 _mix(part, outer, 0.0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what :meth:`load_state_dict` resumes from, with this rank's tensors; blocks for averages under way."""
+        """Return what :meth:`load_state_dict` resumes from, with this rank's tensors; blocks for averages under way.
+
+        "sent" has (fragment, number of inner steps after which it is due, average) of each average not applied yet.
+        """
         return {
             "steps": self.steps,
             "outer": [part.clone() for part in self.outer],
@@ -237,8 +241,8 @@ class OuterSteps:
         )
 
     def close(self) -> None:
-        """Stop counting steps; blocks for averages under way, which are not applied. More calls do nothing."""
-        self._watch.remove()
+        """Remove the hook that counts steps; blocks for averages under way, which are not applied. More calls do nothing."""
+        self._hook.remove()
         self._sender.shutdown()
 
 
@@ -310,8 +314,9 @@ def _cut_fragments(values: Sequence[nn.Parameter], fragments: int) -> list[list[
     total, parts, taken = sum(value.numel() for value in values), list[list[nn.Parameter]](), 0
     for place, value in enumerate(values):
         left = len(values) - place
-        is_full = taken >= total * len(parts) / fragments
-        if not parts or (len(parts) < fragments and (is_full or left <= fragments - len(parts))):
+        # The parts so far have their share of the elements; each part to come needs one of the parameters left.
+        is_full, is_needed = taken >= total * len(parts) / fragments, left <= fragments - len(parts)
+        if not parts or (len(parts) < fragments and (is_full or is_needed)):
             parts.append([])
         parts[-1].append(value)
         taken += value.numel()

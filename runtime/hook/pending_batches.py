@@ -158,7 +158,7 @@ class PendingBatches:
         fitting = batches = self._batches()
         if not batches:
             return None
-        if len({batch.share for batch in batches}) > 1:
+        if len({batch.share for batch in batches}) > 1:  # equal shares need not be told apart
             sizes = {*self.told, *self.passed}
             fitting = [batch for batch in batches if batch.share.samples in sizes]
             if len({batch.share for batch in fitting}) != 1:

@@ -29,16 +29,16 @@ def averaged(value: Tensor, group: Any, bits: int = 32, weight: float = 1.0) -> 
     """
     ranks = group.size()
     if bits == 32:
-        flat = torch.cat((value * weight, value.new_tensor([weight])))
+        flat = torch.cat((value * weight, value.new_tensor([weight])))  # one message for the sum and the total weight
         group.allreduce([flat]).wait()
         return flat[:-1] / flat[-1]
     weights = torch.tensor([weight], dtype=torch.float64)
     group.allreduce([weights]).wait()
     length = -(-value.numel() // (ranks * BLOCK)) * BLOCK  # of each rank's part: rounded up to whole blocks
     parts = torch.nn.functional.pad(value * weight, (0, ranks * length - value.numel())).view(ranks, length)
-    packed = torch.stack([packed_bits(part, bits) for part in parts])
-    received = torch.empty_like(packed)
-    group.alltoall_base(received.view(-1), packed.view(-1), [], []).wait()
+    packed = torch.stack([packed_bits(part, bits) for part in parts])  # (ranks, bytes): a row for each rank's part
+    received = torch.empty_like(packed)  # (ranks, bytes): this rank's part, as each rank has it
+    group.alltoall_base(received.view(-1), packed.view(-1), [], []).wait()  # []: equal shares
     part_average = torch.stack([unpacked(row, bits, value.dtype) for row in received]).sum(dim=0) / float(weights)
     packed_average = packed_bits(part_average, bits)
     gathered = [torch.empty_like(packed_average) for _ in range(ranks)]

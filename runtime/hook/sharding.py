@@ -58,7 +58,7 @@ def shard(model: nn.Module, config: Config, **options: Any) -> nn.Module:
         raise InputError(f"{where}:fsdp2.units", f"the model has no module {missing[0]!r}", "trace and plan this model")
     checkpoint_modules(model, plan.checkpointing)
     offload_modules(model, plan.on_host)
-    if processes == 1 and not plan.offload:
+    if processes == 1 and not plan.offload:  # nothing to divide; only fully_shard can keep the state on the host
         return model
     if plan.kind == "ddp":
         buckets = {} if enforcement.ddp is None else ddp_arguments(enforcement)
@@ -105,7 +105,7 @@ def checkpoint_modules(model: nn.Module, plan: Sequence[Recomputed]) -> None:
         if entry.module not in modules:
             problem = f"the model has no module {entry.module!r}"
             raise InputError("checkpointing", problem, "trace and plan this model")
-        if getattr(modules[entry.module].forward, "func", None) is checkpoint:
+        if getattr(modules[entry.module].forward, "func", None) is checkpoint:  # the partial that is made below
             raise InputError("checkpointing", f"{entry.module!r} is checkpointed already", "name each module once")
     for entry in plan:
         module = modules[entry.module]

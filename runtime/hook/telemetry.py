@@ -249,7 +249,7 @@ class PassClock(Watcher):
         if self._exchanges and (last := self._exchanges[-1]).done is None and last.ready is not None:
             last.note_done()
             if last.listened:
-                self._listened, last.like = last, None
+                self._listened, last.like = last, None  # it has measured its own *sync*
 
     def take(self) -> list[Exchange]:
         """Return the exchanges of gradients since the last call, which are those of the step that has ended."""

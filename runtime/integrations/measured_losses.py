@@ -188,26 +188,35 @@ def _verdicts(value: Any, whole: float, inputs: Any, items: Any, tolerance: floa
     rows = len(counts.get(SAMPLES, ()))
     # The number is tripled, not doubled: a mean that is multiplied by the number of processes is half as large in the
     # single process that `value` simulates, so with two processes it would look like a sum divided by twice the number.
+    # A sum that is divided by the number becomes a third; a loss that does not use the number stays.
     loss_by_triple = whole if items is None else value(inputs, 3 * items)
     is_divided, is_undivided = items is not None and near(3 * loss_by_triple, whole), near(loss_by_triple, whole)
     fitting = {DIVIDED} if is_divided else set()
     # Ranks may have to compute every loss together, so all of them are computed before anything is decided.
     if rows:
+        # Two cuts: of the whole batch into halves, and of its two most different rows into one each.
         halves, pair = (range(max(rows // 2, 1)), range(rows // 2, rows)), _unlike_rows(counts)
-        first, second = (value(_rows(inputs, rows, half), items) for half in halves)
-        fewest, most, both = (value(_rows(inputs, rows, part), items) for part in (pair[:1], pair[1:], pair))
-        relabelled = value(_other_first_labels(_rows(inputs, rows, pair)), items) if SHIFTED in counts else both
+        half_losses = [value(_rows(inputs, rows, half), items) for half in halves]
+        few_loss, many_loss, pair_loss = (
+            value(_rows(inputs, rows, part), items) for part in (pair[:1], pair[1:], pair)
+        )
+        relabelled_loss = pair_loss
+        if SHIFTED in counts:
+            relabelled_loss = value(_other_first_labels(_rows(inputs, rows, pair)), items)
     if rows > 1:
-        cuts = _Cut(whole, (first, second), halves), _Cut(both, (fewest, most), (pair[:1], pair[1:]))
+        cuts = (
+            _Cut(whole, (half_losses[0], half_losses[1]), halves),
+            _Cut(pair_loss, (few_loss, many_loss), (pair[:1], pair[1:])),
+        )
         # A sum divided by one number is the sum of its parts' losses; a mean is not.
         if not all(math.isnan(sum(cut.parts)) or near(cut.whole, sum(cut.parts), *cut.parts) for cut in cuts):
             fitting.discard(DIVIDED)
         if is_undivided:
             fitting |= _fitting_means(counts, cuts, near)
         # If both means over labels fit, another first label decides: only a mean over all labels changes by it.
-        has_both = {LABELS, SHIFTED} <= fitting and fewest != most
+        has_both = {LABELS, SHIFTED} <= fitting and few_loss != many_loss
         if has_both and _has_first_labels(_rows(inputs, rows, pair)):
-            fitting.remove(LABELS if relabelled == both else SHIFTED)
+            fitting.remove(LABELS if relabelled_loss == pair_loss else SHIFTED)
     if not math.isfinite(whole) or whole == 0:
         return [0.0] * len(KINDS)
     # A single row is a mean of any kind.
@@ -243,26 +252,25 @@ def _unlike_rows(counts: Mapping[str, Tensor]) -> list[int]:
     return [few, many] if few != many else [0, len(labels) - 1]
 
 
-def _rows(inputs: Any, rows: int, places: Sequence[int]) -> Any:
-    """Return the batch reduced to the rows at ``places``; tensors whose length is not ``rows`` stay whole.
+def _rows(inputs: Any, rows: int, chosen: Sequence[int]) -> Any:
+    """Return the batch reduced to the rows with the indices ``chosen``; tensors whose length is not ``rows`` stay whole.
 
     ``rows``: number of rows of the batch.
     """
 
     def part(value: Tensor) -> Tensor:
         """Return the chosen rows of a tensor that has rows; any other tensor itself."""
-        return value[torch.tensor([*places], device=value.device)] if value.dim() and len(value) == rows else value
+        return value[torch.tensor([*chosen], device=value.device)] if value.dim() and len(value) == rows else value
 
     return recursively_apply(part, inputs)
 
 
-def _mean(counts: Tensor, losses: Sequence[float], places: Sequence[Sequence[int]]) -> float:
+def _mean(counts: Tensor, losses: Sequence[float], rows: Sequence[Sequence[int]]) -> float:
     """Return the mean of the parts' ``losses``, each weighted by the sum of ``counts``, (rows,), over its rows.
 
-    ``places``: row indices of each part. A part without counts is left out, because its loss is not finite; 0 if all
-    are.
+    ``rows``: row indices of each part. A part without counts is left out, because its loss is not finite; 0 if all are.
     """
-    weights = [float(counts[[*part]].sum()) for part in places]
+    weights = [float(counts[[*part]].sum()) for part in rows]
     total = sum(weights)
     return sum(weight * loss for weight, loss in zip(weights, losses, strict=True) if weight) / total if total else 0.0
 

@@ -242,7 +242,7 @@ class _Campaign:
         replicas, steps = self.series[0]
         points = {batch: point.median for batch, point in self._points(replicas, steps).items()}
         batch = next_to_measure(points, min(self.limit, _LARGEST_DOUBLING))
-        if batch is None or batch > self.limit or batch in points:
+        if batch is None or batch > self.limit or batch in points:  # found, or stopped at the largest batch
             self.wanted = set(points)
             return None
         self.wanted = {*points, batch}
@@ -311,6 +311,7 @@ class _Campaign:
         )
         full, is_synchronised = median_interval(times.full), task.replicas > 1
         step_s = full.median
+        # Without synchronisation: from the steps that were timed so, or for one replica all of them.
         local_s = float(np.median(times.local)) if is_synchronised else step_s
         quartile_low_s, quartile_high_s = np.percentile(times.full, [25, 75])
         self.rows[key] = {

@@ -369,7 +369,7 @@ def _try_backends(rank: int, results: Connection) -> None:
     The name of the last message is "done".
     """
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # silence: backends print pages about problems that take one line here
-    chosen_interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    chosen_interface = os.environ.get("GLOO_SOCKET_IFNAME")  # None: first the loopback interface is tried
     os.environ["GLOO_SOCKET_IFNAME"] = chosen_interface or "lo"
     import torch
 

@@ -240,13 +240,13 @@ def _ping(peer: int, sizes: Sequence[int], rounds: int, table: torch.Tensor) -> 
     for row, size in enumerate(sizes):
         # An estimate, which also warms up the connection.
         times_s = round_trips(size, _FEWEST_ROUNDS if row == 0 else 2)
-        expected_s = 2 * min(times_s)
+        expected_s = 2 * min(times_s)  # of a round trip
         is_slow = expected_s > _SECONDS_PER_SIZE
         if not is_slow:
             times_s = round_trips(size, min(rounds, max(_FEWEST_ROUNDS, int(_SECONDS_PER_SIZE / expected_s))))
         low_s, median_s, high_s = np.percentile(times_s, [25, 50, 75])
         table[row] = torch.tensor([size, min(times_s), median_s, high_s - low_s])
-        if is_slow and row > 0:
+        if is_slow and row > 0:  # a line takes two sizes
             break
     dist.send(torch.tensor([0, 0]), dst=peer)
 

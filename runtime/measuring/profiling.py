@@ -61,7 +61,7 @@ def measured(
         )
     file.close(measurements.frame)
     frame = measurements.frame
-    if search is not None:
+    if search is not None:  # the limit is known by trying, so it need not be extrapolated from the rows' memory
         curves = summarise(frame, None, {request.device_name: largest})
     else:
         curves = summarise(frame, device_memory(request.device))

@@ -60,7 +60,7 @@ class StragglerMonitor:
     """Collects the steps of one rank, and on rank 0 looks at those of all; made by :func:`watch_ranks`.
 
     Attributes:
-        stretch: steps to the next look, the same on all ranks.
+        stretch: steps from one look to the next, at least ``every``; the same on all ranks.
         cost_s: CPU seconds of rank 0's last look; 0 elsewhere.
     """
 

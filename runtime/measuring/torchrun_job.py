@@ -25,7 +25,7 @@ _GRACE_S = 1.0
 
 
 class TorchrunJob:
-    """All processes of a torchrun job; every rank makes one, with equal arguments, and uses it as a context.
+    """This process's part in measuring with a torchrun job; every rank makes one, with equal arguments, and enters it.
 
     All ranks call :meth:`prepare`. Then rank 0's is the executor of a campaign, and the others :meth:`follow`. The
     first rank on which an exception occurs raises it and notes its failure in the job's store. The other ranks, whose
@@ -36,8 +36,8 @@ class TorchrunJob:
         """Keep the arguments; ``replicas``: counts to be measured. Raises InputError for one above the number of processes."""
         self.place, self.subject, self.replicas = place, subject, sorted(set(replicas))
         self._tasks = 0  # number of the next task in the store
-        self._worker: StepTimer | None = None
-        self.where = subject.source
+        self._worker: StepTimer | None = None  # made by `prepare`
+        self.where = subject.source  # begins error messages: the source, later the task under way
         if self.replicas[-1] > place.world_size:
             problem = f"{self.replicas[-1]} is more than the job's {place.world_size} processes"
             raise InputError("--replicas", problem, f"start {self.replicas[-1]} with torchrun, or measure fewer")
@@ -134,6 +134,7 @@ class TorchrunJob:
 
         The first failure is the reason for all; the errors of other ranks are only its consequences.
         """
+        # A RuntimeError may be that of a collective whose peer has failed, so the peer gets time to say so.
         if self._failed_elsewhere(_GRACE_S if isinstance(error, RuntimeError) else 0.0):
             return SystemExit(1)
         if isinstance(error, RuntimeError) and _is_lost(error):

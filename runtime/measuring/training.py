@@ -90,26 +90,7 @@ def backward_and_update(
     import torch
 
     scaler = torch.amp.GradScaler(device.type, init_scale=_FIRST_SCALE, enabled=precision == "fp16")
-    name = optimizer.removeprefix("foreach-")
-    implementation: dict[str, Any] = {"fused": True} if device.type == "cuda" else {}
-    if optimizer != name:
-        implementation = {"foreach": True}
-    parameters = list(module.parameters())
-    built: list[torch.optim.Optimizer] = []
-    if name in ("sgd", "momentum"):
-        momentum = 0.9 if name == "momentum" else 0.0
-        built = [torch.optim.SGD(parameters, lr=1e-3, momentum=momentum, **implementation)]
-    elif name == "adafactor":
-        built = [torch.optim.Adafactor(parameters)]
-    elif name != "none":
-        if name == "muon":
-            matrices = _matrices_of_blocks(module)
-            built = [torch.optim.Muon(matrices)] if matrices else []
-            taken = set(map(id, matrices))
-            parameters = [parameter for parameter in parameters if id(parameter) not in taken]
-        if parameters:
-            adam = torch.optim.Adam if name == "adam" else torch.optim.AdamW
-            built.append(adam(parameters, lr=1e-4, **implementation))
+    built = _built_optimizers(module, optimizer, device)
 
     def backward(loss: Any) -> None:
         """Run the backward pass of a loss, scaled if the precision needs it."""
@@ -124,6 +105,34 @@ def backward_and_update(
         module.zero_grad()
 
     return backward, update
+
+
+def _built_optimizers(module: nn.Module, optimizer: str, device: torch.device) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that the name ``optimizer`` stands for (:func:`backward_and_update`), over all parameters."""
+    import torch
+
+    name = optimizer.removeprefix("foreach-")
+    implementation: dict[str, Any] = {"fused": True} if device.type == "cuda" else {}
+    if optimizer != name:
+        implementation = {"foreach": True}
+    parameters = list(module.parameters())
+    if name == "none":
+        return []
+    if name in ("sgd", "momentum"):
+        momentum = 0.9 if name == "momentum" else 0.0
+        return [torch.optim.SGD(parameters, lr=1e-3, momentum=momentum, **implementation)]
+    if name == "adafactor":
+        return [torch.optim.Adafactor(parameters)]
+    built: list[torch.optim.Optimizer] = []
+    if name == "muon":
+        matrices = _matrices_of_blocks(module)
+        built = [torch.optim.Muon(matrices)] if matrices else []
+        taken = set(map(id, matrices))
+        parameters = [parameter for parameter in parameters if id(parameter) not in taken]
+    if parameters:
+        adam = torch.optim.Adam if name == "adam" else torch.optim.AdamW
+        built.append(adam(parameters, lr=1e-4, **implementation))
+    return built
 
 
 def _matrices_of_blocks(module: nn.Module) -> list[nn.Parameter]:

@@ -91,8 +91,8 @@ def write_rows(rows: Iterable[SpeedRow], path: str | Path) -> None:
 def summarise(rows: Sequence[SpeedRow], batch: int) -> WatchResult:
     """Return each worker's speed (samples/s), and the mean seconds of an iteration with equal batches and batches by speed.
 
-    ``batch``: samples per worker and iteration. The first :data:`WARM_ITERATIONS` are left out of the figures if there
-    are more than twice as many.
+    ``batch``: samples per worker and iteration. A speed is the median, with the 10 % and 90 % quantiles. The first
+    :data:`WARM_ITERATIONS` are left out of the figures if there are more than twice as many.
     """
     frame = pd.DataFrame([asdict(row) for row in rows])
     first_steady = WARM_ITERATIONS if frame["iteration"].max() >= 2 * WARM_ITERATIONS else 0
@@ -222,11 +222,10 @@ def _worker(request: WatchRequest, rank: int, results: Connection) -> None:
             dist.barrier()
             with watch.iteration(request.batch):
                 step.loss(called(step.module, step.inputs, step.keywords)).backward()
-            trained = [value for value in parameters if value.grad is not None]
-            gradients = torch.nn.utils.parameters_to_vector([value.grad for value in trained if value.grad is not None])
-            dist.all_reduce(gradients)
-            gradients /= request.workers
-            torch.nn.utils.vector_to_parameters(gradients, [value.grad for value in trained if value.grad is not None])
+            gradients = [value.grad for value in parameters if value.grad is not None]
+            vector = torch.nn.utils.parameters_to_vector(gradients)
+            dist.all_reduce(vector)
+            torch.nn.utils.vector_to_parameters(vector / request.workers, gradients)
             optimizer.step()
             if time.monotonic() - sent_s > TELL_EVERY_S:
                 results.send(watch.rows[sent_rows:])

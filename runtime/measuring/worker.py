@@ -255,6 +255,7 @@ class _Configuration:
         from ddltool.runtime.measuring.training import backward_and_update, prepared_module
 
         self._step, self._device, self._group, self._call = step, device, group, called
+        # `_computing` and `_unsynchronised` make contexts: for a forward pass, and for a pass without synchronisation.
         module, self._inputs, self._computing = prepared_module(step.module, step.inputs, subject.numerics, device)
         self._module, self._unsynchronised = module, contextlib.nullcontext
         if group is not None:
@@ -267,7 +268,8 @@ class _Configuration:
 
         Of the ``accumulation`` + 1 passes, only the last synchronises the replicas, and only with ``synchronise``.
         """
-        loss_scale, pass_s, started_s = 1.0 / (accumulation + 1), 0.0, synchronised_clock(self._device)
+        loss_scale = 1.0 / (accumulation + 1)  # so that the sum over the passes is a mean
+        pass_s, started_s = 0.0, synchronised_clock(self._device)
         if accumulation:
             with self._unsynchronised():
                 for _ in range(accumulation):

@@ -223,6 +223,7 @@ class VariableBatchSampler(Sampler[list[int]]):
         """Start handing out passes after the last committed step; passes handed out before are forgotten."""
         self.issued.clear()
         self.issued_count = 0
+        # The first step that was not handed out yet, its position, and the passes of this iteration before it.
         self._next_step, self._next_position, self._handed_out = self.step, self.position, 0
 
     @property
@@ -298,6 +299,7 @@ class VariableBatchSampler(Sampler[list[int]]):
         while samples := self._samples_of_step(step, position):
             split, equal_steps = self.split_at(step), 1
             if samples == split.total_batch_size:  # count equal steps at once; the last two of an epoch may differ
+                # The first step with other sizes; without one, more steps ahead than the epoch can have.
                 change = next((first for first, _ in self._changes if first > step), self.dataset_size + step)
                 equal_steps = max(1, min(change - step, (self.dataset_size - position) // samples - 1))
             pass_count += equal_steps * len(_own_passes(split, samples, self.rank)[1])
@@ -341,10 +343,11 @@ class VariableBatchSampler(Sampler[list[int]]):
             ends = lower_ranks_samples + np.cumsum([0, *sizes])
             parts = [indices[begin:end].tolist() for begin, end in itertools.pairwise(ends.tolist())]
             return parts, _is_even(split, samples)
-        places = self._lengths.places(indices, split.sizes, split.passes)  # rank * passes + pass, for each sample
+        # For each sample, the number of its pass among those of all ranks, rank * passes + pass.
+        pass_of = self._lengths.assign(indices, split.sizes, split.passes)
         first = self.rank * split.passes
-        samples_by_pass = np.bincount(places, minlength=split.world_size * split.passes)
-        parts = [indices[places == first + index].tolist() for index in range(len(sizes))]
+        samples_by_pass = np.bincount(pass_of, minlength=split.world_size * split.passes)
+        parts = [indices[pass_of == first + index].tolist() for index in range(len(sizes))]
         return parts, bool((samples_by_pass == samples_by_pass[0]).all())
 
     def _samples_of_step(self, step: int, position: int) -> int:
@@ -354,14 +357,13 @@ class VariableBatchSampler(Sampler[list[int]]):
         planned.
         """
         remaining, total = self.dataset_size - position, self.split_at(step).total_batch_size
-        remaining_after = remaining - total  # negative: this step takes the remainder
-        is_too_small = remaining < self._fewest_in_step and not self._keeps_all_samples
-        if remaining_after < 0 and (self._drop_last or is_too_small):
-            return 0
-        if not 0 < remaining_after < self._fewest_in_step or not self._keeps_all_samples:
-            return min(remaining, total)
-        # The next step would be too small: leave it enough samples, or take them all.
-        return remaining - self._fewest_in_step if remaining >= 2 * self._fewest_in_step else remaining
+        if remaining < total:  # this step would be the remainder of the epoch
+            is_too_small = remaining < self._fewest_in_step and not self._keeps_all_samples
+            return 0 if self._drop_last or is_too_small else remaining
+        if self._keeps_all_samples and 0 < remaining - total < self._fewest_in_step:
+            # The next step would be too small: leave it enough samples, or take them all.
+            return remaining - self._fewest_in_step if remaining >= 2 * self._fewest_in_step else remaining
+        return total
 
     def state_dict(self) -> dict[str, int]:
         """Return the position and order for a checkpoint, which a job with other ranks and sizes can load."""

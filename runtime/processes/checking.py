@@ -254,11 +254,12 @@ class _Checked(_Recorded):
         self._path = Path(self._folder.name)
         self._errors = (self._path / "stderr").open("w+b")
         environment = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER)}
-        place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-        place |= {"MASTER_PORT": "0", REFERENCE: str(self._path), REFERENCE_RANKS: str(self._job.world_size)}
+        # A job of one process, at any free port.
+        alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        alone |= {"MASTER_PORT": "0", REFERENCE: str(self._path), REFERENCE_RANKS: str(self._job.world_size)}
         self._child = subprocess.Popen(
             [sys.executable, *sys.orig_argv[1:]],  # with the interpreter's own options, such as -m
-            env=environment | place,
+            env=environment | alone,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=self._errors,
@@ -338,6 +339,10 @@ class _Checked(_Recorded):
         with contextlib.suppress(OSError):
             self._errors.close()
             self._folder.cleanup()
+        self._keep_proof(outcome)
+
+    def _keep_proof(self, outcome: _Outcome) -> None:
+        """Write a decided outcome into the plan's config, if the script attached to one; a failure is logged only."""
         script = _script_sha256()
         if self._config is None or script is None or outcome.equal is None:
             return
@@ -387,8 +392,9 @@ class _Checked(_Recorded):
             last = (self._errors.read().decode(errors="replace").strip().splitlines() or [f"exit code {code}"])[-1]
             return _Outcome(None, f"undecided: the script cannot run alone ({last})")
         if min(written, updates_wanted) < LEAST_UPDATES:
-            line = f"the script{' alone' * (updates_wanted >= LEAST_UPDATES)} ended before update {LEAST_UPDATES}"
-            line += "; let it make as many"
+            # The job ended early, or only the reference did.
+            subject = "the script" if updates_wanted < LEAST_UPDATES else "the script alone"
+            line = f"{subject} ended before update {LEAST_UPDATES}; let it make as many"
             if code is None and updates_wanted >= LEAST_UPDATES:
                 line = f"the script alone made fewer than {LEAST_UPDATES} updates within {PATIENCE_S:g} s"
             return _Outcome(None, f"undecided: {line}")
@@ -453,8 +459,9 @@ class _Checked(_Recorded):
 def _reason(model: nn.Module, own_gradients: Arrays, expected_gradients: Arrays) -> str:
     """Return the likely reason why this job's gradients differ from the reference's, in words with a remedy.
 
-    The first that holds: all own gradients are one multiple of the expected ones, a BatchNorm sees this rank's samples
-    only, a gradient is missing; otherwise a list of what a loss term or random numbers may do.
+    The first that holds: all own gradients are one multiple of the expected ones (within a thousandth of the largest), a
+    BatchNorm sees this rank's samples only, a gradient is missing; otherwise a list of what a loss term or random numbers
+    may do.
     """
     both = [(own_gradients[name], expected_gradients[name]) for name in expected_gradients if name in own_gradients]
     own, expected = (np.concatenate(parts) for parts in zip(*both, strict=True)) if both else (np.zeros(1), np.ones(1))

@@ -93,7 +93,7 @@ class Consensus:
         if behind:
             self._rows: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
             self._choices: queue.SimpleQueue[Floats | DdlToolError] = queue.SimpleQueue()
-            self._handed_in = 0
+            self._handed_in = 0  # rows given to the thread so far
             self._thread = threading.Thread(target=self._run, name="ddltool-consensus", daemon=True)
             self._thread.start()
             atexit.register(self.close)

@@ -53,7 +53,7 @@ class Lengths:
         """A hash (12 hexadecimal digits) of the costs and ``padded``, by which ranks check that they have the same."""
         return hashlib.sha256(self._costs.tobytes() + bytes([self._padded])).hexdigest()[:12]
 
-    def places(self, indices: Ints, shares: Sequence[int], passes: int) -> Ints:
+    def assign(self, indices: Ints, shares: Sequence[int], passes: int) -> Ints:
         """Return which rank and pass computes each sample of a step, as (k,) numbers ``rank * passes + pass``.
 
         They are the same on every rank.
@@ -65,8 +65,8 @@ class Lengths:
         """
         from ddltool.analyzers.job.balancing.assigning import balanced, by_length
 
-        assign = by_length if self._padded else balanced
-        return assign(self._costs[indices], np.array(shares, dtype=np.float64), passes)
+        divide = by_length if self._padded else balanced
+        return divide(self._costs[indices], np.array(shares, dtype=np.float64), passes)
 
 
 def as_lengths(given: Any, samples: int) -> Lengths | None:

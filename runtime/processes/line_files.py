@@ -75,6 +75,7 @@ def _end_last_line(file: IO[bytes]) -> None:
     size = file.seek(0, os.SEEK_END)
     begin = file.seek(max(0, size - LONGEST_ROW))
     line = file.read().rpartition(b"\n")[2]
+    # Nothing follows the last newline, or the line began before what was read.
     if not line or (begin and len(line) == LONGEST_ROW):
         return
     try:

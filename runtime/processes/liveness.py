@@ -192,7 +192,7 @@ class LivenessMonitor:
         _end_within(3 * ENDING_S)  # the roll call itself may take long on a busy machine
         sys.stderr.write(f"error: {self.line(value)}\n")
         sys.stderr.flush()
-        _end_within(ENDING_S - WITHIN_S)
+        _end_within(ENDING_S - WITHIN_S)  # what is left after a roll call that took its usual time
 
 
 def _end_within(seconds: float) -> None:
@@ -236,6 +236,6 @@ def job_timeout_s() -> float:
     assert group is not None
     limits = []
     for device in ("cpu", "cuda"):
-        with contextlib.suppress(RuntimeError, AttributeError):
+        with contextlib.suppress(RuntimeError, AttributeError):  # no backend for this device, or one without options
             limits.append(group._get_backend(torch.device(device)).options._timeout.total_seconds())
     return min(limits, default=dist.distributed_c10d.default_pg_timeout.total_seconds())

@@ -104,15 +104,15 @@ def streams_kept(device: torch.device = torch.device("cpu")) -> Iterator[None]: 
         present.restore(device)
 
 
-def seed_streams(*place: int, device: torch.device | None = None) -> None:
-    """Seed this process's global generators from the numbers in ``place``; other numbers give independent streams.
+def seed_streams(*entropy: int, device: torch.device | None = None) -> None:
+    """Seed this process's global generators from the numbers ``entropy``; other numbers give independent streams.
 
     A logical worker starts from (seed, virtual rank). A plain DDP script that is to be compared with an elastic run
     calls this with the seed and the process's rank. torch's generator on ``device`` is seeded too if that is CUDA.
     """
-    words = np.random.SeedSequence(place).generate_state(4, np.uint64).tolist()
+    words = np.random.SeedSequence(entropy).generate_state(4, np.uint64).tolist()  # a seed for each generator
     random.seed(words[0])
-    np.random.seed(words[1] % 2**32)  # noqa: NPY002  # user code draws from it
+    np.random.seed(words[1] % 2**32)  # noqa: NPY002  # user code draws from it; it takes 32 bits
     torch.default_generator.manual_seed(words[2])
     if device is not None and device.type == "cuda":
         with torch.cuda.device(device):

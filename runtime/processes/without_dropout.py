@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+# Functions whose second argument is the dropout probability.
 _WITH_P = (
     *(functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d),
     *(functional.alpha_dropout, functional.feature_alpha_dropout, torch.dropout, torch.dropout_),

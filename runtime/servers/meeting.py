@@ -73,6 +73,7 @@ class Meeting:
             host, _, port = address.rpartition(":")
             if not host or not port.isdecimal():
                 raise InputError("DDLTOOL_SERVER", f'is "{address}"', "give HOST:PORT")
+            # A job that runs answers soon; one that starts waits for all its processes.
             return cls(rank=rank, size=size, address=address, token=token, limit_s=JOIN_S if rank is None else LIMIT_S)
         if rank is None or "MASTER_ADDR" not in environment:
             remedy = "start it by torchrun or examples/sync_launch.py, or set DDLTOOL_SERVER and DDLTOOL_TOKEN"
@@ -215,7 +216,7 @@ def join_job(
             raise TransferError(*values)
         elif kind == "begin":
             return values, other_messages
-        elif kind == "gone" and is_held:
+        elif kind == "gone" and is_held:  # before that, zmq dials again by itself
             raise TransferError(f"{plan.title(first_server)} ended before the job began")
     failure = "not begun the job" if is_held else f"not answered at {address}; is it there, and has it the same token?"
     raise TransferError(f"{plan.title(first_server)} has, for {limit_s:g} s, {failure}")
@@ -244,7 +245,7 @@ def gather_processes(
         raise
     addresses = [hellos[plan.rank_of_server(server)].address for server in range(plan.servers)]
     for rank, peer in peers.items():
-        wire.send(peer, ["begin", rank, 0, 0, addresses, lost_after_s, run])
+        wire.send(peer, ["begin", rank, 0, 0, addresses, lost_after_s, run])  # from step 0 of epoch 0
     if marker := os.environ.get("DDLTOOL_BEGUN"):
         Path(marker).touch()  # tells the launcher that the job has begun
     return peers, addresses, late_messages

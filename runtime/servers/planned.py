@@ -81,14 +81,14 @@ def follow(
     if samples < size * plan.workers:
         problem = f"is {size} for each of {plan.workers} workers, but the dataset has {samples} samples"
         raise InputError(f"{path}:ranks.local_batch_size", problem, "plan smaller batches or fewer devices")
-    updates = math.ceil(epochs * samples / size)
+    updates = math.ceil(epochs * samples / size)  # of all workers together: each batch of any worker is one
     file = _open_telemetry(planned, rank)
     with Worker(model, plan, policy, checkpoint=checkpoint) as worker:
-        file.identity = replace(file.identity, run=worker.run)
+        file.identity = replace(file.identity, run=worker.run)  # server 0's name for the run is known only now
         recorder = StepRecorder(file, cuda=is_cuda(model))
         for batch in _batches_of_epochs(worker, dataset, size, seed, options):
             if worker.updates >= updates:
-                worker.pull()
+                worker.pull()  # the trained parameters, into the model
                 return
             has_left = False
             with worker.step():

@@ -252,7 +252,7 @@ class ElasticBSP(ASP):
         self._superstep_count = 0
         self.quota: list[int] = [1] * state.seats
         self._last_barrier = [0] * state.seats
-        self._lengths_s: list[list[float]] = [[] for _ in range(state.seats)]
+        self._lengths_s: list[list[float]] = [[] for _ in range(state.seats)]  # by worker, of its latest iterations
         self._last_end_s: list[float | None] = [None] * state.seats  # None: before the end of its first iteration
         # Of the superstep under way: its workers (empty before the first), and by these their iterations and ends.
         self._superstep_workers: list[int] = []

@@ -180,7 +180,7 @@ class Server:
             raise
         self._rank_of_peer: dict[Peer, int] = {peer: rank for rank, peer in self._server_peers.items()}
         now_s = time.monotonic()
-        for worker, seat in enumerate(self._seats):
+        for worker, seat in enumerate(self._seats):  # the workers' peers go to their seats; servers remain
             seat.last_heard_s, seat.peer = now_s, self._server_peers.pop(plan.rank_of_worker(worker), None)
 
     @property
@@ -302,7 +302,7 @@ class Server:
         if (worker := self._member_of_peer(peer)) is not None:
             seat = self._seats[worker]
             seat.clock = clock
-            seat.queue = deque(self.plan.queue(self.server, worker, seat.pulls))
+            seat.queue = deque(self.plan.queue(self.server, worker, seat.pulls))  # a random order differs by pull
             seat.pulls += 1
             seat.epoch_first_step = clock if seat.epoch_first_step is None else seat.epoch_first_step
 
@@ -353,7 +353,7 @@ class Server:
         """
         if (worker := self._member_of_peer(peer)) is not None:
             members = self._members_of_epoch.setdefault(epoch, sorted(self._state.members))
-            seat = self._seats[worker]
+            seat = self._seats[worker]  # which now counts the worker's steps of this epoch, for the log if it is lost
             seat.epoch, seat.epoch_batches, seat.epoch_first_step = epoch, None, None
             self._send(worker, "members", members)
 

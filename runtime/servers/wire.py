@@ -94,7 +94,7 @@ class Wire:
         zmq_socket.curve_secretkey, zmq_socket.curve_publickey = self._keys
         # In milliseconds: four heartbeats in the time after which silence counts as broken.
         zmq_socket.heartbeat_ivl, zmq_socket.heartbeat_timeout = int(250 * SILENT_S), int(1e3 * SILENT_S)
-        zmq_socket.reconnect_ivl_max = 1000
+        zmq_socket.reconnect_ivl_max = 1000  # tries to connect at least once a second
         self._poller.register(zmq_socket, zmq.POLLIN)
         return zmq_socket
 
@@ -136,6 +136,7 @@ class Wire:
         for monitor, rank in self._monitors.items():
             while monitor.poll(0):
                 has_ended = recv_monitor_message(monitor)["event"] == zmq.EVENT_DISCONNECTED
+                # Closing does not wait for messages to a process that has ended.
                 self._dealers[rank].linger = 0 if has_ended else int(1e3 * LINGER_S)
                 self._events.append((rank, ["gone" if has_ended else "connected"], None))
         # Messages go before events: everything that was sent over a connection before it ended has come by now.

@@ -195,7 +195,7 @@ class Worker:
             raise InputError("batch_size", f"is {batch_size}", "give 1 or more")
         members = self.members(epoch)
         with self._running("was ended by"):
-            if self.rank not in members and epoch >= self.epoch:
+            if self.rank not in members and epoch >= self.epoch:  # one before it joined is refused by `shard`
                 raise TransferError(f"{self._title} was taken out of the job before epoch {epoch}")
             own_samples = torch.from_numpy(shard(samples, members, self.rank, epoch=epoch, seed=seed))
             own_batches = own_samples.split(batch_size) if len(own_samples) else ()

@@ -275,6 +275,20 @@ def test_arguments_that_cannot_be(options: dict[str, Any], message: str) -> None
         job(**options)
 
 
+@pytest.mark.parametrize("counts", [(3.0, None), (None, 3.0)])
+def test_a_count_in_some_passes_of_a_step_is_refused(counts: tuple[float | None, ...]) -> None:
+    """The gradients of all passes are divided by all counts, so a pass without one would have another weight."""
+    model, _, agent = job(max_local_batch_size=12)  # two passes
+    batches = agent.batches(0)
+    inputs, answers, _ = next(batches)
+    agent.loss(nn.functional.cross_entropy(model(inputs), answers), count=counts[0]).backward()
+    inputs, answers, _ = next(batches)
+    loss = nn.functional.cross_entropy(model(inputs), answers)
+    with pytest.raises(InputError, match="backward: was given a count in some passes of a step only; give it in all"):
+        agent.loss(loss, count=counts[1])
+    assert agent.complete  # told before the step's update
+
+
 def test_a_loop_that_goes_around_the_agent_is_told() -> None:
     model, optimizer, agent = job(max_local_batch_size=12)  # two passes
     batches = agent.batches(0)

@@ -106,7 +106,19 @@ def test_steps_of_several_batches_are_judged_by_their_mean() -> None:
     assert manager(np.column_stack(([4.0, 12.0], [1.0, 3.0], rest))).tolist() == [4.0, 4.0]
     manager.interval_s = 1.0
     for samples, seconds in ((4.0, 0.25), (12.0, 0.75), (1.0, 0.0625)):  # the next report follows full batches' time
-        assert manager.paced(np.column_stack(([samples] * 2, [seconds] * 2, rest)))[-1] == 4
+        assert manager.sizes_and_steps_to_report(np.column_stack(([samples] * 2, [seconds] * 2, rest)))[-1] == 4
+
+
+def test_events_name_the_last_step_of_a_report_of_several(tmp_path: Path) -> None:
+    """Steps of 0.25 s and a report each second: after step 0 come the reports of steps 1 to 4 and 5 to 8."""
+    events = tmp_path / "events.jsonl"
+    manager = Manager(SpeedPolicy([4, 4], predictor="last"), events, skip=0)
+    manager.interval_s, rest = 1.0, np.tile([0.5, 1.0, 0.5], (2, 1))
+    for samples, seconds in (([4.0, 4.0], 0.25), ([16.0, 16.0], 1.0), ([16.0, 16.0], [1.0, 0.333])):
+        report = np.column_stack((samples, np.broadcast_to(seconds, 2), rest))
+        assert manager.sizes_and_steps_to_report(report)[-1] == 4
+    rows = [BalanceEvent.model_validate_json(line) for line in events.read_text().splitlines()]
+    assert [(row.event, row.step, row.sizes) for row in rows] == [("resize", 8, [2, 6])]
 
 
 def test_one_process_alone_remembers_where_it_was() -> None:

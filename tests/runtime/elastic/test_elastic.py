@@ -98,13 +98,14 @@ def test_any_placement_gives_the_same_bits(
 
 
 def test_a_plan_places_the_workers_and_is_measured(tmp_path: Path) -> None:
-    """Three logical workers on the first process, one on the second; on one process the same bits, and no telemetry."""
+    """Three logical workers on the first process, one on the second; on one and on four the same bits, and no telemetry."""
     config, rows = tmp_path / "enforce.json", tmp_path / "telemetry.jsonl"
     made = enforcement([3 * 8, 8], telemetry=str(rows), strategy="est")
     ranks = [entry.model_copy(update={"ests": n}) for entry, n in zip(made.ranks, (3, 1), strict=True)]
     save(made.model_copy(update={"ranks": ranks}), config)
     two, other = on(2, planned, str(config))
     assert two == other == planned(str(config))
+    assert on(4, planned, str(config)) == [two] * 4
     found = [json.loads(line) for line in rows.read_text().splitlines()]
     assert sorted((row["rank"], row["step"], row["batch"], row["passes"]) for row in found) == [
         *((0, step, 24, 3) for step in range(3)),

@@ -87,13 +87,13 @@ def test_what_leaves_is_what_the_forward_pass_saved_and_what_was_planned(monkeyp
         }
         by_hand |= dict.fromkeys(saved_ops, 2 * model.length * 128 * 4) | {"layers.3": 0}
         assert planned == pytest.approx(by_hand, abs=16)  # a GPU's attention saves the state of its random numbers, too
-        left, give_up = list[int](), offloading._Saved.give_up
+        left, free_device = list[int](), offloading._SavedStorages.free_device
 
-        def counted(saved: offloading._Saved, left: list[int] = left, give_up: Any = give_up) -> None:
+        def counted(saved: offloading._SavedStorages, left: list[int] = left, free_device: Any = free_device) -> None:
             left.append(sum(content.nbytes for content in saved.on_host.values()))
-            give_up(saved)
+            free_device(saved)
 
-        monkeypatch.setattr(offloading._Saved, "give_up", counted)
+        monkeypatch.setattr(offloading._SavedStorages, "free_device", counted)
         hooked = Gpt(layers=4, width=128, length=64, words=512)
         checkpoint_modules(hooked, [Recomputed(module=name) for name in saved_ops])
         offload_modules(hooked, [Offloaded(module=f"layers.{k}", until=f"layers.{k + 1}") for k in range(3)])
@@ -120,42 +120,42 @@ def test_every_use_waits_for_its_copy_and_every_room_for_compute(monkeypatch: py
     """With streams of this test: memory is given up and used only after compute was told to wait for the last copies."""
     told = list[tuple[str, Any]]()
 
-    class Link(offloading._Link):
-        def beside(self, device: torch.device, out: bool) -> AbstractContextManager[Any]:
-            told.append(("begin", out))
+    class CopyStreams(offloading._CopyStreams):
+        def copying(self, device: torch.device, to_host: bool) -> AbstractContextManager[Any]:
+            told.append(("begin", to_host))
             return nullcontext()
 
-        def end(self, device: torch.device, out: bool) -> Any:
+        def end_of_copies(self, device: torch.device, to_host: bool) -> Any:
             told.append(("end", len(told)))
             return told[-1][1]
 
-        def wait(self, device: torch.device, end: Any) -> None:
+        def hold_compute(self, device: torch.device, end: Any) -> None:
             if end is not None:
                 told.append(("wait", end))
 
-    monkeypatch.setattr(offloading, "_Link", Link)
-    give_up, unpack = offloading._Saved.give_up, offloading._Saved.unpack
+    monkeypatch.setattr(offloading, "_CopyStreams", CopyStreams)
+    free_device, unpack = offloading._SavedStorages.free_device, offloading._SavedStorages.unpack
     checked = {"given up": 0, "used": 0}
 
-    def checked_give_up(saved: offloading._Saved) -> None:
+    def checked_free_device(saved: offloading._SavedStorages) -> None:
         held = set(saved.on_device)
-        give_up(saved)
+        free_device(saved)
         assert ("wait", saved.out_end) in told
         checked["given up"] += bool(held - set(saved.on_device))
 
-    def checked_unpack(saved: offloading._Saved, piece: Any) -> Tensor:
+    def checked_unpack(saved: offloading._SavedStorages, piece: Any) -> Tensor:
         made = unpack(saved, piece)
         if not isinstance(piece, Tensor) and piece.address in saved.on_host:
             assert ("wait", saved.back_end) in told
             checked["used"] += 1
         return made
 
-    monkeypatch.setattr(offloading._Saved, "give_up", checked_give_up)
-    monkeypatch.setattr(offloading._Saved, "unpack", checked_unpack)
+    monkeypatch.setattr(offloading._SavedStorages, "free_device", checked_free_device)
+    monkeypatch.setattr(offloading._SavedStorages, "unpack", checked_unpack)
     trained(prepared(AWAY, {}), steps=1)
     assert checked["given up"] == 3
     assert checked["used"] >= 3 * 10
-    begun = [out for word, out in told if word == "begin"]
+    begun = [to_host for word, to_host in told if word == "begin"]
     assert begun == [True] * 3 + [False] * 3  # each leaves once, and comes back once, before it is used
 
 
