@@ -34,10 +34,11 @@ from ddltool.telemetry import WARMUP_STEPS
 from ddltool.units import show_bytes, show_seconds
 
 MODEL = "zoo:resnet32"
-# The order of the example's small transfers hardly matters; in this shipped graph it does.
+# The order of resnet32's small transfers hardly matters; in this shipped graph it does.
 CONTRAST, CONTRAST_DEVICE = "resnet50_v1-training", "K80"
 BATCH_SIZES, REPLICAS, REPEATS, SAMPLES = (4, 8, 16, 24), (1, 2), 5, 50
 TRAINING_LIMIT_S = 300
+# The files in the report.
 REPORTED = (
     *("graph.json", "contrast-graph.json", "profile.csv", "goodput.json", "plan.json", "plan-bsp.json"),
     *("enforce.json", "telemetry.jsonl"),
@@ -173,18 +174,17 @@ def _train(output: Path, seed: int) -> Finding:
 
     Writes telemetry.jsonl, training.json and training.log. Raises DdlToolError if the training fails.
     """
-    enforcement, result_file, log_file = (
-        load(output / "enforce.json", Enforcement),
-        output / "training.json",
-        output / "training.log",
-    )
+    enforcement = load(output / "enforce.json", Enforcement)
+    result_file, log_file = output / "training.json", output / "training.log"
     command = ["-m", "ddltool.commands.demo_train", str(output / "enforce.json"), str(result_file)]
     # One thread each, as the processes share the cores; gloo over the loopback, as there may be no network.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
     code, script_output = run_script(command, enforcement.world_size, environment, "the training run", TRAINING_LIMIT_S)
     write_text(log_file, script_output)
     if code != 0:
-        lines = [line for line in script_output.splitlines() if "rror" in line]
+        lines = [
+            line for line in script_output.splitlines() if "rror" in line
+        ]  # Error, error: the first one is the cause
         raise DdlToolError(
             f"the training run failed with exit code {code} ({lines[0] if lines else 'no message'}); see {log_file}"
         )

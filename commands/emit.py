@@ -17,8 +17,10 @@ from ddltool.commands.verbs import VerbCall, demand_part, is_given, verb
 from ddltool.errors import InputError, known, shortened
 from ddltool.plans import EmitResult, Plan
 
+# Targets that can start a parameter server.
 _PARAMETER_SERVER_TARGETS = ("hook", "torchrun")
 _COMMON_OPTIONS = {"plan", "output", "target", "telemetry", "script"}
+_SIZES_SHOWN = 16
 _LAUNCHERS = ("torchrun", "slurm", "kubernetes")
 # Options that have an effect for these targets only.
 _TARGET_OPTIONS = {
@@ -28,6 +30,7 @@ _TARGET_OPTIONS = {
     "accelerate": {"devices_per_node"},
     "torchtitan": {"devices_per_node"},
 }
+# What Kubernetes and Slurm take as names; they go into scripts and manifests, where any other text could do harm.
 _LABEL_KEY = r"([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
 _NODE_VALUE = r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
 _LABEL_VALUE = r"[a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?"
@@ -103,7 +106,7 @@ def emit(
         )
     else:
         text, gaps = target_text(followed, target, enforcement, devices_per_node)
-    for enforcement_path in paths[1:]:
+    for enforcement_path in paths[1:]:  # enforce.json, if it is a file of its own
         write_text(enforcement_path, to_json(enforcement))
     write_text(path, text)
     return EmitResult(
@@ -132,7 +135,7 @@ def show_emit(call: VerbCall[EmitResult], as_json: bool = False) -> None:
         note(f"not expressed by {written.target}: {gap}")
     if written.paths != ["-"]:
         sizes = [*map(str, written.local_batch_sizes)]
-        batches = ", ".join([*sizes[:16], *(["..."] if len(sizes) > 16 else [])])
+        batches = ", ".join(sizes if len(sizes) <= _SIZES_SHOWN else [*sizes[:_SIZES_SHOWN], "..."])
         groups = "" if written.group is None else f" in {len(sizes)} groups of {written.group.text}"
         files = " and ".join(written.paths)
         say(f"wrote {files}: {written.world_size} processes{groups}, local batch sizes {batches}")
@@ -155,7 +158,7 @@ def _read_devices_per_node(text: str, option: str) -> dict[str, int] | int:
 
 
 def _checked_cluster_name(option: str, name: str, target: str) -> str:
-    """Return ``name``, the value of ``option``. Raises InputError if it is no valid name for the target's cluster."""
+    """Return ``name``, the value of ``option``. Raises InputError if Slurm (a ``target``), else Kubernetes, refuses it."""
     patterns = {"--image": _IMAGE_NAME, "--queue": _LABEL_VALUE}
     pattern = _SLURM_NAME if target == "slurm" else patterns.get(option, _LABEL_KEY)
     if not re.fullmatch(pattern, name):

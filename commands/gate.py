@@ -35,6 +35,7 @@ from ddltool.commands.verbs import VerbCall, demand_part, verb
 from ddltool.errors import CheckFailed, InputError
 from ddltool.results import GateMetrics, GateResult, MetricFigure
 
+# Failed checks that the error's line names.
 _NAMED = 8
 
 
@@ -92,6 +93,7 @@ def show_gate(
 ) -> None:
     """Print the verdict, and write it as JUnit, SARIF and for GitHub if asked. Raises CheckFailed if a check failed.
 
+    ``junit`` and ``sarif``: files to write; ``github``: print annotations, and append to the step's summary.
     ``metrics``: list the metrics of the current artifacts instead.
     """
     current, config = call["current"], call["config"]

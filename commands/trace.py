@@ -37,6 +37,7 @@ from ddltool.graph_results import DeterminismResult, NamedGraph, TraceResult
 from ddltool.shipped import known_devices
 from ddltool.stages import Stage, Tell, log_remark, quietly
 
+# Parameters that say what joins replicas.
 _LINKS = ("gpus_per_node", "link", "nic", "nccl_tests")
 # Parameters that a graph with times of its own ignores.
 _TIMING = ("device", "devices_file", "bandwidth", "latency", "parameter_servers", *_LINKS)
@@ -95,6 +96,7 @@ def trace(
     compression = None if compress is None else parse_compression(compress)
     if output is not None and output == perfetto:
         raise InputError("perfetto", f"is {perfetto}, as -o", "give two different files")
+    # Of a source FILE:FUNCTION the file is an input.
     read = [name_of(source).partition(":")[0]] if isinstance(source, (str, Path)) else []
     check_outputs([*read, oracle, devices_file, *nccl_tests], {"-o": output, "--perfetto": perfetto})
     with stage(f"tracing {name_of(source)}") as advance:
@@ -123,6 +125,7 @@ def trace(
             exact_s=time_limit_s if exact else None,
             progress=lambda done, total: advance(done, "" if done < total else "(searching a better order)"),
         )
+    # A file with times of its own was timed for its own network.
     has_own_times = is_graph_file(source) and oracle is None and graph.meta.get("bandwidth_bytes_per_s") is not None
     if has_own_times:
         if unread := [name for name in _TIMING if is_given(name)]:
@@ -152,7 +155,7 @@ def trace(
         plans = plans.model_copy(update={"compressed": figures})
     result = trace_result(graph, comparison, plans)
     timeline = None
-    if perfetto is not None:  # made before anything is written
+    if perfetto is not None:  # made before anything is written, so that an error leaves no file behind
         tac = comparison.schedules["tac"]
         timeline = to_json(to_chrome_trace(graph, comparison.timelines["tac"], tac.priority), indent=None)
     if output is not None:
@@ -191,7 +194,7 @@ def show_trace(
 def _demand_parts(source: Source | list[str], oracle: str | None) -> None:
     """Raise InputError for a given argument that has no effect on timing this source.
 
-    ``oracle``: the origin of the ops' times: "roofline", "measured" or a file.
+    ``oracle``: where the ops' times come from: "roofline" (the cost model), "measured" (on this machine) or a file.
     """
     _demand_bindable(source)
     if oracle == "measured":
