@@ -158,7 +158,7 @@ def _predictors(name: str, tell: Tell) -> tuple[str, ...]:
     name = known("--predictor", name, (*PREDICTORS, "all"))
     if name != "all":
         return (name,)
-    if importlib.util.find_spec("statsmodels") is not None:
+    if importlib.util.find_spec("statsmodels") is not None:  # an optional package, which arima alone needs
         return PREDICTORS
     tell("arima is left out: pip install statsmodels")
     return tuple(name for name in PREDICTORS if name != "arima")

@@ -99,12 +99,8 @@ def _trace(output: Path, seed: int) -> Finding:
     sampling: dict[str, Any] = {"samples": SAMPLES, "seed": seed, "tell": note}
     outputs: dict[str, Any] = {"output": output / "graph.json", "perfetto": output / "timeline.perfetto.json"}
     zoo_result = trace(MODEL, batch_size=8, device="V100", **outputs, **sampling)
-    contrast_graph: dict[str, Any] = {
-        "device": CONTRAST_DEVICE,
-        "oracle": "roofline",
-        "output": output / "contrast-graph.json",
-    }
-    contrast_result = trace(shipped, **contrast_graph, **sampling)
+    contrast_file = output / "contrast-graph.json"
+    contrast_result = trace(shipped, device=CONTRAST_DEVICE, oracle="roofline", output=contrast_file, **sampling)
     by_rule = zoo_result.coverage.rule_time if zoo_result.coverage is not None else 0.0
     sentence = (
         f"{zoo_result.graph.ops} ops, {show_bytes(zoo_result.graph.parameter_bytes)}; {by_rule:.0%} of the time by rule"

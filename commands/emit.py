@@ -83,6 +83,7 @@ def emit(
         problem = f"has no parameter server, which {where}, an elastic-bsp plan, needs"
         raise InputError(f"--target {target}", problem, f"give --target {' or '.join(_PARAMETER_SERVER_TARGETS)}")
     enforcement = to_enforcement(followed, telemetry=None if telemetry == "none" else telemetry)
+    # A launcher gets the script and the names of the cluster; other targets read the plan alone.
     if target in _LAUNCHERS:
         resource_name = _checked_cluster_name(
             "--resource", resource or ("gpu" if target == "slurm" else "nvidia.com/gpu"), target
@@ -96,14 +97,9 @@ def emit(
             queue=None if queue is None else _checked_cluster_name("--queue", queue, target),
             kind=kind,
         )
-        # A gap is reported if the default script does not exist; in a container it is not visible from here.
-        script_gaps = []
-        is_trusted = is_given("script") or target == "kubernetes"
-        if not is_trusted and not any((folder / script).exists() for folder in (Path(), path.parent)):
-            script_gaps = [f"script: {script} is started, and there is none here (--script names yours)"]
-        text, gaps = launcher_text(
-            followed, target, layout(followed, devices_per_node), enforcement, settings, script_gaps
-        )
+        script_gaps = _script_gaps(script, target, path.parent)
+        groups = layout(followed, devices_per_node)
+        text, gaps = launcher_text(followed, target, groups, enforcement, settings, script_gaps)
     else:
         text, gaps = target_text(followed, target, enforcement, devices_per_node)
     for enforcement_path in paths[1:]:  # enforce.json, if it is a file of its own
@@ -139,6 +135,17 @@ def show_emit(call: VerbCall[EmitResult], as_json: bool = False) -> None:
         groups = "" if written.group is None else f" in {len(sizes)} groups of {written.group.text}"
         files = " and ".join(written.paths)
         say(f"wrote {files}: {written.world_size} processes{groups}, local batch sizes {batches}")
+
+
+def _script_gaps(script: str, target: str, folder: Path) -> list[str]:
+    """Return the gap to report if the default script is neither here nor in the output's ``folder``; [] for none.
+
+    A script that the user named is trusted; of a container's nothing is visible from here.
+    """
+    is_trusted = is_given("script") or target == "kubernetes"
+    if is_trusted or any((place / script).exists() for place in (Path(), folder)):
+        return []
+    return [f"script: {script} is started, and there is none here (--script names yours)"]
 
 
 def _label_values(text: str, device_types: Sequence[str]) -> dict[str, str]:

@@ -150,15 +150,13 @@ def _list_metrics(figures: Figures, as_json: bool) -> None:
         ]
         print_json(GateMetrics(artifact=figures.kind, metrics=listed))
         return
-    rows = []
-    for metric in metrics:
-        repeats = str(min((cell.repeats for cell in metric.cells), default=1)) if metric.measured else "-"
-        rows.append(
-            (
-                short_name(metric.name),
-                "measured" if metric.measured else "",
-                show_figure(metric.value, metric.unit),
-                repeats,
-            )
+    rows = [
+        (
+            short_name(metric.name),
+            "measured" if metric.measured else "",
+            show_figure(metric.value, metric.unit),
+            str(min((cell.repeats for cell in metric.cells), default=1)) if metric.measured else "-",
         )
+        for metric in metrics
+    ]
     out().print(table(f"Metrics of a {figures.kind}", ("metric", "", "value", "repeats"), rows, text_columns=2))

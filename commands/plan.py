@@ -221,9 +221,10 @@ def plan(
         )
     refuse("a plan of devices on one network", OUTER, instead="separate islands by +: --devices 8xH100+8xA100")
     # A step that was recorded, or is to be.
-    recorded = _recorded(job)
-    if is_command(job) or recorded is not None:
-        if not is_command(job):
+    recorded = None if is_command(job) else _recorded(job)
+    step = job if is_command(job) else recorded
+    if step is not None:
+        if recorded is not None:
             refuse("the plan of a file's step", OF_COMMAND, instead="give the command that trains after --")
         demand_part("the plan of a recorded step", OF_STEP | OF_COMMAND, instead=IN_SCRIPT)
         if devices is None:
@@ -233,7 +234,7 @@ def plan(
         # The default of ``latency`` is for jobs; here each device's network has its own.
         network["latency"] = latency if is_given("latency") else None
         tried = _plan_of_step(
-            job if recorded is None else recorded,
+            step,
             offered(devices),
             known_devices(devices_file),
             network,

@@ -114,21 +114,10 @@ def predict(
     sizes = _counts("batch_sizes", batch_sizes) if batch_sizes is not None else None
     counts = _counts("replicas", replicas)
     devices = _devices(device, known_devices(devices_file))
-    fabrics = [
-        fabric_of(
-            device_spec,
-            gpus_per_node=gpus_per_node,
-            link=link,
-            local_bandwidth=local_bandwidth,
-            local_latency=local_latency,
-            nic=nic,
-            bandwidth=bandwidth,
-            latency=latency,
-            nccl_tests=nccl_tests,
-        )
-        for device_spec in devices
-    ]
-    models = [cost_model(device_spec, calibration()) for device_spec in devices]
+    texts = {"link": link, "local_bandwidth": local_bandwidth, "local_latency": local_latency}
+    texts |= {"nic": nic, "bandwidth": bandwidth, "latency": latency}
+    fabrics = [fabric_of(spec, gpus_per_node=gpus_per_node, nccl_tests=nccl_tests, **texts) for spec in devices]
+    models = [cost_model(spec, calibration()) for spec in devices]
     if isinstance(source, Graph) or is_command(source) or is_graph_file(source):
         refuse("a recorded step", ("batch", *_MODELLED), instead=IN_SCRIPT)
         graph = _recorded_step(source, devices[0], gpus_per_node, limit, keep_files, tell, stage)
@@ -140,20 +129,11 @@ def predict(
     layout = ParallelDegrees(
         tensor=tensor_parallel, pipeline=pipeline_parallel, sequence=sequence_parallel, virtual=virtual_stages
     )
-    settings = [
-        Setting(
-            fabric=fabric,
-            optimizer=optimizer,
-            accumulation=accumulation,
-            compile=compile,
-            sharding=sharding,
-            checkpointing=checkpointing,
-            layout=layout,
-        )
-        for fabric in fabrics
-    ]
-    for device_spec in devices:
-        demand_float8(device_spec, precision)
+    trained: dict[str, Any] = {"optimizer": optimizer, "accumulation": accumulation, "compile": compile}
+    trained |= {"sharding": sharding, "checkpointing": checkpointing, "layout": layout}
+    settings = [Setting(fabric=fabric, **trained) for fabric in fabrics]
+    for spec in devices:
+        demand_float8(spec, precision)
     # Several GPUs compute with parameters of the half type; nothing is cast between the ops.
     numerics = Numerics(precision, channels_last, gathered=layout != ParallelDegrees())  # type: ignore[arg-type]  # Numerics checks it
     with stage(f"tracing {name_of(source)}"):

@@ -38,10 +38,7 @@ from ddltool.telemetry import BalanceEvent, SyncRow, TelemetryRow
 MODES: dict[str, Mode] = {"inference": "inference", "training": "training"}
 
 
-def show_zoo(
-    write: Path | None = None,
-    as_json: bool = False,
-) -> None:
+def show_zoo(write: Path | None = None, as_json: bool = False) -> None:
     """List the built-in models: parameters, size and ops in both modes, beside the figures of TicTac's Table 1."""
     if write is not None:
         _write_graphs(write, as_json)
@@ -56,10 +53,7 @@ def show_zoo(
     out().print(table("Built-in models", columns, rows, caption=caption))
 
 
-def show_models(
-    part: str = "",
-    as_json: bool = False,
-) -> None:
+def show_models(part: str = "", as_json: bool = False) -> None:
     """List the published models that transformers:NAME knows, with their parameters; all, or those named like PART."""
     models = [
         HubModel(

@@ -136,18 +136,13 @@ def trace(
         known = known_devices(devices_file).device(device)
         # Devices with NVLink are taken for several on a node; --bandwidth without --link means nodes of one GPU.
         is_board = bandwidth is None and (link is not None or own_link(known).kind.startswith("nvlink"))
-        fabric = fabric_of(
-            known,
-            gpus_per_node=gpus_per_node or (DEVICES_PER_NODE if is_board else 1),
-            link=link,
-            nic=nic,
-            bandwidth=bandwidth,
-            latency=latency,
-            nccl_tests=nccl_tests,
-        )
+        per_node = gpus_per_node or (DEVICES_PER_NODE if is_board else 1)
+        texts = {"link": link, "nic": nic, "bandwidth": bandwidth, "latency": latency}
+        fabric = fabric_of(known, gpus_per_node=per_node, nccl_tests=nccl_tests, **texts)
     # The fabric over which replicas exchange gradients; without one there are no collectives to plan.
     group = fabric.over(replicas) if fabric is not None else None
     plans = plan_collectives(graph, group) if group is not None else None
+    # What compressed gradients would bring over DDP's default buckets.
     if compression is not None and plans is not None and group is not None:
         name = str(graph.meta.get("device")) if has_own_times else device
         rate = known_devices(devices_file).device(name).memory_bytes_per_s
