@@ -261,10 +261,12 @@ def plan(
     elif isinstance(job, Job):
         raise InputError("devices", "has no part beside a Job, which has its own", "leave it out")
     else:
-        described = partial(
-            job_of,
+        jobs = _described_jobs(
             str(job),
             devices,
+            cluster,
+            named_numerics(precision, optimizer, lora),
+            tell,
             nodes=nodes,
             batch_size=batch_size,
             link=link,
@@ -276,12 +278,7 @@ def plan(
             offload=offload,
             attention=attention,
         )
-        jobs = [described(**numerics) for numerics in named_numerics(precision, optimizer, lora)]
-        if cluster is not None:
-            jobs = [on_cluster(one, cluster) for one in jobs]
         job = jobs[0]
-        split = f"{counted(job.max_workers * job.batch_size, 'sample')} a step, {job.max_workers} x {job.batch_size}"
-        tell(f"note: {split} for logical workers" + ("; --batch-size says otherwise" if batch_size is None else ""))
     run_samples = total_samples(samples, epochs, tokens)
     job_file = Path(job.name) if isinstance(job, Job) else Path(job)
 
@@ -457,6 +454,28 @@ def _plan_of_step(
     if isinstance(step, Graph):
         return plan_recorded(step, offers, table=table, costs=costs)
     return plan_command(step, offers, knobs, table=table, costs=costs, **recording)
+
+
+def _described_jobs(
+    source: str,
+    devices: str,
+    cluster: Cluster | None,
+    numerics: Sequence[Mapping[str, Any]],
+    tell: Tell,
+    **options: Any,
+) -> list[Job]:
+    """Return the job of a model on devices (of a ``cluster``, if there is one) with each of the ``numerics``.
+
+    ``options``: further arguments of :func:`job_of`. ``tell`` is given the samples of a step.
+    """
+    jobs = [job_of(source, devices, **options, **each) for each in numerics]
+    if cluster is not None:
+        jobs = [on_cluster(job, cluster) for job in jobs]
+    workers, samples = jobs[0].max_workers, jobs[0].batch_size  # the same in all of them
+    split = f"{counted(workers * samples, 'sample')} a step, {workers} x {samples}"
+    hint = "; --batch-size says otherwise" if options["batch_size"] is None else ""
+    tell(f"note: {split} for logical workers{hint}")
+    return jobs
 
 
 def _recorded(job: str | Path | Job | list[str]) -> Graph | None:
