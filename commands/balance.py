@@ -46,12 +46,13 @@ from ddltool.results import BalanceResult, LengthsResult, PredictorFigures, Sche
 from ddltool.stages import Stage, Tell, log_remark, quietly
 from ddltool.tables import read_table
 
-# Parameters that have an effect for recorded speeds alone, and for lengths alone.
+# Parameters that have an effect for recorded speeds alone, and for lengths alone; others are refused there.
 _OF_SPEEDS = ("predictor", "warm_up", "schemes")
 _OF_LENGTHS = (
     "replicas", "rank_speeds", "accumulation", "max_tokens", "sharded", "window", "pack", "cost", "model", "device",
     "precision", "today", "batches", "limit",
 )  # fmt: skip
+# The fields of a SampleCost, in the order of the numbers of ``--cost``.
 _COEFFICIENTS = ("per_token", "per_square", "per_sample", "per_pass", "per_step")
 # Default samples of a rank in a pass.
 _OWN_SAMPLES = 8
@@ -101,7 +102,7 @@ def balance(
     Raises InputError for a table that cannot be read, a parameter without effect, and a trace shorter than its warm-up.
     """
     path, frame = _rows_of(trace)
-    lengths = lengths_of(frame, path)
+    lengths = lengths_of(frame, path)  # (lengths, number of samples of each)
     # A table without lengths is one of speeds; settings of the other kind are refused.
     if lengths is None:
         predictors = _predictors(predictor, tell)
@@ -124,6 +125,7 @@ def balance(
         refuse("--rank-speeds", ("replicas",), instead=f"{len(rank_speeds)} are given, one for each rank")
     ranks = (1.0,) * replicas if rank_speeds is None else tuple(rank_speeds)
     total = total_batch if total_batch is not None else _OWN_SAMPLES * len(ranks) * accumulation
+    # Global batches, whose samples are shared out in today's way and in each remedy.
     drawn = draw(*lengths, _checked_total(total, len(ranks) * accumulation), batches, seed)
     sample_cost, source = _given_cost(cost)
     if model is not None:
@@ -156,7 +158,7 @@ def _predictors(name: str, tell: Tell) -> tuple[str, ...]:
     name = known("--predictor", name, (*PREDICTORS, "all"))
     if name != "all":
         return (name,)
-    if importlib.util.find_spec("statsmodels") is not None:
+    if importlib.util.find_spec("statsmodels") is not None:  # an optional package, which arima alone needs
         return PREDICTORS
     tell("arima is left out: pip install statsmodels")
     return tuple(name for name in PREDICTORS if name != "arima")
@@ -229,9 +231,13 @@ def show_balance(
 
 
 def _rows_of(trace: str | Path | pd.DataFrame | Sequence[int]) -> tuple[Path, pd.DataFrame]:
-    """Return (path, for errors; table of speeds or lengths). A list is taken for the lengths of samples."""
+    """Return (path, for errors; table of speeds or lengths). A list is taken for the lengths of samples.
+
+    Raises InputError for a file that cannot be read.
+    """
     if isinstance(trace, (str, Path)):
         lines = read_length_lines(Path(trace))
+        # The columns are named in the error about an empty table.
         return Path(trace), read_table(trace, (*SPEED_COLUMNS, "or length alone")) if lines is None else lines
     return Path("trace"), trace if isinstance(trace, pd.DataFrame) else pd.DataFrame({"length": list(trace)})
 

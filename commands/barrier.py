@@ -23,6 +23,7 @@ from ddltool.errors import InputError, known
 from ddltool.results import BarrierChoice, BarrierFigures, BarrierResult, TradeoffFigures
 from ddltool.stages import Tell, log_remark
 
+# ElasticBSP's algorithms.
 PUBLISHED: Mapping[str, Callable[[EndTimes], Barrier]] = {
     "zipline": zipline,
     "gridscan": gridscan,
@@ -67,10 +68,11 @@ def barrier(
     calls: dict[str, Callable[[EndTimes], Barrier]] = {"bsp": bsp}
     calls |= PUBLISHED if algorithm == "all" else {algorithm: PUBLISHED[algorithm]}
     calls |= {objective: partial(best_barrier, objective=objective, max_gap=max_gap) for objective in OBJECTIVES}
-    counts, records = np.diff(ends.pointers), {}
-    # Seconds of an iteration on each worker, by its first and last predicted end.
+    counts = np.diff(ends.pointers)  # (workers,) predicted ends of each
+    # Seconds of an iteration on each worker, by its first and last predicted end; 0 where one end does not tell.
     length_s = (ends.last_s - ends.first_s) / (counts - 1) if counts.min() > 1 else np.zeros(len(names))
     # The CPU seconds of each choice are part of the result.
+    records = {}
     for name, choose in calls.items():
         begin_s = time.process_time()
         choice = choose(ends)

@@ -75,8 +75,7 @@ def calibrate(
     if output is not None:
         save(DeviceTable(devices=[gpu]), output)
     if as_json:
-        document = {"kind": "ddltool.devices", "schema_version": 1, "devices": [gpu.model_dump()]}
-        print_json({**document, **_error_figures(fit)})
+        print_json({**DeviceTable(devices=[gpu]).model_dump(), **_error_figures(fit)})
     else:
         _print_constants(gpu, fit, output)
 
@@ -110,7 +109,7 @@ def _read_steps(
 
 
 def _error_figures(fit: Updated | None) -> dict[str, Any]:
-    """Return the number of rows, and the median relative error of their predictions before and after the fit, for JSON.
+    """Return ``rows``, their number, and ``median_error``, of predicted over measured "before" and "after" the fit, for JSON.
 
     Returns {} for None: nothing was fitted.
     """

@@ -55,7 +55,7 @@ def companion(
     more than ``threshold``, a share. ``patch``: the file for a TrainJob's patch. Raises InputError for options that need
     another one, and Infeasible if the job cannot run on the devices.
     """
-    document: dict[str, Any] = {}
+    document: dict[str, Any] = {}  # for JSON: a part for each thing that was done
     remarks: list[str] = []
     if lookup is None:
         if free is not None:
@@ -73,6 +73,7 @@ def companion(
     elif output is not None or devices_file is not None:
         option = "--devices-file" if output is None else "--output"
         raise InputError(option, "is for making a database from a job", "leave it out")
+    # What prints the answer after the remarks; printing waits until the database is closed and all has succeeded.
     show: Callable[[], None] | None = None
     with Companion(source) as database:
         if measured is not None:
@@ -83,7 +84,7 @@ def companion(
             if patch is not None:
                 devices, requested = device_counts(lookup, "--lookup"), None if resource == "none" else resource
                 document["patch"] = _write_patch(patch, database, devices, per_node, requested, remarks)
-        elif not document:
+        elif not document:  # nothing was asked for: say what the database is
             fresh_count, vector_count = database.counts()
             meta = database.meta.model_dump(mode="json")
             document["about"] = {"up_to_date": fresh_count, "vectors": vector_count, **meta}
@@ -189,13 +190,13 @@ def _write_patch(
 
     Raises Infeasible if no single type can run the job.
     """
-    candidates: list[tuple[float, int, str]] = []
+    candidates: list[tuple[float, int, str]] = []  # (minus mini-batches per second, number of devices, their type)
     types = [device.type for device in database.meta.devices]
     for name, max_count in zip(types, database.meta.clamped(held_devices), strict=True):
         for count in range(1, max_count + 1):
             if count <= per_node or count % per_node == 0:  # a TrainJob's nodes are all equal
                 candidate = _plan_on_devices(database, {name: count})
-                if sum(candidate.used.values()) == count:
+                if sum(candidate.used.values()) == count:  # else devices idle: a smaller count is as fast
                     candidates.append((-candidate.throughput, count, name))
     if not candidates:
         raise Infeasible(
@@ -206,6 +207,7 @@ def _write_patch(
     best_plan, nodes = _plan_on_devices(database, {name: count}), max(1, count // per_node)
     processes = count // nodes
     group = EqualNodes(device_type=name, nodes=nodes, processes_per_node=processes, first_node=0, first_rank=0)
+    # The samples of each process in a step: its ESTs (logical workers) take one mini-batch each.
     batches = [ests * database.meta.batch_size for devices, ests in best_plan.ests[name] for _ in range(devices)]
     notes = {
         "device-type": name,

@@ -34,10 +34,11 @@ from ddltool.telemetry import WARMUP_STEPS
 from ddltool.units import show_bytes, show_seconds
 
 MODEL = "zoo:resnet32"
-# The order of the example's small transfers hardly matters; in this shipped graph it does.
+# The order of resnet32's small transfers hardly matters; in this shipped graph it does.
 CONTRAST, CONTRAST_DEVICE = "resnet50_v1-training", "K80"
 BATCH_SIZES, REPLICAS, REPEATS, SAMPLES = (4, 8, 16, 24), (1, 2), 5, 50
 TRAINING_LIMIT_S = 300
+# The files in the report.
 REPORTED = (
     *("graph.json", "contrast-graph.json", "profile.csv", "goodput.json", "plan.json", "plan-bsp.json"),
     *("enforce.json", "telemetry.jsonl"),
@@ -98,12 +99,8 @@ def _trace(output: Path, seed: int) -> Finding:
     sampling: dict[str, Any] = {"samples": SAMPLES, "seed": seed, "tell": note}
     outputs: dict[str, Any] = {"output": output / "graph.json", "perfetto": output / "timeline.perfetto.json"}
     zoo_result = trace(MODEL, batch_size=8, device="V100", **outputs, **sampling)
-    contrast_graph: dict[str, Any] = {
-        "device": CONTRAST_DEVICE,
-        "oracle": "roofline",
-        "output": output / "contrast-graph.json",
-    }
-    contrast_result = trace(shipped, **contrast_graph, **sampling)
+    contrast_file = output / "contrast-graph.json"
+    contrast_result = trace(shipped, device=CONTRAST_DEVICE, oracle="roofline", output=contrast_file, **sampling)
     by_rule = zoo_result.coverage.rule_time if zoo_result.coverage is not None else 0.0
     sentence = (
         f"{zoo_result.graph.ops} ops, {show_bytes(zoo_result.graph.parameter_bytes)}; {by_rule:.0%} of the time by rule"
@@ -173,18 +170,17 @@ def _train(output: Path, seed: int) -> Finding:
 
     Writes telemetry.jsonl, training.json and training.log. Raises DdlToolError if the training fails.
     """
-    enforcement, result_file, log_file = (
-        load(output / "enforce.json", Enforcement),
-        output / "training.json",
-        output / "training.log",
-    )
+    enforcement = load(output / "enforce.json", Enforcement)
+    result_file, log_file = output / "training.json", output / "training.log"
     command = ["-m", "ddltool.commands.demo_train", str(output / "enforce.json"), str(result_file)]
     # One thread each, as the processes share the cores; gloo over the loopback, as there may be no network.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
     code, script_output = run_script(command, enforcement.world_size, environment, "the training run", TRAINING_LIMIT_S)
     write_text(log_file, script_output)
     if code != 0:
-        lines = [line for line in script_output.splitlines() if "rror" in line]
+        lines = [
+            line for line in script_output.splitlines() if "rror" in line
+        ]  # Error, error: the first one is the cause
         raise DdlToolError(
             f"the training run failed with exit code {code} ({lines[0] if lines else 'no message'}); see {log_file}"
         )

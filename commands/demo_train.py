@@ -69,7 +69,7 @@ def train(enforcement: str) -> dict[str, object]:
     losses: list[float] = []
     started = time.perf_counter()
     epoch = 0
-    while len(losses) < STEPS:
+    while len(losses) < STEPS:  # epochs, until there are enough steps
         hook.set_epoch(epoch)
         for images, labels in loader:
             optimizer.zero_grad()

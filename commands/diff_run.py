@@ -9,12 +9,7 @@ from ddltool.errors import CheckFailed
 from ddltool.results import RunDifference
 
 
-def diff_run(
-    a: Path,
-    b: Path,
-    whole: bool = False,
-    as_json: bool = False,
-) -> None:
+def diff_run(a: Path, b: Path, whole: bool = False, as_json: bool = False) -> None:
     """Compare two recorded training runs bit by bit; exit 1 names the first step, worker and tensor that differ.
 
     ``a`` and ``b``: records, as ElasticTrainer(record=...) and RunRecorder write them. ``whole``: also fail if one record

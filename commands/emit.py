@@ -17,8 +17,10 @@ from ddltool.commands.verbs import VerbCall, demand_part, is_given, verb
 from ddltool.errors import InputError, known, shortened
 from ddltool.plans import EmitResult, Plan
 
+# Targets that can start a parameter server.
 _PARAMETER_SERVER_TARGETS = ("hook", "torchrun")
 _COMMON_OPTIONS = {"plan", "output", "target", "telemetry", "script"}
+_SIZES_SHOWN = 16
 _LAUNCHERS = ("torchrun", "slurm", "kubernetes")
 # Options that have an effect for these targets only.
 _TARGET_OPTIONS = {
@@ -28,6 +30,7 @@ _TARGET_OPTIONS = {
     "accelerate": {"devices_per_node"},
     "torchtitan": {"devices_per_node"},
 }
+# What Kubernetes and Slurm take as names; they go into scripts and manifests, where any other text could do harm.
 _LABEL_KEY = r"([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
 _NODE_VALUE = r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
 _LABEL_VALUE = r"[a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?"
@@ -80,6 +83,7 @@ def emit(
         problem = f"has no parameter server, which {where}, an elastic-bsp plan, needs"
         raise InputError(f"--target {target}", problem, f"give --target {' or '.join(_PARAMETER_SERVER_TARGETS)}")
     enforcement = to_enforcement(followed, telemetry=None if telemetry == "none" else telemetry)
+    # A launcher gets the script and the names of the cluster; other targets read the plan alone.
     if target in _LAUNCHERS:
         resource_name = _checked_cluster_name(
             "--resource", resource or ("gpu" if target == "slurm" else "nvidia.com/gpu"), target
@@ -93,17 +97,12 @@ def emit(
             queue=None if queue is None else _checked_cluster_name("--queue", queue, target),
             kind=kind,
         )
-        # A gap is reported if the default script does not exist; in a container it is not visible from here.
-        script_gaps = []
-        is_trusted = is_given("script") or target == "kubernetes"
-        if not is_trusted and not any((folder / script).exists() for folder in (Path(), path.parent)):
-            script_gaps = [f"script: {script} is started, and there is none here (--script names yours)"]
-        text, gaps = launcher_text(
-            followed, target, layout(followed, devices_per_node), enforcement, settings, script_gaps
-        )
+        script_gaps = _script_gaps(script, target, path.parent)
+        groups = layout(followed, devices_per_node)
+        text, gaps = launcher_text(followed, target, groups, enforcement, settings, script_gaps)
     else:
         text, gaps = target_text(followed, target, enforcement, devices_per_node)
-    for enforcement_path in paths[1:]:
+    for enforcement_path in paths[1:]:  # enforce.json, if it is a file of its own
         write_text(enforcement_path, to_json(enforcement))
     write_text(path, text)
     return EmitResult(
@@ -132,10 +131,21 @@ def show_emit(call: VerbCall[EmitResult], as_json: bool = False) -> None:
         note(f"not expressed by {written.target}: {gap}")
     if written.paths != ["-"]:
         sizes = [*map(str, written.local_batch_sizes)]
-        batches = ", ".join([*sizes[:16], *(["..."] if len(sizes) > 16 else [])])
+        batches = ", ".join(sizes if len(sizes) <= _SIZES_SHOWN else [*sizes[:_SIZES_SHOWN], "..."])
         groups = "" if written.group is None else f" in {len(sizes)} groups of {written.group.text}"
         files = " and ".join(written.paths)
         say(f"wrote {files}: {written.world_size} processes{groups}, local batch sizes {batches}")
+
+
+def _script_gaps(script: str, target: str, folder: Path) -> list[str]:
+    """Return the gap to report if the default script is neither here nor in the output's ``folder``; [] for none.
+
+    A script that the user named is trusted; of a container's nothing is visible from here.
+    """
+    is_trusted = is_given("script") or target == "kubernetes"
+    if is_trusted or any((place / script).exists() for place in (Path(), folder)):
+        return []
+    return [f"script: {script} is started, and there is none here (--script names yours)"]
 
 
 def _label_values(text: str, device_types: Sequence[str]) -> dict[str, str]:
@@ -155,7 +165,7 @@ def _read_devices_per_node(text: str, option: str) -> dict[str, int] | int:
 
 
 def _checked_cluster_name(option: str, name: str, target: str) -> str:
-    """Return ``name``, the value of ``option``. Raises InputError if it is no valid name for the target's cluster."""
+    """Return ``name``, the value of ``option``. Raises InputError if Slurm (a ``target``), else Kubernetes, refuses it."""
     patterns = {"--image": _IMAGE_NAME, "--queue": _LABEL_VALUE}
     pattern = _SLURM_NAME if target == "slurm" else patterns.get(option, _LABEL_KEY)
     if not re.fullmatch(pattern, name):

@@ -35,6 +35,7 @@ from ddltool.commands.verbs import VerbCall, demand_part, verb
 from ddltool.errors import CheckFailed, InputError
 from ddltool.results import GateMetrics, GateResult, MetricFigure
 
+# Failed checks that the error's line names.
 _NAMED = 8
 
 
@@ -92,6 +93,7 @@ def show_gate(
 ) -> None:
     """Print the verdict, and write it as JUnit, SARIF and for GitHub if asked. Raises CheckFailed if a check failed.
 
+    ``junit`` and ``sarif``: files to write; ``github``: print annotations, and append to the step's summary.
     ``metrics``: list the metrics of the current artifacts instead.
     """
     current, config = call["current"], call["config"]
@@ -148,15 +150,13 @@ def _list_metrics(figures: Figures, as_json: bool) -> None:
         ]
         print_json(GateMetrics(artifact=figures.kind, metrics=listed))
         return
-    rows = []
-    for metric in metrics:
-        repeats = str(min((cell.repeats for cell in metric.cells), default=1)) if metric.measured else "-"
-        rows.append(
-            (
-                short_name(metric.name),
-                "measured" if metric.measured else "",
-                show_figure(metric.value, metric.unit),
-                repeats,
-            )
+    rows = [
+        (
+            short_name(metric.name),
+            "measured" if metric.measured else "",
+            show_figure(metric.value, metric.unit),
+            str(min((cell.repeats for cell in metric.cells), default=1)) if metric.measured else "-",
         )
+        for metric in metrics
+    ]
     out().print(table(f"Metrics of a {figures.kind}", ("metric", "", "value", "repeats"), rows, text_columns=2))

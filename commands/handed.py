@@ -13,6 +13,7 @@ from ddltool.errors import InputError
 from ddltool.job import Cluster, DeviceOffer, Job
 
 Devices = str | Mapping[str, int] | Cluster
+"""A text as on the command line, the number of devices by type, or the nodes with their devices."""
 
 
 def devices_text(devices: Devices) -> str:
@@ -24,24 +25,24 @@ def devices_text(devices: Devices) -> str:
 
 
 def on_cluster(job: Job, cluster: Cluster) -> Job:
-    """Return the job with devices per node and links from a cluster, which must have all types that the job offers.
+    """Return the job with devices per node, links and network cards from a cluster, which must have all the job's types.
 
     If several groups of nodes have one type, the fewest devices per node, the first group's link and card, and the slowest of
-    the measured cards are taken. What the job says of its own devices goes before them.
+    the measured cards are taken. A link or card that the job itself gives is kept.
     """
     offers = []
     for offer in job.devices:
         groups = [group for group in cluster.nodes if group.devices.type == offer.type]
-        measured = min((group.nic_gbit for group in groups if group.nic_gbit is not None), default=None)
-        joined: dict[str, Any] = {
+        slowest_gbit = min((group.nic_gbit for group in groups if group.nic_gbit is not None), default=None)
+        from_cluster: dict[str, Any] = {
             "per_node": min(group.devices.count for group in groups),
             "link": offer.link or groups[0].link,
         }
         if offer.nic is None and offer.nic_gbit is None:
-            joined |= {"nic": groups[0].nic} if measured is None else {"nic_gbit": measured}
-        offers.append(offer.model_copy(update=joined))
+            from_cluster |= {"nic": groups[0].nic} if slowest_gbit is None else {"nic_gbit": slowest_gbit}
+        offers.append(offer.model_copy(update=from_cluster))
     # Validated here, as model_copy does not check new fields.
-    return job.model_copy(update={"devices": [DeviceOffer.model_validate(one.model_dump()) for one in offers]})
+    return job.model_copy(update={"devices": [DeviceOffer.model_validate(offer.model_dump()) for offer in offers]})
 
 
 @contextmanager

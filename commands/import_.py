@@ -39,10 +39,10 @@ def import_(
         return
     rows = [(Path(source.path).name, source.kind, f"{source.rows:,}") for source in sources]
     out().print(table("Imported", ("file", "kind", "rows"), rows, text_columns=2))
-    for name, part in frame.groupby("device", sort=True):
-        batches, counts = part["local_batch_size"], part["num_replicas"]
+    for name, of_device in frame.groupby("device", sort=True):
+        batches, replica_counts = of_device["local_batch_size"], of_device["num_replicas"]
         say(
-            f"{name}: {len(part):,} rows, local batch {batches.min()} to {batches.max()}, {counts.min()} to "
-            f"{counts.max()} replicas on up to {part['num_nodes'].max()} nodes"
+            f"{name}: {len(of_device):,} rows, local batch {batches.min()} to {batches.max()}, {replica_counts.min()} to "
+            f"{replica_counts.max()} replicas on up to {of_device['num_nodes'].max()} nodes"
         )
     tell_written(output)

@@ -32,6 +32,7 @@ def init(
     if there and not force:
         raise InputError(str(there[0]), "is there already", "give --force to write over it, or -o another folder")
     inventory = read_nodes(nodes) if nodes else machine_nodes()
+    # The texts of job.yaml and cluster.yaml by file name; remarks say what was left out.
     texts, remarks = first_files(inventory, model, output)
     make_folder(output)
     paths = {name: output / name for name in texts}

@@ -55,11 +55,13 @@ def load(name: str) -> TyperCommand:
     from ddltool.commands.verbs import typer_command  # imported late, as `ddltool --help` does not need it
 
     single = typer.Typer(add_completion=False)
+    # Below the options, help shows an example, and the second words of commands such as "simulate sweep".
     beside = [other.partition(" ")[2] for other in COMMANDS if other.startswith(f"{name} ")]
     more = [f"Example: {example}" if example else "", f"Beside it: {name} {', '.join(beside)}" if beside else ""]
     register = single.command(name=name, cls=_Command, epilog="\n\n".join(filter(None, more)) or None)
     register(typer_command(getattr(module, "_".join(words)), name, panels))
     command = cast("TyperCommand", get_command(single))
+    # -q and -v may stand behind the command's name too.
     command.params += [parameter for parameter in get_command(app).params if parameter.name in ("quiet", "verbose")]
     return command
 
@@ -90,7 +92,7 @@ class _Command(_PlainHelp, TyperCommand):
 
         Raises InputError for an option that is given twice: the parser would keep the last one and drop the others unsaid.
         """
-        _, _, given = self.make_parser(ctx).parse_args(args=list(args))
+        _, _, given = self.make_parser(ctx).parse_args(args=list(args))  # a parameter is there as often as it is given
         for option in set(given):
             is_single = isinstance(option, TyperOption) and not (option.multiple or option.is_flag or option.count)
             if is_single and given.count(option) > 1:
@@ -194,7 +196,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         if VOICE.verbose:
             print(f"{time.perf_counter() - begin_s:.1f} s in all", file=sys.stderr)  # noqa: T201
-        code = result if isinstance(result, int) else 0
+        code = result if isinstance(result, int) else 0  # an int: of typer.Exit
+        # typer turns a KeyboardInterrupt into this code.
         return _fail("interrupted", code) if code == _INTERRUPTED else code
     except (KeyboardInterrupt, typer.Abort):
         return _fail("interrupted", _INTERRUPTED)
@@ -202,18 +205,18 @@ def run(arguments: Sequence[str] | None = None) -> int:
         _close_output()  # the reader of stdout has ended, as in `ddltool ... | head`
         return 0
     except OSError as error:
-        # Errors of reading and writing artifacts are InputErrors; others are of stdout (a full disk), or of a strange name.
+        # Its buffer is dropped, else Python would fail to flush it once more at its end.
         with contextlib.suppress(OSError):
             _close_output()
+        # Errors of reading and writing artifacts are InputErrors; others are of stdout (a full disk), or of a strange name.
         where = error.filename or "output"
         return _fail(f"{where}: cannot be used ({error.strerror or error}); give another place", 2)
     except Exception as error:
-        if interrupts.exit_code() and not isinstance(
-            error, Interrupted
-        ):  # a library's error in place of KeyboardInterrupt
+        # After a signal, a library may raise its own error in place of KeyboardInterrupt.
+        if interrupts.exit_code() and not isinstance(error, Interrupted):
             return _fail("interrupted", _INTERRUPTED)
         return _fail(*_line_and_exit_code(error))
-    finally:
+    finally:  # tests and notebooks run several commands in one process
         VOICE.quiet = VOICE.verbose = False
 
 

@@ -26,6 +26,7 @@ def network(
         result = measure_network(replicas, progress=lambda done, total: advance(done, f"pair {done} of {total}"))
     if is_follower():
         return
+    # torchrun counts the processes of this machine, and all: equal numbers mean that no network was between them.
     on_one_machine = os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE", "-")
-    printed = result.model_copy(update={"local": result.local or on_one_machine})
-    finish(result, lambda: network_section(printed, "this job"), output, as_json)
+    shown = result.model_copy(update={"local": result.local or on_one_machine})
+    finish(result, lambda: network_section(shown, "this job"), output, as_json)

@@ -64,11 +64,9 @@ def print_json(document: Any) -> None:
     sys.stdout.write(json.dumps(document, indent=1, allow_nan=False) + "\n")
 
 
-_LONGEST_UNBROKEN_NAME = 48
-"""Most characters of a first column whose cells are kept on one line: longer ones would leave no room for the figures."""
-
-
-_LONGEST_HEADING = 13
+_LONGEST_UNBROKEN_NAME, _LONGEST_HEADING = 48, 13
+"""Most characters of a first column whose cells are kept on one line (longer ones would leave no room for the figures), and
+of a line of a text column's heading."""
 
 
 def table(
@@ -127,8 +125,8 @@ def show(section: Section, *written: Path | None) -> None:
         if (figures := block if isinstance(block, Table) else block.table) is None:
             continue
         grid = _grid_of(figures)
-        for name in figures.spare:
-            width = console.measure(grid, options=console.options.update(width=1000)).maximum  # nothing wrapped
+        for name in figures.spare:  # the names of columns that it can do without
+            width = console.measure(grid, options=console.options.update(width=1000)).maximum  # with nothing wrapped
             if name in figures.header and width > console.width:
                 figures = figures.without(name)
                 grid = _grid_of(figures)

@@ -51,7 +51,7 @@ from ddltool.stages import Stage, Tell, log_remark, quietly
 
 SHARDINGS = ("none", "ddp", "zero1", "zero2", "fsdp", "fsdp:SHARD", "hsdp:SHARD", "fsdp:cpu")
 _LARGEST = 2**31
-# What a script says itself, and what only a script has.
+# Parameters of a step that is traced: a script that is recorded says these itself. And those that only a script has.
 _MODELLED = (
     "batch_sizes", "replicas", "precision", "channels_last", "compile", "optimizer", "accumulation", "sharding",
     "checkpointing", "sequence_length", "tensor_parallel", "pipeline_parallel", "sequence_parallel", "virtual_stages", "lora",
@@ -110,24 +110,14 @@ def predict(
     ... up to the memory limit. The other settings are those of ``ddltool predict``. Raises InputError for what is unknown or
     cannot be traced, Infeasible where nothing fits.
     """
+    # Each device has a network, a cost model and a setting: the three lists go together.
     sizes = _counts("batch_sizes", batch_sizes) if batch_sizes is not None else None
     counts = _counts("replicas", replicas)
     devices = _devices(device, known_devices(devices_file))
-    fabrics = [
-        fabric_of(
-            device_spec,
-            gpus_per_node=gpus_per_node,
-            link=link,
-            local_bandwidth=local_bandwidth,
-            local_latency=local_latency,
-            nic=nic,
-            bandwidth=bandwidth,
-            latency=latency,
-            nccl_tests=nccl_tests,
-        )
-        for device_spec in devices
-    ]
-    models = [cost_model(device_spec, calibration()) for device_spec in devices]
+    texts = {"link": link, "local_bandwidth": local_bandwidth, "local_latency": local_latency}
+    texts |= {"nic": nic, "bandwidth": bandwidth, "latency": latency}
+    fabrics = [fabric_of(spec, gpus_per_node=gpus_per_node, nccl_tests=nccl_tests, **texts) for spec in devices]
+    models = [cost_model(spec, calibration()) for spec in devices]
     if isinstance(source, Graph) or is_command(source) or is_graph_file(source):
         refuse("a recorded step", ("batch", *_MODELLED), instead=IN_SCRIPT)
         graph = _recorded_step(source, devices[0], gpus_per_node, limit, keep_files, tell, stage)
@@ -139,20 +129,11 @@ def predict(
     layout = ParallelDegrees(
         tensor=tensor_parallel, pipeline=pipeline_parallel, sequence=sequence_parallel, virtual=virtual_stages
     )
-    settings = [
-        Setting(
-            fabric=fabric,
-            optimizer=optimizer,
-            accumulation=accumulation,
-            compile=compile,
-            sharding=sharding,
-            checkpointing=checkpointing,
-            layout=layout,
-        )
-        for fabric in fabrics
-    ]
-    for device_spec in devices:
-        demand_float8(device_spec, precision)
+    trained: dict[str, Any] = {"optimizer": optimizer, "accumulation": accumulation, "compile": compile}
+    trained |= {"sharding": sharding, "checkpointing": checkpointing, "layout": layout}
+    settings = [Setting(fabric=fabric, **trained) for fabric in fabrics]
+    for spec in devices:
+        demand_float8(spec, precision)
     # Several GPUs compute with parameters of the half type; nothing is cast between the ops.
     numerics = Numerics(precision, channels_last, gathered=layout != ParallelDegrees())  # type: ignore[arg-type]  # Numerics checks it
     with stage(f"tracing {name_of(source)}"):
@@ -162,26 +143,34 @@ def predict(
     curve = parallel_curve(curve, settings[0])
 
     def fits(change: Mapping[str, Any]) -> bool:
-        """Return whether one sample fits every device with other numerics."""
-        changed = [replace(one, optimizer=change.get("optimizer", optimizer)) for one in settings]
-        rank, kept = change.get("lora", lora), replace(numerics, precision=change.get("precision", precision))
+        """Return whether one sample fits every device with the precision, optimizer or lora in ``change`` in place of its own.
+
+        Traces the model anew.
+        """
+        new_settings = [replace(setting, optimizer=change.get("optimizer", optimizer)) for setting in settings]
+        rank, new_numerics = change.get("lora", lora), replace(numerics, precision=change.get("precision", precision))
         with stage(f"trying {' '.join(f'{name} {value}' for name, value in change.items())}"):
-            work = work_of(cast(Source, source), kept, sequence_length, rank, attention)
-        work = parallel_curve(work, changed[0])
-        pairs = zip(devices, changed, strict=True)
+            work = work_of(cast(Source, source), new_numerics, sequence_length, rank, attention)
+        work = parallel_curve(work, new_settings[0])
+        pairs = zip(devices, new_settings, strict=True)
+        # The limit of memory on the most replicas, which share the state among most: 0 if no sample fits.
         return all(memory_limit_batch(work, spec, setting, max(counts)) for spec, setting in pairs)
 
     try:
         predicted = predict_on(curve, list(zip(models, settings, strict=True)), sizes, counts, name_of(source))
     except Infeasible as error:
-        found = least_that_fit(smaller_numerics(numerics.precision, optimizer, lora, devices), fits)
-        also = f"; it fits with {' or '.join(found)}" if found else ""
+        # The error also says with which other numerics the step would fit.
+        fitting = least_that_fit(smaller_numerics(numerics.precision, optimizer, lora, devices), fits)
+        also = f"; it fits with {' or '.join(fitting)}" if fitting else ""
         raise Infeasible(f"{error}{also}") from None
     return _reproducible(predicted, source)
 
 
 def _reproducible(result: PredictResult, source: Source | list[str] | Graph) -> PredictResult:
-    """Return the result with its command, where a command line can name the ``source`` and what it is fed."""
+    """Return the result with ``command``, the words behind ``ddltool predict`` that make it again, less what a row says itself.
+
+    Unchanged if no command line can say them: for a model, a Graph or a batch that a program gave as an object.
+    """
     if is_command(source):
         named = ["--", *words_of(source)]
     elif isinstance(source, (str, Path)) and not is_given("batch"):
@@ -201,10 +190,11 @@ def _recorded_step(
     tell: Tell,
     stage: Stage,
 ) -> Graph:
-    """Return the graph of a command's step, recorded now as if on ``device`` within ``limit_s`` seconds, or of a file with one.
+    """Return the graph of a recorded step: given, of a file, or of a command, recorded now as if on ``device``.
 
-    Raises InputError for a graph that was traced and not recorded. ``tell`` is given what was assumed of values that only a
-    run knows; ``keep_files``: what the script writes stays on the disk.
+    ``limit_s``: seconds for recording; ``gpus_per_node``: what the script sees on a node; ``keep_files``: what it writes stays
+    on the disk. ``tell`` is given what was assumed of values that only a run knows. Raises InputError for a graph that was
+    traced and not recorded.
     """
     if is_command(source):
         with stage(f"recording {' '.join(words_of(source))}"):
@@ -241,7 +231,10 @@ def _counts(where: str, given: Sequence[int] | int) -> tuple[int, ...]:
 
 
 def _devices(names: str | Sequence[str], known: DeviceTable) -> list[Device]:
-    """Return the devices of ``A100,L4``, each once. Raises InputError for an unknown one, and for a CPU."""
+    """Return the devices that ``A100,L4``, or several texts, name, each once.
+
+    Raises InputError for an unknown one, a CPU, and no name at all.
+    """
     parts = names.split(",") if isinstance(names, str) else names
     devices = [known.gpu(name) for part in parts if (name := part.strip())]
     if not devices:

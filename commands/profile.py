@@ -34,6 +34,7 @@ from ddltool.runtime.measuring.watch import WatchLost, WatchRequest, record, sum
 from ddltool.stages import Stage, Tell, log_remark, quietly
 from ddltool.units import counted, parse_bytes, show_bytes, show_seconds
 
+# Readers of options: functions of (text, option).
 _replicas = partial(integers, most=MOST_REPLICAS)
 _accumulation = partial(integers, least=0, most=MOST_STEPS)
 
@@ -158,8 +159,8 @@ def _follow_rank_0(request: MeasureRequest, place: Place) -> None:
 def _leading_job(request: MeasureRequest, place: Place | None) -> Iterator[TorchrunJob | None]:
     """Yield rank 0's side of the torchrun job, through which it tells the other ranks what to do; None outside of a job.
 
-    During the body, a SIGTERM by torchrun raises DdlToolError. ``request``: the measurement; ``place``: this process's
-    rank in the job; None: there is no job.
+    During the body, stdout is redirected (:func:`_stdout_to_stderr`), and a SIGTERM by torchrun raises DdlToolError.
+    ``request``: the measurement; ``place``: this process's rank in the job; None: there is no job.
     """
     if place is None:
         yield None
@@ -179,7 +180,7 @@ def _leading_job(request: MeasureRequest, place: Place | None) -> Iterator[Torch
         with _stdout_to_stderr(), job:
             yield job
     finally:
-        # Unless the user's module has set a handler of its own.
+        # A handler that the user's module has set in the meantime stays.
         if signal.getsignal(signal.SIGTERM) is stopped:
             signal.signal(signal.SIGTERM, before)
 
@@ -187,7 +188,8 @@ def _leading_job(request: MeasureRequest, place: Place | None) -> Iterator[Torch
 @contextlib.contextmanager
 def _stdout_to_stderr() -> Iterator[None]:
     """Redirect stdout to stderr in the body: the user's module runs in this process and may print; stdout is for the result."""
-    sys.stdout.flush()
+    sys.stdout.flush()  # what is in Python's buffer belongs to the old stdout
+    # By file descriptors (1: stdout, 2: stderr), as C code and child processes print there too.
     stdout_copy = os.dup(1)
     os.dup2(2, 1)
     try:
@@ -230,15 +232,15 @@ def _print_profile(result: ProfileResult) -> None:
         )
         for row in result.rows
     ]
-    extra = ("accum",) if accumulates else ()
+    extra = ("accum",) if accumulates else ()  # a column of zeros would say nothing
     columns = ("device", "replicas", *extra, "batch", "step", "+-", "steps", "sync", "memory")
     console = out()
     console.print(table("Step times (median, half its 95 % interval) and peak memory, measured", columns, rows))
-    for item in result.skipped:
-        passes = f", {item.accumulation_steps} accumulation steps" if item.accumulation_steps else ""
-        guess = f": {show_seconds(item.predicted_step_time_s)}" if item.predicted_step_time_s else ""
-        where = f"batch {item.local_batch_size} on {counted(item.num_replicas, 'replica')}{passes}"
-        console.print(f"not measured: {where}{guess} ({item.reason})")
+    for skipped in result.skipped:
+        passes = f", {skipped.accumulation_steps} accumulation steps" if skipped.accumulation_steps else ""
+        guess = f": {show_seconds(skipped.predicted_step_time_s)}" if skipped.predicted_step_time_s else ""
+        where = f"batch {skipped.local_batch_size} on {counted(skipped.num_replicas, 'replica')}{passes}"
+        console.print(f"not measured: {where}{guess} ({skipped.reason})")
     for name, curve in result.devices.items():
         overhead = show_seconds(curve.launch_overhead_s)
         console.print(f"{name}: launch overhead {overhead}, saturates at batch {curve.saturation_batch}")
@@ -249,6 +251,7 @@ def _print_profile(result: ProfileResult) -> None:
         if result.memory is not None:
             how = f"measured, {len(result.memory.tries)} tries within {show_bytes(result.memory.budget_bytes)}"
         if curve.memory_limit_batch is not None:
+            # An extrapolated limit is not known to more than three digits.
             most = curve.memory_limit_batch if result.memory is not None else float(f"{curve.memory_limit_batch:.3g}")
             limit = f"at batch {most:,.0f} ({how})"
         else:
@@ -275,8 +278,7 @@ def profile_watch(
     core for each process; None: any. ``output``: CSV file for the records; None: none is written.
     """
     sizes = {"batch": batch_size, "workers": replicas, "iterations": iterations}
-    request = WatchRequest(source=source, resolver=RESOLVER, cores=cores, seed=seed, **sizes)
-    watch_workers(request, output, as_json)
+    watch_workers(WatchRequest(source=source, resolver=RESOLVER, cores=cores, seed=seed, **sizes), output, as_json)
 
 
 def watch_workers(request: WatchRequest, output: Path | None, as_json: bool) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 DEFAULT_FOLDER = "ddltool-baselines"
 T = TypeVar("T")
-# By path of a baseline that this run wrote: the test that wrote it.
+# By the resolved path of a baseline that this run wrote: the test that wrote it.
 _WRITTEN = pytest.StashKey[dict[str, str]]()
 
 

@@ -57,11 +57,11 @@ def report(
         for done, artifact in enumerate(sorted(inputs, key=lambda one: ORDER.index(one.kind))):
             advance(done, artifact.name)
             counts[artifact.kind] += 1
-            section = section_of(artifact, inputs, noise)
-            section = replace(section, anchor=f"{artifact.kind}-{counts[artifact.kind]}")
+            anchor = f"{artifact.kind}-{counts[artifact.kind]}"
+            section = replace(section_of(artifact, inputs, noise), anchor=anchor)
             sections.append(section)
             kind, file = f"ddltool.{artifact.kind}", str(artifact.path)
-            listed.append(ReportedSection(section=section.anchor, title=section.title, kind=kind, file=file))
+            listed.append(ReportedSection(section=anchor, title=section.title, kind=kind, file=file))
     sentences, by = [*summary, summary_of(inputs)], f"ddltool {__version__}"
     page = render(title, sections, summary=sentences, generated_by=by, first=headline(sections))
     write_text(output, page)

@@ -38,10 +38,7 @@ from ddltool.telemetry import BalanceEvent, SyncRow, TelemetryRow
 MODES: dict[str, Mode] = {"inference": "inference", "training": "training"}
 
 
-def show_zoo(
-    write: Path | None = None,
-    as_json: bool = False,
-) -> None:
+def show_zoo(write: Path | None = None, as_json: bool = False) -> None:
     """List the built-in models: parameters, size and ops in both modes, beside the figures of TicTac's Table 1."""
     if write is not None:
         _write_graphs(write, as_json)
@@ -56,10 +53,7 @@ def show_zoo(
     out().print(table("Built-in models", columns, rows, caption=caption))
 
 
-def show_models(
-    part: str = "",
-    as_json: bool = False,
-) -> None:
+def show_models(part: str = "", as_json: bool = False) -> None:
     """List the published models that transformers:NAME knows, with their parameters; all, or those named like PART."""
     models = [
         HubModel(
@@ -83,6 +77,7 @@ def _write_graphs(target_folder: Path, as_json: bool) -> None:
     """Write the shipped graphs into a folder, which is made if it is missing; those of zoo models are traced anew."""
     make_folder(target_folder)
     written_files: list[Path] = []
+    # The files are named MODEL-MODE.graph.json.gz; those of no zoo model are copied.
     with progress("tracing", len(ZOO) * len(MODES)) as advance:
         for path in graph_files():
             advance(len(written_files), path.name)
@@ -113,20 +108,13 @@ def describe(name: str) -> ZooModel:
 
 
 def _zoo_row(model: ZooModel) -> tuple[str, ...]:
-    """Return a built-in model's cells: its figures, then those of TicTac's Table 1, if it has the model."""
+    """Return a built-in model's cells: its figures, then those of TicTac's Table 1 in one cell, "-" if it lacks the model."""
     published, published_figures = model.published, "-"
     if published is not None:
         ops = f"{published.ops_inference}/{published.ops_training}"
         published_figures = f"{published.parameters:3d}  {published.parameter_mib:6.2f}  {ops:>9s}"
-    own_ops = f"{model.ops_inference}/{model.ops_training}"
-    return (
-        model.name,
-        str(model.batch_size),
-        str(model.parameters),
-        f"{model.parameter_mib:.2f}",
-        own_ops,
-        published_figures,
-    )
+    own_ops, own_mib = f"{model.ops_inference}/{model.ops_training}", f"{model.parameter_mib:.2f}"
+    return model.name, str(model.batch_size), str(model.parameters), own_mib, own_ops, published_figures
 
 
 GLOSSARY: dict[str, str] = tomllib.loads(Path(__file__).with_name("glossary.toml").read_text(encoding="utf-8"))
@@ -168,6 +156,7 @@ def _lookup_words(name: str) -> set[str]:
     return {word.strip().lower() for word in (name, without_brackets, *without_brackets.split(","), *bracketed)}
 
 
+# In kinds.toml a kind of document is a list: its form, what writes it, what reads it.
 FILES, RESULTS = (
     [ListedKind(name=name, form=form, written_by=by, read_by=to) for name, (form, by, to) in kinds.items()]
     for kinds in tomllib.loads(Path(__file__).with_name("kinds.toml").read_text(encoding="utf-8")).values()

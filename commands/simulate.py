@@ -58,7 +58,9 @@ from ddltool.simulation_results import (
 from ddltool.stages import Stage, Tell, log_remark, quietly
 from ddltool.units import parse_duration
 
+# One name, several with commas or as a list, or all.
 PolicyNames = Annotated[str | Sequence[str], some_of(*POLICIES, "all")]
+# A folder of traces, or several.
 Folders = str | Path | Sequence[str | Path]
 
 
@@ -219,7 +221,7 @@ def simulate_trials(
     cluster_file, folders = shipped_or(cluster, traces, tell)
     machines = read_cluster(cluster_file)
     makers = _policy_makers(machines, policy, power, restart_delay_s, seed)
-    first, *other_batches = local_batch  # the first is that of the main baseline
+    first, *other_batches = local_batch
     search = TrialSearch(application=application, local_batch_size=first)
     timing = Options(interval_s=interval_s, restart_delay_s=restart_delay_s)
     measured = read_applications(folders, [application])
@@ -243,7 +245,7 @@ def simulate_autoscale(
     Raises InputError for an application without a folder there.
     """
     folders = _folders(traces) or shipped_traces()
-    timing = Options(restart_delay_s=restart_delay_s)  # checks its range
+    timing = Options(restart_delay_s=restart_delay_s)  # made to check its range
     with stage(f"{application} under 5 scaling rules"):
         job = read_applications(folders, [application])[application]
         return autoscale(job, restart_delay_s=timing.restart_delay_s)
@@ -374,7 +376,7 @@ def _replay_setup(
     return setup, machines, makers
 
 
-_DEFAULTS = {name: one.default for name, one in inspect.signature(simulate).parameters.items()}
+_DEFAULTS = {name: parameter.default for name, parameter in inspect.signature(simulate).parameters.items()}
 
 
 def _policy_makers(
@@ -429,7 +431,7 @@ def shipped_or(
 
 
 def _check_dependent_arguments(policy: str | Sequence[str]) -> None:
-    """Raise InputError for a given argument without effect: of failures if no failures are given, of Pollux without pollux."""
+    """Raise InputError for a given argument without effect: of failures if none are simulated, ``power`` without pollux."""
     is_mtbf_given, is_events_given = is_given("mtbf_s"), is_given("failures")
     for name in ("repair_s", "failure_seed"):
         if is_given(name) and not is_mtbf_given:
@@ -439,6 +441,7 @@ def _check_dependent_arguments(policy: str | Sequence[str]) -> None:
         if is_given(name) and not (is_mtbf_given or is_events_given):
             raise InputError(name, "needs --mtbf or --failures", "say how often nodes fail")
     text = policy if isinstance(policy, str) else ",".join(policy)
+    # "all" is no policy's name, so that the names are then not among these.
     if is_given("power") and {name.strip() for name in text.split(",")} <= {*POLICIES} - {"pollux"}:
         problem = f"has no part in --policy {text}"
         raise InputError("power", problem, "leave it out, or replay pollux, which alone reads it")
@@ -467,8 +470,9 @@ _DEFAULT_BATCH_RANGE = 64  # default of the largest total batch, as a multiple o
 def _read_fitted_models(texts_or_models: Sequence[str | FittedModel]) -> list[FittedModel]:
     """Return the fitted models of texts ``APP=FILE,noise=..,samples=..,batch=..[,max-batch=..,max-local=..]``.
 
-    ``batch`` is the initial total batch M0. ``max-batch``, the largest total batch, is 64 M0 by default; ``max-local``,
-    the largest on one GPU, is M0. FILE is not read here. Raises InputError for other texts, and two models of one APP.
+    APP: the application; FILE: its goodput.json, not read here; ``noise``: gradient noise scale in samples; ``samples``: of the
+    whole training; ``batch``: M0, the initial total batch. ``max-batch``, the largest total batch, is 64 M0 by default;
+    ``max-local``, the largest on one GPU, is M0. Raises InputError for other texts, and two models of one APP.
     """
     model_by_application: dict[str, FittedModel] = {}
     for text in texts_or_models:
@@ -525,6 +529,7 @@ def _node_failures(arguments: Mapping[str, Any], node_count: int) -> NodeFailure
         events=read_events(Path(events), node_count) if events is not None else (),
         seed=arguments["failure_seed"],
     )
+    # Made even if nothing fails, as this checks the numbers.
     return failures if mtbf_s is not None or events is not None else None
 
 

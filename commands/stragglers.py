@@ -44,7 +44,7 @@ def stragglers(
         return
     run, source = _read_run(paths)
     feed_folder = feed or Path()
-    # The files named in remedies: those of --feed, or the given telemetry, which has all that they need.
+    # The files that remedies name: those of --feed, or the given telemetry, which has all that they need.
     feeds = diagnosis.Feeds(**{field: str(feed_folder / file) for field, file in _FEED_FILES.items()})
     if source == "telemetry" and feed is None:
         feeds = diagnosis.Feeds.all(str(paths[0]))
@@ -57,6 +57,7 @@ def stragglers(
     finish(result, lambda: stragglers_section(result, source_name), output, as_json)
 
 
+# What --feed writes, by field of ``diagnosis.Feeds``.
 _FEED_FILES = {"speeds": "speeds.csv", "ends": "ends.csv", "telemetry": "telemetry.jsonl"}
 
 

@@ -37,6 +37,7 @@ from ddltool.graph_results import DeterminismResult, NamedGraph, TraceResult
 from ddltool.shipped import known_devices
 from ddltool.stages import Stage, Tell, log_remark, quietly
 
+# Parameters that say what joins replicas.
 _LINKS = ("gpus_per_node", "link", "nic", "nccl_tests")
 # Parameters that a graph with times of its own ignores.
 _TIMING = ("device", "devices_file", "bandwidth", "latency", "parameter_servers", *_LINKS)
@@ -95,6 +96,7 @@ def trace(
     compression = None if compress is None else parse_compression(compress)
     if output is not None and output == perfetto:
         raise InputError("perfetto", f"is {perfetto}, as -o", "give two different files")
+    # Of a source FILE:FUNCTION the file is an input.
     read = [name_of(source).partition(":")[0]] if isinstance(source, (str, Path)) else []
     check_outputs([*read, oracle, devices_file, *nccl_tests], {"-o": output, "--perfetto": perfetto})
     with stage(f"tracing {name_of(source)}") as advance:
@@ -123,6 +125,7 @@ def trace(
             exact_s=time_limit_s if exact else None,
             progress=lambda done, total: advance(done, "" if done < total else "(searching a better order)"),
         )
+    # A file with times of its own was timed for its own network.
     has_own_times = is_graph_file(source) and oracle is None and graph.meta.get("bandwidth_bytes_per_s") is not None
     if has_own_times:
         if unread := [name for name in _TIMING if is_given(name)]:
@@ -133,18 +136,13 @@ def trace(
         known = known_devices(devices_file).device(device)
         # Devices with NVLink are taken for several on a node; --bandwidth without --link means nodes of one GPU.
         is_board = bandwidth is None and (link is not None or own_link(known).kind.startswith("nvlink"))
-        fabric = fabric_of(
-            known,
-            gpus_per_node=gpus_per_node or (DEVICES_PER_NODE if is_board else 1),
-            link=link,
-            nic=nic,
-            bandwidth=bandwidth,
-            latency=latency,
-            nccl_tests=nccl_tests,
-        )
+        per_node = gpus_per_node or (DEVICES_PER_NODE if is_board else 1)
+        texts = {"link": link, "nic": nic, "bandwidth": bandwidth, "latency": latency}
+        fabric = fabric_of(known, gpus_per_node=per_node, nccl_tests=nccl_tests, **texts)
     # The fabric over which replicas exchange gradients; without one there are no collectives to plan.
     group = fabric.over(replicas) if fabric is not None else None
     plans = plan_collectives(graph, group) if group is not None else None
+    # What compressed gradients would bring over DDP's default buckets.
     if compression is not None and plans is not None and group is not None:
         name = str(graph.meta.get("device")) if has_own_times else device
         rate = known_devices(devices_file).device(name).memory_bytes_per_s
@@ -152,7 +150,7 @@ def trace(
         plans = plans.model_copy(update={"compressed": figures})
     result = trace_result(graph, comparison, plans)
     timeline = None
-    if perfetto is not None:  # made before anything is written
+    if perfetto is not None:  # made before anything is written, so that an error leaves no file behind
         tac = comparison.schedules["tac"]
         timeline = to_json(to_chrome_trace(graph, comparison.timelines["tac"], tac.priority), indent=None)
     if output is not None:
@@ -191,7 +189,7 @@ def show_trace(
 def _demand_parts(source: Source | list[str], oracle: str | None) -> None:
     """Raise InputError for a given argument that has no effect on timing this source.
 
-    ``oracle``: the origin of the ops' times: "roofline", "measured" or a file.
+    ``oracle``: where the ops' times come from: "roofline" (the cost model), "measured" (on this machine) or a file.
     """
     _demand_bindable(source)
     if oracle == "measured":

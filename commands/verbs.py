@@ -66,7 +66,10 @@ def _asking(given: Mapping[str, Any], spelling: Mapping[str, str]) -> Iterator[N
 
 
 def verb(function: Callable[Taken, Result]) -> Callable[Taken, Result]:
-    """Decorate a verb, so that :func:`is_given` and :func:`demand_part` in it see which parameters its caller gave."""
+    """Decorate a verb: :func:`is_given` and :func:`demand_part` in it then see which parameters its caller gave.
+
+    It may also run in a fork (:mod:`ddltool.own_process`).
+    """
     signature = inspect.signature(function)
 
     @wraps(function)
@@ -113,9 +116,9 @@ def is_given(name: str) -> bool:
 
 
 def given_options(without: Collection[str]) -> list[str]:
-    """Return the given options of the running call as words of a command line, except those in ``without``.
+    """Return the given options of the running call as words of a command line, in the signature's order.
 
-    Parameters that are None or False are left out.
+    Left out are those in ``without``, the :data:`_LISTENERS`, and values of None and False, which are said by no option.
     """
     words: list[str] = []
     for name, value in _asked.get().given.items():
@@ -180,11 +183,11 @@ def typer_command(function: Callable[..., Any], name: str, panels: Mapping[str, 
     also an input; then it runs ``function``, and for a verb its ``show_VERB``; errors about a parameter name its
     option. Raises KeyError for a parameter without a help text.
     """
-    words = _WORDS["shared"] | _WORDS.get(name, {})
+    words = _WORDS["shared"] | _WORDS.get(name, {})  # by parameter: its help text, its settings, or False
     parameters = dict(inspect.signature(function, eval_str=True).parameters)
     # The function's parameters that are options; those with False in options.toml are not.
     taken = {key for key in parameters if key not in _LISTENERS and words[key] is not False}
-    show, shown = None, set[str]()
+    show, shown = None, set[str]()  # show_VERB, and the names of its parameters
     if "as_json" not in parameters:  # a verb
         show = getattr(sys.modules[function.__module__], f"show_{function.__name__}")
         _call, *of_show = inspect.signature(show, eval_str=True).parameters.values()
@@ -195,6 +198,7 @@ def typer_command(function: Callable[..., Any], name: str, panels: Mapping[str, 
     remarks: dict[str, Remark] = {
         key: {"help": said} if isinstance(said := words[key], str) else said for key in parameters
     }
+    # What errors call a parameter: its long option, or the name of its argument in help.
     flags = {key: _flags(key, remark)[-1] for key, remark in remarks.items() if "argument" not in remark}
     spelling = {key: flags.get(key) or remark["argument"] for key, remark in remarks.items()}
     # Errors of a function may name a parameter by its name, or in words ("time limit" for time_limit_s).
@@ -205,6 +209,7 @@ def typer_command(function: Callable[..., Any], name: str, panels: Mapping[str, 
         if is_follower():
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches rank 0 as well, which ends all ranks
         _check_files(values, remarks)
+        # Not the defaults, which typer passes too: refuse() and the like ask what the user gave.
         given = [key for key in values if _from_user(context, key)]
         with as_options(fields), _asking({key: values[key] for key in given}, spelling):
             if show is None:
@@ -215,6 +220,7 @@ def typer_command(function: Callable[..., Any], name: str, panels: Mapping[str, 
     context = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
     options = [_option(parameter, remarks[key], panels.get(key)) for key, parameter in parameters.items()]
     command.__signature__ = inspect.Signature([context, *options])  # type: ignore[attr-defined]
+    # Help shows the summary alone; the rest is for programs.
     command.__doc__ = (inspect.getdoc(function) or "").partition("\n\n")[0]
     return command
 
@@ -230,6 +236,7 @@ def _check_files(given: Mapping[str, Any], said: Mapping[str, Remark]) -> None:
 
     ``given``: the command's values by parameter; ``said``: the settings of each, whose ``writes`` marks an output.
     """
+    # -o first, so that an error about two options for one file names the other option.
     outputs = sorted((name for name in said if said[name].get("writes")), key=lambda name: name != "output")
     written = {_flags(name, said[name])[0]: given[name] for name in outputs}
     read: list[Any] = []
@@ -256,18 +263,20 @@ def _option(parameter: inspect.Parameter, said: Remark, panel: str | None) -> in
     """
     annotated = get_origin(parameter.annotation) is Annotated
     annotation, *remarks = get_args(parameter.annotation) if annotated else (parameter.annotation,)
+    # What typer does not know is taken out of the settings below; the rest are its own arguments.
     settings = {key: value for key, value in said.items() if key not in ("writes", "flags")}
     for remark in remarks:
         settings |= remark if isinstance(remark, dict) else {"reader": remark}
     flags = _flags(parameter.name, said)
     argument = settings.pop("argument", "")
+    # Short lists of choices are shown beside the option, others in its text.
     if choices := settings.pop("choices", ()):
         short = "|".join(choices)
         settings.setdefault("metavar", short if len(short) <= _SHORT else "NAME")
         if settings["metavar"] != short:
             settings["help"] += f" One of: {', '.join(choices)}."
     kind = settings.pop("type", None) or _typed(annotation)
-    if kind in (int, float):
+    if kind in (int, float):  # typer's own errors are of another form
         settings.setdefault("reader", number(whole=kind is int))
     if read := settings.pop("reader", None):
         kind, where = str, argument or flags[-1]

@@ -82,6 +82,7 @@ def main() -> None:
             accuracy = (module(held_out[0]).argmax(1) == held_out[1]).float().mean().item()
         if given.checkpoint and agent.sampler.rank == 0:
             state = {"model": module.state_dict(), "optimizer": optimizer.state_dict(), "agent": agent.state_dict()}
+            # Renamed when it is whole: a killed run leaves the earlier checkpoint.
             torch.save(state, given.checkpoint + ".new")
             Path(given.checkpoint + ".new").replace(given.checkpoint)
         if accuracy >= given.target:

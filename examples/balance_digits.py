@@ -48,7 +48,7 @@ def compete(core: int) -> None:
 
 
 def replaced(rival: Process | None, wanted: bool) -> Process | None:
-    """End the competing process on this worker's core, and start one if it is wanted."""
+    """End the competing process ``rival`` (None: there is none), and return a new one on this worker's core if it is wanted."""
     if rival is not None:
         rival.kill()
         rival.join()
@@ -66,8 +66,8 @@ def oracle_sizes(total: int, slow: int, factor: float, workers: int) -> list[int
     return proportional([1 / factor if rank == slow else 1.0 for rank in range(workers)], total).tolist()
 
 
-def main() -> None:
-    """Train, and print time per step, batch sizes and accuracy per epoch as JSON."""
+def parse() -> argparse.Namespace:
+    """Return the options."""
     arguments = argparse.ArgumentParser()
     arguments.add_argument("--mode", choices=("bsp", "cpu", "gpu", "oracle"), default="cpu")
     arguments.add_argument("--predictor", default="ema")
@@ -83,8 +83,12 @@ def main() -> None:
     arguments.add_argument("--lr", type=float, default=0.5)
     arguments.add_argument("--seed", type=int, default=0)
     arguments.add_argument("--rows", action="store_true", help="print every step")
-    given = arguments.parse_args()
+    return arguments.parse_args()
 
+
+def main() -> None:
+    """Train, and print time per step, batch sizes and accuracy per epoch as JSON."""
+    given = parse()
     dist.init_process_group("gloo")
     rank, workers = dist.get_rank(), dist.get_world_size()
     torch.set_num_threads(1)
@@ -112,14 +116,14 @@ def main() -> None:
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
     rival = None
-    slow, step, rows, accuracy = -1, 0, [], []
+    slow, step, rows, accuracy = -1, 0, [], []  # slow: the rank of the slow worker
     for epoch in range(given.epochs):
         balancer.set_epoch(epoch)
-        begin, left = time.perf_counter(), TRAINED
+        begin, left = time.perf_counter(), TRAINED  # left: samples of the epoch that no step has had
         for pixels, digits in loader:
-            now = 0 if step >= given.move_at else workers - 1
-            if now != slow:  # the slowness moves
-                slow = now
+            slow_now = 0 if step >= given.move_at else workers - 1
+            if slow_now != slow:  # the slowness moves
+                slow = slow_now
                 if given.compete:
                     rival = replaced(rival, rank == slow)
                 elif given.mode == "oracle":

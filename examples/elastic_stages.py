@@ -60,7 +60,12 @@ def network() -> nn.Module:
 
 
 def job(rank: int, devices: tuple[tuple[int, float], ...], store: str, path: str, until: int, workers: int) -> None:
-    """Be one device of a job: train up to step ``until`` and save; process 0 leaves the losses in ``path``.losses."""
+    """Be one device of a job: continue from the checkpoint ``path``, if it is there, train up to step ``until``, and save.
+
+    ``devices``: (logical workers, slowness in seconds) of each device, one for each rank; ``store``: the file by which the
+    processes meet; ``workers``: data workers of each device. Process 0 writes each step's losses into ``path``.losses, and a
+    digest of the parameters into ``path``.bits.
+    """
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=len(devices))
     model, slowness_s = network(), devices[rank][1]
@@ -88,7 +93,10 @@ def job(rank: int, devices: tuple[tuple[int, float], ...], store: str, path: str
 
 
 def train(devices: tuple[tuple[int, float], ...], path: Path, until: int, workers: int) -> tuple[list[Any], str]:
-    """Run a job; return each step's losses (one per logical worker) and a digest of the parameters."""
+    """Run a job with a process for each device; return each step's losses (one per logical worker), and the digest.
+
+    The arguments are those of :func:`job`.
+    """
     with tempfile.TemporaryDirectory() as folder:
         spawn(job, (devices, f"{folder}/store", str(path), until, workers), nprocs=len(devices))
     return torch.load(f"{path}.losses"), torch.load(f"{path}.bits")
@@ -110,6 +118,7 @@ def main() -> int:
             reference = expected[until - given.steps : until]
             same = losses == reference
             equal &= same
+            # The mean loss of the 4 logical workers in the stage's last step.
             last, wanted = (float(sum(steps[-1]) / 4) for steps in (losses, reference))
             verdict = "equal bits" if same else "different bits"
             print(f"stage {number}: {name:21s} loss {last.hex()} ({last:.4f}), fixed run {wanted.hex()}, {verdict}")

@@ -17,19 +17,11 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 
-from ddltool.runtime.servers import (
-    ASP,
-    BSP,
-    SSP,
-    ElasticBSP,
-    Server,
-    TransferPlan,
-    Worker,
-)
+from ddltool.runtime.servers import ASP, BSP, SSP, ElasticBSP, Server, TransferPlan, Worker
 
 WORKERS = 3
 GRADIENTS = int(os.environ.get("GRADIENTS", "400"))
-# A model, and how many workers' gradients make one update.
+# A synchronisation model, and how many workers' gradients make one update.
 MODELS = {
     "bsp": (BSP(), WORKERS),
     "asp": (ASP(), 1),

@@ -42,7 +42,10 @@ def main() -> None:
 
 
 def run(size: int, command: list[str], environment: dict[str, str], begun: Path) -> int:
-    """Run one process per rank, report each end, and return the exit code of the last one."""
+    """Run ``size`` processes of ``command``, report each end, and return the exit code of the last rank.
+
+    ``begun``: the file that server 0 makes when all have met. SIGTERM and Ctrl-C are handled from here on.
+    """
     crew = {
         rank: subprocess.Popen([sys.executable, *command], env=environment | {"RANK": str(rank)})
         for rank in range(size)
@@ -50,12 +53,17 @@ def run(size: int, command: list[str], environment: dict[str, str], begun: Path)
     print("started", *(f"rank {rank}: pid {process.pid}" for rank, process in crew.items()), sep="\n  ", flush=True)
 
     def pass_on(number: int, frame: FrameType | None) -> None:
+        """Send the signal ``number`` to all processes."""
         for process in crew.values():
             process.send_signal(number)
 
     signal.signal(signal.SIGTERM, pass_on)
     signal.signal(signal.SIGINT, pass_on)
-    running, begin, kill_at = dict(crew), time.monotonic(), 0.0
+    running, begin, kill_at = (
+        dict(crew),
+        time.monotonic(),
+        0.0,
+    )  # kill_at: when those that are left are killed; 0: never
     while running:
         time.sleep(0.05)
         if len(running) < size and not kill_at and not begun.exists():

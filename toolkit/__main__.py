@@ -21,7 +21,7 @@ def main() -> None:
     except KeyboardInterrupt:  # it came before run() could handle it
         print("error: interrupted", file=sys.stderr)  # noqa: T201
         code = 130
-    interrupts.mark_reported()
+    interrupts.mark_reported()  # run() has told the user of an interruption, if there was one
     # The interpreter looks through all of them again before it ends, which takes a second of a command that has loaded torch.
     gc.freeze()
     # 130 is any interruption; a signal that came says whether it was Ctrl-C (130) or SIGTERM (143).

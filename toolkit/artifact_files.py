@@ -43,26 +43,13 @@ ORDER = (
     *("verification", "stragglers"),
     *("sync", "barrier", "balance", "lengths", "simulation", "sweep", "gate"),
 )
-RECORDS: dict[str, type[Artifact]] = {
-    kind_of(model): model
-    for model in (
-        *(
-            Plan,
-            CommandPlan,
-            IslandsPlan,
-            Enforcement,
-            Goodput,
-            TraceResult,
-            NetworkResult,
-            BarrierResult,
-            BalanceResult,
-            LengthsResult,
-            Verification,
-        ),
-        *(SimulationDocument, SweepDocument, GateResult, StragglersResult),
-    )
-}
+_READ_BACK: tuple[type[Artifact], ...] = (
+    *(Plan, CommandPlan, IslandsPlan, Enforcement, Goodput, TraceResult, NetworkResult, BarrierResult, BalanceResult),
+    *(LengthsResult, Verification, SimulationDocument, SweepDocument, GateResult, StragglersResult),
+)
+RECORDS: dict[str, type[Artifact]] = {kind_of(model): model for model in _READ_BACK}
 """The record of each kind that is read back from a file."""
+# Those that have a section in the report, by kind without "ddltool.".
 _MODELS = {kind: RECORDS[f"ddltool.{kind}"] for kind in ORDER if f"ddltool.{kind}" in RECORDS}
 Row = dict[str, Any]
 
@@ -153,7 +140,7 @@ def _from_document(path: Path) -> ReadArtifact:
 
 
 def _from_rows(path: Path, rows: list[tuple[int, Row]]) -> ReadArtifact:
-    """Return the artifact in ``rows``, the (line number, row) pairs of the JSON Lines file ``path``.
+    """Return the artifact in ``rows``, the (line number, row) pairs of the JSON Lines file ``path``, by its first row.
 
     It is a profile, or the last run of telemetry or of a server's events (sync). Raises InputError for other rows.
     """
@@ -185,7 +172,7 @@ def _from_rows(path: Path, rows: list[tuple[int, Row]]) -> ReadArtifact:
 
 
 def _run_remark(notes: list[str], path: Path) -> str:
-    """Return the remarks of ``last_run`` in one text without the file's name; "" if the file has one run."""
+    """Return ``notes``, the remarks of ``last_run`` on the file ``path``, as one text without its name; "" for none."""
     return "".join(line.removeprefix(f"{path}: ") for line in notes)
 
 

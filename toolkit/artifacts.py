@@ -220,6 +220,7 @@ def read_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
             where = f"{path}:line {line_number}"
             row, problem = _parse_object(line)
             if row is None:
+                # A whole value that is no object was not broken off; nor was a line that readline's limit cut.
                 is_broken_off = not line.endswith(b"\n") and len(line) < _LONGEST_LINE
                 if has_rows and is_broken_off and problem != _NOT_AN_OBJECT:
                     return

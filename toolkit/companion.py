@@ -51,9 +51,9 @@ class CompanionMeta(Artifact):
 
     kind: Literal["ddltool.companion"] = "ddltool.companion"
     job: str
-    max_workers: Processes
-    batch_size: AtLeastOne
-    homogeneous: bool = False
+    max_workers: Processes = Field(description="maxP: ESTs (logical workers) of the job")
+    batch_size: AtLeastOne = Field(description="samples of one EST's mini-batch")
+    homogeneous: bool = Field(default=False, description="the job uses devices of one type only")
     devices: list[CompanionDevice] = Field(min_length=1)
     generation: AtLeastOne = Field(
         default=1,
@@ -82,7 +82,7 @@ class CompanionMeta(Artifact):
         return tuple(kept_counts)
 
     def key(self, counts: Sequence[int]) -> int:
-        """Return the key in table ``vectors`` of these counts, in the order of ``devices``.
+        """Return the key in table ``vectors`` of these counts (at most the kept ones), in the order of ``devices``.
 
         The counts are its digits in mixed base: a type with 4 devices has the digits 0 to 4.
         """
@@ -173,7 +173,7 @@ class Companion:
             raise InputError(str(self.path), problem, "make one with: ddltool companion JOB.yaml")
 
     def lookup(self, counts: Sequence[int]) -> CompanionPlan | None:
-        """Return the plan for device counts, which are in the order of the devices.
+        """Return the plan for device counts, in the order of ``meta.devices`` (:meth:`CompanionMeta.clamped`).
 
         None if the database has none, or only one of an earlier generation, made with capabilities that have changed.
         """
@@ -208,7 +208,7 @@ class Companion:
         )
 
     def remember(self, counts: Sequence[int], plan: CompanionPlan) -> None:
-        """Store a plan for ``counts`` devices (in their order), which was made on demand.
+        """Store a plan for ``counts`` devices (in the order of ``meta.devices``), which was made on demand.
 
         Nothing is stored, without an error, if the file cannot be written or its capabilities have changed since it was
         opened: the caller has the plan anyway.
@@ -223,7 +223,7 @@ class Companion:
             )
 
     def recalibrate(self, capability: Mapping[str, float]) -> None:
-        """Replace capabilities (mini-batches per second, by type), which makes all stored plans out of date.
+        """Replace capabilities (mini-batches per second of one EST, by type); all stored plans are then out of date.
 
         Types that are not in ``capability`` keep what the file has, also if another process changed it since opening.
         """

@@ -23,8 +23,10 @@ GIVEN = "given by the user"
 DEVICES_PER_NODE = 8
 # The ``link`` of a device begins with this if its rate was measured.
 MEASURED = "measured"
+# The number types of which a device may have a rate.
 PEAKS = ("float64", "float32", "tf32", "float16", "bfloat16", "float8", "float4", "int8", "int4")
 
+# Words before a device's name that tell nothing.
 _MAKERS = re.compile("(nvidia|amd|tesla|geforce|instinct)+(?=.)")
 
 
@@ -95,16 +97,8 @@ class Device(Record):
 
     def runs_like(self, other: Device) -> bool:
         """Return whether another device has the same figures on which the time of a step depends."""
-        names = (
-            "architecture",
-            "multiprocessors",
-            "clock_hz",
-            "peak_flops",
-            "memory_bytes_per_s",
-            "l2_bytes",
-            "power_w",
-        )
-        return all(getattr(self, name) == getattr(other, name) for name in names)
+        figures = {"multiprocessors", "clock_hz", "peak_flops", "memory_bytes_per_s", "l2_bytes", "power_w"}
+        return all(getattr(self, name) == getattr(other, name) for name in figures | {"architecture"})
 
     def demand_rate(self, dtype: str, precision: str) -> None:
         """Raise InputError if the device has no rate for ``dtype``, the type in which ``precision`` (its name) computes."""

@@ -44,7 +44,7 @@ class ParameterInterval(Record):
 
 
 class DeviceGoodput(Record):
-    """The model of one device type among several."""
+    """The model of one device type among several; the fields are those of :class:`Goodput`."""
 
     params: ThroughputParams
     rmsle: NonNegative

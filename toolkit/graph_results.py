@@ -316,7 +316,7 @@ class ScheduleFigures(Part):
 
 
 class BucketFigures(Part):
-    """One way to set DDP's buckets."""
+    """One way to set DDP's buckets: by one size, by a list of sizes, or (both null) as DDP does by default."""
 
     bucket_cap_mb: NonNegative | None
     bucket_cap_mb_list: list[NonNegative] | None

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-LIMIT_S = 2.0
+LIMIT_S = 2.0  # for the clean-up
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _received: list[int] = []  # the number of the first signal
 _reported = threading.Event()
@@ -44,6 +44,7 @@ def listen() -> None:
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    # A fork has neither the thread nor a command to clean up.
     os.register_at_fork(after_in_child=_restore_handlers)
     threading.Thread(target=_end_process_late, args=(read_end,), daemon=True).start()
 

@@ -223,7 +223,7 @@ class Job(Artifact):
     @field_validator("devices")
     @classmethod
     def _merge_offers(cls, offers: list[DeviceOffer]) -> list[DeviceOffer]:
-        """Merge offers of one device type, however spelt, and equal other fields into one with their total count.
+        """Merge offers of one device type, however spelt, into one with their total count if their other fields are equal.
 
         Refuses two offers of one type that differ in another field.
         """
@@ -334,8 +334,8 @@ def read_job(path: str | Path, *, allow_code: bool = False) -> Job:
 def _in_groups(job: Job, path: Path) -> Job:
     """Return the job with each offer counted in groups of devices, each with the memory and price of all its devices.
 
-    A job without groups is returned unchanged. Raises InputError if a type has too few devices for one group. ``path``:
-    the job's file, for errors.
+    Planners then take a group for one device. A job without groups is returned unchanged. Raises InputError if a type has too
+    few devices for one group. ``path``: the job's file, for errors.
     """
     if job.group is None or (size := job.group.size) == 1:
         return job

@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 from ddltool.errors import DdlToolError
 
 T = TypeVar("T")
-_is_claimed = False
+_is_claimed = False  # whether this process is a command's or a fork's, which may be changed for good
 
 
 class NeedsOwnProcess(BaseException):
@@ -45,11 +45,11 @@ def in_fork(call: Callable[[], T]) -> T:
     """
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_answer, args=(call, theirs), daemon=True)
+    process = context.Process(target=_answer, args=(call, theirs), daemon=True)  # it ends with this process
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which only a lock of theirs would disturb
         process.start()
-    theirs.close()
+    theirs.close()  # so that recv() below ends if the fork, which has the other copy, dies
     try:
         is_result, answer = ours.recv()
     except EOFError:
@@ -57,7 +57,7 @@ def in_fork(call: Callable[[], T]) -> T:
         problem = f"the process that recorded the model ended with exit code {process.exitcode}"
         raise DdlToolError(problem) from None
     finally:
-        process.kill()
+        process.kill()  # it has answered, or nobody waits for its answer any more
         process.join()
         ours.close()
     if is_result:
@@ -66,7 +66,7 @@ def in_fork(call: Callable[[], T]) -> T:
 
 
 def _answer(call: Callable[[], Any], pipe: Connection) -> None:
-    """Run the call and send (True, its result) or (False, its error)."""
+    """Run the call in the fork, and send (True, its result) or (False, its error) into the ``pipe``."""
     import torch
 
     claim()

@@ -34,7 +34,9 @@ from ddltool.quantities import (
 )
 
 Strategy = Literal["bsp", "est", "elastic-bsp", "lb-bsp", "goodput"]
+# Aten ops that are matrix products or convolutions (:func:`is_product`).
 PRODUCTS = ("mm", "_scaled_mm", "addmm", "bmm", "baddbmm", "convolution")
+# How a job's devices are spread.
 Choice = Literal["one device", "one node", "several nodes"]
 
 
@@ -246,6 +248,7 @@ class BatchSplit(Record):
 
 def _demand_total(choice: ScalingRow | GoodputChoice) -> None:
     """Raise ValueError unless replicas x local batch x passes is the total batch, and each node has a replica."""
+    # A step has its accumulation steps and the pass that synchronises.
     total = choice.num_replicas * choice.local_batch_size * (choice.accumulation_steps + 1)
     _demand_equal("total_batch_size", choice.total_batch_size, total, "the passes of all replicas make")
     if choice.num_nodes > choice.num_replicas:
@@ -409,6 +412,7 @@ class Plan(Artifact):
     @model_validator(mode="after")
     def _check_consistency(self) -> Self:
         """Refuse parts of the plan that contradict its assignments or each other."""
+        # The figures of each strategy must follow from the assignments: anybody may have edited the file.
         rows, types = self.assignments, {row.device_type for row in self.assignments}
         _demand_parts_fit(self, types)
         places = sum(row.devices * row.ests_per_device for row in rows)  # for logical workers

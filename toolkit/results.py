@@ -88,7 +88,7 @@ class BarrierFigures(Part):
     """Figures of one choice of the next barrier."""
 
     waiting_time_s: NonNegative = Field(description="longest waiting of a worker")
-    barrier_s: Number
+    barrier_s: Number = Field(description="when the last worker arrives, on the clock of the given ends")
     total_waiting_s: NonNegative
     waiting_per_iteration_s: NonNegative
     iteration_gap: Count
@@ -106,7 +106,7 @@ class BarrierChoice(BarrierFigures):
 
 
 class TradeoffFigures(Part):
-    """The least waiting under one bound on the iteration gap."""
+    """The least longest, total and per-iteration waiting under one bound on the iteration gap."""
 
     max_gap: Count
     waiting: BarrierFigures
@@ -129,14 +129,17 @@ class BarrierResult(Result):
 
 
 class SplitTime(Part):
-    """Iteration time of one way to choose batch sizes."""
+    """Mean iteration time of one way to choose batch sizes, and its ratio to that of equal batches (of schemes: to BSP's)."""
 
     iteration_s: Seconds
     iteration_time_ratio: NonNegative
 
 
 class PredictorFigures(SplitTime):
-    """The error of one predictor of speeds, and the iteration time with batches sized by it."""
+    """The error of one predictor of speeds, and the iteration time with batches sized by it.
+
+    ``gain_kept``: the share of the gain that knowing the true speeds (the oracle) would bring.
+    """
 
     rmse: NonNegative
     rmse_relative: NonNegative
@@ -144,7 +147,10 @@ class PredictorFigures(SplitTime):
 
 
 class SchemeFigures(SplitTime):
-    """One way to synchronise, replayed on the whole trace."""
+    """One way to synchronise, replayed on the whole trace.
+
+    ``staleness``: mean updates by others that a gradient has not seen; ``wasted``: the share of work that is thrown away.
+    """
 
     staleness: NonNegative
     iteration_gap: Count
@@ -418,7 +424,7 @@ class Machine(Part):
 
 
 class MachineCheck(Part):
-    """One check of the machine."""
+    """One check of the machine; ``status``: ok, warning, failed or optional."""
 
     name: str
     status: str
@@ -724,7 +730,10 @@ Sharing = Literal["sum", "max-min"]
 
 
 class JointPlan(Part):
-    """The result of ``ddltool plan --with``: several jobs on the same devices. It has no kind."""
+    """The result of ``ddltool plan --with``: several jobs on the same devices. It has no kind.
+
+    ``value``: of the objective; ``bound``: what no plan exceeds; ``gap``: the relative distance of the two.
+    """
 
     objective: str
     value: Number

@@ -134,12 +134,9 @@ def _parse_device(entry: Any, known: DeviceTable, where: str, inside: str) -> De
     if isinstance(given_fields.get("peak_flops"), Mapping):
         given = dict(given_fields["peak_flops"])
         # Tensor cores have one rate for both half types: who gives one of them means the pair.
+        half_rates = {like_device.peak_flops.get(name) for name in ("float16", "bfloat16")}
         for one, other in (("float16", "bfloat16"), ("bfloat16", "float16")):
-            if (
-                one in given
-                and other not in given
-                and len({like_device.peak_flops.get(name) for name in (one, other)}) == 1
-            ):
+            if one in given and other not in given and len(half_rates) == 1:
                 given[other] = given[one]
         given_fields["peak_flops"] = {**like_device.peak_flops, **given}
     inherited_fields = {**like_device.model_dump(exclude=_NOT_INHERITED), "source": f"{GIVEN}, like {like_device.name}"}

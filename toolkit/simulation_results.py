@@ -12,7 +12,7 @@ from ddltool.results import Part, Result
 
 
 class Fairness(Part):
-    """Finish-time fairness over all jobs."""
+    """Finish-time fairness (completion time over that with an equal share of one's own): the worst, and the share below 1."""
 
     max: NonNegative
     share_below_1: NonNegative
@@ -148,7 +148,10 @@ class SimulationDocument(Result):
 
 
 class SweepFigures(Part):
-    """Figures of one replay, or their means over several; for the compared measures less is better."""
+    """Figures of one replay, or their means over several; for the compared measures less is better.
+
+    ``worst_fairness`` and ``fair_share``: the two of :class:`Fairness`.
+    """
 
     jobs: NonNegative
     avg_jct_s: Seconds

@@ -22,7 +22,7 @@ from ddltool.errors import InputError, did_you_mean, shortened
 if TYPE_CHECKING:
     import pandas as pd
 
-ABOVE_ZERO = math.ulp(0.0)
+ABOVE_ZERO = math.ulp(0.0)  # the least float above 0, as a ``minimum`` of :func:`numbers`
 # Lines of JSON that become a frame at a time: as Python objects they take ten times the memory.
 _LINES_PER_FRAME = 5_000
 

@@ -210,16 +210,12 @@ SyncRow = StepRow | BarrierRow | LeftRow | JoinedRow | SummaryRow
 EVENTS: dict[str, type[SyncEvent]] = {
     **{"step": StepRow, "barrier": BarrierRow, "left": LeftRow, "joined": JoinedRow, "summary": SummaryRow}
 }
-
+"""The record of a server's row by its ``event``."""
 
 # The first steps after a start allocate, compile and fill caches; they are slower than the later ones.
 WARMUP_STEPS = 3
-
-
 # The hook's clock counts nanoseconds; a step with samples cannot take less than one.
 _SHORTEST_S = 1e-9
-
-
 _NEEDED = tuple(name for name, field in TelemetryRow.model_fields.items() if field.is_required())
 
 
@@ -249,7 +245,13 @@ def rows_of_runs(frame: pd.DataFrame, where: str, needed: Sequence[str] = _NEEDE
     run = runs_of(frame)
     # The batches of a step are added up where the rows of all its ranks are there.
     batch_by_step = rows.groupby([run, "step"], sort=False)["batch"]
+
+    def diff(name: str) -> Any:
+        """Return how much a column grows from each row of a rank to its next in a run, (n,)."""
+        return rows.groupby([run, "rank"])[name].diff()
+
     takes = "a step takes at least 1 ns; the run did not measure"
+    # (Columns that it reads, the first of which is wrong where it fails; the condition on each row; what would be right).
     conditions: list[tuple[tuple[str, ...], Callable[[], Any], str]] = [
         (("rank", "world_size"), lambda: rows["rank"] < rows["world_size"], "below the number of processes"),
         (
@@ -257,11 +259,7 @@ def rows_of_runs(frame: pd.DataFrame, where: str, needed: Sequence[str] = _NEEDE
             lambda: rows["num_nodes"] <= rows["world_size"],
             "at most the number of processes",
         ),
-        (
-            ("step", "rank"),
-            lambda: ~(rows.groupby([run, "rank"])["step"].diff() <= 0),
-            "the steps of a rank rise within a run",
-        ),
+        (("step", "rank"), lambda: ~(diff("step") <= 0), "the steps of a rank rise within a run"),
         (
             ("batch", "total_batch"),
             lambda: rows["batch"] <= rows["total_batch"],
@@ -275,11 +273,7 @@ def rows_of_runs(frame: pd.DataFrame, where: str, needed: Sequence[str] = _NEEDE
             ),
             "the samples of all ranks in the step",
         ),
-        (
-            ("end_s", "step", "rank"),
-            lambda: ~(rows.groupby([run, "rank"])["end_s"].diff() < 0),
-            "the steps of a rank end one after another",
-        ),
+        (("end_s", "step", "rank"), lambda: ~(diff("end_s") < 0), "the steps of a rank end one after another"),
         (("step_s", "batch"), lambda: (rows["batch"] == 0) | (rows["step_s"] >= _SHORTEST_S), takes),
         (("compute_s", "batch"), lambda: (rows["batch"] == 0) | (rows["compute_s"] >= _SHORTEST_S), takes),
     ]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ddltool.analyzers.job.planning.failures import Failures
 from ddltool.analyzers.job.planning.job_inputs import job_of, written_in
 from ddltool.commands.main import run
-from ddltool.commands.plan import _SAVED as SAVED_IN_JOB
+from ddltool.commands.plan_options import SAVED as SAVED_IN_JOB
 from ddltool.errors import InputError
 from ddltool.goodput_model import ThroughputParams
 from ddltool.graph import read_graph
