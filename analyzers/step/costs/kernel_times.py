@@ -76,9 +76,11 @@ _BY_LAYOUT = (
 # A row of a layer norm takes a multiprocessor so many cycles however short it is (an H200; `benchmarks/measured` has steps with
 # rows of 96 to 4096).
 _ROW_CYCLES = 250.0
-# In channels_first a batch norm's statistics, and the sums of its backward pass, are one block of threads per channel, torch's
-# own and cuDNN's: so many fill a multiprocessor (an H200: 16 channels take as long as 128 of the same size).
-_CHANNELS_AT_ONCE = 1.6
+# In channels_first a batch norm's statistics, and the sums of its backward pass, are one block of threads per channel, which
+# waits for its loads: so many cycles an element whatever its type (an H200: 16 channels take as long as 128 of the same size),
+# forward and backward, of cuDNN's kernels and of torch's own. So many blocks fill a multiprocessor.
+_CHANNEL_CYCLES = {"normalisation": (1.3, 2.8), "native_normalisation": (1.8, 3.5)}
+_CHANNELS_AT_ONCE = 2.0
 _LAYOUTS = ("channels_first", "channels_last")
 # Products whose rows do not begin where matrix units read: rows of an even length are read by twos or fours, others one by one.
 _MISALIGNED = ("matrix_product/misaligned", "matrix_product/odd")
@@ -262,10 +264,13 @@ def demand_of(kernels: Kernels, device: Device, *, precision: str = "fp32", brie
         device.multiprocessors * device.clock_hz or np.inf
     )  # of all multiprocessors, in a second at boost clock
     cycles_per_s = clock_share * every_cycle
-    by_channel = np.isin(kernels.kind, [CLASS["normalisation"], CLASS["native_normalisation"]]) & (
-        kernels.gemm[:, 0] > 0
-    )
-    channels = np.where(by_channel & ~kernels.is_channels_last, kernels.gemm[:, 0], np.inf)
+    rows_s = np.where(kernels.kind == CLASS["row_normalisation"], kernels.gemm[:, 0] * _ROW_CYCLES, 0.0) / every_cycle
+    by_channel = np.zeros(len(kernels), dtype=bool)
+    for name, (forward, backward) in _CHANNEL_CYCLES.items():
+        here = (kernels.kind == CLASS[name]) & ~kernels.is_channels_last & (kernels.gemm[:, 0] > 0)
+        cycles = np.where(kernels.direction == FORWARD, forward, backward) * kernels.gemm[:, 3]
+        turns = np.maximum(device.multiprocessors, kernels.gemm[:, 0] / _CHANNELS_AT_ONCE)  # of multiprocessors
+        rows_s[here], by_channel = (cycles * turns / every_cycle)[here], by_channel | here
     return Demand(
         arithmetic_s=np.where(is_product, flops / np.where(is_grouped, grouped_peak, peak), 0.0),
         arithmetic_of=arithmetic_of,
@@ -273,13 +278,10 @@ def demand_of(kernels: Kernels, device: Device, *, precision: str = "fp32", brie
         fed_s=fed_flops / cycles_per_s * (~is_grouped & is_product) / np.where(is_fed_by_itself, _FED_BY_ITSELF, 1.0),
         traffic_s=kernels.moved_bytes / (device.free_of_codes * device.memory_bytes_per_s),
         traffic_of=traffic_of,
-        carried_s=kernels.moved_bytes
-        / every_cycle
-        * np.maximum(1.0, _CHANNELS_AT_ONCE * device.multiprocessors / channels),
+        carried_s=np.where(by_channel, 0.0, kernels.moved_bytes / every_cycle),
         cached=np.minimum(1.0, _KEPT * device.l2_bytes / least_bytes),
         turns=np.where(kernels.kind == CLASS["recurrent"], kernels.gemm[:, 0], 0.0),
-        rows_s=np.where(kernels.kind == CLASS["row_normalisation"], kernels.gemm[:, 0] * _ROW_CYCLES, 0.0)
-        / every_cycle,
+        rows_s=rows_s,
         serial=is_grouped,
     )
 

@@ -184,6 +184,7 @@ def kernels_of(graph: Graph) -> Kernels:
     # The op has the operations of one product or of two; 1.5 lies between.
     is_double = is_backward & (flops > 1.5 * product_flops) & (product_flops > 0)
     direction = np.where(is_backward, WEIGHT_GRADIENT, FORWARD).astype(np.int8)
+    direction[is_batch_norm & is_backward_norm] = INPUT_GRADIENT
     # The gradient of the input and that of the weights: each reads the output's gradient and one more tensor, so that the
     # output's gradient, counted once so far, is read twice.
     output_bytes = gemm[is_double, 0] * gemm[is_double, 1] * gemm[is_double, 2] * width[is_double]

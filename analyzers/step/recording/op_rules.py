@@ -165,8 +165,8 @@ def cost_of(call: Call) -> Cost:
 def _rows(call: Call) -> Gemm:
     """Return (rows, 0, 0, elements of a row) of an op that works row by row; zeros of any other.
 
-    Such ops are softmax along the last dimension, layer and RMS norms, batch norms (their rows are channels), and
-    ``nll_loss``, which reads one element of a row (so that its rows have 1).
+    Such ops are softmax along the last dimension, layer and RMS norms, batch norms of a batch's own statistics (their rows are
+    channels), and ``nll_loss``, which reads one element of a row (so that its rows have 1).
     """
     named, name = call.named, call.name
     shape = named.get("self", named.get("input", named.get("grad_output")))
@@ -180,7 +180,7 @@ def _rows(call: Call) -> Gemm:
         width = shape[-1]
     elif name.startswith(_ROW_NORMS) and isinstance(named.get("normalized_shape"), (list, tuple)):
         width = math.prod(named["normalized_shape"])
-    elif "batch_norm" in name and len(shape) > 1:
+    elif "batch_norm" in name and len(shape) > 1 and named.get("training", named.get("train", True)):
         width = math.prod(shape) // max(1, shape[1])
     else:
         return NO_GEMM

@@ -196,9 +196,12 @@ def by_hand(
     traffic = moved / device.memory_bytes_per_s * (16 / 15 if device.ecc else 1) * (1 - constants.cache * cached)
     traffic /= constants.traffic[rate] * constants.units["memory"]
     if cycles:
-        by_channel = kind in ("normalisation", "native_normalisation") and gemm[0] and not kernel["last"]
-        blocks = max(1.0, 1.6 * device.multiprocessors / gemm[0]) if by_channel else 1.0
-        traffic += moved / cycles / constants.carried.get(rate, math.inf) * blocks
+        by_channel = {"normalisation": (1.3, 2.8), "native_normalisation": (1.8, 3.5)}.get(kind)
+        if by_channel and gemm[0] and not kernel["last"]:  # two blocks, each a channel, share a multiprocessor
+            a_block = by_channel[kernel["direction"] != FORWARD] * gemm[3] / cycles * device.multiprocessors
+            traffic += a_block * max(1.0, gemm[0] / 2 / device.multiprocessors)
+        else:
+            traffic += moved / cycles / constants.carried.get(rate, math.inf)
         traffic += 250.0 * gemm[0] / cycles if kind == "row_normalisation" else 0.0
     together = arithmetic + traffic if grouped else (arithmetic**3 + traffic**3) ** (1 / 3)
     return constants.start_s + (constants.turn_s * gemm[0] if kind == "recurrent" else 0.0) + together

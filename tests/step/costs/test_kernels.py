@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ddltool.analyzers.step.costs.kernels import Kernels, kernels_of
+from ddltool.analyzers.step.costs.kernels import FORWARD, INPUT_GRADIENT, Kernels, kernels_of
 from ddltool.analyzers.step.recording.op_rules import CLASSES
 from ddltool.analyzers.step.tracing.factories import step_from
 from ddltool.analyzers.step.tracing.numerics import Numerics
@@ -103,6 +103,7 @@ def test_batch_norm_reads_its_input_for_the_statistics_too(
     assert found == {False: (kind, pytest.approx(forward, rel=0.02)), True: (kind, pytest.approx(backward, rel=0.02))}
     norms = np.array(["batch_norm" in graph.op_type[op] for op in kernels.op])
     assert (kernels.gemm[norms] == [32, 0, 0, 8 * 32 * 32]).all()  # channels, and what each has
+    assert sorted(kernels.direction[norms]) == [FORWARD, INPUT_GRADIENT]
 
 
 class Permuted(nn.Module):
