@@ -697,7 +697,7 @@ def test_more_samples_take_longer_and_a_faster_device_less(name: str) -> None:
     rows = predict(curve, model("V100"), SETTING, [1, 8, 64, 512], [ALONE])
     steps = [row.step_time_s for row in rows]
     rates = [row.samples_per_s for row in rows]
-    assert steps == sorted(steps)
+    assert steps == pytest.approx(sorted(steps), rel=1e-12)  # few samples wait for the host alike
     assert rates == sorted(rates)
     assert rows[0].host_bound
     assert not rows[-1].host_bound
