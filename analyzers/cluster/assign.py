@@ -21,7 +21,7 @@ from scipy.sparse import csr_array
 
 from ddltool.analyzers.cluster.cluster import Allocation, ClusterSpec, count_gpus
 from ddltool.analyzers.cluster.job import SimulatedJob
-from ddltool.analyzers.cluster.search import JobCosts, flat, pack, search
+from ddltool.analyzers.cluster.search import JobCosts, cost_by_count, pack, search
 from ddltool.arrays import Floats, Ints
 
 # Most binary variables of the integer program; with more its relaxation is solved.
@@ -234,16 +234,16 @@ def job_speedups(job: SimulatedJob, cluster: ClusterSpec) -> JobSpeedups:
     return JobSpeedups(job=job, most_replicas=most_replicas, remaining_s=remaining_s, by_type=tuple(speedups))
 
 
-def tables(by_type: Mapping[str, JobCosts], names: Sequence[str]) -> list[Floats]:
+def cost_tables(by_type: Mapping[str, JobCosts], names: Sequence[str]) -> list[Floats]:
     """Return one job's cost of each count (from 0 on) on each of the types ``names``, in the form that :func:`assign` takes.
 
     ``by_type``: GPU type -> the job's costs. A type that is not in it allows no GPUs.
     """
-    by_count = [flat(by_type[name]) if name in by_type else np.zeros(1) for name in names]
-    for table in by_count:
+    cost_tables_of_types = [cost_by_count(by_type[name]) if name in by_type else np.zeros(1) for name in names]
+    for table in cost_tables_of_types:
         # the cost of no GPUs must be the same for all types
         table[0] = next(iter(by_type.values())).within[0]
-    return by_count
+    return cost_tables_of_types
 
 
 def place_on_type(

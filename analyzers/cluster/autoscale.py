@@ -86,7 +86,7 @@ def scale(speeds: NodeSpeeds, rule: str, *, restart_delay_s: float = 30.0) -> Sc
             nodes = max(
                 (count for count in candidates if rate(count, epoch)[0] >= LOWER * count * one_node_rate), default=nodes
             )
-        begin_s = now_s
+        begin_s = now_s  # before the restart, which the nodes are paid for
         if not epochs or nodes != epochs[-1].nodes:
             now_s += restart_delay_s
         _, batch, step_s = rate(nodes, epoch)

@@ -337,6 +337,7 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
 }
 """Key -> names of the column in tables. Start and end may replace the duration. With instances, GPUs are per instance."""
 _START, _END = "start_time", "end_time"
+# Alibaba's columns: GPUs in percent (2020), and the share of a GPU in thousandths beside a count of 1 (2023).
 _PERCENT, _MILLI = "plan_gpu", "gpu_milli"
 _ZONE = r"\s*(?:PST|PDT|UTC|GMT|[+-]\d\d:\d\d)$"
 _BUSY_STEP_S = 3600.0  # the busiest span begins at a full hour
@@ -402,6 +403,7 @@ def read_table_trace(frame: pd.DataFrame, where: str) -> ClusterTrace:
     if chosen["name"] and not has_tasks:
         demand_distinct_jobs(frame[chosen["name"]], where)
     submit = _times(frame[chosen["submit"]], where, missing=chosen["submit"] == chosen["start"])
+    # in Alibaba's tables counts may be fractions, or empty where a task has no GPU
     may_be_shared = chosen["gpus"] == _PERCENT or bool(chosen["instances"])
     gpus = numbers(frame, chosen["gpus"], where, maximum=_MOST_GPUS, whole=not may_be_shared, missing=may_be_shared)
     if chosen["gpus"] == _PERCENT:

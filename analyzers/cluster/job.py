@@ -88,11 +88,11 @@ def split_batch(batch_size: int, replicas: int, limits: BatchLimits) -> tuple[in
     The rule is the published simulator's: quotients are rounded up, and one replica with more than the initial batch
     always accumulates.
     """
-    local = -int(-(batch_size / replicas - _EPSILON) // 1)
-    steps = -int(-(local / limits.max_local_batch_size - _EPSILON) // 1) - 1
+    local = math.ceil(batch_size / replicas - _EPSILON)
+    steps = math.ceil(local / limits.max_local_batch_size - _EPSILON) - 1
     if replicas == 1 and batch_size > limits.initial_batch_size:
         steps = max(1, steps)
-    return -int(-(local / (steps + 1) - _EPSILON) // 1), steps
+    return math.ceil(local / (steps + 1) - _EPSILON), steps
 
 
 class Beliefs:

@@ -118,7 +118,7 @@ def summarize(
     *,
     prices: Mapping[str, float] | None = None,
 ) -> PolicyRecord:
-    """Return the figures of one simulation of n jobs.
+    """Return the figures of one simulation of n jobs; JCT is a job's completion time, from submission to its end.
 
     ``isolated``: times of each application alone, for fairness and size classes. ``restart_delay_s``: seconds of a start.
     ``prices``: GPU type -> price per GPU hour; None: no costs. Jobs have fields for failures and cost only where some node
@@ -159,6 +159,7 @@ def summarize(
         avg_jct_by_application_s={name: float(jct[rows].mean()) for name, rows in rows_by_name.items()},
         restart_gpu_hours=restart_gpu_s / 3600,
         lost_gpu_hours=lost_gpu_s / 3600,
+        # of the GPU time that was up, the share in which training was done that lasted
         useful_share=max(held_gpu_s - restart_gpu_s - lost_gpu_s, 0.0) / available_gpu_s if available_gpu_s else 0.0,
         availability=available_gpu_s / (result.total_gpus * makespan),
         node_failures=result.node_failures,

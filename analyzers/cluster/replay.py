@@ -46,7 +46,8 @@ OnRound = Callable[[int, float], None]
 class Setup:
     """Files and options that several replays share.
 
-    ``models``: fitted models, which take the place of traces; ``prices``: GPU type -> price per GPU hour.
+    ``models``: fitted models, which take the place of traces; ``prices``: GPU type -> price per GPU hour; ``power``: p of
+    Pollux's fitness.
     """
 
     cluster: Path
@@ -114,6 +115,7 @@ class AsProposed:
         self.name, self.tuning = policy.name, policy.tuning
         self.pools = getattr(policy, "pools", False)
         self._proposed: set[int] = set()
+        """Indices of the trials that were shown before."""
 
     def allocate(self, jobs: Sequence[SimulatedJob], cluster: ClusterSpec, now_s: float) -> Mapping[int, Allocation]:
         """Return job index -> allocation by the policy, for the first ``concurrent`` unfinished trials.

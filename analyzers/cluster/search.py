@@ -79,7 +79,7 @@ def choose_counts(costs: Sequence[Floats], gpus: int) -> tuple[list[int], float]
     return counts[::-1], float(best_costs[gpus])
 
 
-def flat(choice: JobCosts) -> Floats:
+def cost_by_count(choice: JobCosts) -> Floats:
     """Return the least cost of each count of GPUs (m + 1,): within a node, across nodes, or by keeping the allocation.
 
     The array is longer where the job holds more than m GPUs.
@@ -101,7 +101,7 @@ def search(choices: Sequence[JobCosts], gpus: Sequence[int], *, effort: int = 10
     them back; 0: no local search. The result depends on nothing else but ``seed``. The objective, not the algorithm, is that of
     Pollux, section 4.2.
     """
-    costs = [flat(choice) for choice in choices]
+    costs = [cost_by_count(choice) for choice in choices]
     counts, bound = choose_counts(costs, sum(gpus))
     packing = _Packing(choices, gpus, avoid_sharing=True)
     packing.fill(counts)

@@ -100,7 +100,8 @@ class Options:
     """How to replay; times in seconds.
 
     ``interference``: share of its speed that a job loses which spans nodes and shares one with another such job. For
-    ``whole_seconds`` and ``react`` see the module. Raises InputError for a value out of range.
+    ``whole_seconds`` and ``react`` see the module. ``failures`` None: no node fails, and jobs save no checkpoints. Raises
+    InputError for a value out of range.
     """
 
     interval_s: float = 60.0
@@ -213,12 +214,15 @@ class _Run:
         self.usage: list[Usage] = []
         self.rounds = 0
         self.policy_seconds = 0.0
+        """CPU seconds within the policy."""
         self.up = cluster
         """The cluster as the policy sees it: with the nodes that are up."""
         self.nodes = NodeStates(options.failures, cluster) if options.failures is not None else None
+        """Which nodes are up; None: none can fail."""
         for job in jobs:
             job.failures = options.failures
         self.available = dict.fromkeys(cluster.type_names, 0.0)
+        """GPU type -> GPU seconds of nodes that were up, from the first submission to ``counted_s``."""
         self.counted_s = self.waiting[-1].spec.submit_s if self.waiting else 0.0
         self.watchdog = Watchdog(policy.name, self.nodes, self.counted_s)
 

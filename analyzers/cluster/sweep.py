@@ -116,6 +116,9 @@ def sweep(
     """Replay every cell, and return the document of these in order, followed by an earlier run's other cells.
 
     Args:
+        workloads: their files.
+        setup: the files and options of all replays.
+        policies, seeds: names and seeds, each replayed on each workload.
         jobs: number of local processes with the engine "local"; 1: this process.
         engine: "local", or "ray": as many processes as the Ray cluster has cores.
         output: file that is rewritten after every cell. If it exists, its cells are not replayed, except failed ones.
@@ -135,7 +138,7 @@ def sweep(
     for target in (output, table):
         if target is not None:
             check_writable(target)
-    with sole_writer(output):
+    with sole_writer(output):  # from reading the earlier cells to the last write
         records = _earlier_cells(output, settings)
         tasks = [SweepTask(key, names[key[0]].resolve(), setup.resolved()) for key in keys if key not in records]
         present = len(keys) - len(tasks)

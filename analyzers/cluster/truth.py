@@ -237,6 +237,7 @@ class Application:
         self.fixed_batch_size = limits.fixed_batch_size
         most = max(1, self.max_batch_size // self.min_local_batch_size)
         self.max_replicas = min(most, limits.max_replicas or most)
+        # By run (in the order of ``batch_sizes``) and epoch.
         kept = slice(0, epochs)  # runs may be longer than the shortest one
         self.iteration = np.stack([run.iteration[kept] for run in runs])
         self.grad_sqr = np.stack([run.grad_sqr[kept] for run in runs])

@@ -14,6 +14,7 @@ from ddltool.analyzers.answers.emitting.shares import Shares, recomputation, run
 from ddltool.errors import InputError
 from ddltool.plans import Plan
 
+# Precision of a plan -> Accelerate's mixed_precision; with "no" the script sets the rest, as _IN_SCRIPT says.
 _MIXED = {
     "fp32": "no",
     "tf32": "no",

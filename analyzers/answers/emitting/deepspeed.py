@@ -16,6 +16,7 @@ from ddltool.plans import Plan
 
 # Optimizers that DeepSpeed builds by name; the script passes others to deepspeed.initialize.
 _OPTIMIZERS = {"adam": "Adam", "adamw": "AdamW", "lion": "Lion"}
+# Without these ZeRO keeps a float32 copy of what bf16-pure has in bfloat16 alone; at stage 0 DeepSpeed always does.
 _ALL_HALF = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 # bf16 and fp16 are autocast over float32 parameters, unlike DeepSpeed's own "bf16" and "fp16".
 _PRECISIONS: dict[str, dict[str, Any]] = {

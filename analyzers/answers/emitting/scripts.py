@@ -88,6 +88,7 @@ def fsdp2_module(plan: Plan, *, gaps: Sequence[str]) -> str:
         mesh = {"replicate": replicas, "shard": plan.world_size // replicas}
     else:
         mesh = {"shard": plan.world_size}
+    # unit -> the units that it gathers ahead, in each direction; {} leaves it to FSDP2
     ahead = {"forward": {}, "backward": {}} if plan.fsdp2 is None else plan.fsdp2.model_dump()
     return _fill_template(
         "fsdp2.txt", plan, gaps, units=units, ahead=ahead, reshard=reshards(plan), mesh={**mesh, **tensor}

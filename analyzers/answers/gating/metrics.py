@@ -174,6 +174,7 @@ def _declared_figures(record: Any, kind: str) -> Iterator[Metric]:
         entry = _FIGURE.fullmatch(line)
         assert entry is not None, line  # our own file
         for value in _values_at(record, entry["path"].split(".")):
+            # The name is the entry's, else FIELD/KEY/...: "." is filled in with the field, each "*" with the next key.
             wildcard_keys = iter(value.keys)
             pattern = entry["name"] or "/".join((".", *("*" for _ in value.keys)))
             name = re.sub(

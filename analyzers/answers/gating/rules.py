@@ -142,7 +142,7 @@ def select(rule: Rule, current: Mapping[str, Metric], baseline: Mapping[str, Met
 def check_unit(rule: Rule, metric: Metric, where: str) -> None:
     """Raise InputError if a rule's value cannot be compared with the metric: 5 MB with seconds, or 5 % with no baseline."""
     name = metric.name
-    if metric.unit == "text":
+    if metric.unit == "text":  # fits "unchanged", which is a change of 0, and the operators == and !=
         if not (rule.direction == "change" and rule.value == 0.0) and (rule.relative or rule.op not in ("==", "!=")):
             raise InputError(where, f"{name} is a text", f"write {name} == {metric.value}, or unchanged")
     elif isinstance(rule.value, str):

@@ -239,9 +239,8 @@ def _apply_noise_test(check: GateCheck, pair: _RuleOnMetric, limit: float, level
     test = past_limit(pair.current.cells, baseline, ratio, above=check.op in ("<=", "<"), level=test_level, seed=seed)
     if check.passed or test.p <= test_level:
         return check.model_copy(update={"noise": test})
-    percent_range = f"{100 * (test.low - 1):+.1f}% .. {100 * (test.high - 1):+.1f}%" if baseline else ""
     range_text = (
-        f"the change is {percent_range}"
+        f"the change is {100 * (test.low - 1):+.1f}% .. {100 * (test.high - 1):+.1f}%"
         if baseline
         else f"it is {show(test.low, check.unit)} .. {show(test.high, check.unit)}"
     )

@@ -441,7 +441,7 @@ def _bars(figure: Bars, slots: Slots) -> Chart:
     level = figure.level[1] if figure.level else None
     extremes = [*values, *interval_ends, *([] if level is None else [level])]
     scale, unit = time_unit(max(extremes)) if figure.seconds else (1.0, "")
-    bar_start = (level or 1.0) * scale if figure.log else 0.0
+    bar_start = (level or 1.0) * scale if figure.log else 0.0  # a logarithmic axis has no 0 to begin at
     low, high = min(extremes) * scale, max(extremes) * scale
     if figure.log:
         # Room beside the longest bars, for their texts.

@@ -13,7 +13,9 @@ import numpy as np
 
 from ddltool.arrays import Floats
 
-LINES_DRAWN = 8
+LINES_DRAWN, BARS_DRAWN = 8, 24
+# A bar beyond this ratio, or below one over it, leaves nothing of the others.
+MOST_DRAWN = 1e12
 # Spans closer than this share of the axis become one: it is less than a pixel of a wide page.
 _RESOLUTION = 1 / 1200
 

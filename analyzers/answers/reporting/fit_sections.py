@@ -16,10 +16,10 @@ from ddltool.analyzers.answers.reporting.section import (
     Section,
     Table,
     Verdict,
-    filled,
+    how_many_drawn,
     pictured,
-    some,
     tabled,
+    without_empty_columns,
 )
 from ddltool.analyzers.job.goodput.fit import ASSUMED_ERROR, FitProblem
 from ddltool.analyzers.job.goodput.observations import Observations, from_frame
@@ -120,7 +120,9 @@ def _measured_points_picture(frame: pd.DataFrame) -> Picture:
         x_axis="log" if frame["local_batch_size"].max() > _WIDE_RANGE * frame["local_batch_size"].min() else "linear",
         whole="x",
     )
-    return pictured(f"Median step times.{some(LINES_DRAWN, lines, 'placements')}", _profile_table(frame, None), figure)
+    return pictured(
+        f"Median step times.{how_many_drawn(LINES_DRAWN, lines, 'placements')}", _profile_table(frame, None), figure
+    )
 
 
 def _profile_table(frame: pd.DataFrame, params: Mapping[str, ThroughputParams] | None) -> Table:
@@ -142,7 +144,7 @@ def _profile_table(frame: pd.DataFrame, params: Mapping[str, ThroughputParams] |
 
         columns["fitted"] = lambda row: show_seconds(fitted_step_s(row))
         columns["error"] = lambda row: f"{fitted_step_s(row) / row['step_time_s'] - 1:+.1%}"
-    return filled(tabled("Measured configurations", "measured", frame.to_dict("records"), columns))
+    return without_empty_columns(tabled("Measured configurations", "measured", frame.to_dict("records"), columns))
 
 
 def goodput_section(
@@ -270,6 +272,7 @@ def _supported_replicas(device: str, record: Goodput | DeviceGoodput, profile: p
         multi_node_replicas = device_rows.loc[device_rows["num_nodes"] > 1, "num_replicas"]
         most_replicas = int(device_rows["num_replicas"].max())
         most_across_nodes = int(multi_node_replicas.max()) if len(multi_node_replicas) else 0
+        # What was measured on one node says nothing of more replicas than the map has on a node.
         supported = max(1, most_across_nodes, min(most_replicas, _REPLICAS_PER_NODE))
         nodes = counted(int(device_rows["num_nodes"].max()), "node")
         limits.append((supported, f"the largest measured configuration has {most_replicas} on {nodes}"))

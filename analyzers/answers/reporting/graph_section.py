@@ -15,7 +15,7 @@ from ddltool.analyzers.answers.reporting.section import (
     Table,
     Verdict,
     cell,
-    some,
+    how_many_drawn,
     tabled,
 )
 from ddltool.analyzers.step.communication.collectives import plan_collectives
@@ -165,7 +165,8 @@ def _timeline_picture(graph: Graph, timelines: Mapping[str, Timeline], priority:
     remark = "numbers on transfers are TAC's priorities, 0 first."
     if len(recv_ops) > _LABELLED:
         remark = "bars too close to be told apart are drawn as one."
-    caption = f"One step: what each resource does when; {remark}{some(_LANES_DRAWN, graph.resource_names, 'resources')}"
+    remark += how_many_drawn(_LANES_DRAWN, graph.resource_names, "resources")
+    caption = f"One step: what each resource does when; {remark}"
     # In TAC's order; transfers without a priority come last.
     recv_ops.sort(key=lambda op: (priority.get(graph.names[op], math.inf), op))
     columns: dict[str, Column[int]] = {
@@ -209,17 +210,11 @@ def trace_section(result: TraceResult, setting: str = "ddp") -> Section:
         f"{_best_words(result)} (TIC and TAC order the transfers of a parameter server, by the graph alone or by its times; "
         "DDP and FSDP2 have none.)"
     )
-    sentences: dict[str, list[str]] = {"servers": servers}
-    result_bounds = result.bounds
-    limits = MakespanBounds(
-        upper_s=result_bounds.upper_s,
-        lower_s=result_bounds.lower_s,
-        speedup=result_bounds.speedup,
-        compute_s=0.0,
-        transfer_s=0.0,
-    )
+    sentences: dict[str, list[str]] = {"servers": servers}  # by setting, the verdict of each first
+    known = {name: getattr(result.bounds, name) for name in ("upper_s", "lower_s", "speedup")}
+    limits = MakespanBounds(**known, compute_s=0.0, transfer_s=0.0)  # the table shows neither of the last two
     blocks: Blocks = [
-        _order_table("Parameter servers: order of transfers", result.schedules, limits, result_bounds.best_lower_s)
+        _order_table("Parameter servers: order of transfers", result.schedules, limits, result.bounds.best_lower_s)
     ]
     if collectives is not None:
         sharded = "FSDP2: the parameters' names show no list of blocks to shard by."

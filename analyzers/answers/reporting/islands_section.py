@@ -36,7 +36,7 @@ def islands_section(plan: IslandsPlan, name: str = "") -> Section:
         *_losses_sentence(plan),
         f"Next: {verdict.then}.",
     ]
-    columns: dict[str, Column[OuterRow]] = {
+    columns: dict[str, Column[OuterRow]] = {  # times are per total batch, with and without overlap of the exchange
         "H": lambda row: f"{row.outer_every:,}",
         "step": "step_s",
         f"overlap {plan.outer.overlap}": "overlapped_s",

@@ -25,6 +25,7 @@ _RANKS_SHOWN = 16
 
 def lengths_section(result: LengthsResult, name: str) -> Section:
     """Return the section of distributing samples by length: the speed-up of each remedy, and the first batch by rank."""
+    # The lead: what today wastes, the samples, the batches and their cost, and how sure the shares are.
     lengths, cost = result.lengths, result.cost
     passes = (
         f"at most {result.max_tokens:,} tokens in a pass" if result.max_tokens else counted(result.accumulation, "pass")

@@ -31,10 +31,10 @@ from ddltool.analyzers.answers.reporting.section import (
     Section,
     Table,
     Verdict,
-    filled,
+    how_many_drawn,
     pictured,
-    some,
     tabled,
+    without_empty_columns,
 )
 from ddltool.analyzers.step.communication.program import share_saved
 from ddltool.decision import LEAST_GAIN, Decision, Layout, Named, Option
@@ -109,7 +109,7 @@ def plan_section(plan: Plan, name: str, others: Sequence[Plan] = ()) -> Section:
         details.append(_split_words(plan, plan.split))
     if plan.goodput is not None:
         blocks += _goodput_blocks(plan.goodput)
-    if decision is not None:
+    if decision is not None:  # the choices come before what the devices do
         details += _provenance_words(decision)
         more = [_strategies_table(decision)]
         if decision.layouts:  # which say what each device does
@@ -176,7 +176,7 @@ def _placement_picture(plan: Plan) -> Picture | Table:
     columns: dict[str, Column[Assignment]] = {"device type": "device_type", "devices": "devices"}
     columns["ESTs each"] = lambda row: str(row.ests_per_device) if plan.est_count else "-"
     columns |= {"local batch": "local_batch_size", "compute": "compute_s"}
-    table = filled(tabled("Devices and what each of them does", "predicted", plan.assignments, columns))
+    table = without_empty_columns(tabled("Devices and what each of them does", "predicted", plan.assignments, columns))
     timed_rows = [row for row in plan.assignments if row.compute_s is not None]
     if not timed_rows:
         return table
@@ -189,7 +189,7 @@ def _placement_picture(plan: Plan) -> Picture | Table:
     )
     caption = f"What one device of each kind does until the {period} ends at {show_seconds(end_s)}."
     figure = Lanes(lanes=lanes, title=f"Timeline of one {period}", mark=(f"{period} ends", end_s))
-    return pictured(caption + some(_LANES_DRAWN, timed_rows, "kinds"), table, figure)
+    return pictured(caption + how_many_drawn(_LANES_DRAWN, timed_rows, "kinds"), table, figure)
 
 
 def _device_spans(plan: Plan, row: Assignment) -> list[Span]:
@@ -197,10 +197,11 @@ def _device_spans(plan: Plan, row: Assignment) -> list[Span]:
     communication_s, other_s = plan.communication_s or 0.0, plan.other_s or 0.0
     work_count, compute_s = max(row.ests_per_device, 1), row.compute_s or 0.0
     end_s = plan.iteration_s - communication_s - other_s
-    single_text, merged_text = (
-        ("EST {}", f"{work_count:,} ESTs") if plan.est_count else (f"{row.local_batch_size:,} samples",) * 2
-    )
-    if plan.superstep is not None:
+    # the text of the k-th part of the work ({}: k), and of all parts where they are too many to be drawn apart
+    single_text = merged_text = f"{row.local_batch_size:,} samples"
+    if plan.est_count:
+        single_text, merged_text = "EST {}", f"{work_count:,} ESTs"
+    if plan.superstep is not None:  # iterations of the worker's own until the barrier, drawn without communication
         work_count = plan.superstep.iterations.get(row.device_type, 0)
         compute_s, end_s, communication_s, other_s = work_count * compute_s, plan.superstep.superstep_s, 0.0, 0.0
         single_text, merged_text = "{}", f"{work_count:,} iterations"
@@ -289,7 +290,7 @@ def _elastic_table(choice: GoodputChoice) -> Table:
         ),
     }
     caption = f"Elastic: how to keep a total batch of {choice.total_batch_size:,} exactly on every number of processes"
-    return filled(tabled(caption, "predicted", choice.elastic, columns, text_columns=2))
+    return without_empty_columns(tabled(caption, "predicted", choice.elastic, columns, text_columns=2))
 
 
 def _provenance_words(decision: Decision) -> list[str]:
@@ -333,7 +334,9 @@ def layouts_table(layouts: Sequence[Layout]) -> Table:
     )
     labels = (row.text.replace("without resharding", "kept gathered").removesuffix(" checkpointing") for row in layouts)
     names = ("layout", labels)
-    return filled(tabled(caption, "predicted", layouts, columns, names=names, text_columns=3, spare=("price/1e6",)))
+    return without_empty_columns(
+        tabled(caption, "predicted", layouts, columns, names=names, text_columns=3, spare=("price/1e6",))
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -391,7 +394,7 @@ def _choices(plan: Plan, decision: Decision) -> list[_Choice]:
             layout=layout,
         )
 
-    picked = next(option for option in decision.options if not option.why_not)
+    picked = next(option for option in decision.options if not option.why_not)  # only the others have a reason
     listed_choices = [of_option(picked, "this plan")]
     listed_choices += [of_option(option, option.why_not) for option in decision.options if option is not picked]
     listed_choices += [of_option(option, "usual") for option in decision.baselines.values()]
@@ -405,6 +408,7 @@ def _choices(plan: Plan, decision: Decision) -> list[_Choice]:
         for layout in decision.layouts
         if _short_layout(layout) == ("DDP", "") and layout.devices in (picked.devices, most)
     ]
+    # The first of each kind, so that the picked one leads; plain DDP keeps its place where there are more than ten.
     distinct = dict[tuple[object, ...], _Choice]()
     for choice in (*listed_choices, *plain_ddp):
         distinct.setdefault(choice.key, choice)
@@ -446,6 +450,7 @@ def _other_layouts(decision: Decision, listed_choices: Sequence[_Choice]) -> lis
     """
     slowest = _OTHERS * (listed_choices[0].step_s or math.inf)
     shown_types = {tuple(sorted(choice.devices)) for choice in listed_choices}
+    # the slowest first, so that the fastest of each set of types, the last one, stays in the dict
     by_step = sorted(decision.layouts, key=lambda layout: -(layout.step_s or math.inf))
     of_types = {tuple(sorted(layout.devices)): layout for layout in by_step if not layout.missing_bytes}
     others = [layout for types, layout in of_types.items() if types not in shown_types]
@@ -551,7 +556,7 @@ def _choices_picture(plan: Plan, decision: Decision) -> Picture:
     captioned += ["each: samples x passes"] if any(row.each for row in choices) else []
     captioned += ["GiB: of tensors"] if any(row.memory_bytes for row in choices) else []
     captioned += ["with a noise scale, plans are ranked by useful samples per second (-v)"] if has_goodput else []
-    table = filled(
+    table = without_empty_columns(
         tabled(
             "; ".join(captioned),
             "predicted",
@@ -615,6 +620,7 @@ def _command(plan: Plan, row: _Choice) -> str:
     """
     layout, run, words = row.layout, plan.run, plan.command
     [(device, size), *others] = (layout.local_batch_sizes if layout is not None else {"": 0}).items()
+    # predict takes one type, equal passes and no checkpointing that a solver chose block by block
     lone = layout is not None and not others and size % layout.passes == 0 and layout.checkpointing != "chosen"
     if layout is None or run is None or run.model is None or not lone or "--devices" not in words:
         return shlex.join(["ddltool", "plan", *words]) if words else ""
@@ -665,7 +671,7 @@ def _named_table(plan: Plan, decision: Decision) -> Table:
     }
     names = ("you named", [row.name for row in decision.named])
     caption = "What you named, with the best plan of each; the first is this plan"
-    return filled(tabled(caption, "predicted", decision.named, columns, names=names, text_columns=2))
+    return without_empty_columns(tabled(caption, "predicted", decision.named, columns, names=names, text_columns=2))
 
 
 def _strategies_table(decision: Decision) -> Table:
@@ -692,7 +698,7 @@ def _strategies_table(decision: Decision) -> Table:
         "split, communication as it comes"
     )
     spare = ("compute", "exposed", "bits")
-    return filled(
+    return without_empty_columns(
         tabled(caption, "predicted", options, columns, names=("strategy", names), text_columns=2, spare=spare)
     )
 
@@ -749,7 +755,10 @@ def _alternatives_table(plan: Plan) -> Table:
     rows: list[Plan | Alternative] = [plan, *plan.alternatives]
     columns: dict[str, Column[Plan | Alternative]] = {
         "devices x ESTs": lambda row: _assignment_text(row.assignments),
-        **{"step": "iteration_s", "mini-batches/s": "throughput", "ESTs": "est_count", "waste": "waste"},
+        "step": "iteration_s",
+        "mini-batches/s": "throughput",
+        "ESTs": "est_count",
+        "waste": "waste",
         "overload f": lambda row: show_seconds(row.overload_factor),
     }
     return tabled("The plan, and the next best different ones", "predicted", rows, columns)
@@ -821,7 +830,7 @@ def enforcement_section(enforcement: Enforcement, name: str) -> Section:
     figure = Bars(rows=rows, xlabel="local batch size (samples)", title="Local batch size by rank")
     lead = f"Job {shortened(enforcement.job, 60)}, {enforcement.strategy}: {counted(enforcement.world_size, 'rank')}, "
     lead += f"{enforcement.total_batch_size:,} samples."
-    caption = f"Samples of each process per step.{some(_LANES_DRAWN, enforcement.ranks, 'ranks')}"
+    caption = f"Samples of each process per step.{how_many_drawn(_LANES_DRAWN, enforcement.ranks, 'ranks')}"
     blocks: Blocks = [
         pictured(caption, table, figure),
         *communication_blocks(enforcement.ddp, enforcement.fsdp2, enforcement.parameters),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ddltool.analyzers.answers.reporting.figures import Bars, Explorer, Point, explorer
+from ddltool.analyzers.answers.reporting.figures import BARS_DRAWN, Bars, Explorer, Point, explorer
 from ddltool.analyzers.answers.reporting.section import Column, Section, Verdict, pictured, tabled
 from ddltool.analyzers.step.costs.model import memory_words
 from ddltool.graph_results import PredictedRow, PredictionAssumptions, PredictResult
@@ -13,7 +13,6 @@ from ddltool.units import show_bytes, show_rate, show_seconds, show_span
 
 # Names of more devices than these are counted.
 _DEVICES_NAMED = 6
-_BARS_DRAWN = 24
 # A share of the step from which waiting for the host is told.
 _WAITS = 0.1
 
@@ -38,7 +37,7 @@ def predict_section(result: PredictResult) -> Section:
     title = f"Training steps on {_device_names(list(result.devices))}"
     title += f"; per s{' and per 1M' if priced else ''}: samples"
     table = tabled(title, "predicted", rows, columns, spare=("MFU", "sync"))
-    drawn = rows[:_BARS_DRAWN]
+    drawn = rows[:BARS_DRAWN]
     figure = Bars(
         rows=[(f"{row.num_gpus} x {row.device}, batch {row.local_batch_size}", row.step_time_s) for row in drawn],
         xlabel="step time",
@@ -129,7 +128,7 @@ def _remarks(result: PredictResult) -> list[str]:
         )
     if any(not row.fits for row in rows):
         lines.append("! needs more memory than the device has, by estimate.")
-    chosen = (
+    chosen = (  # by a solver, within a budget or with the host's memory; one row stands for all
         row for row in rows if row.recompute and (row.recompute.budget_bytes is not None or row.recompute.on_host)
     )
     lines += [_recomputed(row) for row in chosen][:1]

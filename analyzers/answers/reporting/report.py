@@ -48,7 +48,7 @@ def found_in(artifact: Any) -> ReadArtifact:
         raise InputError("artifact", f"a {type(artifact).__name__} has no section", remedy)
     content: Any = pd.DataFrame([dict(row) for row in artifact.rows]) if kind == "profile" else artifact  # type: ignore[attr-defined]
     if isinstance(artifact, PredictResult):
-        content.attrs["prediction"] = artifact
+        content.attrs["prediction"] = artifact  # by which section_of tells a prediction from a measured profile
     return ReadArtifact(kind=kind, path=Path(kind), content=content)
 
 
@@ -127,22 +127,24 @@ def summary_of(artifacts: Sequence[ReadArtifact]) -> str:
 
 # Kinds by how likely their verdict is what a reader of several artifacts asks for; failures come before all (see headline).
 _IMPORTANCE = (
-    *(
-        "verification",
-        "stragglers",
-        "plan",
-        "command_plan",
-        "islands_plan",
-        "simulation",
-        "sweep",
-        "balance",
-        "lengths",
-        "barrier",
-        "gate",
-        "telemetry",
-        "graph",
-    ),
-    *("goodput", "profile", "network", "sync", "enforcement"),
+    "verification",
+    "stragglers",
+    "plan",
+    "command_plan",
+    "islands_plan",
+    "simulation",
+    "sweep",
+    "balance",
+    "lengths",
+    "barrier",
+    "gate",
+    "telemetry",
+    "graph",
+    "goodput",
+    "profile",
+    "network",
+    "sync",
+    "enforcement",
 )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from ddltool.analyzers.answers.gating.formats import check_texts, outcome, remarks, sentence
 from ddltool.analyzers.answers.gating.metrics import LONGEST_NAME, harmless
-from ddltool.analyzers.answers.reporting.figures import Bars, Line, Lines, line, value_of
+from ddltool.analyzers.answers.reporting.figures import BARS_DRAWN, MOST_DRAWN, Bars, Line, Lines, line, value_of
 from ddltool.analyzers.answers.reporting.section import (
     Blocks,
     Column,
@@ -18,8 +18,8 @@ from ddltool.analyzers.answers.reporting.section import (
     Table,
     Verdict,
     cell,
+    how_many_drawn,
     pictured,
-    some,
     tabled,
 )
 from ddltool.analyzers.job.diagnosing.verification import error_text
@@ -40,13 +40,10 @@ from ddltool.results import (
 )
 from ddltool.units import counted, show_bytes, show_seconds
 
-_BARS_DRAWN = 24
 _PAIRS_DRAWN = 6
 _WORKERS_SHOWN = 16
 # Ratios that span more would leave the small ones no bar at all.
 _LOG_FROM = 20
-# A bar beyond, or below one over this, leaves nothing of the others.
-_MOST_DRAWN = 1e12
 # A fit of the network this far off says little about any size of message.
 _BAD_FIT = 1.0
 
@@ -158,7 +155,7 @@ def _iteration_tables(records: dict[str, BarrierChoice]) -> list[Table]:
     columns = {key: lambda worker, counts=record.iterations: counts.get(worker) for key, record in records.items()}
     names = ("worker", [shortened(worker, 40) for worker in workers])
     tables = [tabled("Iterations until the barrier", "predicted", workers, columns, names=names)]
-    if len(workers) > _WORKERS_SHOWN:
+    if len(workers) > _WORKERS_SHOWN:  # more than a reader compares one by one
         counts = {key: [*record.iterations.values()] for key, record in records.items()}
         quantile_columns = {
             key: lambda share, counts=counts: f"{np.quantile(counts, share):g}" for key, counts in counts.items()
@@ -202,8 +199,13 @@ def _tradeoff_picture(result: BarrierResult) -> Picture:
 
 
 _SCHEMES = {
-    **{"bsp": "BSP", "asp": "ASP", "ssp": "SSP, bound 5", "redundant": "redundant execution"},
-    **{"work_shifting": "work shifting (FlexRR-like)", "lb_bsp": "LB-BSP", "lb_bsp_oracle": "LB-BSP, speeds known"},
+    "bsp": "BSP",
+    "asp": "ASP",
+    "ssp": "SSP, bound 5",
+    "redundant": "redundant execution",
+    "work_shifting": "work shifting (FlexRR-like)",
+    "lb_bsp": "LB-BSP",
+    "lb_bsp_oracle": "LB-BSP, speeds known",
 }
 
 
@@ -233,8 +235,10 @@ def balance_section(result: BalanceResult, name: str) -> Section:
         return cell_text
 
     columns: dict[str, Column[SplitTime]] = {
-        **{"RMSE": predictor_column("rmse", ",.4g", "0"), "of mean": predictor_column("rmse_relative", ".1%", "0.0%")},
-        **{"iteration": "iteration_s", "of equal split": "iteration_time_ratio:.3f"},
+        "RMSE": predictor_column("rmse", ",.4g", "0"),
+        "of mean": predictor_column("rmse_relative", ".1%", "0.0%"),
+        "iteration": "iteration_s",
+        "of equal split": "iteration_time_ratio:.3f",
         "gain": predictor_column("gain_kept", ".0%", "100%"),
     }
     table = tabled(caption, "simulated", splits.values(), columns, names=("predictor", splits))
@@ -298,7 +302,7 @@ def verification_section(result: Verification, name: str) -> Section:
         lead.append("FAILED: not the whole run on the planned devices (see above).")
     if not result.followed:
         lead.append("FAILED: the run did not follow the plan (see above).")
-    bars: list[tuple[str, float]] = []
+    bars: list[tuple[str, float]] = []  # of what is not predicted, the measured one alone
     for part, times in zip(("step", "compute", "sync"), (step, result.compute, result.sync), strict=True):
         bars += [(f"{part}, predicted", times.predicted_s)] if times.predicted_s is not None else []
         bars.append((f"{part}, measured", times.measured_s))
@@ -406,22 +410,22 @@ def gate_section(result: GateResult, name: str) -> Section:
         for check in checks
         if isinstance(check.baseline, float) and isinstance(check.current, float)
         if check.current >= 0 < check.baseline
-        if check.current == 0 or 1 / _MOST_DRAWN < check.current / check.baseline < _MOST_DRAWN
+        if check.current == 0 or 1 / MOST_DRAWN < check.current / check.baseline < MOST_DRAWN
     ]
     verdict = _gate_verdict(result)
     if not changes:
         return Section(title=f"Gate: {name}", lead=lead, blocks=[table], verdict=verdict)
     ratios = [ratio for _, ratio, _ in changes]
     figure = Bars(
-        rows=[(metric, ratio) for metric, ratio, _ in changes[:_BARS_DRAWN]],
+        rows=[(metric, ratio) for metric, ratio, _ in changes[:BARS_DRAWN]],
         xlabel="current over baseline",
         title="Current over baseline",
         level=("baseline", 1.0),
         log=min(ratios) > 0 and max(*ratios, 1.0) > _LOG_FROM * min(*ratios, 1.0),
-        marked=("failed", [has_failed for *_, has_failed in changes[:_BARS_DRAWN]]),
+        marked=("failed", [has_failed for *_, has_failed in changes[:BARS_DRAWN]]),
         unmarked="passed",
     )
-    caption = f"Each metric over its baseline.{some(_BARS_DRAWN, changes, 'metrics')}"
+    caption = f"Each metric over its baseline.{how_many_drawn(BARS_DRAWN, changes, 'metrics')}"
     picture = pictured(caption, table, figure)
     return Section(title=f"Gate: {name}", lead=lead, blocks=[picture], verdict=verdict)
 

@@ -141,16 +141,16 @@ def pictured(caption: str, table: Table, *figures: Figure) -> Picture:
     return Picture(figures=figures, caption=caption, label=table.label, table=table)
 
 
-def some(drawn: int, things: Sequence[object], noun: str) -> str:
+def how_many_drawn(drawn: int, things: Sequence[object], noun: str) -> str:
     """Return a remark that only ``drawn`` of the ``things``, called ``noun``, are drawn; "" if all are.
 
-    >>> some(2, "abc", "lines"), some(3, "abc", "lines")
+    >>> how_many_drawn(2, "abc", "lines"), how_many_drawn(3, "abc", "lines")
     (' 2 of 3 lines are drawn.', '')
     """
     return f" {drawn} of {len(things)} {noun} are drawn." if len(things) > drawn else ""
 
 
-def filled(table: Table) -> Table:
+def without_empty_columns(table: Table) -> Table:
     """Return the table without columns whose cells are all empty or "-"; the first column stays."""
     kept_columns = [
         column

@@ -9,7 +9,7 @@ from pathlib import PurePath
 import numpy as np
 from scipy.special import stdtrit
 
-from ddltool.analyzers.answers.reporting.figures import LINES_DRAWN, Bars, Line, Lines
+from ddltool.analyzers.answers.reporting.figures import BARS_DRAWN, LINES_DRAWN, MOST_DRAWN, Bars, Line, Lines
 from ddltool.analyzers.answers.reporting.section import (
     Blocks,
     Column,
@@ -17,10 +17,10 @@ from ddltool.analyzers.answers.reporting.section import (
     Section,
     Table,
     Verdict,
-    filled,
+    how_many_drawn,
     pictured,
-    some,
     tabled,
+    without_empty_columns,
 )
 from ddltool.arrays import Floats
 from ddltool.errors import few, shortened
@@ -95,8 +95,10 @@ def _summary_table(records: Records) -> Table:
         "median": lambda record: _time_cell(record.median_jct_s, longest),
         "p99": lambda record: _time_cell(record.p99_jct_s, longest),
         "makespan": lambda record: _time_cell(record.makespan_s, longest),
-        **{"used": "utilization:.0%", "worst": "finish_time_fairness.max:.2f"},
-        **{"fair": "finish_time_fairness.share_below_1:.0%", "restarts": "restarts"},
+        "used": "utilization:.0%",
+        "worst": "finish_time_fairness.max:.2f",
+        "fair": "finish_time_fairness.share_below_1:.0%",
+        "restarts": "restarts",
     }
     spare = ("median", "fair")
     return tabled(caption, "simulated", records.values(), columns, names=("policy", records), spare=spare)
@@ -112,7 +114,11 @@ def _losses_tables(records: Records) -> Blocks:
     columns = {"wait": "avg_queueing_s:,.0f", "p99 wait": "p99_queueing_s:,.0f", "useful": "useful_share:.0%"}
     columns |= {"hit": "job_failures", "lost": "lost_gpu_hours:,.1f", "cost": "cost.jobs:,.2f"}
     return (
-        [filled(tabled(caption, "simulated", with_losses.values(), columns, names=("policy", with_losses)))]
+        [
+            without_empty_columns(
+                tabled(caption, "simulated", with_losses.values(), columns, names=("policy", with_losses))
+            )
+        ]
         if with_losses
         else []
     )
@@ -272,15 +278,16 @@ def completion_figure(jct_s: Mapping[str, Sequence[float]]) -> Lines:
     )
 
 
-_BARS_DRAWN = 24
 # Ratios that differ more than this are drawn on a logarithmic axis.
 _LOG_FROM = 10.0
-# A bar beyond, or below one over this, leaves nothing of the others.
-_MOST_DRAWN = 1e12
 # A comparison's measures in the words of ``ddltool simulate sweep --compare``.
 _MEASURES = {
-    **{"avg_jct_s": "average JCT", "p99_jct_s": "p99 JCT", "worst_fairness": "worst fairness"},
-    **{"makespan_s": "makespan", "gpu_seconds": "cost (GPU time)", "cost": "cost (price)"},
+    "avg_jct_s": "average JCT",
+    "p99_jct_s": "p99 JCT",
+    "worst_fairness": "worst fairness",
+    "makespan_s": "makespan",
+    "gpu_seconds": "cost (GPU time)",
+    "cost": "cost (price)",
 }
 _MOST_OPTIONS_SHOWN = 12
 PUBLISHED_SCALING = {"cost": -0.25, "seconds": 0.06}
@@ -326,22 +333,28 @@ def _means_picture(groups: Sequence[Means], *, several: bool) -> Picture:
         return lambda row: format(value := getattr(row[3], field), form if value < below else ".3g")
 
     columns: dict[str, Column[Means]] = {
-        **{"workload": lambda row: shortened(row[0], 30), "policy": "1", "seeds": "2:d"},
-        **{"mean JCT": figure_of("avg_jct_s", ",.0f"), "median": figure_of("median_jct_s", ",.0f")},
-        **{"p99": figure_of("p99_jct_s", ",.0f"), "makespan": figure_of("makespan_s", ",.0f")},
-        **{"used": figure_of("utilization", ".0%", 1e4), "worst": figure_of("worst_fairness", ".2f")},
-        **{"restarts": figure_of("restarts", ",.1f"), "cost": "3.cost:.4g"},
+        "workload": lambda row: shortened(row[0], 30),
+        "policy": "1",
+        "seeds": "2:d",
+        "mean JCT": figure_of("avg_jct_s", ",.0f"),
+        "median": figure_of("median_jct_s", ",.0f"),
+        "p99": figure_of("p99_jct_s", ",.0f"),
+        "makespan": figure_of("makespan_s", ",.0f"),
+        "used": figure_of("utilization", ".0%", 1e4),
+        "worst": figure_of("worst_fairness", ".2f"),
+        "restarts": figure_of("restarts", ",.1f"),
+        "cost": "3.cost:.4g",
     }
     caption = "Means over the seeds, times in s; used: share of GPU time; worst: largest finish-time fairness"
     spare = ("median", "used", "seeds")
     table = tabled(caption, "simulated", groups, columns, text_columns=2, spare=spare)
     bars = [
         (f"{shortened(policy, 30)}, {shortened(workload, 30)}" if several else policy, mean.avg_jct_s)
-        for workload, policy, _, mean in groups[:_BARS_DRAWN]
+        for workload, policy, _, mean in groups[:BARS_DRAWN]
     ]
     figure = Bars(rows=bars, xlabel="mean JCT", title="Mean job completion time", seconds=True)
     caption = "Mean job completion time over the seeds: the shorter, the better."
-    return pictured(f"{caption}{some(_BARS_DRAWN, groups, 'means')}", filled(table), figure)
+    return pictured(f"{caption}{how_many_drawn(BARS_DRAWN, groups, 'means')}", without_empty_columns(table), figure)
 
 
 def _comparison_picture(comparison: PolicyComparison) -> Picture | Table:
@@ -365,14 +378,15 @@ def _comparison_picture(comparison: PolicyComparison) -> Picture | Table:
         "interval": lambda measure: (
             "unknown" if verdict(measure) == "unknown" else f"{_ratio_text(measure.low)} to {_ratio_text(measure.high)}"
         ),
-        **{"lower on": lambda measure: f"{measure.better} of {measure.units}", "verdict": verdict},
+        "lower on": lambda measure: f"{measure.better} of {measure.units}",
+        "verdict": verdict,
     }
     caption = (
         f"Change from {second} to {first}, with the {comparison.confidence:.0%} interval of Student's t on log ratios"
     )
     table = tabled(caption, "simulated", comparison.comparisons, columns)
     # An extreme ratio is not drawn, as it would make the other bars invisible.
-    drawn_measures = [measure for measure in comparison.comparisons if 1 / _MOST_DRAWN < measure.ratio < _MOST_DRAWN]
+    drawn_measures = [measure for measure in comparison.comparisons if 1 / MOST_DRAWN < measure.ratio < MOST_DRAWN]
     if not drawn_measures:
         return table
     ratios = [measure.ratio for measure in drawn_measures]
@@ -382,7 +396,7 @@ def _comparison_picture(comparison: PolicyComparison) -> Picture | Table:
         title=f"{first} against {second}",
         level=("equal", 1.0),
         intervals=[
-            (measure.low, measure.high) if measure.low and measure.high and measure.high < _MOST_DRAWN else None
+            (measure.low, measure.high) if measure.low and measure.high and measure.high < MOST_DRAWN else None
             for measure in drawn_measures
         ],
         log=max(*ratios, 1.0) > _LOG_FROM * min(*ratios, 1.0),
@@ -471,17 +485,15 @@ def advice_section(advice: AdviceResult) -> Section:
             remaining = f"{_duration_text(current.remaining_s)} are left, as it is now"
             lead.append(f"It pays from {_duration_text(best.break_even_s)} left on; {remaining}.")
     columns: dict[str, Column[ResizeOption]] = {
-        **{"GPUs": lambda option: f"{option.replicas} on {option.nodes}", "batch": "batch_size:d", "gain": "gain:.2f"},
+        "GPUs": lambda option: f"{option.replicas} on {option.nodes}",
+        "batch": "batch_size:d",
+        "gain": "gain:.2f",
         "pays from": lambda option: "never" if option.break_even_s is None else _short_duration(option.break_even_s),
         "saves": lambda option: _short_duration(option.expected_saved_s),
-        **{
-            "10 %": lambda option: _short_duration(option.saved_p10_s),
-            "90 %": lambda option: _short_duration(option.saved_p90_s),
-        },
-        **{
-            "sure": "probability:.0%",
-            "GPU h": lambda option: f"{round(option.extra_gpu_seconds / 3600, 1) + 0.0:+.1f}",
-        },
+        "10 %": lambda option: _short_duration(option.saved_p10_s),
+        "90 %": lambda option: _short_duration(option.saved_p90_s),
+        "sure": "probability:.0%",
+        "GPU h": lambda option: f"{round(option.extra_gpu_seconds / 3600, 1) + 0.0:+.1f}",  # 0.0 makes +0.0 of -0.0
     }
     caption = (
         "gain: goodput over that of now; pays from: with so much left; saves: the mean, and what 10 and 90 % of cases stay "

@@ -20,8 +20,8 @@ from ddltool.analyzers.answers.reporting.section import (
     Section,
     Table,
     Verdict,
+    how_many_drawn,
     pictured,
-    some,
     tabled,
 )
 from ddltool.analyzers.job.diagnosing.verification import verify
@@ -262,7 +262,9 @@ def _staleness_picture(steps: Sequence[Mapping[str, Any]]) -> Picture:
         for staleness, count in counts
     ]
     figure = Bars(rows=bars[:_RANKS_DRAWN], xlabel="steps", title="Staleness of gradients")
-    return pictured(f"How many updates old the used gradients were.{some(_RANKS_DRAWN, bars, 'ages')}", table, figure)
+    return pictured(
+        f"How many updates old the used gradients were.{how_many_drawn(_RANKS_DRAWN, bars, 'ages')}", table, figure
+    )
 
 
 def _superstep_table(barriers: Sequence[Mapping[str, Any]]) -> Table:
@@ -322,10 +324,14 @@ def _splits_picture(result: StragglersResult) -> Picture:
         end_s = max((span[1] for lane in drawn for span in lane.spans), default=0.0)
         lanes = [(lane.rank, merged([Span(*span) for span in lane.spans], end_s)) for lane in drawn]
         figure = Lanes(lanes=lanes, title="What each rank did")
-        return pictured(f"The first steps, on one clock.{some(_LANES_DRAWN, result.timeline, 'ranks')}", table, figure)
+        return pictured(
+            f"The first steps, on one clock.{how_many_drawn(_LANES_DRAWN, result.timeline, 'ranks')}", table, figure
+        )
     rows = [(f"rank {row.rank}", row.wait_s) for row in result.splits[:_LANES_DRAWN]]
     bars = Bars(rows=rows, xlabel="waiting in a step", title="Waiting by rank", seconds=True)
-    return pictured(f"Who waits: a straggler does not.{some(_LANES_DRAWN, result.splits, 'ranks')}", table, bars)
+    return pictured(
+        f"Who waits: a straggler does not.{how_many_drawn(_LANES_DRAWN, result.splits, 'ranks')}", table, bars
+    )
 
 
 def _part_column(part: str) -> Column[RankSplit]:

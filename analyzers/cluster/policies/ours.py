@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from ddltool.analyzers.cluster.assign import JobSpeedups, TypeSpeedup, assign, job_speedups, place_on_type, tables
+from ddltool.analyzers.cluster.assign import JobSpeedups, TypeSpeedup, assign, cost_tables, job_speedups, place_on_type
 from ddltool.analyzers.cluster.cluster import Allocation, ClusterSpec
 from ddltool.analyzers.cluster.job import SimulatedJob, Tuning
 from ddltool.analyzers.cluster.search import JobCosts
@@ -179,7 +179,7 @@ class Ours:
         if len(type_names) == 1:
             return [type_names[0]] * len(offers)
         capacity = [cluster.gpus_of(name) for name in type_names]
-        assignment = assign([tables(by_type, type_names) for by_type in choices], capacity)
+        assignment = assign([cost_tables(by_type, type_names) for by_type in choices], capacity)
         return [
             type_names[type_index] if count else offer.job.gpu_types[0]
             for type_index, count, offer in zip(assignment.types, assignment.counts, offers, strict=True)

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from ddltool.analyzers.cluster.assign import JobSpeedups, TypeSpeedup, assign, job_speedups, place_on_type, tables
+from ddltool.analyzers.cluster.assign import JobSpeedups, TypeSpeedup, assign, cost_tables, job_speedups, place_on_type
 from ddltool.analyzers.cluster.cluster import Allocation, ClusterSpec
 from ddltool.analyzers.cluster.job import SimulatedJob, Tuning
 from ddltool.analyzers.cluster.search import JobCosts
@@ -47,7 +47,7 @@ class Sia:
         node_sizes = {name: max(cluster.gpus[node] for node in cluster.nodes_of(name)) for name in type_names}
         choices = [self._choices(job_speedups(job, cluster), node_sizes, now_s) for job in jobs]
         capacity = [cluster.gpus_of(name) for name in type_names]
-        assignment = assign([tables(by_type, type_names) for by_type in choices], capacity)
+        assignment = assign([cost_tables(by_type, type_names) for by_type in choices], capacity)
         allocations: dict[int, Allocation] = {}
         for type_index, gpu_type in enumerate(type_names):
             pairs = enumerate(zip(assignment.types, assignment.counts, strict=True))

@@ -106,6 +106,7 @@ class Algorithm2:
         self.phase = Phase.APPROACH
         longest = max(self.settings.window, self.settings.fine_window)
         self._recent: deque[Floats] = deque(maxlen=longest)
+        """(n,) seconds of each of the last iterations, the latest last."""
         # [a, b]: whether a was slower than b in some iteration; it replaces the history of all iterations.
         self._was_slower = np.zeros((len(self.sizes), len(self.sizes)), dtype=bool)
 
@@ -129,9 +130,9 @@ class Algorithm2:
         self._was_slower |= seconds_array[:, None] > seconds_array[None, :]
         straggler = int(np.argmax(seconds_array))
         leader = self._leader(seconds_array, memory_shares)
-        moved = remove = 0
+        moved, remove = 0, False
         timed_sizes = self.sizes if sizes is None else np.asarray(sizes)
-        sizes_in_force = (
+        sizes_in_force = (  # times of older sizes would move the same samples again
             leader is not None
             and timed_sizes[leader] == self.sizes[leader]
             and timed_sizes[straggler] == self.sizes[straggler]
@@ -142,7 +143,7 @@ class Algorithm2:
             self.sizes[leader] += moved
             self.sizes[straggler] -= moved
         sizes_now = tuple(self.sizes.tolist())
-        return SizesDecision(sizes_now, leader, straggler, self.phase, moved, bool(remove))
+        return SizesDecision(sizes_now, leader, straggler, self.phase, moved, remove)
 
     def _check_times(self, seconds: Floats, memory: Floats) -> None:
         """Raise InputError unless there are n finite ``seconds`` above 0, and n finite shares of ``memory`` of 0 or more."""
@@ -168,8 +169,8 @@ class Algorithm2:
         """Samples that move at a time in the present phase."""
         return self.settings.step if self.phase is Phase.APPROACH else self.settings.fine_step
 
-    def _move_or_fine_tune(self, leader: int, straggler: int) -> tuple[int, int]:
-        """Return the samples to move from ``straggler`` to ``leader``, and 1 if removing the straggler is advised, else 0.
+    def _move_or_fine_tune(self, leader: int, straggler: int) -> tuple[int, bool]:
+        """Return the samples to move from ``straggler`` to ``leader``, and whether removing the straggler is advised.
 
         Samples move when the leader was faster in the whole window. Changes the phase to fine tuning where the leader was once
         slower than the straggler, which shows that steps are too large, and where the straggler has not enough samples for a
@@ -181,17 +182,17 @@ class Algorithm2:
         step = self._step
         if self.sizes[straggler] - step < self.least:
             if self.phase is Phase.FINE or self.settings.strict:
-                return 0, 1
-            self.phase = Phase.FINE
-            return 0, 0
+                return 0, True
+            self.phase = Phase.FINE  # whose smaller step may still be possible
+            return 0, False
         window = self.settings.window if self.phase is Phase.APPROACH else self.settings.fine_window
         if len(self._recent) >= window:
             recent = list(self._recent)[-window:]
             if all(iteration_s[leader] < iteration_s[straggler] for iteration_s in recent):
-                return step, 0
+                return step, False
         if self._was_slower[leader, straggler]:
             self.phase = Phase.FINE
-        return 0, 0
+        return 0, False
 
     def _still_far_apart(self, leader: int, straggler: int) -> bool:
         """Return whether the leader would still be faster after a step of the fast approach, in each iteration of the window.

@@ -28,12 +28,12 @@ _MOST_DIFFERENCED, _MOST_SOLVED = 1 << 18, 1 << 16
 _SAME = 1e-9
 
 
-def seconds_of(costs: Floats, places: Ints, speeds: Floats) -> Floats:
+def seconds_of(costs: Floats, rank_of: Ints, speeds: Floats) -> Floats:
     """Return (m,) seconds of the ranks: the sum of the costs of a rank's samples, over its speed.
 
-    ``costs`` (n,) of the samples, ``places`` (n,) the rank of each, ``speeds`` (m,) cost per second of each rank.
+    ``costs`` (n,) of the samples, ``rank_of`` (n,) the rank of each, ``speeds`` (m,) cost per second of each rank.
     """
-    times: Floats = np.bincount(places, costs, minlength=len(speeds)) / speeds
+    times: Floats = np.bincount(rank_of, costs, minlength=len(speeds)) / speeds
     return times
 
 
@@ -62,12 +62,12 @@ def lpt(costs: Floats, speeds: Floats) -> Ints:
     samples, ``speeds`` (m,) of the ranks. The step is at most 4/3 - 1/(3 m) times the shortest one with equal speeds (Graham,
     1969), and 2 - 2/(m + 1) times with others (Gonzalez, Ibarra and Sahni, 1977). O(n m).
     """
-    places, loads = np.zeros(len(costs), dtype=np.int64), np.zeros(len(speeds))
+    rank_of, loads = np.zeros(len(costs), dtype=np.int64), np.zeros(len(speeds))
     for sample in np.argsort(-costs, kind="stable"):
         rank = int(np.argmin((loads + costs[sample]) / speeds))
-        places[sample] = rank
+        rank_of[sample] = rank
         loads[rank] += costs[sample]
-    return places
+    return rank_of
 
 
 def karmarkar_karp(costs: Floats, ranks: int) -> Ints:
@@ -91,17 +91,17 @@ def karmarkar_karp(costs: Floats, ranks: int) -> Ints:
         loads.sort(key=lambda load: load[0])
         smallest_load, largest_load = loads[0][0], loads[-1][0]
         heapq.heappush(waiting, (smallest_load - largest_load, tie_breaker, loads))
-    places = np.zeros(len(costs), dtype=np.int64)
+    rank_of = np.zeros(len(costs), dtype=np.int64)
     (_, _, whole_assignment) = waiting[0]
     for rank, (_, tree) in enumerate(whole_assignment):
         open_trees = [tree]  # a stack, because trees may be deeper than Python's recursion allows
         while open_trees:
             for node in open_trees.pop():
                 if isinstance(node, int):
-                    places[node] = rank
+                    rank_of[node] = rank
                 elif node:
                     open_trees.append(node)
-    return places
+    return rank_of
 
 
 def is_differenced(costs: Floats, speeds: Floats) -> bool:
@@ -118,9 +118,9 @@ def balanced(costs: Floats, speeds: Floats, passes: int = 1) -> Ints:
     ranks, choices = len(speeds), [lpt(costs, speeds)]
     if is_differenced(costs, speeds):
         choices.append(karmarkar_karp(costs, ranks))
-    best = min(choices, key=lambda places: float(seconds_of(costs, places, speeds).max()))
+    best = min(choices, key=lambda rank_of: float(seconds_of(costs, rank_of, speeds).max()))
     # a rank needs as many samples as passes, so that none of its passes is empty
-    return assign_passes(costs, filled(costs, best, ranks, passes), ranks, passes)
+    return assign_passes(costs, topped_up(costs, best, ranks, passes), ranks, passes)
 
 
 def assign_passes(costs: Floats, rank_of: Ints, ranks: int, passes: int) -> Ints:
@@ -135,17 +135,17 @@ def assign_passes(costs: Floats, rank_of: Ints, ranks: int, passes: int) -> Ints
     for rank in range(ranks):
         samples = np.flatnonzero(rank_of == rank)
         # The pass of each of these samples; none is empty if there are enough.
-        pass_of = filled(costs[samples], lpt(costs[samples], np.ones(passes)), passes)
+        pass_of = topped_up(costs[samples], lpt(costs[samples], np.ones(passes)), passes)
         costliest_first = np.argsort(-np.bincount(pass_of, costs[samples], minlength=passes), kind="stable")
         rank_and_pass[samples] += np.argsort(costliest_first)[pass_of]  # the inverse: each pass's position by its cost
     return rank_and_pass
 
 
-def filled(costs: Floats, places: Ints, count: int, least: int = 1) -> Ints:
+def topped_up(costs: Floats, places: Ints, count: int, least: int = 1) -> Ints:
     """Return the (n,) places of the samples, changed so that each of ``count`` places has at least ``least`` samples.
 
-    While a place has too few, the place with most samples gives it its cheapest one. Nothing changes where there are too few
-    samples in all.
+    A place is a rank or a pass, by index. While one has too few, the place with most samples gives it its cheapest one. Nothing
+    changes where there are too few samples in all.
     """
     places = places.copy()
     sample_counts = np.bincount(places, minlength=count)
@@ -182,7 +182,7 @@ def by_length(costs: Floats, speeds: Floats, passes: int = 1) -> Ints:
     cut_index = np.searchsorted(np.array(cuts), np.arange(len(costs)), side="right") - 1
     places = np.empty(len(costs), dtype=np.int64)
     places[order] = np.repeat(ranks * passes, passes)[cut_index] + np.tile(np.arange(passes), len(ranks))[cut_index]
-    return filled(costs, places, len(place_speeds))
+    return topped_up(costs, places, len(place_speeds))
 
 
 def _cut_at(costs: list[float], speeds: list[float], limit: float) -> list[int] | None:
@@ -203,7 +203,7 @@ def _cut_at(costs: list[float], speeds: list[float], limit: float) -> list[int] 
 class Proven:
     """The best assignment that CP-SAT has found."""
 
-    places: Ints
+    rank_of: Ints
     """(n,) rank of each sample."""
     seconds: float
     """Seconds of the step: until the last rank ends."""
@@ -213,7 +213,7 @@ class Proven:
     @property
     def is_optimal(self) -> bool:
         """Whether the step is equal to its bound, up to a relative 1e-9 for each of the n costs, which :func:`solve` rounds."""
-        return self.seconds <= self.bound * (1 + len(self.places) * _SAME)
+        return self.seconds <= self.bound * (1 + len(self.rank_of) * _SAME)
 
 
 def solve(costs: Floats, speeds: Floats, limit_s: float, seed: int = 0, gap: float = 0.0) -> Proven:
@@ -229,7 +229,7 @@ def solve(costs: Floats, speeds: Floats, limit_s: float, seed: int = 0, gap: flo
 
     start = balanced(costs, speeds)
     seconds, bound = float(seconds_of(costs, start, speeds).max()), lower_bound(costs, speeds)
-    unsolved = Proven(places=start, seconds=seconds, bound=bound)
+    unsolved = Proven(rank_of=start, seconds=seconds, bound=bound)
     if unsolved.is_optimal or seconds <= bound * (1 + gap) or limit_s <= 0 or len(costs) * len(speeds) > _MOST_SOLVED:
         return unsolved
     unit_times = np.floor(costs[:, None] / speeds * (_UNITS / bound)).astype(np.int64)  # (n, m)
@@ -250,13 +250,13 @@ def solve(costs: Floats, speeds: Floats, limit_s: float, seed: int = 0, gap: flo
     model.minimize(end)
     solver = solver_for(limit_s, seed)
     status = run(solver, model)
-    places = start
+    best = start
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         solved = np.array([[solver.boolean_value(choice) for choice in row] for row in chosen]).argmax(axis=1)
         # by exact costs, which are not rounded, the beginning may be the better one
-        places = min(start, solved, key=lambda places: float(seconds_of(costs, places, speeds).max()))
-    reached = float(seconds_of(costs, places, speeds).max())
-    return Proven(places=places, seconds=reached, bound=bound * max(1.0, solver.best_objective_bound / _UNITS))
+        best = min(start, solved, key=lambda rank_of: float(seconds_of(costs, rank_of, speeds).max()))
+    reached = float(seconds_of(costs, best, speeds).max())
+    return Proven(rank_of=best, seconds=reached, bound=bound * max(1.0, solver.best_objective_bound / _UNITS))
 
 
 def checked_costs(costs: ArrayLike, where: str = "costs") -> Floats:

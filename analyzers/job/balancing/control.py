@@ -99,8 +99,11 @@ class SpeedPolicy:
         self.tolerance = tolerance
         self._predictor: SpeedPredictor = make_predictor(predictor, len(self.sizes), settings)
         self._has_readings = False
+        """Whether the predictor has been given readings, without which it must not observe speeds."""
         self._predicted: Floats | None = None
+        """(n,) last predicted speeds, in samples per second; None before the first ones."""
         self._prediction_errors: deque[float] = deque(maxlen=ERRORS_KEPT)
+        """Mean relative error of each of the last predictions."""
 
     def choose(self, report: Report) -> Choice:
         """Learn the speeds in ``report`` and return the sizes for the next iteration.

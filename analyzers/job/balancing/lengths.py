@@ -167,7 +167,8 @@ def compare(
     """
     if job.max_tokens is not None and (longest := int(batches.max())) > job.max_tokens:
         raise InputError("max_tokens", f"is {job.max_tokens}", f"the longest sample has {longest}: give that or more")
-    ranks, batch_size, passes = len(job.speeds), batches.shape[1], _passes(job)
+    ranks, batch_size, passes = len(job.speeds), batches.shape[1], _planned_passes(job)
+    # First the solver's assignments of all batches, within its time; then the steps of each way.
     costs = job.cost.of(batches)
     gaps, solved_ranks, left_s = list[float](), list[Ints](), limit_s
     for index, batch_costs in enumerate(costs):
@@ -177,21 +178,21 @@ def compare(
         proven = solve(batch_costs, job.speeds, left_s / (len(costs) - index), seed, WORTH_SOLVING)
         left_s -= time.perf_counter() - begun_s
         gaps.append(proven.seconds / proven.bound - 1)
-        solved_ranks.append(proven.places)
+        solved_ranks.append(proven.rank_of)
 
     def assigned(choose: Callable[[Floats], Ints], lengths: Ints = batches, padded: bool = False) -> TimedSteps:
         """Return the timed steps over (K, B) ``lengths``; ``choose``: (B,) costs of a batch -> (B,) places of its samples."""
         shared = (_by_place(job, row, choose(job.cost.of(row)), padded) for row in lengths)
-        return timed(job, shared, padded)
+        return time_steps(job, shared, padded)
 
     # without planning, the first samples of a batch go to the first rank, and so on
     blocks = np.array_split(np.arange(batch_size), ranks)
     in_order = np.repeat(np.arange(ranks), [len(block) for block in blocks])
     steps_by_way = {
-        way: timed(job, (_in_order(job, row, in_order, padded) for row in batches), padded)
+        way: time_steps(job, (_in_order(job, row, in_order, padded) for row in batches), padded)
         for way, padded in (("padded", True), ("unpadded", False))
     }
-    steps_by_way["grouped"] = timed(job, _grouped(job, batches), padded=True)
+    steps_by_way["grouped"] = time_steps(job, _grouped(job, batches), padded=True)
     steps_by_way["sorted"] = assigned(lambda row: by_length(row, job.speeds, passes), padded=True)
     steps_by_way["lpt"] = assigned(lambda row: assign_passes(row, lpt(row, job.speeds), ranks, passes))
     if is_differenced(costs[0], job.speeds):
@@ -202,7 +203,7 @@ def compare(
         _by_place(job, lengths, assign_passes(batch_costs, rank_of, ranks, passes))
         for lengths, batch_costs, rank_of in zip(batches, costs, solved_ranks, strict=True)
     ]
-    steps_by_way["cp_sat"] = timed(job, shared, padded=False)
+    steps_by_way["cp_sat"] = time_steps(job, shared, padded=False)
     if job.window > 1:
         order = regrouped(costs.ravel(), ranks, batch_size, job.window)
         moved = batches.ravel()[order].reshape(batches.shape)
@@ -266,7 +267,7 @@ def regrouped(costs: Floats, ranks: int, total: int, window: int) -> Ints:
     return order
 
 
-def timed(job: LengthsJob, steps: Iterator[list[list[Ints]]] | list[list[list[Ints]]], padded: bool) -> TimedSteps:
+def time_steps(job: LengthsJob, steps: Iterator[list[list[Ints]]] | list[list[list[Ints]]], padded: bool) -> TimedSteps:
     """Return for each step its time, the mean time in which a rank computes, and its tokens without and with padding.
 
     Also the most tokens of one pass, with padding. ``steps``: for each step, rank and pass the lengths of the samples in
@@ -294,7 +295,7 @@ def timed(job: LengthsJob, steps: Iterator[list[list[Ints]]] | list[list[list[In
     return TimedSteps(seconds, busy, all_tokens, all_computed, most_computed)
 
 
-def _passes(job: LengthsJob) -> int:
+def _planned_passes(job: LengthsJob) -> int:
     """Return the number of passes that a rank's samples are shared out to; 1 where a limit of tokens cuts passes later."""
     return job.passes if job.max_tokens is None else 1
 
@@ -315,7 +316,7 @@ def _by_place(job: LengthsJob, lengths: Ints, places: Ints, padded: bool = False
 
     With a limit of tokens each rank's samples are cut, longest first, into as few passes as keep it.
     """
-    passes = _passes(job)
+    passes = _planned_passes(job)
     groups = [[lengths[places == rank * passes + index] for index in range(passes)] for rank in range(len(job.speeds))]
     if job.max_tokens is None:
         return groups
@@ -352,7 +353,7 @@ def _grouped(job: LengthsJob, batches: Ints) -> Iterator[list[list[Ints]]]:
     stretch = rank_batch * max(1, min(len(flat) // (4 * rank_batch), _MEGABATCH))  # at most a quarter of all
     pieces = [np.sort(flat[begin : begin + stretch])[::-1] for begin in range(0, len(flat), stretch)]
     for row in np.concatenate(pieces).reshape(batches.shape):
-        parts = np.array_split(row, ranks * _passes(job))
+        parts = np.array_split(row, ranks * _planned_passes(job))
         by_rank = [parts[rank::ranks] for rank in range(ranks)]
         if job.max_tokens is None:
             yield by_rank
@@ -370,6 +371,7 @@ def _packed(job: LengthsJob, lengths: Ints, pack: int) -> dict[str, TimedSteps]:
     # A piece ends where its sample or its sequence ends; the index of its last token, cuts - 1, tells its sequence.
     cuts = np.union1d(ends, np.arange(pack, int(ends[-1]) + 1, pack))
     pieces, sequences = np.diff(cuts, prepend=0), (cuts - 1) // pack
+    # Each pass takes one sequence; with a limit of tokens a rank makes as many passes as sequences fit into it.
     ranks, passes = len(job.speeds), job.passes if job.max_tokens is None else max(job.max_tokens // pack, 1)
     by_sequence = np.split(pieces, np.flatnonzero(np.diff(sequences)) + 1)
     steps = int(ends[-1]) // (pack * ranks * passes)
@@ -380,4 +382,4 @@ def _packed(job: LengthsJob, lengths: Ints, pack: int) -> dict[str, TimedSteps]:
         for step in range(steps)
     ]
     unmasked = [[[np.array([pack])] * passes] * ranks] * steps
-    return {"cut": timed(job, unmasked, padded=False), "cut_masked": timed(job, masked, padded=False)}
+    return {"cut": time_steps(job, unmasked, padded=False), "cut_masked": time_steps(job, masked, padded=False)}

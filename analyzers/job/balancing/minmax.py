@@ -199,8 +199,9 @@ def choose(curves: Curves, offer: Offer, total: int, finish: Finish | None = Non
     for single_offer in offers:
         chooser = _Chooser(single_offer, total)
         most_sizes = np.where(chooser.counts > 0, np.minimum(curves.limits, total), 0)
+        # First the shortest time and the number of devices, then which devices, last the exact sizes on these.
         state = shortest(chooser.fewest, chooser.most, finish, curves, most_sizes)
-        numbers = None if state is None else chooser.best(state.sizes, state.number)
+        numbers = None if state is None else chooser.most_productive(state.sizes, state.number)
         if numbers is not None:
             used_counts = tuple(numbers.tolist())
             rows = spread(curves, used_counts, total)
@@ -294,9 +295,11 @@ class _Chooser:
         """Take the offered devices, and the ``total`` samples that the chosen ones must make together."""
         self.offer, self.total = offer, total
         self.counts = np.asarray(offer.counts, dtype=np.int64)
+        # Each device in use takes a sample at least.
         self.most_devices = min(
             total, int(self.counts.sum()), total if offer.max_devices is None else offer.max_devices
         )
+        # As Python's integers, because prices times devices may need more than 64 bits.
         self._prices = None if offer.prices is None else np.asarray(offer.prices, dtype=object)
         self._counts_equal = offer.prices is None and self.counts.min() == self.counts.max()
 
@@ -333,7 +336,7 @@ class _Chooser:
             return self.most_devices
         return min(self.most_devices, int(self.counts[sizes > 0].sum()))
 
-    def best(self, sizes: Counts, devices: int) -> Counts | None:
+    def most_productive(self, sizes: Counts, devices: int) -> Counts | None:
         """Return how many devices of each type, (K,), make the most samples together; None where no choice is allowed.
 
         At most ``devices`` are taken, whose price is within the offer's budget. ``sizes`` (K,): samples of one device of each
@@ -377,7 +380,7 @@ class _Chooser:
             model.minimize(cp_model.LinearExpr.sum(used))
         else:
             model.maximize(samples)
-        solver = solver_for(math.inf, 1)
+        solver = solver_for(math.inf, 1)  # without a time limit, because the result must be exact
         if run(solver, model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             return None
         return np.array([solver.value(variable) for variable in used], dtype=np.int64)
@@ -458,7 +461,10 @@ def _last_end_s(curves: Curves, mask: NDArray[np.bool_], sizes: Counts) -> float
 
 
 def _next_end_s(curves: Curves, sizes: Counts, max_sizes: Counts) -> float:
-    """Return the earliest time in seconds at which a worker ends one sample more than ``sizes`` (n,); infinite: none can."""
+    """Return the earliest time in seconds at which a worker ends one sample more than ``sizes`` (n,).
+
+    Infinite where all have their ``max_sizes`` (n,) samples already.
+    """
     seconds = curves.seconds(np.maximum(np.minimum(sizes + 1, max_sizes), 1))
     return float(seconds.min(where=sizes < max_sizes, initial=np.inf))
 

@@ -55,6 +55,7 @@ class NeuralNetwork(Trained):
         self.workers = workers
         self.weights = initial_weights(kind, settings, workers)
         self._reference = np.ones(workers)
+        """(n,) samples per second that each worker's speeds are divided by."""
 
     def _train(self) -> None:
         """Fit each worker's weights to its iterations in the window.
@@ -79,7 +80,7 @@ class NeuralNetwork(Trained):
         train_and_validation = []
         for span in (slice(None, -held_out), slice(-held_out, None)):
             sample_inputs, sample_targets = inputs[:, span].flatten(0, 1), targets[:, span].flatten()
-            most = POOLED if span.stop else POOLED // 4  # the span with a stop is the one for training
+            most = POOLED if span.stop else POOLED // 4  # the span with a stop is for training; validation gets a fifth
             chosen = torch.randperm(len(sample_targets), generator=generator)[:most]
             train_and_validation.append((sample_inputs[chosen], sample_targets[chosen]))
         common_weights = {name: value[:1] for name, value in self.weights.items()}

@@ -49,6 +49,7 @@ class Traversals:
             raise InputError("threshold", f"is {threshold:g}", "give a finite number of traversals above 0")
         self.threshold = threshold
         self.processed = np.zeros_like(self.partitions)
+        """(n,) samples processed since the last reset, by partition."""
 
     @property
     def counts(self) -> Floats:

@@ -113,6 +113,8 @@ FLEXRR_TRIGGER = 0.2
 """Share of a batch by which a worker must lag before work is taken from it."""
 FLEXRR_CHUNK = 0.05
 """Share of a batch that one transfer moves."""
+FLEXRR_DELAY = 0.005
+"""Share of an iteration by which a transfer delays the helper."""
 MOST_PER_ROW = 100
 """Simulated iterations per row of the trace, after which a simulation ends early: the mean is known by then."""
 MOST_SHIFTING_PER_ROW = 20
@@ -147,12 +149,15 @@ class Clock:
         After the last row its rates continue.
         """
         self.ends_s = np.concatenate(([0.0], np.cumsum(row_s)))
+        """(K + 1,) the beginning of the first row, and the end of each."""
         self.done = np.concatenate((np.zeros((1, rates.shape[1])), np.cumsum(rates * row_s[:, None], axis=0)))
+        """(K + 1, n) work that each worker has done by then."""
         self.rates = rates
         self.horizon_s = float(self.ends_s[-1])
+        """The end of the last row."""
         self._workers = np.arange(rates.shape[1])
         # The workers' cumulative work, each shifted by a base beyond all work of the previous worker, is one ascending array,
-        # so # that one search finds the rows of all workers.
+        # so that one search finds the rows of all workers.
         self._base = np.concatenate(([0.0], np.cumsum(self.done[-1] + 1.0)[:-1]))
         self._all_done = (self.done + self._base).T.ravel()  # (n (K + 1),)
         self._sum_done = self.done.sum(axis=1)  # (K + 1,)
@@ -260,13 +265,13 @@ def redundant(clock: Clock, need: Callable[[Ints], Floats], total: int, backups:
     return SchemeResult(iteration_s=now_s / iterations, staleness=0.0, iteration_gap=0, wasted=backups / workers)
 
 
-def work_shifting(clock: Clock, total: int, overhead: float = 0.005) -> SchemeResult:
+def work_shifting(clock: Clock, total: int) -> SchemeResult:
     """Return the result of a scheme like FlexRR on CPU workers: workers that are done take work from stragglers.
 
     ``total``: samples of all workers in an iteration. Progress is checked 100 times in the time of an iteration with equal
     batches and, in an iteration that lasts longer, after each further hundredth of its time so far. A worker that has ended
     takes 5 % of a batch from the one with most left, if that is more than 20 % of a batch. Each transfer delays the helper by
-    the share ``overhead`` of an iteration. Samples must be processed one by one for this; the extra cost of that is not
+    half a per cent of an iteration. Samples must be processed one by one for this; the extra cost of that is not
     included.
     """
     workers = clock.rates.shape[1]
@@ -290,7 +295,7 @@ def work_shifting(clock: Clock, total: int, overhead: float = 0.005) -> SchemeRe
             # One straggler per helper, the fastest helpers first; a transfer's delay is added as work that the helper could do.
             helpers = idle[np.argsort(-done[idle], kind="stable")][: len(stragglers)]
             samples_left[stragglers] -= FLEXRR_CHUNK * batch
-            samples_left[helpers] += FLEXRR_CHUNK * batch + overhead * iteration_s * done[helpers] / check_s
+            samples_left[helpers] += FLEXRR_CHUNK * batch + FLEXRR_DELAY * iteration_s * done[helpers] / check_s
             # the end of the iteration if all workers end before the next check; else it is overwritten in the next turn
             end_s = elapsed_s + check_s * float(
                 np.max(np.where(samples_left > 0, np.minimum(1.0, samples_left / done), 0.0))

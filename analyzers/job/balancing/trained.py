@@ -74,9 +74,11 @@ class Ema:
         """Begin without an average of any of the ``workers``."""
         self._alpha = alpha
         self._recent: deque[Floats] = deque(maxlen=restart_after)
+        """The last k speeds, (n,) each, from which an average restarts; empty for k = 0."""
         # (n,) number of consecutive last speeds far above the average, and far below it.
         self._above = self._below = np.zeros(workers, dtype=np.int64)
         self._mean = np.full(workers, np.nan)
+        """(n,) averages in samples per second; NaN before the first speed."""
 
     def predict(self, cpu: Floats, memory: Floats) -> Floats:
         """Return the (n,) average speeds, in samples per second; NaN before the first speed."""
@@ -115,6 +117,7 @@ class Trained:
         """Whether a training has ended, so that forecasts are possible."""
         self._ema = Ema(workers, restart_after=settings.restart_after)
         self._lowest = np.full(workers, np.inf)
+        """(n,) slowest speed of each worker so far; ``_highest``: the fastest."""
         self._highest = np.full(workers, -np.inf)
         self._readings: tuple[Floats, Floats] | None = None
         """(n,) CPU and memory at the last prediction, which belong to the next observed speeds."""

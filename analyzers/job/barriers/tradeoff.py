@@ -70,7 +70,7 @@ class _Scan:
     def __init__(self, ends: EndTimes) -> None:
         """Sort the (N,) ends and compute the arrays that all objectives use."""
         self.ends = ends
-        self.order = np.argsort(ends.end_s)
+        self.order = np.argsort(ends.end_s)  # (N,) indices of the ends by time
         sorted_s = ends.end_s[self.order]
         is_new = np.append(True, sorted_s[1:] > sorted_s[:-1])
         self.barriers_s = sorted_s[is_new & (sorted_s >= ends.first_s.max())]  # (k,) ascending
@@ -83,6 +83,7 @@ class _Scan:
         self.slowest_s[:common_iterations] = ends.end_s[common_indices].max(axis=0)
         # Times are taken from the first end on, because sums of large clock times would lose digits.
         self.base_s = float(ends.first_s.min())
+        # (N,) each end minus its worker's end before it; a worker's first one is counted from the base
         self.steps_s = np.diff(ends.end_s, prepend=self.base_s)
         self.steps_s[ends.pointers[:-1]] = ends.first_s - self.base_s
 

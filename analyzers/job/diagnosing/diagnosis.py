@@ -81,6 +81,7 @@ def diagnose(run: RankSteps, source: str, feeds: Feeds | None = None) -> Straggl
     Findings are in the order of falling cost; where no rank is to blame, a slow link is searched for. ``source``: how the steps
     were measured, for the result; ``feeds``: files to name in the remedies, None: the default names.
     """
+    # Judged are spans from one meeting of the ranks to the next; the parts are shown of whole steps.
     feeds, whole_run, run = feeds or Feeds(), run, run.between_meetings()
     step_s = np.median(run.step_s, axis=0)
     mean_step_s = float(step_s.mean())
@@ -317,6 +318,8 @@ def _pattern(slow: Flags, since: int) -> tuple[Pattern, int | None]:
 
 def _cause(run: RankSteps, row: int, excess: Floats, slow: Flags, pattern: str, part: str) -> str:
     """Return the cause in words: slow input, pauses, slow host, thermal drift, uneven work or slow device.
+
+    The shares by which it decides are rules of thumb; docs/stragglers.md says how often they are right.
 
     Args:
         excess: (K,) the rank's own work above the median of the others, in seconds.

@@ -75,6 +75,7 @@ def _ledger_of_job(job: list[pd.DataFrame], where: str) -> Ledger:
     ends_s = [*begins_s[1:], float(job[-1]["end_s"].max())]
     in_steps_s, kept_steps, lost_steps, checkpoints = 0.0, 0, 0, 0
     for number, run in enumerate(job):
+        # steps from here on were lost: a later run began at or before them
         first_redone = min((float(later["step"].min()) for later in job[number + 1 :]), default=math.inf)
         ranks = run.groupby("rank")
         for _, rank_rows in ranks:
@@ -107,6 +108,7 @@ def _ledger_of_job(job: list[pd.DataFrame], where: str) -> Ledger:
         action="nothing: no part that could be avoided takes 5 % of the wall clock",
         remarks=remarks,
     )
+    # The advice is on the largest part that can be avoided.
     largest = max(_ACTIONS, key=seconds.__getitem__)
     share = seconds[largest] / wall_s
     if share < _WORTH:

@@ -159,7 +159,8 @@ class Pipeline:
 
     ``needs``: operation -> operations that must end before it starts; ``groups``: lists of operations that start together, when
     the last of them is ready (send and receive, collectives); ``units``: groups and single operations in topological order;
-    ``number``: operation -> row in the arrays; ``last``: rows of the operations that end a step.
+    ``number``: operation -> row in the arrays; ``last``: rows of the operations that end a step; ``start`` and ``end``:
+    operation -> seconds in the first rank's first step; ``chunks``: parts of the model's layers that a stage holds.
     """
 
     def __init__(self, operations: Operations) -> None:
@@ -391,6 +392,7 @@ def what_if(operations: Operations) -> StragglersResult:
     by_stage = [slowdown_of(all_chosen & (stage == index)) for index in range(stages)]
     by_replica = [slowdown_of(all_chosen & (replica == index)) for index in range(replicas)]
     workers = itertools.product(range(replicas), range(stages))
+    # A worker's own slowdown is taken as the smaller one of its replica's and its stage's, which saves a replay per worker.
     score = {(row, index): min(by_replica[row], by_stage[index]) for row, index in workers}
     order = sorted(score, key=lambda worker: (-score[worker], operations.rank[worker]))
     slowest = order[: -(-3 * len(order) // 100)]  # 3 % of the workers, rounded up
@@ -441,13 +443,23 @@ def _finding(
         cause: str, share: float, sentence: str, rank: int | None = None, ratio: float | None = None, **remedy: Any
     ) -> StragglerFinding:
         """Return the record of a finding that holds in every step; ``remedy``: its predicted gain and command, if any."""
-        shares = {"share_of_steps": share, "share_of_run": share, "ratio": ratio, "excess_s": 0.0}
-        steps = {"since_step": 0, "slow_steps": operations.steps}
-        texts = {"cause": cause, "pattern": "persistent", "part": "compute", "sentence": sentence}
-        return StragglerFinding.model_validate({"rank": rank, **shares, **steps, **texts, **remedy})
+        return StragglerFinding(
+            rank=rank,
+            cause=cause,
+            pattern="persistent",
+            part="compute",
+            since_step=0,
+            slow_steps=operations.steps,
+            ratio=ratio,
+            excess_s=0.0,
+            share_of_steps=share,
+            share_of_run=share,
+            sentence=sentence,
+            **remedy,
+        )
 
     compute = {kind: [index for index, op in enumerate(operations.ops) if op[0] == kind] for kind in _COMPUTE}
-    if m_w >= _LEAST_EXPLAINED:
+    if m_w >= _LEAST_EXPLAINED:  # 1. a worker: its computations against those of its peers in the same stage
         replica, stage = worst
         rows = [row for kind in _COMPUTE for row in compute[kind] if operations.ops[row][2] == stage]
         worker_s = operations.duration_s[rows, replica].mean()
@@ -462,10 +474,11 @@ def _finding(
             f"of every step (slow device). Take it out of the job, or give its replica less: {command}"
         )
         return finding("slow device", share, sentence, rank, ratio, predicted_gain=share, command=command)
-    if m_s >= _LEAST_EXPLAINED:
+    if m_s >= _LEAST_EXPLAINED:  # 2. the last stage, which also computes the loss
         share = lost * min(m_s, 1.0)
         sentence = f"The last pipeline stage explains {m_s:.0%} of the slowdown: {share:.0%} of every step. "
         return finding("slow stage", share, sentence + "Give it fewer layers.")
+    # 3. microbatches that are long in both passes
     forward_s, backward_s = (operations.duration_s[compute[kind]].ravel() for kind in _COMPUTE)
     if (
         len(forward_s) == len(backward_s)

@@ -62,12 +62,13 @@ def verify(
     if run.world_size != plan.world_size:
         problem = f"is of {run.world_size} processes, the plan of {plan.world_size}"
         raise InputError("telemetry", problem, "give the telemetry of a run of this plan")
-    rank_assignments = [row for row in plan.assignments for _ in range(row.devices)]
+    rank_assignments = [row for row in plan.assignments for _ in range(row.devices)]  # a plan's row is of several ranks
     known_models = dict(models or {})
     known_error = model_error if known_models else None if plan.decision is None else plan.decision.error
     present_ranks = {rank.rank for rank in run.ranks}
     missing_ranks = [rank for rank in range(plan.world_size) if rank not in present_ranks]
     checks = [_verify_rank(rank_assignments[rank.rank], rank, known_models) for rank in run.ranks]
+    # The predicted step: compute of the slowest rank, exposed synchronisation, and the rest (optimizer, loader, waiting).
     compute_s = max(check.predicted_s for check in checks)
     sync_s = plan.communication_s
     if known_models:
@@ -77,7 +78,7 @@ def verify(
     sync_s = None if sync_s is None else _without_rounding(sync_s, compute_s)
     other_s = None if known_models or plan.other_s is None else _without_rounding(plan.other_s, compute_s)
     predicted_s = compute_s + (sync_s or 0.0) + (other_s or 0.0)
-    if plan.strategy == "elastic-bsp":
+    if plan.strategy == "elastic-bsp":  # its workers do not step in unison, and the plan predicts their joint step
         run = _joint_step(plan, run)
         predicted_s, sync_s = plan.iteration_s, 0.0
     error = predicted_s / run.iteration_s - 1
@@ -244,7 +245,8 @@ def _unexplained_time(run: Run, other_s: float | None) -> Iterator[str]:
 def _machine_load(checks: Sequence[VerifiedRank], known_error: float | None) -> Iterator[str]:
     """Yield a sentence on the likely cause where all processes are off by about the same factor: the machine, or all devices.
 
-    Nothing is yielded for a single process, for factors that differ, and where the error of any process is acceptable.
+    Nothing is yielded for a single process, for factors that differ, and where the error of any process is acceptable, such as
+    one within ``known_error``, the relative error of the compute times behind the prediction.
     """
     ratios = [check.measured_s / check.predicted_s for check in checks]
     if len(ratios) < 2 or max(ratios) > _SAME_RATIO * min(ratios):

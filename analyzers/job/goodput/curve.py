@@ -41,10 +41,12 @@ def summarise(
     that line's slope; None without three such batches. ``launch_overhead_s`` is the intercept of a line through all batches.
 
     Args:
-        frame: rows of a checked profile; only those with the device's fewest replicas and no accumulation are used.
+        frame: rows of a checked profile; only those with the device's fewest replicas, and without accumulation if there are
+            any, are used.
         memory_limit_bytes: memory of a device, to which a line through the peak memories is extrapolated; None: not known.
         measured_limits: device -> largest batch that ran (None: memory set no limit); takes the place of the extrapolation.
     """
+    # A profile that knows only steps with accumulation is better than none.
     if "accumulation_steps" in frame and (frame["accumulation_steps"].fillna(0) == 0).any():
         frame = frame[frame["accumulation_steps"].fillna(0) == 0]
     curves: dict[str, DeviceCurve] = {}

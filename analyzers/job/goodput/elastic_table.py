@@ -131,13 +131,13 @@ def elastic_table(
     for world_size in world_sizes:
         split, reason = find_split(total_batch_size, world_size, limits)
         # The first rank stands for those with one sample more, if there are any, and rank ``remainder`` for the others.
-        rank_kinds: list[int] = []
+        typical_ranks: list[int] = []
         if split is not None:
-            rank_kinds = [0, split.remainder] if split.remainder else [0]
+            typical_ranks = [0, split.remainder] if split.remainder else [0]
         settings.append(
             ElasticSetting(
                 world_size=world_size,
-                local_batch_sizes=[] if split is None else split.local_batch_sizes[rank_kinds].tolist(),
+                local_batch_sizes=[] if split is None else split.local_batch_sizes[typical_ranks].tolist(),
                 accumulation_steps=None if split is None else split.accumulation_steps,
                 ranks_with_one_more=0 if split is None else split.remainder,
                 reason=reason,

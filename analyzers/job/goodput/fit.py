@@ -173,8 +173,9 @@ def _quick_descent(problem: FitProblem, point: Floats) -> Floats:
 class FitProblem:
     """The least-squares problem of a fit, whose unknowns are the logarithms of the seven parameters.
 
-    A configuration is (nodes, replicas, local batch, accumulation steps); its rows are replaced by their mean, with the weight
-    of all. ``member`` (n,) holds the configuration of each row. By configuration, (g,): ``log_step`` and ``log_grad`` are means
+    A configuration is (``nodes``, ``replicas``, local ``batch``, accumulation steps in ``passes``); its rows are replaced by
+    their mean, with the weight of all. ``member`` (n,) holds the configuration of each row; ``shared``: those of several
+    replicas; ``grad_count``: rows with T_grad. By configuration, (g,): ``log_step`` and ``log_grad`` are means
     of log times (the latter 0 where ``grads`` is 0), ``steps`` and ``grads`` how many rows they are over. By parameter, (7,):
     ``free`` tells which ones the rows say something about, ``low`` and ``high`` bound their logarithms. The prior adds to the
     loss ``prior_weight log(1 + q^2)`` with q = beta / alpha / ``slope_spread``, for each pair of :data:`SLOPES`.

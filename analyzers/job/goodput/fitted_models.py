@@ -68,6 +68,7 @@ def fit_rows(devices: dict[str, Observations], sources: list[str], holdout: Path
         )
         for name, result in results.items()
     }
+    # The document's own figures are those of the type with most rows; of several types the errors are pooled.
     document = Goodput(
         sources=sources,
         **{name: getattr(records[main], name) for name in DeviceGoodput.model_fields},

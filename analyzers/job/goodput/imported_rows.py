@@ -48,32 +48,14 @@ def import_files(
         raise InputError("FILE", "is missing", "give a placements.csv, telemetry.jsonl, trace or profile.csv")
     frames, sources = [], []
     demand_once(files, "its rows would count double")
+    counts = {"local_batch_size": batch_size, "num_nodes": num_nodes, "num_replicas": num_replicas}
     for path in files:
-        extension = ending(path)
-        if extension == ".json":
-            steps = read_steps(path)
-            row_device = device or steps.device or unnamed or None
-            counts = {"local_batch_size": batch_size, "num_nodes": num_nodes, "num_replicas": num_replicas}
-            frames.append(import_steps(steps, device=row_device, **counts))
-            source = ImportedFile(path=str(path), kind="trace", rows=len(steps.step_time_s))
-            sources.append(source.model_copy(update={"remarks": [*steps.remarks]}) if steps.remarks else source)
-            continue
-        if extension not in (".csv", ".jsonl", ".ndjson"):
-            raise InputError(
-                str(path), f"ends in {extension or 'nothing'}", "give a .csv, .jsonl or .json file (or .gz of one)"
-            )
-        frame = read_table(path)
-        kind = kind_of([str(name) for name in frame.columns], str(path))
-        row_device = device
-        if unnamed and "device" in frame.columns:
-            frame["device"] = frame["device"].fillna("").astype(str).str.strip().replace("", unnamed)
-        elif unnamed:
-            row_device = device or unnamed
-        frames.append(import_table(frame, str(path), row_device))
-        source = ImportedFile(path=str(path), kind=kind, rows=len(frame))
-        run_count = runs_of(frame).nunique() if kind == "telemetry" else 1
-        runs_remark = {"remarks": [f"all of its {run_count} runs"]} if run_count > 1 else {}
-        sources.append(source.model_copy(update=runs_remark))
+        is_trace = ending(path) == ".json"
+        frame, source = (
+            _imported_trace(path, device, unnamed, counts) if is_trace else _imported_table(path, device, unnamed)
+        )
+        frames.append(frame)
+        sources.append(source)
     # Tables say these of each row; only a trace needs the options.
     trace_options = {"--batch-size": batch_size, "--nodes": num_nodes, "--replicas": num_replicas}
     given_options = [name for name, value in trace_options.items() if value is not None]
@@ -81,6 +63,36 @@ def import_files(
         problem = f"has no part in the import of {sources[0].path}"
         raise InputError(given_options[0], problem, "it is for a profiler trace")
     return pd.concat(frames, ignore_index=True), sources
+
+
+def _imported_trace(
+    path: Path, device: str | None, unnamed: str, counts: Mapping[str, int | None]
+) -> tuple[pd.DataFrame, ImportedFile]:
+    """Return the one row of a profiler trace, and the record of the file; ``counts``: what the trace may not say."""
+    steps = read_steps(path)
+    frame = import_steps(steps, device=device or steps.device or unnamed or None, **counts)
+    source = ImportedFile(path=str(path), kind="trace", rows=len(steps.step_time_s))
+    return frame, source.model_copy(update={"remarks": [*steps.remarks]}) if steps.remarks else source
+
+
+def _imported_table(path: Path, device: str | None, unnamed: str) -> tuple[pd.DataFrame, ImportedFile]:
+    """Return the rows of a table, and the record of the file. Raises InputError for a file that is none by its name."""
+    extension = ending(path)
+    if extension not in (".csv", ".jsonl", ".ndjson"):
+        raise InputError(
+            str(path), f"ends in {extension or 'nothing'}", "give a .csv, .jsonl or .json file (or .gz of one)"
+        )
+    frame = read_table(path)
+    kind = kind_of([str(name) for name in frame.columns], str(path))
+    row_device = device
+    if unnamed and "device" in frame.columns:
+        frame["device"] = frame["device"].fillna("").astype(str).str.strip().replace("", unnamed)
+    elif unnamed:
+        row_device = device or unnamed
+    run_count = runs_of(frame).nunique() if kind == "telemetry" else 1
+    remarks = {"remarks": [f"all of its {run_count} runs"]} if run_count > 1 else {}
+    source = ImportedFile(path=str(path), kind=kind, rows=len(frame)).model_copy(update=remarks)
+    return import_table(frame, str(path), row_device), source
 
 
 # What `ddltool profile` always trains with: its rows name neither, and are recognised by these settings.

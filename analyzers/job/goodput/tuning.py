@@ -170,7 +170,7 @@ class _Search:
     ) -> None:
         """Take the module's symbols from the model, ``nodes`` and ``replicas`` (allocations,), limits and noise scale phi.
 
-        ``low`` and ``high`` (allocations, 1) bound the samples of one replica in a step.
+        ``low`` and ``high`` (allocations, 1) bound the samples of one replica in a step; ``sync`` is T_sync in seconds.
         """
         self.alpha, self.beta = params.alpha_grad_s, params.beta_grad_s
         self.gamma, self.noise = params.gamma, noise
@@ -192,7 +192,10 @@ class _Search:
         return seconds
 
     def cost(self, m: Floats, n: Floats, rows: slice | Ints) -> Floats:
-        """Return h(m, n), which is inversely proportional to goodput, for any m, n >= 1, also beyond the limits."""
+        """Return the module's h, which is inversely proportional to goodput, for local batches ``m`` and passes ``n``.
+
+        Both are 1 or more, and may be beyond the limits.
+        """
         x = self.alpha + self.beta * m
         step = (n - 1.0) * x + self.overlapped(x, rows)
         costs: Floats = (self.weight + self.share / (self.replicas[rows] * m * n)) * step

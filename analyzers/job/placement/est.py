@@ -294,7 +294,7 @@ def _near_best_counts(search: Search) -> Counts | None:
         ]
     else:
         type_orders = problem.cheapest_first, problem.fastest_first
-        candidates = [tuple(problem.filled(order, problem.device_limit)) for order in type_orders]
+        candidates = [tuple(problem.with_added(order, problem.device_limit)) for order in type_orders]
     known_counts = {solution.counts for solution in search.found}
     steps = [
         (best_step(problem, counts), counts)
@@ -415,7 +415,8 @@ def expressions(
 ) -> list[cp_model.LinearExpr]:
     """Return the expressions over ``used`` (devices of each type) that, minimised in turn, optimise the objective ``name``.
 
-    ``waste`` becomes the capability in use, because the two differ by a constant at a given step time.
+    ``waste`` becomes the capability in use, because the two differ by a constant at a given step time; ``model`` gets further
+    variables for it where its sum does not fit into one number.
     """
     if name == "devices":
         return [cp_model.LinearExpr.sum(used)]

@@ -176,6 +176,7 @@ def solve_jobs(
     names = sorted((name for name, count in devices.items() if count > 0), key=natural_key)
     counts = np.array([devices[name] for name in names], dtype=np.int64)
     tables = _tables(problems, names, counts, weights or [1.0] * len(problems), seed)
+    # A greedy sharing first; with "max-min" the highest floor that all jobs reach; then the largest sum above that floor.
     # No share exceeds 1, which bounds the smallest share at first.
     chosen, floor_bound, must_serve_all = _greedy_sharing(tables, counts), 1.0, False
     if objective == "max-min":

@@ -114,6 +114,7 @@ def solve_on_nodes(
     if not is_feasible(unlimited, seed=seed):
         solve_est(unlimited, seed=seed)  # raises Infeasible with the requirements that conflict
     deadline = started + time_limit_s
+    # Everything on one device or one node is tried; numbers of devices on several nodes are searched by bounds.
     best_by_choice = _on_one_node(unlimited, nodes, steps)
     limit_s = min((node_plan.step_s for node_plan in best_by_choice.values()), default=math.inf)
     several_nodes, bound_s = _across_nodes(unlimited, nodes, steps, limit_s, deadline, seed)
@@ -171,7 +172,8 @@ def _keep_if_best(best: dict[Choice, _NodePlan], plan: _NodePlan) -> None:
 def _on_one_node(problem: Problem, nodes: Sequence[NodeGroup], steps: Steps) -> dict[Choice, _NodePlan]:
     """Return the best plan on one device and the best one on several devices of one node, where they exist.
 
-    Every number of devices of each type is tried, because a node holds one type.
+    Every number of devices of each type is tried, because a node holds one type. ``nodes``: groups of equal nodes; ``steps``:
+    the step times with synchronisation.
     """
     best: dict[Choice, _NodePlan] = {}
     for type_index, device in enumerate(problem.devices):

@@ -150,7 +150,7 @@ class Problem:
             **figures,
         )
 
-    def filled(self, type_order: Iterable[int], limit: int, numbers: Sequence[int] | None = None) -> list[int]:
+    def with_added(self, type_order: Iterable[int], limit: int, numbers: Sequence[int] | None = None) -> list[int]:
         """Return ``numbers`` (T,) with as many devices added as the limits on number and price allow, type by type.
 
         ``type_order``: indices of the types, in the order in which devices are added; ``limit``: most devices in all, beside

@@ -362,7 +362,8 @@ def evaluate(problem: Problem, counts: Counts) -> Alternative:
 def plan_of(problem: Problem, evaluated: Alternative, *, optimal: bool, gap: float, solve_seconds: float) -> Plan:
     """Return a plan of the strategy est with the figures that :func:`evaluate` returned and the solver's proof.
 
-    ``gap``: largest share of the step time that a better plan could save; ``optimal``: whether the plan is proven best.
+    ``gap``: largest share of the step time that a better plan could save; ``optimal``: whether the plan is proven best;
+    ``solve_seconds``: what the search took.
     """
     alternative_fields = {name: getattr(evaluated, name) for name in Alternative.model_fields}
     status = "optimal" if optimal else "feasible"

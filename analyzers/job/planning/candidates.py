@@ -51,15 +51,21 @@ class Candidate:
 
     plan: Plan
     option: Option
+    """The plan's figures as the comparison shows them: step, throughput, price, memory."""
     exposed: Exposed | None
+    """Communication that compute does not hide, with the best settings; None: not known, or there is nothing to set."""
     layouts: tuple[Layout, ...] = ()
     """The layout of the plan first, then the next best; empty where the plan was not searched among layouts."""
     laid_out: LayoutCandidate | None = None
     """What the plan's layout is derived from, and by which figures."""
     figures: Layouts | None = None
+    """What costed the plan's layout."""
 
     def would_save(self) -> dict[str, float]:
-        """Return what nobody asked for to the share of a step that it would save in the plan's layout."""
+        """Return change of the script that nobody asked for -> share of a step that it would save in the plan's layout.
+
+        Changes that save nothing are left out.
+        """
         if self.laid_out is None or self.figures is None:
             return {}
         now_s = self.laid_out.layout.step_s or 0.0
@@ -91,7 +97,7 @@ def plan_by(
 
 
 def on_counts(problem: Problem, counts: Counts) -> Problem:
-    """Return the problem on exactly ``counts`` devices per type, which must meet its constraints."""
+    """Return the problem on exactly ``counts`` (T,) devices per type, which must meet its constraints: these are dropped."""
     kept = tuple(replace(device, count=count) for device, count in zip(problem.devices, counts, strict=True) if count)
     return replace(problem, devices=kept, max_price_micro=None, max_devices=None, min_throughput=None)
 
@@ -131,7 +137,7 @@ class Candidates:
             try:
                 overall = self.best(strategy, problem)
             except Infeasible as error:
-                # lb-bsp has searched all layouts on all mixes of devices.
+                # lb-bsp has searched all layouts on all mixes of devices: only groups and the hosts' memory are left.
                 if isinstance(error, NothingFits) and strategy == "lb-bsp":
                     if others := self._in_groups(problem) or self._on_hosts(problem):
                         return others
@@ -141,6 +147,7 @@ class Candidates:
             candidates.append(overall)
             # On one type with known layouts lb-bsp splits equally, as bsp does.
             for single_type in [] if strategy == "lb-bsp" and self.model.layouts is not None else each_type(problem):
+                # a fastest plan that is on one type is no slower than those on another
                 if len(overall.option.devices) > 1 or self.goal.objective != "fastest":
                     with suppress(Infeasible):
                         candidates.append(self.best(strategy, single_type))
@@ -170,17 +177,18 @@ class Candidates:
         devices = max(device.count for device in problem.devices)
         tensors = [2**power for power in range(1, per_node.bit_length()) if 2**power <= per_node]
         nodes = -(-devices // per_node)
-        tried = [(tensor, 1) for tensor in tensors]
+        tried = [(tensor, 1) for tensor in tensors]  # (devices that share each product, stages)
         offered = {device.name: device.count for device in problem.devices}
         if base is None or (
             _waits(base.option) or any(count < offered[name] for name, count in base.option.devices.items())
         ):
-            tried += [(t, 2**power) for power in range(1, nodes.bit_length()) for t in {1, *tensors[-1:]}]
-        found = [each for degrees in tried if (each := self._by(*degrees, problem))]
+            # a stage is a single device or a whole node
+            tried += [(tensor, 2**power) for power in range(1, nodes.bit_length()) for tensor in {1, *tensors[-1:]}]
+        found = [each for degrees in tried if (each := self._best_in_groups(*degrees, problem))]
         if found or base is not None:
             return found
         for pipeline in (2**power for power in range(1, devices.bit_length())):
-            found = [each for tensor in (1, *tensors) if (each := self._by(tensor, pipeline, problem))]
+            found = [each for tensor in (1, *tensors) if (each := self._best_in_groups(tensor, pipeline, problem))]
             if found:
                 break
         return found
@@ -196,7 +204,7 @@ class Candidates:
                 found.append(replace(self, model=model).best("bsp", problem))
         return found
 
-    def _by(self, tensor: int, pipeline: int, problem: Problem) -> Candidate | None:
+    def _best_in_groups(self, tensor: int, pipeline: int, problem: Problem) -> Candidate | None:
         """Return the best plan of groups of ``tensor`` x ``pipeline`` devices that hold a replica together; None: none exists.
 
         A group stands in the search for one device: counts are divided by its size and prices multiplied, while memory is
@@ -259,7 +267,10 @@ class Candidates:
         return candidate
 
     def _demand_reachable(self, name: str, problem: Problem) -> None:
-        """Raise Infeasible, with time or price, where the fastest plan misses the deadline or the cheapest one the budget."""
+        """Raise Infeasible, with time or price, where the fastest plan misses the deadline or the cheapest one the budget.
+
+        A search under limits only says that no plan keeps them; this one, without limits, finds by how much they are missed.
+        """
         if not self.goal.limited:
             return
         fastest = self._with_goal(self.goal.unlimited())._best_unchecked(name, problem).option
@@ -282,10 +293,11 @@ class Candidates:
             name, partial(self._search_counts, name)
         )
         candidate = build(feasible)
-        if layouts is not None:
-            rows = [] if name != "goodput" else candidate.plan.assignments  # ESTs take turns, with a mini-batch each
-            samples = max((-(-row.local_batch_size // (row.accumulation_steps + 1)) for row in rows), default=0)
-            samples = samples or self.job.batch_size
+        if layouts is not None:  # the other strategies hold a whole model, and the samples of their largest pass
+            samples = self.job.batch_size  # est takes turns, and elastic-bsp steps, with one mini-batch each
+            if name == "goodput":
+                rows = candidate.plan.assignments
+                samples = max(-(-row.local_batch_size // (row.accumulation_steps + 1)) for row in rows)
             needed_bytes = layouts.whole_bytes(candidate.option.devices, samples)
             candidate = replace(candidate, option=candidate.option.model_copy(update={"memory_bytes": needed_bytes}))
         return candidate
@@ -313,12 +325,13 @@ class Candidates:
                 return None
             return self.goal.value(candidate.option), candidate
 
+        # Each device takes a sample at least, or a whole mini-batch where the strategy does not split these.
         most_devices = problem.max_workers * (problem.batch_size if name in ("bsp", "lb-bsp") else 1)
         limit_s, prefer_fewer = self.options.limit_s / len(STRATEGIES), self.goal.objective != "cheapest"
         best = best_devices(problem, evaluate_counts, bounds, most=most_devices, limit_s=limit_s, spare=prefer_fewer)
         if best is None:
             raise self._refusal(name, problem)
-        candidate = build(on_counts(problem, best.counts), False)
+        candidate = build(on_counts(problem, best.counts), False)  # the search left communication settings out
         return replace(candidate, plan=self._with_proof(candidate.plan, problem, best))
 
     def _refusal(self, name: str, problem: Problem) -> Infeasible:
@@ -349,7 +362,7 @@ class Candidates:
         for device in problem.devices:
             try:
                 if layouts is not None:
-                    layouts.whole_bytes({device.name: min(2, device.count)}, self.job.batch_size)
+                    layouts.demand_whole(device.name, device.count, self.job.batch_size)
                 elif communication is not None:
                     communication.demand_whole(device.name)
                 kept.append(device)
@@ -388,7 +401,7 @@ class Candidates:
         default_exposure = None if exposed is None else Exposed(default_s=exposed.default_s, best_s=exposed.default_s)
         return self._cost_plan(plan, problem, default_exposure, "D0").option
 
-    def alike(self, problem: Problem) -> list[Option]:
+    def equal_splits_of_one_type(self, problem: Problem) -> list[Option]:
         """Return the feasible equal splits on 1, 2, 4, ... and all devices of each single type."""
         options = []
         for type_index, device in enumerate(problem.devices):
@@ -431,14 +444,17 @@ class Candidates:
     def _cost_layout(
         self, strategy: Split, problem: Problem, laid_out: LayoutCandidate, *, best: bool = True
     ) -> Candidate:
-        """Return the candidate of a layout; ``best``: with the best prefetch or buckets that fit memory, else the defaults."""
+        """Return the candidate of the layout ``laid_out``, which came from the model's layouts, under the name ``strategy``.
+
+        ``best``: with the best prefetch or buckets that fit memory, else the defaults.
+        """
         layouts, layout = self.model.layouts, laid_out.layout
         assert layouts is not None  # the layout came from it
         buckets, prefetch = layouts.communication(laid_out) if best else (None, None)
-        plan = layouts.plan(laid_out, problem, strategy)
+        plan = layouts.plan(laid_out, problem, strategy)  # whose step is compute alone
         setting = buckets or prefetch
         saved_s = 0.0 if setting is None else max(0.0, setting.default_step_s - setting.step_s)
-        saved_s *= layout.passes if laid_out.sharding.gathers else 1
+        saved_s *= layout.passes if laid_out.sharding.gathers else 1  # sharded replicas communicate in every pass
         default_s = max(0.0, (layout.step_s or 0.0) - plan.iteration_s)
         exposed = Exposed(
             default_s=default_s,
@@ -448,6 +464,7 @@ class Candidates:
             fsdp2=prefetch,
         )
         candidate = self._cost_plan(plan, problem, exposed, "D0")
+        # The layout's interval is that of a step with default settings.
         settled_ratio = candidate.option.iteration_s / (layout.step_s or 1.0)
         low_s, high_s = (None if end is None else end * settled_ratio for end in (layout.low_s, layout.high_s))
         # Capabilities written in the job come without an error, so their step has no interval.
@@ -467,7 +484,10 @@ class Candidates:
         )
 
     def _est_by_determinism(self, problem: Problem) -> Candidate:
-        """Return logical workers on one device type, or on several where their results are bitwise equal (D2)."""
+        """Return logical workers on one device type, or on several where their results are bitwise equal (D2).
+
+        Where one type does not suffice, several are taken without that promise (D0).
+        """
         has_same_bits = self.job.constraints.determinism == "D2" or self.model.d2_eligible is True
         is_mixed = has_same_bits and not problem.single_type
         try:
@@ -518,7 +538,7 @@ class Candidates:
         plan = plan_goodput(self.job, self.job.goodput, models)
         choice = plan.goodput or plan.split  # on one type, or on several
         assert choice is not None  # plan_goodput fills one in
-        compute_s = plan.overload_factor
+        compute_s = plan.overload_factor  # of a split over several types: seconds of its slowest device
         if plan.goodput is not None:
             compute_s = float(grad_time_s(models[plan.goodput.device_type], plan.goodput.local_batch_size))
             compute_s = min(plan.iteration_s, compute_s * (plan.goodput.accumulation_steps + 1))
@@ -529,7 +549,7 @@ class Candidates:
             waits_s = [waiting_s, *(end_s for end_s in (measured.low_s, measured.high_s) if end_s is not None)]
             exposed = replace(exposed, low_s=min(waits_s), high_s=max(waits_s))  # the fit and the earlier run differ
         other_s = self.model.other_s(device_counts(plan), compute_s if plan.world_size > 1 else 0.0)
-        working_share = plan.iteration_s / (plan.iteration_s + other_s)
+        working_share = plan.iteration_s / (plan.iteration_s + other_s)  # the fit's step is without ``other_s``
         update = {
             "throughput": plan.throughput * working_share,
             "goodput_per_s": (choice.goodput_per_s or 0.0) * working_share,
@@ -539,18 +559,15 @@ class Candidates:
         return self._cost_plan(plan, problem, exposed, "D0", compute_s=compute_s, update=update)
 
     def _cost_elastic_bsp(self, problem: Problem, quick: bool) -> Candidate:
-        """Return the ElasticBSP plan, its barrier chosen for iterations that include each worker's transfers and overhead."""
-        communication, overhead_s = (
-            self.model.communication,
-            self.model.other_s(offer.name for offer in problem.devices),
-        )
-        options = self.options
+        """Return the ElasticBSP plan, its barrier chosen for iterations that include each worker's transfers and overhead.
+
+        ``quick`` leaves out what compute alone would take, by which the step is split into its parts.
+        """
+        communication, options = self.model.communication, self.options
+        overhead_s = self.model.other_s(offer.name for offer in problem.devices)
         build = partial(plan_elastic_bsp, lookahead=options.lookahead, max_gap=options.max_gap, all_devices=True)
-        counts, exposures, slowed_devices = (
-            {offer.name: offer.count for offer in problem.devices},
-            dict[str, Exposed](),
-            [],
-        )
+        counts = {offer.name: offer.count for offer in problem.devices}
+        exposures, slowed_devices = dict[str, Exposed](), []
         for device in problem.devices:
             iteration_s = 1 / device.capability_per_s
             exposed = (
@@ -565,6 +582,7 @@ class Candidates:
         compute_plan = plan if quick else build(problem)
         worst = max(exposures.values(), key=lambda exposed: exposed.best_s)
         compute_s = min(compute_plan.iteration_s, plan.iteration_s)
+        # What transfers and overhead add to the step is split in the ratio of the two in a worker's iteration.
         added_s = plan.iteration_s - compute_s
         other_s = added_s * overhead_s / (overhead_s + worst.best_s) if overhead_s else 0.0
         update: dict[str, object] = {}
@@ -612,7 +630,9 @@ class Candidates:
         """
         computing_s = plan.iteration_s if compute_s is None else compute_s
         devices = device_counts(plan)
-        less_s, more_s, wait = 0.0, 0.0, exposed or Exposed(default_s=0.0, best_s=0.0)
+        # by how much the step may be shorter or longer, apart from the error of the compute times
+        less_s, more_s = 0.0, 0.0
+        wait = exposed or Exposed(default_s=0.0, best_s=0.0)
         if other_s is None:
             skewed_s = computing_s if sum(devices.values()) > 1 else 0.0
             other_s = self.model.other_s(devices, skewed_s)
@@ -650,7 +670,10 @@ class Candidates:
         return Candidate(plan=plan, option=option, exposed=exposed)
 
     def _goodput_per_s(self, throughput: float, staleness: int) -> float | None:
-        """Return samples per second times statistical efficiency; None without a noise scale or for stale updates."""
+        """Return samples per second times statistical efficiency; None without a noise scale or for stale updates.
+
+        ``throughput``: logical mini-batches per second; ``staleness``: iterations by which an update may be stale.
+        """
         section = self.job.goodput
         if section is None or section.noise_scale is None or staleness:
             return None

@@ -164,9 +164,12 @@ def plan_command(
         source: the command, as one text or as words.
         devices: types to predict for, with the number on a node; the command's launcher starts a process on each device.
         knobs: options to vary; the command as it is given is always tried.
+        table: the known device types.
         costs: times the steps on a node's devices.
         limit_s: seconds after which a recording is ended, which makes its variant fail.
         keep_files: whether files that the script writes are kept.
+        tell: takes remarks for the user.
+        stage: shows the progress of the recordings.
 
     Raises InputError for a command that cannot be read, for devices that do not agree with its launcher, and where no variant
     can be recorded.
@@ -174,12 +177,13 @@ def plan_command(
     words = words_of(source)
     varies_processes = any(knob.key in _PROCESSES for knob in knobs)
     commands: dict[NodeOfDevices, list[str]] = {}
-    remarks: dict[str, None] = {}
+    remarks: dict[str, None] = {}  # an ordered set: several types may cause the same remark
     for offer in devices:
         node, on_node = _node_and_command(words, offer, table, remarks, may_idle=varies_processes)
         commands[node] = on_node
     for line in remarks:
         tell(line)
+    # (command, devices on a node) -> what to predict from this one recording
     jobs: dict[tuple[tuple[str, ...], int], list[tuple[NodeOfDevices, _Variant]]] = {}
     for node, on_node in commands.items():
         for variant in _variants(on_node, knobs):

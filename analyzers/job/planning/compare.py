@@ -61,6 +61,7 @@ def decide(
     ranked.sort(key=lambda candidate: (-choice.value(candidate.option), STRATEGIES.index(candidate.option.strategy)))
     picked = choice.pick(ranked)
     decision = _compared(choice, picked, ranked, problem, left_out)
+    # The rival may be better than the picked option, and only a measurement can tell; stale updates are no question of speed.
     unsure_options = (other.option for other in ranked if not other.option.staleness and choice.unsure(other, picked))
     clear_value = choice.value(picked.option) * (1 + LEAST_GAIN)
     rival = next((option for option in unsure_options if choice.value(option) > clear_value), None)
@@ -199,7 +200,7 @@ class _Choice:
         return self.candidates.progress(option) / slowdown
 
     def unsure(self, first: Candidate, second: Candidate) -> bool:
-        """Return whether two candidates differ by less than the error of the compute times, so that either may be better.
+        """Return whether two candidates' values differ by less than the error of the compute times: either may be better.
 
         False where that error is 0 or not known, and for objectives whose values have no error: memory and number of devices.
         """
@@ -214,7 +215,7 @@ class _Choice:
         return not self.beats(first, second) and not self.beats(second, first)
 
     def beats(self, first: Candidate, second: Candidate) -> bool:
-        """Return whether the first candidate is ahead by more than the margin and more than the error of the compute times.
+        """Return whether the first candidate is ahead of the second by more than a margin and the error of compute times.
 
         The margin is larger for an asynchronous candidate against a synchronous one.
         """
@@ -253,7 +254,7 @@ def _pareto(options: list[Option], candidates: Candidates, problem: Problem) -> 
         return []
     priced = [
         option
-        for option in (*options, *candidates.alike(problem))
+        for option in (*options, *candidates.equal_splits_of_one_type(problem))
         if option.price_per_sample is not None and not option.staleness
     ]
 

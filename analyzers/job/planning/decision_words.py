@@ -72,6 +72,7 @@ def explained(
     """
     gain = value(picked) / value(decision.baseline) - 1 if value(decision.baseline) else 0.0
     certainty, measuring_command = _certainty(decision, picked, gain, job, knowledge, value, rival)
+    # Next is what would settle an unsure choice, else training at once where the script need not change, else emit.
     next_command = measuring_command or f"ddltool emit {saved_as or 'PLAN'} -o enforce.json"
     if measuring_command:
         worth = _lead_clause(picked, rival, value)
@@ -383,6 +384,8 @@ def _certainty(
         known = f"known to within {below:.0%} below and {above:.0%} above{source}"
     interval = _gain_interval(gain, gain_error)
     command = ""
+    # A tie with another plan, no better plan than the usual one, a gain within its error, a gain without an error (where both
+    # plans lean on the devices' times alike), a gain by times of unequal trust, and at last a gain beyond its error.
     if rival is not None:
         command = _measuring_command({**rival.devices, **picked.devices}, knowledge, job)
         mix = " + ".join(f"{count} {name}" for name, count in rival.devices.items())

@@ -94,9 +94,10 @@ def best_devices(
     def split(box: Box) -> list[Box]:
         """Try the largest allowed counts of a box, and return its halves; a box of one point has none."""
         offered = widened.offering(box[1])
-        try_counts(tuple(offered.filled(offered.fastest_first, most, box[0])))
+        try_counts(tuple(offered.with_added(offered.fastest_first, most, box[0])))
         return [] if box[0] == box[1] else [half for half in _halves(box) if sum(half[0]) <= most]
 
+    # Good counts first, because all boxes with a bound above the best value so far are dropped.
     for counts in itertools.chain(first, _largest_counts(widened, most)):
         try_counts(counts)
     least_bound = search(
@@ -142,7 +143,7 @@ def _largest_counts(problem: Problem, max_devices: int) -> Iterator[Counts]:
     if not problem.single_type:
         type_sets = [order, *type_sets, *(order[:end] for end in range(2, len(order)))]
     for type_indices in type_sets:
-        yield tuple(problem.filled(type_indices, max_devices))
+        yield tuple(problem.with_added(type_indices, max_devices))
 
 
 def _halves(box: Box) -> list[Box]:

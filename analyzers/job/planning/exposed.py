@@ -124,9 +124,11 @@ class GraphCommunication(Communication):
         """
         self.graph = graph
         self.program = program_of(graph)
+        """When the graph's gradients are ready in a pass, which communication starts from."""
         self.fabrics = fabrics
         self.memory_bytes = {name: size * 2**30 for name, size in memory_gib.items() if size is not None}
         self.state_bytes = STATES * graph.parameter_bytes
+        """Of a whole replica: weights, gradients and Adam's two moments."""
         # Key: compute of a pass in s, bytes/s and latency in s of the workers' link.
         self._asynchronous_cache: dict[tuple[float, float, float], Exposed] = {}
         # Key: compute of a pass in s, devices by type; value: exposed seconds.
@@ -234,7 +236,8 @@ class GraphCommunication(Communication):
     ) -> CompressionFigures:
         """Return the figures of a step with compressed gradients, beside DDP's default buckets, on two or more devices.
 
-        ``memory_bytes_per_s``: memory bandwidth of the slowest device, which limits the speed of compressing.
+        ``pass_s``: seconds of compute of a pass; ``memory_bytes_per_s``: memory bandwidth of the slowest device, which limits
+        the speed of compressing.
         """
         program, group = stretched(self.program, pass_s), Fabric.joined(self.fabrics, devices)
         default_s = max(pass_s, finish_s(program, group, default_cuts(program)))
@@ -274,6 +277,7 @@ class GraphCommunication(Communication):
             )
         key = pass_s, bytes_per_s, latency_s
         if key not in self._asynchronous_cache:
+            # The graph's own times, computing scaled to ``pass_s`` and transfers to the worker's link.
             durations = self.graph.duration_s.copy()
             is_compute = self.graph.kind == COMPUTE
             durations[is_compute] *= pass_s / self.program.compute_s

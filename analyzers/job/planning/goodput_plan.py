@@ -61,7 +61,7 @@ def _mixed(
 ) -> Plan | None:
     """Return the plan of highest goodput on devices of several types, with unequal batches.
 
-    ``initial`` and ``phi`` as in :func:`_best_type`. None where the job offers (with a model) or allows one type alone, and
+    Arguments as in :func:`_best_type`. None where the job offers (with a model) or allows one type alone, and
     where no devices or total batch within the limits are possible.
     """
     offers = [offer for offer in job.devices if offer.type in models]
@@ -105,6 +105,7 @@ def _of_one_type(
         speed = {"goodput_per_s": float(curve.tuned.goodput_per_s[at]), "speedup": float(curve.speedup[at])}
         return {"num_replicas": int(curve.num_replicas[at]), "num_nodes": int(curve.num_nodes[at]), **batch, **speed}
 
+    # The chosen batch, the numbers of devices that pay, and how the batch is kept when the number changes.
     best_row = row(best_index)
     statistics = None if math.isinf(phi) else GradientStatistics.from_noise_scale(phi, initial)
     choice = GoodputChoice(
@@ -152,7 +153,8 @@ def _best_type(
 ) -> tuple[str, int, Frontier]:
     """Return the device type of highest goodput, the index of its best number of devices in its curve, and that curve.
 
-    ``initial``: the initial batch size M0 in samples; ``phi``: the noise scale in samples, infinite where it is not known.
+    ``section``: the job's goodput section; ``models``: fitted model by device type; ``initial``: the initial batch size M0 in
+    samples; ``phi``: the noise scale in samples, infinite where it is not known.
     Raises Infeasible when no number of the offered devices, within the limits on devices and price, allows a batch.
     """
     limits = BatchLimits(

@@ -124,6 +124,7 @@ def plan_islands(
         raise InputError("outer_every", "is empty", "give the inner steps between outer steps to try, such as 1,8,64")
     shares = _shares_by_speed([1 / count for count in counts], total)
     with stage("planning islands", 2 * len(texts) + 1) as advance:
+        # 1. What islands send each other, and their steps: with samples by devices, then by speed, then all as one job.
         planner = _Planner(source, texts, model, options, advance)
         elements, reads_tokens = trained_numbers(planner.job(texts[0], shares[0]))
         exchange = FragmentExchange(
@@ -137,6 +138,7 @@ def plan_islands(
         is_mixed = max(step_s) > _ALIKE * min(step_s) and fair_shares != shares
         by_speed = planner.islands(fair_shares) if is_mixed else islands
         together = planner.together(total, sum(-(-count // DEVICES_PER_NODE) for count in counts), between)
+    # 2. Rounds of each number of inner steps; the fewest steps that are nearly as fast as the fastest are picked.
     compared = _Comparison(
         exchange=exchange,
         shares=shares,

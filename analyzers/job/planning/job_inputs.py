@@ -167,7 +167,7 @@ def capabilities_of(job: Job, folder: Path, where: str, tell: Tell) -> dict[str,
             capabilities[offer.type] = offer.capability_per_s
         elif offer.goodput is not None:
             # A fit takes precedence over a profile, because strategies are compared by times from the same source.
-            models = models or fitted_models(job, folder / "job.yaml")
+            models = models or fitted_models(job, folder / "job.yaml")  # only the folder of that path is used
             model = models[offer.type]
             capabilities[offer.type] = 1.0 / (model.alpha_grad_s + model.beta_grad_s * job.batch_size)
         elif offer.profile is not None:
@@ -643,6 +643,7 @@ def job_of(
         batch_size: samples of a step on all devices together; None: 8 per device.
         link: between the devices of a node; ``nic``: between nodes, by their cards' datasheet; ``bandwidth``: as measured.
         devices_file: specifications of the user's own types.
+        precision, optimizer, sequence_length, compile, lora, offload, attention: the job's fields of these names.
     """
     if nic is not None and bandwidth is not None:
         raise InputError("--nic", "does not go with --bandwidth", "cards by datasheet, or a rate as measured")
@@ -659,6 +660,7 @@ def job_of(
         raise InputError("--devices", f"{devices!r} offers none", "for example A100=8,V100=4")
     per_node = _per_node(counts, nodes)
     samples = batch_size or 8 * total
+    # A job's batch is ``max_workers`` equal mini-batches.
     workers = max(size for size in range(1, min(total, samples) + 1) if samples % size == 0)
     optional_fields = {
         "precision": precision,

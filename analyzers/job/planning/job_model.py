@@ -119,7 +119,7 @@ class Bounds:
         if not any(high) or fewest > self.work:
             return math.inf
         compute_s = self._least_compute_s(high)
-        if self.strategy == "bsp":
+        if self.strategy == "bsp":  # an equal split gives each device, those of ``low`` too, at least this many samples
             share = self.work // min(self.work, sum(high))
             compute_s = max([compute_s, *(curve.seconds(share) for curve, n in zip(self.times, low, strict=True) if n)])
         communication_s, other_s = 0.0, 0.0

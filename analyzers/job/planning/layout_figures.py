@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import cycle
 from typing import Any, Literal, Self
 
@@ -112,6 +113,9 @@ class LayoutFigures:
     Where ``degrees`` say that several devices hold a replica between them, such a group takes a device's place: in counts, in
     shares of samples, in prices.
 
+    In all methods ``used`` is device type -> number of devices, ``name`` a device type, ``passes`` the number of passes of a
+    step, ``size`` the samples of one pass, and ``recompute`` what is recomputed (see :class:`LayoutCandidate`).
+
     The private fields cache by: ``_timed`` (device type, samples, recomputation, work), ``_reserved_bytes`` and ``_peaks``
     (sharding, recomputation, samples) in bytes, ``_settings`` the layout as JSON, ``_savings`` recomputation key,
     ``_solved`` the layout as JSON and whether blocks save on the host.
@@ -137,7 +141,10 @@ class LayoutFigures:
     _solved: dict[tuple[str, bool], LayoutCandidate | None] = field(default_factory=dict)
 
     def _with_settings(self, candidate: LayoutCandidate) -> Layout:
-        """Return the layout with step and price reduced by what the best DDP buckets or FSDP2 prefetch save."""
+        """Return the layout with step and price reduced by what the best DDP buckets or FSDP2 prefetch save.
+
+        For groups of devices nothing is known of better settings.
+        """
         layout, saved_s = candidate.layout, 0.0
         if candidate.sharding.gathers:
             _, prefetch = self.communication(candidate)
@@ -159,7 +166,10 @@ class LayoutFigures:
         return self._timed_pass(candidate.slowest, size, candidate.recompute, candidate.sharding).program
 
     def _exchanged_bytes(self, name: str, sharding: Sharding) -> float:
-        """Return the bytes of all gradients in the smaller of their sent and their stored size."""
+        """Return the bytes of a device's gradients, those of its stage, in the smaller of their sent and their stored size.
+
+        So it is a lower bound of what the device exchanges.
+        """
         program = self._timed_pass(name, self.work.traced.graph.batch_size or 1, "none", sharding).program
         return float(min(program.size_bytes.sum(), program.held_bytes.sum())) / self.degrees.pipeline
 
@@ -168,23 +178,16 @@ class LayoutFigures:
         most_missing, work = 0.0, self._work(candidate.sharding)
         for name, size in candidate.layout.local_batch_sizes.items():
             usable, pass_samples = self.kinds[name].usable_bytes, -(-size // candidate.layout.passes)
+            saving = self._saving(candidate.recompute, pass_samples, candidate.sharding)
+            # what a process holds, place by place; None: a batch too large for the model
+            held = partial(work.held, pass_samples, candidate.sharding, self.optimizer, saving)
             key = candidate.sharding, candidate.recompute, pass_samples
             if key not in self._reserved_bytes:
-                needed = work.held(
-                    pass_samples,
-                    candidate.sharding,
-                    self.optimizer,
-                    self._saving(candidate.recompute, pass_samples, candidate.sharding),
-                )
+                needed = held()
                 self._reserved_bytes[key] = math.inf if needed is None else float(needed.reserved_bytes() or 0)
             if self._reserved_bytes[key] > usable:
                 # Given a limit, the allocator frees whole unused segments when it comes near; simulate that too.
-                needed = work.held(
-                    pass_samples,
-                    candidate.sharding,
-                    self.optimizer,
-                    self._saving(candidate.recompute, pass_samples, candidate.sharding),
-                )
+                needed = held()
                 if needed is None or needed.reserved_bytes(usable) is None:
                     most_missing = max(most_missing, self._reserved_bytes[key] - usable)
         return most_missing
@@ -197,7 +200,10 @@ class LayoutFigures:
         return self.changed(kinds=kinds)
 
     def changed(self, **fields: Any) -> Self:
-        """Return the figures of the same job with other fields."""
+        """Return the figures of the same job with other fields, and with empty caches, whose keys do not hold these fields.
+
+        Only the solver's choices of recomputation (``_savings``) stay, because layouts refer to them.
+        """
         return replace(self, _timed={}, _reserved_bytes={}, _peaks={}, _settings={}, _solved={}, **fields)
 
     def alternatives(self, candidate: LayoutCandidate) -> dict[str, Self]:
@@ -236,7 +242,10 @@ class LayoutFigures:
         return 1 / seconds if seconds else math.inf
 
     def _busy_s(self, timed: _Timed, sharding: Sharding, passes: int) -> float:
-        """Return the seconds for which a device of each stage computes in a step, its update included, on average."""
+        """Return the seconds for which a device computes in a step, on average over the stages.
+
+        They are those of the passes, of the sums of their gradients and of the update.
+        """
         # The backward passes of a group's step hold its sums already.
         sums_s = (passes - 1) * own_sum_s(timed.graph, sharding) if self.degrees.gpus == 1 else 0.0
         return (passes * timed.program.compute_s + sums_s + timed.own_update_s(sharding)) / self.degrees.pipeline
@@ -258,6 +267,14 @@ class LayoutFigures:
                     f"each {name} has {show_bytes(has)} for it, {gib(needed - has)} missing"
                 )
         return needed
+
+    def demand_whole(self, name: str, count: int, batch_size: int) -> None:
+        """Raise Infeasible where ``count`` offered devices of a type lack the memory for a whole model and a mini-batch.
+
+        Two of them are looked at if there are two, because the exchange of gradients takes memory.
+        """
+        if count:
+            self.whole_bytes({name: min(2, count)}, batch_size)
 
     def plan(self, candidate: LayoutCandidate, problem: Problem, strategy: Literal["bsp", "lb-bsp"]) -> Plan:
         """Return the plan of a layout that fits: batch sizes, sharding and modules to checkpoint.
@@ -284,6 +301,7 @@ class LayoutFigures:
                 )
             )
         compute_s = layout.compute_s or 0.0
+        # mini-batches per second if no device ever waited
         capacity = (
             sum(row.devices * row.local_batch_size / (row.compute_s or math.inf) for row in rows) / problem.batch_size
         )
@@ -320,6 +338,7 @@ class LayoutFigures:
         plans = plan_fsdp(program, group)
         if plans is None:
             return None, None
+        # Gathering further ahead is faster, and holds more parameters at a time.
         free_bytes = min(self.kinds[name].usable_bytes - size for name, size in layout.memory_bytes.items())
         extra_bytes = plans.best.gathered_bytes - plans.default.gathered_bytes
         chosen = plans.best if extra_bytes <= free_bytes else plans.default
@@ -328,9 +347,9 @@ class LayoutFigures:
         return None, prefetch_setting(plans, chosen)
 
     def _sample_s(self, name: str, size: int) -> float:
-        """Return the least marginal seconds of a sample on a device type near ``size`` samples, of whole and sharded steps.
+        """Return the least seconds that a sample takes or adds on a device type near ``size`` samples, for lower bounds.
 
-        They come from sizes that are traced anyway.
+        They come from whole and sharded steps of sizes that are traced anyway.
         """
         traced_size = self.work.traced.graph.batch_size or 2 * size
         sizes = sorted({size, traced_size if traced_size != size else 2 * size})
@@ -344,9 +363,10 @@ class LayoutFigures:
         return max(least_s, 1e-12)
 
     def _recomputations(self) -> Sequence[str]:
+        """Return the ways of recomputing to try; a model without a list of blocks has none but saving everything."""
         return self.ways if self.work.lifetimes(1).blocks else WAYS[:1]
 
-    def _fastest_shape(
+    def _fastest_batching(
         self,
         used: Mapping[str, int],
         sharding: Sharding,
@@ -361,9 +381,7 @@ class LayoutFigures:
         A layout that lacks memory even for one sample has ``missing_bytes``; None where no layout is made or accepted.
 
         Args:
-            used: number of devices by type.
             sharding: how the replicas share parameters, gradients and the optimizer's state.
-            recompute: what is recomputed (see :class:`LayoutCandidate`).
             equal: whether every device takes as many samples; else all end at about the same time.
             accept: a layout for which it returns False is passed over.
             least_passes: fewest passes.
@@ -396,6 +414,7 @@ class LayoutFigures:
         """
         sharding = replace(sharding, sums=sharding.sums or least > 1)
         devices = sum(used.values())
+        # A device is given at most twice the mean share.
         limits = {name: self._most_samples(sharding, recompute, name, 2 * -(-self.total // devices)) for name in used}
         if min(limits.values()) < 1:
             return None
@@ -433,8 +452,8 @@ class LayoutFigures:
         counts = list(used.values())
         if equal or len(used) == 1:
             return tuple(equal_rows(dict(enumerate(counts)), self.total))
-        most = max(2, -(-self.total // (sum(counts) * passes)))
-        lines = [self._pass_line(name, most, recompute, sharding) for name in used]
+        mean_samples = max(2, -(-self.total // (sum(counts) * passes)))
+        lines = [self._pass_line(name, mean_samples, recompute, sharding) for name in used]
         times = [
             replace(line, launch_s=line.launch_s * passes, memory_limit=passes * limits[name])
             for line, name in zip(lines, used, strict=True)
@@ -463,6 +482,7 @@ class LayoutFigures:
         group, name = self._process_group(used, sharding), names[rows[0].kind]
         program = self._timed_pass(name, self.work.traced.graph.batch_size or 1, "none", sharding).program
         reduce_s = group.reduce_scatter_s if sharding.gathers else group.all_reduce_s
+        # The share of a pass before the first gradients are ready; 0 for a stage, of which it is not known.
         first_ready_share = float(program.ready_s[0]) / program.compute_s if self.degrees.pipeline == 1 else 0.0
         exchanged_s = 0.0 if group.replicas < 2 else reduce_s(self._exchanged_bytes(name, sharding))
         return SURE * ((passes - 1) * compute_s + max(compute_s, first_ready_share * compute_s + exchanged_s))
@@ -476,7 +496,10 @@ class LayoutFigures:
         rows: tuple[Row, ...],
         accept: Accept = lambda _: True,
     ) -> LayoutCandidate | None:
-        """Return the layout with its figures; None where ``accept`` refuses even its compute without communication."""
+        """Return the layout with its figures; None where ``accept`` refuses even its compute without communication.
+
+        ``rows``: the devices' samples in a step.
+        """
         names = list(used)
         sizes = {names[row.kind]: max(other.size for other in rows if other.kind == row.kind) for row in rows}
         timed_passes = {
@@ -507,6 +530,7 @@ class LayoutFigures:
 
         if not accept(make_layout(max(computes_s.values()))):
             return None
+        # A step ends with the type that takes longest, communication on the network of all used types included.
         longest_s, slowest, gpus = 0.0, "", {name: count * self.degrees.gpus for name, count in used.items()}
         group = Fabric.joined({name: self.kinds[name].fabric for name in used}, gpus)
         place = Placement(num_nodes=group.nodes, num_replicas=sum(used.values()), gpus=self.degrees.gpus)
@@ -557,7 +581,6 @@ class LayoutFigures:
         lifetimes = work.lifetimes(size)
         budget_bytes = min(self.kinds[device_type].usable_bytes for device_type in layout.memory_bytes)
         timed_graph = self._timed_pass(tightest, size, "none", candidate.sharding).graph
-        batch_samples = size if lifetimes.traced is work.traced else None
         usable = self.kinds[tightest].usable_bytes
         try:
             recomputation = cheapest(
@@ -566,15 +589,17 @@ class LayoutFigures:
                 candidate.sharding,
                 self.optimizer,
                 budget_bytes,
-                batch_samples,
-                _CHOOSING_S,
-                host_link_bytes_per_s(self.kinds[tightest].model.device) if on_host else 0.0,
-                _CHOOSING_GAP,
-                lambda saving: lacking_bytes(work.held(size, candidate.sharding, self.optimizer, saving), usable),
+                batch_size=work.scaled(size),
+                limit_s=_CHOOSING_S,
+                host_bytes_per_s=host_link_bytes_per_s(self.kinds[tightest].model.device) if on_host else 0.0,
+                gap=_CHOOSING_GAP,
+                lacking_bytes=lambda saving: lacking_bytes(
+                    work.held(size, candidate.sharding, self.optimizer, saving), usable
+                ),
             )
         except Infeasible:  # no choice fits, or none was found within _CHOOSING_S
             return None
-        if bool(recomputation.saving.on_host) != on_host:
+        if bool(recomputation.saving.on_host) != on_host:  # saving on the host brings nothing
             return None
         key = f"chosen {len(self._savings)}"
         self._savings[key] = recomputation.saving
@@ -660,7 +685,7 @@ class LayoutFigures:
     ) -> SavedOnHost | None:
         """Return what blocks save on the host, of the device type with most of each; None where they do not.
 
-        ``used``: devices by type. ``sizes``: samples of a step by type.
+        ``sizes``: samples of a step by type.
         """
         each = list[SavedOnHost]()
         for name, step_samples in sizes.items():

@@ -112,6 +112,7 @@ class Layouts(LayoutFigures):
         """
         goal = goal or Goal(step_samples=self.total)
         fitting, too_large, value = list[LayoutCandidate](), list[LayoutCandidate](), self.value(goal)
+        # 1. Search the numbers of devices, by bounds on what any layout on them can reach.
         start_counts = _largest_counts(problem, self.total)
         all_counts = start_counts[0]
         # One node of each type: nothing leaves it.
@@ -134,6 +135,7 @@ class Layouts(LayoutFigures):
             return (value(_simplest(fits, value).layout) if fits else math.inf), fits
 
         def bound(low: Counts, high: Counts) -> float:
+            """Return a lower bound of the value on device counts between ``low`` and ``high``."""
             return self._lower_bound(problem, low, high, goal)
 
         spare = goal.objective != "cheapest"
@@ -142,6 +144,7 @@ class Layouts(LayoutFigures):
             raise self._nothing_fits(too_large)
         if best is None:
             raise Infeasible("what fits is slower or dearer than the job allows")
+        # 2. Pick one: the allocator must have room for it, then communication settings are compared.
         try:
             pick = self._pick_simplest(fitting, too_large, goal, equal)
         except NothingFits:
@@ -150,6 +153,7 @@ class Layouts(LayoutFigures):
                 raise
             return self.search(problem, goal, equal=equal, limit_s=limit_s, plays_all=True)
         pick = self._pick_with_settings(pick, fitting, goal)
+        # 3. List the others: all layouts on the same devices, the best of other devices, and what nearly fits.
         counts = problem.counts(pick.layout.devices)
         same_devices = self._layouts_on(problem, counts, equal, goal)[0]
         others = [candidate for candidate in [*same_devices, *fitting] if candidate.layout != pick.layout]
@@ -167,6 +171,9 @@ class Layouts(LayoutFigures):
     ) -> LayoutCandidate:
         """Return the simplest of the best layouts that fit in the allocator too; moves those that do not to ``too_large``.
 
+        Adds to ``fitting`` layouts in more passes, and with recomputation that a solver chose. ``equal``: devices take equal
+        shares. Raises NothingFits where the allocator holds none.
+
         Each set of devices enters with one layout, the simplest of the best on it, so that what else is offered does not
         change the layout on these devices.
         """
@@ -180,15 +187,18 @@ class Layouts(LayoutFigures):
                 fitting.remove(pick)
                 too_large.append(_refused(pick, missing_bytes))
                 shape = pick.layout.devices, pick.sharding, pick.recompute, equal
-                retry = self._fastest_shape(*shape, least_passes=pick.layout.passes + 1)
+                retry = self._fastest_batching(*shape, least_passes=pick.layout.passes + 1)  # smaller passes may fit
                 if retry is not None and not retry.layout.missing_bytes:
                     fitting.append(retry)
                 continue
             if pick.recompute == "none" or goal.objective == "least-memory" or is_recomputation_solved:
                 return pick
             is_recomputation_solved = True
-            for on_host in (False, True)[self.ways != WAYS : 1 + self.saves_on_host]:
-                if on_host and self.ways == WAYS and not self._gains_without_recomputation(fitting[-1], pick):
+            everything_on_host = self.ways != WAYS
+            # Whether the solver may save on the host: on the device first, unless that is ruled out.
+            for on_host in (False, True)[everything_on_host : 1 + self.saves_on_host]:
+                # fitting[-1] is what was just found on the device, if anything
+                if on_host and not everything_on_host and not self._gains_without_recomputation(fitting[-1], pick):
                     break
                 fitting += filter(None, [self._with_solved_recomputation(pick, on_host)])
         raise self._nothing_fits(too_large)
@@ -220,8 +230,10 @@ class Layouts(LayoutFigures):
     ) -> tuple[list[LayoutCandidate], list[LayoutCandidate]]:
         """Return the layouts on exactly ``counts`` devices: those that fit, of value up to ``limit``, and those too large.
 
-        Under a finite limit recomputation grows only until a layout fits in one pass.
+        Under a finite limit recomputation grows only until a layout fits in one pass, because more of it takes longer.
+        ``equal``: every device takes as many samples.
         """
+        # the value of the objective "fastest" is the seconds of a step, which can be bounded before a layout is costed
         value, limit_s = self.value(goal), limit if goal.objective == "fastest" else math.inf
         devices = problem.named(counts)
         fits, too_large = list[LayoutCandidate](), list[LayoutCandidate]()
@@ -229,7 +241,7 @@ class Layouts(LayoutFigures):
             if self._exceeds(devices, sharding, goal, limit):
                 continue
             for recompute in self._recomputations():
-                candidate = self._fastest_shape(
+                candidate = self._fastest_batching(
                     devices, sharding, recompute, equal, lambda layout: value(layout) <= limit, limit_s=limit_s
                 )
                 if candidate is not None:
@@ -283,6 +295,7 @@ class Layouts(LayoutFigures):
         """Return the function that layouts are ranked by, the least first: the goal's value, or bytes for least memory."""
 
         def value_of(layout: Layout) -> float:
+            """Return a layout's value; infinite where it breaks a limit of the goal."""
             price = None if layout.price_per_sample is None else layout.price_per_sample * self.total
             devices = sum(layout.devices.values()) * self.degrees.gpus
             goal_value = goal.of(layout.step_s or math.inf, devices, price)
@@ -323,12 +336,15 @@ class Layouts(LayoutFigures):
         return goal.of(step_s, max(sum(low), 1), max(low_price * step_s, SURE * least_price * self.total) / 3600)
 
     def _shardings(self, counts: Counts, problem: Problem) -> list[Sharding]:
-        """Return the ways in which so many devices can share the state."""
+        """Return the ways in which ``counts`` (T,) devices can share the state: parameters, gradients, optimizer.
+
+        HSDP's shards are powers of two, nodes, and all devices of a type, where they divide the devices of every type.
+        """
         devices = sum(counts)
         used_counts = [count for count in counts if count]
         per_node = [self._between(device.name).gpus_per_node for device in problem.devices]
-        if self.offload:  # what gathers its parts can keep them elsewhere
-            sharers = max(min(count, room) for count, room in zip(counts, per_node, strict=True))
+        if self.offload:  # only what gathers its parts can keep them elsewhere
+            sharers = max(min(count, room) for count, room in zip(counts, per_node, strict=True))  # on the fullest host
             sharded = (
                 self.changed(offload=False)._shardings(counts, problem) if devices > 1 else [Sharding(kind="fsdp")]
             )
@@ -404,7 +420,10 @@ def _refused(candidate: LayoutCandidate, missing_bytes: float) -> LayoutCandidat
 def _distinct(
     candidates: Iterable[LayoutCandidate], is_shown: Callable[[LayoutCandidate], bool] = lambda _: True
 ) -> list[LayoutCandidate]:
-    """Return the first of each kind of layout on the same types, of those that hold."""
+    """Return the first of each kind of layout on the same types, of those for which ``is_shown`` holds.
+
+    A kind is how the state is sharded and what is recomputed or saved on the host.
+    """
     kept: dict[tuple[object, ...], LayoutCandidate] = {}
     for candidate in candidates:
         layout = candidate.layout
@@ -419,7 +438,9 @@ def _largest_counts(problem: Problem, total: int) -> list[Counts]:
     """Return the largest sets of devices that the constraints take: of all types, or of each where they may not mix."""
     types = problem.fastest_first
     type_sets = [[kind] for kind in types] if problem.single_type else [types]
-    return [tuple(problem.filled(type_set, total)) for type_set in type_sets if any(problem.filled(type_set, total))]
+    return [
+        tuple(problem.with_added(type_set, total)) for type_set in type_sets if any(problem.with_added(type_set, total))
+    ]
 
 
 def job_work(job: Job) -> WorkCurve:

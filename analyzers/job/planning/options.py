@@ -26,6 +26,7 @@ class Missed(Infeasible):
     """Says that the best plan breaks a limit of the goal; ``by``: the plan's figure over the limit."""
 
     def __init__(self, text: str, by: float) -> None:
+        """Take the error's text, and by what factor the limit is missed."""
         super().__init__(text)
         self.by = by
 
@@ -38,8 +39,11 @@ class Goal:
     samples: float | None = None
     """Of the whole run; None: only steps are planned."""
     step_samples: int = 1
+    """Of a step of all workers."""
     deadline_s: float = math.inf
+    """Seconds of the whole run; infinite: any."""
     budget: float = math.inf
+    """Price of the whole run in dollars; infinite: any."""
     slowest_step_s: float = math.inf
     """Seconds of a step at the least throughput that the job demands; infinite: none is demanded."""
     failures: Failures | None = None
@@ -63,9 +67,13 @@ class Goal:
         return 1.0 if self.failures is None else self.failures.factor(max(devices, 1))
 
     def _remedied(self, devices: int) -> tuple[str, float, float]:
-        """Return the best remedy for failures, how many times as long the run takes by it, and how many times as dear it is."""
+        """Return the best remedy for failures, how many times as long the run takes by it, and how many times as dear it is.
+
+        It is the cheapest where the objective is that, else the fastest; "" without failures.
+        """
         if self.failures is None:
             return "", 1.0, 1.0
+        # 1e-300: a remedy by which nothing trains takes as good as for ever
         found = {
             name: (1 / max(goodput, 1e-300), paid / devices / max(goodput, 1e-300))
             for name, (goodput, paid) in self.failures.remedies(devices).items()
@@ -88,6 +96,7 @@ class Goal:
                 f"a checkpoint takes {show_seconds(failures.checkpoint_s)} and a restart {show_seconds(failures.restart_s)}: "
                 f"less than {_LEAST_GOODPUT:.0%} of the time trains"
             )
+        # The run's hours and price are by the best remedy: they are scaled to each one's.
         remedies = {
             name: Remedy(
                 goodput=goodput,

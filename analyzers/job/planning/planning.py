@@ -90,8 +90,7 @@ def _of_types_that_hold(job: Job, job_file: Path, options: PlanOptions) -> Job:
     kept, missing = [], list[Infeasible]()
     for offer in job.devices:
         try:
-            # on two devices if there are two, because the exchange of gradients takes memory too
-            layouts.whole_bytes({offer.type: min(2, offer.count)} if offer.count else {}, job.batch_size)
+            layouts.demand_whole(offer.type, offer.count, job.batch_size)
             kept.append(offer)
         except Infeasible as error:
             missing.append(error)
@@ -387,9 +386,9 @@ def plan_together(
 ) -> JointPlan:
     """Return the plan of several jobs on the same devices, with the reason in words for each job that has to wait.
 
-    The number of devices of each type is the largest that any job names. ``sharing``: the objective, see
-    :func:`~ddltool.analyzers.job.placement.jobs.solve_jobs`; ``read``: job file -> job. Raises InputError for a job with a
-    ``network``, which joint plans do not support.
+    ``files``: of the jobs. The number of devices of each type is the largest that any job names. ``sharing``: the objective,
+    see :func:`~ddltool.analyzers.job.placement.jobs.solve_jobs`; ``limit_s``: seconds of the search; ``tell``: takes remarks
+    for the user; ``read``: job file -> job. Raises InputError for a job with a ``network``, which joint plans do not support.
     """
     from ddltool.analyzers.job.placement.jobs import idle_throughput, solve_jobs  # it loads a solver
 

@@ -92,6 +92,7 @@ def plan_lb_bsp(problem: Problem, curves: Mapping[str, StepTime] | None = None, 
     step_times = _step_times(problem, curves)
     offer = _offer(problem)
     timing = _Timing.of(step_times, synchronise=synchronise)
+    # In one pass, with the equal split to compare, then in several passes where memory does not hold the whole batch.
     best = timing.choose(offer, total)
     equal, equal_s = _equal_rows(problem, total), None
     if best is not None and all(row.size <= int(timing.curves.limits[row.kind]) for row in equal):
@@ -319,7 +320,7 @@ def _equal_rows(problem: Problem, total: int) -> list[Row]:
     """
     order, speeds = problem.fastest_first, [device.capability_per_s for device in problem.devices]
     type_sets = [[type_index] for type_index in order] if problem.single_type else [order]
-    choices = [problem.filled(type_set, total) for type_set in type_sets]
+    choices = [problem.with_added(type_set, total) for type_set in type_sets]
     numbers = max(choices, key=lambda counts: sum(count * speed for count, speed in zip(counts, speeds, strict=True)))
     return equal_rows({type_index: numbers[type_index] for type_index in order}, total)
 
@@ -349,7 +350,7 @@ def _with_all_usable(problem: Problem, timing: _Timing, best: Chosen, total: int
     """
     with_memory = [index for index in problem.fastest_first if int(timing.curves.limits[index]) >= 1]
     usable = [index for index in with_memory if best.numbers[index] or not problem.single_type]
-    numbers = problem.filled(usable, total, best.numbers)
+    numbers = problem.with_added(usable, total, best.numbers)
     if numbers == list(best.numbers):
         return numbers, best.iteration_s
     rows = spread(timing.curves, numbers, total)

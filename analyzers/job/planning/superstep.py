@@ -80,6 +80,7 @@ def plan_elastic_bsp(
     else:
         choice = choose(problem, lookahead, max_gap, limit_s)
         counts, best, gap = choice.counts, choice.evaluation, choice.gap
+    # The figures of the superstep, by type: each worker waits from the end of its last iteration until the barrier.
     used = [(problem.devices[index], counts[index]) for index in best.type_indices]
     iterations = {device.name: count for (device, _), count in zip(used, best.iterations, strict=True)}
     waits_s = [best.barrier_s - iterations[device.name] / device.capability_per_s for device, _ in used]
@@ -169,7 +170,7 @@ def _fastest_down_to_each_type(problem: Problem) -> set[Counts]:
     """
     order, unpriced = problem.fastest_first, replace(problem, max_price_micro=None)
     type_sets = [[index] for index in order] if problem.single_type else [order[: n + 1] for n in range(len(order))]
-    largest = {tuple(unpriced.filled(type_set, unpriced.device_limit)) for type_set in type_sets}
+    largest = {tuple(unpriced.with_added(type_set, unpriced.device_limit)) for type_set in type_sets}
     return {counts for counts in largest if any(counts)}
 
 
@@ -182,7 +183,7 @@ def _first_guesses(problem: Problem) -> Iterator[Counts]:
         return
     for order in (problem.fastest_first, problem.cheapest_first):
         for first, last in itertools.combinations(range(len(order) + 1), 2):
-            yield tuple(problem.filled(order[first:last], problem.device_limit))
+            yield tuple(problem.with_added(order[first:last], problem.device_limit))
 
 
 def best_superstep(

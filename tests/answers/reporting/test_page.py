@@ -23,7 +23,7 @@ from ddltool.analyzers.answers.reporting.charts import COLOURS, INK, KINDS, SERI
 from ddltool.analyzers.answers.reporting.figures import Bars, Figure, Heat, Lanes, Line, Lines, Span, merged, stacked
 from ddltool.analyzers.answers.reporting.graph_section import graph_section
 from ddltool.analyzers.answers.reporting.page import TEMPLATE, render
-from ddltool.analyzers.answers.reporting.section import Picture, Section, Table, filled
+from ddltool.analyzers.answers.reporting.section import Picture, Section, Table, without_empty_columns
 from ddltool.errors import few
 from ddltool.graph import read_graph
 from ddltool.units import counted
@@ -298,7 +298,7 @@ def test_colours_of_one_chart_can_be_told_apart(mode: str, deficiency: str) -> N
 def test_empty_columns_go_and_numbers_of_things_are_words() -> None:
     rows = [("x", "-", "1", ""), ("y", "", "-", "")]
     table = Table(caption="c", header=("a", "b", "c", "d"), rows=rows, label="read", text_columns=2)
-    found = filled(table)
+    found = without_empty_columns(table)
     assert (list(found.header), found.text_columns) == (["a", "c"], 1)
     assert [list(row) for row in found.rows] == [["x", "1"], ["y", "-"]]
     assert (counted(0, "job"), counted(1, "job"), counted(1200, "job")) == ("0 jobs", "1 job", "1,200 jobs")

@@ -11,12 +11,12 @@ from ddltool.analyzers.job.balancing.assigning import (
     assign_passes,
     balanced,
     by_length,
-    filled,
     karmarkar_karp,
     lower_bound,
     lpt,
     seconds_of,
     solve,
+    topped_up,
 )
 from ddltool.arrays import Floats
 
@@ -90,4 +90,4 @@ def test_every_place_has_samples_and_passes_of_a_rank_are_alike() -> None:
                 assert set(places.tolist()) == set(range(ranks * passes))
     even = assign_passes(np.ones(12), np.zeros(12, dtype=np.int64), 1, 3)
     assert np.bincount(even).tolist() == [4, 4, 4]
-    assert filled(np.array([3.0, 1.0, 2.0]), np.zeros(3, dtype=np.int64), 3).tolist() == [0, 1, 2]
+    assert topped_up(np.array([3.0, 1.0, 2.0]), np.zeros(3, dtype=np.int64), 3).tolist() == [0, 1, 2]

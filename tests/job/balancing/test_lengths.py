@@ -18,7 +18,7 @@ from ddltool.analyzers.job.balancing.lengths import (
     draw,
     regrouped,
     speedup,
-    timed,
+    time_steps,
 )
 from ddltool.errors import InputError
 
@@ -61,11 +61,11 @@ def test_passes_speeds_and_what_ranks_wait_for() -> None:
     cost = SampleCost(per_token=1, per_square=0, per_pass=10, per_step=100)
     job = LengthsJob(speeds=np.array([1.0, 0.5]), total_batch=6, cost=cost, passes=2)
     step = [[ints(5, 1), ints(2)], [ints(1), ints(3)]]
-    assert timed(job, [step], padded=False).seconds.tolist() == [max(16 + 12, (11 + 13) / 0.5) + 100]
+    assert time_steps(job, [step], padded=False).seconds.tolist() == [max(16 + 12, (11 + 13) / 0.5) + 100]
     sharded = LengthsJob(speeds=np.array([1.0, 0.5]), total_batch=6, cost=cost, passes=2, sharded=True)
-    assert timed(sharded, [step], padded=False).seconds.tolist() == [max(16, 22) + max(12, 26) + 100]
-    assert timed(job, [step], padded=True).computed.tolist() == [10 + 2 + 1 + 3]
-    assert timed(job, [step], padded=True).most_tokens == 10
+    assert time_steps(sharded, [step], padded=False).seconds.tolist() == [max(16, 22) + max(12, 26) + 100]
+    assert time_steps(job, [step], padded=True).computed.tolist() == [10 + 2 + 1 + 3]
+    assert time_steps(job, [step], padded=True).most_tokens == 10
 
 
 def test_a_limit_on_tokens_makes_as_few_passes_as_fit() -> None:

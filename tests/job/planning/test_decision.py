@@ -329,7 +329,7 @@ def test_of_many_options_the_front_is_that_by_hand() -> None:
     ]
     candidates: Any = SimpleNamespace(
         goal=SimpleNamespace(slowdown=lambda devices: 1.0),
-        **{"progress": lambda option: 1 / option.seconds, "alike": lambda problem: []},
+        **{"progress": lambda option: 1 / option.seconds, "equal_splits_of_one_type": lambda problem: []},
     )
     problem: Any = SimpleNamespace(devices=[])
     front = [(option.seconds, option.price_per_sample) for option in _pareto(made, candidates, problem)]  # type: ignore[attr-defined]
@@ -351,7 +351,7 @@ def test_the_pick_is_that_by_hand(made: list[Any], objective: Any, error: float 
     candidates: Any = SimpleNamespace(
         goal=SimpleNamespace(objective=objective, slowdown=slowdown),
         model=SimpleNamespace(gain_error=lambda first, second: error),
-        **{"progress": lambda option: 32 * option.throughput, "alike": lambda problem: []},
+        **{"progress": lambda option: 32 * option.throughput, "equal_splits_of_one_type": lambda problem: []},
     )
     choice, values = _Choice(candidates), []
     for one in made:
