@@ -31,7 +31,7 @@ from ddltool.analyzers.step.communication.fsdp import block_container, block_of
 from ddltool.analyzers.step.costs.allocator import reserved_bytes
 from ddltool.analyzers.step.costs.optimizers import OPTIMIZERS, Parameter, parameters_of, state_shares, temporaries
 from ddltool.analyzers.step.costs.saving import Checkpointing, Copies, SavedOps, Saving, split_way
-from ddltool.analyzers.step.recording.torch_costs import AS_TRACED, Scale, tensors_of, value_of
+from ddltool.analyzers.step.recording.torch_costs import AS_TRACED, Scale, tensors_of, value_of, written_arguments
 from ddltool.analyzers.step.tracing.torch_adapter import TracedStep
 from ddltool.errors import InputError, did_you_mean
 from ddltool.graph import RECV, SEND, Graph
@@ -345,7 +345,8 @@ class TensorLifetimes:
         seconds = self.seconds(timed)
         place_s = np.zeros(self.nodes + recomputation.extra)
         place_s[recomputation.moved(np.arange(self.nodes))] = seconds
-        for block_index, places in enumerate(self._recomputed_places(recomputation)):
+        for block_index in range(len(self.blocks)):
+            places = self._recomputed_of(recomputation, block_index)
             recomputed_places = recomputation.start[block_index] + places - recomputation.first[block_index]
             place_s[recomputed_places] = seconds[places]
         if copies is not None:
@@ -354,10 +355,6 @@ class TensorLifetimes:
             np.add.at(place_s, recomputation.start, before_s)
         clock: Array = np.cumsum(place_s)
         return clock
-
-    def _recomputed_places(self, recomputation: Recomputation) -> list[Places]:
-        """Return by block the places of its forward pass that are computed again."""
-        return [self._recomputed_of(recomputation, index) for index in range(len(self.blocks))]
 
     def _recomputed_of(self, recomputation: Recomputation, index: int) -> Places:
         """Return the places of the forward pass of the block with that index which are computed again.
@@ -456,6 +453,7 @@ class TensorLifetimes:
         if among is None:
             held.add("activations", 0, held.places, size[self.role == GIVEN])
         dropped, kept = recomputation.dropped, recomputation.kept
+        # First the storages that stay from their making on; (s,) throughout, or by index of a storage.
         is_not_dropped = np.zeros(len(size), dtype=bool)
         is_not_dropped[self.all_activations if among is None else among] = True
         is_not_dropped[dropped] = False
@@ -475,10 +473,12 @@ class TensorLifetimes:
         is_reached = offsets < recomputation.length[owner]
         last_place = np.where(is_reached, recomputation.start[owner] + offsets, backward_ends)
         freed[kept] = np.maximum(freed[kept], last_place + 1)
+        # Those on the host: until they are there, and from the place on at which there is room for what comes back.
         gone, (lent, out, back) = freed.copy(), recomputation.away
         gone[lent] = out
         held.add("activations", recomputation.moved(self.alloc[stays]), gone[stays], size[stays])
         held.add("activations", back, freed[lent], size[lent])
+        # The dropped ones: in the forward pass, and again from their recomputation on.
         held.add("activations", self.alloc[dropped], self.forward[dropped] + 1, size[dropped])
         owner = self.owner[dropped]
         first, length, start = recomputation.first[owner], recomputation.length[owner], recomputation.start[owner]
@@ -601,8 +601,9 @@ class TensorLifetimes:
 class Recomputation:
     """The program of a step with the forward passes of checkpointed blocks repeated before their backward passes.
 
-    ``slots`` (blocks,): places to insert for each block, at least as many as its recomputation has; None: just as many. A
-    place at which nothing runs changes no peak, so programs of different choices can have one length.
+    A place is the index of a node in the traced program, or in the longer one with recomputation (:meth:`moved`). ``slots``
+    (blocks,): places to insert for each block, at least as many as its recomputation has; None: just as many. A place at which
+    nothing runs changes no peak, so programs of different choices can have one length.
     """
 
     def __init__(self, lifetimes: TensorLifetimes, saving: SavedOps | Saving, slots: Places | None = None) -> None:
@@ -634,19 +635,14 @@ class Recomputation:
         np.maximum.at(self.length, owner, lifetimes.alloc[needed] - self.first[owner] + 1)
         self.slots = self.length if slots is None else slots
         self._nodes = lifetimes.nodes
-        needs = (
-            [own[lifetimes.free[own] >= lifetimes.backward] for own in lifetimes.owned] if self.saving.on_host else []
-        )
-        nothing = np.zeros(0, dtype=np.int64)
-        self.copied = [
-            nothing
-            if block.name not in self.saving.on_host
-            else lifetimes.inputs[index]
-            if block.name in saved_ops
-            else needs[index]
-            for index, block in enumerate(blocks)
-        ]
+        self.copied = [np.zeros(0, dtype=np.int64) for _ in blocks]
         """By block, the indices of the storages that it saves on the host."""
+        for index, block in enumerate(blocks):
+            if block.name in self.saving.on_host:
+                own = lifetimes.owned[index]
+                needed_backward = own[lifetimes.free[own] >= lifetimes.backward]
+                # A block that is computed again needs its input only.
+                self.copied[index] = lifetimes.inputs[index] if block.name in saved_ops else needed_backward
 
     @cached_property
     def _shift(self) -> Places:
@@ -769,7 +765,10 @@ class _Storage:
 
 
 class _Reader:
-    """Reads the storages and blocks of a recorded step in one pass; storages are numbered in the order of first use."""
+    """Reads the storages and blocks of a recorded step in one pass; storages are numbered in the order of first use.
+
+    A place is the index of a node of the program. ``spans``: by block, the first and last place of its forward pass.
+    """
 
     def __init__(self, traced: TracedStep) -> None:
         """Find the model's list of blocks, and where each block's forward pass begins and ends."""
@@ -807,6 +806,7 @@ class _Reader:
             }
             for place, node in enumerate(self.nodes)
         ]
+        # Roles, owners and last places are complete only after these, each of which may change what the one before said.
         self._free_as_recorded()
         self._mark_gradients()
         if self.spans:
@@ -817,7 +817,7 @@ class _Reader:
                 storage.owner = -1
         alloc = np.array([storage.alloc for storage in self.storages], dtype=np.int64)
         product_numbers = {place: number for block in blocks for number, place in enumerate(block.products)}
-        input_rows = [
+        input_rows = [  # see TensorLifetimes.read
             (storage, block, last_read)
             for (storage, block), last_read in self.last_reads.items()
             if blocks and alloc[storage] < blocks[block].first
@@ -956,12 +956,11 @@ class _Reader:
 
     def _overwritten_storages(self) -> set[int]:
         """Return the indices of the storages that an op of the forward pass changes in place, by the op's schema."""
-        overwritten = set()
+        overwritten: set[int] = set()
         for node in self.nodes[: self.backward]:
-            if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
-                for argument, value in zip(node.target._schema.arguments, node.args, strict=False):
-                    if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Node):
-                        overwritten |= self._storages_of(value)
+            for value in written_arguments(node.target, node.args, node.kwargs):
+                if isinstance(value, Node):
+                    overwritten |= self._storages_of(value)
         return overwritten
 
     def _read_block_names(self) -> list[str]:
@@ -973,7 +972,7 @@ class _Reader:
         current_block = ""
         for node in self.nodes[: self.backward]:
             if (name := self.op_names.get(node)) is not None:
-                scope = name.rpartition("/")[0].partition("/")[2]
+                scope = name.rpartition("/")[0].partition("/")[2]  # the module in forward/MODULE/OP
                 current_block = block_of(f"{scope}.", self.container) if scope and self.container is not None else ""
             blocks.append(current_block)
         return blocks

@@ -80,6 +80,7 @@ class Inert:
         """Keep nothing."""
 
     def __iter__(self) -> Iterator[Any]:
+        """Return an iterator over nothing: the object is an empty collection."""
         return iter(())
 
     def __len__(self) -> int:
@@ -102,11 +103,12 @@ class Inert:
         return False
 
     def __or__(self, _: Any) -> Inert:
+        """Return the object itself: annotations such as ``Run | None`` are computed when a script is read."""
         return self
 
     __ror__ = __or__
 
-    def __format__(self, _: str) -> str:
+    def __format__(self, _: str) -> str:  # also of a format that only numbers take, such as .3f
         return self._name
 
     def __str__(self) -> str:
