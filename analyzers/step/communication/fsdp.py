@@ -130,6 +130,7 @@ def units_of(program: Program) -> tuple[Unit, list[Unit]] | None:
         return None
     held_blocks = [block_of(name, container) for name in program.held]
     trained_blocks = [block_of(name, container) for name in program.parameters]
+    # By block: when it first uses a parameter, when its last gradient is ready, and its bytes.
     names = sorted({name for name in held_blocks if name})
     first_use_s, last_gradient_s, held_bytes, gradient_bytes = {}, {}, {}, {}
     for name in names:
@@ -139,7 +140,7 @@ def units_of(program: Program) -> tuple[Unit, list[Unit]] | None:
         held_bytes[name] = float(program.held_bytes[is_held].sum())
         gradient_bytes[name] = float(program.size_bytes[is_trained].sum())
         last_gradient_s[name] = float(program.ready_s[is_trained].max(initial=program.backward_s))
-    names = [name for name in names if np.isfinite(first_use_s[name])]
+    names = [name for name in names if np.isfinite(first_use_s[name])]  # infinite: no op uses the block
     if len(names) < 2:
         return None
     names.sort(key=lambda name: (first_use_s[name], name))
@@ -207,12 +208,14 @@ def simulate_fsdp(
         near: the group that gathers for the backward pass, if it is another (``reshard_after_forward`` as a number).
     """
     # ``network_s`` and ``device_s`` are when the network and the device's compute are free again.
+    # What each block's collectives take: its gathers in both passes, and its reduce-scatter.
     count = len(units)
     sizes = [unit.size_bytes for unit in units]
     gather_s = group.all_gather_s(np.array(sizes)).tolist()
     regather_s = gather_s if near is None else near.all_gather_s(np.array(sizes)).tolist()
     gradients = np.array([unit.gradient_bytes for unit in units])
     scatter_s = np.where(gradients > 0, group.reduce_scatter_s(gradients), 0.0).tolist()
+    # Forward.
     network_s = group.all_gather_s(root.size_bytes) if root.size_bytes else 0.0
     device_s = network_s + root.forward_s  # the root is gathered before anything runs
     begin_s: list[float] = []  # of each block's forward pass
@@ -221,6 +224,7 @@ def simulate_fsdp(
         network_s = max(network_s, begin_s[gate_index] if gate_index >= 0 else 0.0) + gather_s[index]
         begin_s.append(max(device_s, network_s))
         device_s = begin_s[-1] + unit.forward_s
+    # Backward, from the last block to the first.
     device_s += root.backward_s / 2
     gathered_s = [0.0] * count  # when each block is there for its backward pass
     issued = 1 if reshard else count  # gathers for the backward pass so far, from the last block on
@@ -230,7 +234,7 @@ def simulate_fsdp(
     scattered_s = 0.0
     for step in range(count):
         index = count - 1 - step
-        if step >= issued:
+        if step >= issued:  # nothing was prefetched
             network_s = max(network_s, device_s) + regather_s[index]
             gathered_s[index] = network_s
             issued += 1
