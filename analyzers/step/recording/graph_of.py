@@ -90,23 +90,8 @@ def ops_of(step: Recording, *, given: Mapping[str, Shadow] = MappingProxyType({}
         issued_of[name] = index_of_issued.setdefault(cost_key, len(costs))
         if issued_of[name] == len(costs):
             costs.append(cost_of(cost_key))
-        cost = costs[issued_of[name]]
         producer[node] = name
-        ops.append(
-            Op(
-                name=name,
-                kind="compute",
-                flops=cost.flops,
-                size_bytes=cost.size_bytes,
-                inputs=tuple(inputs),
-                op_type=f"aten.{base_name(node.target)}",
-                estimate=cost.estimate,
-                written_bytes=cost.written_bytes,
-                dtype=cost.dtype,
-                layout=_layout_of(call),
-                gemm=cost.gemm,
-            )
-        )
+        ops.append(_op_of(call, costs[issued_of[name]], name, tuple(inputs)))
     return RecordedOps(
         program=reader.program,
         nodes=nodes,
@@ -116,6 +101,23 @@ def ops_of(step: Recording, *, given: Mapping[str, Shadow] = MappingProxyType({}
         issued=tuple(index_of_issued),
         issued_of=issued_of,
         last_writer={storage: ops[index].name for storage, index in reader.writers.items()},
+    )
+
+
+def _op_of(call: RecordedCall, cost: Cost, name: str, inputs: tuple[str, ...]) -> Op:
+    """Return the compute op of a call with its cost; ``inputs``: the names of the ops that it depends on."""
+    return Op(
+        name=name,
+        kind="compute",
+        flops=cost.flops,
+        size_bytes=cost.size_bytes,
+        inputs=inputs,
+        op_type=f"aten.{base_name(call.target)}",
+        estimate=cost.estimate,
+        written_bytes=cost.written_bytes,
+        dtype=cost.dtype,
+        layout=_layout_of(call),
+        gemm=cost.gemm,
     )
 
 

@@ -208,8 +208,9 @@ def stand_in_packages(
 ) -> None:
     """Let imports in this process find stand-ins for packages of these names.
 
-    ``packages``: by name, a function that returns what the package holds; packages that are missing from it are inert.
-    ``used`` is called with the package's name whenever it or one of its modules is imported.
+    ``packages``: by name, a function that returns what the package holds; packages that are missing from it are inert: they
+    take whatever is asked of them and do nothing. ``used`` is called with the package's name whenever it or one of its
+    modules is imported.
     """
     if names:
         stand_ins = {name: packages[name]() for name in names if name in packages}
