@@ -404,7 +404,7 @@ def _compressed_sizes(
     """Return the bytes that each gradient sends compressed, and the seconds of work at ``memory_bytes_per_s``.
 
     A cast to bfloat16 sends two bytes per element, and nothing is cast that is as narrow already. PowerSGD sends rows x rank,
-    then columns x rank elements of a matrix; a gradient that would not become small enough is sent whole.
+    then columns x rank elements of a matrix; a gradient of which that would be half or more (``_LEAST_RATE``) is sent whole.
     """
     element_bytes = _element_bytes(graph)
     elements = program.size_bytes / element_bytes

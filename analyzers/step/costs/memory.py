@@ -540,52 +540,64 @@ class TensorLifetimes:
         ("gathered"); its gradients go through the input of a reduce-scatter ("reducing"). What lies outside all blocks stays
         gathered for the whole step.
         """
-        # Ends are exclusive. After a block's backward pass, gradients are copied to the reduction's input at its end + 1, and
-        # given up with what was reduced there at end + 2.
-        is_parameter, is_gradient = self.role == PARAMETER, self.role == GRADIENT
-        alloc, end, shard = recomputation.moved(self.alloc), held.places, sharding.shard
-        reduced_bytes = self.trained_bytes  # (blocks + 1,)
+        is_parameter, is_gradient, is_root = self.role == PARAMETER, self.role == GRADIENT, self.owner < 0
+        end, shard = held.places, sharding.shard
         if not sharding.on_host:
             held.add("parameters", 0, end, size[is_parameter] * self.kept_share / shard)
             held.add("optimizer", 0, end, self._states(size * self.kept_share, optimizer) / shard)
-        # A part that comes from the host is copied whole before it is gathered.
-        copied_share = self.kept_share / shard if sharding.on_host else 0.0
-        held.add("gathered", 0, end, size[is_parameter & (self.owner < 0)])
-        is_root_gradient = is_gradient & (self.owner < 0)
-        held.add("gradients", alloc[is_root_gradient], end, size[is_root_gradient])
-        is_of_block = is_parameter & (self.owner >= 0)
-        # All by block, one entry for each.
+        held.add("gathered", 0, end, size[is_parameter & is_root])
+        made = recomputation.moved(self.alloc)[is_gradient & is_root]
+        held.add("gradients", made, end, size[is_gradient & is_root])
+        self._hold_gathered_blocks(held, recomputation, size, sharding)
+        self._hold_reduced_blocks(held, recomputation, size, sharding)
+        if sharding.on_host:  # the host sums and updates
+            return
+        own_bytes = float(self.trained_bytes.sum()) / shard
+        if sharding.sums:
+            held.add("gradients", 0, end, own_bytes)
+        update = OPTIMIZERS[optimizer]
+        held.add("updating", end - 1, end, update.temporaries * own_bytes)
+        if update.each is not None:  # a matrix that Muon updates is gathered whole
+            parts = np.array(temporaries(self.trained, optimizer))
+            held.add("updating", end - 1, end, parts if optimizer == "muon" else parts / shard)
+
+    def _hold_gathered_blocks(self, held: Held, recomputation: Recomputation, size: Array, sharding: Sharding) -> None:
+        """Add the blocks' gathered parameters, and the buffers in which they arrive; arguments as for :meth:`_hold_shards`."""
+        is_of_block = (self.role == PARAMETER) & (self.owner >= 0)
+        # All by block, one entry for each. Ends are exclusive.
         block_bytes: Array = np.bincount(self.owner[is_of_block], size[is_of_block], len(self.blocks)).astype(float)
         first, last, _, ends = self.block_places
         backward_ends, starts = recomputation.moved(ends), recomputation.start
         # The block before is next in the backward pass.
         next_bytes = np.append(0.0, block_bytes[:-1])
+        # A part that comes from the host is copied whole before it is gathered.
+        copied_share = self.kept_share / sharding.shard if sharding.on_host else 0.0
         # What was gathered is copied out, and kept until the next block has been gathered.
         copied_until = np.append(first[1:], self.backward)
         held.add("gathering", first - 1, copied_until, (1.0 + copied_share) * block_bytes)
         held.add("gathered", first, last + 1 if sharding.reshards else backward_ends + 1, block_bytes)
         if sharding.reshards:
             held.add("gathered", starts, backward_ends + 1, block_bytes)
-            if sharding.forward_shard:
+            if sharding.forward_shard:  # a larger part stays between the two passes
                 held.add("gathered", last + 1, starts, block_bytes / sharding.forward_shard)
             held.add("gathering", starts, backward_ends + 1, (1.0 + copied_share) * next_bytes)
-        # A block gives up its parameters before it reduces, and the input of the reduction before it.
-        is_own = is_gradient & (self.owner >= 0)
-        held.add("gradients", alloc[is_own], backward_ends[self.owner[is_own]] + 2, size[is_own])
+
+    def _hold_reduced_blocks(self, held: Held, recomputation: Recomputation, size: Array, sharding: Sharding) -> None:
+        """Add the blocks' gradients, whole and reduced, and the inputs of reductions; arguments as for :meth:`_hold_shards`.
+
+        After a block's backward pass, gradients are copied to the reduction's input at its end + 1, and given up with what was
+        reduced there at end + 2. A block gives up its parameters before it reduces, and the input of the reduction before it.
+        """
+        is_own = (self.role == GRADIENT) & (self.owner >= 0)
+        backward_ends, end = recomputation.moved(self.block_places[3]), held.places
+        reduced_bytes = self.trained_bytes[:-1]  # by block, without what lies outside all
+        made = recomputation.moved(self.alloc)[is_own]
+        held.add("gradients", made, backward_ends[self.owner[is_own]] + 2, size[is_own])
         reduced_until = np.append(end - 1, backward_ends[:-1] + 1)
-        held.add("reducing", backward_ends + 1, reduced_until, reduced_bytes[:-1])
+        held.add("reducing", backward_ends + 1, reduced_until, reduced_bytes)
         is_sent_on = sharding.sums or sharding.on_host  # to the sum, or to the host
         summed_at = backward_ends + 2 if is_sent_on else end
-        held.add("gradients", backward_ends + 1, summed_at, reduced_bytes[:-1] / shard)
-        if sharding.on_host:
-            return
-        if sharding.sums:
-            held.add("gradients", 0, end, float(reduced_bytes.sum()) / shard)
-        update = OPTIMIZERS[optimizer]
-        held.add("updating", end - 1, end, update.temporaries * float(reduced_bytes.sum()) / shard)
-        if update.each is not None:  # a matrix that Muon updates is gathered whole
-            parts = np.array(temporaries(self.trained, optimizer))
-            held.add("updating", end - 1, end, parts if optimizer == "muon" else parts / shard)
+        held.add("gradients", backward_ends + 1, summed_at, reduced_bytes / sharding.shard)
 
     def host_bytes(self, sharding: Sharding, optimizer: str, size: Array) -> float:
         """Return the bytes of a host's memory that its processes keep parameters, gradients and optimizer state in.

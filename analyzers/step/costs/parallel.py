@@ -260,16 +260,14 @@ class Stages:
         blocks = whole.blocks
         if self.pieces > 1 and (not blocks or len(blocks) % self.pieces):
             count = f"{self.pieces} stages of {len(blocks)} blocks" if blocks else "the model has no list of blocks"
-            where = (
-                "--virtual-stages"
-                if layout.virtual > 1 and len(blocks) % layout.pipeline == 0
-                else "--pipeline-parallel"
-            )
-            raise InputError(where, count, f"give a divisor of {len(blocks)}" if blocks else "leave it out")
+            is_of_virtual = layout.virtual > 1 and len(blocks) % layout.pipeline == 0
+            option = "--virtual-stages" if is_of_virtual else "--pipeline-parallel"
+            raise InputError(option, count, f"give a divisor of {len(blocks)}" if blocks else "leave it out")
         share = np.ones(len(whole.elements))
         for address, part in rank.divided.items():
             if address in whole.numbers:
                 share[whole.numbers[address]] = part
+        # By block, with what lies outside all blocks at the end, where the index -1 finds it.
         graph, names = rank.traced.graph, [block.name for block in blocks]
         trained_bytes = np.zeros(len(blocks) + 1)
         for op in np.flatnonzero(graph.kind == SEND).tolist():
@@ -476,9 +474,8 @@ class Stages:
         # States, and the float32 copy of a parameter, in copies of the trained parameters.
         copies = state_share(self.rank.traced.graph, optimizer) + (self.has_copies and optimizer != "none")
         held.add("parameters", 0, held.places, size[life.role == PARAMETER])
-        held.add(
-            "gradients", made, made + 2, size[is_gradient]
-        )  # held where it is made, and at the next place, where it is added to the buffer
+        # Held where it is made, and at the next place, where it is added to the buffer.
+        held.add("gradients", made, made + 2, size[is_gradient])
         held.add("gradients", 0, held.places, self.summed_share * trained_bytes)
         held.add("optimizer", 0, held.places, copies * trained_bytes / shard)
 

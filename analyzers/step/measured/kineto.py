@@ -370,7 +370,7 @@ def read_rank(path: str | Path) -> RankTrace:
     host_columns = np.stack([host_name + len(group_names), host_start_s, host_start_s + host_duration_s])
     header = _header(path)
     rank, host = header.get("distributedInfo.rank"), header.get("host_name")
-    base_ns = header.get("baseTimeNanoseconds", 0)
+    base_ns = header.get("baseTimeNanoseconds", 0)  # from where a newer profiler counts the events' times
     return RankTrace(
         where=str(path),
         rank=rank if type(rank) is int and rank >= 0 else None,
