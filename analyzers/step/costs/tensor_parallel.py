@@ -213,17 +213,22 @@ class _Divider:
             kept = none.union(*(in_last_dimension.get(source, none) for source in keeping_sources))
             if base_name(node.target) in _NEEDS_WHOLE:
                 failed |= kept
-            if _is_attention(node):
+            if not _is_attention(node):
+                in_last_dimension[node] = kept
+            else:  # it is divided by heads
                 self._note_heads(node, chains)
                 if not all(open_chains.get(source) for source in factors or node.all_input_nodes[:3]):
                     failed |= chains  # some of queries, keys and values are whole, so that heads cannot be divided
-            else:
-                in_last_dimension[node] = kept
-            for source in node.all_input_nodes:  # a bias of a split product that is added by an op of its own
-                if kept and source in self.parameters and value_of(source).dim() == 1:
-                    self.split.setdefault(source, "columns")
+            if kept:
+                self._split_added_biases(node)
         never_ended = {product for chains in open_chains.values() for product in chains} - ended_chains
         return (failed | never_ended) - whole
+
+    def _split_added_biases(self, node: Node) -> None:
+        """Split the biases of split products which an op of its own adds: the parameters of one dimension that it reads."""
+        for source in node.all_input_nodes:
+            if source in self.parameters and value_of(source).dim() == 1:
+                self.split.setdefault(source, "columns")
 
     def _split_product(self, node: Node, weight: Node, how: str) -> None:
         """Note ``how`` a product's weight is split: by "rows", "columns" or "vocabulary".
