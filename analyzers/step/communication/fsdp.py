@@ -233,7 +233,7 @@ def simulate_fsdp(
         backward_depth=backward_depth,
         reshard_after_forward=reshard,
         step_s=step_s,
-        exposed_s=step_s - total_compute_s,
+        exposed_s=max(step_s - total_compute_s, 0.0),  # below 0 by rounding, where all of it is hidden
         gathered_bytes=root.size_bytes + gathered_bytes,
     )
 
