@@ -710,7 +710,10 @@ def gathered_matrices_s(graph: Graph, group: Communicator, sharding: Sharding) -
 
 
 def own_sum_s(graph: Graph, sharding: Sharding) -> float:
-    """Return the seconds in which a process adds its shard of a pass's gradients to earlier ones, from a graph's ``meta``."""
+    """Return the seconds in which a process adds its part of a pass's gradients to earlier ones, from a graph's ``meta``.
+
+    That is a shard if gradients are sharded, else all; each process launches as many kernels, which ``sum_launch_s`` is.
+    """
     if sharding.on_host:
         return host_sum_s(graph, sharding)
     whole_s, launch_s = (float(graph.meta.get(name) or 0.0) for name in ("sum_s", "sum_launch_s"))
