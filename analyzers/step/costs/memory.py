@@ -400,6 +400,7 @@ class TensorLifetimes:
         alone: list[Places] = []
         for index, block in enumerate(self.blocks):
             own = storages[is_read_once & (readers == index)]
+            # Gone before the backward pass of the block before begins, and not read before this block's own.
             until = self.blocks[index - 1].begins - 1 if index else block.ends
             is_needed_before = (self.free[own] >= self.backward) & (self.free[own] < block.begins)
             is_alone = (self.forward[own] <= block.last) & (self.free[own] <= until) & ~is_needed_before

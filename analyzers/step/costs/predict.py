@@ -409,10 +409,10 @@ def predict_on(
 def _predicted_device(
     curve: WorkCurve, model: CostModel, setting: Setting, predicted: Sequence[PredictedRow]
 ) -> PredictedDevice:
-    """Return what the result says of a device beside its rows, ``predicted``, of which the first has the fewest replicas.
+    """Return what the result says of a device beside its rows, ``predicted``.
 
-    The batch size that saturates it, and the largest that fits, are those of the first row's replicas. If no row fits because
-    not even one sample does, the change of options that helps is named.
+    The batch size from which on it is saturated (90 % of the best rate) and the largest that fits are those of the first row's
+    number of replicas. If no row fits because not even one sample does, the change of options that helps is named.
     """
     fitting_rows = [row for row in predicted if row.fits]
     fastest = max(fitting_rows, key=lambda row: row.samples_per_s, default=None)

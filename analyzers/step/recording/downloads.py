@@ -126,21 +126,16 @@ def _from_configuration(module: Any, device: torch.device) -> None:
         dtype = loading_options.get("dtype") or loading_options.get("torch_dtype") or "auto"
         dtype = (config.dtype or torch.float32) if dtype == "auto" else dtype
         config.name_or_path = str(name)
-        model = cls._from_config(
-            config, *args, dtype=dtype, **kwargs
-        ).eval()  # loaded models evaluate until told to train
+        # A loaded model evaluates until it is told to train.
+        model = cls._from_config(config, *args, dtype=dtype, **kwargs).eval()
         quantization = loading_options.get("quantization_config") or getattr(config, "quantization_config", None)
         for bits in (4, 8):
             if loading_options.get(f"load_in_{bits}bit") or _option(quantization, f"load_in_{bits}bit"):
                 _pack_weights(model, bits, _option(quantization, "bnb_4bit_compute_dtype"), quantization)
         if loading_options.get("device_map") not in (None, "cpu", {"": "cpu"}):
             model = model.to(device)
-        loading_info: dict[str, list[str]] = {
-            "missing_keys": [],
-            "unexpected_keys": [],
-            "mismatched_keys": [],
-            "error_msgs": [],
-        }
+        troubles = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
+        loading_info: dict[str, list[str]] = {trouble: [] for trouble in troubles}  # there are none
         return (model, loading_info) if loading_options.get("output_loading_info") else model
 
     module.PreTrainedModel.from_pretrained = classmethod(from_pretrained)

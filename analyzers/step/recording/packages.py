@@ -264,7 +264,7 @@ def _absent(name: str) -> str | None:
 
 
 def _needed_beside(error: BaseException) -> list[str]:
-    """Return absent packages that the files of an error's traceback import at their top, outside of any ``try``."""
+    """Return absent packages that the files of an error's traceback import at their top: what would fail next."""
     trace, files = error.__traceback__, set()
     while trace is not None:
         files.add(trace.tb_frame.f_code.co_filename)

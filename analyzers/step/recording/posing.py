@@ -113,21 +113,18 @@ class Event:
 
     def __init__(self, *_: Any, **__: Any) -> None:
         """Stand for the calls that the current stream has been given so far; the arguments are ignored."""
-        self.recorded_s = time.perf_counter()
-        self.call_index = Stream.recorder.last_call_index(Stream.recorder.stream)
-        """Of the last of those calls; None: there is none."""
         self.device = CUDA
+        self.record()
 
     def record(self, stream: Any = None) -> None:
         """Stand from now on for the calls that a stream has been given so far; None: the current stream."""
         self.recorded_s = time.perf_counter()
-        self.call_index = Stream.recorder.last_call_index(
-            Stream.recorder.stream if stream is None else stream.stream_id
-        )
+        self.call_index = Stream.recorder.last_call_index(_stream_number(stream))
+        """Of the last of those calls; None: there is none."""
 
     def wait(self, stream: Any = None) -> None:
         """Let the next call of a stream wait for the calls that the event stands for; None: the current stream."""
-        Stream.recorder.wait_for(Stream.recorder.stream if stream is None else stream.stream_id, self.call_index)
+        Stream.recorder.wait_for(_stream_number(stream), self.call_index)
 
     def elapsed_time(self, end: Any) -> float:
         """Return the milliseconds of this computer between the recording of this event and of ``end``.
@@ -202,6 +199,11 @@ class Stream:
     def synchronize(self) -> None:
         """Note that the host waits for the GPU."""
         Stream.recorder.note_host_wait()
+
+
+def _stream_number(stream: Any) -> int:
+    """Return the number of a stream; None: of the current one."""
+    return Stream.recorder.stream if stream is None else int(stream.stream_id)
 
 
 PosedBackend.Event, PosedBackend.Stream = Event, Stream  # type: ignore[attr-defined]

@@ -192,9 +192,10 @@ def _difference_allowed(name: str, apart: int) -> int:
 
 
 def _settings_match(one: Any, other: Any, apart: int) -> bool:
-    """Return whether two settings are equal, or whole numbers of which ``other`` is greater by ``apart``.
+    """Return whether two settings are equal, or whole numbers of which ``other`` is greater by ``apart`` (0: equal ones only).
 
-    Objects of a type that is not known to be plain are equal only to themselves.
+    Numbers within lists and mappings have to be equal, because only a setting itself may be a block's number. Objects
+    of a type that is not known to be plain are equal only to themselves.
     """
     if one is other:
         return True
