@@ -8,9 +8,9 @@ from typing import Annotated, get_args
 
 from ddltool.analyzers.answers.reporting.graph_section import SETTINGS, determinism_section, trace_section
 from ddltool.analyzers.step.communication.collectives import compressed_ddp, parse_compression, plan_collectives
-from ddltool.analyzers.step.communication.fabrics import fabric_of, own_link
+from ddltool.analyzers.step.communication.fabrics import BANDWIDTH, LATENCY, fabric_of, own_link
 from ddltool.analyzers.step.communication.program import own_fabric, program_of
-from ddltool.analyzers.step.costs.timed_graph import BANDWIDTH, DEVICE, LATENCY, timed_graph
+from ddltool.analyzers.step.costs.timed_graph import DEVICE, timed_graph
 from ddltool.analyzers.step.tracing.sources import Source, is_graph_file, is_onnx_file, name_of, scan_source
 from ddltool.analyzers.step.transfers.efficiency import compare
 from ddltool.analyzers.step.transfers.result import trace_result

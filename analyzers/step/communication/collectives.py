@@ -326,8 +326,9 @@ def parse_compression(text: str) -> Compression:
 class _CompressedSizes:
     """Bytes that are all-reduced of each of ``p`` gradients in ready order, and seconds of work around the all-reduces.
 
-    ``whole``: bytes sent uncompressed; ``first``, ``second``: bytes of the two compressed all-reduces. ``kept_bytes``: the
-    stored errors of all gradients.
+    ``whole``: bytes sent uncompressed; ``first``, ``second``: bytes of the two compressed all-reduces (a cast has one);
+    ``encode_s``, ``between_s``, ``decode_s``: of the work before, between and after these. ``kept_bytes``: the stored errors
+    of all gradients.
     """
 
     whole: Floats
@@ -403,7 +404,7 @@ def _compressed_sizes(
     """Return the bytes that each gradient sends compressed, and the seconds of work at ``memory_bytes_per_s``.
 
     A cast to bfloat16 sends two bytes per element, and nothing is cast that is as narrow already. PowerSGD sends rows x rank,
-    then columns x rank elements of a matrix; a gradient that would not become small enough is sent whole.
+    then columns x rank elements of a matrix; a gradient of which that would be half or more (``_LEAST_RATE``) is sent whole.
     """
     element_bytes = _element_bytes(graph)
     elements = program.size_bytes / element_bytes
@@ -455,8 +456,8 @@ def matrices(graph: Graph, elements: Floats) -> tuple[Floats, Floats]:
     for size in elements.tolist():
         size = float(round(size))  # bytes over an average width may miss a whole number
         divisor = next((width for width in common_widths if width < size and size % width == 0), None)
-        is_vector = size in widths
-        shapes.append(factors.get(size) or ((1.0, size) if is_vector or divisor is None else (size / divisor, divisor)))
+        guess = (1.0, size) if size in widths or divisor is None else (size / divisor, divisor)
+        shapes.append(factors.get(size, guess))
     rows, columns = np.array(shapes, dtype=np.float64).reshape(-1, 2).T
     return rows, columns
 

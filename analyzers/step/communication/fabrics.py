@@ -147,7 +147,7 @@ def bus_bandwidth(text: str, where: str) -> float:
 
 
 BANDWIDTH, LATENCY = "10Gbit", "50us"
-"""Between nodes, where neither cards nor a rate are given; the latency also of a rate without one."""
+"""Between nodes, and to parameter servers, where neither cards nor a rate are given; the latency also of a rate without one."""
 
 
 def own_link(device: Device) -> Link:

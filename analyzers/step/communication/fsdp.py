@@ -130,6 +130,7 @@ def units_of(program: Program) -> tuple[Unit, list[Unit]] | None:
         return None
     held_blocks = [block_of(name, container) for name in program.held]
     trained_blocks = [block_of(name, container) for name in program.parameters]
+    # By block: when it first uses a parameter, when its last gradient is ready, and its bytes.
     names = sorted({name for name in held_blocks if name})
     first_use_s, last_gradient_s, held_bytes, gradient_bytes = {}, {}, {}, {}
     for name in names:
@@ -139,7 +140,7 @@ def units_of(program: Program) -> tuple[Unit, list[Unit]] | None:
         held_bytes[name] = float(program.held_bytes[is_held].sum())
         gradient_bytes[name] = float(program.size_bytes[is_trained].sum())
         last_gradient_s[name] = float(program.ready_s[is_trained].max(initial=program.backward_s))
-    names = [name for name in names if np.isfinite(first_use_s[name])]
+    names = [name for name in names if np.isfinite(first_use_s[name])]  # infinite: no op uses the block
     if len(names) < 2:
         return None
     names.sort(key=lambda name: (first_use_s[name], name))
@@ -206,45 +207,19 @@ def simulate_fsdp(
         reshard: whether a block's parameters are freed after its forward pass, and gathered again for its backward pass.
         near: the group that gathers for the backward pass, if it is another (``reshard_after_forward`` as a number).
     """
-    # ``network_s`` and ``device_s`` are when the network and the device's compute are free again.
+    # What each block's collectives take: its gathers in both passes, and its reduce-scatter.
     count = len(units)
     sizes = [unit.size_bytes for unit in units]
     gather_s = group.all_gather_s(np.array(sizes)).tolist()
     regather_s = gather_s if near is None else near.all_gather_s(np.array(sizes)).tolist()
     gradients = np.array([unit.gradient_bytes for unit in units])
     scatter_s = np.where(gradients > 0, group.reduce_scatter_s(gradients), 0.0).tolist()
-    network_s = group.all_gather_s(root.size_bytes) if root.size_bytes else 0.0
-    device_s = network_s + root.forward_s  # the root is gathered before anything runs
-    begin_s: list[float] = []  # of each block's forward pass
-    for index, unit in enumerate(units):
-        gate_index = index - 1 - forward_depth  # the block that must have begun before this one may be gathered
-        network_s = max(network_s, begin_s[gate_index] if gate_index >= 0 else 0.0) + gather_s[index]
-        begin_s.append(max(device_s, network_s))
-        device_s = begin_s[-1] + unit.forward_s
+    root_s = group.all_gather_s(root.size_bytes) if root.size_bytes else 0.0
+    # ``network_s`` and ``device_s`` are when the network and the device's compute are free again.
+    network_s, device_s, last_begin_s = _run_forward(root, units, root_s, gather_s, forward_depth)
     device_s += root.backward_s / 2
-    gathered_s = [0.0] * count  # when each block is there for its backward pass
-    issued = 1 if reshard else count  # gathers for the backward pass so far, from the last block on
-    if reshard:
-        network_s = max(network_s, begin_s[-1]) + regather_s[-1]
-        gathered_s[-1] = network_s
-    scattered_s = 0.0
-    for step in range(count):
-        index = count - 1 - step
-        if step >= issued:
-            network_s = max(network_s, device_s) + regather_s[index]
-            gathered_s[index] = network_s
-            issued += 1
-        block_begin_s = max(device_s, gathered_s[index])
-        while issued < min(count, step + 1 + backward_depth):
-            next_index = count - 1 - issued
-            network_s = max(network_s, block_begin_s) + regather_s[next_index]
-            gathered_s[next_index] = network_s
-            issued += 1
-        # the buffer of the reduce-scatter before must be free
-        device_s = max(block_begin_s + units[index].backward_s, scattered_s)
-        if scatter_s[index]:
-            network_s = max(network_s, device_s) + scatter_s[index]
-            scattered_s = network_s
+    clocks_s = network_s, device_s, last_begin_s
+    network_s, device_s = _run_backward(units, regather_s if reshard else None, scatter_s, backward_depth, clocks_s)
     device_s += root.backward_s / 2
     if root.gradient_bytes:
         network_s = max(network_s, device_s) + group.reduce_scatter_s(root.gradient_bytes)
@@ -258,9 +233,67 @@ def simulate_fsdp(
         backward_depth=backward_depth,
         reshard_after_forward=reshard,
         step_s=step_s,
-        exposed_s=step_s - total_compute_s,
+        exposed_s=max(step_s - total_compute_s, 0.0),  # below 0 by rounding, where all of it is hidden
         gathered_bytes=root.size_bytes + gathered_bytes,
     )
+
+
+def _run_forward(
+    root: Unit, units: Sequence[Unit], root_s: float, gather_s: Sequence[float], depth: int
+) -> tuple[float, float, float]:
+    """Return the seconds at which the network, and the device, are free after the forward pass, and its last block's begin.
+
+    ``root_s``, ``gather_s`` (blocks,): of the root's gather and of each block's. ``depth``: how many blocks ahead are gathered.
+    """
+    network_s = root_s
+    device_s = network_s + root.forward_s  # the root is gathered before anything runs
+    begin_s: list[float] = []
+    for index, unit in enumerate(units):
+        gate_index = index - 1 - depth  # the block that must have begun before this one may be gathered
+        network_s = max(network_s, begin_s[gate_index] if gate_index >= 0 else 0.0) + gather_s[index]
+        begin_s.append(max(device_s, network_s))
+        device_s = begin_s[-1] + unit.forward_s
+    return network_s, device_s, begin_s[-1] if begin_s else 0.0
+
+
+def _run_backward(
+    units: Sequence[Unit],
+    gather_s: Sequence[float] | None,
+    scatter_s: Sequence[float],
+    depth: int,
+    clocks_s: tuple[float, float, float],
+) -> tuple[float, float]:
+    """Return the seconds at which the network, and the device, are free after the blocks' backward passes, last block first.
+
+    Args:
+        gather_s: (blocks,) of each block's gather; None: all blocks are there still.
+        scatter_s: (blocks,) of each block's reduce-scatter; 0: it has none.
+        depth: how many blocks ahead are gathered.
+        clocks_s: when the network and the device are free, and when the last block's forward pass began.
+    """
+    network_s, device_s, last_begin_s = clocks_s
+    count = len(units)
+    gathered_s = [0.0] * count  # when each block is there
+    issued = count  # gathers so far, from the last block on
+    if gather_s is not None:
+        network_s = gathered_s[-1] = max(network_s, last_begin_s) + gather_s[-1]
+        issued = 1
+    scattered_s = 0.0
+    for step in range(count):
+        index = count - 1 - step
+        if gather_s is not None and step >= issued:  # nothing was prefetched
+            network_s = gathered_s[index] = max(network_s, device_s) + gather_s[index]
+            issued += 1
+        block_begin_s = max(device_s, gathered_s[index])
+        while gather_s is not None and issued < min(count, step + 1 + depth):
+            next_index = count - 1 - issued
+            network_s = gathered_s[next_index] = max(network_s, block_begin_s) + gather_s[next_index]
+            issued += 1
+        # The buffer of the reduce-scatter before must be free.
+        device_s = max(block_begin_s + units[index].backward_s, scattered_s)
+        if scatter_s[index]:
+            network_s = scattered_s = max(network_s, device_s) + scatter_s[index]
+    return network_s, device_s
 
 
 def _lower_bound_s(root: Unit, units: Sequence[Unit], group: Communicator) -> float:

@@ -30,6 +30,7 @@ Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast"]
 Algorithm = Literal["ring", "tree", "nvls"]
 
 PROTOCOLS = ("LL", "LL128", "Simple")
+"""NCCL's ways to send: LL with a flag of 4 bytes beside every 4, LL128 with 8 in every 128, Simple without flags, by chunks."""
 _LL128, _SIMPLE = 1, 2
 # tuning.cc's baseLatencies and hwLatencies, microseconds per protocol: of the collective, and of a hop.
 _BASE_US = {"tree": (6.8, 14.0, 8.4), "ring": (6.6, 14.0, 8.4)}
@@ -232,14 +233,19 @@ class Fabric:
         # one process of each group, all of the same rank within it: as far apart as the groups are
         between = self.over(groups, min(groups, nodes))
         # All these groups reduce at once, so a node's cards carry one message for each of its processes, divided by the shard
-        # groups on the node, because processes of one such group do not leave the node to reach each other.
+        # groups on the node, because processes of one such group do not leave the node to reach each other. On 2 nodes of 8
+        # processes, 8 messages share the cards with shards of 8, and 4 with shards of 4.
         sharing = max(1, math.ceil(replicas / nodes) * between.nodes // groups)
         return Replicated(inside=self.over(shard), between=between, sharing=sharing if between.nodes > 1 else 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """``replicas`` processes on ``nodes`` nodes of a fabric: what collectives among them cost by NCCL's model."""
+    """``replicas`` processes on ``nodes`` nodes of a fabric: what collectives among them cost by NCCL's model.
+
+    A variant is an algorithm (ring, tree, NVLS: in the switches) with a protocol (LL, LL128, Simple: how data are sent); of a
+    collective's variants the fastest is taken. A channel is one of several rings or trees that work in parallel.
+    """
 
     fabric: Fabric
     replicas: int
@@ -284,8 +290,8 @@ class Group:
     def _nearest_table(self, collective: Collective) -> MeasuredCollective | None:
         """Return the most similar table of the fabric, None if it has none.
 
-        Tables on one node or on several, as this group is, are preferred; then those of the same collective; then those with
-        the nearest number of processes, and of nodes.
+        Tables on one node or on several, as this group is, are preferred, because other links limit them; then those of the
+        same collective; then those with the nearest number of processes, and of nodes.
         """
         return min(
             self.fabric.measured,
@@ -504,9 +510,7 @@ class _FastestVariants:
         self.has_constants = self.has_cards or (n > nodes and all(fabric.inside.kind != "plain" for fabric in fabrics))
         self.card_rate = used.fabric.between.bytes_per_s / 1e6  # of the slowest card so far
         self.tree_rate = self.card_rate * (2.0 if nodes == 2 else 1.0)  # on two nodes half of the data crosses each way
-        self.chain = (
-            math.ceil(n / most_nodes) - 1
-        )  # hops through the processes of a node, as few as ``most_nodes`` allow
+        self.chain = math.ceil(n / most_nodes) - 1  # hops through a node's processes, as few as ``most_nodes`` allow
         self.depth = math.ceil(math.log2(nodes))  # hops of a binary tree over the nodes
         self.ring_passes = 2.0 * (n - 1) / n  # how often a ring passes every byte over a link
 

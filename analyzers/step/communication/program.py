@@ -92,10 +92,12 @@ def program_of(graph: Graph) -> Program:
     n, source, user = len(graph), graph.input_index, graph.users
     order = np.arange(n) if (source < user).all() else np.array(first_ready_first(input_lists(graph)))
     order = order[graph.kind[order] == COMPUTE]
+    # Compute ops run one after another in this order; (n,) seconds, 0 for transfers.
     start, end = np.zeros(n), np.zeros(n)
     end[order] = np.cumsum(graph.duration_s[order])
     start[order[1:]] = end[order[:-1]]
     sends = sends[graph.size_bytes[sends] > 0] if (graph.size_bytes[sends] > 0).any() else sends
+    # When each gradient is ready: at the latest end among its send's inputs.
     program_index = np.zeros(n)
     program_index[order] = np.arange(len(order))
     ready_s, producer_index = np.zeros(n), np.zeros(n)  # of an op's inputs the latest end, and the last one's index
@@ -103,6 +105,7 @@ def program_of(graph: Graph) -> Program:
     np.maximum.at(producer_index, user, program_index[source])
     # Gradients that are ready at the same time (views of them take no time) are ordered by the ops that make them.
     sends = sends[np.lexsort((producer_index[sends], ready_s[sends]))]
+    # When each parameter is first used: at the earliest start among the compute ops that read its recv.
     recvs = graph.of_kind(RECV)
     first_use_s = np.full(n, np.inf)
     is_compute_edge = graph.kind[user] == COMPUTE

@@ -82,10 +82,8 @@ class CachingAllocator:
     def give_back(self, address: int) -> None:
         """Free the block at an address that :meth:`take` returned, and join it with free neighbours in its segment."""
         block = self._block_at[address]
-        for neighbour in (
-            block.before,
-            block.after,
-        ):  # out of the list before the join, because it is sorted by size and joining changes the size
+        # Out of the list before the join, because it is sorted by size and joining changes the size.
+        for neighbour in (block.before, block.after):
             if neighbour is not None and neighbour.free:
                 free_blocks = self._free_blocks[neighbour.small]
                 free_blocks.pop(bisect_left(free_blocks, (neighbour.size, neighbour.address)))

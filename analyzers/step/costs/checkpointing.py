@@ -17,7 +17,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import chain, combinations
 
 import numpy as np
@@ -110,6 +110,7 @@ def cheapest(
             break
         if not (lacking := lacking_bytes(choice.saving)):
             break
+        # By what lacks, and at least by a share of it.
         used = min(budget_bytes, choice.peak_bytes)
         budget_bytes = min(_TIGHTER * used, used - lacking)
     assert choice is not None
@@ -128,10 +129,12 @@ def _cheapest_within(
 
     ``names``: of the blocks. ``problem_of``: (window, bytes per second) -> the problem. The rest is as for :func:`cheapest`.
     """
-    problem, everything = problem_of(1, 0.0), dict.fromkeys(names, ())  # it holds least
+    problem, everything = problem_of(1, 0.0), dict.fromkeys(names, ())  # computing all blocks again holds least
     known = Saving(saved_ops=everything)
     choice, bound_s = problem.solve(budget_bytes, time.perf_counter() + limit_s, known=known, gap=gap)
+    # Of a window of half the blocks or more at most half could go to the host: it is not tried.
     for window in [each for each in WINDOWS if 2 * each < len(names)] if host_bytes_per_s else []:
+        # The search starts from the choice without the host or, if none fits, from all on the host: what holds least here.
         known = Saving(saved_ops=everything, on_host=frozenset(names[:-window]), window=window)
         known = known if choice is None else problem.saving(choice)
         most_s = np.inf if choice is None else problem.cost_s(choice)
@@ -163,20 +166,11 @@ def options(lifetimes: TensorLifetimes, seconds: Array, size: Array) -> list[lis
     """
     options_by_block = []
     for index, block in enumerate(lifetimes.blocks):
-
-        def cost_of(saved: tuple[int, ...], index: int = index, name: str = block.name) -> tuple[float, float]:
-            """Return the bytes of the block's saved products, and the seconds in which the others are recomputed.
-
-            ``saved``: the numbers of the saved products in the block. ``index`` and ``name`` are bound as defaults, so that
-            they stay this block's.
-            """
-            recomputation = Recomputation(lifetimes, {name: saved})
-            return float(size[recomputation.kept].sum()), float(lifetimes.recompute_s(recomputation, seconds)[index])
-
+        cost_of = partial(_cost_of_saved, lifetimes, seconds, size, index)
         count = len(block.keepable)
         if count <= _EVERY_SET:
             sets = list(chain.from_iterable(combinations(block.keepable, length) for length in range(count + 1)))
-        else:
+        else:  # the products that save most time per byte first
             full_recompute_s = cost_of(())[1]
             alone_costs = [cost_of((product,)) for product in block.keepable]
             seconds_per_byte = [(full_recompute_s - cost) / max(saved_bytes, 1.0) for saved_bytes, cost in alone_costs]
@@ -193,6 +187,17 @@ def options(lifetimes: TensorLifetimes, seconds: Array, size: Array) -> list[lis
         front_indices = np.unique(np.linspace(0, len(front) - 1, min(len(front), _OPTIONS)).round().astype(int))
         options_by_block.append([front[number] for number in front_indices.tolist()])
     return options_by_block
+
+
+def _cost_of_saved(
+    lifetimes: TensorLifetimes, seconds: Array, size: Array, index: int, saved: tuple[int, ...]
+) -> tuple[float, float]:
+    """Return (bytes of the saved products of the block with that index, seconds in which the rest of it is recomputed).
+
+    ``saved``: their numbers in the block. The rest is as for :func:`options`.
+    """
+    recomputation = Recomputation(lifetimes, {lifetimes.blocks[index].name: saved})
+    return float(size[recomputation.kept].sum()), float(lifetimes.recompute_s(recomputation, seconds)[index])
 
 
 # What a block saves of its products, None: everything that it made; and whether on the host.
@@ -255,10 +260,12 @@ class _Problem:
         block_options: list[list[_Option]] = []
         for index, sets in enumerate(options(lifetimes, seconds, size)):
             own: list[_Option] = [(saved, False) for saved in sets]
+            # A copy is awaited ``window`` blocks later: the last blocks have none so late, and stay on the device.
             if host_bytes_per_s and index + window < len(lifetimes.blocks):
                 own += [(None, True), *((saved, True) for saved in sets if len(lifetimes.inputs[index]))]
             block_options.append(own)
         blocks = list(zip(lifetimes.blocks, block_options, strict=True))
+        # What each option of each block costs, and how many places its longest recomputation takes.
         recompute_s: list[list[float]] = []
         copy_s: list[list[float]] = []
         longest = np.zeros(len(blocks), dtype=np.int64)  # places of each block's longest recomputation
@@ -269,6 +276,7 @@ class _Problem:
             copied_bytes = [float(size[plan.copied[index]].sum()) for plan in plans]
             copy_s.append([copied / host_bytes_per_s if copied else 0.0 for copied in copied_bytes])
             longest[index] = max(plan.length[index] for plan in plans)
+        # What each option of each block adds to the memory at every place.
         empty = Recomputation(lifetimes, {}, longest)
         read_once, read_by_several = _split_inputs_by_readers(lifetimes)
         added = []
@@ -313,7 +321,7 @@ class _Problem:
             for picks, hints in zip(block_picks, self._hints(known) if known else [], strict=False):
                 for pick, hint in zip(picks, hints, strict=True):
                     model.add_hint(pick, hint)
-            solver = solver_for(max(deadline - time.perf_counter(), 0.1), 0)
+            solver = solver_for(max(deadline - time.perf_counter(), 0.1), 0)  # a late round still gets a moment
             solver.parameters.relative_gap_limit = gap
             if self.copies:
                 solver.parameters.linearization_level = 2  # the waits are a linear program
@@ -331,6 +339,7 @@ class _Problem:
             exceeded_places = {place for place in fullest_places if curve[place] > limit} - limited_places
             if not exceeded_places:
                 is_proven = status == cp_model.OPTIMAL and not gap  # then cost and bound differ by rounding alone
+                # The objective is the cost times this number, plus the blocks on the host (:meth:`_model`).
                 bound_s = solver.best_objective_bound / (1 + len(self.options)) * self.unit_s
                 return choice, self.cost_s(choice) if is_proven else bound_s
             limited_places |= exceeded_places
@@ -353,11 +362,10 @@ class _Problem:
         model = cp_model.CpModel()
         block_picks = [[model.new_bool_var("") for _ in own] for own in self.options]
         for picks in block_picks:
-            model.add_at_most_one(picks)
+            model.add_at_most_one(picks)  # none: the block keeps everything
+        # By set of blocks with common inputs, whether these are held: as soon as any of the blocks is recomputed.
         is_held = [model.new_bool_var("") for _ in self.shared]
-        for variable, (blocks, _) in zip(
-            is_held, self.shared, strict=True
-        ):  # 1 as soon as any of the blocks is recomputed
+        for variable, (blocks, _) in zip(is_held, self.shared, strict=True):
             for index in blocks:
                 own = zip(block_picks[index], self.options[index], strict=True)
                 model.add(variable >= cp_model.LinearExpr.sum([pick for pick, (saved, _) in own if saved is not None]))
@@ -366,9 +374,7 @@ class _Problem:
         for place in places:
             coefficients = [float(value) for block_added in self.added for value in block_added[:, place]]
             coefficients += [float(size[place]) for _, size in self.shared]
-            whole_bytes = [
-                int(np.ceil(value)) for value in coefficients
-            ]  # rounded up: no solution holds more than it says
+            whole_bytes = [int(np.ceil(value)) for value in coefficients]  # so that no solution holds more than it says
             model.add(
                 cp_model.LinearExpr.weighted_sum(variables, whole_bytes) + int(np.ceil(self.base[place])) <= limit
             )
@@ -406,6 +412,7 @@ class _Problem:
             for picks, own_s in zip(block_picks, self.copy_s, strict=True)
         ]
         total, count, window = cp_model.LinearExpr.sum, len(copies), self.window
+        # No wait and no copy ends later than everything one after another, each of the longest kind.
         most_s = self.plain.begins[0] + sum(map(max, self.recompute_s)) + sum(map(max, self.copy_s))
         most, waits = 2 * round(most_s / self.unit_s) + 1, list[cp_model.IntVar]()
         for is_forward in (True, False):
@@ -413,7 +420,7 @@ class _Problem:
             done = [model.new_int_var(0, 2 * most, "") for _ in range(count)]  # the end of each block's copy
             order = list(range(count)) if is_forward else list(reversed(range(count)))
             plain_s = self.plain.ends if is_forward else self.plain.begins
-            clock = dict[int, cp_model.LinearExprT]()
+            clock = dict[int, cp_model.LinearExprT]()  # when each block's pass ends (forward), or begins (backward)
             for place, block in enumerate(order):
                 again = [] if is_forward else recomputes[block + 1 :]
                 clock[block] = total([late[block], round(plain_s[block] / self.unit_s), *again])
@@ -447,6 +454,7 @@ class _Problem:
             np.array([own_s[pick - 1] if pick else 0.0 for own_s, pick in zip(figures, choice, strict=True)])
             for figures in (self.recompute_s, self.copy_s)
         )
+        # Backward passes run from the last block on, so each begins after the recomputation of all blocks behind it.
         begins = self.plain.begins + np.cumsum(again_s[::-1])[::-1] - again_s
         copies = replace(self.plain, begins=begins, copy_s=copy_s, window=self.window)
         return float(again_s.sum() + sum(waits_s.sum() for waits_s in copies.waits()))

@@ -10,7 +10,7 @@ what the backward pass would have to write again are never computed twice. Time 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from typing import Any
@@ -87,7 +87,7 @@ def compiled(graph: Graph) -> Graph:
             op_type[op] = FUSED
         else:
             estimate[op] = "free"
-    is_product = np.array([class_of(name) == CLASS["matrix_product"] for name in graph.op_type], dtype=bool)
+    is_product = _flags(class_of(name) == CLASS["matrix_product"] for name in graph.op_type)
     gemm = graph.gemm.copy()
     gemm[is_product, 1:] = np.ceil(gemm[is_product, 1:] / _PADDED) * _PADDED
     layout: tuple[Layout, ...] = tuple("" for _ in range(len(graph)))
@@ -134,7 +134,7 @@ def compiled_storages(graph: Graph, recorded: Recorded) -> Recorded:
     places = np.where(is_compute, np.cumsum(is_compute) - 1, -1)
     made, freed = np.array(recorded.made), np.array([-1 if place is None else place for place in recorded.freed])
     size = np.array(recorded.storage_bytes)
-    is_activation = np.array([part == "activations" for part in recorded.parts], dtype=bool) & (freed >= 0)
+    is_activation = _flags(part == "activations" for part in recorded.parts) & (freed >= 0)
     free, written = _lives_when_compiled(fuse(graph), places, made, freed, size, is_activation)
     return replace(
         recorded,
@@ -185,46 +185,50 @@ class _Fuser:
     """
 
     def __init__(self, graph: Graph) -> None:
-        """Find the kind of every op ((n,) arrays of bool), what it reads and which ops read it; then cut the step in two."""
+        """Find the kind of every op, what it reads and which ops read it; then cut the step in two."""
         self.graph = graph
-        count = len(graph)
-        is_compute = graph.kind == COMPUTE
+        self.read_bytes = np.maximum(graph.size_bytes - graph.written_bytes, 0.0)
+        """(n,) bytes that an op reads."""
+        self._find_kinds()
+        self.order = [op for op in graph.topological_order().tolist() if self.is_op[op]]
+        self._find_reads()
+        self._find_reductions()
+        self.saved = self._cut()
+        """(n,) ops of the forward pass whose outputs are kept for the backward pass."""
+
+    def _find_kinds(self) -> None:
+        """Set what the types and names of ops say of them, each as (n,) bool."""
+        graph = self.graph
         names = [normal_type(op_type).rpartition(".")[2] for op_type in graph.op_type]
+        classes = [CLASSES[class_of(op_type)] for op_type in graph.op_type]
         # Some casts are free in an eager step, because a neighbour's kernel does them; here they are ops, not views.
-        is_cast = np.array([name == "to_copy" for name in names], dtype=bool)
-        is_free = np.array([mark == "free" for mark in graph.estimate], dtype=bool) & ~is_cast
-        self.is_op = is_compute & ~is_free
+        self.is_cast = _flags(name == "to_copy" for name in names)
+        self.is_view = (graph.kind == COMPUTE) & _flags(mark == "free" for mark in graph.estimate) & ~self.is_cast
+        self.is_op = (graph.kind == COMPUTE) & ~self.is_view
         """(n,) ops that compute: neither views nor transfers."""
-        self.is_backward = np.array([name.startswith("backward") for name in graph.names], dtype=bool)
-        self.is_fusible = self.is_op & np.array(
-            [
-                name in _LOOKUPS or CLASSES[class_of(op_type)] in _FUSED
-                for name, op_type in zip(names, graph.op_type, strict=True)
-            ],
-            dtype=bool,
-        )
+        self.is_backward = _flags(name.startswith("backward") for name in graph.names)
+        is_of_fused_kind = _flags(name in _LOOKUPS or kind in _FUSED for name, kind in zip(names, classes, strict=True))
         # Ops after both passes, the update, are not compiled.
-        self.is_fusible &= np.array([name.startswith(("forward", "backward")) for name in graph.names], dtype=bool)
-        self.is_random = np.array([name.startswith(_RANDOM) and "backward" not in name for name in names], dtype=bool)
+        is_in_pass = _flags(name.startswith(("forward", "backward")) for name in graph.names)
+        self.is_fusible = self.is_op & is_of_fused_kind & is_in_pass
+        self.is_random = _flags(name.startswith(_RANDOM) and "backward" not in name for name in names)
         read_twice = _READ_TWICE if graph.mode == "training" else ("native_group_norm",)
-        self.is_read_twice = np.array([name.startswith(read_twice) for name in names], dtype=bool)
+        self.is_read_twice = _flags(name.startswith(read_twice) for name in names)
         """(n,) ops that read their inputs in two kernels, one after another."""
         # Norms and softmaxes reduce within a fused kernel, but their outputs are as large as their inputs.
-        self.is_norm = np.array(
-            [
-                CLASSES[class_of(op_type)] in ("normalisation", "row_normalisation", "softmax")
-                for op_type in graph.op_type
-            ]
-        )
-        self.order = [op for op in graph.topological_order().tolist() if self.is_op[op]]
-        # By op, the op of which it is a view (itself if it is no view), and whether a transfer sends its output.
-        root, sent = np.arange(count), np.zeros(count, dtype=bool)
+        self.is_norm = _flags(kind in ("normalisation", "row_normalisation", "softmax") for kind in classes)
+
+    def _find_reads(self) -> None:
+        """Set what every op reads, and which ops and transfers read its output."""
+        graph, count, is_compute = self.graph, len(self.graph), self.graph.kind == COMPUTE
+        root = np.arange(count)  # by op, the op of which it is a view; itself if it is no view
         self.reads: list[dict[int, float]] = [{} for _ in range(count)]
         """By op the ops and parameters whose tensors it reads, with their bytes."""
-        read_bytes = np.maximum(graph.size_bytes - graph.written_bytes, 0.0)
+        self.sent = np.zeros(count, dtype=bool)
+        """(n,) ops whose output a transfer sends: gradients of parameters."""
         for op in graph.topological_order().tolist():
             inputs = graph.inputs_of(op).tolist()
-            if is_compute[op] and is_free[op] and inputs:
+            if self.is_view[op] and inputs:
                 root[op] = root[inputs[0]]
             elif self.is_op[op]:
                 reads = self.reads[op]
@@ -233,31 +237,30 @@ class _Fuser:
                     source_root = int(root[source])
                     # Several views of one tensor are read once, as much as the largest of them.
                     reads[source_root] = max(reads.get(source_root, 0.0), made_bytes)
-                whole_bytes = sum(reads.values())
-                if whole_bytes > read_bytes[op] and not is_cast[op]:  # it reads only a part of its inputs
-                    self.reads[op] = {source: size * read_bytes[op] / whole_bytes for source, size in reads.items()}
+                whole_bytes, own_bytes = sum(reads.values()), self.read_bytes[op]
+                if whole_bytes > own_bytes and not self.is_cast[op]:  # it reads only a part of its inputs
+                    self.reads[op] = {source: size * own_bytes / whole_bytes for source, size in reads.items()}
             elif graph.kind[op] == SEND:
-                sent[[root[source] for source in inputs]] = True
-        self.own_bytes = read_bytes - np.array([sum(each.values()) for each in self.reads])
-        self.own_bytes = np.where(is_cast, 0.0, np.maximum(self.own_bytes, 0.0))
+                self.sent[[root[source] for source in inputs]] = True
+        others_bytes = np.array([sum(each.values()) for each in self.reads])
+        self.own_bytes = np.where(self.is_cast, 0.0, np.maximum(self.read_bytes - others_bytes, 0.0))
         """(n,) bytes that an op reads and no op made, such as tokens."""
-        self.sent = sent
-        """(n,) ops whose output a transfer sends: gradients of parameters."""
         self.readers: list[list[int]] = [[] for _ in range(count)]
         """By op the ops that read its output, in their order."""
         for op in self.order:
             for source in self.reads[op]:
                 self.readers[source].append(op)
-        shrinks = self.is_fusible & (_QUARTER * graph.written_bytes < read_bytes) & ~self.is_norm
+
+    def _find_reductions(self) -> None:
+        """Set what follows from the bytes that an op reads and writes: sums in two kernels, ends of kernels, cheap ops."""
+        written_bytes, is_plain = self.graph.written_bytes, self.is_fusible & ~self.is_norm
+        shrinks = is_plain & (_QUARTER * written_bytes < self.read_bytes)
         for op in np.flatnonzero(shrinks & self.is_backward).tolist():  # sums of a parameter's gradient
-            self.is_read_twice[op] |= bool(sent[op] or any(sent[reader] for reader in self.readers[op]))
-        is_cheap = self.is_fusible & (_QUARTER * read_bytes < graph.written_bytes) & ~self.is_random
-        self.ends = self.is_fusible & (graph.written_bytes <= _ONE_NUMBER) & (read_bytes > _ONE_NUMBER)
+            self.is_read_twice[op] |= bool(self.sent[op] or any(self.sent[reader] for reader in self.readers[op]))
+        self.ends = self.is_fusible & (written_bytes <= _ONE_NUMBER) & (self.read_bytes > _ONE_NUMBER)
         """(n,) ops that reduce a whole tensor to one number, which only another kernel can read."""
-        self.is_inlined = is_cheap & ~self.is_norm
+        self.is_inlined = is_plain & (_QUARTER * self.read_bytes < written_bytes) & ~self.is_random
         """(n,) ops that are computed again in each kernel that reads them."""
-        self.saved = self._cut()
-        """(n,) ops of the forward pass whose outputs are kept for the backward pass."""
 
     def fuse(self) -> Fusion:
         """Return the kernels, and the bytes that they write and read.
@@ -266,7 +269,7 @@ class _Fuser:
         pass needs.
         """
         reads_of = {op: self._effective_reads(op) for op in self.order}
-        leader = self._leaders(reads_of)
+        leader = self._leaders(reads_of)  # -1: a kernel of its own
         count = len(self.graph)
         written, last = np.zeros(count, dtype=bool), np.arange(count)
         traffic = np.zeros(count)
@@ -397,6 +400,7 @@ class _Fuser:
         source, sink = 0, 1
         edges: list[tuple[int, int, float]] = []
         for op in chosen:
+            # The price: the output's bytes, a tenth more for each op on the way, doubled if no kernel would write them else.
             is_unwritten = self.is_fusible[op] and all(self.is_fusible[reader] for reader in self.readers[op])
             price = float(self.graph.written_bytes[op]) * _PER_OP_AWAY ** min(distance[op], _FARTHEST)
             # At least 1, so that an output of no bytes is kept only where it is needed.
@@ -448,13 +452,18 @@ class _Fuser:
     def _is_banned(self, op: int) -> bool:
         """Return whether the partitioner refuses to compute an op again in the backward pass.
 
-        It refuses ops that are not fused (products), random ops, reductions, and ops whose output is read in the backward pass
-        by an op that is not fused, for which it would have to be written to memory all the same.
+        It refuses ops that are not fused (products), random ops, reductions (to less than a quarter of the bytes), and ops
+        whose output is read in the backward pass by an op that is not fused, for which it would have to be written anyway.
         """
         read_bytes = sum(self.reads[op].values())
         is_reduction = not self.is_norm[op] and _QUARTER * self.graph.written_bytes[op] < read_bytes
         is_written_again = any(self.is_backward[each] and not self.is_fusible[each] for each in self.readers[op])
         return bool(not self.is_fusible[op] or self.is_random[op] or is_reduction or is_written_again)
+
+
+def _flags(values: Iterable[bool]) -> NDArray[np.bool_]:
+    """Return (n,) the values as an array, also of none."""
+    return np.array(list(values), dtype=bool)
 
 
 def _reachable(edges: Sequence[tuple[int, int, float]], count: int, source: int, sink: int) -> NDArray[np.bool_]:
@@ -484,13 +493,12 @@ def _uses_channels_last(graph: Graph) -> bool:
     down, against those of others, which it speeds up; in training it does not if any convolution is grouped or narrowing, or
     all are small.
     """
-    is_convolution = np.array([normal_type(op_type) == "convolution" for op_type in graph.op_type], dtype=bool)
+    is_convolution = _flags(normal_type(op_type) == "convolution" for op_type in graph.op_type)
     is_convolution &= graph.gemm[:, 1] > 0
     if not is_convolution.any() or (graph.kind == COMPUTE).sum() >= _NODES_EACH * is_convolution.sum():
         return False
-    groups, _, outputs, taps = graph.gemm[
-        is_convolution
-    ].T  # of one group: output channels; input channels times filter taps
+    # Of one group: its output channels, and its input channels times the filter's taps.
+    groups, _, outputs, taps = graph.gemm[is_convolution].T
     is_grouped = (groups > 1) & (outputs > 1)
     if graph.mode == "inference":
         grouped_share = graph.flops[is_convolution][is_grouped].sum() / graph.flops[is_convolution].sum()

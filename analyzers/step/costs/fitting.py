@@ -43,6 +43,7 @@ from ddltool.errors import InputError
 from ddltool.graph import COMPUTE, SEND, Graph
 
 Array = NDArray[np.float64]
+# The constants that are single numbers, not a number for each class of kernels: the device's three, then the host's two.
 _SCALARS = ("start_s", "cache", "turn_s", "issue_s", "update_s")
 # The power of the norm that combines the host's and the device's time: about the longer one, and more where they are alike,
 # because cases hold kernels without their order.
@@ -151,7 +152,11 @@ def _from_vector(logs: Array, generations: Sequence[str], settings: Sequence[str
 
 
 class _Stack:
-    """All cases with their kernels in one table, as (kernels,) and (cases,) arrays, to predict all steps at once."""
+    """All cases with their kernels in one table, as (kernels,) and (cases,) arrays, to predict all steps at once.
+
+    A case is a measured step on a device of a ``generation``, which has factors of its own; its ``setting`` adds a constant
+    time to it, such as a data loader's. A :class:`Belief` holds the constants by which steps are predicted.
+    """
 
     def __init__(self, cases: Sequence[Case]) -> None:
         """Join the cases' kernels, and note for each kernel its case, and for each case its generation and setting."""
@@ -250,7 +255,7 @@ class _Stack:
             np.where(carried_index >= 0, first_column + carried_index, -1),
         )
         first_column += len(CARRIED)
-        for name in ("start_s", "cache", "turn_s"):
+        for name in _SCALARS[:3]:  # kernels do not depend on the host's two
             raised_constants = replace(constants, **{name: getattr(constants, name) * factor})
             yield raised_constants, np.full(len(self.case), first_column + _SCALARS.index(name))
         first_column += len(_SCALARS)
@@ -478,7 +483,7 @@ def _case_of(graph: Graph, model: CostModel, step: MeasuredStep, model_steps: in
 
     ``graph``: the step's, traced at its batch size. ``model_steps``: measured steps of the same model, which share a weight.
     """
-    kernels, updating = kernels_of(graph), update_of(graph, step.optimizer).kernels
+    kernels, updating = kernels_of(graph), update_of(graph, step.optimizer).kernels  # of the pass, and of the update
     precision = str(graph.meta.get("precision", "fp32"))
     launching = len(np.unique(kernels.op))
     # Going through the tensors of an update is counted as so many issued ops, so that it scales with the host's speed.

@@ -31,7 +31,7 @@ from ddltool.analyzers.step.communication.fsdp import block_container, block_of
 from ddltool.analyzers.step.costs.allocator import reserved_bytes
 from ddltool.analyzers.step.costs.optimizers import OPTIMIZERS, Parameter, parameters_of, state_shares, temporaries
 from ddltool.analyzers.step.costs.saving import Checkpointing, Copies, SavedOps, Saving, split_way
-from ddltool.analyzers.step.recording.torch_costs import AS_TRACED, Scale, tensors_of, value_of
+from ddltool.analyzers.step.recording.torch_costs import AS_TRACED, Scale, tensors_of, value_of, written_arguments
 from ddltool.analyzers.step.tracing.torch_adapter import TracedStep
 from ddltool.errors import InputError, did_you_mean
 from ddltool.graph import RECV, SEND, Graph
@@ -345,7 +345,8 @@ class TensorLifetimes:
         seconds = self.seconds(timed)
         place_s = np.zeros(self.nodes + recomputation.extra)
         place_s[recomputation.moved(np.arange(self.nodes))] = seconds
-        for block_index, places in enumerate(self._recomputed_places(recomputation)):
+        for block_index in range(len(self.blocks)):
+            places = self._recomputed_of(recomputation, block_index)
             recomputed_places = recomputation.start[block_index] + places - recomputation.first[block_index]
             place_s[recomputed_places] = seconds[places]
         if copies is not None:
@@ -354,10 +355,6 @@ class TensorLifetimes:
             np.add.at(place_s, recomputation.start, before_s)
         clock: Array = np.cumsum(place_s)
         return clock
-
-    def _recomputed_places(self, recomputation: Recomputation) -> list[Places]:
-        """Return by block the places of its forward pass that are computed again."""
-        return [self._recomputed_of(recomputation, index) for index in range(len(self.blocks))]
 
     def _recomputed_of(self, recomputation: Recomputation, index: int) -> Places:
         """Return the places of the forward pass of the block with that index which are computed again.
@@ -403,6 +400,7 @@ class TensorLifetimes:
         alone: list[Places] = []
         for index, block in enumerate(self.blocks):
             own = storages[is_read_once & (readers == index)]
+            # Gone before the backward pass of the block before begins, and not read before this block's own.
             until = self.blocks[index - 1].begins - 1 if index else block.ends
             is_needed_before = (self.free[own] >= self.backward) & (self.free[own] < block.begins)
             is_alone = (self.forward[own] <= block.last) & (self.free[own] <= until) & ~is_needed_before
@@ -456,6 +454,7 @@ class TensorLifetimes:
         if among is None:
             held.add("activations", 0, held.places, size[self.role == GIVEN])
         dropped, kept = recomputation.dropped, recomputation.kept
+        # First the storages that stay from their making on; (s,) throughout, or by index of a storage.
         is_not_dropped = np.zeros(len(size), dtype=bool)
         is_not_dropped[self.all_activations if among is None else among] = True
         is_not_dropped[dropped] = False
@@ -475,10 +474,12 @@ class TensorLifetimes:
         is_reached = offsets < recomputation.length[owner]
         last_place = np.where(is_reached, recomputation.start[owner] + offsets, backward_ends)
         freed[kept] = np.maximum(freed[kept], last_place + 1)
+        # Those on the host: until they are there, and from the place on at which there is room for what comes back.
         gone, (lent, out, back) = freed.copy(), recomputation.away
         gone[lent] = out
         held.add("activations", recomputation.moved(self.alloc[stays]), gone[stays], size[stays])
         held.add("activations", back, freed[lent], size[lent])
+        # The dropped ones: in the forward pass, and again from their recomputation on.
         held.add("activations", self.alloc[dropped], self.forward[dropped] + 1, size[dropped])
         owner = self.owner[dropped]
         first, length, start = recomputation.first[owner], recomputation.length[owner], recomputation.start[owner]
@@ -540,52 +541,64 @@ class TensorLifetimes:
         ("gathered"); its gradients go through the input of a reduce-scatter ("reducing"). What lies outside all blocks stays
         gathered for the whole step.
         """
-        # Ends are exclusive. After a block's backward pass, gradients are copied to the reduction's input at its end + 1, and
-        # given up with what was reduced there at end + 2.
-        is_parameter, is_gradient = self.role == PARAMETER, self.role == GRADIENT
-        alloc, end, shard = recomputation.moved(self.alloc), held.places, sharding.shard
-        reduced_bytes = self.trained_bytes  # (blocks + 1,)
+        is_parameter, is_gradient, is_root = self.role == PARAMETER, self.role == GRADIENT, self.owner < 0
+        end, shard = held.places, sharding.shard
         if not sharding.on_host:
             held.add("parameters", 0, end, size[is_parameter] * self.kept_share / shard)
             held.add("optimizer", 0, end, self._states(size * self.kept_share, optimizer) / shard)
-        # A part that comes from the host is copied whole before it is gathered.
-        copied_share = self.kept_share / shard if sharding.on_host else 0.0
-        held.add("gathered", 0, end, size[is_parameter & (self.owner < 0)])
-        is_root_gradient = is_gradient & (self.owner < 0)
-        held.add("gradients", alloc[is_root_gradient], end, size[is_root_gradient])
-        is_of_block = is_parameter & (self.owner >= 0)
-        # All by block, one entry for each.
+        held.add("gathered", 0, end, size[is_parameter & is_root])
+        made = recomputation.moved(self.alloc)[is_gradient & is_root]
+        held.add("gradients", made, end, size[is_gradient & is_root])
+        self._hold_gathered_blocks(held, recomputation, size, sharding)
+        self._hold_reduced_blocks(held, recomputation, size, sharding)
+        if sharding.on_host:  # the host sums and updates
+            return
+        own_bytes = float(self.trained_bytes.sum()) / shard
+        if sharding.sums:
+            held.add("gradients", 0, end, own_bytes)
+        update = OPTIMIZERS[optimizer]
+        held.add("updating", end - 1, end, update.temporaries * own_bytes)
+        if update.each is not None:  # a matrix that Muon updates is gathered whole
+            parts = np.array(temporaries(self.trained, optimizer))
+            held.add("updating", end - 1, end, parts if optimizer == "muon" else parts / shard)
+
+    def _hold_gathered_blocks(self, held: Held, recomputation: Recomputation, size: Array, sharding: Sharding) -> None:
+        """Add the blocks' gathered parameters, and the buffers in which they arrive; arguments as for :meth:`_hold_shards`."""
+        is_of_block = (self.role == PARAMETER) & (self.owner >= 0)
+        # All by block, one entry for each. Ends are exclusive.
         block_bytes: Array = np.bincount(self.owner[is_of_block], size[is_of_block], len(self.blocks)).astype(float)
         first, last, _, ends = self.block_places
         backward_ends, starts = recomputation.moved(ends), recomputation.start
         # The block before is next in the backward pass.
         next_bytes = np.append(0.0, block_bytes[:-1])
+        # A part that comes from the host is copied whole before it is gathered.
+        copied_share = self.kept_share / sharding.shard if sharding.on_host else 0.0
         # What was gathered is copied out, and kept until the next block has been gathered.
         copied_until = np.append(first[1:], self.backward)
         held.add("gathering", first - 1, copied_until, (1.0 + copied_share) * block_bytes)
         held.add("gathered", first, last + 1 if sharding.reshards else backward_ends + 1, block_bytes)
         if sharding.reshards:
             held.add("gathered", starts, backward_ends + 1, block_bytes)
-            if sharding.forward_shard:
+            if sharding.forward_shard:  # a larger part stays between the two passes
                 held.add("gathered", last + 1, starts, block_bytes / sharding.forward_shard)
             held.add("gathering", starts, backward_ends + 1, (1.0 + copied_share) * next_bytes)
-        # A block gives up its parameters before it reduces, and the input of the reduction before it.
-        is_own = is_gradient & (self.owner >= 0)
-        held.add("gradients", alloc[is_own], backward_ends[self.owner[is_own]] + 2, size[is_own])
+
+    def _hold_reduced_blocks(self, held: Held, recomputation: Recomputation, size: Array, sharding: Sharding) -> None:
+        """Add the blocks' gradients, whole and reduced, and the inputs of reductions; arguments as for :meth:`_hold_shards`.
+
+        After a block's backward pass, gradients are copied to the reduction's input at its end + 1, and given up with what was
+        reduced there at end + 2. A block gives up its parameters before it reduces, and the input of the reduction before it.
+        """
+        is_own = (self.role == GRADIENT) & (self.owner >= 0)
+        backward_ends, end = recomputation.moved(self.block_places[3]), held.places
+        reduced_bytes = self.trained_bytes[:-1]  # by block, without what lies outside all
+        made = recomputation.moved(self.alloc)[is_own]
+        held.add("gradients", made, backward_ends[self.owner[is_own]] + 2, size[is_own])
         reduced_until = np.append(end - 1, backward_ends[:-1] + 1)
-        held.add("reducing", backward_ends + 1, reduced_until, reduced_bytes[:-1])
+        held.add("reducing", backward_ends + 1, reduced_until, reduced_bytes)
         is_sent_on = sharding.sums or sharding.on_host  # to the sum, or to the host
         summed_at = backward_ends + 2 if is_sent_on else end
-        held.add("gradients", backward_ends + 1, summed_at, reduced_bytes[:-1] / shard)
-        if sharding.on_host:
-            return
-        if sharding.sums:
-            held.add("gradients", 0, end, float(reduced_bytes.sum()) / shard)
-        update = OPTIMIZERS[optimizer]
-        held.add("updating", end - 1, end, update.temporaries * float(reduced_bytes.sum()) / shard)
-        if update.each is not None:  # a matrix that Muon updates is gathered whole
-            parts = np.array(temporaries(self.trained, optimizer))
-            held.add("updating", end - 1, end, parts if optimizer == "muon" else parts / shard)
+        held.add("gradients", backward_ends + 1, summed_at, reduced_bytes / sharding.shard)
 
     def host_bytes(self, sharding: Sharding, optimizer: str, size: Array) -> float:
         """Return the bytes of a host's memory that its processes keep parameters, gradients and optimizer state in.
@@ -601,8 +614,9 @@ class TensorLifetimes:
 class Recomputation:
     """The program of a step with the forward passes of checkpointed blocks repeated before their backward passes.
 
-    ``slots`` (blocks,): places to insert for each block, at least as many as its recomputation has; None: just as many. A
-    place at which nothing runs changes no peak, so programs of different choices can have one length.
+    A place is the index of a node in the traced program, or in the longer one with recomputation (:meth:`moved`). ``slots``
+    (blocks,): places to insert for each block, at least as many as its recomputation has; None: just as many. A place at which
+    nothing runs changes no peak, so programs of different choices can have one length.
     """
 
     def __init__(self, lifetimes: TensorLifetimes, saving: SavedOps | Saving, slots: Places | None = None) -> None:
@@ -634,19 +648,14 @@ class Recomputation:
         np.maximum.at(self.length, owner, lifetimes.alloc[needed] - self.first[owner] + 1)
         self.slots = self.length if slots is None else slots
         self._nodes = lifetimes.nodes
-        needs = (
-            [own[lifetimes.free[own] >= lifetimes.backward] for own in lifetimes.owned] if self.saving.on_host else []
-        )
-        nothing = np.zeros(0, dtype=np.int64)
-        self.copied = [
-            nothing
-            if block.name not in self.saving.on_host
-            else lifetimes.inputs[index]
-            if block.name in saved_ops
-            else needs[index]
-            for index, block in enumerate(blocks)
-        ]
+        self.copied = [np.zeros(0, dtype=np.int64) for _ in blocks]
         """By block, the indices of the storages that it saves on the host."""
+        for index, block in enumerate(blocks):
+            if block.name in self.saving.on_host:
+                own = lifetimes.owned[index]
+                needed_backward = own[lifetimes.free[own] >= lifetimes.backward]
+                # A block that is computed again needs its input only.
+                self.copied[index] = lifetimes.inputs[index] if block.name in saved_ops else needed_backward
 
     @cached_property
     def _shift(self) -> Places:
@@ -769,7 +778,10 @@ class _Storage:
 
 
 class _Reader:
-    """Reads the storages and blocks of a recorded step in one pass; storages are numbered in the order of first use."""
+    """Reads the storages and blocks of a recorded step in one pass; storages are numbered in the order of first use.
+
+    A place is the index of a node of the program. ``spans``: by block, the first and last place of its forward pass.
+    """
 
     def __init__(self, traced: TracedStep) -> None:
         """Find the model's list of blocks, and where each block's forward pass begins and ends."""
@@ -807,6 +819,7 @@ class _Reader:
             }
             for place, node in enumerate(self.nodes)
         ]
+        # Roles, owners and last places are complete only after these, each of which may change what the one before said.
         self._free_as_recorded()
         self._mark_gradients()
         if self.spans:
@@ -817,7 +830,7 @@ class _Reader:
                 storage.owner = -1
         alloc = np.array([storage.alloc for storage in self.storages], dtype=np.int64)
         product_numbers = {place: number for block in blocks for number, place in enumerate(block.products)}
-        input_rows = [
+        input_rows = [  # see TensorLifetimes.read
             (storage, block, last_read)
             for (storage, block), last_read in self.last_reads.items()
             if blocks and alloc[storage] < blocks[block].first
@@ -956,12 +969,11 @@ class _Reader:
 
     def _overwritten_storages(self) -> set[int]:
         """Return the indices of the storages that an op of the forward pass changes in place, by the op's schema."""
-        overwritten = set()
+        overwritten: set[int] = set()
         for node in self.nodes[: self.backward]:
-            if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
-                for argument, value in zip(node.target._schema.arguments, node.args, strict=False):
-                    if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Node):
-                        overwritten |= self._storages_of(value)
+            for value in written_arguments(node.target, node.args, node.kwargs):
+                if isinstance(value, Node):
+                    overwritten |= self._storages_of(value)
         return overwritten
 
     def _read_block_names(self) -> list[str]:
@@ -973,7 +985,7 @@ class _Reader:
         current_block = ""
         for node in self.nodes[: self.backward]:
             if (name := self.op_names.get(node)) is not None:
-                scope = name.rpartition("/")[0].partition("/")[2]
+                scope = name.rpartition("/")[0].partition("/")[2]  # the module in forward/MODULE/OP
                 current_block = block_of(f"{scope}.", self.container) if scope and self.container is not None else ""
             blocks.append(current_block)
         return blocks

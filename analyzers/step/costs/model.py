@@ -159,19 +159,15 @@ def time_step(
     Raises InputError for a precision in float8 on a device without it.
     """
     demand_float8(device, graph.meta.get("precision"))
+    # What each op takes on the device, and what the host takes to issue it.
     kernels = kernels_of(graph)
     demand = demand_of(kernels, device, precision=str(graph.meta.get("precision", "fp32")))
     kernels_s = seconds(demand, constants)
     op_s = kernels.per_op(kernels_s)
     op_s = op_s if exchanges is None else op_s + exchanges.seconds
-    is_compute = graph.kind == COMPUTE
-    # Free ops that take the host no time: those of ONNX files are folded before a run, and autograd detaches by itself.
-    is_unseen = np.array([op_type.startswith("onnx.") or op_type == _DETACH for op_type in graph.op_type], dtype=bool)
-    is_compiled = bool(graph.meta.get("compiled"))
-    view_s = np.where(is_unseen | is_compiled, 0.0, VIEW * constants.issue_s)
-    launch_s = (WRAPPED if is_compiled else 1.0) * constants.issue_s
-    issue_s = np.where(is_compute, np.where(op_s > 0, launch_s, view_s), 0.0)
+    issue_s = _issue_s(graph, op_s, constants)
     issue_s = issue_s if exchanges is None else issue_s + constants.issue_s * (exchanges.seconds > 0)
+    # The same of the update that follows the graph's ops.
     update = update_of(graph, optimizer)
     update_op_s = seconds(demand_of(update.kernels, device), constants)
     # Before it launches the first op of the update (recorded, or following the pass), the host goes through the tensors.
@@ -183,11 +179,12 @@ def time_step(
         issue_s[recorded_update] += tensors_s
     else:
         update_issue_s[:1] += tensors_s
-    # Each sum reads two gradients and writes one.
+    # A kernel for each gradient's sum, which reads two gradients and writes one.
     summed = memory_kernels((3.0 * graph.size_bytes[graph.of_kind(SEND)]).tolist())
     sum_kernels_s = seconds(demand_of(summed, device), constants)
     is_host_bound = float(issue_s.sum()) > float(op_s.sum())
     sum_launch_s = constants.issue_s if is_host_bound else constants.start_s  # what one kernel takes at least
+    # When each op of both has ended.
     all_issue_s = np.concatenate([issue_s, update_issue_s])
     all_op_s = np.concatenate([op_s, update_op_s])
     # Between two restarts the host issues ops ahead of the device; at a restart both begin together. A wait after the update's
@@ -212,6 +209,19 @@ def time_step(
         sum_launch_s=sum_launch_s * len(summed),
         library_s=float(kernels_s[by_library(demand)].sum()),
     )
+
+
+def _issue_s(graph: Graph, op_s: Array, constants: Constants) -> Array:
+    """Return (n,) the seconds in which the host issues each op: to launch its kernel, or for a view the share ``VIEW`` of that.
+
+    Transfers take 0. So do free ops that the host never sees: those of ONNX files are folded before a run, autograd detaches
+    by itself, and a compiled step has no views. ``op_s`` (n,): of the ops on the device.
+    """
+    is_unseen = np.array([op_type.startswith("onnx.") or op_type == _DETACH for op_type in graph.op_type], dtype=bool)
+    is_compiled = bool(graph.meta.get("compiled"))
+    view_s = np.where(is_unseen | is_compiled, 0.0, VIEW * constants.issue_s)
+    launch_s = (WRAPPED if is_compiled else 1.0) * constants.issue_s
+    return np.where(graph.kind == COMPUTE, np.where(op_s > 0, launch_s, view_s), 0.0)
 
 
 def demand_float8(device: Device, precision: object) -> None:
@@ -294,10 +304,9 @@ class CostModel:
         return (self.residuals.high - self.residuals.low) / 2.0
 
 
-# What the residuals that follow those of the device's steps are of, in the order of CostModel's fields.
-_OF_ALL: tuple[Literal["host", "library", "product", "collective", "compiled"], ...] = (
-    *("host", "library", "product", "collective", "compiled"),
-)
+# The residuals that all devices share, in the order of CostModel's fields.
+_Shared = Literal["host", "library", "product", "collective", "compiled"]
+_OF_ALL: tuple[_Shared, ...] = get_args(_Shared)
 
 
 def cost_model(device: Device, calibration: CalibrationTable) -> CostModel:
@@ -389,6 +398,7 @@ def estimate(
         library_share=step.library_share,
         compiled=bool(graph.meta.get("compiled")),
     )
+    # Each op lasts from the end of the one before it; so the waits for the host are in the durations.
     is_compute = graph.kind == COMPUTE
     transfer_s = network.latency_s + graph.size_bytes / network.bandwidth_bytes_per_s
     durations = np.where(is_compute, np.diff(step.end_s, prepend=0.0), transfer_s)
@@ -437,7 +447,8 @@ def _estimate_source(source: Estimate | None) -> Estimate:
 def coverage(graph: Graph) -> CoverageFigures:
     """Return the shares of compute ops, and of their estimated time, by the source of the estimate.
 
-    "free" ops take no time. The types of ops without a rule of their own ("default") are listed, the most frequent first.
+    Sources: a rule for the op's type, a measurement, a default for types without a rule, "free" for ops that take no time (so
+    that their share of it is not told). The types without a rule are listed, the most frequent first.
     """
     is_compute = graph.kind == COMPUTE
     source, times_s = np.array(graph.estimate, dtype=object)[is_compute], np.nan_to_num(graph.duration_s)[is_compute]

@@ -9,7 +9,7 @@ from ddltool.device import Device
 from ddltool.errors import InputError
 from ddltool.precision import precision_of
 
-# Of the adapters that are tried.
+# The rank of the adapters that are tried.
 _RANK = 16
 Change = Mapping[str, Any]
 """Fields of a job in place of its own: precision, optimizer, lora."""
@@ -18,7 +18,9 @@ Change = Mapping[str, Any]
 def smaller_numerics(precision: str, optimizer: str, lora: int | None, devices: Sequence[Device]) -> list[Change]:
     """Return changes of a job's numerics that need less memory, in the order in which they are to be tried.
 
-    An 8-bit optimizer; everything in the half type that all ``devices`` compute in; both; LoRA adapters.
+    An 8-bit optimizer; everything in the half type that all ``devices`` compute in, parameters included (bf16-pure or
+    fp16-pure); both; LoRA adapters, which alone are then trained. ``lora``: the rank of adapters that the job has already,
+    whose states are few, so that an 8-bit optimizer is not tried beside them; None: it has none.
 
     >>> from ddltool.shipped import devices
     >>> smaller_numerics("fp32", "adamw-8bit", None, [devices().device("V100")])
@@ -38,7 +40,7 @@ def least_that_fit(changes: Sequence[Change], fits: Callable[[Change], bool]) ->
     """
     fitting: list[Change] = []
     for change in changes:
-        if any(one.items() <= change.items() for one in fitting):
+        if any(one.items() <= change.items() for one in fitting):  # a part of it is enough
             continue
         try:
             if fits(change):

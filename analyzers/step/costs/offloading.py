@@ -79,7 +79,10 @@ class HostCopies:
     def around(
         cls, group: Communicator, sharding: Sharding, devices: Iterable[Device], kept_share: float
     ) -> Communicator:
-        """Return the group of a sharding: ``group`` itself where parts are on the devices."""
+        """Return ``group`` with the copies of a sharding's parts around its collectives; itself where parts are on the devices.
+
+        ``devices``: of the processes. ``kept_share``: see the class.
+        """
         if not sharding.on_host:
             return group
         rate = min(host_link_bytes_per_s(device) for device in devices)

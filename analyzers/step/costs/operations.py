@@ -89,9 +89,11 @@ def time_product(model: CostModel, text: str, precision: str) -> OperationTime:
 def warm_demand(kernels: Kernels, device: Device, precision: str) -> Demand:
     """Return the demand of operations that run in a loop, with their operands in the last cache as far as they fit.
 
-    ``precision``: see :func:`demand_of`.
+    What fits there saves the share ``_CACHED`` of its traffic. ``precision``: see :func:`demand_of`.
     """
-    demand = demand_of(kernels, device, precision=precision, brief=True)
+    demand = demand_of(
+        kernels, device, precision=precision, brief=True
+    )  # brief: too short to be slowed by the power limit
     fitting = np.minimum(device.l2_bytes / np.maximum(kernels.moved_bytes, 1.0), 1.0)
     return replace(demand, traffic_s=demand.traffic_s * (1.0 - _CACHED * fitting))
 

@@ -91,10 +91,8 @@ def _muon(parameter: Parameter) -> Iterator[Row]:
     """
     size, kept, half_type = parameter.size_bytes, parameter.dtype, "bfloat16"
     m, n = sorted((parameter.rows, parameter.columns))
-    whole, gram = (
-        _HALF * m * n,
-        _HALF * m * m,
-    )  # bytes of the matrix (m, n) in bfloat16, and of its product with itself (m, m)
+    # The bytes of the matrix (m, n) in bfloat16, and of its product with itself (m, m).
+    whole, gram = _HALF * m * n, _HALF * m * m
     transposed = [_view] if parameter.rows > parameter.columns else []
     yield "lerp_", kept, 3 * size, NO_GEMM
     yield "lerp", kept, 3 * size, NO_GEMM
@@ -324,6 +322,6 @@ def temporaries(parameters: tuple[Parameter, ...], optimizer: str) -> tuple[floa
             for each in taken
         )
         return max(sizes, key=sum, default=())
-    own = [(each.size_bytes,) * (1 if each.rows else 2) for each in taken]
+    own = [(each.size_bytes,) * (1 if each.rows else 2) for each in taken]  # of a vector the square, too
     # torch's loop still holds the estimate of the parameter before when it makes the next one's.
     return max(((before[0], *now) for before, now in pairwise([(0.0,), *own])), key=sum, default=())

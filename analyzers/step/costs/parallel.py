@@ -196,6 +196,7 @@ class ParallelCurve(WorkCurve):
         """
         stages, layout = self._stages_at(batch_size), self.layout
         size = stages.lifetimes.sizes(self.scaled(batch_size))
+        # The schedule without what replicas exchange.
         forward_s, backward_s = stages.seconds(graph)
         trained_bytes, bytes_per_s = stages.trained_bytes(size), _memory_rate(model)  # by piece
         # Each backward pass adds its gradients to the buffer, whose sums are read and written.
@@ -210,17 +211,13 @@ class ParallelCurve(WorkCurve):
         if placement.num_replicas == 1:
             step_s = alone_s + float(update_s.max())
             return StepSeconds(step_s=step_s, passes_s=alone_s, update_s=step_s - alone_s)
+        # With it: within the passes, or after them.
         group = replica_group(setting.fabric, layout, placement.num_replicas, sharding)
         after_s = np.zeros(layout.pipeline)
         if sharding.gathers:
             after_s += gathered_matrices_s(graph, group, sharding) * stages.trained_share(size)
             near = setting.fabric.over(sharding.forward_shard) if sharding.forward_shard else None
-            factor = np.ones(len(forward_s))  # by piece
-            for stage in range(layout.pipeline):
-                root, units = stages.units(stage, graph, size)
-                pass_s = simulate_fsdp(root, units, group, 1, 1, reshard=sharding.reshards, near=near).step_s
-                pieces = slice(stage, None, layout.pipeline)
-                factor[pieces] = pass_s / float((forward_s + backward_s)[pieces].sum())
+            factor = stages.fsdp_factor(forward_s + backward_s, graph, size, sharding, group, near)
             forward_s, backward_s = forward_s * factor, backward_s * factor
         else:  # the buffer of gradients is reduced after the last pass
             gradient_bytes = stages.summed_share * stages.by_stage(trained_bytes)
@@ -260,16 +257,14 @@ class Stages:
         blocks = whole.blocks
         if self.pieces > 1 and (not blocks or len(blocks) % self.pieces):
             count = f"{self.pieces} stages of {len(blocks)} blocks" if blocks else "the model has no list of blocks"
-            where = (
-                "--virtual-stages"
-                if layout.virtual > 1 and len(blocks) % layout.pipeline == 0
-                else "--pipeline-parallel"
-            )
-            raise InputError(where, count, f"give a divisor of {len(blocks)}" if blocks else "leave it out")
+            is_of_virtual = layout.virtual > 1 and len(blocks) % layout.pipeline == 0
+            option = "--virtual-stages" if is_of_virtual else "--pipeline-parallel"
+            raise InputError(option, count, f"give a divisor of {len(blocks)}" if blocks else "leave it out")
         share = np.ones(len(whole.elements))
         for address, part in rank.divided.items():
             if address in whole.numbers:
                 share[whole.numbers[address]] = part
+        # By block, with what lies outside all blocks at the end, where the index -1 finds it.
         graph, names = rank.traced.graph, [block.name for block in blocks]
         trained_bytes = np.zeros(len(blocks) + 1)
         for op in np.flatnonzero(graph.kind == SEND).tolist():
@@ -435,6 +430,28 @@ class Stages:
         )
         return root, units
 
+    def fsdp_factor(
+        self,
+        passes_s: Array,
+        graph: Graph,
+        size: Array,
+        sharding: Sharding,
+        group: Communicator,
+        near: Communicator | None,
+    ) -> Array:
+        """Return (pieces,) by how much each piece's passes take longer where ``fully_shard`` gathers and reduces its blocks.
+
+        ``passes_s``: (pieces,) seconds of both passes alone. ``graph``: a timed pass; ``size``: (s,) bytes of the storages.
+        ``group``, ``near``: what gathers and reduces, see :func:`simulate_fsdp`.
+        """
+        factor = np.ones(self.pieces)
+        for stage in range(self.layout.pipeline):
+            root, units = self.units(stage, graph, size)
+            pass_s = simulate_fsdp(root, units, group, 1, 1, reshard=sharding.reshards, near=near).step_s
+            pieces = slice(stage, None, self.layout.pipeline)  # of this stage's GPU
+            factor[pieces] = pass_s / float(passes_s[pieces].sum())
+        return factor
+
     def held(
         self, stage: int, recomputation: Recomputation, sharding: Sharding, optimizer: str, size: Array, passes: int
     ) -> Held:
@@ -476,9 +493,8 @@ class Stages:
         # States, and the float32 copy of a parameter, in copies of the trained parameters.
         copies = state_share(self.rank.traced.graph, optimizer) + (self.has_copies and optimizer != "none")
         held.add("parameters", 0, held.places, size[life.role == PARAMETER])
-        held.add(
-            "gradients", made, made + 2, size[is_gradient]
-        )  # held where it is made, and at the next place, where it is added to the buffer
+        # Held where it is made, and at the next place, where it is added to the buffer.
+        held.add("gradients", made, made + 2, size[is_gradient])
         held.add("gradients", 0, held.places, self.summed_share * trained_bytes)
         held.add("optimizer", 0, held.places, copies * trained_bytes / shard)
 

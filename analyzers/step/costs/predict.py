@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 import pandas as pd
 import torch
+from numpy.typing import NDArray
 
 from ddltool.analyzers.step.communication.collectives import default_cuts, finish_s
 from ddltool.analyzers.step.communication.fsdp import simulate_fsdp, units_of
@@ -122,7 +123,7 @@ class WorkCurve:
         if not sharding.gathers or self.gathered is None:
             return self
         if not self._gathered:
-            try:
+            try:  # a result or a failure, it is found out once
                 self._gathered.append(self.gathered())
             except InputError:  # the model runs in the half type under autocast only
                 self._gathered.append(self)
@@ -139,7 +140,7 @@ class WorkCurve:
             try:
                 traced = traced.traced_at(batch_size)
             except InputError:
-                if batch_size % 8 == 0:
+                if batch_size % 8 == 0:  # also of the retry: no further size is tried
                     raise
                 return self.lifetimes(batch_size + -batch_size % 8)
         size = traced.graph.batch_size or 0
@@ -166,7 +167,9 @@ class WorkCurve:
             Recomputation(lifetimes, saving), sharding, optimizer, lifetimes.sizes(self.scaled(batch_size))
         )
 
-    def least(self, batch_size: int, sharding: Sharding, optimizer: str, saving: Saving, peak_bytes: float) -> float:
+    def lower_peak_bytes(
+        self, batch_size: int, sharding: Sharding, optimizer: str, saving: Saving, peak_bytes: float
+    ) -> float:
         """Return the lower of the step's peaks in bytes with its blocks compiled one by one, ``peak_bytes``, and as a whole.
 
         Which of the two a trainer does is not known. For a curve that is not compiled by blocks it is ``peak_bytes``.
@@ -239,6 +242,7 @@ def measure_work(
         """Return the work of the same step with some of its numerics changed."""
         return measure_work(build, replace(numerics, **changed), traced)
 
+    # The same step in other numerics is traced only when it is asked for: with layers in float8, and as FSDP computes it.
     eighth = partial(again, precision="fp8") if numerics.precision == "bf16" else None
     if not numerics.autocasts:
         return WorkCurve(traced=traced, eighth=eighth)
@@ -385,30 +389,7 @@ def predict_on(
         ]
         sizes = batch_sizes or _fitting_sizes(curve, model, setting, max(replicas))
         predicted = predict(curve, model, setting, sizes, placements, source)
-        fitting_rows = [row for row in predicted if row.fits]
-        smallest_replica_rows = [row for row in fitting_rows if row.num_replicas == predicted[0].num_replicas]
-        best_rate = max((row.samples_per_s for row in smallest_replica_rows), default=0.0)
-        saturated_sizes = [
-            row.local_batch_size for row in smallest_replica_rows if row.samples_per_s >= _SATURATED * best_rate
-        ]
-        helps = ""
-        if not fitting_rows and setting.layout.gpus == 1 and not setting.budget_bytes:
-            holds_none = not memory_limit_batch(curve, model.device, setting, max(replicas))
-            helps = remedy(curve, model.device, setting, max(replicas)) if holds_none else ""
-        devices[model.device.name] = PredictedDevice(
-            saturation_batch=min(saturated_sizes, default=None),
-            memory_limit_batch=memory_limit_batch(curve, model.device, setting, predicted[0].num_replicas),
-            remedy=helps,
-            has_precision=precision_of(meta.get("precision")).computes in model.device.peak_flops,
-            price_per_hour=model.device.price_per_hour,
-            error=model.residuals,
-            link_bytes_per_s=setting.fabric.inside.bytes_per_s,
-            memory=timeline(
-                curve, model, setting, max(fitting_rows, key=lambda row: row.samples_per_s)
-            )  # the fastest row
-            if fitting_rows
-            else None,
-        )
+        devices[model.device.name] = _predicted_device(curve, model, setting, predicted)
         rows += predicted
     assumed = {
         **{name: meta.get(name) for name in ("precision", "channels_last")},
@@ -422,6 +403,36 @@ def predict_on(
     }
     return PredictResult(
         predicted=True, rows=rows, devices=devices, assumptions=PredictionAssumptions.model_validate(assumed)
+    )
+
+
+def _predicted_device(
+    curve: WorkCurve, model: CostModel, setting: Setting, predicted: Sequence[PredictedRow]
+) -> PredictedDevice:
+    """Return what the result says of a device beside its rows, ``predicted``.
+
+    The batch size from which on it is saturated (90 % of the best rate) and the largest that fits are those of the first row's
+    number of replicas. If no row fits because not even one sample does, the change of options that helps is named.
+    """
+    fitting_rows = [row for row in predicted if row.fits]
+    fastest = max(fitting_rows, key=lambda row: row.samples_per_s, default=None)
+    first_rows = [row for row in fitting_rows if row.num_replicas == predicted[0].num_replicas]
+    best_rate = max((row.samples_per_s for row in first_rows), default=0.0)
+    saturated_sizes = [row.local_batch_size for row in first_rows if row.samples_per_s >= _SATURATED * best_rate]
+    helps, most_replicas = "", max(row.num_replicas for row in predicted)
+    if not fitting_rows and setting.layout.gpus == 1 and not setting.budget_bytes:  # remedies are known for these alone
+        holds_none = not memory_limit_batch(curve, model.device, setting, most_replicas)
+        helps = remedy(curve, model.device, setting, most_replicas) if holds_none else ""
+    precision = precision_of(curve.traced.graph.meta.get("precision"))
+    return PredictedDevice(
+        saturation_batch=min(saturated_sizes, default=None),
+        memory_limit_batch=memory_limit_batch(curve, model.device, setting, predicted[0].num_replicas),
+        remedy=helps,
+        has_precision=precision.computes in model.device.peak_flops,
+        price_per_hour=model.device.price_per_hour,
+        error=model.residuals,
+        link_bytes_per_s=setting.fabric.inside.bytes_per_s,
+        memory=None if fastest is None else timeline(curve, model, setting, fastest),
     )
 
 
@@ -454,9 +465,10 @@ def remedy(curve: WorkCurve, device: Device, setting: Setting, replicas: int) ->
     It reads like "with --sharding fsdp a local batch of 4 does". Numbers of replicas are tried in ascending order, for each the
     kinds of sharding, and for each the kinds of checkpointing. ``replicas``: the number with which no sample fits.
     """
+    # By descending memory, from the setting's own on; what blocks save on the host is not modelled beside compiling.
     checkpointings = ["none", "selective", "full", f"full{ON_HOST}"][: 3 if setting.compile else 4]
-    least = checkpointings.index(setting.uniform) if setting.uniform in checkpointings else 3
-    checkpointings = checkpointings[least:] if curve.lifetimes(1).blocks else ["none"]
+    own = checkpointings.index(setting.uniform) if setting.uniform in checkpointings else 3
+    checkpointings = checkpointings[own:] if curve.lifetimes(1).blocks else ["none"]
     replica_counts = [replicas, *(2**power for power in range(1, 11) if 2**power > replicas)]  # up to 1,024
     for replica_count in replica_counts:
         if replica_count == 1:
@@ -468,7 +480,7 @@ def remedy(curve: WorkCurve, device: Device, setting: Setting, replicas: int) ->
         for sharding_kind in dict.fromkeys(sharding_kinds):
             for checkpointing in checkpointings:
                 if (replica_count, sharding_kind, checkpointing) == (replicas, setting.sharding, setting.uniform):
-                    continue
+                    continue  # what does not fit already
                 candidate = replace(setting, sharding=sharding_kind, checkpointing=checkpointing)
                 if limit := memory_limit_batch(curve, device, candidate, replica_count):
                     changed_options = [f"--replicas {replica_count}"] * (replica_count != replicas)
@@ -492,7 +504,7 @@ def predict(
     Infeasible for a budget of memory that no choice of checkpointing keeps.
     """
     timed: dict[tuple[int, bool], Graph] = {}  # by batch size, and whether parameters are gathered
-    recomputed_steps: dict[tuple[int, Sharding], _RecomputedStep] = {}
+    recomputed_steps: dict[tuple[int, Sharding | bool], _RecomputedStep] = {}
     rows = []
     for placement in placements:
         sharding = setting.sharded(placement.num_replicas)
@@ -500,20 +512,12 @@ def predict(
         for size in batch_sizes:
             if (size, sharding.gathers) not in timed:
                 timed[size, sharding.gathers] = work.timed(size, model, setting)
-            if (size, sharding) not in recomputed_steps:
-                # Without a budget, recomputation depends on the sharding only by whether parameters are gathered.
-                same_size_step = next(
-                    (
-                        step
-                        for (step_size, other), step in recomputed_steps.items()
-                        if (step_size, other.gathers) == (size, sharding.gathers) and not setting.budget_bytes
-                    ),
-                    None,
-                )
-                recomputed_steps[size, sharding] = same_size_step or _recompute_step(
-                    work, model, setting, sharding, timed[size, sharding.gathers], size
-                )
-            rows.append(_predict_row(work, model, setting, placement, recomputed_steps[size, sharding], size, source))
+            # Without a budget, recomputation depends on the sharding only by whether parameters are gathered.
+            key = size, sharding if setting.budget_bytes else sharding.gathers
+            if key not in recomputed_steps:
+                timed_graph = timed[size, sharding.gathers]
+                recomputed_steps[key] = _recompute_step(work, model, setting, sharding, timed_graph, size)
+            rows.append(_predict_row(work, model, setting, placement, recomputed_steps[key], size, source))
     return rows
 
 
@@ -584,9 +588,10 @@ def _choose_saving(
 
 
 def lacking_bytes(held: Held | None, usable: float) -> float:
-    """Return the bytes that a device with ``usable`` lacks for what torch's allocator reserves; 0.0: it fits.
+    """Return the bytes that a device with ``usable`` lacks for what torch's allocator reserves; 0.0: it fits, else 1 or more.
 
-    Given a limit, the allocator frees whole unused segments when it comes near. None, what is not traced, fits nowhere.
+    Given a limit, the allocator frees whole unused segments when it comes near. So a step may fit that reserves more without
+    one. ``held`` None: a step that cannot be traced at its batch size fits nowhere.
     """
     if held is None:
         return math.inf
@@ -609,20 +614,22 @@ def _predict_row(
     """
     graph, program = step.graph, step.program
     sharding = setting.sharded(placement.num_replicas)
-    host_share = float(graph.meta.get("host_share") or 0.0)
+    # Time: figures that :func:`.model.estimate` has put into the graph's meta.
+    host_share, library_share, pass_host_s, update_host_s = (
+        float(graph.meta.get(name) or 0.0) for name in ("host_share", "library_share", "pass_host_s", "update_host_s")
+    )
     time = curve.step_time(graph, program, model, setting, placement, size)
     step_s = time.step_s
-    library_share = float(graph.meta.get("library_share") or 0.0)
-    waits_s = {name: float(graph.meta.get(name) or 0.0) for name in ("pass_host_s", "update_host_s")}
     low_s, high_s = model.interval(step_s, host_share=host_share, library_share=library_share, compiled=setting.compile)
     samples, tokens = placement.num_replicas * size * setting.accumulation, graph.meta.get("tokens_per_sample")
+    # Memory: of the tensors, of the allocator's segments, and the range that a user may see.
     held = curve.held(size, sharding, setting.optimizer, step.saving)
     if held is None:
         raise InputError("--batch-sizes", f"{size} is more than the step is traced at", "give a smaller one")
     peak_bytes, limited_bytes = held.peak().total_bytes, held.reserved_bytes(usable_bytes(model.device))
     # A step that does not fit is reported with what it would reserve on a device without a limit.
     reserved_bytes = limited_bytes if limited_bytes is not None else held.reserved_bytes() or 0
-    least_bytes = curve.least(size, sharding, setting.optimizer, step.saving, peak_bytes)
+    least_bytes = curve.lower_peak_bytes(size, sharding, setting.optimizer, step.saving, peak_bytes)
     memory_low_bytes, memory_high_bytes = memory_range(
         least_bytes, reserved_bytes, sharding, placement.num_replicas, curve.workspace_bytes(size), setting.layout
     )
@@ -649,7 +656,7 @@ def _predict_row(
         tokens_per_s=samples * float(tokens) / step_s if isinstance(tokens, (int, float)) else None,
         mfu=setting.accumulation * products_s(graph, model.device) / setting.layout.pipeline / step_s,
         host_bound=host_share > HOST_BOUND,
-        host_wait_s=min(step_s, setting.accumulation * waits_s["pass_host_s"] + waits_s["update_host_s"]),
+        host_wait_s=min(step_s, setting.accumulation * pass_host_s + update_host_s),
         price_per_million_samples=None
         if price is None
         else price * placement.num_replicas * placement.gpus / 3600 / (samples / step_s) * 1e6,
@@ -703,7 +710,10 @@ def gathered_matrices_s(graph: Graph, group: Communicator, sharding: Sharding) -
 
 
 def own_sum_s(graph: Graph, sharding: Sharding) -> float:
-    """Return the seconds in which a process adds its shard of a pass's gradients to earlier ones, from a graph's ``meta``."""
+    """Return the seconds in which a process adds its part of a pass's gradients to earlier ones, from a graph's ``meta``.
+
+    That is a shard if gradients are sharded, else all; each process launches as many kernels, which ``sum_launch_s`` is.
+    """
     if sharding.on_host:
         return host_sum_s(graph, sharding)
     whole_s, launch_s = (float(graph.meta.get(name) or 0.0) for name in ("sum_s", "sum_launch_s"))
@@ -736,7 +746,7 @@ def products_s(graph: Graph, device: Device) -> float:
 
 
 def usable_bytes(device: Device) -> float:
-    """Return the bytes of a device's memory that a training process can use.
+    """Return the bytes of a device's memory that a training process can use: without the driver's and a context's.
 
     From a datasheet's size, error-correcting codes are deducted; a size that a user gives is taken as the driver shows it.
     """
@@ -846,13 +856,8 @@ def timeline(curve: WorkCurve, model: CostModel, setting: Setting, row: Predicte
         rate, sizes = host_link_bytes_per_s(model.device), lifetimes.sizes(curve.scaled(size))
         copies = lifetimes.copies(recomputation, lifetimes.seconds(timed), sizes, rate)
     end_s = lifetimes.clock(recomputation, timed, copies)
-    bytes_by_part, total_bytes = held.curves(), held.peak().curve
-    # The end of the last place lies in the last span; a step without any time is no division by 0.
-    span_index = np.minimum((_MOMENTS * end_s / max(end_s[-1], 1e-30)).astype(np.int64), _MOMENTS - 1)
-    order = np.lexsort((total_bytes, span_index))  # by span, and by bytes within a span
-    is_last_of_span = np.append(np.diff(span_index[order]) > 0, True)
-    fullest_places = np.sort(order[is_last_of_span])
-    fullest_bytes = {part: part_bytes[fullest_places] for part, part_bytes in bytes_by_part.items()}
+    fullest_places = fullest_of_spans(end_s, held.peak().curve, float(end_s[-1]))
+    fullest_bytes = {part: part_bytes[fullest_places] for part, part_bytes in held.curves().items()}
     # Rounding can leave sums of bytes that are added and freed slightly below 0.
     return MemoryTimeline(
         num_replicas=row.num_replicas,
@@ -860,6 +865,18 @@ def timeline(curve: WorkCurve, model: CostModel, setting: Setting, row: Predicte
         time_s=end_s[fullest_places].tolist(),
         parts={part: np.maximum(held, 0.0).tolist() for part, held in fullest_bytes.items() if held.any()},
     )
+
+
+def fullest_of_spans(at_s: Array, total_bytes: Array, step_s: float) -> NDArray[np.intp]:
+    """Return, ascending, the place with most bytes of each of ``_MOMENTS`` equal spans of a step; none of an empty span.
+
+    ``at_s`` (places,): when each place ends, ascending. ``total_bytes`` (places,): what is held there.
+    """
+    # The end of the last place lies in the last span; a step without any time is no division by 0.
+    span = np.minimum((_MOMENTS * at_s / max(step_s, 1e-30)).astype(np.int64), _MOMENTS - 1)
+    order = np.lexsort((total_bytes, span))  # by span, and by bytes within a span
+    is_last_of_span = np.append(np.diff(span[order]) > 0, True)
+    return np.sort(order[is_last_of_span])
 
 
 def work_of(

@@ -18,13 +18,11 @@ from ddltool.analyzers.step.costs.allocator import reserved_bytes
 from ddltool.analyzers.step.costs.compiling import compiled, compiled_storages
 from ddltool.analyzers.step.costs.memory import Sharding
 from ddltool.analyzers.step.costs.model import CostModel, time_step
-from ddltool.analyzers.step.costs.predict import memory_range, products_s, usable_bytes
+from ddltool.analyzers.step.costs.predict import fullest_of_spans, memory_range, products_s, usable_bytes
 from ddltool.graph import COMPUTE, Graph, Recorded
 from ddltool.graph_results import MemoryTimeline, PredictedDevice, PredictedRow, PredictionAssumptions, PredictResult
 from ddltool.precision import precision_of
 
-# How many moments a timeline of memory has: as many as a picture can show.
-_MOMENTS = 160
 # What the op types of collectives begin with, such as c10d.all_reduce.
 _COLLECTIVE = "c10d."
 
@@ -99,19 +97,15 @@ def simulate_streams(graph: Graph, model: CostModel, fabric: Fabric) -> Streamed
     recorded = graph.recorded
     assert recorded is not None
     timed = time_step(graph, model.device, model.constants)
-    is_compute = graph.kind == COMPUTE
-    positions = np.flatnonzero(is_compute)
-    kernel_s = timed.op_s[positions].copy()
-    issue_s = timed.issue_s[positions]
-    exchange_s = np.zeros(len(positions))
-    for place, position in enumerate(positions):
-        if (op_type := graph.op_type[position]).startswith(_COLLECTIVE):
-            ranks = recorded.groups[graph.names[position]]
-            exchange_s[place] = collective_s(
-                op_type.removeprefix(_COLLECTIVE), graph.size_bytes[position], ranks, fabric
-            )
-    start_s, end_s, host_s = _play(graph, positions, kernel_s + exchange_s, issue_s, recorded.waits)
-    _, alone_s, alone_host_s = _play(graph, positions, kernel_s, issue_s, recorded.waits)
+    ops = np.flatnonzero(graph.kind == COMPUTE)
+    kernel_s, issue_s = timed.op_s[ops], timed.issue_s[ops]
+    exchange_s = np.zeros(len(ops))  # of collectives, which are free ops to the cost model
+    for index, op in enumerate(ops):
+        if (op_type := graph.op_type[op]).startswith(_COLLECTIVE):
+            name, ranks = op_type.removeprefix(_COLLECTIVE), recorded.groups[graph.names[op]]
+            exchange_s[index] = collective_s(name, graph.size_bytes[op], ranks, fabric)
+    start_s, end_s, host_s = _play(graph, ops, kernel_s + exchange_s, issue_s, recorded.waits)
+    _, alone_s, alone_host_s = _play(graph, ops, kernel_s, issue_s, recorded.waits)
     return StreamedStep(
         start_s=start_s, end_s=end_s, host_s=host_s, alone_s=max(alone_s.max(initial=0.0), alone_host_s)
     )
@@ -137,7 +131,7 @@ def collective_s(name: str, size_bytes: float, ranks: Sequence[int], fabric: Fab
 
 def _play(
     graph: Graph,
-    positions: NDArray[np.intp],
+    ops: NDArray[np.intp],
     seconds: NDArray[np.float64],
     issue_s: NDArray[np.float64],
     waits: Sequence[int],
@@ -146,28 +140,28 @@ def _play(
 
     Args:
         graph: the step; the ``resource`` of an op is its stream.
-        positions: (c,) the indices of the graph's compute ops, in the order in which the host issues them.
+        ops: (c,) the indices of the graph's compute ops, in the order in which the host issues them.
         seconds: (c,) the time of each op on the device.
         issue_s: (c,) the time of each op on the host.
-        waits: indices into ``positions`` of ops after which the host waits until all streams are idle.
+        waits: indices into ``ops`` of ops after which the host waits until all streams are idle.
     """
-    place_of = np.full(len(graph), -1, dtype=np.int64)
-    place_of[positions] = np.arange(len(positions))
-    starts, ends = np.zeros(len(positions)), np.zeros(len(positions))
+    index_of = np.full(len(graph), -1, dtype=np.int64)  # by op of the graph, its index in ``ops``; -1: a transfer
+    index_of[ops] = np.arange(len(ops))
+    starts, ends = np.zeros(len(ops)), np.zeros(len(ops))
     stream_free_s: dict[int, float] = {}
     host_waits = set(waits)
-    host_s = 0.0
-    for place, position in enumerate(positions.tolist()):
-        host_s += float(issue_s[place])
-        stream = int(graph.resource[position])
+    host_s = 0.0  # when the host has issued the ops so far
+    for index, op in enumerate(ops.tolist()):
+        host_s += float(issue_s[index])
+        stream = int(graph.resource[op])
         # An op that takes the device no time, such as a view, is not launched, so that it does not wait for the host.
-        start_s = max(stream_free_s.get(stream, 0.0), host_s if seconds[place] > 0 else 0.0)
-        for source in graph.inputs_of(position).tolist():
-            if (source_place := place_of[source]) >= 0 and graph.resource[source] != stream:
-                start_s = max(start_s, ends[source_place])
-        starts[place] = start_s
-        ends[place] = stream_free_s[stream] = start_s + float(seconds[place])
-        if place in host_waits:
+        start_s = max(stream_free_s.get(stream, 0.0), host_s if seconds[index] > 0 else 0.0)
+        for source in graph.inputs_of(op).tolist():  # those on its own stream have ended by now
+            if (source_index := index_of[source]) >= 0 and graph.resource[source] != stream:
+                start_s = max(start_s, ends[source_index])
+        starts[index] = start_s
+        ends[index] = stream_free_s[stream] = start_s + float(seconds[index])
+        if index in host_waits:
             host_s = max(host_s, max(stream_free_s.values()))
     return starts, ends, host_s
 
@@ -182,6 +176,7 @@ def _predict_row(
     run = graph
     if recorded.compiled:
         run, recorded = compiled(graph), compiled_storages(graph, recorded)
+    # Time: of all streams with their collectives, and of the kernels alone for the host's part of it.
     step = simulate_streams(run, model, fabric)
     timed = time_step(run, model.device, model.constants)
     low_s, high_s = model.interval(
@@ -189,6 +184,7 @@ def _predict_row(
     )
     replicas, nodes = recorded.world_size, math.ceil(recorded.world_size / fabric.gpus_per_node)
     batch = graph.batch_size or 1
+    # Not every process has a batch of its own: those that share tensors do not.
     samples = (recorded.batches or replicas) * batch * recorded.passes
     tokens, price = graph.meta.get("tokens_per_sample"), model.device.price_per_hour
     held = recorded.held_bytes(int((graph.kind == COMPUTE).sum()))
@@ -240,16 +236,13 @@ def _reserved(recorded: Recorded, places: int, limit_bytes: float = math.inf) ->
 
 
 def _timeline(recorded: Recorded, step: StreamedStep, row: PredictedRow) -> MemoryTimeline:
-    """Return the bytes of each part of the memory at the fullest moment of each of ``_MOMENTS`` equal spans of the step.
+    """Return the bytes of each part of the memory at the fullest moment of each of equal spans of the step.
 
     ``row``: the step's prediction, from which the timeline takes replicas and batch size.
     """
     places = len(step.end_s)
-    total_bytes, at_s = recorded.held_bytes(places), np.maximum.accumulate(step.end_s)  # ops of several streams overlap
-    span = np.minimum((_MOMENTS * at_s / max(step.step_s, 1e-30)).astype(np.int64), _MOMENTS - 1)
-    order = np.lexsort((total_bytes, span))  # by span, and by bytes within a span
-    is_last_of_span = np.append(np.diff(span[order]) > 0, True)
-    fullest = np.sort(order[is_last_of_span])
+    at_s = np.maximum.accumulate(step.end_s)  # ops of several streams overlap
+    fullest = fullest_of_spans(at_s, recorded.held_bytes(places), step.step_s)
     parts = {
         part: np.maximum(recorded.held_bytes(places, part)[fullest], 0.0) for part in dict.fromkeys(recorded.parts)
     }

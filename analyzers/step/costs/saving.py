@@ -89,12 +89,14 @@ class Copies:
         """
         count = len(self.ends)
         after, before = np.zeros(count), np.zeros(count)
+        # To the host: when the link is free again, all waits so far, and when each block's copy is done.
         copied_s, late_s, done_s = 0.0, 0.0, np.zeros(count)
         for block in range(count):
             copied_s = done_s[block] = max(copied_s, self.ends[block] + late_s) + self.copy_s[block]
             if block >= self.window:
                 after[block] = max(0.0, done_s[block - self.window] - self.ends[block] - late_s)
                 late_s += after[block]
+        # And back: a copy may begin with the backward pass of the block a window later.
         copied_s, late_s, begun_s = 0.0, 0.0, np.zeros(count)
         for block in reversed(range(count)):
             if block + self.window < count:

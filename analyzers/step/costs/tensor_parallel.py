@@ -34,6 +34,7 @@ from ddltool.analyzers.step.recording.torch_costs import (
     base_name,
     cost_of,
     issued,
+    sized,
     tensors_of,
     value_of,
 )
@@ -114,7 +115,13 @@ def rank_of(traced: TracedStep, blocks: Sequence[ModelBlock], ranks: int, *, seq
 
 
 class _Divider:
-    """Finds which tensors of a step are divided among the ranks, and makes one rank's step of it."""
+    """Finds which tensors of a step are divided among the ranks, and makes one rank's step of it.
+
+    A product whose weight is split by columns makes a divided tensor: each rank holds a part of it. One whose weight is split
+    by rows takes a divided tensor and makes a partial sum: each rank holds a summand of the whole shape, and an exchange
+    completes it. The ops from the one to the other are a chain. ``names`` and ``parameters`` are by node: the op's name, and
+    that of the parameter which it stands for. A place is the index of a node.
+    """
 
     def __init__(self, traced: TracedStep, blocks: Sequence[ModelBlock], ranks: int, sequence: bool) -> None:
         """Find where the backward pass begins and the block in which each node runs; nothing is divided yet."""
@@ -190,7 +197,7 @@ class _Divider:
             failed |= {product for product in chains if self.block_at[self.place_of[product]] != self.block_at[place]}
             factors = _factors(node)
             weight = self._weight_of(node) if self.block_at[place] >= 0 else None
-            if factors and weight is not None:
+            if factors and weight is not None:  # a product with a weight ends the chains of its input, or begins one
                 ends_here = open_chains.get(factors[0], none)
                 ended_chains |= ends_here
                 if ends_here or node not in whole:
@@ -200,22 +207,28 @@ class _Divider:
                 continue
             if not chains:
                 continue
+            # Any other op on a divided tensor continues its chains, unless it needs what is divided as a whole.
             open_chains[node] = chains
             keeping_sources = [source for source in node.all_input_nodes if _keeps_last(source, node)]
             kept = none.union(*(in_last_dimension.get(source, none) for source in keeping_sources))
             if base_name(node.target) in _NEEDS_WHOLE:
                 failed |= kept
-            if _is_attention(node):
+            if not _is_attention(node):
+                in_last_dimension[node] = kept
+            else:  # it is divided by heads
                 self._note_heads(node, chains)
                 if not all(open_chains.get(source) for source in factors or node.all_input_nodes[:3]):
                     failed |= chains  # some of queries, keys and values are whole, so that heads cannot be divided
-            else:
-                in_last_dimension[node] = kept
-            for source in node.all_input_nodes:  # a bias of a split product that is added by an op of its own
-                if kept and source in self.parameters and value_of(source).dim() == 1:
-                    self.split.setdefault(source, "columns")
+            if kept:
+                self._split_added_biases(node)
         never_ended = {product for chains in open_chains.values() for product in chains} - ended_chains
         return (failed | never_ended) - whole
+
+    def _split_added_biases(self, node: Node) -> None:
+        """Split the biases of split products which an op of its own adds: the parameters of one dimension that it reads."""
+        for source in node.all_input_nodes:
+            if source in self.parameters and value_of(source).dim() == 1:
+                self.split.setdefault(source, "columns")
 
     def _split_product(self, node: Node, weight: Node, how: str) -> None:
         """Note ``how`` a product's weight is split: by "rows", "columns" or "vocabulary".
@@ -511,14 +524,8 @@ def _keeps_last(source: Node, node: Node) -> bool:
 
 
 def _sized(tensor: Tensor) -> Sized:
-    """Return the properties of a tensor on which costs depend, with storage for its own elements only."""
-    return Sized(
-        shape=tuple(map(int, tensor.shape)),
-        stored=tensor.numel(),
-        width=tensor.element_size(),
-        dtype=str(tensor.dtype).removeprefix("torch."),
-        floating=tensor.is_floating_point(),
-    )
+    """Return the properties of a tensor on which costs depend, with storage for its own elements only: what is exchanged."""
+    return replace(sized(tensor), stored=tensor.numel())
 
 
 def _issued_cut(node: Node, cuts: Mapping[Node, int | None], ranks: int) -> Issued:

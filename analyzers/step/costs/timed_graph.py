@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import cast
 
+from ddltool.analyzers.step.communication.fabrics import BANDWIDTH, LATENCY
 from ddltool.analyzers.step.costs.model import cost_model, demand_float8, estimate
 from ddltool.analyzers.step.recording.command import assumed, is_command, record
 from ddltool.analyzers.step.tracing.sources import Source, is_graph_file, is_onnx_file, load_graph, resolve_step
@@ -17,7 +18,8 @@ from ddltool.graph import Graph, Mode
 from ddltool.shipped import calibration, known_devices
 from ddltool.units import parse_bandwidth, parse_latency
 
-DEVICE, BANDWIDTH, LATENCY = "V100", "10Gbit", "50us"
+DEVICE = "V100"
+"""The device type whose times are predicted by default."""
 
 
 def timed_graph(

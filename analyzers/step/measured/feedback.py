@@ -131,7 +131,7 @@ def read_run(frame: pd.DataFrame, where: str, tell: Tell = log_remark) -> Run:
     slowest_s = per_step["step_s"].max()
     steady_runs = [_steady_rows(rows) for _, rows in all_rows.groupby(runs_of(all_rows))]
     repeats_s = [rows.groupby("step")["step_s"].max() for rows in steady_runs if _run_shape(rows) == _run_shape(steady)]
-    samples_s = repeats_s if len(repeats_s) > 1 else _split_in_time(slowest_s)
+    samples_s = repeats_s if len(repeats_s) > 1 else _split_in_time(slowest_s)  # this run is among its repeats
     # pandas types a group's key as any object, and a rank may be a float such as 1.0.
     ranks = tuple(_rank_run(int(float(str(rank))), part) for rank, part in steady.groupby("rank"))
     servers = int(steady["servers"].min())
@@ -152,9 +152,8 @@ def read_run(frame: pd.DataFrame, where: str, tell: Tell = log_remark) -> Run:
 def _steady_rows(rows: pd.DataFrame) -> pd.DataFrame:
     """Return a run's rows after warm-up whose batch is the rank's full one; an epoch's last step may have a smaller batch."""
     steps = np.sort(rows["step"].unique())
-    first_step = (
-        steps[WARMUP_STEPS] if len(steps) > 2 * WARMUP_STEPS else steps[0]
-    )  # a short run would lose most of its steps
+    is_short = len(steps) <= 2 * WARMUP_STEPS  # it would lose most of its steps
+    first_step = steps[0 if is_short else WARMUP_STEPS]
     full_batch = rows.groupby("rank")["batch"].transform("max")
     steady_rows: pd.DataFrame = rows[(rows["step"] >= first_step) & (rows["batch"] == full_batch) & (rows["batch"] > 0)]
     return steady_rows

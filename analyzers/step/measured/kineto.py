@@ -169,6 +169,7 @@ _SPANS = frozenset(["cpu_op", "user_annotation"])
 _RUNTIME = frozenset(["cuda_runtime", "cuda_driver", "privateuse1_runtime", "privateuse1_driver"])
 # The categories of torch 1.8 to 1.11, and today's.
 _EARLIER = {"operator": "cpu_op", "runtime": "cuda_runtime", "memcpy": "gpu_memcpy", "memset": "gpu_memset"}
+# Rows that newer profilers write among the GPU's activities, in which it does nothing but wait.
 _SYNC_ROWS = frozenset(["Device Sync", "Stream Sync", "Event Sync", "Context Sync", "Stream Wait Event"])
 _NCCL_KERNEL = re.compile(r"[nr]ccl(?:Dev)?Kernel_?[A-Za-z]")
 # Calls whose time grows with the size of the input. Nested calls may count twice, but do so on all ranks alike.
@@ -330,7 +331,8 @@ def read_steps(path: str | Path) -> TraceSteps:
     steps = events.steps(spans)
     if not len(steps.start_s):
         raise InputError(str(path), "has no ProfilerStep range with work", "call prof.step() after every training step")
-    busy_s = np.zeros((3, len(steps.start_s)))  # rows: compute, communication, either of them
+    # Rows: compute, communication, either of them; seconds of all devices. What is exposed is the third less the first.
+    busy_s = np.zeros((3, len(steps.start_s)))
     for compute, communication in events.busy_times(spans, steps.end_s):
         intervals = (compute, communication, np.concatenate([compute, communication], axis=1))
         for interval_index, (start, length) in enumerate(intervals):
@@ -368,7 +370,7 @@ def read_rank(path: str | Path) -> RankTrace:
     host_columns = np.stack([host_name + len(group_names), host_start_s, host_start_s + host_duration_s])
     header = _header(path)
     rank, host = header.get("distributedInfo.rank"), header.get("host_name")
-    base_ns = header.get("baseTimeNanoseconds", 0)
+    base_ns = header.get("baseTimeNanoseconds", 0)  # from where a newer profiler counts the events' times
     return RankTrace(
         where=str(path),
         rank=rank if type(rank) is int and rank >= 0 else None,
@@ -557,10 +559,14 @@ class _EventColumns:
             raise self._event_error(event, number, problem)
         self.base_us = start if self.base_us is None else self.base_us
         start, duration = start - self.base_us, duration or 0.0
+        # What the event is of, and the ids by which a kernel and its launch are joined.
         category = str(event.get("cat", "")).lower()
         category = _EARLIER.get(category, category)
         self.categories[category] += 1
-        name, thread = str(event.get("name", "")), f"{event.get('pid')} {event.get('tid')}"
+        name, thread = (
+            str(event.get("name", "")),
+            f"{event.get('pid')} {event.get('tid')}",
+        )  # in a process and its thread
         event_args = event.get("args")
         args: Mapping[str, Any] = event_args if isinstance(event_args, dict) else {}
         correlation = _event_id(args.get("correlation"))
@@ -581,6 +587,7 @@ class _EventColumns:
                 self._append_row("launches", correlation, thread_index, start)
         elif category in _ACTIVITY and name not in _SYNC_ROWS:
             kind, group = _ACTIVITY[category], -1
+            # NCCL's kernels are told by their names: ncclDevKernel_AllReduce_Sum_f32_RING_LL is of AllReduce.
             if kind == _COMPUTE_KERNEL and (prefix := _NCCL_KERNEL.match(name)):
                 operation, ranks = name[prefix.end() - 1 :].split("_")[0], args.get("Process Group Ranks", "")
                 kind, group = _COMMUNICATION_KERNEL, self._index_of("group", f"{operation} {ranks}")

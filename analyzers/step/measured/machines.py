@@ -39,13 +39,13 @@ _NAMES_SHOWN = 3
 _COMMANDS = "nvidia-smi -q -x, scontrol show node or kubectl get nodes -o json"
 # States of Slurm in which a node runs no new job until an administrator acts.
 _UNAVAILABLE = (
-    *("DOWN", "DRAIN", "FAIL", "MAINT", "NOT_RESPONDING", "UNKNOWN", "ERROR", "FUTURE", "INVAL", "POWERED_DOWN"),
-)
+    "DOWN", "DRAIN", "FAIL", "MAINT", "NOT_RESPONDING", "UNKNOWN", "ERROR", "FUTURE", "INVAL", "POWERED_DOWN",
+)  # fmt: skip
 # Labels of Kubernetes nodes that name their GPU, and resources by which pods ask for GPUs.
 _PRODUCT_LABELS = (
-    *("nvidia.com/gpu.product", "amd.com/gpu.product-name", "cloud.google.com/gke-accelerator"),
-    *("k8s.amazonaws.com/accelerator", "karpenter.k8s.aws/instance-gpu-name"),
-)
+    "nvidia.com/gpu.product", "amd.com/gpu.product-name", "cloud.google.com/gke-accelerator",
+    "k8s.amazonaws.com/accelerator", "karpenter.k8s.aws/instance-gpu-name",
+)  # fmt: skip
 _RESOURCES = ("nvidia.com/gpu", "amd.com/gpu")
 
 
@@ -195,10 +195,13 @@ def _from_nvidia_smi(text: str, where: str, stem: str) -> Iterator[Node | str]:
 
 
 def _parse_xml(text: str, where: str) -> Element:
-    """Return the root of an XML document. Raises InputError for entities, too many elements and malformed XML."""
+    """Return the root of an XML document. Raises InputError for entities, too many elements and malformed XML.
+
+    Both are checked before the text is parsed, because a short text with entities may unfold into one that fills the memory.
+    """
     if "<!ENTITY" in text:
         raise InputError(where, "declares XML entities, which are not read", "give the output of nvidia-smi -q -x")
-    if text.count("<") > 2 * _MAX_ELEMENTS:
+    if text.count("<") > 2 * _MAX_ELEMENTS:  # each has a tag that opens it and one that closes it
         raise InputError(where, "has too many elements", "give the output of nvidia-smi -q -x")
     try:
         return fromstring(text)
@@ -227,8 +230,7 @@ def _from_scontrol(text: str, where: str) -> Iterator[Node | str]:
         if not name:
             raise InputError(f"{where}:NodeName", "is empty", "give the whole output of scontrol show node")
         state = fields.get("State", "")
-        unavailable_states = [word for word in _UNAVAILABLE if word in state.upper()]
-        if unavailable_states or "*" in state:
+        if "*" in state or any(word in state.upper() for word in _UNAVAILABLE):  # "*": it does not respond
             yield f"{name}: is {state}, left out"
             continue
         resources = re.sub(r"\([^)]*\)", "", fields.get("Gres", "")).split(",")  # without "(S:0-1)", the sockets
@@ -306,12 +308,12 @@ def _from_kubectl(text: str, where: str) -> Iterator[Node | str]:
             problem = f"is {shortened(text_count, 40)!r}"
             raise InputError(f"{location}.status.allocatable.{resource}", problem, "a whole number is expected")
         product = next((labels[key] for key in _PRODUCT_LABELS if labels.get(key)), None)
-        if product is not None and product.endswith("-SHARED"):
+        if product is not None and product.endswith("-SHARED"):  # the device plugin's mark of time slices
             yield f"{name}: {product} is one GPU for several pods, left out"
             continue
         if product is None:
             yield f"{name}: no label says which GPU it has; write its type in place of gpu"
-        memory = labels.get("nvidia.com/gpu.memory", "")
+        memory = labels.get("nvidia.com/gpu.memory", "")  # in MiB
         count = _checked_count(int(text_count), where, name)
         yield Node(name=name, device=product or "gpu", count=count, memory_gib=_mib_to_gib(f"{memory} MiB"))
 

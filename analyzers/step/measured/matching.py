@@ -91,8 +91,7 @@ def match(graph: Graph, trace: ProfilerTrace) -> Match:
     durations = np.full(len(graph), np.nan)
     calls = _candidate_calls(graph, costly_ops, trace)
     steps, inexact, agreement = _fill_by_type(graph, costly_ops, trace, calls, durations)
-    is_measured = ~np.isnan(durations)
-    is_measured[np.setdiff1d(np.arange(len(graph)), costly_ops)] = False
+    is_measured = ~np.isnan(durations)  # only costly ops have a time so far
     durations[(graph.kind == COMPUTE) & ~np.isin(np.arange(len(graph)), costly_ops)] = 0.0
     unmatched_types = Counter(graph.op_type[op] for op in costly_ops if not is_measured[op])
     unmatched_calls, matched_time = _unmatched_calls(trace, calls, agreement)
@@ -139,9 +138,8 @@ def with_measured(fallback: Graph, durations: Floats, measured: Flags) -> Graph:
     is_compute = fallback.kind == COMPUTE
     is_unmeasured = is_compute & np.isnan(durations)
     has_both = measured & (durations > 0) & (fallback.duration_s > 0)
-    ratio = np.divide(
-        durations, fallback.duration_s, out=np.ones(len(fallback)), where=has_both
-    )  # the ones, where one of the times is unknown, are never read
+    # Where one of the times is unknown the ratio stays 1, and is never read.
+    ratio = np.divide(durations, fallback.duration_s, out=np.ones(len(fallback)), where=has_both)
     types = np.array(fallback.op_type)
     seconds = np.where(is_compute, durations, fallback.duration_s)
     for name in np.unique(types[is_unmeasured]):
@@ -261,8 +259,8 @@ def _unmatched_calls(
     rows_by_time = sorted(rows, key=lambda row: (-row[2], row[0]))
     outside = trace.marked(lambda name: name.startswith(_OUTSIDE_RANGES))
     is_outside_top = (outside | spans.below(outside))[top]
-    total_s, unmatched_s = float(time[top[~is_outside_top]].sum()), unmatched_s[~is_outside_top]
-    lost_s = float(
-        unmatched_s.sum() + spans.with_nested(doubted_s)[top[~is_outside_top]].sum()
-    )  # and the doubted part of matched calls
+    # Of the time of calls in the graph's passes is lost what no call matched, and the doubted part of matched calls.
+    inside = top[~is_outside_top]
+    total_s = float(time[inside].sum())
+    lost_s = float(unmatched_s[~is_outside_top].sum() + spans.with_nested(doubted_s)[inside].sum())
     return tuple(rows_by_time), max(total_s - lost_s, 0.0) / total_s if total_s > 0 else 0.0

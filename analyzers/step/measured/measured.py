@@ -236,7 +236,7 @@ def make_call(node: Node) -> Call:
     Raises NotImplementedError for an op that reads a private format, and for an argument of an unknown type.
     """
     name = base_name(node.target)
-    arguments = arguments_by_name(node)
+    arguments = arguments_by_name(node.target, node.args, node.kwargs)
     if name in _OPAQUE or any("workspace" in argument for argument in arguments):
         raise NotImplementedError(f"{name} reads what another op packed")
     tensor_of: dict[Node, Any] = {}

@@ -45,6 +45,7 @@ def read_speeds(path: Path, tell: Tell, frame: pd.DataFrame | None = None) -> Sp
         _tell_gaps(run.steps.astype(np.float64), path, tell)
         full_share = np.ones_like(speed)
         return SpeedTrace.of(tuple(map(str, run.ranks)), speed=speed, cpu=full_share, memory=full_share)
+    # Check the columns, then that every worker has every iteration once.
     demand_columns(frame, SPEED_COLUMNS, path)
     worker = texts(frame, "worker", path)
     for row, name in enumerate(worker, 1):
@@ -106,10 +107,9 @@ def read_recorded(path: Path, tell: Tell) -> WorkerIterations:
         read = read_any(path)
         if read.remark:
             tell(f"{path}: {read.remark}")
-        if read.kind == "sync":
-            return _from_sync(
-                pd.DataFrame(read.content, columns=["event", "worker", "step", "time_s", "wait_s"]), str(path)
-            )
+        if read.kind == "sync":  # rows of a parameter server
+            columns = ["event", "worker", "step", "time_s", "wait_s"]
+            return _from_sync(pd.DataFrame(read.content, columns=columns), str(path))
         if read.kind == "telemetry":
             return _from_telemetry(read.content, str(path))
     frame = read_table(path, END_COLUMNS)
@@ -180,15 +180,13 @@ def _from_sync(frame: pd.DataFrame, where: str) -> WorkerIterations:
     steps = steps.assign(worker=worker.astype(np.int64).astype(str))
     names, ends, _ = _rows_by_worker(steps, ("worker", "step", "time_s"), where)
     _, waits, _ = _rows_by_worker(steps, ("worker", "step", "wait_s"), where, least=0.0, ascending=False)
-    lengths = [
-        np.diff(ends_s) - waits_s[1:] for ends_s, waits_s in zip(ends, waits, strict=True)
-    ]  # without the first step
+    # Without the first step, whose begin is not known.
+    lengths = [np.diff(ends_s) - waits_s[1:] for ends_s, waits_s in zip(ends, waits, strict=True)]
     for name, worker_lengths in zip(names, lengths, strict=True):
         if not len(worker_lengths) or worker_lengths.min() <= 0:
             problem = "has one step" if not len(worker_lengths) else "waited longer than a step took"
-            raise InputError(
-                f"{where}:worker {name}", problem, "give two or more steps of each, as the server wrote them"
-            )
+            remedy = "give two or more steps of each, as the server wrote them"
+            raise InputError(f"{where}:worker {name}", problem, remedy)
     return WorkerIterations(names=tuple(names), lengths_s=lengths, origins_s=np.zeros(len(names)))
 
 

@@ -84,7 +84,7 @@ def record(
         out, request = Path(scratch, "graph.json"), Path(scratch, "request.json")
         request.write_text(
             json.dumps(
-                {
+                {  # the module `script` says what each key means to the child
                     "out": str(out),
                     "label": shlex.join(words),
                     "name": device.name if device is not None else "GPU",
@@ -116,6 +116,7 @@ def _without_script_arguments(words: Sequence[str]) -> str:
 
 
 _CHILD = "ddltool.analyzers.step.recording.script"
+"""The module that the child process runs."""
 
 
 def assumed(graph: Graph) -> str:
@@ -162,6 +163,7 @@ def _run_child(arguments: list[str], limit_s: float, name: str, shows: bool, end
     as for :func:`record`. The child leads a process group of its own, so that at the limit, or once ``ended`` is set, the
     processes that it started are killed with it. Raises InputError after ``limit_s`` seconds.
     """
+    # Unbuffered, so that prints are relayed as they come; tokenizers' threads make that library warn of later forks.
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
     child = subprocess.Popen(
         arguments, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment,
@@ -199,7 +201,6 @@ def _relay(stream: IO[str], failures: list[str], shows: bool) -> None:
         before, mark, failure = line.rstrip("\n").partition(FAILURE_MARK)
         if mark:
             failures.append(failure)
-        if shows and (
-            before or not mark
-        ):  # a line that is the mark and the reason alone is for the parent, not the user
+        is_for_parent_alone = bool(mark) and not before  # the mark and the reason, nothing that the script printed
+        if shows and not is_for_parent_alone:
             sys.stderr.write(f"\x1b[2m{before}\x1b[0m\n" if dims else f"{before}\n")

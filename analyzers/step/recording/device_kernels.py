@@ -41,8 +41,7 @@ _FLOAT32_UNLESS_TYPED = names_in(
 _WIDEST = names_in("addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add")
 _AUTOCAST: Any = torch._C.DispatchKey.AutocastPrivateUse1  # type: ignore[attr-defined]
 _CASTABLE = (torch.float16, torch.bfloat16, torch.float32)
-
-
+"""The types that autocast casts from: float64 and whole numbers stay as they are."""
 _WIDEST_FLASH_HEAD = 256
 """Flash attention of torch takes heads up to this width."""
 
@@ -74,7 +73,7 @@ class Autocast:
             for name in names:
                 packet, _, overload = name.partition(".")
                 op = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
-                if op is not None:
+                if op is not None:  # another version of torch may lack a listed op
                     self.libraries[0].impl(name, kernel(op), "AutocastPrivateUse1")
 
     def clear(self) -> None:
@@ -94,7 +93,10 @@ class Autocast:
         return self._casting(op, lambda tensors: torch.float32 if torch.float32 in {t.dtype for t in tensors} else None)
 
     def _unless_typed(self, op: Any) -> Callable[..., Any]:
-        """Return a kernel for an op with a ``dtype`` argument, which is set to float32 where the call does not give it."""
+        """Return a kernel for an op with a ``dtype`` argument, which is set to float32 where the call does not give it.
+
+        The op itself casts its input to ``dtype``, so that no cast is recorded apart.
+        """
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
             """Run the op without autocast; a call without ``dtype``, on a castable first tensor, gets float32."""

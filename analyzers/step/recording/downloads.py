@@ -83,7 +83,7 @@ def stand_in_downloads(device: torch.device) -> dict[str, Callable[[Any], None]]
     return {
         "transformers.modeling_utils": lambda module: _from_configuration(module, device),
         "transformers.configuration_utils": _known_configurations,
-        "diffusers.models.modeling_utils": lambda module: _diffusers_models(module, device),
+        "diffusers.models.modeling_utils": _diffusers_models,
         "timm.models._builder": _without_weights,
         "timm.models.helpers": _without_weights,
         "torchvision.datasets.mnist": _blank_digits,
@@ -95,7 +95,7 @@ def stand_in_downloads(device: torch.device) -> dict[str, Callable[[Any], None]]
 
 
 def _from_configuration(module: Any, device: torch.device) -> None:
-    """Let transformers' models be built from their configurations: the values of weights have no part in a step's cost.
+    """Let transformers build models from their configurations: what a step costs does not depend on the weights' values.
 
     ``module`` is ``transformers.modeling_utils``; models with a ``device_map`` are placed on ``device``.
     """
@@ -108,9 +108,11 @@ def _from_configuration(module: Any, device: torch.device) -> None:
         ``output_loading_info`` have an effect; that last one makes the result a pair (model, information). The other
         ``kwargs`` change the configuration, as in the original.
         """
+        # Find the configuration; what is left of ``kwargs`` is for the model's constructor.
         loading_options = {key: kwargs.pop(key) for key in _LOADING_OPTIONS if key in kwargs}
         if isinstance(config, module.PreTrainedConfig):
-            config = copy.deepcopy(config)
+            config = copy.deepcopy(config)  # the script's own object stays as it is
+            # The kind of attention is left among the arguments: ``_from_config`` takes it from there.
             for key in [key for key in kwargs if hasattr(config, key) and not key.startswith("attn_impl")]:
                 setattr(config, key, kwargs.pop(key))
         else:
@@ -120,9 +122,11 @@ def _from_configuration(module: Any, device: torch.device) -> None:
             config, kwargs = cls.config_class.from_pretrained(
                 config or name, return_unused_kwargs=True, **configuration_options, **kwargs
             )
+        # Build the model in the asked type ("auto": the configuration's), then pack and place its weights as asked.
         dtype = loading_options.get("dtype") or loading_options.get("torch_dtype") or "auto"
         dtype = (config.dtype or torch.float32) if dtype == "auto" else dtype
         config.name_or_path = str(name)
+        # A loaded model evaluates until it is told to train.
         model = cls._from_config(config, *args, dtype=dtype, **kwargs).eval()
         quantization = loading_options.get("quantization_config") or getattr(config, "quantization_config", None)
         for bits in (4, 8):
@@ -130,12 +134,8 @@ def _from_configuration(module: Any, device: torch.device) -> None:
                 _pack_weights(model, bits, _option(quantization, "bnb_4bit_compute_dtype"), quantization)
         if loading_options.get("device_map") not in (None, "cpu", {"": "cpu"}):
             model = model.to(device)
-        loading_info: dict[str, list[str]] = {
-            "missing_keys": [],
-            "unexpected_keys": [],
-            "mismatched_keys": [],
-            "error_msgs": [],
-        }
+        troubles = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
+        loading_info: dict[str, list[str]] = {trouble: [] for trouble in troubles}  # there are none
         return (model, loading_info) if loading_options.get("output_loading_info") else model
 
     module.PreTrainedModel.from_pretrained = classmethod(from_pretrained)
@@ -210,11 +210,8 @@ _CONFIGURATIONS: dict[str, Any] = {
 }
 
 
-def _diffusers_models(module: Any, device: torch.device) -> None:
-    """Let diffusers' models be built from their configurations, without the hub's weights.
-
-    ``module`` is ``diffusers.models.modeling_utils``. ``device`` is not used: diffusers leaves moving to the script.
-    """
+def _diffusers_models(module: Any) -> None:
+    """Let diffusers' models be built from their configurations; ``module``: ``diffusers.models.modeling_utils``."""
 
     def from_pretrained(cls: Any, /, name: Any, **kwargs: Any) -> Any:
         """Return a model with initial weights, in ``torch_dtype`` or float32, as ``ModelMixin.from_pretrained`` would."""
@@ -347,6 +344,7 @@ def _tokenizer_of_pieces(name: str, known_fields: dict[str, Any]) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     is_encoder = known_fields["model_type"] in ("bert", "distilbert", "roberta")
+    # Decoders without a token for padding lack one here, too: scripts set it themselves, or fail as they would in a run.
     special = (
         {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
         if is_encoder
@@ -356,14 +354,12 @@ def _tokenizer_of_pieces(name: str, known_fields: dict[str, Any]) -> Any:
     letters = [chr(code) for code in range(33, 127)]  # the printable characters of ASCII
     syllables = ["".join(pair) for length in (2, 3) for pair in product(ascii_lowercase, repeat=length)]
     words = dict.fromkeys([*special.values(), *letters, *syllables])
-    split = Tokenizer(models.WordPiece({word: place for place, word in enumerate(words)},
-                                       unk_token=special["unk_token"], continuing_subword_prefix=""))  # fmt: skip
+    token_of = {word: token for token, word in enumerate(words)}
+    split = Tokenizer(models.WordPiece(token_of, unk_token=special["unk_token"], continuing_subword_prefix=""))
     split.normalizer = normalizers.Lowercase()
     split.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     if is_encoder:
-        split.post_processor = processors.BertProcessing(
-            ("[SEP]", _index_of(words, "[SEP]")), ("[CLS]", _index_of(words, "[CLS]"))
-        )
+        split.post_processor = processors.BertProcessing(("[SEP]", token_of["[SEP]"]), ("[CLS]", token_of["[CLS]"]))
     length = {"bert": 512, "distilbert": 512, "roberta": 512, "gpt2": 1024}.get(known_fields["model_type"], 2048)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=split, model_max_length=length, **special)
     tokenizer.name_or_path = name
@@ -373,11 +369,6 @@ def _tokenizer_of_pieces(name: str, known_fields: dict[str, Any]) -> Any:
     return tokenizer
 
 
-def _index_of(words: dict[str, None], word: str) -> int:
-    """Return a word's index among the keys of ``words``."""
-    return list(words).index(word)
-
-
 _VOCABULARIES = {
     "gpt2": 50_257,
     "r50k_base": 50_257,
@@ -385,6 +376,7 @@ _VOCABULARIES = {
     "cl100k_base": 100_277,
     "o200k_base": 200_019,
 }
+"""Tokens of each encoding, the one that ends a text among them."""
 
 
 def _encodings(module: Any) -> None:

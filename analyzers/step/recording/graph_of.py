@@ -18,13 +18,13 @@ from torch.utils._pytree import tree_leaves
 
 from ddltool.analyzers.step.recording.op_rules import CLASS, Cost, class_of, normal_type
 from ddltool.analyzers.step.recording.recorder import LAYOUTS, RecordedCall, Recording, Shadow, shadows_of
-from ddltool.analyzers.step.recording.torch_costs import Issued, base_name, cost_of, issued
+from ddltool.analyzers.step.recording.torch_costs import Issued, base_name, cost_of, issued, written_arguments
 from ddltool.graph import Gemm, Graph, Layout, Op, Recorded
 
 _TOKEN_DIMENSIONS = 2
 """A batch of token sequences has two dimensions: (samples, tokens)."""
 _OF_IMAGES = tuple(CLASS[name] for name in ("convolution", "normalisation", "pooling"))
-"""Classes of kernels whose time depends on that layout."""
+"""Classes of kernels whose time depends on the layout of images in memory."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -58,18 +58,19 @@ def ops_of(step: Recording, *, given: Mapping[str, Shadow] = MappingProxyType({}
     that get a placeholder even where the step reads none of them. Equal calls are costed once.
     """
     reader = _Reader(step)
-    parameter_of = {reader.maker_of(shadow): name for name, shadow in given.items()}
+    parameter_of = {reader.maker_of(shadow): name for name, shadow in given.items()}  # by the parameter's placeholder
     nodes = [reader.node_of(call) for call in step.calls]
     for name, shadow in step.parameters.items():
         parameter_of |= dict.fromkeys(reader.placeholders_of(shadow.storage), name)
+    # By a node, the op that makes its tensor; None for one that was there before the step and is no parameter.
     producer: dict[Node, str | None] = dict.fromkeys(reader.placeholders)
     producer |= {node: f"recv/{name}" for node, name in parameter_of.items()}
     ops: list[Op] = []
     costs: list[Cost] = []
     index_of_issued: dict[Issued, int] = {}
     issued_of: dict[str, int] = {}
-    written_by: dict[int, str] = {}
-    call_index_of = {node: place for place, node in enumerate(nodes)}
+    written_by: dict[int, str] = {}  # by torch's identifier of a storage, the last op so far that wrote to it in place
+    call_index_of = {node: index for index, node in enumerate(nodes)}
     for node in reader.program.nodes:
         if node.op != "call_function":
             continue
@@ -78,33 +79,19 @@ def ops_of(step: Recording, *, given: Mapping[str, Shadow] = MappingProxyType({}
             continue
         call = step.calls[call_index_of[node]]
         name = f"{_phase(call)}/{node.name}"
+        # The ops that it depends on, each once and in order: the makers of its tensors, then in-place writers to them.
         inputs = dict.fromkeys(op for source in node.all_input_nodes if (op := producer.get(source)) is not None)
         for source in node.all_input_nodes:
             if (writer := written_by.get(_storage(source))) is not None:
                 inputs.setdefault(writer)
-        written_by |= {shadow.tensor.untyped_storage()._cdata: name for shadow in shadows_of(_written_arguments(call))}
+        written_by |= {shadow.tensor.untyped_storage()._cdata: name for shadow in shadows_of(_written(call))}
         # A cost depends on the call's properties alone, so it is worked out once for each distinct call.
         cost_key = issued(node)
         issued_of[name] = index_of_issued.setdefault(cost_key, len(costs))
         if issued_of[name] == len(costs):
             costs.append(cost_of(cost_key))
-        cost = costs[issued_of[name]]
         producer[node] = name
-        ops.append(
-            Op(
-                name=name,
-                kind="compute",
-                flops=cost.flops,
-                size_bytes=cost.size_bytes,
-                inputs=tuple(inputs),
-                op_type=f"aten.{base_name(node.target)}",
-                estimate=cost.estimate,
-                written_bytes=cost.written_bytes,
-                dtype=cost.dtype,
-                layout=_layout_of(call),
-                gemm=cost.gemm,
-            )
-        )
+        ops.append(_op_of(call, costs[issued_of[name]], name, tuple(inputs)))
     return RecordedOps(
         program=reader.program,
         nodes=nodes,
@@ -113,7 +100,24 @@ def ops_of(step: Recording, *, given: Mapping[str, Shadow] = MappingProxyType({}
         given={name: node for node, name in reversed(parameter_of.items())},
         issued=tuple(index_of_issued),
         issued_of=issued_of,
-        last_writer={storage: ops[place].name for storage, place in reader.writers.items()},
+        last_writer={storage: ops[index].name for storage, index in reader.writers.items()},
+    )
+
+
+def _op_of(call: RecordedCall, cost: Cost, name: str, inputs: tuple[str, ...]) -> Op:
+    """Return the compute op of a call with its cost; ``inputs``: the names of the ops that it depends on."""
+    return Op(
+        name=name,
+        kind="compute",
+        flops=cost.flops,
+        size_bytes=cost.size_bytes,
+        inputs=inputs,
+        op_type=f"aten.{base_name(call.target)}",
+        estimate=cost.estimate,
+        written_bytes=cost.written_bytes,
+        dtype=cost.dtype,
+        layout=_layout_of(call),
+        gemm=cost.gemm,
     )
 
 
@@ -197,11 +201,11 @@ class _Reader:
             if not isinstance(output, Shadow):
                 continue
             maker = node
-            if returns_several:
+            if returns_several:  # torch.fx has a node that takes one part of a call's tuple
                 maker = self.program.create_node("call_function", operator.getitem, (node, index), name="getitem")
                 maker.meta["val"] = output.tensor
             self._node_of_tensor[_view_of(output)] = maker
-        for shadow in shadows_of((call.output, _written_arguments(call))):
+        for shadow in shadows_of((call.output, _written(call))):
             self.writers[shadow.storage] = self._calls_read
         self._calls_read += 1
         self._first_call = self._first_call or node
@@ -215,8 +219,8 @@ class _Reader:
         """Return the node that made a tensor last; a new placeholder for a tensor that was there before the step."""
         key = _view_of(shadow)
         if key not in self._node_of_tensor:
-            has_no_calls = self._first_call is None
-            with nullcontext() if has_no_calls else self.program.inserting_before(self._first_call):
+            is_empty = self._first_call is None
+            with nullcontext() if is_empty else self.program.inserting_before(self._first_call):
                 node = self.program.placeholder(f"input{len(self.placeholders)}")
             node.meta["val"] = shadow.tensor
             self.placeholders.append(node)
@@ -252,17 +256,9 @@ def _view_of(shadow: Shadow) -> tuple[Any, ...]:
     return shadow.storage, tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype
 
 
-def _written_arguments(call: RecordedCall) -> list[Any]:
-    """Return the arguments that a call writes to in place, as the operator's schema declares them."""
-    schema = getattr(call.target, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return []
-    named = dict(zip((argument.name for argument in schema.arguments), call.args, strict=False)) | dict(call.kwargs)
-    return [
-        named[argument.name]
-        for argument in schema.arguments
-        if argument.alias_info is not None and argument.alias_info.is_write and argument.name in named
-    ]
+def _written(call: RecordedCall) -> list[Any]:
+    """Return the arguments that a call writes to in place."""
+    return written_arguments(call.target, call.args, call.kwargs)
 
 
 def _phase(call: RecordedCall) -> str:
@@ -349,8 +345,8 @@ def _kinds_of_storages(step: Recording, ops: list[Op]) -> list[str]:
     return kinds
 
 
-# A collective that moves less than this share of the largest storage moves statistics (of SyncBatchNorm, of a mean loss).
 _LEAST_SHARE = 1 / 500
+"""A collective that moves less of the largest storage moves statistics (of SyncBatchNorm, of a mean loss)."""
 
 
 def _processes_sharing_a_batch(step: Recording, ops: list[Op]) -> int:
@@ -362,15 +358,16 @@ def _processes_sharing_a_batch(step: Recording, ops: list[Op]) -> int:
     """
     activations: set[int] = set()  # numbers of storages
     sharing: set[tuple[int, ...]] = set()  # groups, by the ranks of their processes
-    gathering: set[tuple[int, ...]] = set()
+    gathering: set[tuple[int, ...]] = set()  # groups that gather parameters
     largest = max((storage.size_bytes for storage in step.storages if storage.made >= 0), default=0)
     for call, op in zip(step.calls, ops, strict=True):
         if call.phase != "forward":
             continue
         read = {leaf.storage for leaf in tree_leaves((call.args, dict(call.kwargs))) if isinstance(leaf, Shadow)}
-        is_activation = op.gemm[1] > 0 or "embedding" in op.op_type or bool(read & activations)
+        is_product = op.gemm[1] > 0
+        is_activation = is_product or "embedding" in op.op_type or bool(read & activations)
         if is_activation:
-            written = tree_leaves((call.output, call.args if call.exchange else _written_arguments(call)))
+            written = tree_leaves((call.output, call.args if call.exchange else _written(call)))
             activations |= {leaf.storage for leaf in written if isinstance(leaf, Shadow)}
         if call.exchange is not None and len(call.exchange.ranks) > 1:
             if not is_activation and call.exchange.name == "all_gather":
@@ -430,7 +427,7 @@ def _layout_of(call: RecordedCall) -> Layout:
     if class_of(name) not in _OF_IMAGES:
         return ""
     layouts: list[Layout] = []
-    for argument in call.args[1:3] if name == "convolution_backward" else call.args:  # of it, image and weight
+    for argument in call.args[1:3] if name == "convolution_backward" else call.args:  # its image and weight: 1 and 2
         if not isinstance(argument, Shadow) or (layout := LAYOUTS.get(argument.tensor.dim())) is None:
             continue
         is_last, is_first = argument.tensor.is_contiguous(memory_format=layout), argument.tensor.is_contiguous()

@@ -64,10 +64,10 @@ def stand_in_groups(recorder: Recorder) -> None:
     _run_outside_recording(dist, distributed_c10d, "new_subgroups")
     _run_outside_recording(dist, distributed_c10d, "new_subgroups_by_enumeration")
     _spawn_here()
-    for name, stand_in in _OBJECTS.items():
+    for name, stand_in in _FREE_FUNCTIONS.items():
         for module in (dist, distributed_c10d):
             setattr(module, name, stand_in)
-    for module in (dist, distributed_c10d):
+    for module in (dist, distributed_c10d):  # scripts and libraries take another path where the backend is not NCCL
         module.get_backend = lambda group=None: "nccl"  # type: ignore[attr-defined]
     ddp = type("DistributedDataParallel", (_StandInDdp,), {"recorder": recorder})
     for module in (nn.parallel, nn.parallel.distributed):
@@ -161,8 +161,7 @@ def _scatter_object(output: list[Any], objects: list[Any] | None = None, *_: Any
     output[0] = (objects or [None])[0]
 
 
-# Exchanges of Python objects, which have no cost on a GPU, and functions that only wait or end.
-_OBJECTS: dict[str, Callable[..., None]] = {
+_FREE_FUNCTIONS: dict[str, Callable[..., None]] = {
     "all_gather_object": _gather_object,
     "gather_object": _gather_to_one,
     "broadcast_object_list": lambda *_, **__: None,
@@ -171,6 +170,7 @@ _OBJECTS: dict[str, Callable[..., None]] = {
     "monitored_barrier": lambda *_, **__: None,
     "destroy_process_group": lambda *_, **__: None,
 }
+"""Stand-ins for exchanges of Python objects, which have no cost on a GPU, and for functions that only wait or end."""
 
 
 class _StandInDdp(nn.Module):
@@ -205,10 +205,8 @@ class _StandInDdp(nn.Module):
         self._skipped = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self._hook: tuple[Any, Callable[..., Any]] | None = None
         bucket_bytes = int((_BUCKET_MIB if bucket_cap_mb is None else bucket_cap_mb) * _MIB)
-        self._limits = (
-            (_FIRST_BUCKET_BYTES if bucket_cap_mb is None else bucket_bytes),
-            bucket_bytes,
-        )  # as of _in_buckets
+        self._limits = (_FIRST_BUCKET_BYTES if bucket_cap_mb is None else bucket_bytes), bucket_bytes
+        """The bytes at which the first bucket is full, and at which each later one is."""
         trained = [p for n, p in module.named_parameters() if p.requires_grad and n not in self._skipped]
         self._finds_unused = find_unused_parameters and not static_graph
         # Torch fills buckets in the order of the first gradients, unless it looks for those that do not come.
@@ -224,7 +222,7 @@ class _StandInDdp(nn.Module):
         self._next_bucket = 0
         """The bucket that is exchanged next: buckets are exchanged in order, so that all ranks agree."""
         self._take_buckets(first_buckets)
-        if self._finds_unused:
+        if self._finds_unused:  # which parameters are used, a number for each: ranks tell each other after the buckets
             self._used = torch.zeros(len(trained), dtype=torch.int32, device=self.recorder.gpu)
         for parameter in trained:
             parameter.register_post_accumulate_grad_hook(self._gradient_arrived)
@@ -392,9 +390,8 @@ def _parameters_behind(outputs: Any) -> set[int]:
         node = open_nodes.pop()
         if node is not None and node not in visited:
             visited.add(node)
-            parameters.add(
-                id(getattr(node, "variable", None))
-            )  # of a node that accumulates a gradient; id(None) is no one's
+            # Only a node that accumulates a gradient has a variable, its parameter; id(None) is no parameter's.
+            parameters.add(id(getattr(node, "variable", None)))
             open_nodes.extend(earlier_node for earlier_node, _ in node.next_functions)
     return parameters
 
@@ -406,16 +403,16 @@ def _in_buckets(parameters: Sequence[Tensor], limits: tuple[float, float]) -> li
     when they were closed; those that never fill come last.
     """
     open_buckets: dict[torch.dtype, list[Tensor]] = {}
-    filled: dict[torch.dtype, int] = {}
+    filled_bytes: dict[torch.dtype, int] = {}  # of each type's open bucket
     closed: list[list[Tensor]] = []
     has_first_bucket: set[torch.dtype] = set()
     for parameter in parameters:
         dtype = parameter.dtype
         open_buckets.setdefault(dtype, []).append(parameter)
-        filled[dtype] = filled.get(dtype, 0) + parameter.numel() * parameter.element_size()
+        filled_bytes[dtype] = filled_bytes.get(dtype, 0) + parameter.numel() * parameter.element_size()
         first_limit, later_limit = limits
-        if filled[dtype] >= (later_limit if dtype in has_first_bucket else first_limit):
+        if filled_bytes[dtype] >= (later_limit if dtype in has_first_bucket else first_limit):
             closed.append(open_buckets.pop(dtype))
-            filled[dtype] = 0
+            filled_bytes[dtype] = 0
             has_first_bucket.add(dtype)
-    return closed + [bucket for bucket in open_buckets.values() if bucket]
+    return closed + list(open_buckets.values())

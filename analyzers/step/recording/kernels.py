@@ -224,7 +224,7 @@ class StatesOfOneByte(torch.optim.Optimizer):
                  weight_decay: float = 0.0, min_8bit_size: int = 4096, **_: Any) -> None:  # fmt: skip
         """Take bitsandbytes' arguments; those that only its kernels use are ignored."""
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self.least = min_8bit_size
+        self._least_elements = min_8bit_size
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -236,12 +236,12 @@ class StatesOfOneByte(torch.optim.Optimizer):
                     continue
                 state = self.state[parameter]
                 if not state:
-                    is_small = parameter.numel() < self.least
+                    is_small = parameter.numel() < self._least_elements
                     for number in range(self.states):
                         state[f"state{number + 1}"] = torch.zeros_like(
                             parameter, dtype=torch.float32 if is_small else torch.uint8
                         )
-                        if not is_small:
+                        if not is_small:  # a scale for each block: its largest absolute value
                             state[f"absmax{number + 1}"] = torch.zeros(
                                 -(-parameter.numel() // _STATE_BLOCK), device=parameter.device
                             )
@@ -422,7 +422,10 @@ def _decorator_without_effect(*_: Any, **__: Any) -> Callable[[Any], Any]:
 
 
 def _flash_attn(name: str = "flash_attn") -> dict[str, Any]:
-    """Return what flash_attn holds, by dotted names; for another ``name`` (``flash_attn_interface``) its functions alone."""
+    """Return what flash_attn holds, by dotted names.
+
+    For ``flash_attn_interface``, the name of its third version's package, that is its functions alone.
+    """
     functions = {
         "flash_attn_func": attention, "flash_attn_qkvpacked_func": packed_attention,
         "flash_attn_kvpacked_func": paired_attention, "flash_attn_varlen_func": varlen_attention,

@@ -140,7 +140,7 @@ def _accelerate(words: list[str], gpus_per_node: int) -> Launched:
         variables = prepare_multi_gpu_env(options)
         environment |= {name: value for name, value in variables.items() if name.startswith(("ACCELERATE_", "FSDP_"))}
     script = (options.training_script, *options.training_script_args)
-    is_single = processes == 1 and not options.multi_gpu
+    is_single = processes == 1 and not options.multi_gpu  # accelerate then starts plain python, without ranks
     return Launched(script, options.module, None if is_single else processes, max(1, processes // nodes), environment)
 
 

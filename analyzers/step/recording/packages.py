@@ -80,6 +80,7 @@ class Inert:
         """Keep nothing."""
 
     def __iter__(self) -> Iterator[Any]:
+        """Return an iterator over nothing: the object is an empty collection."""
         return iter(())
 
     def __len__(self) -> int:
@@ -102,11 +103,12 @@ class Inert:
         return False
 
     def __or__(self, _: Any) -> Inert:
+        """Return the object itself: annotations such as ``Run | None`` are computed when a script is read."""
         return self
 
     __ror__ = __or__
 
-    def __format__(self, _: str) -> str:
+    def __format__(self, _: str) -> str:  # also of a format that only numbers take, such as .3f
         return self._name
 
     def __str__(self) -> str:
@@ -206,8 +208,9 @@ def stand_in_packages(
 ) -> None:
     """Let imports in this process find stand-ins for packages of these names.
 
-    ``packages``: by name, a function that returns what the package holds; packages that are missing from it are inert.
-    ``used`` is called with the package's name whenever it or one of its modules is imported.
+    ``packages``: by name, a function that returns what the package holds; packages that are missing from it are inert: they
+    take whatever is asked of them and do nothing. ``used`` is called with the package's name whenever it or one of its
+    modules is imported.
     """
     if names:
         stand_ins = {name: packages[name]() for name in names if name in packages}
@@ -261,7 +264,7 @@ def _absent(name: str) -> str | None:
 
 
 def _needed_beside(error: BaseException) -> list[str]:
-    """Return absent packages that the files of an error's traceback import at their top, outside of any ``try``."""
+    """Return absent packages that the files of an error's traceback import at their top: what would fail next."""
     trace, files = error.__traceback__, set()
     while trace is not None:
         files.add(trace.tb_frame.f_code.co_filename)

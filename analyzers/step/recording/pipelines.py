@@ -42,7 +42,8 @@ def stand_in_neighbours(module: Any, recorder: Recorder) -> None:
         """Fill the list with what was last sent forward."""
         objects[:] = last_sent()
 
-    if not hasattr(stage_type, "_send_meta"):  # an older torch, whose stages send lists of objects
+    # An older torch's stages send lists of objects; newer ones send descriptions, and vote on whether shapes are static.
+    if not hasattr(stage_type, "_send_meta"):
         module.dist.send_object_list, module.dist.recv_object_list = send_objects, receive_objects
         return
     from torch.distributed.pipelining._utils import InferenceMode, _StageBackwardMeta, _StageForwardMeta

@@ -113,20 +113,18 @@ class Event:
 
     def __init__(self, *_: Any, **__: Any) -> None:
         """Stand for the calls that the current stream has been given so far; the arguments are ignored."""
-        self.recorded_s = time.perf_counter()
-        self.place = Stream.recorder.last_call_index(
-            Stream.recorder.stream
-        )  # the index of that call; None: there is none
         self.device = CUDA
+        self.record()
 
     def record(self, stream: Any = None) -> None:
         """Stand from now on for the calls that a stream has been given so far; None: the current stream."""
         self.recorded_s = time.perf_counter()
-        self.place = Stream.recorder.last_call_index(Stream.recorder.stream if stream is None else stream.stream_id)
+        self.call_index = Stream.recorder.last_call_index(_stream_number(stream))
+        """Of the last of those calls; None: there is none."""
 
     def wait(self, stream: Any = None) -> None:
         """Let the next call of a stream wait for the calls that the event stands for; None: the current stream."""
-        Stream.recorder.wait_for(Stream.recorder.stream if stream is None else stream.stream_id, self.place)
+        Stream.recorder.wait_for(_stream_number(stream), self.call_index)
 
     def elapsed_time(self, end: Any) -> float:
         """Return the milliseconds of this computer between the recording of this event and of ``end``.
@@ -201,6 +199,11 @@ class Stream:
     def synchronize(self) -> None:
         """Note that the host waits for the GPU."""
         Stream.recorder.note_host_wait()
+
+
+def _stream_number(stream: Any) -> int:
+    """Return the number of a stream; None: of the current one."""
+    return Stream.recorder.stream if stream is None else int(stream.stream_id)
 
 
 PosedBackend.Event, PosedBackend.Stream = Event, Stream  # type: ignore[attr-defined]
@@ -385,7 +388,7 @@ def posed(
         raise InputError("record", f"another thread has recorded for {_TURN_S:g} s", "let it end first")
     autocast = install_cuda_kernels(recorder.gpu.type)
     pose, stand_ins = Pose(recorder), _StandIns()
-    outer_recorder = getattr(Stream, "recorder", recorder)
+    outer_recorder = getattr(Stream, "recorder", recorder)  # of a block around this one
     Stream.recorder = recorder
     PosedBackend.posed += 1
     swaps_parameters = torch.__future__.get_swap_module_params_on_conversion()
@@ -549,6 +552,7 @@ def _stand_in_autocast(stand_ins: _StandIns, gpu: torch.device, cache: Autocast)
         stand_ins.set(module, autocast=autocast)
     for module in (torch.cuda.amp, torch.cuda.amp.autocast_mode):
         stand_ins.set(module, autocast=cuda_autocast)
+    # Libraries ask for, and set, the state of autocast by these functions.
     for name in ("is_autocast_enabled", "get_autocast_dtype", "set_autocast_enabled", "set_autocast_dtype"):
         original = getattr(torch, name)
 
@@ -590,7 +594,7 @@ def _stand_in_tensors(stand_ins: _StandIns, pose: Pose) -> None:
     stand_ins.set(FakeTensor, device=property(device))
     stand_ins.set(torch._subclasses, FakeTensor=_fake_class_for_torch_alone())
     stand_ins.set(torch.utils, swap_tensors=_swap)
-    for owner in (optimizer, _foreach_utils):
+    for owner in (optimizer, _foreach_utils):  # fused and foreach optimizers take tensors of listed types alone
         stand_ins.set(owner, _foreach_supported_types=[*owner._foreach_supported_types, FakeTensor])
     real_resize = torch.UntypedStorage.resize_
 
@@ -616,6 +620,7 @@ def _stand_in_modules(stand_ins: _StandIns, pose: Pose) -> None:
 
     for module in (nn, nn.parallel, nn.parallel.data_parallel):
         stand_ins.set(module, DataParallel=_data_parallel_of(pose))
+    # Else ``Module.to`` would make new parameters, as a real one takes no fake data; on CUDA they stay the same objects.
     torch.__future__.set_swap_module_params_on_conversion(True)
     stand_ins.set(torch, compile=_compiled)
     stand_ins.set(nn.Module, compile=lambda self, *_, **__: _compiled(self) and None)  # notes it, and returns None
@@ -746,7 +751,7 @@ def _swap(first: Tensor, second: Tensor) -> None:
     for name, value in kept.items():  # what the recorder notes on a tensor ("_ddltool...") moves with its values
         if not name.startswith("_ddltool"):
             attributes.setdefault(name, value)
-    if type(first) is type(second):
+    if type(first) is type(second):  # attributes that are not in ``__dict__``
         for slot in copyreg._slotnames(type(first)):  # type: ignore[attr-defined]
             one, other = getattr(first, slot), getattr(second, slot)
             setattr(first, slot, other)

@@ -27,11 +27,13 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ddltool.analyzers.step.recording.op_rules import names_in
+from ddltool.analyzers.step.recording.torch_costs import arguments_by_name
 from ddltool.analyzers.step.recording.values import Values
 
 Phase = Literal["forward", "backward", "update"]
-# A tensor of the CPU of at least so many bytes has no memory, unless it was filled with data.
 _LARGE_BYTES = 2**20
+"""A tensor of the CPU of at least so many bytes has no memory, unless it was filled with data."""
 _MAX_CALLS = 500_000
 """Operations of the longest step that is recorded."""
 _TRUTH = "_ddltool_truth"
@@ -49,24 +51,12 @@ LAYOUTS = {4: torch.channels_last, 5: torch.channels_last_3d}
 _CALLERS_SEARCHED = 13
 """Frames to look through for who reads a value: between a script's call and the mode lie a few of torch's own."""
 # Operators that make a tensor without reading data.
-_FILLS = frozenset(
-    [
-        "empty",
-        "empty_strided",
-        "rand",
-        "randn",
-        "zeros",
-        "ones",
-        "full",
-        "randint",
-        "empty_like",
-        "rand_like",
-        "randn_like",
-        "new_empty",
-    ]
-)
+_FILLS = names_in("empty empty_strided rand randn zeros ones full randint empty_like rand_like randn_like new_empty")
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 _READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
+"""Operators that read a tensor's only value, for ``item()`` and ``if``."""
+_UNIQUE = ("unique", "_unique2", "unique_dim", "unique_consecutive")
+"""Operators whose result has a row for each distinct element."""
 
 
 @dataclass(slots=True)
@@ -220,9 +210,7 @@ class Recorder(TorchDispatchMode):
             return NotImplemented  # a subclass made of tensors (DTensor): it calls again with its parts
         kwargs = dict(kwargs or {})
         if kwargs.get("generator") is not None:
-            kwargs["generator"] = (
-                None  # every generator is of the CPU here, and operators on the device would refuse it
-            )
+            kwargs["generator"] = None  # every generator is of the CPU here, which operators on the device refuse
         namespace, _, name = func._schema.name.partition("::")
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         is_fake = any(isinstance(tensor, FakeTensor) for tensor in tensors)
@@ -238,10 +226,10 @@ class Recorder(TorchDispatchMode):
         if namespace == "prim" or torch._C._get_dispatch_mode(_FAKE) is not None:
             return func(*args, **kwargs)
         device = kwargs.get("device")
-        is_made_here = device is not None and torch.device(device).type in (self.gpu.type, "cuda")
-        if is_made_here:
+        is_made_on_gpu = device is not None and torch.device(device).type in (self.gpu.type, "cuda")
+        if is_made_on_gpu:
             kwargs["device"] = self.gpu
-        if is_made_here or (name in _FILLS and not tensors and _is_large(name, args, kwargs)):
+        if is_made_on_gpu or (name in _FILLS and not tensors and _is_large(name, args, kwargs)):
             with self.fake:
                 fake_args, fake_kwargs = tree_map_only(Tensor, _without_values, (args, kwargs))
                 output = func(*fake_args, **fake_kwargs)
@@ -309,12 +297,12 @@ class Recorder(TorchDispatchMode):
         operators that are noted.
         """
         gradient, indices, rows = args[0], args[1], args[_ROWS_ARGUMENT[name]]
-        with self:
+        with self:  # torch leaves the mode while it handles an operator, and these are to be noted
             flat = torch.ops.aten.view.default(indices, [1, -1])
             width = gradient.shape[-1]
             if name == "embedding_backward":
                 values = torch.ops.aten.view.default(gradient, [-1, width])
-            else:
+            else:  # of bags: the gradient of an index is that of its bag, whose number is in the argument offset2bag
                 values = torch.ops.aten.index_select.default(gradient, 0, args[3])
         with self.fake:
             sparse = torch.sparse_coo_tensor(flat, values, (rows, width), check_invariants=False)
@@ -442,12 +430,7 @@ class Recorder(TorchDispatchMode):
         """Run an op on the CPU, with ones in the place of unknown values, and return fake tensors shaped like its result."""
         with _disable_current_modes():
             real_args, real_kwargs = tree_map_only(Tensor, self._value_or_ones, (args, kwargs))
-            if name in (
-                "unique",
-                "_unique2",
-                "unique_dim",
-                "unique_consecutive",
-            ):  # ones would all be equal and give one element: all elements are taken to differ
+            if name in _UNIQUE:  # ones would all be equal and give one element: all elements are taken to differ
                 first = tensors[0]
                 positions = torch.arange(first.numel()).reshape(first.shape).to(first.dtype)
                 real_args = (positions, *real_args[1:])
@@ -548,9 +531,8 @@ class Recorder(TorchDispatchMode):
             """Note that the storage is freed after the last call so far; Python calls this when the storage dies."""
             if self.recording:
                 record.freed = len(self.step.calls) - 1
-            if (
-                key in self._storages and self._storages[key][0] is record
-            ):  # else another storage has the identifier by now
+            known = self._storages.get(key)
+            if known is not None and known[0] is record:  # else another storage has the identifier by now
                 del self._storages[key]
 
         self._storages[key] = (record, weakref.ref(storage, freed))
@@ -584,13 +566,11 @@ class Recorder(TorchDispatchMode):
         if func._schema.name.endswith("wait_tensor"):
             self.wait_for(self.stream, self._filled_by.get(self._storage(args[0]).number))
             return
-        argument_values = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | dict(
-            kwargs
-        )
+        group_name = arguments_by_name(func, args, kwargs)["group_name"]
         name = _plain_name(func._schema.name.partition("::")[2])
         whole = output if name == "all_gather" else args[0]
         size_bytes = sum(t.numel() * t.element_size() for t in tree_leaves(whole) if isinstance(t, Tensor))
-        ranks = tuple(get_process_group_ranks(_resolve_process_group(argument_values["group_name"])))
+        ranks = tuple(get_process_group_ranks(_resolve_process_group(group_name)))
         call_index = self._note_exchange(Collective(name, size_bytes, ranks), func, args, output)
         for leaf in tree_leaves(output):
             if call_index is not None and isinstance(leaf, Tensor):

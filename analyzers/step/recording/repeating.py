@@ -16,16 +16,17 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ddltool.analyzers.step.recording.recorder import RecordedCall, RecordedStorage, Recording, Shadow, shadows_of
 
-# How many blocks stay, and which one is copied: neither it nor a neighbour of it is the first or the last block.
 _KEPT, _COPIED = 6, 2
+"""How many blocks stay, and which one is copied: neither it nor a neighbour of it is the first or the last block."""
 _LONGEST_PERIOD = 8
+"""Members of a list, such as layers of several kinds in turn, that are tried as one block."""
 _NUMBERS = ("idx", "index", "layer_id", "layer_number")
 """Parts of the names of attributes that hold a block's number."""
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type)
@@ -88,10 +89,10 @@ class EqualBlocks:
         block = (int(number[1]) - self.first) // self.period if number else -1
         return self.moved(name, max(_COPIED - block, -self.added)) if block > _COPIED else name
 
-    def moved(self, name: str, by: int) -> str:
-        """Return the name of the same parameter or module ``by`` blocks further; ``name`` must lie in the list."""
+    def moved(self, name: str, shift: int) -> str:
+        """Return the name of the same parameter or module ``shift`` blocks further; ``name`` must lie in the list."""
         number, _, rest = name.removeprefix(f"{self.path}.").partition(".")
-        moved = f"{self.path}.{int(number) + by * self.period}"
+        moved = f"{self.path}.{int(number) + shift * self.period}"
         return f"{moved}.{rest}" if rest else moved
 
 
@@ -101,7 +102,8 @@ def equal_blocks(module: nn.Module) -> EqualBlocks | None:
     Only lists outside other lists, in modules of transformers, are looked at: its code runs through a list in order,
     and other code may do anything with one.
     """
-    best: EqualBlocks | None = None
+    most_saving: EqualBlocks | None = None
+    most_saved = 0  # members of its list that need not be recorded
     for path, members in module.named_modules():
         if not isinstance(members, nn.ModuleList) or len(members) <= _KEPT:
             continue
@@ -113,10 +115,15 @@ def equal_blocks(module: nn.Module) -> EqualBlocks | None:
         ):
             continue
         found = _longest_run(members, getattr(parent, "config", None))
-        if found is not None and (best is None or found[1] * (found[2] - _KEPT) > best.period * best.added):
-            first, period, count = found
-            best = EqualBlocks(parent=parent, attribute=attribute, path=path, first=first, period=period, count=count)
-    return best
+        if found is None:
+            continue
+        first, period, count = found
+        if (saved := period * (count - _KEPT)) > most_saved:
+            most_saved = saved
+            most_saving = EqualBlocks(
+                parent=parent, attribute=attribute, path=path, first=first, period=period, count=count
+            )
+    return most_saving
 
 
 def _longest_run(members: nn.ModuleList, config: Any) -> tuple[int, int, int] | None:
@@ -143,9 +150,7 @@ def _longest_run(members: nn.ModuleList, config: Any) -> tuple[int, int, int] | 
         for index, is_alike in enumerate([*alike, False]):  # False ends a run at the end of the list
             if not is_alike:
                 longest, begin = max(longest, (index - begin, -begin)), index + 1
-        count = (
-            longest[0] // period + 1
-        )  # each True compares a member with the next block's, so there is one block more
+        count = longest[0] // period + 1  # True says that a member is like the next block's: there is one block more
         if count > _KEPT:
             return -longest[1], period, count
     return None
@@ -160,7 +165,7 @@ def _is_alike(one: nn.Module, other: nn.Module, apart: int) -> bool:
             _layout_key(first[name]) != _layout_key(second[name]) for name in first
         ):
             return False
-    parts = ("_parameters", "_buffers", "_modules")
+    parts = ("_parameters", "_buffers", "_modules")  # what is left are settings, hooks among them
     first_rest, second_rest = ({k: v for k, v in vars(part).items() if k not in parts} for part in (one, other))
     if first_rest.keys() != second_rest.keys():
         return False
@@ -187,9 +192,10 @@ def _difference_allowed(name: str, apart: int) -> int:
 
 
 def _settings_match(one: Any, other: Any, apart: int) -> bool:
-    """Return whether two settings are equal, or whole numbers of which ``other`` is greater by ``apart``.
+    """Return whether two settings are equal, or whole numbers of which ``other`` is greater by ``apart`` (0: equal ones only).
 
-    Objects of a type that is not known to be plain are equal only to themselves.
+    Numbers within lists and mappings have to be equal, because only a setting itself may be a block's number. Objects
+    of a type that is not known to be plain are equal only to themselves.
     """
     if one is other:
         return True
@@ -233,12 +239,21 @@ def repeated(step: Recording, blocks: EqualBlocks, owned: Mapping[str, Shadow]) 
     return _Copier(step, blocks, owned).result()
 
 
+class _BlockPass(NamedTuple):
+    """A region of a recording: the calls of one pass of a block."""
+
+    part: int
+    """0: the forward pass, 1: the backward pass."""
+    block: int
+
+
 class _Copier:
     """Copies the calls of one block; :meth:`result` returns the completed recording.
 
-    The calls are divided into regions that follow each other. A region is ``(part, block)`` if it holds the forward (part
-    0) or the backward pass (part 1) of a block, and None if it lies before or between these passes. The last region, the
-    backward pass of block 0, reaches to the end of the step.
+    The calls are divided into regions that follow each other: passes of blocks, or None for what lies before or between
+    these. The last region, the backward pass of block 0, reaches to the end of the step. A place is the index of a call, a
+    shift the number of blocks by which a call or tensor moves. Blocks are numbered as they were recorded, 0 to 5; in the
+    whole recording those after the copied block have a number that is higher by the blocks that were left out.
     """
 
     def __init__(self, step: Recording, blocks: EqualBlocks, owned: Mapping[str, Shadow]) -> None:
@@ -253,9 +268,10 @@ class _Copier:
             # Parameters of several blocks may share a storage, which then belongs to none of them.
             given[shadow.storage] = home if given.setdefault(shadow.storage, home) == home else None
         self._find_regions({number: home.block for number, home in given.items() if home is not None})
-        if any(self.regions[self._region(place)] is not None for place in step.host_waits):
+        if any(self.regions[self._region_index(place)] is not None for place in step.host_waits):
             raise NotAlike("what the host waits for in a block is not copied")
         self._find_homes(given)
+        # What is made for the whole recording.
         self.clones: dict[tuple[int, tuple[Any, ...]], RecordedStorage] = {}
         """Storages of blocks that were not recorded, by block and slot."""
         self.tensors: dict[tuple[Any, ...], Shadow] = {}
@@ -275,13 +291,13 @@ class _Copier:
         """
         calls = self.calls
         forward_end = next((place for place, call in enumerate(calls) if call.phase != "forward"), len(calls))
-        forward: dict[int, int] = {}
+        forward: dict[int, int] = {}  # by block, the place at which its pass begins
         owners = dict(given)
         for place, call in enumerate(calls[:forward_end]):
             block = self.blocks.block_of(call.module, _KEPT)
             if block is not None:
                 forward.setdefault(block, place)
-            if forward:
+            if forward:  # what is made from here on belongs to the block that began last, until the next one begins
                 current = max(forward)
                 for shadow in shadows_of(call.output):
                     if self.step.storages[shadow.storage].made == place:
@@ -299,14 +315,14 @@ class _Copier:
         if -1 in (*in_order, *in_reverse) or in_order != sorted(in_order) or in_reverse != sorted(in_reverse):
             raise NotAlike("blocks do not run one after another")
         self.begins = [0, *in_order, forward_end, *in_reverse]
-        self.regions: list[tuple[int, int] | None] = [
+        self.regions: list[_BlockPass | None] = [
             None,
-            *((0, block) for block in numbers),
+            *(_BlockPass(0, block) for block in numbers),
             None,
-            *((1, block) for block in reversed(numbers)),
+            *(_BlockPass(1, block) for block in reversed(numbers)),
         ]
 
-    def _region(self, place: int) -> int:
+    def _region_index(self, place: int) -> int:
         """Return the index of the region that the call at a place lies in."""
         return bisect_right(self.begins, place) - 1
 
@@ -318,19 +334,24 @@ class _Copier:
         """
         homes: dict[int, _Home | None] = dict(given)
         counted: dict[int, int] = {}  # by place, how many storages of that call were seen, less one
+        # A storage that the step makes belongs to the block in whose pass it is made.
         for record in self.step.storages:
             if record.number in homes or record.made < 0:
                 continue
-            region = self._region(record.made)
-            where = self.regions[region]
+            region_index = self._region_index(record.made)
+            region = self.regions[region_index]
             order = counted[record.made] = counted.get(record.made, -1) + 1
-            if where is not None:
-                homes[record.number] = _Home(where[1], (where[0], record.made - self.begins[region], order))
+            if region is not None:
+                homes[record.number] = _Home(
+                    region.block, (region.part, record.made - self.begins[region_index], order)
+                )
         for place, call in enumerate(self.calls):
-            where = self.regions[self._region(place)]
-            for shadow in (*shadows_of(call.args), *shadows_of(call.kwargs)) if where is not None else ():
+            region = self.regions[self._region_index(place)]
+            if region is None:
+                continue
+            for shadow in (*shadows_of(call.args), *shadows_of(call.kwargs)):
                 home = homes.get(shadow.storage)
-                if where is not None and home is not None and abs(home.block - where[1]) > 1:
+                if home is not None and abs(home.block - region.block) > 1:
                     if 0 < home.block < _KEPT - 1:
                         raise NotAlike("a block uses what one far away made")
                     homes[shadow.storage] = None
@@ -345,56 +366,59 @@ class _Copier:
         pass, and the copied block and its two neighbours in anything.
         """
         ends = [*self.begins[1:], len(self.calls)]
-        index_of = {where: index for index, where in enumerate(self.regions) if where is not None}
+        index_of: dict[tuple[int, int], int] = {}  # by (part, block)
+        index_of |= {region: index for index, region in enumerate(self.regions) if region is not None}
         lengths = [end - begin for begin, end in zip(self.begins, ends, strict=True)]
         self.new_begins: dict[tuple[int, int], int] = {}
         """By (part, number of a block among all), the place at which that pass begins in the whole recording."""
         self.order: list[tuple[int, int]] = []
         """The regions of the whole recording: the index of a recorded region, and by how many blocks it is moved."""
         added, place = self.blocks.added, 0
-        fixed: list[int] = []
-        for index, where in enumerate(self.regions):
-            moves = [0] if where is None or where[1] <= _COPIED else [added]
-            if where is not None and where[1] == _COPIED:  # its copies; the backward pass goes through them in reverse
-                moves = list(range(added + 1) if where[0] == 0 else range(added, -1, -1))
-            for by in moves:
-                if where is not None:
-                    self.new_begins[where[0], where[1] + by] = place
-                if by == 0 or len(moves) == 1:  # not one of the added copies
-                    fixed.append(place)
-                self.order.append((index, by))
+        begins_of_recorded: list[int] = []
+        for index, region in enumerate(self.regions):
+            shifts = [0] if region is None or region.block <= _COPIED else [added]
+            if region is not None and region.block == _COPIED:  # its copies; backward they come in reverse
+                shifts = list(range(added + 1) if region.part == 0 else range(added, -1, -1))
+            for shift in shifts:
+                if region is not None:
+                    self.new_begins[region.part, region.block + shift] = place
+                if shift == 0 or len(shifts) == 1:  # not one of the added copies
+                    begins_of_recorded.append(place)
+                self.order.append((index, shift))
                 place += lengths[index]
+        # Every forward pass but the first block's runs the copied block's operations.
         first = self.begins[index_of[0, _COPIED]]
         targets = [call.target for call in self.calls[first : first + lengths[index_of[0, _COPIED]]]]
         for block in range(1, _KEPT):  # not the first: without a gradient before it, it may run other operations
             begin = self.begins[index_of[0, block]]
             if [call.target for call in self.calls[begin : begin + len(targets)]] != targets:
                 raise NotAlike("blocks run different operations")
+        # Both passes of the copied block and of its neighbours are alike call by call.
         for part in (0, 1):
             middle = index_of[part, _COPIED]
-            for by in (-1, 1):
-                other = index_of[part, _COPIED + by]
+            for shift in (-1, 1):
+                other = index_of[part, _COPIED + shift]
                 if lengths[middle] != lengths[other]:
                     raise NotAlike("blocks run different operations")
                 for offset in range(lengths[middle]):
                     self._demand_alike(
-                        self.calls[self.begins[middle] + offset], self.calls[self.begins[other] + offset], by
+                        self.calls[self.begins[middle] + offset], self.calls[self.begins[other] + offset], shift
                     )
-        return fixed
+        return begins_of_recorded
 
-    def _demand_alike(self, call: RecordedCall, other: RecordedCall, by: int) -> None:
-        """Raise NotAlike unless ``call`` and ``other``, of the block ``by`` further, do the same to corresponding tensors."""
+    def _demand_alike(self, call: RecordedCall, other: RecordedCall, shift: int) -> None:
+        """Raise NotAlike unless two calls of blocks ``shift`` apart do the same to corresponding tensors."""
         if call.target is not other.target or call.phase != other.phase:
             raise NotAlike("blocks run different operations")
-        if self._module_moved(call.module, by) != other.module:
+        if self._module_moved(call.module, shift) != other.module:
             raise NotAlike("blocks run in different modules")
         pairs = ((call.args, other.args), (dict(call.kwargs), dict(other.kwargs)), (call.output, other.output))
         for one, two in pairs:
-            if not self._matches(one, two, by):
+            if not self._matches(one, two, shift):
                 raise NotAlike(f"blocks run {call.target} differently")
 
-    def _matches(self, one: Any, two: Any, by: int) -> bool:
-        """Return whether two values of calls are equal, and tensors in them correspond in blocks that are ``by`` apart.
+    def _matches(self, one: Any, two: Any, shift: int) -> bool:
+        """Return whether two values of calls are equal, and tensors in them correspond in blocks that are ``shift`` apart.
 
         A tensor that belongs to no block has to be in the same storage.
         """
@@ -406,19 +430,19 @@ class _Copier:
             home, other = self.homes.get(one.storage), self.homes.get(two.storage)
             if home is None:
                 return other is None and one.storage == two.storage
-            return other == _Home(home.block + by, home.slot) and self._ends_alike(one.storage, two.storage, by)
+            return other == _Home(home.block + shift, home.slot) and self._ends_alike(one.storage, two.storage, shift)
         if isinstance(one, (tuple, list)):
             return (
                 type(one) is type(two)
                 and len(one) == len(two)
-                and all(self._matches(*pair, by) for pair in zip(one, two, strict=True))
+                and all(self._matches(*pair, shift) for pair in zip(one, two, strict=True))
             )
         if isinstance(one, dict):
-            return one.keys() == two.keys() and all(self._matches(one[key], two[key], by) for key in one)
+            return one.keys() == two.keys() and all(self._matches(one[key], two[key], shift) for key in one)
         return bool(one is two or one == two)
 
-    def _ends_alike(self, one: int, two: int, by: int) -> bool:
-        """Return whether two storages have one size, and are freed at one call or at corresponding calls ``by`` blocks apart.
+    def _ends_alike(self, one: int, two: int, shift: int) -> bool:
+        """Return whether two storages have one size, and are freed at one call or at calls that are ``shift`` blocks apart.
 
         If neither is the copied block's, it is enough that both are freed in forward or both in backward passes, because
         neither is copied.
@@ -429,23 +453,23 @@ class _Copier:
         if first.freed == second.freed:
             return True
         if first.freed is None or second.freed is None or min(first.freed, second.freed) < 0:
+            return False  # one outlives the step, or is freed before its first call
+        index, other_index = self._region_index(first.freed), self._region_index(second.freed)
+        region, other_region = self.regions[index], self.regions[other_index]
+        if region is None or other_region is None or region.part != other_region.part:
             return False
-        region, other = self._region(first.freed), self._region(second.freed)
-        where, there = self.regions[region], self.regions[other]
-        if where is None or there is None or where[0] != there[0]:
-            return False
-        return (
-            there[1] - where[1] == by and second.freed - self.begins[other] == first.freed - self.begins[region]
-        ) or _COPIED not in (self._block_of_storage(one), self._block_of_storage(two))
+        first_offset, second_offset = first.freed - self.begins[index], second.freed - self.begins[other_index]
+        corresponds = other_region.block - region.block == shift and first_offset == second_offset
+        return corresponds or _COPIED not in (self._block_of_storage(one), self._block_of_storage(two))
 
     def _block_of_storage(self, number: int) -> int:
         """Return the number of the block that a storage belongs to, -1: to none."""
         home = self.homes.get(number)
         return -1 if home is None else home.block
 
-    def _module_moved(self, name: str, by: int) -> str:
-        """Return the name of the same module ``by`` blocks further; for a module outside the blocks, its own name."""
-        return name if self.blocks.block_of(name, _KEPT) is None else self.blocks.moved(name, by)
+    def _module_moved(self, name: str, shift: int) -> str:
+        """Return the name of the same module ``shift`` blocks further; for a module outside the blocks, its own name."""
+        return name if self.blocks.block_of(name, _KEPT) is None else self.blocks.moved(name, shift)
 
     def _new_block(self, block: int) -> int:
         """Return a recorded block's number among all blocks."""
@@ -460,11 +484,11 @@ class _Copier:
         """
         if place < 0:
             return place
-        region = self._region(place)
-        offset, where = place - self.begins[region], self.regions[region]
-        if where is None or block is None or abs(where[1] - block) > 1:
-            return self.new_region_begins[region] + offset
-        return self.new_begins[where[0], moved_block + where[1] - block] + offset
+        region_index = self._region_index(place)
+        offset, region = place - self.begins[region_index], self.regions[region_index]
+        if region is None or block is None or abs(region.block - block) > 1:
+            return self.new_region_begins[region_index] + offset
+        return self.new_begins[region.part, moved_block + region.block - block] + offset
 
     def _new_made(self, record: RecordedStorage) -> int:
         """Return the place in the whole recording at which a recorded storage is made."""
@@ -480,8 +504,8 @@ class _Copier:
             else self._new_place(record.freed, *_block_and_its_new_number(home, self._new_block))
         )
 
-    def _storage(self, number: int, by: int) -> RecordedStorage:
-        """Return the storage that corresponds to a recorded one ``by`` blocks further; the same storage if of no block.
+    def _storage(self, number: int, shift: int) -> RecordedStorage:
+        """Return the storage that corresponds to a recorded one ``shift`` blocks further; the same storage if of no block.
 
         ``number``: the recorded storage's. A storage of a block that was not recorded is cloned from the copied block's when
         it is first asked for. Raises NotAlike if there is no corresponding storage.
@@ -489,7 +513,7 @@ class _Copier:
         home = self.homes.get(number)
         if home is None:
             return self.storages[number]
-        block = home.block + by
+        block = home.block + shift
         kept = block if block <= _COPIED else block - self.blocks.added  # its number among the recorded blocks
         if block <= _COPIED or kept > _COPIED:
             same = self.by_home.get(_Home(kept, home.slot))
@@ -513,10 +537,10 @@ class _Copier:
             self.clones[key] = clone
         return self.clones[key]
 
-    def _moved(self, value: Any, by: int) -> Any:
-        """Return a call's values with every tensor replaced by the corresponding one ``by`` blocks further."""
+    def _moved(self, value: Any, shift: int) -> Any:
+        """Return a call's values with every tensor replaced by the corresponding one ``shift`` blocks further."""
         if isinstance(value, Shadow):
-            storage = self._storage(value.storage, by)
+            storage = self._storage(value.storage, shift)
             if storage.number == value.storage:
                 return value
             tensor = value.tensor
@@ -528,9 +552,9 @@ class _Copier:
                 self.tensors[key] = Shadow(storage.number, whole)
             return self.tensors[key]
         if isinstance(value, (tuple, list)):
-            return type(value)(self._moved(part, by) for part in value)
+            return type(value)(self._moved(part, shift) for part in value)
         if isinstance(value, Mapping):
-            return {key: self._moved(part, by) for key, part in value.items()}
+            return {key: self._moved(part, shift) for key, part in value.items()}
         return value
 
     def result(self) -> Repeated:
@@ -541,7 +565,8 @@ class _Copier:
             region = self.regions[index]
             for call in self.calls[self.begins[index] : ends[index]]:
                 if region is None:
-                    calls.append(replace(call, **self._demand_not_copied(call)))
+                    self._demand_not_copied(call)
+                    calls.append(replace(call))
                     continue
                 calls.append(
                     replace(
@@ -557,19 +582,11 @@ class _Copier:
         recording = replace(self.step, calls=calls, storages=self.storages, host_waits=host_waits)
         return Repeated(recording=recording, shadow_of=self._owned)
 
-    def _demand_not_copied(self, call: RecordedCall) -> dict[str, Any]:
-        """Return the fields of a call outside the blocks. Raises NotAlike if it uses a tensor of the copied block.
-
-        Which of the copies it would use cannot be told.
-        """
-        values = {"args": call.args, "kwargs": call.kwargs, "output": call.output}
-        if any(
-            self._block_of_storage(shadow.storage) == _COPIED
-            for value in values.values()
-            for shadow in shadows_of(value)
-        ):
+    def _demand_not_copied(self, call: RecordedCall) -> None:
+        """Raise NotAlike if a call outside the blocks uses a tensor of the copied block: of which copy cannot be told."""
+        used = shadows_of((call.args, call.kwargs, call.output))
+        if any(self._block_of_storage(shadow.storage) == _COPIED for shadow in used):
             raise NotAlike("what a block made is used outside")
-        return values
 
     def _owned(self, named: Mapping[str, Shadow], name: str) -> Shadow | None:
         """Return the tensor of a name in the whole module, None if there is none. See :attr:`Repeated.shadow_of`."""

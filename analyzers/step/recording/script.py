@@ -67,7 +67,7 @@ def main(arguments: list[str]) -> int:
     recorded: the exit status, after the reason was written to stderr.
     """
     request = json.loads(Path(arguments[0]).read_text())
-    retry = _Retry(arguments, request, dict(os.environ), os.getcwd())
+    retry = _Retry(arguments, request, dict(os.environ), os.getcwd())  # before the script can change any of them
     try:
         launch = launched(arguments[arguments.index("--") + 1 :], request["count"])
     except InputError as error:
@@ -81,7 +81,7 @@ def main(arguments: list[str]) -> int:
         overlay(Path(request["scratch"]))
     torchvision_ops = declare_torchvision()  # before the script imports torchvision, which fails without its ops
     threading.Thread(target=_follow_parent, args=(os.getppid(),), daemon=True).start()
-    own_process.claim()
+    own_process.claim()  # it will not train, so that it may register the device beside a GPU, too
     recorder = Recorder(register_device())
     started_s = time.perf_counter()
     window = StepWindow(recorder, lambda: _write_graph_and_exit(window, request, started_s))
@@ -96,11 +96,8 @@ def main(arguments: list[str]) -> int:
     sys.argv = script
     gpu = {"name": request["name"], "memory_bytes": request["memory_bytes"], "capability": tuple(request["capability"])}
     gpu_count = launch.per_node if launch.processes is not None else 1
-    try:
-        with (
-            posed(recorder, **gpu, count=gpu_count),
-            recording_modules(recorder),
-        ):
+    try:  # the recording itself: until the window's callback ends the process, or the script ends before that
+        with posed(recorder, **gpu, count=gpu_count), recording_modules(recorder):
             if launch.is_module:
                 runpy.run_module(script[0], run_name="__main__", alter_sys=True)
             else:
@@ -141,7 +138,7 @@ def _write_graph_and_exit(window: StepWindow, request: Mapping[str, Any], starte
                 status = 0
             else:
                 _tell_parent("its step runs nothing on a GPU; let it train on cuda")
-    except Exception as error:
+    except Exception as error:  # of any kind: the parent waits for a reason, and the process ends either way
         status = _raised(error, window)
     finally:
         sys.stderr.flush()
@@ -222,6 +219,7 @@ def _raised_at(error: BaseException) -> str:
 _NETWORK = re.compile(
     r"hub|offline|download|resolve|max retries|connect|urlopen|name or service|dataset", re.IGNORECASE
 )
+"""A word in an OSError, or in the name of its type, that speaks of a network or a hub."""
 
 
 def _remedy(error: BaseException) -> str:

@@ -142,16 +142,16 @@ _CASTS_RESULT = frozenset(["_softmax_backward_data", "_log_softmax_backward_data
 
 def issued(node: Node) -> Issued:
     """Return what the cost of a call depends on; ``node``: the call, whose results (fake tensors) are in ``meta["val"]``."""
-    target: Any = node.target
+    target: Any = node.target  # an operator of torch, or any other function that torch.fx can call
     name = base_name(target)
     output = tensors_of(node.meta.get("val"))
     is_operator = isinstance(target, torch._ops.OpOverload)
     if name in op_rules.FREE or (is_operator and target.is_view) or _is_fused_cast(node, name):
-        return Issued(name, free=True, pointwise=False, output=tuple(map(_sized, output)))
-    arguments = map_arg(arguments_by_name(node), lambda argument: argument.meta.get("val"))
+        return Issued(name, free=True, pointwise=False, output=tuple(map(sized, output)))
+    arguments = map_arg(arguments_by_name(target, node.args, node.kwargs), lambda argument: argument.meta.get("val"))
     inputs = tensors_of(arguments)
     if is_operator and not target._schema.returns:  # an update in place: what it writes is among its arguments
-        written = [argument.name for argument in target._schema.arguments if _is_written(argument)]
+        written = _written_names(target)
         if name.startswith("_fused_") and arguments.get("grad_scale") is None:
             written.remove("grads")  # a fused optimizer writes gradients only where it has to unscale them
         output = tensors_of([arguments.get(argument) for argument in written])
@@ -162,17 +162,12 @@ def issued(node: Node) -> Issued:
         free=False,
         pointwise=is_operator and torch.Tag.pointwise in target.tags,
         arguments=tuple((key, _hashable(value)) for key, value in arguments.items()),
-        inputs=tuple(map(_sized, inputs)),
-        output=tuple(map(_sized, output)),
+        inputs=tuple(map(sized, inputs)),
+        output=tuple(map(sized, output)),
     )
 
 
-def _is_written(argument: Any) -> bool:
-    """Return whether an operator writes to an argument of its schema in place."""
-    return argument.alias_info is not None and argument.alias_info.is_write
-
-
-def _sized(tensor: Tensor) -> Sized:
+def sized(tensor: Tensor) -> Sized:
     """Return the properties of a fake tensor that cost rules read."""
     width = tensor.element_size()
     return Sized(
@@ -190,7 +185,7 @@ def _hashable(value: Any) -> Any:
     A value that has no hash, such as a dictionary, becomes its text.
     """
     if isinstance(value, Tensor):
-        return _sized(value)
+        return sized(value)
     if isinstance(value, (list, tuple)):
         return tuple(map(_hashable, value))
     return value if value.__hash__ is not None else str(value)
@@ -233,6 +228,7 @@ def cost_of(call: Issued, scale: Scale = AS_TRACED) -> Cost:
             elements=max((float(scale.elements(tensor)) for tensor in [*call.inputs, *call.output]), default=0.0),
             read_bytes=scale.bytes(call.inputs),
             written_bytes=written,
+            # A product computes in its inputs' type, also where it returns another (float8 gives bfloat16).
             dtype=_dtype(call.inputs if op_rules.multiplies(call.name) else [*call.output, *call.inputs]),
             pointwise=call.pointwise,
         )
@@ -276,12 +272,28 @@ def base_name(target: Any) -> str:
     return str(getattr(target, "__name__", target))
 
 
-def arguments_by_name(node: Node) -> dict[str, Any]:
-    """Return a call's arguments by their names in its schema; the names are "0", "1", ... for an op without a schema."""
-    schema = getattr(node.target, "_schema", None)
+def arguments_by_name(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a call's arguments by their names in its op's schema; the names are "0", "1", ... for an op without a schema."""
+    schema = getattr(target, "_schema", None)
     names = [argument.name for argument in schema.arguments] if schema is not None else []
-    names += [str(number) for number in range(len(names), len(node.args))]
-    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    names += [str(number) for number in range(len(names), len(args))]
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def written_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return the arguments that a call of an op writes to in place, as the op's schema declares them."""
+    if not (names := _written_names(target)):
+        return []
+    arguments = arguments_by_name(target, args, kwargs)
+    return [arguments[name] for name in names if name in arguments]
+
+
+def _written_names(target: Any) -> list[str]:
+    """Return the names of the arguments that an op writes to in place; [] for an op without a schema."""
+    schema = getattr(target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    return [each.name for each in schema.arguments if each.alias_info is not None and each.alias_info.is_write]
 
 
 def _dtype(tensors: Sequence[Sized]) -> str:

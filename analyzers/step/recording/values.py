@@ -17,6 +17,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ddltool.analyzers.step.recording.torch_costs import written_arguments
+
 MAX_ELEMENTS = 1 << 21
 """Elements of the largest tensor whose values are kept: an image or a mask, but no batch of feature maps."""
 _BY_SHAPE = frozenset({"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"})
@@ -116,13 +118,6 @@ class Values:
 
     def _forget_written(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Drop the values of tensors that an op writes to in place, and of all tensors that share their storage."""
-        arguments = func._schema.arguments
-        argument_values = dict(zip((argument.name for argument in arguments), args, strict=False)) | dict(kwargs)
-        written = [
-            argument_values.get(argument.name)
-            for argument in arguments
-            if argument.alias_info and argument.alias_info.is_write
-        ]
-        for leaf in tree_leaves(written):
+        for leaf in tree_leaves(written_arguments(func, args, kwargs)):
             if isinstance(leaf, Tensor):
                 self.forget(leaf)

@@ -70,7 +70,7 @@ def stand_in_vision(declared: torch.library.Library | None, device: torch.device
             name, _in_float32(getattr(torch.ops.torchvision, name).default), f"Autocast{_dispatch_key(device)}"
         )
     return {
-        "torchvision.extension": lambda module: setattr(module, "_has_ops", lambda: True),
+        "torchvision.extension": lambda module: setattr(module, "_has_ops", lambda: True),  # else it refuses to run any
         # Boxes of each class are suppressed apart: which classes there are only a run knows, and one pass does as much.
         "torchvision.ops.boxes": lambda module: setattr(
             module, "_batched_nms_vanilla", module._batched_nms_coordinate_trick

@@ -139,7 +139,7 @@ class StepWindow:
             self.then()
 
 
-# How a trainer of a library calls the passes of an update, from a method of its own or of what it drives.
+# Of a library's trainer: its class, and the attribute that holds the passes (accumulated gradients) of one update.
 _PASSES = (
     ("Trainer", "args.gradient_accumulation_steps"),
     ("AcceleratedOptimizer", "gradient_state.num_steps"),
@@ -154,11 +154,11 @@ def note_short(step: Recording) -> None:
     """
     asked, frame = 0, sys._getframe()
     while (outer := frame.f_back) is not None:
-        frame, own = outer, outer.f_locals.get("self")
+        frame, trainer = outer, outer.f_locals.get("self")  # of a calling method, the object: a trainer, or any other
         for name, path in _PASSES:
-            if name in {base.__name__ for base in type(own).__mro__}:
-                with suppress(AttributeError):
-                    asked = max(asked, attrgetter(path)(own))
+            if name in {base.__name__ for base in type(trainer).__mro__}:
+                with suppress(AttributeError):  # another library's class of the same name
+                    asked = max(asked, attrgetter(path)(trainer))
     if 0 < (passes := len(step.inputs)) < asked:
         text = f"the step has {passes} of the {asked} passes that accumulate gradients, because the data set ends there"
         step.assumed[f"{NOTE}{text}; give more samples"] = 1

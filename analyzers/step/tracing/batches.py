@@ -30,7 +30,10 @@ class Fed(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """A batch divided into the inputs of a module and the targets of its loss."""
+    """A batch divided into the inputs of a module and the targets of its loss.
+
+    A part that is neither (several targets, an index) is dropped.
+    """
 
     example: Any
     """Inputs as :func:`~ddltool.analyzers.step.tracing.step.as_arguments` takes them."""
@@ -73,11 +76,11 @@ def divide_batch(module: nn.Module, batch: Any) -> Parts:
         return Parts(batch)
     positional = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
     # A parameter whose default is a flag or a number is a setting; data come in those without a default, or with None.
-    settings = [
-        index for index, one in enumerate(positional) if one.default not in (one.empty, None)
-    ]  # data end at the first
+    settings = [index for index, one in enumerate(positional) if one.default not in (one.empty, None)]
     takes_all = any(one.kind is one.VAR_POSITIONAL for one in parameters)
-    count = len(batch) if takes_all else min(len(batch), *settings[:1], len(positional))
+    count = (
+        len(batch) if takes_all else min(len(batch), *settings[:1], len(positional))
+    )  # data end at the first setting
     needed = sum(one.default is one.empty for one in positional)
     if len(batch) < needed:
         problem = f"has {len(batch)} parts, and the forward of {type(module).__name__} takes {needed}"
@@ -98,7 +101,7 @@ def _divide_by_name(module: nn.Module, batch: dict[str, Any], parameters: Any) -
     takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
     inputs = batch if takes_all else {name: value for name, value in batch.items() if name in names}
     if missing := [name for name in needed if name not in inputs]:
-        if len(needed) == 1 and not inputs:
+        if len(needed) == 1 and not inputs:  # it gets the targets, too, and so may return its loss
             return Parts(batch, has_loss=True, takes_mapping=True)
         problem = f"has no {missing[0]!r}, which the forward of {type(module).__name__} takes"
         raise InputError("batch", problem, f"it has {', '.join(map(str, batch))}")
@@ -176,9 +179,7 @@ def loss_against(example: Tensor) -> Callable[[Any], Tensor]:
             labels = torch.zeros((predicted.shape[0], *predicted.shape[2:]), dtype=torch.long, device=predicted.device)
             return F.cross_entropy(predicted, labels)
         flat = predicted.reshape(-1, predicted.shape[-1])
-        flat = (
-            flat.float() if example.dim() > 1 else flat
-        )  # a loss token by token is computed in float32, by most trainers
+        flat = flat.float() if example.dim() > 1 else flat  # most trainers compute a loss token by token in float32
         return F.cross_entropy(flat, torch.zeros(flat.shape[0], dtype=torch.long, device=flat.device))
 
     return loss

@@ -75,6 +75,7 @@ def class_of(op_type: str, facts: OpFacts | None = None) -> str:
 def scan(graph: Graph, facts: Mapping[str, OpFacts] | None = None) -> DeterminismLevel:
     """Return the level of determinism that a step's ops allow once the listed settings are made, and what limits it.
 
+    D1: equal bits on any number of devices of one type; D2: on any mix of types; none: not even on the same devices.
     ``facts``: what the arguments of ops say, by op name (:func:`op_facts`); None: as in :func:`class_of`. The level is
     ``unknown`` if ops have no types. Modules are listed only if op names have their paths (``forward/PATH/op``, as traces
     here have). An inference graph says nothing about the backward pass. As in the paper, matrix products, reductions,

@@ -189,6 +189,7 @@ def step_from(product: Any, source: str, name: str) -> TrainingStep:
         type_name = type(product).__name__
         remedy = "return an nn.Module or (nn.Module, example_inputs)"
         raise InputError(source, f"the factory returned a {type_name}", remedy)
+    # With the default loss; in its place the module's own, if it has one.
     inputs, keywords = as_arguments(example)
     step = TrainingStep(
         name=name,
@@ -224,9 +225,8 @@ def _user_errors(source: str, problem: str, remedy: str) -> Iterator[None]:
     except (DdlToolError, KeyboardInterrupt):
         raise
     except BaseException as error:
-        if torch.get_default_device().type == "meta" and isinstance(
-            error, (NotImplementedError, RuntimeError, TypeError)
-        ):
+        is_of_meta = torch.get_default_device().type == "meta"
+        if is_of_meta and isinstance(error, (NotImplementedError, RuntimeError, TypeError)):
             raise  # the op lacks a meta kernel or reads a weight's value: the caller builds with real weights instead
         message = one_line(f"{type(error).__name__}: {error}")[:300]
         raise InputError(source, f"{problem} {message}", remedy) from error
@@ -257,7 +257,7 @@ def _import_file(location: str, source: str) -> Any:
     sys.path.insert(0, str(path.resolve().parent))
     sys.modules.setdefault(
         path.stem, module
-    )  # its classes may be pickled by its name; an imported package keeps its own
+    )  # its classes may be pickled by this name; an imported package keeps its own
     with _user_errors(source, f"{location} cannot be loaded:", "it must import without errors"):
         spec.loader.exec_module(module)
     return module

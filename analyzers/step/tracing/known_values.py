@@ -66,13 +66,14 @@ class KnownValues(TorchDispatchMode):
         """Run an op without values, and the same op on values where the values of all its inputs are known."""
         kwargs = dict(kwargs or {})
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        # Without values, the mode below this one would refuse the op: its result's shape is not known.
         if _DYNAMIC.intersection(func.tags) and all(self._values.value_of(tensor) is not None for tensor in tensors):
             value = self._values.compute(func, args, kwargs)
             outcome = tree_map_only(Tensor, lambda known: torch.empty_like(known, device=tensors[0].device), value)
             self._values.record(outcome, value)
             return outcome
         outcome = func(*args, **kwargs)
-        if func is torch.ops.aten.rand.default and outcome.numel() == 1:
+        if func is torch.ops.aten.rand.default and outcome.numel() == 1:  # a draw by which a layer may be skipped
             with _disable_current_modes():
                 self._values[outcome] = torch.full(outcome.shape, _NO_SKIP)
         elif not self._values.follow(func, args, kwargs, outcome) and func in _CHOICES:

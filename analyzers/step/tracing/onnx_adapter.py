@@ -32,6 +32,7 @@ from ddltool.graph import Graph, Op
 
 # Bytes that protobuf can read at most.
 _LARGEST_MODEL = 2**31
+# Element types: floating-point ones; 8 bits wide; packed, with their bits; and all those of quantised weights.
 _FLOATING = frozenset({TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16})
 _FLOAT8 = frozenset(
     {TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E4M3FNUZ, TensorProto.FLOAT8E5M2, TensorProto.FLOAT8E5M2FNUZ}
@@ -231,7 +232,7 @@ class _GraphBuilder:
         for node in self.graph.node:
             if len(node.output) == 1 and node.output[0] in weights:
                 continue  # the node's output is a weight, which has a recv
-            name = _unique_name(node.name or node.op_type, name_counts)
+            name = _unique_name(node.name or node.op_type, name_counts)  # a file's names may be missing or repeated
             ops.append(self._compute_op(node, name, producer))
             flops_by_type[self._arithmetic_type(node)] += int(ops[-1].flops)
             producer.update(dict.fromkeys((output for output in node.output if output), name))
@@ -286,7 +287,8 @@ class _GraphBuilder:
     def _total_bytes(self, names: Iterable[str]) -> float:
         """Return the bytes of the distinct tensors of known shape among the names; others count as 0."""
         sized_names = {name for name in names if name in self.shapes}
-        return sum(_stored_bytes(math.prod(self.shapes[name]), self.types.get(name, 1)) for name in sized_names)
+        types = ((name, self.types.get(name, TensorProto.FLOAT)) for name in sized_names)  # unknown: taken for float32
+        return sum(_stored_bytes(math.prod(self.shapes[name]), data_type) for name, data_type in types)
 
     def _arithmetic_type(self, node: NodeProto) -> int:
         """Return the element type that a node computes in: that of its first floating-point or quantised input, else 0."""

@@ -71,9 +71,10 @@ def set_dimensions(graph: GraphProto, bindings: Mapping[str, int], batch_size: i
         raise InputError("--batch-size", f"is {batch_size}", f"it must be at least 1 and at most {_LARGEST_SIZE}")
     constants = {tensor.name for tensor in graph.initializer}
     inputs = {value.name: value.type.tensor_type.shape.dim for value in graph.input if value.name not in constants}
+    # Which symbolic dimensions there are, and which of them are the batch.
     first_places = _name_dimensions(inputs)
     _check_bindings(bindings, first_places, path)
-    leading = [dims[0] for dims in inputs.values() if dims]
+    leading = [dims[0] for dims in inputs.values() if dims]  # each input's first dimension
     batch_names = {dim.dim_param for dim in leading if dim.dim_value <= 0 and dim.dim_param not in bindings}
     unbound = [name for name in first_places if name not in bindings and name not in batch_names]
     if unbound:
@@ -84,7 +85,7 @@ def set_dimensions(graph: GraphProto, bindings: Mapping[str, int], batch_size: i
         raise InputError("--batch-size", f"no input of {path} has a batch dimension", "leave it out")
     if batch_names:
         size: int | None = batch_size or 1
-    else:
+    else:  # fixed by the file or by a binding
         size = (bindings.get(leading[0].dim_param) or int(leading[0].dim_value)) if leading else None
         if batch_size not in (None, size):
             problem = f"is {batch_size}, but {path} has a fixed batch of {size}"
@@ -321,7 +322,7 @@ def sort_nodes(graph: GraphProto, path: str) -> bool:
                 problem = f"{label(node)} makes {name!r}, which exists already"
                 raise InputError(path, problem, "every tensor needs a name of its own: export the model again")
             producer[name] = number
-    edges = nx.DiGraph()
+    edges = nx.DiGraph()  # between the indices of nodes, from the maker of a tensor to its readers
     edges.add_nodes_from(range(len(graph.node)))
     for number, node in enumerate(graph.node):
         for name in inputs_of(node):
@@ -338,6 +339,7 @@ def sort_nodes(graph: GraphProto, path: str) -> bool:
         first, _ = nx.find_cycle(edges)[0]
         problem = f"{label(graph.node[first])} reads its own output"
         raise InputError(path, problem, "a graph has no cycle: export again") from None
+    # Copies, because the list is emptied before they are put back.
     copies = [NodeProto.FromString(graph.node[number].SerializeToString()) for number in order]
     del graph.node[:]
     graph.node.extend(copies)

@@ -189,11 +189,12 @@ def trace_any_batch(
     :func:`trace_torch` does.
     """
     step = _build(build, mode, numerics)
-    if like is not None and like.prime is not None:
+    if like is not None and like.prime is not None:  # numerics change types, not how dimensions grow
         return replace(_trace_at(step, like.graph.batch_size, mode, numerics), prime=like.prime, sizes=like.sizes)
     small, small_outputs = _SMALL, _forward_outputs(step, _SMALL, mode, numerics)
     if small_outputs is None:  # it does not run at 3 samples
         small, small_outputs = _MULTIPLE, _forward_outputs(step, _MULTIPLE, mode, numerics)
+    # Trace at a prime that divides no dimension of the weights, nor of any op's output at the small batch.
     tensors = [*step.module.parameters(), *step.module.buffers()]
     prime = prime_batch([*(size for tensor in tensors for size in tensor.shape), *_sizes(small_outputs or ())])
     traced_batch = prime if small == _SMALL else _MULTIPLE * prime
@@ -207,6 +208,7 @@ def trace_any_batch(
         # torch runs other ops on tensors beyond 32-bit indices: compare at the traced batch size instead.
         large, large_outputs = traced_batch, _forward_outputs(step, traced_batch, mode, numerics)
     if _is_proportional(small_outputs, large_outputs or [], small, large):
+        # Traced at a multiple, its dimensions need not scale to whole numbers at every batch size.
         traced_outputs = () if traced_batch == prime else _forward_outputs(step, traced_batch, mode, numerics)
         return replace(traced, prime=prime, sizes=_sizes(traced_outputs or ()))
     note = "its work does not grow in proportion with the batch: traced at every batch size"
@@ -432,13 +434,12 @@ def _record_once(
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=gpu)
 
     with _seeded(), _on_device(recorder, everywhere or not numerics.cuda), recording_modules(recorder):
+        # The tensors that take the place of the module's: as they are kept, then as the module gets them.
         weights = {name: without_values(value) for name, value in step.module.named_parameters()}
         kept = {name: numerics.kept(value) for name, value in weights.items()}
         kept_bytes = {name: float(value.nbytes) for name, value in kept.items()}
         kept_types = {name: str(value.dtype).removeprefix("torch.") for name, value in kept.items()}
-        del (
-            kept
-        )  # a tensor that stays alive would count in the step's memory; therefore ``weights`` is emptied below, too
+        del kept  # a tensor that stays alive would count in the step's memory; so ``weights`` is emptied below, too
         needs_gradient = {name: value.requires_grad for name, value in step.module.named_parameters()}
         parameters = {
             name: numerics.cast(weights.pop(name)).requires_grad_(needs_gradient[name]) for name in kept_bytes
@@ -452,9 +453,8 @@ def _record_once(
             torch.set_grad_enabled(mode == "training"),
         ):
             recorder.start()
-            with numerics.float8_linears(
-                step.module, parameters
-            ):  # around backward, too: checkpoints recompute layers there
+            # Around the backward pass, too: checkpoints recompute layers there.
+            with numerics.float8_linears(step.module, parameters):
                 with numerics.autocast():
                     result = called(step.module, inputs, step.keywords)
                     if mode == "training":
@@ -517,13 +517,13 @@ def _run_guarded(run: Callable[[], Result], step: TrainingStep, mode: Mode) -> R
     except DdlToolError:
         raise
     except Exception as error:  # whatever the user's forward raises is the user's to read, in one line
-        if collective := _failed_collective(error):
+        if collective := _failed_collective(error):  # no process group is started here
             problem = (
                 f"{mode} step calls {collective} of torch.distributed, and what a step sends itself is not modelled"
             )
             remedy = "plan takes such a group's step as measured or given (group: in job.yaml)"
             raise InputError(step.name, problem, remedy) from error
-        if "fork-based multiprocessing" in str(error):
+        if "fork-based multiprocessing" in str(error):  # torch's refusal of a backward pass in a fork
             problem = "this process has run backward passes beside its GPU, after which it cannot record a model"
             raise InputError(step.name, problem, "ask before them, or in a process of its own (ddltool ...)") from error
         text = one_line(f"{type(error).__name__}: {error}")[:300]
@@ -561,6 +561,7 @@ def _to_graph(
     recording, kept_bytes = recorded.recording, recorded.kept_bytes
     recorded_ops = ops_of(recording, given=recorded.parameters)
     recorded_ops.program.output(())  # the program's end, which reads nothing
+    # Transfers: of each parameter, and of each gradient that an op of the step completes.
     recvs = [transfer("recv", name, kept_bytes[name]) for name in recorded.parameters]
     producers = {name: recorded_ops.last_writer.get(shadow.storage) for name, shadow in recorded.gradients.items()}
     sends = [
@@ -584,6 +585,7 @@ def _to_graph(
     }
     if note:
         meta["note"] = note
+    # A matrix of integers among the inputs is taken for (samples, tokens).
     tensors = [value for value in step.inputs if isinstance(value, Tensor)]
     lengths = [value.shape[1] for value in tensors if value.dim() == 2 and not value.is_floating_point()]
     if lengths:

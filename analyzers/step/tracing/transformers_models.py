@@ -294,8 +294,10 @@ def packed(inputs: Mapping[str, Tensor]) -> frozenset[str]:
 class _InputMaker:
     """Makes example inputs for one model.
 
-    ``takes`` are the parameters of the model's forward; ``vision`` and ``audio`` are the configurations of its towers, or
-    the model's own where it has no such tower. A method's ``kind`` is "image" or "audio".
+    A tower encodes images or sound for a language model, whose text holds a placeholder token for each of the tower's
+    vectors. A candidate is a set of inputs that the model may accept, to be tried. ``takes`` are
+    the parameters of the model's forward; ``vision`` and ``audio`` are the configurations of its towers, or the model's own
+    where it has no such tower. A method's ``kind`` is "image" or "audio".
     """
 
     def __init__(self, module: nn.Module, config: Any, source: str, length: int | None) -> None:
@@ -386,10 +388,8 @@ class _InputMaker:
             return candidates
         arguments = [_method_inputs(getattr(owner, method), candidate) for candidate in candidates]
         accepted = self._first_accepted(owner, method, arguments)
-        # Compared by "is", because == compares the elements of tensors.
-        pairs = zip(
-            candidates, arguments, strict=True
-        )  # (all inputs of a candidate, those among them that the tower takes)
+        # Of each candidate all its inputs, and those that the tower takes; by "is", as == compares tensors' elements.
+        pairs = zip(candidates, arguments, strict=True)
         return [next(candidate for candidate, tower_inputs in pairs if tower_inputs is accepted)]
 
     def _tower_module(self, kind: str) -> nn.Module | None:
@@ -416,7 +416,7 @@ class _InputMaker:
             return [{}]
         channels = _first_attribute((self.vision, self.config), "num_channels", "in_channels", "in_chans", default=3)
         height, width = _image_size(self.vision, self.config, _nested_config(self.config, "backbone"))
-        if _GRIDS.intersection(self.takes):
+        if _GRIDS.intersection(self.takes):  # patches in a row, and how many there are along each side
             patch = _first_attribute((self.vision,), "patch_size", default=14)
             depth = _first_attribute((self.vision,), "temporal_patch_size", default=1)
             grid = torch.tensor([[[1, _GRID, _GRID]]], device="cpu")
@@ -448,12 +448,13 @@ class _InputMaker:
             ratio = {"aspect_ratio_ids": torch.ones(1, 1, dtype=torch.long, device="cpu")}
             ratio["aspect_ratio_mask"] = torch.ones(1, 1, tiles, dtype=torch.long, device="cpu")
             return [{"pixel_values": _floats(1, 1, tiles, channels, height, width)} | ratio]
+        # A whole image, alone or with a dimension of images, tiles or frames before it.
         frames = _first_attribute((self.vision, self.config), "num_frames", "frames_per_clip")
         shapes = [(1, channels, height, width), (1, 1, channels, height, width)]
         shapes += [(1, tiles, channels, height, width) for tiles in (3, 2, 5)]  # models that cut an image into tiles
         if frames:
             shapes = [(1, frames, channels, height, width), *shapes]
-        if self._tower_module("image") is None and not frames:
+        if self._tower_module("image") is None and not frames:  # without a tower the whole model runs on each: try few
             shapes = shapes[:2]
         image_sizes = torch.tensor([[height, width]], device="cpu")
         name = "pixel_values" if "pixel_values" in self.takes else "pixel_values_videos"
@@ -468,6 +469,7 @@ class _InputMaker:
         if not sound_names:
             return [{}]
         configs = (self.audio, self.config)
+        # A spectrogram is (bands of frequency, frames of time), in either order.
         bands = _first_attribute(
             configs, "num_mel_bins", "n_mels", "feature_size", "input_feat_per_channel", "input_dim", default=80
         )
@@ -477,6 +479,7 @@ class _InputMaker:
             shapes: list[tuple[int, ...]] = [(1, bands, frames), (1, frames, bands), (1, 1, frames, bands)]
             masks = {"input_features_mask": mask, "feature_attention_mask": mask}
             return [{"input_features": _floats(*shape)} | masks for shape in shapes]
+        # ``input_values`` are raw samples, or frames of bands for a model whose configuration says both.
         audio_frames = _first_attribute((self.config,), "max_length")
         shapes = [(1, _SAMPLES), (1, 1, _SAMPLES)]
         if isinstance(audio_frames, int) and _first_attribute((self.config,), "num_mel_bins") is not None:
@@ -537,9 +540,8 @@ class _InputMaker:
             "qformer_input_ids": tokens,
         }
         inputs["global_attention_mask"] = (torch.arange(self.length, device="cpu") == 0).long()[None]
-        channels = _first_attribute(
-            (self.config,), "num_input_channels", "input_size", default=1
-        )  # of a series of values
+        # Of models of time series: values at each of so many steps.
+        channels = _first_attribute((self.config,), "num_input_channels", "input_size", default=1)
         steps = _first_attribute((self.config,), "context_length", default=_TEXT_LENGTH)
         inputs["past_values"] = _floats(1, steps, channels)
         required = (

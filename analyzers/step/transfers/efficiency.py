@@ -66,7 +66,7 @@ def improve(
     """
     tac_schedule = replace(tac(graph) if start is None else start, name="improved")
     problem = shop.reduce(graph) if problem is None else problem
-    schedules = {tac_schedule.order: tac_schedule}
+    schedules = {tac_schedule.order: tac_schedule}  # by order, so that each is simulated once
     for order in (tic(graph).order, *(_order_by_joins(graph, problem, by_load=by_load) for by_load in (True, False))):
         rank_by_recv = {name: rank for rank, name in enumerate(order)}
         schedules.setdefault(order, Schedule(name="improved", priority=rank_by_recv, order=order))
@@ -190,6 +190,7 @@ def solve_exact(
     starts = [shop.list_schedule(problem, numbers) for numbers in _block_priorities(graph, problem, order.priority)]
     best_starts = min(starts, key=lambda entry: _makespan(problem, entry))
     bound = shop.lower_bound(problem)
+    # All times are whole units up to here, so that the two can be equal: then nothing is left to search.
     if bound < _makespan(problem, best_starts):
         solver_starts, proven_bound = _solve_with_cp_sat(problem, best_starts, bound, time_limit_s, workers, seed)
         bound = max(bound, proven_bound)
@@ -439,6 +440,7 @@ def compare(
         comparison.schedules.update(figures)
         comparison.timelines.update(timelines)
 
+    # TAC, and an order that may be better.
     tac_order = tac(graph)
     simulate({"random": None, "tic": tic(graph), "tac": tac_order})
     problem = shop.reduce(graph)
@@ -451,12 +453,14 @@ def compare(
         best_order, improved_figures = tac_order, tac_figures
     orders_compute = len(best_order.priority) > len(best_order.order)
     comparison.schedules["improved"] = improved_figures.model_copy(update={"orders_compute": orders_compute})
+    # The best that any schedule could reach, and the best that one is known to reach.
     bound_s = shop.lower_bound(problem) / time_scale(graph)
     known_makespans_s = [figures.makespan_min_s or 0.0 for figures in comparison.schedules.values()]
     if exact_s is not None:
         exact = solve_exact(graph, time_limit_s=exact_s, seed=seed, start=best_order, problem=problem)
         bound_s = exact.lower_bound_s
         known_makespans_s.append(exact.makespan_s)
+    # Against these, where each order's lost time lies.
     comparison.best_bound_s = max(comparison.bounds.lower_s, bound_s)
     for name, figures in comparison.schedules.items():
         share = comparison.bounds.share(figures.makespan_s, comparison.best_bound_s)

@@ -31,9 +31,9 @@ def trace_result(graph: Graph, comparison: Comparison, plans: CollectiveFigures 
 
 # Keys of a graph's ``meta`` that describe its times: device and network, oracle, precision and error.
 _DESCRIPTION = (
-    *("device", "oracle", "precision", "channels_last", "optimizer", "update_s", "error_low", "error_high"),
-    *("bandwidth_bytes_per_s", "latency_s"),
-)
+    "device", "oracle", "precision", "channels_last", "optimizer", "update_s", "error_low", "error_high",
+    "bandwidth_bytes_per_s", "latency_s",
+)  # fmt: skip
 
 
 def _traced_graph(graph: Graph) -> TracedGraph:

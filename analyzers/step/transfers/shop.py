@@ -62,7 +62,10 @@ _ROWS_AT_ONCE = 256
 
 @dataclass(frozen=True, kw_only=True)
 class ShopProblem:
-    """The job shop of ``n`` ops, or blocks of ops, in topological order: an input's index is below its consumer's."""
+    """The job shop of ``n`` ops, or blocks of ops, in topological order: an input's index is below its consumer's.
+
+    Every resource runs one op at a time. H are the compute ops that every send needs (all compute ops without sends).
+    """
 
     times: Sequence[int]
     """(n,) durations in whole units, see :func:`~ddltool.dependencies.time_scale`."""
@@ -186,7 +189,7 @@ def reduce(graph: Graph) -> ShopProblem:
     """
     problem = unreduced(graph)
     if len(np.unique(graph.resource[graph.kind == COMPUTE])) != 1:
-        return problem
+        return problem  # the rules hold for one compute resource
     return _merge_ops(_without_free_ops(problem))
 
 
