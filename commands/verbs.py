@@ -26,7 +26,7 @@ from ddltool.artifacts import check_outputs
 from ddltool.commands.options import Remark, as_options, is_follower, number
 from ddltool.commands.output import note, progress
 from ddltool.errors import InputError
-from ddltool.own_process import NeedsOwnProcess, in_fork
+from ddltool.own_process import NeedsOwnProcess, Tell, in_fork
 
 _SHORT = 26
 """Most characters of choices that --help shows beside an option's name; longer ones are in its text."""
@@ -74,14 +74,43 @@ def verb(function: Callable[Taken, Result]) -> Callable[Taken, Result]:
 
     @wraps(function)
     def called(*args: Taken.args, **kwargs: Taken.kwargs) -> Result:
-        """Run the verb as the running call, in a fork where this process may train on a GPU and must not record a model."""
+        """Run the verb as the running call, in a fork where this process may train on a GPU and must not record a model.
+
+        What was told before that was seen is not told again.
+        """
         with _asking(signature.bind(*args, **kwargs).arguments, _asked.get().spelling):
-            try:
-                return function(*args, **kwargs)
-            except NeedsOwnProcess:
-                return in_fork(lambda: function(*args, **kwargs))
+            if "tell" not in signature.parameters:
+                return _alone(lambda _: function(*args, **kwargs), lambda _: None)
+            given: dict[str, Any] = dict(kwargs)
+            tell = given.get("tell", signature.parameters["tell"].default)
+            listened: Callable[..., Result] = function
+            return _alone(lambda listener: listened(*args, **{**given, "tell": listener}), tell)
 
     return called
+
+
+def _alone(call: Callable[[Tell], Result], tell: Tell) -> Result:
+    """Return ``call(tell)``, of a fork if this process must not run it (:class:`NeedsOwnProcess`); tell each remark once."""
+    told: list[str] = []
+
+    def listen(text: str) -> None:
+        """Tell a remark of the first try, and note it."""
+        told.append(text)
+        tell(text)
+
+    try:
+        return call(listen)
+    except NeedsOwnProcess:
+        pass
+
+    def listen_again(text: str) -> None:
+        """Tell a remark of the fork, unless the first try came as far."""
+        if text in told:
+            told.remove(text)
+        else:
+            tell(text)
+
+    return in_fork(call, listen_again)
 
 
 def also_takes(

@@ -8,16 +8,20 @@ fresh interpreter, because the call may be about a model that nobody can pickle.
 
 from __future__ import annotations
 
-import multiprocessing
+import pickle
+import sys
 import warnings
 from collections.abc import Callable
-from multiprocessing.connection import Connection
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from ddltool.errors import DdlToolError
+from ddltool.errors import DdlToolError, one_line
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
 
 T = TypeVar("T")
-_is_claimed = False  # whether this process is a command's or a fork's, which may be changed for good
+Tell = Callable[[str], object]
+_is_claimed = False
 
 
 class NeedsOwnProcess(BaseException):
@@ -35,44 +39,62 @@ def demand() -> None:
     import torch
 
     if not _is_claimed and torch.cuda.is_available():
-        raise NeedsOwnProcess
+        raise NeedsOwnProcess("own_process.claim() lets a process record that will not train on its GPU")
 
 
-def in_fork(call: Callable[[], T]) -> T:
-    """Return what ``call()`` returns in a fork of this process; what it changes there is not changed here.
+def in_fork(call: Callable[[Tell], T], tell: Tell | None = None) -> T:
+    """Return what ``call(tell)`` returns in a fork of this process; what it changes there is not changed here.
 
-    Its result must be one that pickle takes. Raises the error that it raises, and DdlToolError if the fork dies.
+    What it tells, ``tell`` gets here. Its result must be one that pickle takes. Raises the error that it raises (as a
+    DdlToolError with its text, if pickle does not take it), and DdlToolError if the fork dies.
     """
+    import multiprocessing  # `--help` needs none of it
+    from multiprocessing.connection import wait
+
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_answer, args=(call, theirs), daemon=True)  # it ends with this process
+    process = context.Process(target=_answer, args=(call, theirs), daemon=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which only a lock of theirs would disturb
         process.start()
-    theirs.close()  # so that recv() below ends if the fork, which has the other copy, dies
+    theirs.close()
     try:
-        is_result, answer = ours.recv()
+        while ours in wait([ours, process.sentinel]):  # a dead fork's last message comes first
+            kind, content = pickle.loads(ours.recv_bytes())
+            if kind == "result":
+                return cast(T, content)
+            if kind == "error":
+                raise content
+            if tell is not None:
+                tell(content)
     except EOFError:
-        process.join()
-        problem = f"the process that recorded the model ended with exit code {process.exitcode}"
-        raise DdlToolError(problem) from None
+        pass
     finally:
-        process.kill()  # it has answered, or nobody waits for its answer any more
+        process.kill()
         process.join()
         ours.close()
-    if is_result:
-        return cast(T, answer)
-    raise answer
+    problem = f"the process that recorded the model ended with exit code {process.exitcode}"
+    raise DdlToolError(problem)
 
 
-def _answer(call: Callable[[], Any], pipe: Connection) -> None:
-    """Run the call in the fork, and send (True, its result) or (False, its error) into the ``pipe``."""
+def _answer(call: Callable[[Tell], Any], pipe: Connection) -> None:
+    """Run the call and send what it tells, and then ("result", its result) or ("error", its error)."""
     import torch
 
     claim()
     torch.set_num_threads(1)  # the threads of the parent's pool are not here
+    answer: tuple[str, object]
     try:
-        answer = True, call()
+        answer = "result", call(lambda text: pipe.send_bytes(pickle.dumps(("told", text))))
     except Exception as error:
-        answer = False, error
-    pipe.send(answer)
+        answer = "error", error
+    try:
+        message = pickle.dumps(answer)
+        if answer[0] == "error":
+            pickle.loads(message)  # an exception with an __init__ of its own may not come back
+    except Exception as error:
+        cause = answer[1] if isinstance(answer[1], Exception) else error
+        message = pickle.dumps(("error", DdlToolError(one_line(f"{type(cause).__name__}: {cause}"))))
+    sys.stdout.flush()
+    sys.stderr.flush()  # the parent ends this process once it has the answer
+    pipe.send_bytes(message)

@@ -85,6 +85,7 @@ class Identity:
             "rank": self.rank,
             "world_size": self.world_size,
             "num_nodes": self.num_nodes,
+            "servers": self.servers,
             "device": self.device,
             "batch": sum(exchange.samples for exchange in step.exchanges),
             "total_batch": sum(exchange.total for exchange in step.exchanges),
@@ -95,7 +96,6 @@ class Identity:
             "memory_bytes": step.memory_bytes,
             "end_s": round(self.clock_s + step.end.host_s, 6),
             # From the step's begin to its first forward pass: the loop fetches data then.
-            **({"servers": self.servers} if self.servers else {}),
             "data_s": round(min(step_s, seconds_between(step.begin, step.exchanges[0].start)), 9),
         }
         return TelemetryRow(**(fields | step.more))

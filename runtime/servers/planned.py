@@ -98,8 +98,10 @@ def follow(
                     yield batch
                 except GeneratorExit:  # the script has left its loop, after this step
                     has_left = True
-                recorder.pause(worker.waited_s - waited_s)  # waiting for parameters in the forward pass
-                recorder.begin_exchange(size, size * plan.workers).note_ready()
+                exchange = recorder.begin_exchange(size, size * plan.workers)
+                # Waiting for parameters in the forward pass; a device has nothing to compute meanwhile.
+                exchange.paused_s = worker.waited_s - waited_s
+                exchange.note_ready()
             recorder.after_update()
             if has_left:
                 return

@@ -279,6 +279,10 @@ def _telemetry_medians(frame: pd.DataFrame, where: str) -> pd.DataFrame:
     is_long = steps.groupby("run")["step"].transform("nunique") > 2 * WARMUP_STEPS
     steady_steps = steps[(steps["step"] >= WARMUP_STEPS) | ~is_long]
     steady_steps = steady_steps[(steady_steps["batch"] > 0) & (steady_steps["compute_s"] > 0)]
+    if not steady_steps.empty and (steady_steps["servers"] > 0).all():
+        problem = "holds steps with parameter servers alone, which tell nothing of synchronisation"
+        raise InputError(where, problem, "give the telemetry of a run of DDP")
+    steady_steps = steady_steps[steady_steps["servers"] == 0]
     if steady_steps.empty:
         raise InputError(where, "holds no step with samples", "let the job train for more steps")
     steady_steps = steady_steps.assign(step_time_s=steady_steps["compute_s"] + steady_steps["sync_s"])

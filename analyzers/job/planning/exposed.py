@@ -35,6 +35,8 @@ from ddltool.plans import BucketSetting, CompressionFigures, PrefetchSetting
 from ddltool.units import show_bytes
 
 FITTED, MEASURED = "as fitted", "as measured"
+# Passes so alike are the same: as far as two measurements of one are apart.
+_SAME_PASS = 0.1
 """``Exposed.setting`` of a fit or a run, which do not know the order of transfers and so propose no better one."""
 
 # What every replica of DDP holds, in sizes of the weights: weights, gradients and Adam's two moments.
@@ -363,18 +365,18 @@ class MeasuredCommunication(Communication):
     """Samples per second of each of the run's device types."""
     buckets: int | None = None
     """Number of buckets of an EST's gradients; None: not known."""
-    servers: bool = False
-    """Whether the run was one with a parameter server, from whose waiting ``sync_s`` was derived (:meth:`of_servers`)."""
+    served_pass_s: float | None = None
+    """Mean pass of a run with a parameter server, from whose waiting ``sync_s`` was derived (:meth:`of_servers`); None: DDP."""
 
     @classmethod
     def of_servers(cls, response_s: float, pass_s: float, workers: int, **more: Any) -> MeasuredCommunication:
         """Return the communication of a run with one parameter server, for which its workers wait ``response_s`` in a step.
 
         ``sync_s`` becomes that of a DDP whose transfers take as long: so :meth:`asynchronous` returns ``response_s`` for the
-        run's own ``workers`` and their mean pass of ``pass_s``. ``more``: the fields but ``sync_s`` and ``replicas``.
+        run's own ``workers``, 2 or more, and their mean pass of ``pass_s``. ``more``: the other fields.
         """
-        unit = cls(sync_s=1.0, replicas=workers, servers=True, **more)
-        low_s, high_s = 0.0, response_s / (2 * unit._transfer_s) if workers > 1 else 0.0
+        unit = cls(sync_s=1.0, replicas=workers, served_pass_s=pass_s, **more)
+        low_s, high_s = 0.0, response_s / (2 * unit._transfer_s)
         for _ in range(60):  # a longer service makes a longer response, up to the service alone
             middle_s = (low_s + high_s) / 2
             found_s = replace(unit, sync_s=middle_s)._response_s(workers, pass_s)
@@ -384,7 +386,7 @@ class MeasuredCommunication(Communication):
     @property
     def source(self) -> str:
         """Return in words the number of processes of the measured run."""
-        measured = "waiting for a parameter server" if self.servers else "synchronisation"
+        measured = "synchronisation" if self.served_pass_s is None else "waiting for a parameter server"
         return f"{measured} measured on {self.replicas} processes"
 
     def synchronous(self, devices: Mapping[str, int], pass_s: float) -> Exposed:
@@ -403,7 +405,7 @@ class MeasuredCommunication(Communication):
         return Exposed(
             default_s=by_bytes_s,
             best_s=by_bytes_s,
-            low_s=0.0 if self.servers else min(by_bytes_s, by_messages_s) * min(speed_ratio, 1.0),
+            low_s=min(by_bytes_s, by_messages_s) * min(speed_ratio, 1.0) if self.served_pass_s is None else 0.0,
             high_s=max(by_bytes_s, by_messages_s),
             setting=MEASURED,
         )
@@ -418,12 +420,14 @@ class MeasuredCommunication(Communication):
         """Return the seconds of a push and a pull at one server, which serves the workers one after another.
 
         The length of its queue is by mean value analysis (Reiser and Lavenberg, 1980). The lower end of the interval is a push
-        or a pull alone, the upper end a worker that waits for all others; a run with a server has none for as many workers.
+        or a pull alone, the upper end a worker that waits for all others. What a run with a server measured has no interval
+        for as many workers with passes as long.
         """
         workers, service_s = sum(devices.values()), 2 * self._transfer_s
         response_s = self._response_s(workers, pass_s)
         ends_s = (service_s / 2, workers * service_s)
-        low_s, high_s = (response_s, response_s) if self.servers and workers == self.replicas else ends_s
+        is_known = self.served_pass_s is not None and math.isclose(pass_s, self.served_pass_s, rel_tol=_SAME_PASS)
+        low_s, high_s = (response_s, response_s) if is_known and workers == self.replicas else ends_s
         return Exposed(default_s=response_s, best_s=response_s, low_s=low_s, high_s=high_s, setting=MEASURED)
 
     def _response_s(self, workers: int, pass_s: float) -> float:

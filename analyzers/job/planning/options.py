@@ -25,8 +25,8 @@ _LEAST_GOODPUT = 0.01
 class Missed(Infeasible):
     """Says that the best plan breaks a limit of the goal; ``by``: the plan's figure over the limit."""
 
-    def __init__(self, text: str, by: float) -> None:
-        """Take the error's text, and by what factor the limit is missed."""
+    def __init__(self, text: str, by: float = 0.0) -> None:
+        """Take the error's text, and by what factor the limit is missed (pickle sets it after the text)."""
         super().__init__(text)
         self.by = by
 

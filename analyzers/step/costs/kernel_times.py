@@ -195,13 +195,13 @@ class Demand:
     traffic_of: NDArray[np.intp]
     """(k,) index into TRAFFIC."""
     carried_s: Array
-    """(k,) seconds at one byte per cycle and multiprocessor; 0 where clocks are unknown."""
+    """(k,) seconds at one byte per cycle and multiprocessor; 0 where clocks are unknown, and where ``rows_s`` says more."""
     cached: Array
     """(k,) part of the traffic that the last cache could hold, 0 to 1."""
     turns: Array
     """(k,) steps that wait for each other, of recurrent layers; 0 for any other kernel."""
     rows_s: Array
-    """(k,) seconds that rows take beside their bytes, of layer norms."""
+    """(k,) seconds that rows take beside their bytes: of layer norms, and channels of batch norms in channels_first."""
     serial: NDArray[np.bool_]
     """(k,) whether arithmetic and traffic add up instead of overlapping: grouped convolutions."""
 

@@ -158,6 +158,7 @@ def kernels_of(graph: Graph) -> Kernels:
     layouts = np.array([graph.layout[op] for op in ops], dtype=object)
     is_channels_last = (layouts == "channels_last") | ((layouts == "") & bool(graph.meta.get("channels_last")))
     written = graph.written_bytes[ops]
+    ends_backward = np.array([op_type.endswith("_backward") for op_type in op_types], dtype=bool)
     is_batch_norm = np.array([normal_type(op_type).startswith("native_batch_norm") for op_type in op_types], dtype=bool)
     is_bfloat16 = np.array([name == "bfloat16" for name in dtype], dtype=bool)
     is_native = is_batch_norm & is_bfloat16
@@ -165,8 +166,7 @@ def kernels_of(graph: Graph) -> Kernels:
     times_again = _read_again(op_types, moved_bytes - written, gemm, graph.mode == "training")
     # torch's own batch norm (native): forward, its statistics (Welford's algorithm) take as long as one reading more; backward,
     # they are summed at twice the rate, so that both readings count as one.
-    is_backward_norm = np.array([op_type.endswith("_backward") for op_type in op_types], dtype=bool)
-    times_again[is_native] = np.where(is_backward_norm, 0.0, 2.0)[is_native]
+    times_again[is_native] = np.where(ends_backward, 0.0, 2.0)[is_native]
     moved_bytes += times_again * (moved_bytes - written)
     # Casts to a type two to four times as wide, with a tolerance.
     is_cast = np.array([normal_type(op_type) in ("to_copy", "copy") for op_type in op_types], dtype=bool)
@@ -175,16 +175,16 @@ def kernels_of(graph: Graph) -> Kernels:
     is_convolution = kind == CLASS["convolution"]
     kind[is_convolution & (gemm[:, 0] > 1)] = CLASS["grouped_convolution"]  # gemm's columns: groups, m, n, k
     kind[is_convolution & (gemm[:, 0] > 1) & (gemm[:, 2] <= 1)] = CLASS["depthwise_convolution"]
-    is_backward = is_convolution & np.array([op_type.endswith("_backward") for op_type in op_types], dtype=bool)
+    is_backward = is_convolution & ends_backward
     is_attention = (kind == CLASS["attention"]) & (gemm[:, 1] > 0)
     # Attention is two products (scores, values); its backward pass is five: four gradients, and the scores once more.
-    products = np.array([5.0 if op_type.endswith("_backward") else 2.0 for op_type in op_types])
+    products = np.where(ends_backward, 5.0, 2.0)
     product_flops = 2.0 * gemm.prod(axis=1)
     flops[is_attention] = (products * product_flops)[is_attention]  # under a causal mask, less than the op's FLOPs
     # The op has the operations of one product or of two; 1.5 lies between.
     is_double = is_backward & (flops > 1.5 * product_flops) & (product_flops > 0)
     direction = np.where(is_backward, WEIGHT_GRADIENT, FORWARD).astype(np.int8)
-    direction[is_batch_norm & is_backward_norm] = INPUT_GRADIENT
+    direction[is_batch_norm & ends_backward] = INPUT_GRADIENT
     # The gradient of the input and that of the weights: each reads the output's gradient and one more tensor, so that the
     # output's gradient, counted once so far, is read twice.
     output_bytes = gemm[is_double, 0] * gemm[is_double, 1] * gemm[is_double, 2] * width[is_double]

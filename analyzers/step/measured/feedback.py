@@ -23,7 +23,7 @@ _PARTS = 8
 # Upper quantile of the two-sided 80 % interval.
 _WITHIN = 0.9
 # Columns that two runs must agree in, rank by rank, to count as repeats of each other.
-_SHAPE_COLUMNS = ("rank", "device", "batch")
+_SHAPE_COLUMNS = ("rank", "device", "batch", "servers")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,7 +160,7 @@ def _steady_rows(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _run_shape(steady_rows: pd.DataFrame) -> list[list[Any]]:
-    """Return [rank, device, batch] rows, ascending by rank; runs for which these are equal are repeats of each other."""
+    """Return a row of ``_SHAPE_COLUMNS`` for each rank, ascending; runs for which these are equal are repeats of each other."""
     rank_rows = steady_rows.drop_duplicates("rank").sort_values("rank")
     shape: list[list[Any]] = rank_rows[list(_SHAPE_COLUMNS)].to_numpy().tolist()
     return shape

@@ -165,8 +165,8 @@ def cost_of(call: Call) -> Cost:
 def _rows(call: Call) -> Gemm:
     """Return (rows, 0, 0, elements of a row) of an op that works row by row; zeros of any other.
 
-    Such ops are softmax along the last dimension, layer and RMS norms, batch norms of a batch's own statistics (their rows are
-    channels), and ``nll_loss``, which reads one element of a row (so that its rows have 1).
+    Such ops are softmax along the last dimension, layer and RMS norms, batch norms of images with the batch's own statistics
+    (their rows are channels), and ``nll_loss``, which reads one element of a row (so that its rows have 1).
     """
     named, name = call.named, call.name
     shape = named.get("self", named.get("input", named.get("grad_output")))
@@ -180,11 +180,16 @@ def _rows(call: Call) -> Gemm:
         width = shape[-1]
     elif name.startswith(_ROW_NORMS) and isinstance(named.get("normalized_shape"), (list, tuple)):
         width = math.prod(named["normalized_shape"])
-    elif "batch_norm" in name and len(shape) > 1 and named.get("training", named.get("train", True)):
+    elif normal_type(name).startswith("native_batch_norm") and len(shape) > 2 and _has_own_statistics(call):
         width = math.prod(shape) // max(1, shape[1])
     else:
         return NO_GEMM
     return (float(math.prod(shape) // max(1, width)), 0.0, 0.0, float(width))
+
+
+def _has_own_statistics(call: Call) -> bool:
+    """Return whether a batch norm normalizes by its batch's statistics, or is the backward pass of one that did."""
+    return "no_training" not in call.name and bool(call.named.get("training", call.named.get("train", True)))
 
 
 def multiplies(name: str) -> bool:

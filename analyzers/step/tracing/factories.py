@@ -18,7 +18,8 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from ddltool.analyzers.step.recording.vision import declare_torchvision
 from ddltool.analyzers.step.tracing.batches import divide_batch, with_batch
@@ -131,6 +132,7 @@ def fed_step(model: Any, batch: Any, name: str) -> TrainingStep:
     by name, whose module is changed. The batch takes the place of example inputs. ``name``: of the step, and in errors.
     Raises InputError for anything else, and for a batch that does not fit the module.
     """
+    batch = _off_the_gpu(batch)
     if isinstance(model, TrainingStep):
         vars(model.module).pop("forward", None)  # a named model's forward was bound to the inputs made for it
         return with_batch(model, divide_batch(model.module, batch))
@@ -172,6 +174,14 @@ def held_step(model: Any, name: str) -> TrainingStep:
     return step_from(module_copy if inputs is None else (module_copy, inputs), name, name)
 
 
+def _off_the_gpu(example: Any) -> Any:
+    """Return an example with tensors of the same shape in place of CUDA's, whose values no recording reads.
+
+    A fork cannot use CUDA once its parent has.
+    """
+    return tree_map_only(Tensor, lambda each: torch.empty_like(each, device="meta") if each.is_cuda else each, example)
+
+
 def step_from(product: Any, source: str, name: str) -> TrainingStep:
     """Return the step of ``product``: a module, or (module, example inputs).
 
@@ -190,7 +200,7 @@ def step_from(product: Any, source: str, name: str) -> TrainingStep:
         remedy = "return an nn.Module or (nn.Module, example_inputs)"
         raise InputError(source, f"the factory returned a {type_name}", remedy)
     # With the default loss; in its place the module's own, if it has one.
-    inputs, keywords = as_arguments(example)
+    inputs, keywords = as_arguments(_off_the_gpu(example))
     step = TrainingStep(
         name=name,
         module=module,

@@ -170,7 +170,14 @@ def trace_step(
     build: Callable[[], TrainingStep], *, mode: Mode, batch_size: int | None = None, numerics: Numerics = AS_DEFAULT
 ) -> TracedStep:
     """Return the graph of :func:`trace_torch` together with the recording that it was read from. Raises as that does."""
+    _demand_device(numerics)
     return _trace_at(_build(build, mode, numerics), batch_size, mode, numerics)
+
+
+def _demand_device(numerics: Numerics) -> None:
+    """Raise NeedsOwnProcess before the model is built where this process must not record; later it would be built twice."""
+    if numerics.cuda:
+        register_device()
 
 
 def trace_any_batch(
@@ -188,6 +195,7 @@ def trace_any_batch(
     ``like``: a trace of the same step in other numerics, whose comparison holds for this one, too. Raises InputError as
     :func:`trace_torch` does.
     """
+    _demand_device(numerics)
     step = _build(build, mode, numerics)
     if like is not None and like.prime is not None:  # numerics change types, not how dimensions grow
         return replace(_trace_at(step, like.graph.batch_size, mode, numerics), prime=like.prime, sizes=like.sizes)
