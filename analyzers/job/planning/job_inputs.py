@@ -498,7 +498,7 @@ def _slowest_between(groups: Sequence[NodeGroup], offer: DeviceOffer, latency: s
     ``latency``: of links that the cluster gives by their speed alone.
     """
     given = [(group.nic_gbit, group.nic or offer.nic) for group in groups] or [(offer.nic_gbit, offer.nic)]
-    options = ("nic", "", "--latency")  # for errors
+    options = ("nic", "nic_gbit", "--latency")  # for errors
     links = [
         between_nodes(card, None, None, options)
         if gbit is None
