@@ -82,9 +82,9 @@ def demo(output: Path = Path("ddltool-demo"), seed: Seed = 0, as_json: bool = Fa
 
 @contextlib.contextmanager
 def _announce_step(title: str, *, spinner: bool) -> Iterator[None]:
-    """Print the title of the step, the body, on stderr; on a terminal as a spinner if ``spinner``, else nothing.
+    """Tell on stderr that the block, a step of the demo, runs: by its title, or on a terminal by a spinner with the title.
 
-    ``spinner``: False for a step that shows its own progress.
+    ``spinner``: False for a step that shows its own progress on a terminal, where nothing is printed then.
     """
     console = err()
     if not console.is_terminal:

@@ -23,8 +23,9 @@ def import_(
 ) -> None:
     """Read measurements made elsewhere: AdaptDL tables, profiler traces, telemetry; write one profile.
 
-    ``device_name``, ``batch_size``, ``nodes`` and ``replicas``: values for files that do not have them. Raises InputError
-    for a file that cannot be read or lacks such a value.
+    The profile is written to ``output``; without it, what the files hold is only printed: the rows of each file, and the
+    range of each device's batches (``as_json``: all rows). ``device_name``, ``batch_size``, ``nodes`` and ``replicas``:
+    values for files that do not have them. Raises InputError for a file that cannot be read or lacks such a value.
     """
     frame, sources = import_files(
         files, device=device_name or None, batch_size=batch_size, num_nodes=nodes, num_replicas=replicas

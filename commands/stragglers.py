@@ -21,7 +21,7 @@ _TELEMETRY_SUFFIXES = (".jsonl", ".ndjson")
 
 def stragglers(
     sources: list[Path],
-    batch_size: Annotated[int, within(1)] = 1,
+    batch_size: Annotated[int | None, within(1), {"show_default": "1"}] = None,
     feed: Path | None = None,
     output: Path | None = None,
     as_json: bool = False,
@@ -29,13 +29,15 @@ def stragglers(
     """Read the traces of all ranks: which one holds the others up, since when, why, and what to do.
 
     ``sources``: one trace for each rank, folders of these, the hook's telemetry, or one table of operations (.parquet).
-    ``feed``: the folder for files that the remedies' commands read; ``batch_size``: samples of a rank in a step, for
-    these files. Raises InputError for sources that cannot be combined or read.
+    ``feed``: the folder for files (feeds) that the remedies' commands read; ``batch_size``: samples of a rank in a step,
+    for these files. Raises InputError for sources that cannot be combined or read, and for ``batch_size`` without ``feed``.
     """
+    if batch_size is not None and feed is None:
+        raise InputError("--batch-size", "needs --feed", "it is the samples of a step in the files that --feed writes")
     paths = _trace_files(sources)
     check_outputs(paths, {"-o": output})
     source_name = sources[0].name if len(sources) == 1 else f"{len(paths)} traces"
-    if any(path.suffix == ".parquet" for path in paths):
+    if any(path.suffix == ".parquet" for path in paths):  # seconds of operations, without what rank speeds follow from
         if len(paths) > 1 or feed is not None:
             problem = "is given with others" if len(paths) > 1 else "has no rank's speeds"
             raise InputError(str(paths[0]), problem, "give one .parquet file, without --feed")
@@ -50,7 +52,7 @@ def stragglers(
         feeds = diagnosis.Feeds.all(str(paths[0]))
     result = diagnosis.diagnose(run, source, feeds)
     if feed is not None:
-        _write_feeds(run, batch_size, feeds, paths if source == "telemetry" else [])
+        _write_feeds(run, batch_size or 1, feeds, paths if source == "telemetry" else [])
         note(f"wrote {', '.join(_FEED_FILES.values())} to {feed}")
     elif result.findings and source == "traces":
         note("the files that the remedies name are written by --feed FOLDER")

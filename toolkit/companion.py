@@ -82,9 +82,10 @@ class CompanionMeta(Artifact):
         return tuple(kept_counts)
 
     def key(self, counts: Sequence[int]) -> int:
-        """Return the key in table ``vectors`` of these counts (at most the kept ones), in the order of ``devices``.
+        """Return the key in table ``vectors`` of these counts, in the order of ``devices``, each at most the type's ``count``.
 
-        The counts are its digits in mixed base: a type with 4 devices has the digits 0 to 4.
+        The counts are its digits in mixed base: a type of which plans are kept for up to 4 devices has the digits 0 to 4, and
+        so the base 5.
         """
         number = 0
         for device, count in zip(self.devices, counts, strict=True):

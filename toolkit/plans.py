@@ -36,6 +36,8 @@ from ddltool.quantities import (
 Strategy = Literal["bsp", "est", "elastic-bsp", "lb-bsp", "goodput"]
 # Aten ops that are matrix products or convolutions (:func:`is_product`).
 PRODUCTS = ("mm", "_scaled_mm", "addmm", "bmm", "baddbmm", "convolution")
+# The relative rounding error of a figure in a file.
+_TOLERANCE = 1e-6
 # How a job's devices are spread.
 Choice = Literal["one device", "one node", "several nodes"]
 
@@ -55,12 +57,12 @@ def _demand_names(what: str, names: Iterable[str], known: Collection[str] = ()) 
 
 
 def _demand_equal(what: str, given: float, sum_of_parts: float, before_sum: str) -> None:
-    """Raise ValueError unless a plan's figure ``given`` equals the ``sum_of_parts`` to 1e-6.
+    """Raise ValueError unless a plan's figure ``given`` equals the ``sum_of_parts`` to ``_TOLERANCE``.
 
     The message is "WHAT is 3, but BEFORE_SUM 4": ``what`` is the figure's field, ``before_sum`` such as "the assignments
     have".
     """
-    if not math.isclose(given, sum_of_parts, rel_tol=1e-6):
+    if not math.isclose(given, sum_of_parts, rel_tol=_TOLERANCE):
         raise ValueError(f"{what} is {given:.10g}, but {before_sum} {sum_of_parts:.10g}")
 
 
@@ -412,18 +414,20 @@ class Plan(Artifact):
     @model_validator(mode="after")
     def _check_consistency(self) -> Self:
         """Refuse parts of the plan that contradict its assignments or each other."""
-        # The figures of each strategy must follow from the assignments: anybody may have edited the file.
+        # Figures must follow from the assignments: anybody may have edited the file.
         rows, types = self.assignments, {row.device_type for row in self.assignments}
         _demand_parts_fit(self, types)
-        places = sum(row.devices * row.ests_per_device for row in rows)  # for logical workers
+        places = sum(
+            row.devices * row.ests_per_device for row in rows
+        )  # for ESTs: logical workers, each with a mini-batch
         _demand_equal("est_count", self.est_count, places, "the assignments have")
         samples = sum(row.devices * row.local_batch_size for row in rows)
         if self.strategy == "est":
             if self.est_count < self.max_workers:
                 raise ValueError(f"est_count is {self.est_count}, too few for max_workers, {self.max_workers}")
             for row in rows:
-                ests = row.ests_per_device * self.batch_size
-                _demand_equal("local_batch_size", row.local_batch_size, ests, f"the ESTs of a {row.device_type} take")
+                taken = row.ests_per_device * self.batch_size  # samples
+                _demand_equal("local_batch_size", row.local_batch_size, taken, f"the ESTs of a {row.device_type} take")
         if self.split is not None:
             _demand_equal("split.total_batch_size", self.split.total_batch_size, samples, "the assignments have")
         if self.goodput is not None:
@@ -435,7 +439,7 @@ class Plan(Artifact):
             _demand_equal(
                 "superstep.mini_batches", self.superstep.mini_batches, mini_batches, "the iterations of all devices are"
             )
-        if self.status == "optimal" and self.gap > 1e-6:
+        if self.status == "optimal" and self.gap > _TOLERANCE:
             raise ValueError(f"gap is {self.gap:g} and status optimal; a proven plan has none")
         return self
 

@@ -61,20 +61,21 @@ def check_profile(
 ) -> pd.DataFrame:
     """Return a copy of the frame, checked and with the schema's types; further columns stay as they are.
 
-    Raises InputError naming row (from 1) and column. ``shown``: our column's name to the file's, where they differ.
-    ``required``: columns that must be there.
+    Raises InputError naming row (from 1) and column. ``where``: the table's name for errors. ``shown``: our column's name to
+    the file's, where they differ. ``required``: columns that must be there.
     """
     checked = frame.copy()
     columns = checked_columns(frame, ProfileRow, where, required=required, shown=shown)
     for name, column in columns.items():
         if name in _COUNTS:
-            checked[name] = column.astype("int64")
+            checked[name] = column.astype("int64")  # also where the file has 2.0
         elif checked[name].dtype.kind not in "iuf":  # a numeric column keeps its own type
             checked[name] = column
     pairs = checked["num_replicas"].astype(str) + " replicas on " + checked["num_nodes"].astype(str) + " nodes"
     # Predictions also have num_gpus: one replica may be spread over several nodes.
     processes = checked.get("num_gpus", checked["num_replicas"])
     is_enough = (processes >= checked["num_nodes"]).to_numpy()
+    # The pairs are whole phrases, without demand's "is" before them.
     demand(is_enough, pairs, "num_replicas", where, "every node holds at least one replica", said="")
     return checked
 

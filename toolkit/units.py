@@ -135,7 +135,7 @@ def show_hours(hours: float) -> str:
 
 
 def show_money(amount: float) -> str:
-    """Return an amount of US dollars as text, to the cent; an amount below one cent with two significant digits.
+    """Return an amount of US dollars, at least 0, as text, to the cent; one below a cent with two significant digits.
 
     >>> show_money(0.8912), show_money(12345.6), show_money(0.00321)
     ('$0.89', '$12,345.60', '$0.0032')

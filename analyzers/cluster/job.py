@@ -85,8 +85,8 @@ def best_batches(model: ThroughputParams, limits: BatchLimits, noise_scale: floa
 def split_batch(batch_size: int, replicas: int, limits: BatchLimits) -> tuple[int, int]:
     """Return (local batch size, accumulation steps beyond the first) of a total batch on ``replicas``.
 
-    The rule is the published simulator's: quotients are rounded up, and one replica with more than the initial batch
-    always accumulates.
+    The rule is that of Pollux's published simulator: quotients are rounded up (but for rounding errors), and one replica
+    with more than the initial batch always accumulates, as one gradient a step says too little of the noise.
     """
     local = math.ceil(batch_size / replicas - _EPSILON)
     steps = math.ceil(local / limits.max_local_batch_size - _EPSILON) - 1
@@ -381,11 +381,14 @@ class SimulatedJob:
         return table
 
     def _goodputs(self, gpu_type: str, gradient: tuple[float, float], most: int) -> Floats:
-        """Return the model's goodput with the layout of :meth:`goodput_table`; ``gradient``: squared norm and variance."""
+        """Return the model's goodput (2, most + 1): row 0 on one node, row 1 across nodes; column k on k replicas.
+
+        ``gradient``: its squared norm and variance; ``most``: the most replicas.
+        """
         tuned, widest = self._batches(gpu_type, gradient, most)
         table = np.zeros((2, most + 1))
         table[:, 1:] = tuned.goodput_per_s.reshape(2, widest)[:, :most]
-        table[1, 1] = 0.0
+        table[1, 1] = 0.0  # one replica cannot be across nodes
         return table
 
     def _batches(self, gpu_type: str, gradient: tuple[float, float], most: int) -> tuple[Tuned, int]:

@@ -230,9 +230,10 @@ def _by_class(
 
 
 def _figures(jobs: Sequence[JobTally], rows: Places, jct: Floats, queueing: Floats, fairness: Floats) -> ClassFigures:
-    """Return the figures of the jobs at ``rows``.
+    """Return the figures of the jobs at ``rows``, at least one.
 
-    Arrays are (n,) over all jobs: ``jct`` and ``queueing`` are the seconds from submission to the end and to the start.
+    Arrays are (n,) over all jobs: ``jct`` and ``queueing`` are the seconds from submission to the end and to the start,
+    ``fairness`` the time to the end over that in a fair share of the cluster: the larger, the worse.
     """
     return ClassFigures(
         jobs=len(rows),

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddltool.analyzers.job.goodput.noise_scale import NoiseScaleEstimator, differenced_terms, noise_terms
+from ddltool.analyzers.job.goodput.noise_scale import NoiseScaleEstimator, NoiseTerms, differenced_terms, noise_terms
 from ddltool.errors import InputError
 from ddltool.runtime.processes.batches import Pass
 from ddltool.runtime.processes.step_times import Stamp, seconds_between, stamp
@@ -50,6 +50,19 @@ class Norms(NamedTuple):
     """Samples behind the first norm."""
     big: float
     """Samples behind the second norm; equal to ``small`` for two consecutive steps."""
+
+
+def _terms(norms: Norms) -> NoiseTerms:
+    """Return the estimates that one observation makes; the host waits for its norms.
+
+    Raises InputError for norms that are not finite.
+    """
+    first_norm, second_norm, *difference_norm = norms.values.double().tolist()
+    if not difference_norm:
+        return noise_terms(first_norm, second_norm, norms.small, norms.big)
+    # Of a pair of gradients a, b: |a - b|^2 = |a|^2 + |b|^2 - 2 a.b
+    inner_product = (first_norm + second_norm - difference_norm[0]) / 2
+    return differenced_terms(first_norm, second_norm, inner_product, norms.big)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -340,13 +353,8 @@ class NoiseSampler:
         """
         observations, self._observations = self._observations, []
         for norms in observations:
-            first_norm, second_norm, *difference_norm = norms.values.double().tolist()
             with suppress(InputError):  # raised for norms that are not finite
-                if difference_norm:  # |a - b|^2 = |a|^2 + |b|^2 - 2 a.b
-                    inner_product = (first_norm + second_norm - difference_norm[0]) / 2
-                    estimator.add(differenced_terms(first_norm, second_norm, inner_product, norms.big))
-                else:
-                    estimator.add(noise_terms(first_norm, second_norm, norms.small, norms.big))
+                estimator.add(_terms(norms))
         if self._cuda and observations:
             torch.cuda.synchronize()  # the stamps after the last norm may not have passed yet
         if self._spans_by_step:

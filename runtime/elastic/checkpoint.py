@@ -155,7 +155,10 @@ def write(path: str | os.PathLike[str], content: dict[str, Any], last: Stamp | N
 
 
 def _keep_previous(path: Path) -> None:
-    """Give the checkpoint at ``path`` the second name ``NAME.previous``; it keeps its own name, so ``path`` always exists."""
+    """Give the checkpoint at ``path`` the second name ``NAME.previous``, in place of an earlier one of that name.
+
+    It keeps its own name, so ``path`` always exists.
+    """
     spare = path.with_name(f".{path.name}.partial.previous")
     spare.unlink(missing_ok=True)
     os.link(path, spare)

@@ -186,8 +186,8 @@ class WorkerState:
         """Replace the local workers' values by those in ``documents``, one per worker of the job in virtual-rank order.
 
         Each document has ``buffers`` and plain ``attributes`` by full name; they are copied to ``device``. The modules'
-        attributes are set by the next :meth:`install`. Raises InputError for documents that do not fit the model, and
-        then changes nothing.
+        attributes are set by the next :meth:`install`. Raises InputError for documents that lack a buffer of the model, or
+        name a module that it lacks, and then changes nothing.
         """
         present = {plain_name(name): v for name, v in named_buffers(self._modules).items() if v is not None}
         # An attribute that any worker had of its own is every worker's own.
@@ -195,25 +195,32 @@ class WorkerState:
         keys = {name: self._attribute_key(name, "attributes") for name in names}
         loaded: dict[int, dict[Key, Any]] = {}
         for rank in self._local:
-            saved = documents[rank]["buffers"]
-            moved_by_id = dict[int, Tensor]()  # by id of the present buffer: tied buffers stay tied
-            if lacking := sorted(present.keys() - saved.keys()):
-                raise InputError("buffers", f"{lacking[0]} is only in the model", "build the model that was saved")
-            # A checkpoint has no buffers that are registered as None.
-            worker_values = loaded[rank] = {
-                (prefix, BUFFERS): {name: None for name, value in module._buffers.items() if value is None}
-                for prefix, module in self._modules.items()
-                if isinstance(module, nn.Module)
-            }
-            for name, value in saved.items():  # a forward pass may have registered a buffer that is not present
-                prefix, buffer_name = self._attribute_key(name, "buffers")
-                moved = value.to(device)
-                if name in present:
-                    moved = moved_by_id.setdefault(id(present[name]), moved)
-                worker_values[prefix, BUFFERS][buffer_name] = moved
+            loaded[rank] = self._loaded_buffers(documents[rank]["buffers"], present, device)
             values = documents[rank]["attributes"]
-            worker_values |= {key: _copied(values.get(name, ABSENT), device) for name, key in keys.items()}
+            loaded[rank] |= {key: _copied(values.get(name, ABSENT), device) for name, key in keys.items()}
         self._values = loaded
+
+    def _loaded_buffers(self, saved: Document, present: Mapping[str, Tensor], device: torch.device) -> dict[Key, Any]:
+        """Return one worker's buffers, by module, from ``saved`` (by full name); tied buffers stay tied.
+
+        ``present``: the model's own buffers by full name. Raises InputError as :meth:`load` does.
+        """
+        if lacking := sorted(present.keys() - saved.keys()):
+            raise InputError("buffers", f"{lacking[0]} is only in the model", "build the model that was saved")
+        moved_by_id = dict[int, Tensor]()  # by id of the present buffer, which tied ones share
+        # A checkpoint has no buffers that are registered as None.
+        values: dict[Key, Any] = {
+            (prefix, BUFFERS): {name: None for name, value in module._buffers.items() if value is None}
+            for prefix, module in self._modules.items()
+            if isinstance(module, nn.Module)
+        }
+        for name, value in saved.items():  # a forward pass may have registered a buffer that is not present
+            prefix, buffer_name = self._attribute_key(name, "buffers")
+            moved = value.to(device)
+            if name in present:
+                moved = moved_by_id.setdefault(id(present[name]), moved)
+            values[prefix, BUFFERS][buffer_name] = moved
+        return values
 
     def _attribute_key(self, name: str, what: str) -> Key:
         """Return the key (prefix, attribute) of a full name in a checkpoint.

@@ -191,6 +191,31 @@ def _difference_of_step(a: RecordedStep, b: RecordedStep) -> FirstDifference | N
     All kinds are compared, to count for each how many tensors differ; the first difference gives the cause. If it is a
     batch that another worker of run ``b`` got in this step, the cause is the order of the data.
     """
+    first, differing_counts = _compared(a, b)
+    if first is None:
+        return None
+    kind, rank, name, (cause_class, cause_text) = first
+    if cause_class == "data" and rank is not None:  # so both have the tensor: what one lacks has the class of ONLY_ONE
+        batch_digest = _tensors(a, rank, kind)[name]
+        if any(_tensors(b, other, kind).get(name) == batch_digest for other in b.workers if other != rank):
+            cause_class, cause_text = REORDERED
+    return FirstDifference(
+        step=a.step,
+        epoch=a.epoch,
+        worker=None if rank is None else int(rank),
+        record=kind,
+        tensor=name,
+        cause_class=cause_class,
+        cause=cause_text,
+        differing_in_step={kind: count for kind, count in differing_counts.items() if count},
+    )
+
+
+def _compared(a: RecordedStep, b: RecordedStep) -> tuple[tuple[str, str | None, str, Cause] | None, Mapping[str, int]]:
+    """Return the first different tensor of two records of one step, and by kind the number of those that differ.
+
+    The tensor is given by its kind, virtual rank (None: shared by all), name and cause; None: none differs.
+    """
     ranks = sorted(a.workers.keys() | b.workers.keys(), key=int)
     causal_order: list[tuple[str, str | None, Cause]] = []  # kind, virtual rank (None: shared by all), cause
     if BEFORE in a.shared and BEFORE in b.shared:  # a continued run has no parameters before its first step
@@ -205,23 +230,7 @@ def _difference_of_step(a: RecordedStep, b: RecordedStep) -> FirstDifference | N
         differing_counts[kind] += len(names)
         if names and first is None:
             first = kind, rank, names[0], cause if names[0] in left and names[0] in right else ONLY_ONE
-    if first is None:
-        return None
-    kind, rank, name, (cause_class, cause_text) = first
-    if cause_class == "data" and rank is not None:
-        batch_digest = _tensors(a, rank, kind)[name]
-        if any(_tensors(b, other, kind).get(name) == batch_digest for other in b.workers if other != rank):
-            cause_class, cause_text = REORDERED
-    return FirstDifference(
-        step=a.step,
-        epoch=a.epoch,
-        worker=None if rank is None else int(rank),
-        record=kind,
-        tensor=name,
-        cause_class=cause_class,
-        cause=cause_text,
-        differing_in_step={kind: count for kind, count in differing_counts.items() if count},
-    )
+    return first, differing_counts
 
 
 def _tensors(step: RecordedStep, rank: str | None, kind: str) -> Digests:

@@ -380,7 +380,8 @@ class ElasticTrainer:
     def _fetch_batches(self, epoch: int) -> Iterator[Any]:
         """Yield this process's micro-batches of the rest of the epoch, in the order of the turns.
 
-        Without data workers each is made when it is requested; otherwise they make later ones ahead.
+        Without a feed each is made when it is requested, in its worker's turn, and so draws from that worker's random
+        streams. A feed seeds the streams anew for each batch, so that its data workers can make later ones ahead.
         """
         for sampler in self._samplers.values():
             sampler.set_epoch(epoch)
@@ -399,7 +400,7 @@ class ElasticTrainer:
             return
         batches = self._feed.batches(tasks)
         for _ in tasks:
-            # With 0 workers this process makes the batch, which seeds its random streams.
+            # With 0 data workers the feed makes the batch in this process, and must not leave its streams seeded.
             with nullcontext() if self._feed.workers else streams_kept(self.device):
                 batch = next(batches)
             yield batch
@@ -544,11 +545,12 @@ class ElasticTrainer:
         self._awaits_update = False
 
     def stop_on(self, *numbers: signal.Signals) -> None:
-        """Make signals on any process set :attr:`StepResult.stop` of the next step on all, instead of ending the process.
+        """Note signals, on any process, in place of ending: the next step of all processes has :attr:`StepResult.stop` set.
 
         So ``if step.stop: trainer.save(path); break`` saves a checkpoint on request. Without ``numbers``: SIGTERM and
         SIGINT (Ctrl-C). A later SIGINT still interrupts at once
-        (:class:`~ddltool.runtime.processes.stopping.StopSignals`). Call it in the main thread.
+        (:class:`~ddltool.runtime.processes.stopping.StopSignals`). Handlers that the script has set for them are replaced,
+        since it asks for these signals by name; a second call adds its signals. Call it in the main thread.
         """
         self._stops.append(StopSignals(*numbers))
         self._stops[-1].open(all_of_them=True)

@@ -168,7 +168,8 @@ class OuterSteps:
         error = sent.average.exception()
         has_average = torch.tensor([error is None], dtype=torch.float32)
         if self._inside is not None:
-            _broadcast_from_first(has_average, self._inside)  # the first rank alone knows whether averaging has failed
+            # With `inside`, the first rank alone averages: others hold a placeholder, and do not know whether it failed.
+            _broadcast_from_first(has_average, self._inside)
         if not has_average:
             text = "an island is gone; give a group of those left to outer.regroup"
             raise LostRank(f"{text} ({str(error or 'said by the first rank').splitlines()[0]})") from error
@@ -176,7 +177,7 @@ class OuterSteps:
         if self._inside is not None:
             _broadcast_from_first(average, self._inside)
         rate, momentum = self.optimizer
-        # The module's formula, with D = average and M = momentum_buffer.
+        # M <- momentum M + D;  O <- O - rate (D + momentum M), with D = average, M = momentum_buffer and O = outer.
         outer, momentum_buffer = self.outer[sent.fragment], self.momentum[sent.fragment]
         momentum_buffer.mul_(momentum).add_(average)
         outer.sub_(average.add(momentum_buffer, alpha=momentum), alpha=rate)

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ddltool.errors import InputError
-from ddltool.plans import Recomputed, ShardingSetting, is_product
+from ddltool.plans import Enforcement, Recomputed, ShardingSetting, is_product
 from ddltool.runtime.hook.data_parallel import apply_prefetch, ddp_arguments
 from ddltool.runtime.hook.job import Config, loaded
 from ddltool.runtime.hook.offloading import offload_modules
@@ -36,12 +36,38 @@ def shard(model: nn.Module, config: Config, **options: Any) -> nn.Module:
     """Return ``model`` sharded and with activation checkpointing as planned; call it on every rank before the optimizer.
 
     FSDP2 and HSDP change ``model`` itself; DDP wraps it. ``options`` go to ``fully_shard`` (``mesh``, ``mp_policy``,
-    ``offload_policy``) or to ``DistributedDataParallel``. In a single process only what modules save is applied, unless the
-    plan keeps its state in the host's memory; that needs ``init_process_group``.
+    ``offload_policy``) or to ``DistributedDataParallel``, and go before what the plan says. In a single process only what
+    modules save is applied, unless the plan keeps its state in the host's memory; that needs ``init_process_group``.
 
     Raises InputError for a config without a sharding, for another number of processes than planned, and for modules
     that the model lacks.
     """
+    enforcement, plan, units = _checked(config, model)
+    checkpoint_modules(model, plan.checkpointing)
+    offload_modules(model, plan.on_host)
+    if (
+        enforcement.world_size == 1 and not plan.offload
+    ):  # nothing to divide; only fully_shard can keep the state on the host
+        return model
+    if plan.kind == "ddp":
+        buckets = {} if enforcement.ddp is None else ddp_arguments(enforcement)
+        return DistributedDataParallel(model, **{**buckets, **options})
+    options.setdefault("mesh", _mesh(model, plan))
+    if enforcement.fsdp2 is not None and not enforcement.fsdp2.reshard_after_forward:
+        options.setdefault("reshard_after_forward", False)
+    if plan.offload:
+        pinned = torch.accelerator.is_available()
+        options.setdefault("offload_policy", CPUOffloadPolicy(pin_memory=pinned))
+    for unit in units:
+        fully_shard(unit, **options)
+    fully_shard(model, **options)  # the root, last; by default FSDP2 keeps it gathered after forward
+    if units:
+        apply_prefetch(model, enforcement)
+    return model
+
+
+def _checked(config: Config, model: nn.Module) -> tuple[Enforcement, ShardingSetting, list[nn.Module]]:
+    """Return the configuration, its sharding, and the modules that it shards one by one. Raises as :func:`shard` says."""
     enforcement, where = loaded(config)
     plan = enforcement.sharding
     if plan is None:
@@ -56,25 +82,7 @@ def shard(model: nn.Module, config: Config, **options: Any) -> nn.Module:
     modules = dict(model.named_modules())
     if missing := [name for name in units if name not in modules]:
         raise InputError(f"{where}:fsdp2.units", f"the model has no module {missing[0]!r}", "trace and plan this model")
-    checkpoint_modules(model, plan.checkpointing)
-    offload_modules(model, plan.on_host)
-    if processes == 1 and not plan.offload:  # nothing to divide; only fully_shard can keep the state on the host
-        return model
-    if plan.kind == "ddp":
-        buckets = {} if enforcement.ddp is None else ddp_arguments(enforcement)
-        return DistributedDataParallel(model, **{**buckets, **options})
-    options.setdefault("mesh", _mesh(model, plan))
-    if enforcement.fsdp2 is not None and not enforcement.fsdp2.reshard_after_forward:
-        options.setdefault("reshard_after_forward", False)
-    if plan.offload:
-        pinned = torch.accelerator.is_available()
-        options.setdefault("offload_policy", CPUOffloadPolicy(pin_memory=pinned))
-    for name in units:
-        fully_shard(modules[name], **options)
-    fully_shard(model, **options)  # the root, last; by default FSDP2 keeps it gathered after forward
-    if units:
-        apply_prefetch(model, enforcement)
-    return model
+    return enforcement, plan, [modules[name] for name in units]
 
 
 def _mesh(model: nn.Module, plan: ShardingSetting) -> DeviceMesh:

@@ -341,7 +341,8 @@ class StepRecorder(PassClock):
         They go into the next row, and into no step's time. Within a step nothing is counted, because the time is part of
         the step.
         """
-        self._file.flush()
+        self._file.flush()  # a run that ends in the block, or is continued from the checkpoint, has all rows before it
+        # Within a step there is a forward pass, or an exchange that no update has taken yet.
         begin, is_within = stamp(self._cuda), self._start is not None or bool(self._exchanges)
         yield
         end = stamp(self._cuda)
@@ -350,7 +351,7 @@ class StepRecorder(PassClock):
         if end.event is not None:
             end.event.synchronize()
         self._checkpoint_s += seconds_between(begin, end)
-        if self._previous_end is not None:
+        if self._previous_end is not None:  # the next step begins where the block ends
             self._previous_end = end
 
     def begin_epoch(self) -> None:

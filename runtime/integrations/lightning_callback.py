@@ -80,7 +80,7 @@ class HookCallback(lightning.Callback):
         In a single process ``training_step`` is called on the bare module, so the hook sees no forward pass and gets the
         batch itself.
         """
-        self.hook.said = False
+        self.hook.said = False  # the module has not yet said what this step's loss is
         self.hook.turn_to_next_batch(passed=batch if self._is_bare else None)
 
     def on_fit_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:

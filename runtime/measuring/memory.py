@@ -87,9 +87,9 @@ def measure_limit(
 ) -> MemoryLimit:
     """Return the largest batch whose training step needs at most ``budget_bytes`` in one process, found by trying.
 
-    On CUDA the budget is what torch's allocator may take of the device. ``progress`` gets a text after each try. Raises
-    InputError on the CPU for a budget above the free memory, or when the model does not train; DdlToolError when the
-    process ends in another way.
+    On the CPU the budget bounds the process's resident memory, on CUDA what torch's allocator may take of the device.
+    ``progress`` gets a text after each try. Raises InputError on the CPU for a budget above the free memory, or when the
+    model does not train; DdlToolError when the process dies, or never answers.
     """
     if subject.device == "cpu" and budget_bytes > (free := psutil.virtual_memory().available):
         problem = f"{budget_bytes / 2**30:.3g} GiB is more than the {free / 2**30:.3g} GiB that are free"
@@ -127,7 +127,7 @@ class _Trial:
         arguments = [(self._subject, self._budget_bytes)]
         child = self._child = self._child or Children(_serve, arguments, self._subject.source)
         child.send(0, batch)
-        # On CUDA the child limits itself.
+        # On CUDA the child limits itself (see _serve).
         process = psutil.Process(child.processes[0].pid) if self._subject.device == "cpu" else None
         while not (messages := child.receive([0], f"memory of batch {batch}", _LOOK_EVERY_S)):
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -136,7 +136,7 @@ class _Trial:
                     return None
         [(_, (peak, is_reusable))] = messages
         if not is_reusable or peak > self._budget_bytes:
-            self.close()
+            self.close()  # the next try starts a new child, without this one's peak
         return float(peak) if 0 < peak <= self._budget_bytes else None  # 0: memory ran out in the child
 
 

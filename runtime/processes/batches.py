@@ -397,9 +397,10 @@ class VariableBatchSampler(Sampler[list[int]]):
 
 @lru_cache(maxsize=256)
 def _own_passes(split: Shares, samples: int, rank: int) -> tuple[int, list[int]]:
-    """Return (samples of all lower ranks in a step of ``samples``, this rank's samples by pass).
+    """Return (samples of all lower ranks in a step of ``samples``, this rank's samples in each of its passes).
 
-    Passes without samples are left out; a rank without any has [0]. Results are cached, as most steps are alike.
+    Passes without samples are left out; a rank without any has [0], since it takes part in the step with a filler of weight
+    0. Results are cached, as most steps are alike; callers must not change the list.
     """
     sizes = split.sizes_of(samples)
     return int(sizes[:rank].sum()), [size for size in sizes[rank].tolist() if size] or [0]

@@ -28,7 +28,7 @@ def digest(value: Tensor | bytes) -> str:
 def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the dotted name and the value of each leaf: everything that is not itself a mapping, list or tuple.
 
-    ``name``: prefix of the names.
+    ``name``: prefix of the names. An empty container yields nothing.
 
     >>> list(leaves({"a": [1, (2,)], "b": 3}))
     [('a.0', 1), ('a.1.0', 2), ('b', 3)]

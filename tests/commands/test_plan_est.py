@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from ddltool.analyzers.job.planning.failures import Failures
-from ddltool.analyzers.job.planning.job_inputs import job_of, written_in
+from ddltool.analyzers.job.planning.job_inputs import fabrics_of, job_of, written_in
+from ddltool.analyzers.job.planning.options import PlanOptions
 from ddltool.commands.main import run
 from ddltool.commands.plan_options import SAVED as SAVED_IN_JOB
 from ddltool.errors import InputError
@@ -355,6 +356,12 @@ def test_what_is_wrong_names_its_option(devices: str, more: dict[str, object], e
     with pytest.raises(InputError) as told:
         job_of("m", devices, **more)  # type: ignore[arg-type]
     assert str(told.value).startswith(error)
+
+
+def test_a_speed_between_nodes_out_of_range_is_named() -> None:
+    made = Job(name="m", max_workers=8, batch_size=1, devices=[DeviceOffer(type="A100", count=8, nic_gbit=1e20)])
+    with pytest.raises(InputError, match=r"^nic_gbit: '1e\+20Gbit' is not a usable bandwidth"):
+        fabrics_of(made, Path(), PlanOptions())
 
 
 def test_a_run_in_hours_and_money_from_a_graph(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

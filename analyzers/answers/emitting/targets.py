@@ -73,8 +73,9 @@ def launcher_text(
 ) -> tuple[str, list[str]]:
     """Return the script or manifest that starts the plan's processes, and its gaps: parts left out, and assumptions.
 
-    ``target``: torchrun, slurm or kubernetes. ``nodes``: the processes on each node. ``enforcement``: the hook's
-    configuration, which a manifest contains. ``script_gaps``: gaps of the training script, added to the others.
+    ``target``: torchrun, slurm or, where it is neither, kubernetes. ``nodes``: the processes on each node. ``enforcement``:
+    the hook's configuration, which a manifest contains. ``settings``: the training script, and what else the launcher needs
+    beside the plan. ``script_gaps``: gaps of the training script, added to the others.
     """
     gaps = [*not_expressed(plan, target, nodes), *script_gaps]
     if target == "torchrun":

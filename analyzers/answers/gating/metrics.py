@@ -396,9 +396,10 @@ def _nested_figures(values: Mapping[str, Any], prefix: str, where: str) -> Itera
 
 
 def _profile_figures(document: Mapping[str, Any], where: str) -> Iterator[Metric]:
-    """Yield ``step_time_s`` of each configuration and its geometric mean over all, synchronisation times and peak memory.
+    """Yield each configuration's step time, synchronisation time and peak memory, the mean step time, and their number.
 
-    A configuration is ``DEVICE/NODESxREPLICAS/bBATCH``, with ``/sSTEPS`` for accumulation steps; its rows are repeats.
+    ``document``: a profile with its ``rows``. A configuration is ``DEVICE/NODESxREPLICAS/bBATCH``, with ``/sSTEPS`` for
+    accumulation steps; its rows are repeats, of which the median counts. The mean over configurations is geometric.
     """
     by_key: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for row in _nonempty_rows(document, where):
@@ -409,7 +410,7 @@ def _profile_figures(document: Mapping[str, Any], where: str) -> Iterator[Metric
         by_key[f"{key}/s{int(steps)}" if steps else key].append(row)
     cells = [pool(key, [_row_cell(key, row) for row in rows]) for key, rows in by_key.items()]
     yield from _family_figures("step_time_s", cells)
-    yield from figure("configurations", cells)
+    yield from figure("configurations", len(cells))
     for key, rows in by_key.items():
         for column, unit in (("sync_time_s", "s"), ("peak_memory_bytes", "bytes")):
             numbers = [number for row in rows if (number := _number_or_none(row.get(column))) is not None]
@@ -442,7 +443,11 @@ def _number_or_none(value: Any) -> float | None:
 
 
 def _telemetry_figures(document: Mapping[str, Any], where: str) -> Iterator[Metric]:
-    """Yield the numbers of ranks and steps, and four times (``step_s``, ...) of each rank (``NAME/rankR``) and of all."""
+    """Yield the numbers of ranks and steps, and ``step_s``, ``compute_s``, ``wait_s`` and ``sync_s``.
+
+    Each of these four is a rank's median (``NAME/rankR``; :func:`_block_cell`), and the geometric mean of all ranks' medians
+    (``NAME``). The number of steps is that of the rank with fewest. ``where``: the file's name, for errors.
+    """
     by_rank: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
     for row in sorted(_nonempty_rows(document, where), key=lambda row: int(row["step"])):
         by_rank[int(row["rank"])].append(row)

@@ -332,12 +332,15 @@ def baselines_of(current: Sequence[Any], given: Sequence[Any], settings: GateCon
 
 
 def level_of(given: float | None, settings: GateConfig | None) -> float:
-    """Return the level of false alarms: ``given``, else configured, else 0.05. Raises InputError unless it is in (0, 1)."""
-    configured = settings.level if settings and settings.level else LEVEL
-    level = configured if given is None else given
-    if not 0 < level < 1:
-        raise InputError("--level", f"is {level:g}", "give a share between 0 and 1, such as 0.05")
-    return level
+    """Return the level of false alarms: ``given`` by --level, else configured, else 0.05.
+
+    Raises InputError unless ``given`` is in (0, 1); :class:`GateConfig` refuses other configured levels when it is read.
+    """
+    if given is None:
+        return LEVEL if settings is None or settings.level is None else settings.level
+    if not 0 < given < 1:
+        raise InputError("--level", f"is {given:g}", "give a share between 0 and 1, such as 0.05")
+    return given
 
 
 def check_against(

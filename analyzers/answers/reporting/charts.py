@@ -11,7 +11,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import altair as alt
@@ -53,6 +53,8 @@ KINDS: Mapping[str, str] = {
     **{"communication": BLUE, "sync": BLUE, "waiting": "var(--grey)", "wait": "var(--grey)", "other": "var(--pink)"},
 }
 _DASHES = ([1, 0], [7, 3], [2, 2], [8, 3, 2, 3], [12, 3], [1, 3])
+# Of lines at fixed values; no figure has more than three.
+_FIXED_DASHES = ([4, 4], [2, 3], [8, 3])
 # Pixels of a figure's width in a file and of the height of a lane or a bar; pixels of a PNG for each of these.
 _WIDTH, _LANE_HEIGHT, _PNG_SCALE = 640, 24, 2
 _NUMBER = ",.4~r"
@@ -377,8 +379,8 @@ def _colour_and_dash(
 ) -> tuple[alt.Color, alt.StrokeDash]:
     """Return the encodings of lines by colour and by dash.
 
-    ``labels``: the names of the lines; ``fixed_names``: those of lines at fixed values, which have the text's colour;
-    ``slots``: see :func:`spec`.
+    ``labels``: the names of the lines; ``fixed_names``: those of lines at fixed values, which have the text's colour.
+    ``slots``: see :func:`spec`; with it a name keeps its colour and dash on all figures of the family.
     """
     areas = figure.draw == "areas"
     names = [*labels, *fixed_names]
@@ -386,7 +388,7 @@ def _colour_and_dash(
     colours = AREAS if areas else SERIES
     line_colours = [colours[position % len(colours)] for position in positions] + [INK] * len(fixed_names)
     dashes = [_DASHES[position % len(_DASHES)] for position in positions]
-    dashes += [[4, 4], [2, 3], [8, 3]][: len(fixed_names)]
+    dashes += _FIXED_DASHES[: len(fixed_names)]
     legend = _legend(names, symbolType="square" if areas else "stroke", symbolSize=260)
     return (
         alt.Color("name:N", scale=alt.Scale(domain=names, range=line_colours), legend=legend),
@@ -538,12 +540,14 @@ def _level_layers(name: str, position: float, *, right: bool) -> list[alt.Chart]
 
 
 def _lane_chart(figure: Lanes, slots: Slots) -> Chart:
-    """Return the chart of lanes over time: bars coloured by kind, with their texts if there is room."""
+    """Return the chart of lanes over time: bars coloured by kind, with their texts where the bar is wide enough.
+
+    ``slots`` changes nothing, because kinds have colours of their own.
+    """
     names = _distinct_names([name for name, _ in figure.lanes])
     spans = [span for _, lane in figure.lanes for span in lane]
-    longest = max(
-        [span.end for span in spans] + [figure.until] + ([figure.mark[1]] if figure.mark else []), default=0.0
-    )
+    mark_name, mark_s = figure.mark or ("", 0.0)
+    longest = max([*(span.end for span in spans), figure.until, mark_s])
     scale, unit = time_unit(longest)
     rows: list[Row] = [
         {
@@ -568,7 +572,17 @@ def _lane_chart(figure: Lanes, slots: Slots) -> Chart:
         {"name:N": "lane", "kind:N": "what", "text:N": "which", "shown:N": "takes", "start:Q": "from", "end:Q": "to"}
     )
     bars = chart.mark_bar(stroke=PAPER, strokeWidth=_EDGE_WIDTH).encode(x=x, x2="end:Q", color=colour, tooltip=tips)
-    layers: list[alt.Chart] = [bars]
+    layers = [bars, *_bar_texts(rows, names, tips)]
+    if figure.mark is not None:
+        layers += _level_layers(name_of(mark_name), mark_s * scale, right=mark_s > 0.5 * longest)
+    return _layered(layers, _LANE_HEIGHT * len(names), kinds)
+
+
+def _bar_texts(rows: Sequence[Row], names: Sequence[str], tips: Sequence[alt.Tooltip]) -> Iterator[alt.Chart]:
+    """Yield the layers of the texts in the bars ``rows``; the page hides a text that is wider than its bar.
+
+    ``names``: of the lanes; ``tips``: what is shown of a bar under the pointer.
+    """
     texts = [{**row, "middle": (row["start"] + row["end"]) / 2} for row in rows if row["text"]]
     # Texts are white on blue bars and black on all others.
     for kind in dict.fromkeys(row["kind"] for row in texts):
@@ -576,10 +590,7 @@ def _lane_chart(figure: Lanes, slots: Slots) -> Chart:
         labels = _chart([row for row in texts if row["kind"] == kind]).mark_text(
             fontSize=11, color=ink, opacity=_TEXT_OPACITY
         )
-        layers.append(labels.encode(x=alt.X("middle:Q"), y=_lanes_axis(names), text="text:N", tooltip=tips))
-    if figure.mark is not None:
-        layers += _level_layers(name_of(figure.mark[0]), figure.mark[1] * scale, right=figure.mark[1] > 0.5 * longest)
-    return _layered(layers, _LANE_HEIGHT * len(names), kinds)
+        yield labels.encode(x=alt.X("middle:Q"), y=_lanes_axis(names), text="text:N", tooltip=tips)
 
 
 _SHAPES = ("circle", "square", "diamond", "triangle-up", "cross", "triangle-down", "triangle-right", "triangle-left")

@@ -279,34 +279,43 @@ def _supported_replicas(device: str, record: Goodput | DeviceGoodput, profile: p
     return min(limits, key=lambda limit: limit[0])
 
 
-def _goodput_heat_map(
-    device: str, record: Goodput | DeviceGoodput, profile: pd.DataFrame | None, noise_scale: float | None
-) -> Picture | str:
-    """Return the heat map of predicted goodput over replicas and total batch, or a sentence with the reason for none.
-
-    Local batches go up to the largest of ``profile``, None: to an assumed one. ``noise_scale``: samples; None: every
-    sample counts the same, so that goodput is throughput.
-    """
+def _drawn_params(record: Goodput | DeviceGoodput) -> ThroughputParams:
+    """Return the model of a step's time to draw: between nodes that were never measured it is as within one."""
     params = record.params
     if "alpha_sync_node_s" in record.undetermined:
         # Never measured, it would count as free, and goodput would jump up at the second node.
         local_costs = {"alpha_sync_node_s": params.alpha_sync_local_s, "beta_sync_node_s": params.beta_sync_local_s}
         params = params.model_copy(update=local_costs)
-    largest_batch, initial_batch, name = _ASSUMED_LOCAL_BATCH, _ASSUMED_INITIAL_BATCH, device
+    return params
+
+
+def _drawn_limits(profile: pd.DataFrame | None) -> BatchLimits:
+    """Return the batches to draw: the smallest and largest local ones of ``profile``; None: assumed ones."""
+    largest_batch, initial_batch = _ASSUMED_LOCAL_BATCH, _ASSUMED_INITIAL_BATCH
     if profile is not None:
         largest_batch, initial_batch = int(profile["local_batch_size"].max()), int(profile["local_batch_size"].min())
-        name = device or str(profile["device"].iloc[0])
-    limits = BatchLimits(
+    return BatchLimits(
         initial_batch_size=initial_batch,
         max_batch_size=largest_batch * _DRAWN_REPLICAS,
         max_local_batch_size=largest_batch,
         max_accumulation_steps=0,
     )
+
+
+def _goodput_heat_map(
+    device: str, record: Goodput | DeviceGoodput, profile: pd.DataFrame | None, noise_scale: float | None
+) -> Picture | str:
+    """Return the heat map of predicted goodput over replicas and total batch, or a sentence with the reason for none.
+
+    Local batches go up to the largest of ``profile``, None: to an assumed one. ``device``: its type, "" where the record
+    names none; ``noise_scale``: samples; None: every sample counts the same, so that goodput is throughput.
+    """
+    params, limits = _drawn_params(record), _drawn_limits(profile)
     noise = math.inf if noise_scale is None else noise_scale
     known_replicas, reason = _supported_replicas(device, record, profile)
-    noun = noun_of(name)
+    noun = noun_of(device or ("" if profile is None else str(profile["device"].iloc[0])))
     try:
-        # One frontier over all replicas, for the map; one within the data, for the count until which scaling pays.
+        # One frontier over all replicas, for the map; one over those that data support, which says until how many scaling pays.
         full_frontier, known_frontier = (
             frontier(
                 params, replicas, limits, noise_scale=noise, replicas_per_node=_REPLICAS_PER_NODE, threshold=_PAYS_SHARE
@@ -324,7 +333,7 @@ def _goodput_heat_map(
     bound = "the largest measured" if profile is not None else "by assumption"
     caption = (
         f"Goodput{device_text} over {noun}s ({_REPLICAS_PER_NODE} per node) and total batch, {weighting}; "
-        f"initial batch {initial_batch:,}, local batches up to {largest_batch:,} ({bound}). "
+        f"initial batch {limits.initial_batch_size:,}, local batches up to {limits.max_local_batch_size:,} ({bound}). "
         f"{_pays_words(pays, known_replicas, reason, noun)}"
     )
     return pictured(caption, _heat_table(full_frontier, known_replicas, noun), figure)

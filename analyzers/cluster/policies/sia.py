@@ -27,7 +27,10 @@ _IDLE_COST_RATIO = 1.1
 
 
 class Sia:
-    """The policy that the module describes. ``exponent`` is p, ``delay_s`` the seconds of a restart."""
+    """Gives each job one of few configurations, so that the sum of the jobs' relative goodputs to the power p is least.
+
+    ``exponent`` is p, below 0; ``delay_s`` the seconds of a restart. The module says more.
+    """
 
     name = "sia"
     tuning = Tuning.ADAPTIVE

@@ -72,9 +72,10 @@ def cost_of_model(
 
 
 def fitted(lengths: Floats, added_s: Floats, once_s: float) -> SampleCost:
-    """Return the cost of a sample, ``a L + b L^2 + c``, that best fits ``added_s`` (n,) seconds at ``lengths`` (n,) tokens.
+    """Return the cost of a sample of L tokens, ``a L + b L^2 + c``, that best fits ``added_s`` at ``lengths`` (n,) tokens.
 
-    Coefficients are at least 0, and the sum of squared relative errors is least. ``once_s``: seconds of a step without samples.
+    Coefficients are at least 0, and the sum of squared relative errors is least. ``added_s`` (n,): seconds that such a sample
+    adds to a step, above 0; ``once_s``: seconds of a step without samples, which the result holds as ``per_step``.
     """
     # Terms are divided by the seconds, so that they should add up to 1 and the residuals are relative errors.
     relative_terms = np.stack([lengths, lengths**2, np.ones_like(lengths)], axis=1) / added_s[:, None]

@@ -213,7 +213,7 @@ def choose(curves: Curves, offer: Offer, total: int, finish: Finish | None = Non
 
 
 def spread(curves: Curves, numbers: Sequence[int], total: int) -> tuple[Row, ...] | None:
-    """Return the batch sizes with which the slowest of ``numbers`` (K,) devices of each type ends earliest.
+    """Return the batch sizes, by type and size, with which the slowest of ``numbers`` (K,) devices of each type ends earliest.
 
     Each device gets at least one sample, and all together get ``total``; None where that is impossible. Sizes are those of the
     module's greedy rule, found for all devices of a type at once.
@@ -222,6 +222,7 @@ def spread(curves: Curves, numbers: Sequence[int], total: int) -> tuple[Row, ...
     greedy_state = _fill_greedily(curves, counts, total)
     if greedy_state is None:
         return None
+    # (K,) a device's size just before the last samples end and then, and the samples that a type takes of these.
     sizes_before, sizes_at_end, extra_samples = greedy_state
     # Of each type some devices have their size at the end, one may have a size in between, and the others that before.
     full_devices, rest_samples = np.divmod(extra_samples, np.maximum(sizes_at_end - sizes_before, 1))

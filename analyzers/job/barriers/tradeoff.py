@@ -34,10 +34,13 @@ _RELATIVE = 1e-12
 def best_barrier(times: Times, *, objective: Objective = "total", max_gap: int | None = None) -> Barrier:
     """Return the earliest barrier that minimises the objective with an iteration gap of at most ``max_gap``.
 
+    A barrier chooses one iteration of each worker p, which ends at ``z_p`` (all of them: Z); the worker then waits for the
+    last one, until ``max(Z)``. The gap is the most iterations of a worker until then minus the fewest.
+
     Args:
-        times: per worker its (R_p,) iteration ends in seconds, ascending; lengths may differ.
-        objective: ``waiting`` is ``max(Z) - min(Z)``; ``total`` is the sum of ``max(Z) - z_p``; ``per_iteration`` is that
-            sum over the number of iterations made.
+        times: per worker its iteration ends in seconds, ascending; workers may have unequally many.
+        objective: ``waiting``, of the first to arrive: ``max(Z) - min(Z)``; ``total``, of all workers: the sum of
+            ``max(Z) - z_p``; ``per_iteration``: that sum over the iterations of all workers.
         max_gap: None: no bound.
 
     With a gap of 0 all workers make the same number of iterations. Values that differ by rounding errors are ties. Raises

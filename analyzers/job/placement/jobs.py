@@ -219,8 +219,8 @@ def solve_jobs(
 def idle_throughput(problem: Problem, devices: Mapping[str, int], plans: Sequence[Plan | None]) -> float:
     """Return the mini-batches per second that a job would reach on those shared ``devices`` that no plan uses.
 
-    It is 0 where the job cannot run on them. The throughput that the job requires is ignored. ``plans``: of all jobs; None for
-    a job that waits.
+    It is the best EST plan's, and 0 where the job cannot run on them. The throughput that the job requires is ignored.
+    ``problem``: the job's; ``plans``: of all jobs, None for those that wait, as this one does.
     """
     devices_left = dict(devices)
     for plan in plans:
@@ -501,16 +501,16 @@ class _Lines:
             np.arange(line_count * type_count),
         )
 
-        def inequality(
+        def constraint_rows(
             pick: Floats | Ints | float,
             share: csr_matrix,
             counts: Floats | Ints,
             kept: NDArray[np.bool_] | slice,
         ) -> csr_matrix:
-            """Return one row of A for each line that ``kept`` (L,) chooses.
+            """Return rows of A, one for each line l that ``kept`` (L,) chooses:
 
-            ``pick``: coefficient of the line's ``picked``, (L,) or one for all; ``share`` (L, L): columns of the shares;
-            ``counts`` (L, T): coefficients of the line's devices.
+            ``pick[l] picked[l] + share[l] . all shares + counts[l] . count[l] <= 0``. ``pick``: (L,), or one for all lines;
+            ``share``: (L, L), the identity or zeros; ``counts``: (L, T), coefficients of the line's numbers of devices.
             """
             count_columns = sparse.csr_matrix((counts.ravel(), column_indices, row_ends))
             picked_columns = identity.multiply(np.reshape(pick, (-1, 1)))
@@ -519,13 +519,13 @@ class _Lines:
         all_rows = slice(None)
         blocks = [
             # The devices of a picked line hold every EST.
-            inequality(self.workers, zeros, -self.capacities, all_rows),
+            constraint_rows(self.workers, zeros, -self.capacities, all_rows),
             # Its share is at most the share of its fastest step, and of its devices computing without a pause.
-            inequality(-self.best_shares, identity, np.zeros((line_count, type_count)), all_rows),
-            inequality(0.0, identity, -self.speeds, all_rows),
+            constraint_rows(-self.best_shares, identity, np.zeros((line_count, type_count)), all_rows),
+            constraint_rows(0.0, identity, -self.speeds, all_rows),
             # It keeps the job's own limits.
             *(
-                inequality(-1.0, zeros, limit_share, (self.available * limit_share).sum(axis=1) > 1)
+                constraint_rows(-1.0, zeros, limit_share, (self.available * limit_share).sum(axis=1) > 1)
                 for limit_share in self.limit_shares
             ),
         ]
@@ -535,11 +535,13 @@ class _Lines:
             is_short = (self.capacities[:, type_index] > 0) & (
                 self.available[:, type_index] < self.devices_alone[:, type_index]
             )
-            blocks.append(inequality(-self.available[:, type_index], zeros, type_mask, is_short))
+            blocks.append(constraint_rows(-self.available[:, type_index], zeros, type_mask, is_short))
             if with_rounded_cuts:  # sum(capacity count) >= ESTs, divided by one type's capacity and rounded up
                 capacity = np.maximum(self.capacities[:, type_index], 1)
                 blocks.append(
-                    inequality(-(-self.workers // capacity), zeros, -self.capacities // capacity[:, None], all_rows)
+                    constraint_rows(
+                        -(-self.workers // capacity), zeros, -self.capacities // capacity[:, None], all_rows
+                    )
                 )
         return sparse.csr_matrix(sparse.vstack(blocks))
 

@@ -184,9 +184,10 @@ class Problem:
 
     @property
     def affordable_capability(self) -> Fraction:
-        """An upper bound on the mini-batches per second that the price limit buys.
+        """An upper bound on the mini-batches per second that the price limit buys; only for a problem with a price limit.
 
         It is the fractional knapsack: devices, and a fraction of the last one, are bought in the order of price per capability.
+        Devices without a price are free, and all taken.
         """
         budget_left, capability = Fraction(self.max_price_micro or 0), Fraction(0)
         for device in (self.devices[type_index] for type_index in self.cheapest_first):

@@ -231,15 +231,15 @@ def plan_recorded(graph: Graph, devices: Sequence[Offered], *, table: DeviceTabl
     """Return the predicted steps of a recorded graph on each type of devices, the fastest that fits first.
 
     The number of processes stays that of the recording; ``graph.recorded`` must not be None. A device type without a number has
-    eight devices on a node, or as many as there are processes where these are fewer.
+    eight devices on a node, or as many as there are processes where these are fewer. ``costs``: times the steps on a node.
     """
     assert graph.recorded is not None
-    whole = _Variant(tuple(shlex.split(graph.name)), {}, is_given=True)
+    given = _Variant(tuple(shlex.split(graph.name)), {}, is_given=True)  # the name is the recorded command line
     per_node = min(graph.recorded.world_size, DEVICES_PER_NODE)
     nodes = dict.fromkeys(
         NodeOfDevices(table.gpu(one.type, "--devices").name, one.count or per_node) for one in devices
     )
-    return _ranked(graph.name, (), [whole.tried(node, predicted_row(graph, costs(node))) for node in nodes])
+    return _ranked(graph.name, (), [given.tried(node, predicted_row(graph, costs(node))) for node in nodes])
 
 
 def predicted_row(graph: Graph, cost: tuple[CostModel, Fabric]) -> PredictedRow:

@@ -479,7 +479,7 @@ def fabrics_of(job: Job, folder: Path, options: PlanOptions, timed_for: Link | N
             per_node = max(DEVICES_PER_NODE // group_size, 1)
             assumption = f"{offer.type}: {per_node} a node on {inside.text} ({inside.bytes_per_s / 1e9:.4g} GB/s)"
             options.tell(f"note: {assumption} are assumed; a cluster, or per_node beside the count, says otherwise")
-        between = rate or _slowest_card(groups, offer, options.latency) or timed_for
+        between = rate or _slowest_between(groups, offer, options.latency) or timed_for
         if between is None and len(offers) == 1 and 1 < offer.count <= per_node:
             # All devices are in one node; parameter servers are reached over PCIe through the host.
             between = replace(parse_link("pcie3"), latency_s=parse_latency(options.latency))
@@ -492,17 +492,18 @@ def fabrics_of(job: Job, folder: Path, options: PlanOptions, timed_for: Link | N
     return fabrics or None
 
 
-def _slowest_card(groups: Sequence[NodeGroup], offer: DeviceOffer, latency: str) -> Link | None:
+def _slowest_between(groups: Sequence[NodeGroup], offer: DeviceOffer, latency: str) -> Link | None:
     """Return the slowest link between the nodes in ``groups``, or the offer's for no groups; None where any is not known.
 
     ``latency``: of links that the cluster gives by their speed alone.
     """
-    cards = [(group.nic_gbit, group.nic or offer.nic) for group in groups] or [(offer.nic_gbit, offer.nic)]
+    given = [(group.nic_gbit, group.nic or offer.nic) for group in groups] or [(offer.nic_gbit, offer.nic)]
+    options = ("nic", "nic_gbit", "--latency")  # for errors
     links = [
-        between_nodes(nic, None, None, ("nic", "", ""))
+        between_nodes(card, None, None, options)
         if gbit is None
-        else between_nodes(None, f"{gbit}Gbit", latency, ("", "", "--latency"))
-        for gbit, nic in cards
+        else between_nodes(None, f"{gbit}Gbit", latency, options)
+        for gbit, card in given
     ]
     known_links = [link for link in links if link is not None]
     return min(known_links, key=lambda link: link.bytes_per_s) if len(known_links) == len(links) else None
@@ -641,23 +642,16 @@ def job_of(
         devices: for example ``A100=8,V100=4``, or ``A100=8@2.5`` with a price per hour; every type needs its number.
         nodes: nodes in all, each with devices of one type, dealt in proportion to the devices; None: 8 devices on each.
         batch_size: samples of a step on all devices together; None: 8 per device.
-        link: between the devices of a node; ``nic``: between nodes, by their cards' datasheet; ``bandwidth``: as measured.
-        devices_file: specifications of the user's own types.
+        link: between the devices of a node; ``nic``: between nodes, by their cards' datasheet; ``bandwidth``: between nodes,
+            as measured. Each is the text of the option of its name.
+        devices_file: specifications of the user's own types, so that :func:`job_of` knows them; the job does not hold them.
         precision, optimizer, sequence_length, compile, lora, offload, attention: the job's fields of these names.
     """
     if nic is not None and bandwidth is not None:
         raise InputError("--nic", "does not go with --bandwidth", "cards by datasheet, or a rate as measured")
     nic_gbit = None if bandwidth is None else parse_bandwidth(bandwidth) * 8 / 1e9
-    counts: dict[str, int] = {}
-    prices: dict[str, float | None] = {}
-    for offer in offered(devices):
-        if offer.count is None:
-            raise InputError("--devices", f"{offer.type!r} is not TYPE=N", "for example A100=8,V100=4")
-        counts[offer.type] = counts.get(offer.type, 0) + offer.count
-        prices[offer.type] = offer.price_per_hour if offer.price_per_hour is not None else prices.get(offer.type)
+    counts, prices = _counts_and_prices(devices)
     total = sum(counts.values())
-    if total == 0:
-        raise InputError("--devices", f"{devices!r} offers none", "for example A100=8,V100=4")
     per_node = _per_node(counts, nodes)
     samples = batch_size or 8 * total
     # A job's batch is ``max_workers`` equal mini-batches.
@@ -699,8 +693,25 @@ def job_of(
         raise InputError(option, first["msg"].removeprefix("Value error, "), "see ddltool plan --help") from None
     table = devices_of(with_specs(job, "--devices", devices_file), "--devices")
     for name in counts:
-        table.device(name, "--devices")
+        table.device(name, "--devices")  # raises InputError for a type that nobody knows
     return job
+
+
+def _counts_and_prices(devices: str) -> tuple[dict[str, int], dict[str, float | None]]:
+    """Return by type the number of devices and the price of one per hour (None: not given) of :func:`job_of`'s ``devices``.
+
+    Raises InputError for a type without a number, and if there is no device.
+    """
+    counts: dict[str, int] = {}
+    prices: dict[str, float | None] = {}
+    for offer in offered(devices):
+        if offer.count is None:
+            raise InputError("--devices", f"{offer.type!r} is not TYPE=N", "for example A100=8,V100=4")
+        counts[offer.type] = counts.get(offer.type, 0) + offer.count
+        prices[offer.type] = offer.price_per_hour if offer.price_per_hour is not None else prices.get(offer.type)
+    if not any(counts.values()):
+        raise InputError("--devices", f"{devices!r} offers none", "for example A100=8,V100=4")
+    return counts, prices
 
 
 def _per_node(counts: dict[str, int], nodes: int | None) -> dict[str, int]:

@@ -318,7 +318,10 @@ class LayoutFigures:
         return problem.plan(strategy, compute_s, rows, waste=waste, status="feasible", sharding=sharding)
 
     def communication(self, candidate: LayoutCandidate) -> tuple[BucketSetting | None, PrefetchSetting | None]:
-        """Return (DDP's best buckets, None) or (None, FSDP2's best prefetch that fits memory); (None, None) for one process."""
+        """Return (DDP's best buckets, None) or (None, FSDP2's best prefetch that fits memory); (None, None) for one process.
+
+        They are cached by layout, which holds the sharding and the samples, and by its times and bytes the recomputation.
+        """
         key = candidate.layout.model_dump_json()
         if key not in self._settings:
             self._settings[key] = self._communication(candidate)
@@ -558,7 +561,11 @@ class LayoutFigures:
         return LayoutCandidate(layout=layout, sharding=sharding, recompute=recompute, rows=rows, slowest=slowest)
 
     def _with_solved_recomputation(self, candidate: LayoutCandidate, on_host: bool) -> LayoutCandidate | None:
-        """Return the cached result of :meth:`_solve_recomputation`."""
+        """Return the layout with the cheapest recomputation that fits memory, or None: see :meth:`_solve_recomputation`.
+
+        Results are cached by layout, which holds the sharding and the most samples of each device type: time and memory
+        follow from these, and what the candidate itself recomputes is solved anew.
+        """
         key = candidate.layout.model_dump_json(), on_host
         if key not in self._solved:
             self._solved[key] = self._solve_recomputation(candidate, on_host)

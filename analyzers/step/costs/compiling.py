@@ -269,35 +269,50 @@ class _Fuser:
         pass needs.
         """
         reads_of = {op: self._effective_reads(op) for op in self.order}
-        leader = self._leaders(reads_of)  # -1: a kernel of its own
+        leader = self._leaders(reads_of)
+        written, last, kernel_reads_bytes = self._reads_between_kernels(reads_of, leader)
+        has_reader = np.array([bool(readers) for readers in self.readers])
+        # A kernel that is not fused always writes its output; an output that nothing reads is a result of the step.
+        written |= self.is_op & (~has_reader | self.sent | self.saved | ~self.is_fusible)
+        traffic = np.zeros(len(self.graph))
+        for op in self.order:
+            if leader[op] >= 0:
+                second_read_bytes = sum(reads_of[op].values()) if self.is_read_twice[op] else 0.0
+                made_bytes = float(self.graph.written_bytes[op]) if written[op] else 0.0
+                traffic[leader[op]] += made_bytes + second_read_bytes + float(self.own_bytes[op])
+        traffic += kernel_reads_bytes
+        self._share_storages(written, last)
+        return Fusion(leader=leader, traffic=traffic, written=written, last=last)
+
+    def _reads_between_kernels(
+        self, reads_of: dict[int, dict[int, float]], leader: NDArray[np.intp]
+    ) -> tuple[NDArray[np.bool_], NDArray[np.intp], NDArray[np.float64]]:
+        """Return (n,) whether another kernel reads an op's output, its last such reader (else the op), and bytes by leader.
+
+        The bytes are what a fused kernel reads of others: of each output as much as its op that reads most of it.
+        ``reads_of``: by op its effective reads; ``leader``: as in :class:`Fusion`.
+        """
         count = len(self.graph)
-        written, last = np.zeros(count, dtype=bool), np.arange(count)
-        traffic = np.zeros(count)
+        is_read, last = np.zeros(count, dtype=bool), np.arange(count)
         kernel_reads: list[dict[int, float]] = [{} for _ in range(count)]  # at the leader, sources and bytes
         for op in self.order:
             own_leader = leader[op]
             for source, size in reads_of[op].items():
                 if own_leader < 0 or leader[source] != own_leader:
                     last[source] = max(last[source], op)
-                    written[source] = True
+                    is_read[source] = True
                     if own_leader >= 0:
                         kernel_reads[own_leader][source] = max(kernel_reads[own_leader].get(source, 0.0), size)
-        has_reader = np.array([bool(readers) for readers in self.readers])
-        # A kernel that is not fused always writes its output; an output that nothing reads is a result of the step.
-        written |= self.is_op & (~has_reader | self.sent | self.saved | ~self.is_fusible)
-        for op in self.order:
-            if leader[op] >= 0:
-                second_read_bytes = sum(reads_of[op].values()) if self.is_read_twice[op] else 0.0
-                made_bytes = float(self.graph.written_bytes[op]) if written[op] else 0.0
-                traffic[leader[op]] += made_bytes + second_read_bytes + float(self.own_bytes[op])
-        traffic += [sum(reads.values()) for reads in kernel_reads]
+        return is_read, last, np.array([sum(reads.values()) for reads in kernel_reads], dtype=np.float64)
+
+    def _share_storages(self, written: NDArray[np.bool_], last: NDArray[np.intp]) -> None:
+        """Pass on what ``written`` and ``last`` (n,) say of ops that work in place to the ops whose outputs they overwrite."""
         for op in reversed(self.order):  # backwards, so that in a chain of in-place ops it reaches the first
             if self.graph.op_type[op].endswith("_"):  # it works in place: its output is its first input's storage
                 overwritten = next(iter(self.reads[op]), -1)
                 if overwritten >= 0:
                     written[overwritten] |= written[op]
                     last[overwritten] = max(last[overwritten], last[op])
-        return Fusion(leader=leader, traffic=traffic, written=written, last=last)
 
     def _effective_reads(self, op: int) -> dict[int, float]:
         """Return the ops and parameters whose outputs an op reads from memory, with their bytes.

@@ -439,14 +439,16 @@ def _predicted_device(
 def _fitting_sizes(curve: WorkCurve, model: CostModel, setting: Setting, replicas: int) -> tuple[int, ...]:
     """Return the local batch sizes 1, 2, 4, ... up to the memory limit, without those at which the step does not run.
 
-    Raises Infeasible if one sample does not fit; the message names the smallest change of options that helps.
+    They are all returned if it runs at none, so that predicting them says why. Under a budget that holds one sample only where
+    blocks save different things, it is (1,). Raises Infeasible if one sample does not fit; the message names the smallest
+    change of options that helps.
     """
     limit = memory_limit_batch(curve, model.device, setting, replicas)
     sharding = setting.sharded(replicas)
     if limit < 1 and setting.budget_bytes:
         curve = curve.under(sharding, setting.compile)
         seconds = curve.lifetimes(1).seconds(curve.timed(1, model, setting))
-        # Raises Infeasible with the least budget that holds one sample, unless blocks with different choices fit.
+        # The limit is that of blocks which all save the same. Raises Infeasible, with the least budget, if no others fit.
         _choose_saving(curve, model, setting, sharding, seconds, 1)
         return (1,)
     if limit < 1:
@@ -710,9 +712,11 @@ def gathered_matrices_s(graph: Graph, group: Communicator, sharding: Sharding) -
 
 
 def own_sum_s(graph: Graph, sharding: Sharding) -> float:
-    """Return the seconds in which a process adds its part of a pass's gradients to earlier ones, from a graph's ``meta``.
+    """Return the seconds in which a process adds its part of a pass's gradients to those of the passes before.
 
-    That is a shard if gradients are sharded, else all; each process launches as many kernels, which ``sum_launch_s`` is.
+    Its part is one of ``shard`` processes' if gradients are sharded, else all. The graph's ``meta`` has the seconds for all,
+    ``sum_s``, and within them those to launch a kernel for each gradient, ``sum_launch_s``, which sharding does not shorten.
+    Gradients on the host are summed there.
     """
     if sharding.on_host:
         return host_sum_s(graph, sharding)

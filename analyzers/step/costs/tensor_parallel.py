@@ -280,9 +280,10 @@ class _Divider:
                 self.widths["heads of keys and values"] = _width(product) // width
 
     def _weight_of(self, node: Node) -> Node | None:
-        """Return the parameter by which a node multiplies its input, also through views and casts of it.
+        """Return the parameter by which a node multiplies its input, also through views, copies and casts of it.
 
-        None: the node is no product, or its second factor is no parameter.
+        None: the node is no product, or its second factor is no parameter. In torch's layers the weight is the second one:
+        ``x @ W.t()``.
         """
         factors = _factors(node)
         if not factors:
@@ -415,6 +416,29 @@ class _Divider:
         The cost of an op is that of its call on the rank's parts of its tensors; ops on whole tensors keep their cost.
         """
         graph, traced = self.traced.graph, self.traced
+        issued_calls, calls = self._rank_calls()
+        costs = [cost_of(call) for call in issued_calls]
+        work = np.stack([graph.flops, graph.size_bytes, graph.written_bytes])  # (3, ops)
+        gemm = graph.gemm.copy()
+        for op, name in enumerate(graph.names):
+            if name in calls:
+                cost = costs[calls[name]]
+                work[:, op], gemm[op] = (cost.flops, cost.size_bytes, cost.written_bytes), cost.gemm
+        split = {self.parameters[node] for node in self.split if node in self.parameters}
+        for op in np.flatnonzero((graph.kind == RECV) | (graph.kind == SEND)).tolist():
+            if graph.parameter[op] in split:
+                work[1, op] /= self.ranks  # each rank sends its part; a transfer has size_bytes alone
+        flops, size_bytes, written_bytes = work
+        divided = replace(graph, flops=flops, size_bytes=size_bytes, written_bytes=written_bytes, gemm=gemm)
+        # The cached traces at other batch sizes are those of the whole step.
+        return replace(traced, graph=divided, issued=issued_calls, calls=calls, _traces={})
+
+    def _rank_calls(self) -> tuple[tuple[Issued, ...], dict[str, int]]:
+        """Return (distinct calls, by op name the index of the op's call in them) of the rank's step.
+
+        The whole step's calls keep their indices, also those that the rank does not make; calls on parts follow.
+        """
+        traced = self.traced
         distinct: dict[Issued, int] = {call: index for index, call in enumerate(traced.issued)}
         calls = dict(traced.calls)
         known: dict[tuple[Any, ...], int] = {}  # by whole call and cuts, the index of the cut call, since layers repeat
@@ -426,20 +450,7 @@ class _Divider:
             if key not in known:
                 known[key] = distinct.setdefault(_issued_cut(node, cuts, self.ranks), len(distinct))
             calls[name] = known[key]
-        work = np.stack([graph.flops, graph.size_bytes, graph.written_bytes])  # (3, ops)
-        gemm = graph.gemm.copy()
-        costs = [cost_of(call) for call in distinct]
-        for op, name in enumerate(graph.names):
-            if name in calls:
-                cost = costs[calls[name]]
-                work[:, op], gemm[op] = (cost.flops, cost.size_bytes, cost.written_bytes), cost.gemm
-        split = {self.parameters[node] for node in self.split if node in self.parameters}
-        for op in np.flatnonzero((graph.kind == RECV) | (graph.kind == SEND)).tolist():
-            if graph.parameter[op] in split:
-                work[1, op] /= self.ranks  # its size_bytes, as each rank holds a part
-        flops, size_bytes, written_bytes = work
-        divided = replace(graph, flops=flops, size_bytes=size_bytes, written_bytes=written_bytes, gemm=gemm)
-        return replace(traced, graph=divided, issued=tuple(distinct), calls=calls, _traces={})
+        return tuple(distinct), calls
 
     def _cuts(self, node: Node) -> dict[Node, int | None]:
         """Return, for each input of an op and its output, the dimension along which the rank has a part; None: it has all.
@@ -531,7 +542,8 @@ def _sized(tensor: Tensor) -> Sized:
 def _issued_cut(node: Node, cuts: Mapping[Node, int | None], ranks: int) -> Issued:
     """Return what the cost of a call depends on, with its tensors cut along the dimensions in ``cuts`` (None: not cut).
 
-    The nodes' values are replaced by cut ones for the time of the call, and restored.
+    :func:`issued` reads the values in the nodes' ``meta``: they are replaced by cut ones meanwhile, and restored. A node that
+    is cut has a value.
     """
     before = {each: each.meta.get("val") for each in cuts}
     try:

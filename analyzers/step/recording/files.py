@@ -67,36 +67,39 @@ def overlay(scratch: Path) -> None:
     """
     import torch
 
-    over = Overlay(scratch)
+    overlaid = Overlay(scratch)
     real_open, real_os_open = builtins.open, os.open
 
     def open_redirected(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         """Open a file as ``open`` does: in the scratch folder for writing, and for reading where it was written there."""
         if not any(letter in mode for letter in "wax+"):
-            return real_open(over.path_to_read(file), mode, *args, **kwargs)
-        target = over.path_to_write(file)
+            return real_open(overlaid.path_to_read(file), mode, *args, **kwargs)
+        target = overlaid.path_to_write(file)
+        # A file of the disk that is appended to, or changed, is copied first.
         if target != file and "w" not in mode and "x" not in mode and not _lexists(target) and os.path.isfile(file):
             with real_open(file, "rb") as source, real_open(target, "wb") as copy:
-                copy.write(source.read())  # it is appended to, or changed
+                copy.write(source.read())
         return real_open(target, mode, *args, **kwargs)
 
     def os_open_redirected(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
         """Open a file as ``os.open`` does, in the scratch folder where the flags ask to write."""
         writes = flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
-        return real_os_open(over.path_to_write(path) if writes else over.path_to_read(path), flags, *args, **kwargs)
+        return real_os_open(
+            overlaid.path_to_write(path) if writes else overlaid.path_to_read(path), flags, *args, **kwargs
+        )
 
     builtins.open = io.open = open_redirected
     os.open = os_open_redirected
     for name in ("mkdir", "remove", "unlink", "rmdir", "symlink", "chmod", "utime", "truncate"):
-        _redirect(name, over, existing=name != "mkdir")
+        _redirect(name, overlaid, existing=name != "mkdir")
     for name in ("stat", "lstat", "statvfs", "listdir", "scandir", "access"):
-        setattr(os, name, _reader_from_scratch(getattr(os, name), over))
+        setattr(os, name, _reader_from_scratch(getattr(os, name), overlaid))
     for name in ("rename", "replace"):
-        setattr(os, name, _mover_in_scratch(getattr(os, name), over))
+        setattr(os, name, _mover_in_scratch(getattr(os, name), overlaid))
     torch.save = lambda *_, **__: None
 
 
-def _redirect(name: str, over: Overlay, existing: bool) -> None:
+def _redirect(name: str, overlaid: Overlay, existing: bool) -> None:
     """Let the function ``os.<name>``, which changes the file or folder at a path, work in the scratch folder.
 
     ``existing``: the function needs something to be at the path. It then does nothing, and raises nothing, where only
@@ -109,7 +112,7 @@ def _redirect(name: str, over: Overlay, existing: bool) -> None:
 
         Raises FileExistsError for a folder to be made that the disk has already.
         """
-        target = over.path_to_write(path)
+        target = overlaid.path_to_write(path)
         if target is path:
             return real(path, *args, **kwargs)
         if existing and not _lexists(target):
@@ -121,19 +124,19 @@ def _redirect(name: str, over: Overlay, existing: bool) -> None:
     setattr(os, name, run_redirected)
 
 
-def _reader_from_scratch(real: Callable[..., Any], over: Overlay) -> Callable[..., Any]:
+def _reader_from_scratch(real: Callable[..., Any], overlaid: Overlay) -> Callable[..., Any]:
     """Return the function ``real`` of ``os``, which reads at a path, as one that looks first in the scratch folder."""
 
     def run_on_newest(path: Any = ".", *args: Any, **kwargs: Any) -> Any:
         """Read the path in the scratch folder where it was written there, else on the disk."""
         if kwargs.get("dir_fd") is not None:  # the path is relative to an open folder
             return real(path, *args, **kwargs)
-        return real(over.path_to_read(path), *args, **kwargs)
+        return real(overlaid.path_to_read(path), *args, **kwargs)
 
     return run_on_newest
 
 
-def _mover_in_scratch(real: Callable[..., Any], over: Overlay) -> Callable[..., Any]:
+def _mover_in_scratch(real: Callable[..., Any], overlaid: Overlay) -> Callable[..., Any]:
     """Return the function ``real`` of ``os`` (``rename``, ``replace``) as one that moves within the scratch folder."""
 
     def move_in_scratch(source: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
@@ -141,9 +144,9 @@ def _mover_in_scratch(real: Callable[..., Any], over: Overlay) -> Callable[..., 
 
         A path that is not redirected is moved on the disk.
         """
-        if over.is_left_alone(source):
+        if overlaid.is_left_alone(source):
             return real(source, target, *args, **kwargs)
-        newest = over.path_to_read(source)
-        return real(newest, over.path_to_write(target), *args, **kwargs) if newest is not source else None
+        newest = overlaid.path_to_read(source)
+        return real(newest, overlaid.path_to_write(target), *args, **kwargs) if newest is not source else None
 
     return move_in_scratch

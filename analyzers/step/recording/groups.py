@@ -284,7 +284,7 @@ class _StandInDdp(nn.Module):
         self._next_bucket = 0
 
     def _send_buffers(self) -> None:
-        """Broadcast rank 0's buffers, those of one type together."""
+        """Record the broadcast of rank 0's buffers, those of one type together; nothing is received, and so none changes."""
         buffers = [b for n, b in self.module.named_buffers() if n not in self._skipped]
         with torch.no_grad():
             for dtype in dict.fromkeys(b.dtype for b in buffers):

@@ -301,9 +301,10 @@ class PackedLinear(nn.Linear):
 
     def __init__(self, input_features: int, output_features: int, bias: bool = True, compute_dtype: Any = None,
                  *_: Any, device: Any = None, **__: Any) -> None:  # fmt: skip
-        """Make a layer of packed weights (elements x bits / 8 bytes) and their scales, with bitsandbytes' arguments.
+        """Make a layer of packed weights (elements x bits / 8 bytes) and their scales, which :meth:`forward` unpacks.
 
-        ``compute_dtype`` None: half-precision inputs keep their type, others are computed in float16.
+        ``compute_dtype`` None: half-precision inputs keep their type, others are computed in float16. bitsandbytes' other
+        arguments, of how it quantises, are ignored.
         """
         super().__init__(input_features, output_features, bias, device="meta")  # the full weight takes no memory
         elements = input_features * output_features

@@ -24,7 +24,7 @@ def stand_in_neighbours(module: Any, recorder: Recorder) -> None:
     stage_type = module.PipelineStage
 
     def note_waits() -> None:
-        """Note among the assumptions that the recording leaves out waits for other stages."""
+        """Note among the assumptions that the recording leaves out waits for other stages; of a note only the key counts."""
         recorder.step.assumed[f"{NOTE}the time in which a pipeline's stages wait for each other is not counted"] = 1
 
     def last_sent() -> Any:

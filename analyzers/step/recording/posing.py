@@ -557,7 +557,7 @@ def _stand_in_autocast(stand_ins: _StandIns, gpu: torch.device, cache: Autocast)
         original = getattr(torch, name)
 
         def ask_of_device(*args: Any, _original: Any = original) -> Any:
-            """Call torch's function, with the registered device where CUDA or no device is named.
+            """Call torch's function; where its first argument names CUDA, or it has none, it is asked of the registered device.
 
             ``_original`` is a default because the loop's ``original`` will have changed by the time of a call.
             """

@@ -242,10 +242,10 @@ def _user_errors(source: str, problem: str, remedy: str) -> Iterator[None]:
         raise InputError(source, f"{problem} {message}", remedy) from error
 
 
-def _import_module(name: str, source: str) -> Any:
+def _import_module(name: str, source: str) -> ModuleType:
     """Import a module from the installed packages or the working folder, which is added to ``sys.path``, and return it.
 
-    Raises InputError, which names ``source``, if the import fails.
+    Raises InputError, which names ``source`` (the user's text, ``PACKAGE:NAME``), if the import fails.
     """
     folder = str(Path.cwd())
     if folder not in sys.path:

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from traceback import walk_tb
 from typing import Any, TypeVar
 
@@ -192,13 +192,14 @@ def trace_any_batch(
     size are compared: they must run the same ops, on dimensions that are equal or grow with the batch. A step that fails
     this is traced at every batch size that is asked for, and a note in the graph says so.
 
-    ``like``: a trace of the same step in other numerics, whose comparison holds for this one, too. Raises InputError as
-    :func:`trace_torch` does.
+    ``like``: a trace of the same step in other numerics, whose comparison holds for this one, too. The result has no ``prime``
+    where the comparison failed, or the step has no batch. Raises InputError as :func:`trace_torch` does.
     """
     _demand_device(numerics)
     step = _build(build, mode, numerics)
     if like is not None and like.prime is not None:  # numerics change types, not how dimensions grow
         return replace(_trace_at(step, like.graph.batch_size, mode, numerics), prime=like.prime, sizes=like.sizes)
+    # Per op of the forward pass: its shapes; None where it does not run at that many samples.
     small, small_outputs = _SMALL, _forward_outputs(step, _SMALL, mode, numerics)
     if small_outputs is None:  # it does not run at 3 samples
         small, small_outputs = _MULTIPLE, _forward_outputs(step, _MULTIPLE, mode, numerics)
@@ -209,15 +210,11 @@ def trace_any_batch(
     traced = _trace_at(step, traced_batch, mode, numerics)
     if traced.graph.batch_size is None or small_outputs is None:  # nothing to compare: traced at every batch size
         return traced
-    large, large_outputs = _LARGE, _forward_outputs(step, _LARGE, mode, numerics)
-    if large_outputs is None or (
-        _exceeds_32_bits(large_outputs) and not _is_proportional(small_outputs, large_outputs, small, large)
-    ):
-        # torch runs other ops on tensors beyond 32-bit indices: compare at the traced batch size instead.
-        large, large_outputs = traced_batch, _forward_outputs(step, traced_batch, mode, numerics)
+    outputs_at = partial(_forward_outputs, step, mode=mode, numerics=numerics)
+    large, large_outputs = _large_outputs(outputs_at, small, small_outputs, traced_batch)
     if _is_proportional(small_outputs, large_outputs or [], small, large):
         # Traced at a multiple, its dimensions need not scale to whole numbers at every batch size.
-        traced_outputs = () if traced_batch == prime else _forward_outputs(step, traced_batch, mode, numerics)
+        traced_outputs = () if traced_batch == prime else outputs_at(traced_batch)
         return replace(traced, prime=prime, sizes=_sizes(traced_outputs or ()))
     note = "its work does not grow in proportion with the batch: traced at every batch size"
     graph = replace(traced.graph, meta={**traced.graph.meta, "note": join_notes(traced.graph.meta.get("note"), note)})
@@ -225,6 +222,22 @@ def trace_any_batch(
     ops_per_sample = (len(large_outputs or small_outputs) - len(small_outputs)) / (large - small)
     largest = max(traced_batch, 2 ** int(np.log2(_MOST_OPS / ops_per_sample))) if ops_per_sample > 0 else None
     return replace(traced, graph=graph, largest=largest)
+
+
+def _large_outputs(
+    outputs_at: Callable[[int], list[OpOutput] | None], small: int, small_outputs: list[OpOutput], traced_batch: int
+) -> tuple[int, list[OpOutput] | None]:
+    """Return the batch size at which to compare a step with that at ``small``, and its ops' outputs there; None: it fails.
+
+    It is ``_LARGE``, or ``traced_batch`` where the step fails at that, or runs other ops on tensors beyond 32-bit indices,
+    as torch does. ``outputs_at``: see :func:`_forward_outputs`.
+    """
+    large_outputs = outputs_at(_LARGE)
+    if large_outputs is None or (
+        _exceeds_32_bits(large_outputs) and not _is_proportional(small_outputs, large_outputs, small, _LARGE)
+    ):
+        return traced_batch, outputs_at(traced_batch)
+    return _LARGE, large_outputs
 
 
 def join_notes(*notes: object) -> str:

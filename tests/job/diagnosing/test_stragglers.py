@@ -449,6 +449,8 @@ def test_balanced_batches_would_win_what_they_win(tmp_path: Path) -> None:
 def test_the_feeds_are_what_other_commands_read(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     write_run(tmp_path / "traces", slow_device, steps=45)
     fed = tmp_path / "fed"
+    assert run(["stragglers", str(tmp_path / "traces"), "--batch-size", "32"]) == 2
+    assert "--batch-size: needs --feed" in capsys.readouterr().err
     assert run(["stragglers", str(tmp_path / "traces"), "--batch-size", "32", "--feed", str(fed)]) == 0
     printed = capsys.readouterr().out
     assert "Rank 1 is 1.50x slower in compute in every step" in printed
