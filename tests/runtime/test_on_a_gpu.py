@@ -157,7 +157,8 @@ def test_any_number_of_processes_gives_the_same_bits(
 
 
 def test_a_plan_is_followed_and_timed_under_nccl(tmp_path: Path) -> None:
-    """A step's parts add up to it; the largest memory is that of parameters, gradients and Adam's states, and more."""
+    """A step's parts add up to it. Memory by hand, in bytes of a parameter: 16 for it, its gradient and Adam's states, 4 for
+    DDP's buckets and 4 for those of the first step, which go when Python collects them, 2 for autocast's copy."""
     rows = tmp_path / "telemetry.jsonl"
     save(enforcement([256], telemetry=str(rows)), tmp_path / "enforce.json")
     script = tmp_path / "train.py"
@@ -167,8 +168,8 @@ def test_a_plan_is_followed_and_timed_under_nccl(tmp_path: Path) -> None:
     found = [row for row in map(json.loads, rows.read_text().splitlines()) if "step" in row]
     assert [row["batch"] for row in found] == [256] * 16
     assert all(0 < row["compute_s"] + row["wait_s"] + row["sync_s"] <= 1.001 * row["step_s"] for row in found)
-    states = 16 * (8 * 2048 * 2049 + 2049 * 10)
-    assert states < found[-1]["memory_bytes"] < 1.5 * states
+    parameters = 8 * 2048 * 2049 + 2049 * 10
+    assert found[-1]["memory_bytes"] == pytest.approx(26 * parameters, rel=0.03)
 
 
 def test_a_script_asks_about_its_model_and_then_trains_it(tmp_path: Path) -> None:
