@@ -258,6 +258,8 @@ def plan(
     if devices is None:
         instead = "say it in the file, or give --devices and a model in its place"
         demand_part("a plan of a job.yaml", read_by_all, instead=instead)
+        if source is not None and ":" in source and not Path(source).exists():  # FILE:FACTORY, timm:NAME
+            raise InputError("--devices", f"is missing beside the model {source}", "name them, such as 8xH100")
     elif isinstance(job, Job):
         raise InputError("devices", "has no part beside a Job, which has its own", "leave it out")
     else:

@@ -183,3 +183,7 @@ def test_nothing_fits_is_said_with_the_memory_and_code_3(here: Path, capsys: pyt
     assert "Nothing fits: the least, the command as it is, takes" in out
     assert "GiB a process on T4" in " ".join(out.split())
     assert "memory: torchrun" in err
+
+
+def test_a_model_without_devices_is_told_so(cli: Cli) -> None:
+    cli("plan", "timm:resnet18").refuses("--devices: is missing beside the model timm:resnet18; name them, such as 8xH100")

@@ -631,6 +631,7 @@ class LayoutFigures:
             local_batch_sizes=dict.fromkeys(used, 1),
             passes=1,
             memory_bytes=dict.fromkeys(used, needed_bytes),
+            activations=self._saved_on_host(used, sharding, recompute, 1, dict.fromkeys(used, 1)),
             missing_bytes=needed_bytes - usable_bytes,
         )
         return LayoutCandidate(layout=layout, sharding=sharding, recompute=recompute)
