@@ -20,6 +20,7 @@ from ddltool.units import show_bytes
 SCRIPT = """
 import argparse, torch
 from torch import nn
+from tests.conftest import Cli
 parser = argparse.ArgumentParser()
 parser.add_argument("--batch-size", type=int, default=4)
 parser.add_argument("--tp", type=int, default=1)
@@ -186,4 +187,6 @@ def test_nothing_fits_is_said_with_the_memory_and_code_3(here: Path, capsys: pyt
 
 
 def test_a_model_without_devices_is_told_so(cli: Cli) -> None:
-    cli("plan", "timm:resnet18").refuses("--devices: is missing beside the model timm:resnet18; name them, such as 8xH100")
+    cli("plan", "timm:resnet18").refuses(
+        "--devices: is missing beside the model timm:resnet18; name them, such as 8xH100"
+    )
