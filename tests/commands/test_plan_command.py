@@ -16,11 +16,11 @@ from ddltool.commands.main import run
 from ddltool.errors import InputError
 from ddltool.graph_results import CommandPlan
 from ddltool.units import show_bytes
+from tests.conftest import Cli
 
 SCRIPT = """
 import argparse, torch
 from torch import nn
-from tests.conftest import Cli
 parser = argparse.ArgumentParser()
 parser.add_argument("--batch-size", type=int, default=4)
 parser.add_argument("--tp", type=int, default=1)
