@@ -272,13 +272,12 @@ def measure_all(given: argparse.Namespace) -> None:
     cases = [case for case in CASES if _is_meant(case.label, given.only)]
     # Asked before anything trains here: a process that has trained on a GPU can record no model.
     choices: dict[Case, RecomputeFigures | None] = {}
-    for case in cases:
-        if case.checkpointing not in ("none", "full"):
-            try:
-                choices[case] = predicted(case, given.device_name or gpu).recompute
-            except DdlToolError as error:
-                print(f"{case.label}: not measured ({error})", flush=True)
-    cases = [case for case in cases if case.checkpointing in ("none", "full") or case in choices]
+    for case in [each for each in cases if each.checkpointing not in ("none", "full")]:
+        try:
+            choices[case] = predicted(case, given.device_name or gpu).recompute
+        except DdlToolError as error:
+            print(f"{case.label}: not measured ({error})", flush=True)
+            cases.remove(case)
     began = time.monotonic()
     for case in sorted(cases, key=lambda case: case.compile):  # what compiles takes longest to begin
         label = case.label

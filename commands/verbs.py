@@ -26,7 +26,8 @@ from ddltool.artifacts import check_outputs
 from ddltool.commands.options import Remark, as_options, is_follower, number
 from ddltool.commands.output import note, progress
 from ddltool.errors import InputError
-from ddltool.own_process import NeedsOwnProcess, Tell, in_fork
+from ddltool.own_process import NeedsOwnProcess, in_fork
+from ddltool.stages import Tell
 
 _SHORT = 26
 """Most characters of choices that --help shows beside an option's name; longer ones are in its text."""
@@ -101,7 +102,7 @@ def _alone(call: Callable[[Tell], Result], tell: Tell) -> Result:
     try:
         return call(listen)
     except NeedsOwnProcess:
-        pass
+        pass  # the fork below runs outside of this exception, so that its own errors have no other behind them
 
     def listen_again(text: str) -> None:
         """Tell a remark of the fork, unless the first try came as far."""

@@ -15,12 +15,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ddltool.errors import DdlToolError, one_line
+from ddltool.stages import Tell
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
 T = TypeVar("T")
-Tell = Callable[[str], object]
 _is_claimed = False
 
 
@@ -68,7 +68,7 @@ def in_fork(call: Callable[[Tell], T], tell: Tell | None = None) -> T:
             if tell is not None:
                 tell(content)
     except EOFError:
-        pass
+        pass  # it died: with what exit code is said below
     finally:
         process.kill()
         process.join()

@@ -10,7 +10,8 @@ import pytest
 
 from ddltool.analyzers.job.planning.options import Missed
 from ddltool.errors import DdlToolError, InputError
-from ddltool.own_process import Tell, in_fork
+from ddltool.own_process import in_fork
+from ddltool.stages import Tell
 from tests.helpers.processes import torchrun
 
 # Without a GPU nothing but torch's answer is another: what breaks is seen at the accelerator that torch knows.
