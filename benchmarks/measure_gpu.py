@@ -90,6 +90,11 @@ def images(source: str, batch_size: int, *changes: dict[str, Any]) -> Iterator[C
         yield Case(source=f"timm:{source}", **given)
 
 
+def encoders(source: str, batch_size: int) -> Iterator[Case]:
+    """Yield a step of transformers' models of images and sound, whose length is their own."""
+    yield Case(source=f"transformers:{source}", batch_size=batch_size)
+
+
 OPTIMIZERS = tuple(
     {"precision": "bf16-pure", "optimizer": name} for name in ("sgd", "muon", "adafactor", "foreach-adamw")
 )
@@ -122,6 +127,19 @@ CASES: tuple[Case, ...] = (
     Case(source="perceptron", batch_size=8192), Case(source="perceptron", batch_size=8192, precision="tf32"),
     Case(source="recurrent", batch_size=128, precision="fp32"), Case(source="encoder", batch_size=256),
     Case(source="unet", batch_size=16), Case(source="unet", batch_size=16, channels_last=True),
+    *text("EleutherAI/pythia-410m", 8, 1024, PURE), *text("bigscience/bloom-560m", 4, 1024), *text("microsoft/phi-1_5", 2, 2048),
+    *text("google/gemma-3-270m", 8, 1024), *text("google/gemma-3-1b-pt", 2, 2048, PURE), *text("allenai/OLMo-1B-hf", 2, 2048),
+    *text("EleutherAI/gpt-neo-125m", 8, 1024), *text("answerdotai/ModernBERT-base", 16, 512),
+    *text("FacebookAI/roberta-base", 32, 256), *text("google/electra-base-discriminator", 32, 256),
+    *text("google/flan-t5-base", 8, 512), *text("microsoft/deberta-v3-base", 8, 256), *text("facebook/bart-base", 16, 512),
+    *text("openai/whisper-base", 8, 128), *encoders("facebook/dinov2-base", 64), *encoders("openai/clip-vit-base-patch16", 64),
+    *encoders("facebook/wav2vec2-base-960h", 8), *encoders("facebook/convnext-tiny-224", 64), *encoders("google/siglip-base-patch16-224", 32),
+    *text("Qwen/Qwen3-1.7B", 1, 4096, PURE, PURE | FULL), *text("HuggingFaceTB/SmolLM2-1.7B", 1, 4096, PURE),
+    *images("resnet101", 128), *images("efficientnetv2_rw_s", 64), *images("beit_base_patch16_224", 64), *images("xcit_tiny_12_p16_224", 128),
+    *images("poolformer_s24", 128), *images("regnetx_032", 128), *images("inception_v3", 128), *images("hrnet_w18", 64),
+    *images("repvgg_b1", 64), *images("ghostnet_100", 256), *images("res2net50_26w_4s", 128), *images("pvt_v2_b2", 64),
+    *images("mvitv2_tiny", 64), *images("cait_s24_224", 64), *images("dm_nfnet_f0", 64), *images("twins_svt_small", 64),
+    *images("davit_tiny", 64), *images("convmixer_768_32", 64), *images("deit3_small_patch16_224", 128), *images("wide_resnet50_2", 128),
 )  # fmt: skip
 
 

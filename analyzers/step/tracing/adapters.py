@@ -34,6 +34,11 @@ class LoraLinear(nn.Module):
         self.lora_a = nn.Parameter(torch.empty(rank, inputs, device=device))
         self.lora_b = nn.Parameter(torch.empty(outputs, rank, device=device))
 
+    @property
+    def weight(self) -> Tensor:
+        """The layer's own weight (outputs, inputs), as peft's adapters have it: some models, T5 among them, read its type."""
+        return self.base.weight  # type: ignore[return-value]
+
     def forward(self, x: Tensor) -> Tensor:
         """Return the sum (..., outputs) of the layer's and the adapter's output, in the type of the layer's."""
         result = self.base(x)

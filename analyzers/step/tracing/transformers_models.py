@@ -117,7 +117,9 @@ def named_config(name: str) -> NamedConfig:
         raise _model_error(source, problem, error) from error
     if hasattr(config, "use_cache"):
         config.use_cache = False  # a cache for generation would be traced as outputs, and training keeps none
-    note = "" if fields else _repair_defaults(config, model_type)
+    note = join_notes(
+        "" if fields else _repair_defaults(config, model_type), _keep_layers(config, transformers.PreTrainedConfig)
+    )
     return NamedConfig(config, model_type, title, source, note)
 
 
@@ -172,6 +174,22 @@ def _repair_defaults(config: Any, model_type: str) -> str:
         setattr(reduce(getattr, parts, config), field, value)
     assignments = ", ".join(f"{path}={value}" for path, value in replacements.items())
     return f"the type's defaults do not fit together; used instead: {assignments}" if replacements else ""
+
+
+def _keep_layers(config: Any, kind: type) -> str:
+    """Let no layer be skipped at random, in a configuration and those inside it; return a note on that, "" for none changed.
+
+    LayerDrop (arXiv 1909.11556) skips whole layers in some steps, so that one traced step would miss some by chance.
+    ``kind``: the class of all configurations.
+    """
+    configs, shares = [config], [0.0]
+    for each in configs:  # it grows: those inside come behind
+        configs += [value for value in vars(each).values() if isinstance(value, kind)]
+        for name in [name for name in vars(each) if name.endswith("layerdrop")]:
+            shares.append(getattr(each, name) or 0.0)
+            setattr(each, name, 0.0)
+    share = max(shares)
+    return f"training skips {share:.0%} of some layers at random (layerdrop); all are counted" if share else ""
 
 
 def _model_error(source: str, problem: str, error: Exception) -> InputError:

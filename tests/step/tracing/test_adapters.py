@@ -71,6 +71,7 @@ def test_the_output_is_the_formula() -> None:
     x = torch.randn(3, 6)
     expected = x @ (base.weight + 2 * layer.lora_b @ layer.lora_a).T + base.bias
     torch.testing.assert_close(layer(x), expected)
+    assert layer.weight is base.weight  # T5 reads its type
 
 
 def test_the_head_of_a_language_model_stays_as_it_is() -> None:

@@ -94,3 +94,10 @@ def test_more_tokens_than_the_model_is_configured_for_are_said() -> None:
         assert resolve_step("transformers:SmolLM2-135M", sequence_length=8192).note == ""
     assert step.name == "SmolLM2-135M"
     assert step.inputs[0].shape == (1, 8193)
+
+
+def test_no_layer_is_skipped_at_random() -> None:
+    """Wav2vec 2.0 is trained with LayerDrop: one traced step would lack layers by chance."""
+    named = named_config("facebook/wav2vec2-base-960h")
+    assert named.config.layerdrop == 0.0
+    assert named.note == "training skips 10% of some layers at random (layerdrop); all are counted"
