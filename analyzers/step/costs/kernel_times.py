@@ -13,12 +13,12 @@ twice the bandwidth does not make them twice as fast. Which share of each a clas
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ddltool.analyzers.step.costs.kernels import FORWARD, WEIGHT_GRADIENT, Kernels
+from ddltool.analyzers.step.costs.kernels import FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Kernels
 from ddltool.analyzers.step.recording.op_rules import CLASS, CLASSES
 from ddltool.calibration import UNITS as UNITS
 from ddltool.device import Device
@@ -81,6 +81,14 @@ _ROW_CYCLES = 250.0
 # forward and backward, of cuDNN's kernels and of torch's own. So many blocks fill a multiprocessor.
 _CHANNEL_CYCLES = {"normalisation": (1.3, 2.8), "native_normalisation": (1.8, 3.5)}
 _CHANNELS_AT_ONCE = 2.0
+# Average pools wait for their instructions: cycles of an element that they write, and of each that it is made of (an H200,
+# whatever the type): forward in channels_first and channels_last, and backward.
+_POOL_CYCLES = ((2.6, 0.12), (4.0, 0.38), (4.05, 0.45))
+# Grouped convolutions in channels_last by cuDNN 9, on generations as young as it (an H200; published steps on older ones are of
+# older cuDNNs): with a power of two of channels in a group they are a pass over memory, and with whole tiles of channels dense
+# ones, whose gradient of the input takes three times as long. Others take so many cycles for an element and a tap of a filter.
+_WITH_CUDNN_9 = ("Hopper", "Blackwell", "Blackwell HBM")
+_TILE_CHANNELS, _INPUT_TIMES, _TAP_CYCLES = 64, 3.0, 0.68
 _LAYOUTS = ("channels_first", "channels_last")
 # Products whose rows do not begin where matrix units read: rows of an even length are read by twos or fours, others one by one.
 _MISALIGNED = ("matrix_product/misaligned", "matrix_product/odd")
@@ -96,6 +104,10 @@ _OWN_WEIGHTS = (
 # and with a stride only from so many channels on (ConvParams::use_cudnn_depthwise); the rest are kernels of its own. There the
 # gradient of a weight is one block of 256 threads per channel and tap, of which so many fill a multiprocessor.
 _CUDNN_CHANNELS, _CUDNN_TAPS, _CUDNN_STRIDED, _FILLING = 32, (1, 9, 25), 512, 6.0
+
+
+# The traffic of grouped convolutions that are a pass over memory.
+_PASS = "grouped_convolution/channels_last/pass"
 
 
 def _names() -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -120,7 +132,7 @@ def _names() -> tuple[tuple[str, ...], tuple[str, ...]]:
         for name in ("convolution", "normalisation", "native_normalisation", "pooling")
         for layout in _LAYOUTS
     ]
-    return (*arithmetic, *grouped), (*traffic, "convolution/misaligned", *grouped)
+    return (*arithmetic, *grouped), (*traffic, "convolution/misaligned", *grouped, _PASS)
 
 
 ARITHMETIC, TRAFFIC = _names()
@@ -218,6 +230,8 @@ def demand_of(kernels: Kernels, device: Device, *, precision: str = "fp32", brie
     matrix units keep the boost clock. If a device's clock or number of multiprocessors is unknown (0), terms that depend on
     them are 0.
     """
+    grouped = _GroupedKernels.on(device, kernels)
+    kernels = grouped.with_dense(kernels)
     peak, on_tensor = _peaks(kernels, device, precision)
     matrix_clock = (
         1.0 if brief else sustained(device, matrix=True, share=_share_of_products(kernels, device, peak, on_tensor))
@@ -236,12 +250,14 @@ def demand_of(kernels: Kernels, device: Device, *, precision: str = "fp32", brie
         & (kernels.kind != CLASS["attention"])
         & (kernels.kind != CLASS["recurrent"])
     )
-    flops = kernels.flops.copy()
+    flops = np.where(grouped.is_dense & (kernels.direction == INPUT_GRADIENT), _INPUT_TIMES, 1.0) * kernels.flops
     # A tile's start and end take as long as so many steps of its inner loop: operations in _EDGE cycles over those of a step.
     edge_steps = (
         _EDGE * peak / (2.0 * _TILES[0][0] * _TILES[0][1]) / (device.multiprocessors * device.clock_hz or np.inf)
     )
-    flops[is_tiled] = tiled_flops(kernels.gemm[is_tiled], device.multiprocessors, edge_steps[is_tiled])
+    flops[is_tiled] *= tiled_flops(kernels.gemm[is_tiled], device.multiprocessors, edge_steps[is_tiled]) / (
+        2.0 * kernels.gemm[is_tiled].prod(axis=1)
+    )
     is_recurrent = has_shape & (device.multiprocessors > 0) & (kernels.kind == CLASS["recurrent"])
     if is_recurrent.any():  # the steps run one after another: each alone fills the device, or does not
         one_turn = kernels.gemm[is_recurrent] * [0.0, 1.0, 1.0, 1.0] + [1.0, 0.0, 0.0, 0.0]  # with a count of 1
@@ -249,6 +265,7 @@ def demand_of(kernels: Kernels, device: Device, *, precision: str = "fp32", brie
             2.0 * one_turn.prod(axis=1)
         )
     arithmetic_of, traffic_of = _index_constants(kernels, on_tensor)
+    arithmetic_of[grouped.is_pass], traffic_of[grouped.is_pass] = -1, _TRAFFIC[_PASS]
     is_torch_weights = arithmetic_of == _ARITHMETIC["depthwise_convolution/channels_first/torch/weights"]
     blocks = kernels.gemm[is_torch_weights, 0] * kernels.gemm[is_torch_weights, 2]
     flops[is_torch_weights] *= np.maximum(1.0, _FILLING * device.multiprocessors / np.maximum(blocks, 1.0))
@@ -265,6 +282,11 @@ def demand_of(kernels: Kernels, device: Device, *, precision: str = "fp32", brie
     )  # of all multiprocessors, in a second at boost clock
     cycles_per_s = clock_share * every_cycle
     rows_s = np.where(kernels.kind == CLASS["row_normalisation"], kernels.gemm[:, 0] * _ROW_CYCLES, 0.0) / every_cycle
+    rows_s += grouped.tap_cycles / every_cycle
+    is_pool = (kernels.kind == CLASS["pooling"]) & (kernels.gemm[:, 0] > 0)
+    way = np.where(kernels.direction == FORWARD, kernels.is_channels_last.astype(int), 2)
+    each, every_part = np.array(_POOL_CYCLES)[way].T
+    rows_s += is_pool * kernels.gemm[:, 0] * (each + every_part * kernels.gemm[:, 3]) / every_cycle
     by_channel = np.zeros(len(kernels), dtype=bool)
     for name, (forward, backward) in _CHANNEL_CYCLES.items():
         here = (kernels.kind == CLASS[name]) & ~kernels.is_channels_last & (kernels.gemm[:, 0] > 0)
@@ -284,6 +306,43 @@ def demand_of(kernels: Kernels, device: Device, *, precision: str = "fp32", brie
         rows_s=rows_s,
         serial=is_grouped,
     )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _GroupedKernels:
+    """Which of ``k`` kernels are grouped convolutions that today's cuDNN runs in other ways than the older one."""
+
+    is_dense: NDArray[np.bool_]
+    """(k,) those that run as dense ones."""
+    is_pass: NDArray[np.bool_]
+    """(k,) those that are bound by memory, or by the cycles below."""
+    tap_cycles: Array
+    """(k,) the cycles of all multiprocessors for the taps of those that have no kernel of their own; else 0."""
+
+    @classmethod
+    def on(cls, device: Device, kernels: Kernels) -> _GroupedKernels:
+        """Return them for a device; none on a generation whose published steps are of an older cuDNN."""
+        is_here = (kernels.kind == CLASS["grouped_convolution"]) & kernels.is_channels_last
+        is_here &= device.branch in _WITH_CUDNN_9
+        channels = _group_channels(kernels)
+        is_power = 2.0 ** np.round(np.log2(np.maximum(channels, 1.0))) == channels
+        is_dense = is_here & (channels % _TILE_CHANNELS == 0)
+        is_tapped = is_here & ~is_dense & ~is_power
+        # Elements written and taps of each: the operations (two for a channel of the group) over its channels.
+        tap_cycles = np.where(is_tapped, _TAP_CYCLES * kernels.flops / (2.0 * np.maximum(channels, 1.0)), 0.0)
+        return cls(is_dense=is_dense, is_pass=is_here & ~is_dense, tap_cycles=tap_cycles)
+
+    def with_dense(self, kernels: Kernels) -> Kernels:
+        """Return the kernels with those that run as dense ones in their class."""
+        return replace(kernels, kind=np.where(self.is_dense, CLASS["convolution"], kernels.kind).astype(np.int8))
+
+
+def _group_channels(kernels: Kernels) -> Array:
+    """Return (k,) the output channels of a group, if the kernel is a grouped convolution's (with a filter of several taps)."""
+    gemm = kernels.gemm
+    is_weights = kernels.direction == WEIGHT_GRADIENT
+    channels: Array = np.where(is_weights, gemm[:, 1], np.minimum(gemm[:, 2], gemm[:, 3]))
+    return channels
 
 
 def _share_of_products(kernels: Kernels, device: Device, peak: Array, on_tensor: NDArray[np.bool_]) -> float:
@@ -436,8 +495,7 @@ def _index_constants(kernels: Kernels, on_tensor: NDArray[np.bool_]) -> tuple[ND
     is_misaligned = is_convolution & on_tensor & is_uneven & is_last
     is_grouped = kinds == CLASS["grouped_convolution"]
     is_depthwise = kinds == CLASS["depthwise_convolution"]
-    channels = np.where(kernels.direction == WEIGHT_GRADIENT, gemm[:, 1], np.minimum(gemm[:, 2], gemm[:, 3]))
-    is_narrow = (gemm[:, 0] % _WARP == 0) & (channels <= _NARROW)
+    is_narrow = (gemm[:, 0] % _WARP == 0) & (_group_channels(kernels) <= _NARROW)
     for layout, is_of_layout in zip(_LAYOUTS, (~is_last, is_last), strict=True):
         arithmetic[is_convolution & on_tensor & is_of_layout] = _ARITHMETIC[f"convolution/tensor/{layout}"]
     arithmetic[is_misaligned] = _ARITHMETIC["convolution/misaligned"]

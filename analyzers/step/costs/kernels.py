@@ -29,7 +29,7 @@ class Kernels:
     kind: NDArray[np.int8]
     """(k,) index into CLASSES."""
     direction: NDArray[np.int8]
-    """(k,) FORWARD, INPUT_GRADIENT or WEIGHT_GRADIENT; anything but a convolution is FORWARD."""
+    """(k,) FORWARD, INPUT_GRADIENT or WEIGHT_GRADIENT; FORWARD for anything but convolutions, batch norms and pools."""
     flops: Array
     """(k,) floating-point operations."""
     moved_bytes: Array
@@ -184,7 +184,7 @@ def kernels_of(graph: Graph) -> Kernels:
     # The op has the operations of one product or of two; 1.5 lies between.
     is_double = is_backward & (flops > 1.5 * product_flops) & (product_flops > 0)
     direction = np.where(is_backward, WEIGHT_GRADIENT, FORWARD).astype(np.int8)
-    direction[is_batch_norm & ends_backward] = INPUT_GRADIENT
+    direction[(is_batch_norm | (kind == CLASS["pooling"])) & ends_backward] = INPUT_GRADIENT
     # The gradient of the input and that of the weights: each reads the output's gradient and one more tensor, so that the
     # output's gradient, counted once so far, is read twice.
     output_bytes = gemm[is_double, 0] * gemm[is_double, 1] * gemm[is_double, 2] * width[is_double]

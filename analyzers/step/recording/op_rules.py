@@ -166,7 +166,8 @@ def _rows(call: Call) -> Gemm:
     """Return (rows, 0, 0, elements of a row) of an op that works row by row; zeros of any other.
 
     Such ops are softmax along the last dimension, layer and RMS norms, batch norms of images with the batch's own statistics
-    (their rows are channels), and ``nll_loss``, which reads one element of a row (so that its rows have 1).
+    (their rows are channels), ``nll_loss``, which reads one element of a row (so that its rows have 1), and average pools of
+    images: a row for each element that they write, of the elements that it is made of (backward on average).
     """
     named, name = call.named, call.name
     shape = named.get("self", named.get("input", named.get("grad_output")))
@@ -176,6 +177,10 @@ def _rows(call: Call) -> Gemm:
         "nll_loss"
     ):  # a row for each target: the classes are dimension 1, or the only one of a single sample
         return (float(math.prod(shape) // max(1, shape[-1 if len(shape) < 3 else 1])), 0.0, 0.0, 1.0)
+    if name.startswith("avg_pool2d") and call.output and isinstance(named.get("kernel_size"), (list, tuple)):
+        filters = named.get("grad_output") if name.endswith("_backward") else call.output
+        written = float(math.prod(call.output))
+        return (written, 0.0, 0.0, math.prod(named["kernel_size"]) * math.prod(filters or ()) / max(1.0, written))
     if name in _SOFTMAXES and named.get("dim") in (-1, len(shape) - 1):
         width = shape[-1]
     elif name.startswith(_ROW_NORMS) and isinstance(named.get("normalized_shape"), (list, tuple)):
