@@ -86,9 +86,10 @@ _CHANNELS_AT_ONCE = 2.0
 _POOL_CYCLES = ((2.6, 0.12), (4.0, 0.38), (4.05, 0.45))
 # Grouped convolutions in channels_last by cuDNN 9, on generations as young as it (an H200; published steps on older ones are of
 # older cuDNNs): with a power of two of channels in a group they are a pass over memory, and with whole tiles of channels dense
-# ones, whose gradient of the input takes three times as long. Others take so many cycles for an element and a tap of a filter.
+# ones; of fewer groups than sixteen the gradient of the input takes half as long again. Others take so many cycles for an
+# element and a tap of a filter.
 _WITH_CUDNN_9 = ("Hopper", "Blackwell", "Blackwell HBM")
-_TILE_CHANNELS, _INPUT_TIMES, _TAP_CYCLES = 64, 3.0, 0.68
+_TILE_CHANNELS, _MANY_GROUPS, _INPUT_TIMES, _TAP_CYCLES = 64, 16, 1.5, 0.68
 _LAYOUTS = ("channels_first", "channels_last")
 # Products whose rows do not begin where matrix units read: rows of an even length are read by twos or fours, others one by one.
 _MISALIGNED = ("matrix_product/misaligned", "matrix_product/odd")
@@ -250,13 +251,15 @@ def demand_of(kernels: Kernels, device: Device, *, precision: str = "fp32", brie
         & (kernels.kind != CLASS["attention"])
         & (kernels.kind != CLASS["recurrent"])
     )
-    flops = np.where(grouped.is_dense & (kernels.direction == INPUT_GRADIENT), _INPUT_TIMES, 1.0) * kernels.flops
+    is_slow = grouped.is_dense & (kernels.direction == INPUT_GRADIENT) & (kernels.gemm[:, 0] < _MANY_GROUPS)
+    times = np.where(is_slow, _INPUT_TIMES, 1.0)
+    flops = times * kernels.flops
     # A tile's start and end take as long as so many steps of its inner loop: operations in _EDGE cycles over those of a step.
     edge_steps = (
         _EDGE * peak / (2.0 * _TILES[0][0] * _TILES[0][1]) / (device.multiprocessors * device.clock_hz or np.inf)
     )
-    flops[is_tiled] *= tiled_flops(kernels.gemm[is_tiled], device.multiprocessors, edge_steps[is_tiled]) / (
-        2.0 * kernels.gemm[is_tiled].prod(axis=1)
+    flops[is_tiled] = times[is_tiled] * tiled_flops(
+        kernels.gemm[is_tiled], device.multiprocessors, edge_steps[is_tiled]
     )
     is_recurrent = has_shape & (device.multiprocessors > 0) & (kernels.kind == CLASS["recurrent"])
     if is_recurrent.any():  # the steps run one after another: each alone fills the device, or does not
@@ -300,7 +303,7 @@ def demand_of(kernels: Kernels, device: Device, *, precision: str = "fp32", brie
         fed_s=fed_flops / cycles_per_s * (~is_grouped & is_product) / np.where(is_fed_by_itself, _FED_BY_ITSELF, 1.0),
         traffic_s=kernels.moved_bytes / (device.free_of_codes * device.memory_bytes_per_s),
         traffic_of=traffic_of,
-        carried_s=np.where(by_channel, 0.0, kernels.moved_bytes / every_cycle),
+        carried_s=np.where(by_channel | is_pool, 0.0, kernels.moved_bytes / every_cycle),
         cached=np.minimum(1.0, _KEPT * device.l2_bytes / least_bytes),
         turns=np.where(kernels.kind == CLASS["recurrent"], kernels.gemm[:, 0], 0.0),
         rows_s=rows_s,
