@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -58,12 +59,25 @@ def shard(model: nn.Module, config: Config, **options: Any) -> nn.Module:
     if plan.offload:
         pinned = torch.accelerator.is_available()
         options.setdefault("offload_policy", CPUOffloadPolicy(pin_memory=pinned))
-    for unit in units:
+    for unit in [*units, model]:  # the root, last; by default FSDP2 keeps it gathered after forward
+        _shard_norms(unit, options)
         fully_shard(unit, **options)
-    fully_shard(model, **options)  # the root, last; by default FSDP2 keeps it gathered after forward
     if units:
         apply_prefetch(model, enforcement)
     return model
+
+
+def _shard_norms(unit: nn.Module, options: dict[str, Any]) -> None:
+    """Shard a unit's batch norms apart, in their own type, where ``options`` compute in a half type.
+
+    Their running statistics are buffers, which FSDP2 leaves in float32, and torch refuses weights of another type beside them.
+    """
+    policy = options.get("mp_policy")
+    norms = [part for part in unit.modules() if isinstance(part, _BatchNorm)]
+    norms = [norm for norm in norms if norm.affine and not isinstance(norm, FSDPModule)]
+    if norms and policy is not None and policy.param_dtype is not None:
+        own_type = MixedPrecisionPolicy(reduce_dtype=policy.reduce_dtype, cast_forward_inputs=False)
+        fully_shard(norms, **{**options, "mp_policy": own_type})
 
 
 def _checked(config: Config, model: nn.Module) -> tuple[Enforcement, ShardingSetting, list[nn.Module]]:

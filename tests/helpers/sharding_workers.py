@@ -16,6 +16,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -143,6 +144,56 @@ def train(
             assert value.shape == expected.shape, name
             worst = max(worst, float((value - expected).abs().max()))
     return worst, [type(module).__name__ for module in (model, *inner.layers)]
+
+
+class Normed(nn.Module):
+    """Blocks of convolutions and batch norms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8))
+        blocks = (nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) for _ in range(3))
+        self.layers, self.head = nn.ModuleList(blocks), nn.Linear(8, 4)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.first(images)
+        for layer in self.layers:
+            x = x + layer(x)
+        made: Tensor = self.head(x.mean((2, 3)))
+        return made
+
+
+def normed() -> tuple[nn.Module, Tensor]:
+    """A factory for plans."""
+    return Normed(), torch.zeros(2, 3, 6, 6)
+
+
+def train_normed(rank: int, config: str, emitted: str | None) -> tuple[float, set[torch.dtype]]:
+    """Return how far parameters and statistics in bfloat16 are from those of one process in float32, and the statistics' types.
+
+    All ranks have the same images, so that their statistics are those of one.
+    """
+    torch.manual_seed(0)
+    alone, model = Normed(), Normed()
+    model.load_state_dict(alone.state_dict())
+    if emitted is None:
+        shard(model, config, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    else:
+        runpy.run_path(emitted)["shard"](model)
+    images = torch.randn(8, 3, 6, 6)
+    for each in (alone, model):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        for _ in range(4):
+            optimizer.zero_grad()
+            each(images).float().square().mean().backward()
+            optimizer.step()
+    pairs = [
+        *zip(model.parameters(), alone.parameters(), strict=True),
+        *zip(model.buffers(), alone.buffers(), strict=True),
+    ]
+    found = [(made.full_tensor() if isinstance(made, DTensor) else made, expected) for made, expected in pairs]
+    worst = max(float((made - expected).detach().abs().max()) for made, expected in found)
+    return worst, {buffer.dtype for buffer in model.buffers() if buffer.is_floating_point()}
 
 
 def peak_bytes(rank: int, config: str, make: Callable[[], tuple[nn.Module, Tensor]] = middling) -> float:

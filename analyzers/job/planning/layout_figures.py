@@ -534,7 +534,8 @@ class LayoutFigures:
         if not accept(make_layout(max(computes_s.values()))):
             return None
         # A step ends with the type that takes longest, communication on the network of all used types included.
-        longest_s, slowest, gpus = 0.0, "", {name: count * self.degrees.gpus for name, count in used.items()}
+        longest_s, slowest, hooks_s = 0.0, "", 0.0
+        gpus = {name: count * self.degrees.gpus for name, count in used.items()}
         group = Fabric.joined({name: self.kinds[name].fabric for name in used}, gpus)
         place = Placement(num_nodes=group.nodes, num_replicas=sum(used.values()), gpus=self.degrees.gpus)
         for name, timed in timed_passes.items():
@@ -546,6 +547,7 @@ class LayoutFigures:
                 place,
                 -(-sizes[name] // passes),
             )
+            hooks_s = max(hooks_s, seconds.hooks_s)
             if seconds.step_s > longest_s:
                 longest_s, slowest = seconds.step_s, name
         timed = timed_passes[slowest]
@@ -556,7 +558,7 @@ class LayoutFigures:
             compiled=self.compile,
         )
         # A host-bound type takes as long for a smaller share of the batch, so its time does not follow the device.
-        host_bound = any(timed.share("host_share") > _HOST_NEAR for timed in timed_passes.values())
+        host_bound = hooks_s > 0.0 or any(timed.share("host_share") > _HOST_NEAR for timed in timed_passes.values())
         layout = make_layout(longest_s, low_s=low_s, high_s=high_s, host_bound=host_bound)
         return LayoutCandidate(layout=layout, sharding=sharding, recompute=recompute, rows=rows, slowest=slowest)
 

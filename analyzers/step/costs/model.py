@@ -386,7 +386,8 @@ def estimate(
     """Return the graph with every duration set for the model's device and ``network``, in seconds. O(n).
 
     A compute op lasts from the end of the op before it to its own end, so that an op for which the device waits for the host
-    takes longer. ``meta`` gets the seconds of the update that follows the graph's ops (``update_s``), and the factors on the
+    takes longer. ``meta`` gets the seconds of the update that follows the graph's ops (``update_s``), those of the host for an
+    op and for all of the graph (``issue_s``, ``issued_s``), and the factors on the
     prediction between which 80 % of measurements are expected (``error_low``, ``error_high``). Transfers are spread over
     ``network.parameter_servers`` channels; see :func:`assign_channels`. ``exchanges``: see :func:`time_step`.
     """
@@ -415,6 +416,8 @@ def estimate(
         "parameter_servers": network.parameter_servers,
         "optimizer": optimizer,
         "pass_host_s": step.pass_host_s,
+        "issue_s": model.constants.issue_s,
+        "issued_s": float(step.issue_s.sum()),
         "update_s": step.update_s,
         "update_host_s": step.update_host_s,
         **_whole_matrices(graph, optimizer),

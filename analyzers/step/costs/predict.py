@@ -45,6 +45,7 @@ from ddltool.analyzers.step.costs.offloading import (
 )
 from ddltool.analyzers.step.costs.optimizers import OPTIMIZERS
 from ddltool.analyzers.step.costs.saving import ON_HOST, Checkpointing, SavedOps, Saving, split_way
+from ddltool.analyzers.step.costs.wrapping import hooked
 from ddltool.analyzers.step.tracing.adapters import with_lora
 from ddltool.analyzers.step.tracing.numerics import Numerics
 from ddltool.analyzers.step.tracing.sources import Source, demand_whole, is_graph_file, is_onnx_file, resolve_step
@@ -205,6 +206,7 @@ class WorkCurve:
         ``program``: the graph's program view. ``model`` and ``batch_size``: of the step; they matter for shards on the host.
         """
         sharding = setting.sharded(placement.num_replicas)
+        compute_s, program = program.compute_s, hooked(program, graph, sharding)
         update_s = own_update_s(graph, sharding)
         sums_s = (setting.accumulation - 1) * own_sum_s(graph, sharding)
         kept_share = self.lifetimes(batch_size).kept_share if sharding.on_host else 1.0
@@ -214,7 +216,8 @@ class WorkCurve:
             group = setting.fabric.sharded(placement.num_replicas, sharding.shard, placement.num_nodes)
             step_s += gathered_matrices_s(graph, group, sharding)
         passes_s = setting.accumulation * program.compute_s + sums_s
-        return StepSeconds(step_s=step_s, passes_s=passes_s, update_s=update_s)
+        hooks_s = setting.accumulation * (program.compute_s - compute_s)
+        return StepSeconds(step_s=step_s, passes_s=passes_s, update_s=update_s, hooks_s=hooks_s)
 
     def runs_at(self, batch_size: int) -> bool:
         """Return whether the step runs at a batch size; it is traced to find out unless its shapes scale with every batch."""
@@ -259,6 +262,8 @@ class StepSeconds:
     """The passes, without exchanges."""
     update_s: float
     """The optimizer's update."""
+    hooks_s: float = 0.0
+    """The part of the passes in which the device waits for the hooks of DDP or FSDP2."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -657,8 +662,8 @@ def _predict_row(
         samples_per_s=samples / step_s,
         tokens_per_s=samples * float(tokens) / step_s if isinstance(tokens, (int, float)) else None,
         mfu=setting.accumulation * products_s(graph, model.device) / setting.layout.pipeline / step_s,
-        host_bound=host_share > HOST_BOUND,
-        host_wait_s=min(step_s, setting.accumulation * pass_host_s + update_host_s),
+        host_bound=host_share > HOST_BOUND or time.hooks_s > 0.0,
+        host_wait_s=min(step_s, setting.accumulation * pass_host_s + update_host_s + time.hooks_s),
         price_per_million_samples=None
         if price is None
         else price * placement.num_replicas * placement.gpus / 3600 / (samples / step_s) * 1e6,

@@ -19,6 +19,7 @@ from ddltool.analyzers.step.costs.compiling import compiled, compiled_storages
 from ddltool.analyzers.step.costs.memory import Sharding
 from ddltool.analyzers.step.costs.model import CostModel, time_step
 from ddltool.analyzers.step.costs.predict import fullest_of_spans, memory_range, products_s, usable_bytes
+from ddltool.analyzers.step.costs.wrapping import PART_OPS
 from ddltool.graph import COMPUTE, Graph, Recorded
 from ddltool.graph_results import MemoryTimeline, PredictedDevice, PredictedRow, PredictionAssumptions, PredictResult
 from ddltool.precision import precision_of
@@ -98,12 +99,13 @@ def simulate_streams(graph: Graph, model: CostModel, fabric: Fabric) -> Streamed
     assert recorded is not None
     timed = time_step(graph, model.device, model.constants)
     ops = np.flatnonzero(graph.kind == COMPUTE)
-    kernel_s, issue_s = timed.op_s[ops], timed.issue_s[ops]
+    kernel_s, issue_s = timed.op_s[ops], timed.issue_s[ops].copy()
     exchange_s = np.zeros(len(ops))  # of collectives, which are free ops to the cost model
     for index, op in enumerate(ops):
         if (op_type := graph.op_type[op]).startswith(_COLLECTIVE):
             name, ranks = op_type.removeprefix(_COLLECTIVE), recorded.groups[graph.names[op]]
             exchange_s[index] = collective_s(name, graph.size_bytes[op], ranks, fabric)
+            issue_s[index] += PART_OPS * model.constants.issue_s * name.startswith(("all_gather", "reduce_scatter"))
     start_s, end_s, host_s = _play(graph, ops, kernel_s + exchange_s, issue_s, recorded.waits)
     _, alone_s, alone_host_s = _play(graph, ops, kernel_s, issue_s, recorded.waits)
     return StreamedStep(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import ddltool as dt
 from ddltool.analyzers.answers.emitting.enforcement import to_enforcement
 from ddltool.analyzers.answers.emitting.scripts import fsdp2_module
 from ddltool.analyzers.step.costs.memory import Sharding, lifetimes_of
@@ -17,8 +18,19 @@ from ddltool.artifacts import save
 from ddltool.errors import InputError
 from ddltool.plans import Enforcement, Offloaded, PrefetchSetting, Recomputed, ShardingSetting
 from ddltool.runtime import shard
+from tests.helpers import sharding_workers
 from tests.helpers.runtime_workers import Crew, crew, enforcement
-from tests.helpers.sharding_workers import Gpt, allocated_bytes, gpt, middling, offloaded, peak_bytes, refusal, train
+from tests.helpers.sharding_workers import (
+    Gpt,
+    allocated_bytes,
+    gpt,
+    middling,
+    offloaded,
+    peak_bytes,
+    refusal,
+    train,
+    train_normed,
+)
 from tests.job.planning.test_layouts import planner, problem
 
 BLOCKS = [f"layers.{k}" for k in range(3)]
@@ -78,6 +90,22 @@ def test_activations_on_the_host_train_alike(tmp_path: Path, kind: Any, replicat
     away = [Offloaded(module=BLOCKS[0], until=BLOCKS[2]), Offloaded(module=BLOCKS[1], until=BLOCKS[2])]
     for worst, _ in crew().run(train, config(tmp_path, [1, 4], kind, replicate, on_host=away), UNEVEN, torch.float64):
         assert worst < 1e-12
+
+
+def test_batch_norms_keep_their_type_in_mixed_precision(tmp_path: Path) -> None:
+    """Of the runtime and of what is emitted; torch refuses statistics in float32 beside weights in bfloat16."""
+    path, emitted = config(tmp_path, [4, 4]), tmp_path / "fsdp2_plan.py"
+    made = Enforcement.model_validate_json(Path(path).read_text())
+    assert made.sharding is not None
+    save(made.model_copy(update={"sharding": made.sharding.model_copy(update={"checkpointing": []})}), Path(path))
+    found = dt.plan(
+        f"{sharding_workers.__file__}:normed", devices="2xT4", sharding="fsdp", precision="bf16", samples=1e4
+    )
+    emitted.write_text(fsdp2_module(found, gaps=[]))
+    for module in (None, str(emitted)):
+        for worst, types in crew().run(train_normed, path, module):
+            assert worst < 0.02
+            assert types == {torch.float32}
 
 
 def test_ddp_is_a_sharding_too(tmp_path: Path) -> None:
