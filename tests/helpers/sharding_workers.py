@@ -14,8 +14,10 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
@@ -179,7 +181,7 @@ def train_normed(rank: int, config: str, emitted: str | None) -> tuple[float, se
     if emitted is None:
         shard(model, config, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     else:
-        runpy.run_path(emitted)["shard"](model)
+        runpy.run_path(emitted)["shard"](model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     images = torch.randn(8, 3, 6, 6)
     for each in (alone, model):
         optimizer = torch.optim.SGD(each.parameters(), lr=0.1)

@@ -97,11 +97,11 @@ def test_batch_norms_keep_their_type_in_mixed_precision(tmp_path: Path) -> None:
     path, emitted = config(tmp_path, [4, 4]), tmp_path / "fsdp2_plan.py"
     made = Enforcement.model_validate_json(Path(path).read_text())
     assert made.sharding is not None
-    save(made.model_copy(update={"sharding": made.sharding.model_copy(update={"checkpointing": []})}), Path(path))
-    found = dt.plan(
-        f"{sharding_workers.__file__}:normed", devices="2xT4", sharding="fsdp", precision="bf16", samples=1e4
-    )
-    emitted.write_text(fsdp2_module(found, gaps=[]))
+    made = made.model_copy(update={"sharding": made.sharding.model_copy(update={"checkpointing": []})})
+    save(made, Path(path))
+    found = dt.plan(f"{sharding_workers.__file__}:normed", devices="2xA100", precision="bf16", batch_size=8)
+    sharded = {"sharding": made.sharding, "fsdp2": made.fsdp2}
+    emitted.write_text(fsdp2_module(found.model_copy(update=sharded), gaps=[]))
     for module in (None, str(emitted)):
         for worst, types in crew().run(train_normed, path, module):
             assert worst < 0.02
