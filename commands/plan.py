@@ -112,6 +112,7 @@ def plan(
     sequence_length: Annotated[int | None, within(1)] = None,
     optimizer: Annotated[str | None, some_of(*OPTIMIZER["choices"]), each_part(OPTIMIZER["reader"])] = None,
     compile: bool = False,
+    channels_last: bool = False,
     attention: Annotated[Attention | None, one_of(*get_args(Attention))] = None,
     offload: Annotated[Offload, one_of(*get_args(Offload))] = "auto",
     lora: Annotated[int | str | None, {"metavar": "RANK[,RANK]"}, read_ranks] = None,
@@ -217,6 +218,7 @@ def plan(
             nic=nic,
             sequence_length=sequence_length,
             compile=compile,
+            channels_last=channels_last,
             devices_file=devices_file,
         )
     refuse("a plan of devices on one network", OUTER, instead="separate islands by +: --devices 8xH100+8xA100")
@@ -277,6 +279,7 @@ def plan(
             devices_file=devices_file,
             sequence_length=sequence_length,
             compile=compile,
+            channels_last=channels_last,
             offload=offload,
             attention=attention,
         )

@@ -333,6 +333,7 @@ class StepSettings(Record):
     precision: PrecisionName = "fp32"
     optimizer: OptimizerName = "adam"
     compile: bool = Field(default=False, description="the step runs under torch.compile")
+    channels_last: bool = Field(default=False, description="images are in channels_last")
     lora: LoraRank | None = Field(default=None, description="rank of the adapters; null: all is trained")
     sequence_length: AtLeastOne | None = Field(
         default=None, description="tokens of a sample; null: not known, or no text"

@@ -644,7 +644,7 @@ def _command(plan: Plan, row: _Choice) -> str:
     }
     said = [word for option, value in options.items() if value is not None for word in (option, str(value))]
     said += ["--sequence-parallel"] if layout.tensor_parallel > 1 else []
-    said += ["--compile"] if run.compile else []
+    said += ["--compile"] * run.compile + ["--channels-last"] * run.channels_last
     said += [word for option, value in itertools.pairwise(words) if option in _OF_BOTH for word in (option, value)]
     return shlex.join(["ddltool", "predict", *said, run.model])
 

@@ -628,6 +628,7 @@ def job_of(
     optimizer: str | None = None,
     sequence_length: int | None = None,
     compile: bool = False,
+    channels_last: bool = False,
     lora: int | None = None,
     offload: str | None = None,
     attention: str | None = None,
@@ -645,7 +646,8 @@ def job_of(
         link: between the devices of a node; ``nic``: between nodes, by their cards' datasheet; ``bandwidth``: between nodes,
             as measured. Each is the text of the option of its name.
         devices_file: specifications of the user's own types, so that :func:`job_of` knows them; the job does not hold them.
-        precision, optimizer, sequence_length, compile, lora, offload, attention: the job's fields of these names.
+        precision, optimizer, sequence_length, compile, channels_last, lora, offload, attention: the job's fields of these
+            names.
     """
     if nic is not None and bandwidth is not None:
         raise InputError("--nic", "does not go with --bandwidth", "cards by datasheet, or a rate as measured")
@@ -665,7 +667,9 @@ def job_of(
         "attention": attention,
     }
     given_fields: dict[str, Any] = {name: value for name, value in optional_fields.items() if value is not None}
-    given_fields |= {"compile": True} if compile else {}
+    given_fields |= {
+        name: True for name, is_on in {"compile": compile, "channels_last": channels_last}.items() if is_on
+    }
     try:
         job = Job(
             name=re.sub(r"[^\w.-]+", "-", source.rpartition(":")[2] or source).strip("-") or "job",

@@ -15,6 +15,8 @@ from functools import partial
 from itertools import cycle
 from typing import Any, Literal, Self
 
+import numpy as np
+
 from ddltool.analyzers.job.balancing.minmax import DeviceCurves, Row, spread
 from ddltool.analyzers.job.goodput.throughput import StepTime
 from ddltool.analyzers.job.placement.problem import Problem
@@ -61,6 +63,8 @@ GIB = 2.0**30
 WHOLE = Sharding(kind="none")
 # From this ratio of the host's time to the device's on, the host may decide the step: its time is known to within 60 %.
 _HOST_NEAR = 0.6
+# From this share of a step's operations in convolutions on, the layout of images counts.
+_OF_IMAGES = 0.1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -207,7 +211,10 @@ class LayoutFigures:
         return replace(self, _timed={}, _reserved_bytes={}, _peaks={}, _settings={}, _solved={}, **fields)
 
     def alternatives(self, candidate: LayoutCandidate) -> dict[str, Self]:
-        """Return what the user may change of the script beside the layout, by name: torch.compile, and float8 with it."""
+        """Return what the user may change of the script beside the layout, by name: torch.compile, float8, channels_last.
+
+        Float8 is tried, compiled, where every device has it; channels_last where convolutions are a part of the step.
+        """
         if candidate.layout.activations:  # not modelled together
             return {}
         found = {} if self.compile else {"torch.compile": self.changed(compile=True)}
@@ -218,6 +225,9 @@ class LayoutFigures:
                 found["fp8" if self.compile else "torch.compile with fp8"] = self.changed(
                     compile=True, work=work.eighth()
                 )
+        if work.last is not None and self.degrees.gpus == 1 and _convolution_share(work.traced.graph) > _OF_IMAGES:
+            with suppress(InputError):
+                found["channels_last"] = self.changed(work=work.last())
         return found
 
     def step_s(self, candidate: LayoutCandidate) -> float | None:
@@ -782,6 +792,12 @@ def _checkpointing(recompute: str) -> Literal["none", "selective", "full", "chos
     """Return a layout's word for what is recomputed, wherever the blocks save."""
     way, _ = split_way(recompute)
     return next((kind for kind in WAYS if kind == way), "chosen")
+
+
+def _convolution_share(graph: Graph) -> float:
+    """Return the share of a graph's operations that are of convolutions, 0 to 1."""
+    is_convolution = np.array([op_type.startswith("aten.convolution") for op_type in graph.op_type], dtype=bool)
+    return float(graph.flops[is_convolution].sum() / max(graph.flops.sum(), 1.0))
 
 
 def _slowed(timed: Graph, factor: float) -> Graph:

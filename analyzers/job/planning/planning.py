@@ -191,6 +191,7 @@ def _run_settings(plan: Plan, job: Job, gpus_per_node: Mapping[str, int] | None)
         precision=job.precision,
         optimizer=job.optimizer,
         compile=job.compile,
+        channels_last=job.channels_last,
         lora=job.lora,
         sequence_length=tokens,
         gpus_per_node=None if gpus_per_node is None else dict(gpus_per_node),

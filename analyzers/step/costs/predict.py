@@ -98,6 +98,8 @@ class WorkCurve:
     ops; None: it does not differ."""
     eighth: Callable[[], WorkCurve] | None = None
     """Returns the work of the step with its wide linear layers in float8; None: the step does not run in bfloat16."""
+    last: Callable[[], WorkCurve] | None = None
+    """Returns the work of the step with its images in channels_last; None: they are."""
     compile: Literal["", "blocks", "whole"] = ""
     """Whether tensors live as under ``torch.compile``: of each block by itself, as torchtitan and torchtune do ("blocks"), of
     the whole step ("whole"), or not (""). A model without blocks is always compiled as a whole."""
@@ -245,11 +247,11 @@ def measure_work(
         """Return the work of the same step with some of its numerics changed."""
         return measure_work(build, replace(numerics, **changed), traced)
 
-    # The same step in other numerics is traced only when it is asked for: with layers in float8, and as FSDP computes it.
+    # The same step in other numerics is traced only when it is asked for: with layers in float8, in channels_last, by FSDP.
     eighth = partial(again, precision="fp8") if numerics.precision == "bf16" else None
-    if not numerics.autocasts:
-        return WorkCurve(traced=traced, eighth=eighth)
-    return WorkCurve(traced=traced, gathered=partial(again, gathered=True), eighth=eighth)
+    last = None if numerics.channels_last else partial(again, channels_last=True)
+    gathered = partial(again, gathered=True) if numerics.autocasts else None
+    return WorkCurve(traced=traced, gathered=gathered, eighth=eighth, last=last)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
