@@ -73,8 +73,11 @@ def _shard_norms(unit: nn.Module, options: dict[str, Any]) -> None:
     Their running statistics are buffers, which FSDP2 leaves in float32, and torch refuses weights of another type beside them.
     """
     policy = options.get("mp_policy")
-    norms = [part for part in unit.modules() if isinstance(part, _BatchNorm)]
-    norms = [norm for norm in norms if norm.affine and not isinstance(norm, FSDPModule)]
+    norms: list[nn.Module] = [
+        part
+        for part in unit.modules()
+        if isinstance(part, _BatchNorm) and part.affine and not isinstance(part, FSDPModule)
+    ]
     if norms and policy is not None and policy.param_dtype is not None:
         own_type = MixedPrecisionPolicy(reduce_dtype=policy.reduce_dtype, cast_forward_inputs=False)
         fully_shard(norms, **{**options, "mp_policy": own_type})

@@ -379,8 +379,8 @@ OPTIONS = {
     ),
     "devices": "collective devices-file json precision product",
     "plan": (
-        "allow-code attention bandwidth batch-size budget checkpoint-copy checkpoint-write compile compress deadline "
-        "devices devices-file epochs fragments graph json keep-files latency limit link link-between lookahead lora "
+        "allow-code attention bandwidth batch-size budget channels-last checkpoint-copy checkpoint-write compile compress "
+        "deadline devices devices-file epochs fragments graph json keep-files latency limit link link-between lookahead lora "
         "max-gap memory-checkpoint mtbf nccl-tests nic nodes notice objective offload optimizer outer-bits "
         "outer-every output overlap precision prefer price repair restart samples save seed sequence-length share "
         "spares storage strategy telemetry time-limit tokens top-k vary with"

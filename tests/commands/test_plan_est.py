@@ -458,6 +458,7 @@ TINY = {
 SAVED: dict[str, tuple[object, ...]] = {
     "nodes": ("--nodes", 3), "batch_size": ("--batch-size", 24), "precision": ("--precision", "bf16"),
     "sequence_length": ("--sequence-length", 32), "optimizer": ("--optimizer", "adamw-8bit"), "compile": ("--compile",),
+    "channels_last": ("--channels-last",),
     "attention": ("--attention", "eager"), "offload": ("--offload", "optimizer"), "lora": ("--lora", 4),
     "link": ("--link", "pcie3"), "nic": ("--nic", "25Gbit"), "bandwidth": ("--bandwidth", "2.34Gbit"),
     "price": ("--price", "H100=2.5"), "devices_file": ("--devices-file", "own.yaml"),

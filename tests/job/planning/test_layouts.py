@@ -140,17 +140,23 @@ def test_unlike_devices_end_together() -> None:
 
 @pytest.mark.parametrize("room", [20.0, 40.0, 1000.0])
 def test_more_devices_or_memory_are_never_worse(room: float) -> None:
-    value = layouts(16, A100=room).value(Goal(step_samples=16))
+    """On hosts that issue ops at once: others are slower with DDP's hooks, for a model as small as this."""
+
+    def without_host(room: float) -> Layouts:
+        made = layouts(16, A100=room)
+        model = made.kinds["A100"].model
+        quick = replace(model, constants=replace(model.constants, issue_s=0.0, update_s=0.0))
+        return made.changed(kinds={"A100": replace(made.kinds["A100"], model=quick)})
+
+    value = without_host(room).value(Goal(step_samples=16))
     steps = []
     for count in (1, 2, 4, 8):
         try:
-            steps.append(
-                min(value(it.layout) for it in fitting(layouts(16, A100=room).search(problem(16, A100=count))[0]))
-            )
+            steps.append(min(value(it.layout) for it in fitting(without_host(room).search(problem(16, A100=count))[0])))
         except NothingFits:
             steps.append(float("inf"))
     assert steps == sorted(steps, reverse=True)
-    more = min(value(it.layout) for it in fitting(layouts(16, A100=2 * room).search(problem(16, A100=8))[0]))
+    more = min(value(it.layout) for it in fitting(without_host(2 * room).search(problem(16, A100=8))[0]))
     assert more <= steps[-1] * (1 + 1e-9)
 
 
