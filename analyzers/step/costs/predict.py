@@ -640,7 +640,13 @@ def _predict_row(
     reserved_bytes = limited_bytes if limited_bytes is not None else held.reserved_bytes() or 0
     least_bytes = curve.lower_peak_bytes(size, sharding, setting.optimizer, step.saving, peak_bytes)
     memory_low_bytes, memory_high_bytes = memory_range(
-        least_bytes, reserved_bytes, sharding, placement.num_replicas, curve.workspace_bytes(size), setting.layout
+        least_bytes,
+        reserved_bytes,
+        sharding,
+        placement.num_replicas,
+        curve.workspace_bytes(size),
+        setting.layout,
+        float(program.size_bytes.sum()),
     )
     price = model.device.price_per_hour
     return PredictedRow(
@@ -808,16 +814,20 @@ def memory_range(
     replicas: int,
     workspace_bytes: float,
     layout: ParallelDegrees = ParallelDegrees(),
+    gradient_bytes: float = 0.0,
 ) -> tuple[float, float]:
     """Return (least, most) bytes of a device that a process is likely to take.
 
     The least are its tensors, ``peak_bytes``. The most are the allocator's segments times ``FRAGMENTED``, a context with all
     kernels loaded, cuDNN's workspace, and the buffers of communicators: one among replicas, one more between the groups of
-    HSDP, and one for each kind of group of the ``layout``.
+    HSDP, and one for each kind of group of the ``layout``. Under DDP the buckets of the first step, of ``gradient_bytes``, stay
+    beside those of the others until Python's collector frees them.
     """
     communicators = (replicas > 1) + (sharding.kind == "hsdp" and replicas > sharding.shard)
     communicators += (layout.tensor > 1) + (layout.pipeline > 1)
+    first_buckets_bytes = gradient_bytes if sharding.kind in ("ddp", "zero1") and replicas > 1 else 0.0
     most = FRAGMENTED * reserved_bytes + CONTEXT_BYTES + workspace_bytes + communicators * _COMMUNICATOR_BYTES
+    most += first_buckets_bytes
     return peak_bytes, most
 
 
