@@ -163,7 +163,7 @@ def _case(rows: Sequence[Row], work: Work, beside: int) -> Case:
     update = OPTIMIZERS[row.optimizer if training else "none"]
     updating = memory_kernels([passes * work.parameter_bytes for passes in update.kernels])
     kernels = work.kernels
-    demand = demand_of(kernels, device, precision=row.precision)
+    demand = demand_of(kernels, device, precision=row.precision, cudnn=source.cudnn)
     attention = np.where(kernels.kind == CLASS["attention"], source.attention, 1.0)
     demand = replace(
         demand,

@@ -55,6 +55,8 @@ class Source:
     """Whether its software adds unknown seconds to every step of a model, which are fitted and not shipped."""
     traffic: float = 1.0
     """Seconds per byte beside those of a training step, where a GPU with both tells."""
+    cudnn: int = 8
+    """Version of cuDNN, as far as :func:`demand_of` tells them apart."""
     attention: float = 1.0
     """Seconds of fused attention beside those of the kernels that torch has today."""
     remark: str = ""
@@ -63,11 +65,11 @@ class Source:
 SOURCES = {
     "timm": Source(
         title="timm's training benchmark", error=0.08, weight=1.0,
-        remark="torch 1.10 to 1.12, eager attention; the constants of grouped convolutions in channels_last are torch 1.12's, "
-        "older ones had no kernels for them",
+        remark="torch 1.10 to 1.12, eager attention; grouped convolutions in channels_last are judged as cuDNN 8 ran them, "
+        "predictions are of cuDNN 9",
     ),
     "timm-inference": Source(
-        title="timm's inference benchmark", error=0.1, weight=0.5, traffic=0.72,
+        title="timm's inference benchmark", error=0.1, weight=0.5, traffic=0.72, cudnn=9,
         remark="torch 2.4, fused attention, forward only, a sample; on the RTX 3090 its bytes take 0.72 of the time of "
         "those of training steps, and are taken so everywhere",
     ),

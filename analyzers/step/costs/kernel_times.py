@@ -84,11 +84,13 @@ _CHANNELS_AT_ONCE = 2.0
 # Average pools wait for their instructions: cycles of an element that they write, and of each that it is made of (an H200,
 # whatever the type): forward in channels_first and channels_last, and backward.
 _POOL_CYCLES = ((2.6, 0.12), (4.0, 0.38), (4.05, 0.45))
-# Grouped convolutions in channels_last by cuDNN 9, on generations as young as it (an H200; published steps on older ones are of
-# older cuDNNs): with a power of two of channels in a group they are a pass over memory, and with whole tiles of channels dense
-# ones; of fewer groups than sixteen the gradient of the input takes half as long again. Others take so many cycles for an
-# element and a tap of a filter.
-_WITH_CUDNN_9 = ("Hopper", "Blackwell", "Blackwell HBM")
+# Grouped convolutions in channels_last by cuDNN 9, on generations that it has kernels for (an H200's; RTX 3090 and 4090 take as
+# long forward, by steps that no constant saw): with a power of two of channels in a group they are a pass over memory, and with
+# whole tiles of channels dense ones; of fewer groups than sixteen the gradient of the input takes half as long again. Others take
+# so many cycles for an element and a tap of a filter. What older cuDNNs did is known of torch 1.12's.
+CUDNN = 9
+"""cuDNN's version in today's torch."""
+_WITH_OWN_KERNELS = ("Ampere", "Ada", "Hopper", "Blackwell")
 _TILE_CHANNELS, _MANY_GROUPS, _INPUT_TIMES, _TAP_CYCLES = 64, 16, 1.5, 0.68
 _LAYOUTS = ("channels_first", "channels_last")
 # Products whose rows do not begin where matrix units read: rows of an even length are read by twos or fours, others one by one.
@@ -223,15 +225,17 @@ class Demand:
         return Demand(**{f.name: np.concatenate([getattr(self, f.name), getattr(other, f.name)]) for f in fields(self)})
 
 
-def demand_of(kernels: Kernels, device: Device, *, precision: str = "fp32", brief: bool = False) -> Demand:
+def demand_of(
+    kernels: Kernels, device: Device, *, precision: str = "fp32", brief: bool = False, cudnn: int = CUDNN
+) -> Demand:
     """Return the demand of the kernels on a device: their work in seconds at its datasheet rates. O(k).
 
     The work of products includes the padding to tiles and the idle part of the last wave; clocks are those that the power
     limit allows. ``precision``: a name as in :class:`Numerics`. ``brief``: the kernels run alone for milliseconds, so that
-    matrix units keep the boost clock. If a device's clock or number of multiprocessors is unknown (0), terms that depend on
+    matrix units keep the boost clock. ``cudnn``: its version; before 9 kernels are those of torch 1.12. If a device's clock or number of multiprocessors is unknown (0), terms that depend on
     them are 0.
     """
-    grouped = _GroupedKernels.on(device, kernels)
+    grouped = _GroupedKernels.on(device, kernels, cudnn)
     kernels = grouped.with_dense(kernels)
     peak, on_tensor = _peaks(kernels, device, precision)
     matrix_clock = (
@@ -323,10 +327,10 @@ class _GroupedKernels:
     """(k,) the cycles of all multiprocessors for the taps of those that have no kernel of their own; else 0."""
 
     @classmethod
-    def on(cls, device: Device, kernels: Kernels) -> _GroupedKernels:
-        """Return them for a device; none on a generation whose published steps are of an older cuDNN."""
+    def on(cls, device: Device, kernels: Kernels, cudnn: int) -> _GroupedKernels:
+        """Return them for a device and a version of cuDNN; none for an older version, or an older generation."""
         is_here = (kernels.kind == CLASS["grouped_convolution"]) & kernels.is_channels_last
-        is_here &= device.branch in _WITH_CUDNN_9
+        is_here &= cudnn >= CUDNN and device.architecture in _WITH_OWN_KERNELS
         channels = _group_channels(kernels)
         is_power = 2.0 ** np.round(np.log2(np.maximum(channels, 1.0))) == channels
         is_dense = is_here & (channels % _TILE_CHANNELS == 0)
@@ -416,7 +420,7 @@ def by_library(demand: Demand) -> NDArray[np.bool_]:
     """Return (k,) whether a kernel's time depends on the version of its library more than on the device."""
     is_of_library = [name.startswith(("grouped_convolution/channels_last", "recurrent")) for name in ARITHMETIC]
     is_bound: NDArray[np.bool_] = (demand.arithmetic_of >= 0) & np.array(is_of_library)[demand.arithmetic_of]
-    return is_bound
+    return is_bound | (demand.traffic_of == _TRAFFIC[_PASS])
 
 
 def tiled_flops(gemm: Array, multiprocessors: int, edge: Array | float) -> Array:
