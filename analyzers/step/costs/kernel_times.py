@@ -84,10 +84,10 @@ _CHANNELS_AT_ONCE = 2.0
 # Average pools wait for their instructions: cycles of an element that they write, and of each that it is made of (an H200,
 # whatever the type): forward in channels_first and channels_last, and backward.
 _POOL_CYCLES = ((2.6, 0.12), (4.0, 0.38), (4.05, 0.45))
-# Grouped convolutions in channels_last by cuDNN 9, on generations that it has kernels for (an H200's; RTX 3090 and 4090 take as
-# long forward, by steps that no constant saw): with a power of two of channels in a group they are a pass over memory, and with
-# whole tiles of channels dense ones; of fewer groups than sixteen the gradient of the input takes half as long again. Others take
-# so many cycles for an element and a tap of a filter. What older cuDNNs did is known of torch 1.12's.
+# Grouped convolutions in channels_last by cuDNN 9, on generations that it has kernels for (an H200's; RTX 3090 and 4090 take
+# as long forward, by steps that no constant saw): with a power of two of channels in a group they are a pass over memory, and
+# with whole tiles of channels dense ones; of fewer groups than sixteen the gradient of the input takes half as long again.
+# Others take so many cycles for an element and a tap of a filter. What older cuDNNs did is known of torch 1.12's.
 CUDNN = 9
 """cuDNN's version in today's torch."""
 _WITH_OWN_KERNELS = ("Ampere", "Ada", "Hopper", "Blackwell")
@@ -232,8 +232,8 @@ def demand_of(
 
     The work of products includes the padding to tiles and the idle part of the last wave; clocks are those that the power
     limit allows. ``precision``: a name as in :class:`Numerics`. ``brief``: the kernels run alone for milliseconds, so that
-    matrix units keep the boost clock. ``cudnn``: its version; before 9 kernels are those of torch 1.12. If a device's clock or number of multiprocessors is unknown (0), terms that depend on
-    them are 0.
+    matrix units keep the boost clock. ``cudnn``: its version; before 9 kernels are those of torch 1.12. If a device's clock or
+    number of multiprocessors is unknown (0), terms that depend on them are 0.
     """
     grouped = _GroupedKernels.on(device, kernels, cudnn)
     kernels = grouped.with_dense(kernels)
