@@ -522,7 +522,7 @@ MODELS = [
 def test_ten_models_alone_and_checkpointed(source: str, batch: int) -> None:
     def plain() -> TrainingStep:
         # T5's masks are trained, for which CUDA has one kernel of attention and the CPU, whose memory is compared, several.
-        step = resolve_step(source, None, "eager" if "t5" in source else None).at_batch(batch)
+        step = resolve_step(source, None, "eager" if source == "transformers:t5" else None).at_batch(batch)
         for part in step.module.modules():
             # traced as CUDA's one kernel of attention with dropout, which the CPU leaves for several
             if isinstance(part, nn.Dropout):
