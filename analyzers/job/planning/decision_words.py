@@ -87,7 +87,7 @@ def explained(
         next_step = f"Next: ddltool emit {saved_as or 'plan.json'} writes what the training script follows{saving}."
     sentences = [
         _answer(decision, plan, picked, problem, value, gain),
-        _why(decision, plan, picked, first, value),
+        _why(decision, plan, picked, first, value, compiles=job.compile),
         certainty,
         next_step,
     ]
@@ -282,11 +282,11 @@ def _ahead(gain: float, objective: str) -> str:
     return f"{faster_than(gain)} "
 
 
-def _why(decision: Decision, plan: Plan, picked: Option, first: Option, value: Value) -> str:
+def _why(decision: Decision, plan: Plan, picked: Option, first: Option, value: Value, *, compiles: bool) -> str:
     """Return the sentence that says why the picked strategy wins, and how much communication is exposed.
 
     Its clauses: the reason, the step on all devices if fewer were picked, the lead of the highest-ranked option (``first``) if
-    another was picked, offloading, and communication.
+    another was picked, offloading, a host that bounds the step, and communication. ``compiles``: whether the step is compiled.
     """
     is_single = sum(picked.devices.values()) == 1
     grouped = None if picked.group is None else _WHY_STAGES if picked.group.pipeline > 1 else _WHY_TENSORS
@@ -304,6 +304,11 @@ def _why(decision: Decision, plan: Plan, picked: Option, first: Option, value: V
     if decision.layouts and (saved := decision.layouts[0].activations):
         text += f"; each host keeps {show_bytes(saved.memory_bytes)} of activations, {show_bytes(saved.copied_bytes)} go over "
         text += f"each device's link to it in a step, which waits {show_seconds(saved.waits_s)} for them"
+    if decision.layouts and decision.layouts[0].host_bound:
+        helps = "a larger batch" if compiles else "a larger batch or --compile"
+        text += (
+            f"; Python needs about as long to start kernels as they run, or longer: {helps} may gain more than devices"
+        )
     if picked.communication_s is None:
         return f"{text}; communication is not in these figures (no graph, no fitted model)."
     if is_single:

@@ -40,7 +40,9 @@ def hooked(program: Program, graph: Graph, sharding: Sharding) -> Program:
     hooks are taken to be spread over the pass. O(parameters), and only where they could matter.
     """
     issue_s, issued_s = (float(graph.meta.get(name) or 0.0) for name in ("issue_s", "issued_s"))
-    most_ops = (_UNIT + _SHARDED_PARAMETER) * (len(program.held) + 1)  # every parameter in a unit of its own, beside the root
+    most_ops = (_UNIT + _SHARDED_PARAMETER) * (
+        len(program.held) + 1
+    )  # every parameter in a unit of its own, beside the root
     if sharding.kind == "none" or issued_s + issue_s * most_ops <= program.compute_s:
         return program
     # Views that the host issues behind the last kernel delay nothing.
