@@ -23,6 +23,7 @@ from typing import Annotated, Any, Generic, ParamSpec, TypeVar, get_args, get_or
 import typer
 
 from ddltool.artifacts import check_outputs
+from ddltool.commands.argument_types import demand_types
 from ddltool.commands.options import Remark, as_options, is_follower, number
 from ddltool.commands.output import note, progress
 from ddltool.errors import InputError
@@ -69,7 +70,7 @@ def _asking(given: Mapping[str, Any], spelling: Mapping[str, str]) -> Iterator[N
 def verb(function: Callable[Taken, Result]) -> Callable[Taken, Result]:
     """Decorate a verb: :func:`is_given` and :func:`demand_part` in it then see which parameters its caller gave.
 
-    It may also run in a fork (:mod:`ddltool.own_process`).
+    Arguments of other types than it says are refused. It may also run in a fork (:mod:`ddltool.own_process`).
     """
     signature = inspect.signature(function)
 
@@ -79,7 +80,9 @@ def verb(function: Callable[Taken, Result]) -> Callable[Taken, Result]:
 
         What was told before that was seen is not told again.
         """
-        with _asking(signature.bind(*args, **kwargs).arguments, _asked.get().spelling):
+        bound = signature.bind(*args, **kwargs).arguments
+        demand_types(function, bound)
+        with _asking(bound, _asked.get().spelling):
             if "tell" not in signature.parameters:
                 return _alone(lambda _: function(*args, **kwargs), lambda _: None)
             given: dict[str, Any] = dict(kwargs)
