@@ -69,6 +69,10 @@ class _BackwardPass:
     """Its number among those of this process, from 1."""
     trains: dict[LossScaler, bool] = field(default_factory=dict)
     """The scalers whose models it reaches, each with whether it has accumulated gradients there."""
+    accumulated: dict[LossScaler, set[int]] = field(default_factory=dict)
+    """The parameters (their ids) that have their gradients, by the scaler of their model."""
+    complete: set[LossScaler] = field(default_factory=set)
+    """The scalers that were told that all gradients of their models are complete."""
     is_weighed: bool = False
     """Whether it has passed a loss that ``hook.loss`` returned."""
     forward_passes: set[ForwardPass] = field(default_factory=set)
@@ -456,14 +460,24 @@ class LossScaler:
 
     def _note_gradient(self, parameter: Tensor) -> None:
         """Note that a backward pass has accumulated a gradient in this model: a post-accumulate hook of its parameters."""
-        if _current_backward is None or not _current_backward.trains.get(self):
-            self._join_backward().trains[self] = True
+        under_way = _current_backward
+        if under_way is None or not under_way.trains.get(self):
+            under_way = self._join_backward()
+            under_way.trains[self] = True
+        accumulated = under_way.accumulated.setdefault(self, set())
+        accumulated.add(id(parameter))
+        # Within reentrant checkpointing, whose backward pass is one of its own, DDP averages before the outer one ends.
+        if len(accumulated) == len(self._sentinels):
+            self.note_complete(under_way)
 
     def note_complete(self, under_way: _BackwardPass) -> None:
-        """Note that all gradients of this rank are complete, while DDP still waits for those of other ranks.
+        """Note that all gradients of this rank are complete, while DDP still waits for those of other ranks; once in a pass.
 
         A pass without a call of :meth:`loss` is counted too, as if all ranks had this rank's number of samples.
         """
+        if self in under_way.complete:
+            return
+        under_way.complete.add(self)
         was_loss_called, self._was_loss_called = self._was_loss_called, False
         if not was_loss_called:  # a negative number, so that it differs from the forward passes that `loss` uses
             with contextlib.suppress(InputError):
