@@ -41,7 +41,7 @@ _GAP_S = 3.2e-6
 # Ops of less are noise; where calls differ by more the model of that version of transformers is another one.
 _LEAST_S, _SAME_CALLS = 0.2e-3, 0.02
 # What an op of one step counts beside a published step, and its expected error: kernels of one class differ by so much.
-_WEIGHT, _ERROR = 0.25, 0.15
+_WEIGHT, _ERROR = 0.14, 0.15
 # One name for what CUDA calls otherwise than the trace.
 _NAMES = {
     "to_copy": "copy",
