@@ -293,7 +293,9 @@ def demand_of(
     is_pool = (kernels.kind == CLASS["pooling"]) & (kernels.gemm[:, 0] > 0)
     way = np.where(kernels.direction == FORWARD, kernels.is_channels_last.astype(int), 2)
     each, every_part = np.array(_POOL_CYCLES)[way].T
-    rows_s += is_pool * kernels.gemm[:, 0] * (each + every_part * kernels.gemm[:, 3]) / every_cycle
+    traffic_s = kernels.moved_bytes / (device.free_of_codes * device.memory_bytes_per_s)
+    pools_s = kernels.gemm[:, 0] * (each + every_part * kernels.gemm[:, 3]) / every_cycle
+    rows_s += is_pool * np.maximum(0.0, pools_s - traffic_s)  # beside their bytes
     by_channel = np.zeros(len(kernels), dtype=bool)
     for name, (forward, backward) in _CHANNEL_CYCLES.items():
         here = (kernels.kind == CLASS[name]) & ~kernels.is_channels_last & (kernels.gemm[:, 0] > 0)
@@ -305,7 +307,7 @@ def demand_of(
         arithmetic_of=arithmetic_of,
         on_tensor=on_tensor & ~is_grouped,
         fed_s=fed_flops / cycles_per_s * (~is_grouped & is_product) / np.where(is_fed_by_itself, _FED_BY_ITSELF, 1.0),
-        traffic_s=kernels.moved_bytes / (device.free_of_codes * device.memory_bytes_per_s),
+        traffic_s=traffic_s,
         traffic_of=traffic_of,
         carried_s=np.where(by_channel | is_pool, 0.0, kernels.moved_bytes / every_cycle),
         cached=np.minimum(1.0, _KEPT * device.l2_bytes / least_bytes),

@@ -232,7 +232,8 @@ def by_hand(
         if kind == "pooling":  # cycles of an element written, and of each of a row
             first, last, backward = (2.6, 0.12), (4.0, 0.38), (4.05, 0.45)
             element, part = backward if kernel["direction"] != FORWARD else last if kernel["last"] else first
-            traffic += gemm[0] * (element + part * gemm[3]) / cycles
+            at_datasheet = moved / device.memory_bytes_per_s * (16 / 15 if device.ecc else 1)
+            traffic += max(0.0, gemm[0] * (element + part * gemm[3]) / cycles - at_datasheet)
     together = arithmetic + traffic if grouped else (arithmetic**3 + traffic**3) ** (1 / 3)
     return constants.start_s + (constants.turn_s * gemm[0] if kind == "recurrent" else 0.0) + together
 
