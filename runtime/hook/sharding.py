@@ -61,7 +61,8 @@ def shard(model: nn.Module, config: Config, **options: Any) -> nn.Module:
         options.setdefault("offload_policy", CPUOffloadPolicy(pin_memory=pinned))
     for unit in [*units, model]:  # the root, last; by default FSDP2 keeps it gathered after forward
         _shard_norms(unit, options)
-        fully_shard(unit, **options)
+        if not isinstance(unit, FSDPModule):  # a norm that is a unit by itself is one by now
+            fully_shard(unit, **options)
     if units:
         apply_prefetch(model, enforcement)
     return model
@@ -73,12 +74,14 @@ def _shard_norms(unit: nn.Module, options: dict[str, Any]) -> None:
     Their running statistics are buffers, which FSDP2 leaves in float32, and torch refuses weights of another type beside them.
     """
     policy = options.get("mp_policy")
+    if policy is None or policy.param_dtype is None:
+        return
     norms: list[nn.Module] = [
         part
         for part in unit.modules()
         if isinstance(part, _BatchNorm) and part.affine and not isinstance(part, FSDPModule)
     ]
-    if norms and policy is not None and policy.param_dtype is not None:
+    if norms:
         own_type = MixedPrecisionPolicy(reduce_dtype=policy.reduce_dtype, cast_forward_inputs=False)
         fully_shard(norms, **{**options, "mp_policy": own_type})
 

@@ -45,6 +45,7 @@ from ddltool.analyzers.step.costs.predict import (
     own_update_s,
 )
 from ddltool.analyzers.step.costs.saving import ON_HOST, Checkpointing, Saving, split_way
+from ddltool.analyzers.step.costs.wrapping import hooked
 from ddltool.decision import Layout, OnHost, SavedOnHost
 from ddltool.errors import Infeasible, InputError
 from ddltool.graph import Graph
@@ -167,7 +168,8 @@ class LayoutFigures:
         """Return the program of one pass on the device type that ends last."""
         largest = candidate.layout.local_batch_sizes[candidate.slowest]
         size = -(-largest // candidate.layout.passes)
-        return self._timed_pass(candidate.slowest, size, candidate.recompute, candidate.sharding).program
+        timed = self._timed_pass(candidate.slowest, size, candidate.recompute, candidate.sharding)
+        return self._hooked(timed, candidate.sharding)
 
     def _exchanged_bytes(self, name: str, sharding: Sharding) -> float:
         """Return the bytes of a device's gradients, those of its stage, in the smaller of their sent and their stored size.
@@ -258,7 +260,12 @@ class LayoutFigures:
         """
         # The backward passes of a group's step hold its sums already.
         sums_s = (passes - 1) * own_sum_s(timed.graph, sharding) if self.degrees.gpus == 1 else 0.0
-        return (passes * timed.program.compute_s + sums_s + timed.own_update_s(sharding)) / self.degrees.pipeline
+        pass_s = self._hooked(timed, sharding).compute_s
+        return (passes * pass_s + sums_s + timed.own_update_s(sharding)) / self.degrees.pipeline
+
+    def _hooked(self, timed: _Timed, sharding: Sharding) -> Program:
+        """Return a pass with the hooks of a sharding; of groups of devices the pass as it is."""
+        return timed.program if self.degrees.gpus > 1 else hooked(timed.program, timed.graph, sharding)
 
     def _work(self, sharding: Sharding) -> WorkCurve:
         """Return the work of a step under a sharding."""
@@ -568,7 +575,8 @@ class LayoutFigures:
             compiled=self.compile,
         )
         # A host-bound type takes as long for a smaller share of the batch, so its time does not follow the device.
-        host_bound = hooks_s > 0.0 or any(timed.share("host_share") > _HOST_NEAR for timed in timed_passes.values())
+        host_share = max(timed.share("host_share") for timed in timed_passes.values())
+        host_bound = hooks_s > 0.0 or host_share > _HOST_NEAR
         layout = make_layout(longest_s, low_s=low_s, high_s=high_s, host_bound=host_bound)
         return LayoutCandidate(layout=layout, sharding=sharding, recompute=recompute, rows=rows, slowest=slowest)
 

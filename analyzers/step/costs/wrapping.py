@@ -1,10 +1,11 @@
-"""What DDP and FSDP2 make the host do: hooks on modules and gradients, which bound the steps of small models.
+"""What DDP, FSDP2 and DTensor make the host do: hooks on modules and gradients, which bound the steps of small models.
 
 FSDP2 runs Python before and after each block, forward and backward: streams, buffers and views of every parameter. DDP's hooks
 are C++ and far cheaper. Their time is told in ops that the host issues, whose seconds a device's constants have. As measured by
 `benchmarks/measure_hooks.py` (torch 2.11 beside an H200, whose host took 65 microseconds an op, and 2.13 on a CPU with 8), a
 block of FSDP2 takes 0.75 to 1.1 ms, and each of its parameters 0.07 to 0.12 ms: between 20 and 100 ops a block, of which about
-the middle is taken. Start at :func:`hooked`.
+the middle is taken: in ops and not in seconds, so that a faster host is faster in both. A linear layer that a tensor parallel
+group shares passes through DTensor, which takes two thirds as long as a block's hooks. Start at :func:`hooked`.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from __future__ import annotations
 from ddltool.analyzers.step.communication.fsdp import block_container, block_of
 from ddltool.analyzers.step.communication.program import Program, stretched
 from ddltool.analyzers.step.costs.memory import Sharding
-from ddltool.graph import Graph
+from ddltool.graph import SEND, Graph
 
 # In ops that the host issues. FSDP2: for each unit, and for each parameter of it, with its update as a DTensor; DDP, and ZeRO-1
 # which is built on it: for each parameter.
 _UNIT, _SHARDED_PARAMETER, _REDUCED_PARAMETER = 35.0, 4.5, 0.4
+_SPLIT_LAYER = 40.0
+"""The same for a linear layer whose weight a tensor parallel group shares, forward and backward."""
 PART_OPS = _UNIT / 3.0
 """The same in a recorded step, for each collective that gathers or scatters parts: a unit has three in a pass."""
 
@@ -31,6 +34,17 @@ def hook_ops(program: Program, sharding: Sharding) -> float:
     container = block_container(program.held, program.held_bytes.tolist())
     blocks = {block_of(name, container) for name in program.held} - {""} if container is not None else set()
     return _UNIT * (len(blocks) + 1) + _SHARDED_PARAMETER * parameters
+
+
+def split_wait_s(graph: Graph, passes: int, pipeline: int, busy_s: float) -> float:
+    """Return by how many seconds the host of a tensor parallel rank takes longer than its device in a step.
+
+    ``graph``: the rank's timed pass through all ``pipeline`` stages; ``busy_s``: of the device, for all ``passes``.
+    """
+    issue_s, issued_s = (float(graph.meta.get(name) or 0.0) for name in ("issue_s", "issued_s"))
+    sides = graph.gemm[graph.of_kind(SEND)][:, 2:]  # rows and columns of each parameter
+    layers = int((sides > 1.0).all(axis=1).sum())
+    return max(0.0, passes * (issued_s + issue_s * _SPLIT_LAYER * layers) / pipeline - busy_s)
 
 
 def hooked(program: Program, graph: Graph, sharding: Sharding) -> Program:
