@@ -162,6 +162,9 @@ class Layout(Record):
     )
     price_per_sample: NonNegative | None = None
     host_bound: bool = Field(default=False, description="the host that starts kernels decides the step")
+    host_wait_s: Seconds = Field(
+        default=0.0, description="seconds of a step in which the slowest device waits for its host"
+    )
 
     @property
     def text(self) -> str:

@@ -127,6 +127,8 @@ class LossScaler:
         self._model: Callable[[], nn.Module | None] = lambda: None
         self._hooks: list[Any] = []
         self._sentinels: list[Any] = []
+        # Whether DDP averages before the outer backward pass ends; then all parameters keep their hooks, to be counted.
+        self._averages_within = False
         self._forwards_begun = self._forwards_inside = 0  # number of forward passes begun; of those that have not ended
         self._weighed_losses = 0  # backward passes with a weighted loss since the last update
         self._was_loss_called = False  # since the last backward pass
@@ -466,9 +468,20 @@ class LossScaler:
             under_way.trains[self] = True
         accumulated = under_way.accumulated.setdefault(self, set())
         accumulated.add(id(parameter))
-        # Within reentrant checkpointing, whose backward pass is one of its own, DDP averages before the outer one ends.
-        if len(accumulated) == len(self._sentinels):
+        if len(accumulated) < len(self._sentinels):
+            return
+        if self._averages_within:
             self.note_complete(under_way)
+        elif self.averages:
+            _at_end_of_backward(lambda: self._note_inner_end(under_way))
+
+    def _note_inner_end(self, under_way: _BackwardPass) -> None:
+        """Note whether DDP averages within a backward pass inside the one under way, as reentrant checkpointing has them.
+
+        This is a callback at the end of the pass that has computed the last gradient. In the outer one, :func:`_note_complete`
+        was called before; within an inner one, nobody has told yet that the gradients are complete.
+        """
+        self._averages_within = self._averages_within or self not in under_way.complete
 
     def note_complete(self, under_way: _BackwardPass) -> None:
         """Note that all gradients of this rank are complete, while DDP still waits for those of other ranks; once in a pass.
@@ -529,7 +542,7 @@ class LossScaler:
             guard.refuse(self._missing_loss_error())
         self._weighed_losses = 0
         guard.after_update()
-        if guard.updates == FIRST_UPDATES:
+        if guard.updates == FIRST_UPDATES and not self._averages_within:
             every = -(-len(self._sentinels) // _SENTINELS) or 1  # rounded up
             for place, handle in enumerate(self._sentinels):
                 if place % every:

@@ -22,6 +22,8 @@ Value = Callable[[Option], float]
 # Share of communication in a step above which larger batches gain more than any strategy.
 _STARVED = 0.5
 # Smaller shares are printed as 0 %, or with one decimal as 0.0 %.
+# Waiting for the host is said from this share of a step on.
+_WORTH_SAYING = 0.1
 _LEAST_SHOWN, _LEAST_TENTH = 0.005, 0.0005
 # Share of a step below which communication is not worth mentioning.
 _NO_COMMUNICATION = 5e-5
@@ -304,11 +306,9 @@ def _why(decision: Decision, plan: Plan, picked: Option, first: Option, value: V
     if decision.layouts and (saved := decision.layouts[0].activations):
         text += f"; each host keeps {show_bytes(saved.memory_bytes)} of activations, {show_bytes(saved.copied_bytes)} go over "
         text += f"each device's link to it in a step, which waits {show_seconds(saved.waits_s)} for them"
-    if decision.layouts and decision.layouts[0].host_bound:
+    if decision.layouts and (wait_s := decision.layouts[0].host_wait_s) > _WORTH_SAYING * picked.iteration_s:
         helps = "a larger batch" if compiles else "a larger batch or --compile"
-        text += (
-            f"; Python needs about as long to start kernels as they run, or longer: {helps} may gain more than devices"
-        )
+        text += f"; a GPU waits {show_seconds(wait_s)} of a step for Python: {helps} may gain more than devices"
     if picked.communication_s is None:
         return f"{text}; communication is not in these figures (no graph, no fitted model)."
     if is_single:

@@ -551,7 +551,7 @@ class LayoutFigures:
         if not accept(make_layout(max(computes_s.values()))):
             return None
         # A step ends with the type that takes longest, communication on the network of all used types included.
-        longest_s, slowest, hooks_s = 0.0, "", 0.0
+        longest_s, slowest, hooks_s, slowest_hooks_s = 0.0, "", 0.0, 0.0
         gpus = {name: count * self.degrees.gpus for name, count in used.items()}
         group = Fabric.joined({name: self.kinds[name].fabric for name in used}, gpus)
         place = Placement(num_nodes=group.nodes, num_replicas=sum(used.values()), gpus=self.degrees.gpus)
@@ -566,7 +566,7 @@ class LayoutFigures:
             )
             hooks_s = max(hooks_s, seconds.hooks_s)
             if seconds.step_s > longest_s:
-                longest_s, slowest = seconds.step_s, name
+                longest_s, slowest, slowest_hooks_s = seconds.step_s, name, seconds.hooks_s
         timed = timed_passes[slowest]
         low_s, high_s = self.kinds[slowest].model.interval(
             longest_s,
@@ -577,7 +577,10 @@ class LayoutFigures:
         # A host-bound type takes as long for a smaller share of the batch, so its time does not follow the device.
         host_share = max(timed.share("host_share") for timed in timed_passes.values())
         host_bound = hooks_s > 0.0 or host_share > _HOST_NEAR
-        layout = make_layout(longest_s, low_s=low_s, high_s=high_s, host_bound=host_bound)
+        meta = timed.graph.meta
+        pass_wait_s, update_wait_s = (float(meta.get(name) or 0.0) for name in ("pass_host_s", "update_host_s"))
+        wait_s = min(longest_s, passes * pass_wait_s + update_wait_s + slowest_hooks_s)
+        layout = make_layout(longest_s, low_s=low_s, high_s=high_s, host_bound=host_bound, host_wait_s=wait_s)
         return LayoutCandidate(layout=layout, sharding=sharding, recompute=recompute, rows=rows, slowest=slowest)
 
     def _with_solved_recomputation(self, candidate: LayoutCandidate, on_host: bool) -> LayoutCandidate | None:
