@@ -45,7 +45,7 @@ from ddltool.analyzers.step.costs.predict import (
     own_update_s,
 )
 from ddltool.analyzers.step.costs.saving import ON_HOST, Checkpointing, Saving, split_way
-from ddltool.analyzers.step.costs.wrapping import hooked
+from ddltool.analyzers.step.costs.wrapping import hooked, split_wait_s
 from ddltool.decision import Layout, OnHost, SavedOnHost
 from ddltool.errors import Infeasible, InputError
 from ddltool.graph import Graph
@@ -564,9 +564,12 @@ class LayoutFigures:
                 place,
                 -(-sizes[name] // passes),
             )
-            hooks_s = max(hooks_s, seconds.hooks_s)
-            if seconds.step_s > longest_s:
-                longest_s, slowest, slowest_hooks_s = seconds.step_s, name, seconds.hooks_s
+            own_hooks_s = seconds.hooks_s
+            if self.degrees.tensor > 1 and not self.compile:  # what is emitted splits by DTensor
+                own_hooks_s += split_wait_s(timed.graph, passes, self.degrees.pipeline, seconds.passes_s)
+            hooks_s, step_s = max(hooks_s, own_hooks_s), seconds.step_s + own_hooks_s - seconds.hooks_s
+            if step_s > longest_s:
+                longest_s, slowest, slowest_hooks_s = step_s, name, own_hooks_s
         timed = timed_passes[slowest]
         low_s, high_s = self.kinds[slowest].model.interval(
             longest_s,

@@ -45,7 +45,6 @@ from ddltool.analyzers.step.costs.predict import (
 )
 from ddltool.analyzers.step.costs.saving import ON_HOST, SavedOps, Saving
 from ddltool.analyzers.step.costs.tensor_parallel import Rank, rank_of
-from ddltool.analyzers.step.costs.wrapping import split_wait_s
 from ddltool.analyzers.step.recording.torch_costs import tensors_of, value_of
 from ddltool.analyzers.step.tracing.torch_adapter import TracedStep
 from ddltool.device import Network
@@ -204,8 +203,6 @@ class ParallelCurve(WorkCurve):
         backward_s = backward_s + 2.0 * stages.summed_share * trained_bytes / bytes_per_s
         transfer_s = stages.transfer_s(size, setting.fabric, placement)
         alone_s = float(play(forward_s, backward_s, layout.pipeline, setting.accumulation, transfer_s).max())
-        wait_s = split_wait_s(graph, setting.accumulation, layout.pipeline, alone_s) if layout.tensor > 1 else 0.0
-        alone_s += wait_s
         sharding = setting.sharded(placement.num_replicas)
         update_s = own_update_s(graph, sharding) * stages.trained_share(size)
         if stages.has_copies and not sharding.gathers:
@@ -213,7 +210,7 @@ class ParallelCurve(WorkCurve):
             update_s = update_s + passes * stages.by_stage(trained_bytes) / bytes_per_s
         if placement.num_replicas == 1:
             step_s = alone_s + float(update_s.max())
-            return StepSeconds(step_s=step_s, passes_s=alone_s, update_s=step_s - alone_s, hooks_s=wait_s)
+            return StepSeconds(step_s=step_s, passes_s=alone_s, update_s=step_s - alone_s)
         # With it: within the passes, or after them.
         group = replica_group(setting.fabric, layout, placement.num_replicas, sharding)
         after_s = np.zeros(layout.pipeline)
@@ -230,8 +227,8 @@ class ParallelCurve(WorkCurve):
             else:
                 after_s = group.all_reduce_s(gradient_bytes)
         ends_s = play(forward_s, backward_s, layout.pipeline, setting.accumulation, transfer_s)
-        step_s = float((ends_s + after_s + update_s).max()) + wait_s
-        return StepSeconds(step_s=step_s, passes_s=alone_s, update_s=float(update_s.max()), hooks_s=wait_s)
+        step_s = float((ends_s + after_s + update_s).max())
+        return StepSeconds(step_s=step_s, passes_s=alone_s, update_s=float(update_s.max()))
 
     def _stages_at(self, batch_size: int) -> Stages:
         """Return the stages of the trace that is used for a batch size; batch sizes of one trace share them."""

@@ -5,7 +5,8 @@ are C++ and far cheaper. Their time is told in ops that the host issues, whose s
 `benchmarks/measure_hooks.py` (torch 2.11 beside an H200, whose host took 65 microseconds an op, and 2.13 on a CPU with 8), a
 block of FSDP2 takes 0.75 to 1.1 ms, and each of its parameters 0.07 to 0.12 ms: between 20 and 100 ops a block, of which about
 the middle is taken: in ops and not in seconds, so that a faster host is faster in both. A linear layer that a tensor parallel
-group shares passes through DTensor, which takes two thirds as long as a block's hooks. Start at :func:`hooked`.
+group shares as ``emit`` writes it passes through DTensor, which takes two thirds as long as a block's hooks; Megatron's layers
+do not. Start at :func:`hooked`.
 """
 
 from __future__ import annotations
