@@ -9,10 +9,10 @@ that `kernel_times.py` gives grouped convolutions and pools are read off it. Sta
 
 from __future__ import annotations
 
+import argparse
 import csv
 import gzip
 import statistics
-import sys
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
@@ -117,7 +117,9 @@ def microseconds(run: Callable[[], object]) -> float:
 
 def main() -> None:
     """Measure every kernel, and write a row for each direction of it."""
-    with gzip.open(Path(sys.argv[1]), "wt", newline="", encoding="utf-8") as lines:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", type=Path, help="file to write, compressed by gzip")
+    with gzip.open(parser.parse_args().rows, "wt", newline="", encoding="utf-8") as lines:
         writer = csv.writer(lines)
         writer.writerow([*Kernel._fields, "direction", "us"])
         for kernel in kernels():

@@ -23,7 +23,7 @@ from typing import Annotated, Any, Generic, ParamSpec, TypeVar, get_args, get_or
 import typer
 
 from ddltool.artifacts import check_outputs
-from ddltool.commands.argument_types import demand_types
+from ddltool.commands.argument_types import taken
 from ddltool.commands.options import Remark, as_options, is_follower, number
 from ddltool.commands.output import note, progress
 from ddltool.errors import InputError
@@ -80,9 +80,10 @@ def verb(function: Callable[Taken, Result]) -> Callable[Taken, Result]:
 
         What was told before that was seen is not told again.
         """
-        bound = signature.bind(*args, **kwargs).arguments
-        demand_types(function, bound)
-        with _asking(bound, _asked.get().spelling):
+        bound = signature.bind(*args, **kwargs)
+        bound.arguments.update(taken(function, bound.arguments))
+        args, kwargs = bound.args, bound.kwargs  # type: ignore[assignment]  # those of the signature
+        with _asking(bound.arguments, _asked.get().spelling):
             if "tell" not in signature.parameters:
                 return _alone(lambda _: function(*args, **kwargs), lambda _: None)
             given: dict[str, Any] = dict(kwargs)

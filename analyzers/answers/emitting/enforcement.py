@@ -61,6 +61,12 @@ _CONTENTS: tuple[tuple[str, Callable[[Plan], object], tuple[Target, ...], str], 
         "the script adds the adapters and freezes the rest, as peft does",
     ),
     (
+        "channels_last",
+        lambda plan: plan.run is not None and plan.run.channels_last,
+        (),
+        "the script puts the model and its images into it, .to(memory_format=torch.channels_last)",
+    ),
+    (
         "logical workers",
         lambda plan: any(row.ests_per_device > 1 for row in plan.assignments),
         (),

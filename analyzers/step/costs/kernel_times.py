@@ -86,12 +86,17 @@ _CHANNELS_AT_ONCE = 2.0
 _POOL_CYCLES = ((2.6, 0.12), (4.0, 0.38), (4.05, 0.45))
 # Grouped convolutions in channels_last by cuDNN 9, on generations that it has kernels for (an H200's; RTX 3090 and 4090 take
 # as long forward, by steps that no constant saw): with a power of two of channels in a group they are a pass over memory, and
-# with whole tiles of channels dense ones; of fewer groups than sixteen the gradient of the input takes half as long again.
-# Others take so many cycles for an element and a tap of a filter. What older cuDNNs did is known of torch 1.12's.
+# with whole tiles of channels dense ones. Others take so many cycles for an element and a tap of a filter. Some gradients take
+# several times as long, and strided ones above all. What older cuDNNs did is known of torch 1.12's.
 CUDNN = 9
 """cuDNN's version in today's torch."""
 _WITH_OWN_KERNELS = ("Ampere", "Ada", "Hopper", "Blackwell")
-_TILE_CHANNELS, _MANY_GROUPS, _INPUT_TIMES, _TAP_CYCLES = 64, 16, 1.5, 0.68
+_TILE_CHANNELS, _TAP_CYCLES = 64, 0.68
+# How many times as long, beside what the above says: dense ones' gradient of the input, strided, of fewer groups than sixteen,
+# and of more, and of the weights in float32; passes that are strided, forward and for the input in a half type and in float32,
+# and for the weights in float32, and in a half type with so few channels; and others that are strided.
+_MANY_GROUPS, _DENSE_INPUT, _DENSE_WEIGHTS = 16, (4.0, 1.5, 0.5), 3.6
+_STRIDED_PASS, _PASS_WEIGHTS, _FEWEST_CHANNELS, _STRIDED_TAPS = (0.55, 1.5, 2.5), (2.6, 9.0), 4, 1.5
 _LAYOUTS = ("channels_first", "channels_last")
 # Products whose rows do not begin where matrix units read: rows of an even length are read by twos or fours, others one by one.
 _MISALIGNED = ("matrix_product/misaligned", "matrix_product/odd")
@@ -216,7 +221,8 @@ class Demand:
     turns: Array
     """(k,) steps that wait for each other, of recurrent layers; 0 for any other kernel."""
     rows_s: Array
-    """(k,) seconds that rows take beside their bytes: of layer norms, and channels of batch norms in channels_first."""
+    """(k,) seconds beside those of the bytes: of rows of layer norms, channels of batch norms in channels_first, elements of
+    average pools, and taps of grouped convolutions."""
     serial: NDArray[np.bool_]
     """(k,) whether arithmetic and traffic add up instead of overlapping: grouped convolutions."""
 
@@ -255,8 +261,7 @@ def demand_of(
         & (kernels.kind != CLASS["attention"])
         & (kernels.kind != CLASS["recurrent"])
     )
-    is_slow = grouped.is_dense & (kernels.direction == INPUT_GRADIENT) & (kernels.gemm[:, 0] < _MANY_GROUPS)
-    times = np.where(is_slow, _INPUT_TIMES, 1.0)
+    times = grouped.times
     flops = times * kernels.flops
     # A tile's start and end take as long as so many steps of its inner loop: operations in _EDGE cycles over those of a step.
     edge_steps = (
@@ -307,7 +312,7 @@ def demand_of(
         arithmetic_of=arithmetic_of,
         on_tensor=on_tensor & ~is_grouped,
         fed_s=fed_flops / cycles_per_s * (~is_grouped & is_product) / np.where(is_fed_by_itself, _FED_BY_ITSELF, 1.0),
-        traffic_s=traffic_s,
+        traffic_s=np.where(grouped.is_pass, times, 1.0) * traffic_s,
         traffic_of=traffic_of,
         carried_s=np.where(by_channel | is_pool, 0.0, kernels.moved_bytes / every_cycle),
         cached=np.minimum(1.0, _KEPT * device.l2_bytes / least_bytes),
@@ -327,6 +332,8 @@ class _GroupedKernels:
     """(k,) those that are bound by memory, or by the cycles below."""
     tap_cycles: Array
     """(k,) the cycles of all multiprocessors for the taps of those that have no kernel of their own; else 0."""
+    times: Array
+    """(k,) how many times as long those take as their work says; 1 for all other kernels."""
 
     @classmethod
     def on(cls, device: Device, kernels: Kernels, cudnn: int) -> _GroupedKernels:
@@ -337,9 +344,32 @@ class _GroupedKernels:
         is_power = 2.0 ** np.round(np.log2(np.maximum(channels, 1.0))) == channels
         is_dense = is_here & (channels % _TILE_CHANNELS == 0)
         is_tapped = is_here & ~is_dense & ~is_power
+        direction, groups, is_wide = kernels.direction, kernels.gemm[:, 0], kernels.width > 2.0
+        is_forward, is_input = direction == FORWARD, direction == INPUT_GRADIENT
+        is_weights = direction == WEIGHT_GRADIENT
+        positions = np.where(is_weights, kernels.gemm[:, 3], kernels.gemm[:, 1])
+        # What goes in beside what comes out, as many elements where the stride is 1.
+        is_strided = kernels.moved_bytes / kernels.width > 3.0 * groups * channels * positions
+        is_pass = is_here & ~is_dense & is_power
+        times = np.select(
+            [
+                is_dense & is_input & is_strided,
+                is_dense & is_input & (groups < _MANY_GROUPS),
+                is_dense & is_input,
+                is_dense & is_weights & is_wide,
+                is_pass & is_forward & is_strided,
+                is_pass & is_input & is_strided & ~is_wide,
+                is_pass & is_input & is_strided,
+                is_pass & is_weights & is_wide,
+                is_pass & is_weights & (channels <= _FEWEST_CHANNELS),
+                is_tapped & is_strided,
+            ],
+            [*_DENSE_INPUT, _DENSE_WEIGHTS, *_STRIDED_PASS, *_PASS_WEIGHTS, _STRIDED_TAPS],
+            1.0,
+        )
         # Elements written and taps of each: the operations (two for a channel of the group) over its channels.
-        tap_cycles = np.where(is_tapped, _TAP_CYCLES * kernels.flops / (2.0 * np.maximum(channels, 1.0)), 0.0)
-        return cls(is_dense=is_dense, is_pass=is_here & ~is_dense, tap_cycles=tap_cycles)
+        tap_cycles = np.where(is_tapped, times * _TAP_CYCLES * kernels.flops / (2.0 * np.maximum(channels, 1.0)), 0.0)
+        return cls(is_dense=is_dense, is_pass=is_here & ~is_dense, tap_cycles=tap_cycles, times=times)
 
     def with_dense(self, kernels: Kernels) -> Kernels:
         """Return the kernels with those that run as dense ones in their class."""

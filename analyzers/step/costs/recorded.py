@@ -105,7 +105,8 @@ def simulate_streams(graph: Graph, model: CostModel, fabric: Fabric) -> Streamed
         if (op_type := graph.op_type[op]).startswith(_COLLECTIVE):
             name, ranks = op_type.removeprefix(_COLLECTIVE), recorded.groups[graph.names[op]]
             exchange_s[index] = collective_s(name, graph.size_bytes[op], ranks, fabric)
-            issue_s[index] += PART_OPS * model.constants.issue_s * name.startswith(("all_gather", "reduce_scatter"))
+            if name.startswith(("all_gather", "reduce_scatter")):  # FSDP2's, or another library's in Python
+                issue_s[index] += PART_OPS * model.constants.issue_s
     start_s, end_s, host_s = _play(graph, ops, kernel_s + exchange_s, issue_s, recorded.waits)
     _, alone_s, alone_host_s = _play(graph, ops, kernel_s, issue_s, recorded.waits)
     return StreamedStep(

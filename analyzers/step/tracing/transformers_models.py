@@ -184,12 +184,17 @@ def _keep_layers(config: Any, kind: type) -> str:
     """
     configs, shares = [config], [0.0]
     for each in configs:  # it grows: those inside come behind
-        configs += [value for value in vars(each).values() if isinstance(value, kind)]
+        inner = [value for value in vars(each).values() if isinstance(value, kind)]
+        configs += [value for value in inner if not any(value is known for known in configs)]
         for name in [name for name in vars(each) if name.endswith("layerdrop")]:
             shares.append(getattr(each, name) or 0.0)
             setattr(each, name, 0.0)
     share = max(shares)
-    return f"training skips {share:.0%} of some layers at random (layerdrop); all are counted" if share else ""
+    return (
+        f"training skips layers at random (layerdrop), each in {share:.0%} of the steps; all are counted"
+        if share
+        else ""
+    )
 
 
 def _model_error(source: str, problem: str, error: Exception) -> InputError:

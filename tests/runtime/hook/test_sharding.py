@@ -97,7 +97,11 @@ def test_batch_norms_keep_their_type_in_mixed_precision(tmp_path: Path) -> None:
     path, emitted = config(tmp_path, [4, 4]), tmp_path / "fsdp2_plan.py"
     made = Enforcement.model_validate_json(Path(path).read_text())
     assert made.sharding is not None
-    made = made.model_copy(update={"sharding": made.sharding.model_copy(update={"checkpointing": []})})
+    assert made.fsdp2 is not None
+    units = made.fsdp2.model_copy(
+        update={"units": [*BLOCKS, "first.1"], "forward": {}}
+    )  # of which one is a norm itself
+    made = made.model_copy(update={"sharding": made.sharding.model_copy(update={"checkpointing": []}), "fsdp2": units})
     save(made, Path(path))
     found = dt.plan(f"{sharding_workers.__file__}:normed", devices="2xA100", precision="bf16", batch_size=8)
     sharded = {"sharding": made.sharding, "fsdp2": made.fsdp2}

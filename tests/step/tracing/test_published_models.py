@@ -100,4 +100,4 @@ def test_no_layer_is_skipped_at_random() -> None:
     """Wav2vec 2.0 is trained with LayerDrop: one traced step would lack layers by chance."""
     named = named_config("facebook/wav2vec2-base-960h")
     assert named.config.layerdrop == 0.0
-    assert named.note == "training skips 10% of some layers at random (layerdrop); all are counted"
+    assert named.note == "training skips layers at random (layerdrop), each in 10% of the steps; all are counted"
