@@ -65,8 +65,7 @@ class Source:
 SOURCES = {
     "timm": Source(
         title="timm's training benchmark", error=0.08, weight=1.0,
-        remark="torch 1.10 to 1.12, eager attention; grouped convolutions in channels_last are judged as cuDNN 8 ran them, "
-        "predictions are of cuDNN 9",
+        remark="torch 1.10 to 1.12, eager attention; grouped convolutions in channels_last are judged as of cuDNN 8",
     ),
     "timm-inference": Source(
         title="timm's inference benchmark", error=0.1, weight=0.5, traffic=0.72, cudnn=9,
