@@ -452,7 +452,8 @@ def by_library(demand: Demand) -> NDArray[np.bool_]:
     """Return (k,) whether a kernel's time depends on the version of its library more than on the device."""
     is_of_library = [name.startswith(("grouped_convolution/channels_last", "recurrent")) for name in ARITHMETIC]
     is_bound: NDArray[np.bool_] = (demand.arithmetic_of >= 0) & np.array(is_of_library)[demand.arithmetic_of]
-    return is_bound | (demand.traffic_of == _TRAFFIC[_PASS])
+    is_bound |= demand.traffic_of == _TRAFFIC[_PASS]
+    return is_bound
 
 
 def tiled_flops(gemm: Array, multiprocessors: int, edge: Array | float) -> Array:
