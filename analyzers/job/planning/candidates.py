@@ -61,6 +61,10 @@ class Candidate:
     figures: Layouts | None = None
     """What costed the plan's layout."""
 
+    def split_wait_s(self) -> float:
+        """Return by how many seconds the step is longer where DTensor splits layers among devices; 0 where it splits none."""
+        return 0.0 if self.laid_out is None or self.figures is None else self.figures.split_wait_s(self.laid_out)
+
     def would_save(self) -> dict[str, float]:
         """Return change of the script that nobody asked for -> share of a step that it would save in the plan's layout.
 
@@ -152,7 +156,10 @@ class Candidates:
                     with suppress(Infeasible):
                         candidates.append(self.best(strategy, single_type))
         if only in (None, "bsp") and candidates and _leaves_room(candidates[0]):
-            candidates += self._in_groups(problem, candidates[0])
+            base_s = candidates[0].option.iteration_s
+            groups = self._in_groups(problem, candidates[0])
+            # A group that leads by the hooks of DDP or FSDP2 alone has DTensor's in their place.
+            candidates += [each for each in groups if not 0.0 < each.split_wait_s() >= base_s - each.option.iteration_s]
         # On one type an lb-bsp layout has equal shares, so it is a bsp candidate too, which the bsp search may have missed.
         return [
             *candidates,

@@ -241,6 +241,18 @@ class LayoutFigures:
             return None
         return None if costed is None else costed.layout.step_s
 
+    def split_wait_s(self, candidate: LayoutCandidate) -> float:
+        """Return by how many seconds a step of groups is longer where DTensor splits their layers, as in what is emitted.
+
+        The figures of groups are those of libraries that split without it, as Megatron does, or compile it away.
+        """
+        if self.degrees.tensor == 1 or self.compile:
+            return 0.0
+        passes, size = candidate.layout.passes, candidate.layout.local_batch_sizes[candidate.slowest]
+        timed = self._timed_pass(candidate.slowest, -(-size // passes), candidate.recompute, candidate.sharding)
+        busy_s = candidate.layout.compute_s or 0.0
+        return split_wait_s(timed.graph, passes, self.degrees.pipeline, busy_s)
+
     @property
     def step_tokens(self) -> int | None:
         """Return the tokens of a step; None where its samples are no texts."""
@@ -564,12 +576,9 @@ class LayoutFigures:
                 place,
                 -(-sizes[name] // passes),
             )
-            own_hooks_s = seconds.hooks_s
-            if self.degrees.tensor > 1 and not self.compile:  # what is emitted splits by DTensor
-                own_hooks_s += split_wait_s(timed.graph, passes, self.degrees.pipeline, seconds.passes_s)
-            hooks_s, step_s = max(hooks_s, own_hooks_s), seconds.step_s + own_hooks_s - seconds.hooks_s
-            if step_s > longest_s:
-                longest_s, slowest, slowest_hooks_s = step_s, name, own_hooks_s
+            hooks_s = max(hooks_s, seconds.hooks_s)
+            if seconds.step_s > longest_s:
+                longest_s, slowest, slowest_hooks_s = seconds.step_s, name, seconds.hooks_s
         timed = timed_passes[slowest]
         low_s, high_s = self.kinds[slowest].model.interval(
             longest_s,
