@@ -109,15 +109,15 @@ def test_more_than_twelve_are_refused() -> None:
 
 def test_a_model_of_images_is_told_what_channels_last_would_save() -> None:
     """As much as a plan with it then is faster; a model of words is told nothing of it."""
-    how = {"devices": "2xA100", "batch_size": 128, "precision": "bf16"}
-    found, last = dt.plan("timm:resnet50", **how), dt.plan("timm:resnet50", **how, channels_last=True)
+    how = {"devices": "1xA100", "batch_size": 2048, "precision": "bf16"}
+    found, last = dt.plan("zoo:resnet32", **how), dt.plan("zoo:resnet32", **how, channels_last=True)
     assert found.decision is not None
     assert last.decision is not None
     saved = 1 - last.iteration_s / found.iteration_s
     assert found.decision.would_save["channels_last"] == pytest.approx(saved, abs=0.005)
-    assert saved > 0.1
+    assert saved > 0.05
     assert "channels_last" not in last.decision.would_save
-    words = dt.plan("transformers:gpt2", devices="2xA100", batch_size=16, precision="bf16")
+    words = dt.plan("zoo:gpt_small", devices="1xA100", batch_size=16, precision="bf16")
     assert words.decision is not None
     assert "channels_last" not in words.decision.would_save
     assert last.run is not None
