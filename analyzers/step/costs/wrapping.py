@@ -3,7 +3,7 @@
 FSDP2 runs Python before and after each block, forward and backward: streams, buffers and views of every parameter. DDP's hooks
 are C++ and far cheaper. Their time is told in ops that the host issues, whose seconds a device's constants have. As measured by
 `benchmarks/measure_hooks.py` (torch 2.11 beside an H200, whose host took 65 microseconds an op, and 2.13 on a CPU with 8), a
-block of FSDP2 takes 0.75 to 1.1 ms, and each of its parameters 0.07 to 0.12 ms: between 20 and 100 ops a block, of which about
+block of FSDP2 takes 0.4 to 1.1 ms, and each of its parameters 0.06 to 0.12 ms: between 20 and 100 ops a block, of which about
 the middle is taken: in ops and not in seconds, so that a faster host is faster in both. A linear layer that a tensor parallel
 group shares as ``emit`` writes it passes through DTensor, which takes two thirds as long as a block's hooks; Megatron's layers
 do not. Start at :func:`hooked`.
