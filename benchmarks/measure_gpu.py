@@ -90,11 +90,6 @@ def images(source: str, batch_size: int, *changes: dict[str, Any]) -> Iterator[C
         yield Case(source=f"timm:{source}", **given)
 
 
-def encoders(source: str, batch_size: int) -> Iterator[Case]:
-    """Yield a step of transformers' models of images and sound, whose length is their own."""
-    yield Case(source=f"transformers:{source}", batch_size=batch_size)
-
-
 OPTIMIZERS = tuple(
     {"precision": "bf16-pure", "optimizer": name} for name in ("sgd", "muon", "adafactor", "foreach-adamw")
 )
@@ -133,9 +128,10 @@ CASES: tuple[Case, ...] = (
     *text("answerdotai/ModernBERT-base", 16, 512), *text("FacebookAI/roberta-base", 32, 256),
     *text("google/electra-base-discriminator", 32, 256), *text("google/flan-t5-base", 8, 512),
     *text("microsoft/deberta-v3-base", 8, 256), *text("facebook/bart-base", 16, 512), *text("openai/whisper-base", 8, 128),
-    *encoders("facebook/dinov2-base", 64), *encoders("openai/clip-vit-base-patch16", 64),
-    *encoders("facebook/wav2vec2-base-960h", 8), *encoders("facebook/convnext-tiny-224", 64),
-    *encoders("google/siglip-base-patch16-224", 32), *text("Qwen/Qwen3-1.7B", 1, 4096, PURE, PURE | FULL),
+    *(Case(source=f"transformers:{name}", batch_size=size) for name, size in (
+        ("facebook/dinov2-base", 64), ("openai/clip-vit-base-patch16", 64), ("facebook/wav2vec2-base-960h", 8),
+        ("facebook/convnext-tiny-224", 64), ("google/siglip-base-patch16-224", 32))),
+    *text("Qwen/Qwen3-1.7B", 1, 4096, PURE, PURE | FULL),
     *text("HuggingFaceTB/SmolLM2-1.7B", 1, 4096, PURE), *images("resnet101", 128), *images("efficientnetv2_rw_s", 64),
     *images("beit_base_patch16_224", 64), *images("xcit_tiny_12_p16_224", 128), *images("poolformer_s24", 128),
     *images("regnetx_032", 128), *images("inception_v3", 128), *images("hrnet_w18", 64), *images("repvgg_b1", 64),

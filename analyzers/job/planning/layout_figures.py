@@ -40,6 +40,7 @@ from ddltool.analyzers.step.costs.predict import (
     Placement,
     Setting,
     WorkCurve,
+    host_wait_s,
     lacking_bytes,
     own_sum_s,
     own_update_s,
@@ -563,12 +564,11 @@ class LayoutFigures:
         if not accept(make_layout(max(computes_s.values()))):
             return None
         # A step ends with the type that takes longest, communication on the network of all used types included.
-        longest_s, slowest, hooks_s, slowest_hooks_s = 0.0, "", 0.0, 0.0
         gpus = {name: count * self.degrees.gpus for name, count in used.items()}
         group = Fabric.joined({name: self.kinds[name].fabric for name in used}, gpus)
         place = Placement(num_nodes=group.nodes, num_replicas=sum(used.values()), gpus=self.degrees.gpus)
-        for name, timed in timed_passes.items():
-            seconds = self._work(sharding).step_time(
+        seconds = {
+            name: self._work(sharding).step_time(
                 timed.graph,
                 timed.program,
                 self.kinds[name].model,
@@ -576,10 +576,10 @@ class LayoutFigures:
                 place,
                 -(-sizes[name] // passes),
             )
-            hooks_s = max(hooks_s, seconds.hooks_s)
-            if seconds.step_s > longest_s:
-                longest_s, slowest, slowest_hooks_s = seconds.step_s, name, seconds.hooks_s
-        timed = timed_passes[slowest]
+            for name, timed in timed_passes.items()
+        }
+        slowest = max(seconds, key=lambda name: seconds[name].step_s)
+        timed, longest_s = timed_passes[slowest], seconds[slowest].step_s
         low_s, high_s = self.kinds[slowest].model.interval(
             longest_s,
             host_share=timed.share("host_share"),
@@ -587,11 +587,10 @@ class LayoutFigures:
             compiled=self.compile,
         )
         # A host-bound type takes as long for a smaller share of the batch, so its time does not follow the device.
-        host_share = max(timed.share("host_share") for timed in timed_passes.values())
-        host_bound = hooks_s > 0.0 or host_share > _HOST_NEAR
-        meta = timed.graph.meta
-        pass_wait_s, update_wait_s = (float(meta.get(name) or 0.0) for name in ("pass_host_s", "update_host_s"))
-        wait_s = min(longest_s, passes * pass_wait_s + update_wait_s + slowest_hooks_s)
+        host_bound = any(each.hooks_s > 0.0 for each in seconds.values()) or any(
+            each.share("host_share") > _HOST_NEAR for each in timed_passes.values()
+        )
+        wait_s = host_wait_s(timed.graph, passes, seconds[slowest])
         layout = make_layout(longest_s, low_s=low_s, high_s=high_s, host_bound=host_bound, host_wait_s=wait_s)
         return LayoutCandidate(layout=layout, sharding=sharding, recompute=recompute, rows=rows, slowest=slowest)
 

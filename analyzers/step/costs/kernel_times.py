@@ -293,20 +293,8 @@ def demand_of(
         device.multiprocessors * device.clock_hz or np.inf
     )  # of all multiprocessors, in a second at boost clock
     cycles_per_s = clock_share * every_cycle
-    rows_s = np.where(kernels.kind == CLASS["row_normalisation"], kernels.gemm[:, 0] * _ROW_CYCLES, 0.0) / every_cycle
-    rows_s += grouped.tap_cycles / every_cycle
-    is_pool = (kernels.kind == CLASS["pooling"]) & (kernels.gemm[:, 0] > 0)
-    way = np.where(kernels.direction == FORWARD, kernels.is_channels_last.astype(int), 2)
-    each, every_part = np.array(_POOL_CYCLES)[way].T
-    traffic_s = kernels.moved_bytes / (device.free_of_codes * device.memory_bytes_per_s)
-    pools_s = kernels.gemm[:, 0] * (each + every_part * kernels.gemm[:, 3]) / every_cycle
-    rows_s += is_pool * np.maximum(0.0, pools_s - traffic_s)  # beside their bytes
-    by_channel = np.zeros(len(kernels), dtype=bool)
-    for name, (forward, backward) in _CHANNEL_CYCLES.items():
-        here = (kernels.kind == CLASS[name]) & ~kernels.is_channels_last & (kernels.gemm[:, 0] > 0)
-        cycles = np.where(kernels.direction == FORWARD, forward, backward) * kernels.gemm[:, 3]
-        turns = np.maximum(device.multiprocessors, kernels.gemm[:, 0] / _CHANNELS_AT_ONCE)  # of multiprocessors
-        rows_s[here], by_channel = (cycles * turns / every_cycle)[here], by_channel | here
+    traffic_s = _traffic_s(kernels, device)
+    rows_s, is_carried = _beside_bytes(kernels, device, traffic_s)
     return Demand(
         arithmetic_s=np.where(is_product, flops / np.where(is_grouped, grouped_peak, peak), 0.0),
         arithmetic_of=arithmetic_of,
@@ -314,10 +302,10 @@ def demand_of(
         fed_s=fed_flops / cycles_per_s * (~is_grouped & is_product) / np.where(is_fed_by_itself, _FED_BY_ITSELF, 1.0),
         traffic_s=np.where(grouped.is_pass, times, 1.0) * traffic_s,
         traffic_of=traffic_of,
-        carried_s=np.where(by_channel | is_pool, 0.0, kernels.moved_bytes / every_cycle),
+        carried_s=np.where(is_carried, kernels.moved_bytes / every_cycle, 0.0),
         cached=np.minimum(1.0, _KEPT * device.l2_bytes / least_bytes),
         turns=np.where(kernels.kind == CLASS["recurrent"], kernels.gemm[:, 0], 0.0),
-        rows_s=rows_s,
+        rows_s=rows_s + grouped.tap_cycles / every_cycle,
         serial=is_grouped,
     )
 
@@ -343,25 +331,25 @@ class _GroupedKernels:
         channels = _group_channels(kernels)
         is_power = 2.0 ** np.round(np.log2(np.maximum(channels, 1.0))) == channels
         is_dense = is_here & (channels % _TILE_CHANNELS == 0)
-        is_tapped = is_here & ~is_dense & ~is_power
-        direction, groups, is_wide = kernels.direction, kernels.gemm[:, 0], kernels.width > 2.0
-        is_forward, is_input = direction == FORWARD, direction == INPUT_GRADIENT
-        is_weights = direction == WEIGHT_GRADIENT
+        is_few, is_tapped = is_here & ~is_dense & is_power, is_here & ~is_dense & ~is_power
+        is_forward, is_input, is_weights = (
+            kernels.direction == way for way in (FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)
+        )
+        groups, is_wide = kernels.gemm[:, 0], kernels.width > 2.0
         positions = np.where(is_weights, kernels.gemm[:, 3], kernels.gemm[:, 1])
         # What goes in beside what comes out, as many elements where the stride is 1.
         is_strided = kernels.moved_bytes / kernels.width > 3.0 * groups * channels * positions
-        is_pass = is_here & ~is_dense & is_power
         times = np.select(
             [
                 is_dense & is_input & is_strided,
                 is_dense & is_input & (groups < _MANY_GROUPS),
                 is_dense & is_input,
                 is_dense & is_weights & is_wide,
-                is_pass & is_forward & is_strided,
-                is_pass & is_input & is_strided & ~is_wide,
-                is_pass & is_input & is_strided,
-                is_pass & is_weights & is_wide,
-                is_pass & is_weights & (channels <= _FEWEST_CHANNELS),
+                is_few & is_forward & is_strided,
+                is_few & is_input & is_strided & ~is_wide,
+                is_few & is_input & is_strided,
+                is_few & is_weights & is_wide,
+                is_few & is_weights & (channels <= _FEWEST_CHANNELS),
                 is_tapped & is_strided,
             ],
             [*_DENSE_INPUT, _DENSE_WEIGHTS, *_STRIDED_PASS, *_PASS_WEIGHTS, _STRIDED_TAPS],
@@ -369,7 +357,7 @@ class _GroupedKernels:
         )
         # Elements written and taps of each: the operations (two for a channel of the group) over its channels.
         tap_cycles = np.where(is_tapped, times * _TAP_CYCLES * kernels.flops / (2.0 * np.maximum(channels, 1.0)), 0.0)
-        return cls(is_dense=is_dense, is_pass=is_here & ~is_dense, tap_cycles=tap_cycles, times=times)
+        return cls(is_dense=is_dense, is_pass=is_few | is_tapped, tap_cycles=tap_cycles, times=times)
 
     def with_dense(self, kernels: Kernels) -> Kernels:
         """Return the kernels with those that run as dense ones in their class."""
@@ -384,6 +372,35 @@ def _group_channels(kernels: Kernels) -> Array:
     return channels
 
 
+def _traffic_s(kernels: Kernels, device: Device) -> Array:
+    """Return (k,) the seconds of the kernels' bytes at the full bandwidth of the device's memory."""
+    found: Array = kernels.moved_bytes / (device.free_of_codes * device.memory_bytes_per_s)
+    return found
+
+
+def _beside_bytes(kernels: Kernels, device: Device, traffic_s: Array) -> tuple[Array, NDArray[np.bool_]]:
+    """Return (k,) the seconds that norms and average pools take beside their bytes, and (k,) whether loads count as well.
+
+    They are those of rows, of channels, or of elements and their parts. Loads are in the cycles of the latter two already.
+    ``traffic_s`` (k,): see :func:`_traffic_s`; a pool's cycles beyond it count.
+    """
+    every_cycle = device.multiprocessors * device.clock_hz or np.inf
+    rows, of_each = kernels.gemm[:, 0], kernels.gemm[:, 3]
+    rows_s = np.where(kernels.kind == CLASS["row_normalisation"], rows * _ROW_CYCLES, 0.0) / every_cycle
+    is_pool = (kernels.kind == CLASS["pooling"]) & (rows > 0)
+    way = np.where(kernels.direction == FORWARD, kernels.is_channels_last.astype(int), 2)
+    element_cycles, part_cycles = np.array(_POOL_CYCLES)[way].T
+    pools_s = rows * (element_cycles + part_cycles * of_each) / every_cycle
+    rows_s[is_pool] = np.maximum(0.0, pools_s - traffic_s)[is_pool]
+    is_carried = ~is_pool
+    for name, (forward, backward) in _CHANNEL_CYCLES.items():
+        here = (kernels.kind == CLASS[name]) & ~kernels.is_channels_last & (rows > 0)
+        cycles = np.where(kernels.direction == FORWARD, forward, backward) * of_each
+        turns = np.maximum(device.multiprocessors, rows / _CHANNELS_AT_ONCE)  # of multiprocessors
+        rows_s[here], is_carried = (cycles * turns / every_cycle)[here], is_carried & ~here
+    return rows_s, is_carried
+
+
 def _share_of_products(kernels: Kernels, device: Device, peak: Array, on_tensor: NDArray[np.bool_]) -> float:
     """Return the share of a step's time, 0 to 1, in which products draw the power of matrix units; 1 for a product alone.
 
@@ -391,8 +408,7 @@ def _share_of_products(kernels: Kernels, device: Device, peak: Array, on_tensor:
     (k,): FLOP/s of each kernel's type; ``on_tensor`` (k,): whether that is the matrix units' rate.
     """
     arithmetic_s = np.where(on_tensor & (kernels.gemm[:, 1] > 0), kernels.flops / peak, 0.0)
-    traffic_s = kernels.moved_bytes / (device.free_of_codes * device.memory_bytes_per_s)
-    longer_s = float(np.maximum(arithmetic_s, traffic_s).sum())
+    longer_s = float(np.maximum(arithmetic_s, _traffic_s(kernels, device)).sum())
     return float(arithmetic_s.sum()) / longer_s if longer_s > 0 else 1.0
 
 

@@ -624,9 +624,7 @@ def _predict_row(
     graph, program = step.graph, step.program
     sharding = setting.sharded(placement.num_replicas)
     # Time: figures that :func:`.model.estimate` has put into the graph's meta.
-    host_share, library_share, pass_host_s, update_host_s = (
-        float(graph.meta.get(name) or 0.0) for name in ("host_share", "library_share", "pass_host_s", "update_host_s")
-    )
+    host_share, library_share = (float(graph.meta.get(name) or 0.0) for name in ("host_share", "library_share"))
     time = curve.step_time(graph, program, model, setting, placement, size)
     step_s = time.step_s
     low_s, high_s = model.interval(step_s, host_share=host_share, library_share=library_share, compiled=setting.compile)
@@ -671,7 +669,7 @@ def _predict_row(
         tokens_per_s=samples * float(tokens) / step_s if isinstance(tokens, (int, float)) else None,
         mfu=setting.accumulation * products_s(graph, model.device) / setting.layout.pipeline / step_s,
         host_bound=host_share > HOST_BOUND or time.hooks_s > 0.0,
-        host_wait_s=min(step_s, setting.accumulation * pass_host_s + update_host_s + time.hooks_s),
+        host_wait_s=host_wait_s(graph, setting.accumulation, time),
         price_per_million_samples=None
         if price is None
         else price * placement.num_replicas * placement.gpus / 3600 / (samples / step_s) * 1e6,
@@ -679,6 +677,15 @@ def _predict_row(
         source=source,
         origin="predicted",
     )
+
+
+def host_wait_s(graph: Graph, passes: int, time: StepSeconds) -> float:
+    """Return the seconds of a step of so many passes in which the device waits for the host, at most all of it.
+
+    ``graph``: timed, so that its ``meta`` has the waits of a pass and of the update; ``time``: of the step, with its hooks.
+    """
+    pass_wait_s, update_wait_s = (float(graph.meta.get(name) or 0.0) for name in ("pass_host_s", "update_host_s"))
+    return min(time.step_s, passes * pass_wait_s + update_wait_s + time.hooks_s)
 
 
 def step_of(
