@@ -1,4 +1,4 @@
-"""Measure what DDP and FSDP2 make the host do: small models alone and wrapped, whose steps wait for Python.
+"""Measure what DDP, FSDP2 and DTensor make the host do: small models alone and wrapped, whose steps wait for Python.
 
     python benchmarks/measure_hooks.py [--device cuda]
 
@@ -18,7 +18,9 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 WARM_UP, STEPS = 4, 12
@@ -62,10 +64,14 @@ def pass_s(model: nn.Module, x: Tensor) -> float:
     return statistics.median(times[WARM_UP:])
 
 
-def wrapped(way: str, model: nn.Sequential) -> nn.Module:
-    """Return the model as DDP, or with every member a unit of FSDP2."""
+def wrapped(way: str, model: nn.Sequential, mesh: DeviceMesh) -> nn.Module:
+    """Return the model as DDP, with both layers of every member split by DTensor, or with every member a unit of FSDP2."""
     if way == "ddp":
         return DistributedDataParallel(model)
+    if way == "tensor":
+        for unit in model:
+            parallelize_module(unit, mesh, {"wide": ColwiseParallel(), "narrow": RowwiseParallel()})
+        return model
     for unit in model:
         fully_shard(unit)
     fully_shard(model)
@@ -79,12 +85,13 @@ def main() -> None:
     device = torch.device(parser.parse_args().device)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": os.environ.get("MASTER_PORT", "29555")}
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", rank=0, world_size=1)
+    mesh = init_device_mesh(device.type, (1,))
     x = torch.randn(8, 64, device=device)
     for name in models():
         alone_s = pass_s(models()[name].to(device), x)
-        for way in ("ddp", "fsdp"):
+        for way in ("ddp", "fsdp", "tensor") if "residual" in name else ("ddp", "fsdp"):
             model = models()[name].to(device)
-            added_ms = 1e3 * (pass_s(wrapped(way, model), x) - alone_s)
+            added_ms = 1e3 * (pass_s(wrapped(way, model, mesh), x) - alone_s)
             each = f"{added_ms / len(model):.3f} ms a unit"
             print(f"{name}, {way}: {1e3 * alone_s:.2f} ms alone, {added_ms:.2f} more, {each}", flush=True)
     dist.destroy_process_group()
