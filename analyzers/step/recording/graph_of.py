@@ -69,6 +69,7 @@ def ops_of(step: Recording, *, given: Mapping[str, Shadow] = MappingProxyType({}
     costs: list[Cost] = []
     index_of_issued: dict[Issued, int] = {}
     issued_of: dict[str, int] = {}
+    issued_by_copied: dict[int | None, int] = {}
     written_by: dict[int, str] = {}  # by torch's identifier of a storage, the last op so far that wrote to it in place
     call_index_of = {node: index for index, node in enumerate(nodes)}
     for node in reader.program.nodes:
@@ -86,10 +87,15 @@ def ops_of(step: Recording, *, given: Mapping[str, Shadow] = MappingProxyType({}
                 inputs.setdefault(writer)
         written_by |= {shadow.tensor.untyped_storage()._cdata: name for shadow in shadows_of(_written(call))}
         # A cost depends on the call's properties alone, so it is worked out once for each distinct call.
-        cost_key = issued(node)
-        issued_of[name] = index_of_issued.setdefault(cost_key, len(costs))
-        if issued_of[name] == len(costs):
-            costs.append(cost_of(cost_key))
+        if call.copied not in issued_by_copied:
+            cost_key = issued(node)
+            issued_of[name] = index_of_issued.setdefault(cost_key, len(costs))
+            if issued_of[name] == len(costs):
+                costs.append(cost_of(cost_key))
+            if call.copied is not None:
+                issued_by_copied[call.copied] = issued_of[name]
+        else:
+            issued_of[name] = issued_by_copied[call.copied]
         producer[node] = name
         ops.append(_op_of(call, costs[issued_of[name]], name, tuple(inputs)))
     return RecordedOps(
@@ -179,8 +185,8 @@ class _Reader:
         self.placeholders: list[Node] = []
         self.writers: dict[int, int] = {}
         """By a storage's number, the index of the last call that wrote to it."""
-        self._node_of_tensor: dict[tuple[Any, ...], Node] = {}
-        """By a tensor's view of its storage (:func:`_view_of`), the node that made it last."""
+        self._node_of_tensor: dict[Shadow, Node] = {}
+        """By a tensor, the node that made it last."""
         self._placeholders_of_storage: dict[int, list[Node]] = {}
         self._calls_read = 0
         self._first_call: Node | None = None
@@ -204,7 +210,7 @@ class _Reader:
             if returns_several:  # torch.fx has a node that takes one part of a call's tuple
                 maker = self.program.create_node("call_function", operator.getitem, (node, index), name="getitem")
                 maker.meta["val"] = output.tensor
-            self._node_of_tensor[_view_of(output)] = maker
+            self._node_of_tensor[output] = maker
         for shadow in shadows_of((call.output, _written(call))):
             self.writers[shadow.storage] = self._calls_read
         self._calls_read += 1
@@ -217,16 +223,15 @@ class _Reader:
 
     def maker_of(self, shadow: Shadow) -> Node:
         """Return the node that made a tensor last; a new placeholder for a tensor that was there before the step."""
-        key = _view_of(shadow)
-        if key not in self._node_of_tensor:
+        if shadow not in self._node_of_tensor:
             is_empty = self._first_call is None
             with nullcontext() if is_empty else self.program.inserting_before(self._first_call):
                 node = self.program.placeholder(f"input{len(self.placeholders)}")
             node.meta["val"] = shadow.tensor
             self.placeholders.append(node)
             self._placeholders_of_storage.setdefault(shadow.storage, []).append(node)
-            self._node_of_tensor[key] = node
-        return self._node_of_tensor[key]
+            self._node_of_tensor[shadow] = node
+        return self._node_of_tensor[shadow]
 
 
 def _mapped(value: Any, change: Callable[[Shadow], Any]) -> Any:
@@ -248,12 +253,6 @@ def _storage(node: Node) -> int:
     """Return torch's identifier of the storage behind a node's tensor, 0 for a node whose value is no single tensor."""
     value = node.meta.get("val")
     return value.untyped_storage()._cdata if isinstance(value, Tensor) else 0
-
-
-def _view_of(shadow: Shadow) -> tuple[Any, ...]:
-    """Return (storage, shape, strides, offset, type) of a tensor: two that agree in all of these are the same tensor."""
-    tensor = shadow.tensor
-    return shadow.storage, tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype
 
 
 def _written(call: RecordedCall) -> list[Any]:

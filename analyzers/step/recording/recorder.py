@@ -72,11 +72,31 @@ class RecordedStorage:
     """Index of the call after which it was freed, None for one that outlives the step."""
     shadow: Tensor | None = None
     """The same bytes on the meta device, behind the tensors that stand for those of the calls."""
+    shadows: dict[tuple[Any, ...], Shadow] = field(default_factory=dict)
+    """The shadows of this storage's tensors so far, by shape, strides, offset and type."""
+
+    def shadow_of(self, tensor: Tensor) -> Shadow:
+        """Return the shadow of a tensor laid out as ``tensor`` is, in this storage: the same one whenever it is asked for.
+
+        Shadows of one storage share a storage, too. Call it outside the modes, which would note its operations.
+        """
+        layout = tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
+        found = self.shadows.get(layout)
+        if found is None:
+            if self.shadow is None:
+                self.shadow = torch.empty(self.size_bytes, dtype=torch.uint8, device="meta")
+            view = torch.empty(0, dtype=tensor.dtype, device="meta")
+            view.set_(self.shadow.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+            found = self.shadows[layout] = Shadow(self.number, view)
+        return found
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Shadow:
-    """A tensor of a call: its storage's number, and a meta tensor of the same shape, strides and type."""
+    """A tensor of a call: its storage's number, and a meta tensor of the same shape, strides and type.
+
+    Two tensors of a recording that agree in all of these are one shadow.
+    """
 
     storage: int
     tensor: Tensor
@@ -126,6 +146,8 @@ class RecordedCall:
     """Indices of calls of other streams that end before this one starts."""
     exchange: Collective | None = None
     """None: it is no collective."""
+    copied: int | None = None
+    """The same number for calls that differ only in whose block's tensors they take (:mod:`.repeating`); None: it was recorded."""
 
 
 @dataclass(slots=True)
@@ -322,6 +344,7 @@ class Recorder(TorchDispatchMode):
             self.step.storages.append(record)
             record.number = len(self.step.storages) - 1
             record.made = -1  # before the step
+            record.shadows.clear()  # they hold the number of before
         self.recording = True
 
     def stop(self) -> None:
@@ -362,16 +385,10 @@ class Recorder(TorchDispatchMode):
     def shadow_of(self, tensor: Tensor) -> Shadow:
         """Return the shadow of a tensor: its storage's number, and a tensor on the meta device of the same layout and type.
 
-        Tensors that share a storage have shadows that share one, too. A sparse tensor has the shadow of its values. Call
-        it outside the modes, which would note its operations.
+        A sparse tensor has the shadow of its values. Call it outside the modes, which would note its operations.
         """
         tensor = getattr(tensor, _PARTS, (tensor,))[-1]
-        record = self._storage(tensor)
-        if record.shadow is None:
-            record.shadow = torch.empty(record.size_bytes, dtype=torch.uint8, device="meta")
-        view = torch.empty(0, dtype=tensor.dtype, device="meta")
-        view.set_(record.shadow.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
-        return Shadow(record.number, view)
+        return self._storage(tensor).shadow_of(tensor)
 
     def last_call_index(self, stream: int) -> int | None:
         """Return the index of a stream's last call, None before its first call."""

@@ -57,14 +57,13 @@ class EqualBlocks:
         return self.count - _KEPT
 
     @contextmanager
-    def shortened(self) -> Iterator[None]:
-        """Shorten the module's list to the first three and the last three blocks while the context lasts."""
+    def shortened(self, kept: int = _KEPT) -> Iterator[None]:
+        """Shorten the module's list to ``kept`` blocks while the context lasts: half of them its first, half its last ones."""
         whole = self.parent._modules[self.attribute]
         assert isinstance(whole, nn.ModuleList)
-        begin = self.first + (_COPIED + 1) * self.period
-        self.parent._modules[self.attribute] = nn.ModuleList(
-            [*whole[:begin], *whole[begin + self.added * self.period :]]
-        )
+        begin = self.first + (kept - kept // 2) * self.period
+        end = self.first + (self.count - kept // 2) * self.period
+        self.parent._modules[self.attribute] = nn.ModuleList([*whole[:begin], *whole[end:]])
         try:
             yield
         finally:
@@ -274,8 +273,6 @@ class _Copier:
         # What is made for the whole recording.
         self.clones: dict[tuple[int, tuple[Any, ...]], RecordedStorage] = {}
         """Storages of blocks that were not recorded, by block and slot."""
-        self.tensors: dict[tuple[Any, ...], Shadow] = {}
-        """Tensors in other storages than the recorded ones, by storage number, shape, strides, offset and type."""
         self.new_region_begins = self._place_regions()
         """(regions,) where each recorded region begins in the whole recording."""
         self.storages = [
@@ -531,7 +528,6 @@ class _Copier:
                 record.size_bytes,
                 self._new_place(record.made, _COPIED, block),
                 None if record.freed is None else self._new_place(record.freed, _COPIED, block),
-                torch.empty(record.size_bytes, dtype=torch.uint8, device="meta"),
             )
             self.storages.append(clone)
             self.clones[key] = clone
@@ -543,14 +539,7 @@ class _Copier:
             storage = self._storage(value.storage, shift)
             if storage.number == value.storage:
                 return value
-            tensor = value.tensor
-            key = storage.number, tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype
-            if key not in self.tensors:
-                assert storage.shadow is not None
-                whole = torch.empty(0, dtype=tensor.dtype, device="meta")
-                whole.set_(storage.shadow.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
-                self.tensors[key] = Shadow(storage.number, whole)
-            return self.tensors[key]
+            return storage.shadow_of(value.tensor)
         if isinstance(value, (tuple, list)):
             return type(value)(self._moved(part, shift) for part in value)
         if isinstance(value, Mapping):
@@ -563,7 +552,8 @@ class _Copier:
         calls = []
         for index, shift in self.order:  # the shift is by how many blocks the region's calls are moved
             region = self.regions[index]
-            for call in self.calls[self.begins[index] : ends[index]]:
+            for place in range(self.begins[index], ends[index]):
+                call = self.calls[place]
                 if region is None:
                     self._demand_not_copied(call)
                     calls.append(replace(call))
@@ -575,6 +565,7 @@ class _Copier:
                         kwargs=self._moved(call.kwargs, shift),
                         output=self._moved(call.output, shift),
                         module=self._module_moved(call.module, shift),
+                        copied=place if region.block == _COPIED else None,
                     )
                 )
         # The host waits outside the blocks only, as `__init__` has checked, so a wait moves with its region alone.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import count
 from typing import Any
 
@@ -167,8 +168,9 @@ def issued(node: Node) -> Issued:
     )
 
 
+@lru_cache(maxsize=8192)
 def sized(tensor: Tensor) -> Sized:
-    """Return the properties of a fake tensor that cost rules read."""
+    """Return the properties of a fake tensor that cost rules read, worked out once for each tensor (by identity)."""
     width = tensor.element_size()
     return Sized(
         shape=tuple(map(int, tensor.shape)),

@@ -428,7 +428,7 @@ def _record_step(
     blocks = equal_blocks(step.module) if shorten else None
     if blocks is not None:
         with suppress(InputError, NotAlike):
-            with blocks.shortened():
+            with blocks.shortened(2) if forward_only else blocks.shortened():  # two equal blocks grow alike
                 recorded = _record_step(step, mode, numerics, forward_only=forward_only, shorten=False)
             return recorded if forward_only else recorded.whole(step.module, blocks)
     try:
