@@ -326,6 +326,27 @@ def test_every_batch_is_what_a_direct_trace_says(module: nn.Module, shape: tuple
         agree(known.at(size), trace_torch(lambda: step, mode="training", batch_size=size))
 
 
+def test_places_drawn_for_a_mask_do_not_trace_the_step_again() -> None:
+    """As speech models do: the places to mask are drawn on the CPU, so that their number follows the batch only roughly."""
+
+    class Masks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.masked = nn.Linear(64, 64), nn.Parameter(torch.zeros(64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            places = np.random.default_rng(len(x)).random((len(x), 50)) < 0.1
+            x = self.linear(x)
+            x[torch.from_numpy(places)] = self.masked
+            return x
+
+    step = step_of(Masks(), torch.zeros(4, 50, 64))
+    curve = measure_work(lambda: step)
+    assert curve.traced.prime == 61
+    direct = trace_torch(lambda: step, mode="training", batch_size=24)
+    assert curve.traced.at(24).flops.sum() == pytest.approx(direct.flops.sum(), rel=0.01)
+
+
 def test_a_batch_that_a_model_does_not_take() -> None:
     step = step_of(Lambda(lambda m, x: m["l"](x.view(2, x.shape[0] // 2, 32)), **LINEAR), torch.zeros(4, 32))
     curve = measure_work(lambda: step)
