@@ -332,15 +332,16 @@ def test_places_drawn_for_a_mask_do_not_trace_the_step_again() -> None:
     class Masks(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.linear, self.masked = nn.Linear(64, 64), nn.Parameter(torch.zeros(64))
+            self.linear, self.masked = nn.Linear(256, 256), nn.Parameter(torch.zeros(256))
 
         def forward(self, x: Tensor) -> Tensor:
             places = np.random.default_rng(len(x)).random((len(x), 50)) < 0.1
             x = self.linear(x)
-            x[torch.from_numpy(places)] = self.masked
+            rows, columns = torch.from_numpy(places).nonzero().to(x.device).unbind(1)
+            x[rows, columns] = self.masked
             return x
 
-    step = step_of(Masks(), torch.zeros(4, 50, 64))
+    step = step_of(Masks(), torch.zeros(4, 50, 256))
     curve = measure_work(lambda: step)
     assert curve.traced.prime == 61
     direct = trace_torch(lambda: step, mode="training", batch_size=24)
