@@ -147,7 +147,7 @@ class RecordedCall:
     exchange: Collective | None = None
     """None: it is no collective."""
     copied: int | None = None
-    """The same number for calls that differ only in whose block's tensors they take (:mod:`.repeating`); None: it was recorded."""
+    """The same number for calls that differ only in whose block's tensors they take (:mod:`.repeating`); None: recorded."""
 
 
 @dataclass(slots=True)
