@@ -271,8 +271,11 @@ def _gain(decision: Decision, picked: Option, value: Value, gain: float) -> str:
     """Return the clause on the gain over the baseline, the best plan that one would make without planning."""
     if abs(gain) >= LEAST_GAIN:
         return _ahead(gain, decision.objective) + decision.baseline_name
-    has_same_devices = picked.devices == decision.baseline.devices
-    return "what one would do anyway" if has_same_devices else f"as good as {decision.baseline_name}"
+    layout = decision.layouts[0] if decision.layouts else None
+    if layout is not None and (layout.offload or layout.activations):  # its baseline keeps as much on the hosts
+        return "the best with memory of the hosts"
+    is_usual = picked.devices == decision.baseline.devices and picked.order == decision.baseline.order
+    return "what one would do anyway" if is_usual else f"as good as {decision.baseline_name}"
 
 
 def _ahead(gain: float, objective: str) -> str:
@@ -300,12 +303,15 @@ def _why(decision: Decision, plan: Plan, picked: Option, first: Option, value: V
     text = (
         f"Why: {grouped or alone}{_all_devices_clause(decision, picked)}{_first_clause(decision, picked, first, value)}"
     )
-    if decision.layouts and (host := decision.layouts[0].offload):
+    host, saved = (decision.layouts[0].offload, decision.layouts[0].activations) if decision.layouts else (None, None)
+    if host:
         text += f"; each host keeps {show_bytes(host.memory_bytes)} of state and needs {show_seconds(host.update_s)} of a step "
         text += f"to update it, {show_bytes(host.copied_bytes)} go over each device's link to it"
-    if decision.layouts and (saved := decision.layouts[0].activations):
+    if saved:
         text += f"; each host keeps {show_bytes(saved.memory_bytes)} of activations, {show_bytes(saved.copied_bytes)} go over "
         text += f"each device's link to it in a step, which waits {show_seconds(saved.waits_s)} for them"
+    if host or saved:
+        text += f"; tensor parallelism{' and torch.compile are' if saved else ' is'} not modelled beside that"
     if decision.layouts and (wait_s := decision.layouts[0].host_wait_s) > _WORTH_SAYING * picked.iteration_s:
         helps = "a larger batch" if compiles else "a larger batch or --compile"
         text += f"; a GPU waits {show_seconds(wait_s)} of a step for Python: {helps} may gain more than devices"
