@@ -32,8 +32,9 @@ from ddltool.analyzers.step.costs.memory import (
     TensorLifetimes,
     lifetimes_of,
 )
-from ddltool.analyzers.step.costs.predict import CONTEXT_BYTES, WorkCurve, measure_work, memory_range
+from ddltool.analyzers.step.costs.predict import CONTEXT_BYTES, memory_range
 from ddltool.analyzers.step.costs.saving import SavedOps
+from ddltool.analyzers.step.costs.work import WorkCurve, measure_work
 from ddltool.analyzers.step.recording.torch_costs import value_of
 from ddltool.analyzers.step.tracing.numerics import Numerics
 from ddltool.analyzers.step.tracing.torch_adapter import trace_step

@@ -25,7 +25,7 @@ from measure_gpu import case_of
 from ddltool.analyzers.step.costs.fitting import Belief, Case, steps_s
 from ddltool.analyzers.step.costs.kernel_times import Demand, demand_of
 from ddltool.analyzers.step.costs.kernels import Kernels, kernels_of
-from ddltool.analyzers.step.costs.predict import work_of
+from ddltool.analyzers.step.costs.work import work_of
 from ddltool.analyzers.step.recording.op_rules import CLASSES, normal_type
 from ddltool.analyzers.step.tracing.numerics import Numerics
 from ddltool.artifacts import read_text, write_text

@@ -24,7 +24,9 @@ from ddltool.analyzers.step.communication.fabrics import own_link
 from ddltool.analyzers.step.communication.nccl import Fabric
 from ddltool.analyzers.step.communication.program import program_of
 from ddltool.analyzers.step.costs.model import cost_model
-from ddltool.analyzers.step.costs.predict import Placement, Setting, WorkCurve, measure_work, predict, timed_step
+from ddltool.analyzers.step.costs.predict import predict
+from ddltool.analyzers.step.costs.setting import Placement, Setting
+from ddltool.analyzers.step.costs.work import WorkCurve, measure_work, timed_step
 from ddltool.analyzers.step.tracing.numerics import Numerics
 from ddltool.artifacts import read_text, write_text
 from ddltool.links import parse_link, parse_nic

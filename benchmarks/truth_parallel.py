@@ -29,7 +29,9 @@ from ddltool.analyzers.step.communication.nccl import Fabric
 from ddltool.analyzers.step.communication.program import program_of
 from ddltool.analyzers.step.costs.model import CostModel, cost_model
 from ddltool.analyzers.step.costs.parallel import ParallelCurve
-from ddltool.analyzers.step.costs.predict import ParallelDegrees, Placement, Setting, WorkCurve, measure_work, predict
+from ddltool.analyzers.step.costs.predict import predict
+from ddltool.analyzers.step.costs.setting import ParallelDegrees, Placement, Setting
+from ddltool.analyzers.step.costs.work import WorkCurve, measure_work
 from ddltool.analyzers.step.tracing.numerics import Numerics
 from ddltool.analyzers.step.tracing.step import TrainingStep
 from ddltool.links import parse_nic

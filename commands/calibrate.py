@@ -11,7 +11,7 @@ import numpy as np
 from ddltool.analyzers.job.goodput.imported_rows import import_files, measured_rows
 from ddltool.analyzers.step.communication.fabrics import bus_bandwidth, is_nccl_log
 from ddltool.analyzers.step.costs.fitting import MeasuredStep, Updated, fit_device
-from ddltool.analyzers.step.costs.predict import WorkCurve, work_of
+from ddltool.analyzers.step.costs.work import WorkCurve, work_of
 from ddltool.analyzers.step.tracing.numerics import Numerics
 from ddltool.artifacts import ending, read_text, save
 from ddltool.commands.options import DEVICES, OPTIMIZER, Precision, within

@@ -12,15 +12,10 @@ from ddltool.analyzers.step.communication.fabrics import fabric_of
 from ddltool.analyzers.step.costs.model import cost_model, demand_float8
 from ddltool.analyzers.step.costs.numerics import least_that_fit, smaller_numerics
 from ddltool.analyzers.step.costs.parallel import parallel_curve
-from ddltool.analyzers.step.costs.predict import (
-    ParallelDegrees,
-    Setting,
-    memory_limit_batch,
-    predict_on,
-    predicted_profile,
-    work_of,
-)
+from ddltool.analyzers.step.costs.predict import memory_limit_batch, predict_on, predicted_profile
 from ddltool.analyzers.step.costs.recorded import predict_recorded
+from ddltool.analyzers.step.costs.setting import ParallelDegrees, Setting
+from ddltool.analyzers.step.costs.work import work_of
 from ddltool.analyzers.step.recording.command import LIMIT_S, assumed, is_command, record, words_of
 from ddltool.analyzers.step.tracing.batches import Fed, samples_in
 from ddltool.analyzers.step.tracing.numerics import Numerics

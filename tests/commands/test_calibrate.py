@@ -17,7 +17,7 @@ from ddltool.analyzers.job.goodput.imported_rows import measured_rows
 from ddltool.analyzers.step.communication.fabrics import bus_bandwidth
 from ddltool.analyzers.step.costs.fitting import MeasuredStep, Updated, fit_device, merged
 from ddltool.analyzers.step.costs.model import CostModel, cost_model
-from ddltool.analyzers.step.costs.predict import WorkCurve, work_of
+from ddltool.analyzers.step.costs.work import WorkCurve, work_of
 from ddltool.analyzers.step.tracing.numerics import Numerics
 from ddltool.device import Device
 from ddltool.errors import InputError

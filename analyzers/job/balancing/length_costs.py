@@ -13,7 +13,9 @@ from scipy.optimize import nnls
 from ddltool.analyzers.job.balancing.lengths import SampleCost
 from ddltool.analyzers.step.communication.fabrics import fabric_of
 from ddltool.analyzers.step.costs.model import CostModel, cost_model
-from ddltool.analyzers.step.costs.predict import Placement, Setting, WorkCurve, predict, work_of
+from ddltool.analyzers.step.costs.predict import predict
+from ddltool.analyzers.step.costs.setting import Placement, Setting
+from ddltool.analyzers.step.costs.work import WorkCurve, work_of
 from ddltool.analyzers.step.tracing.numerics import Numerics
 from ddltool.analyzers.step.tracing.sources import Source
 from ddltool.arrays import Floats

@@ -219,7 +219,7 @@ class Candidates:
         the result counts are of devices again; in its plan they stay those of groups, whose size ``group`` tells. The goal's
         limits are demanded of the whole devices.
         """
-        from ddltool.analyzers.step.costs.predict import ParallelDegrees  # it loads torch
+        from ddltool.analyzers.step.costs.setting import ParallelDegrees  # it loads torch
 
         assert self.model.layouts is not None  # the caller checked it
         degrees = ParallelDegrees(tensor=tensor, pipeline=pipeline, sequence=tensor > 1)

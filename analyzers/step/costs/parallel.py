@@ -34,17 +34,10 @@ from ddltool.analyzers.step.costs.memory import (
 )
 from ddltool.analyzers.step.costs.model import CostModel, Exchanges, estimate
 from ddltool.analyzers.step.costs.optimizers import state_share
-from ddltool.analyzers.step.costs.predict import (
-    ParallelDegrees,
-    Placement,
-    Setting,
-    StepSeconds,
-    WorkCurve,
-    gathered_matrices_s,
-    own_update_s,
-)
 from ddltool.analyzers.step.costs.saving import ON_HOST, SavedOps, Saving
+from ddltool.analyzers.step.costs.setting import ParallelDegrees, Placement, Setting
 from ddltool.analyzers.step.costs.tensor_parallel import Rank, rank_of
+from ddltool.analyzers.step.costs.work import StepSeconds, WorkCurve, gathered_matrices_s, own_update_s
 from ddltool.analyzers.step.recording.torch_costs import tensors_of, value_of
 from ddltool.analyzers.step.tracing.torch_adapter import TracedStep
 from ddltool.device import Network

@@ -23,7 +23,9 @@ from ddltool.analyzers.job.planning.options import Goal, PlanOptions
 from ddltool.analyzers.step.communication.nccl import Fabric
 from ddltool.analyzers.step.costs.model import cost_model
 from ddltool.analyzers.step.costs.parallel import parallel_curve
-from ddltool.analyzers.step.costs.predict import ParallelDegrees, Placement, Setting, WorkCurve, measure_work, predict
+from ddltool.analyzers.step.costs.predict import predict
+from ddltool.analyzers.step.costs.setting import ParallelDegrees, Placement, Setting
+from ddltool.analyzers.step.costs.work import WorkCurve, measure_work
 from ddltool.analyzers.step.tracing.step import TrainingStep
 from ddltool.decision import LEAST_GAIN, Layout, NothingFits
 from ddltool.errors import InputError

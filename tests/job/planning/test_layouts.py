@@ -19,7 +19,9 @@ from ddltool.analyzers.job.planning.options import Goal
 from ddltool.analyzers.step.communication.nccl import Fabric
 from ddltool.analyzers.step.costs.memory import Sharding
 from ddltool.analyzers.step.costs.model import cost_model
-from ddltool.analyzers.step.costs.predict import Placement, Setting, WorkCurve, measure_work, predict
+from ddltool.analyzers.step.costs.predict import predict
+from ddltool.analyzers.step.costs.setting import Placement, Setting
+from ddltool.analyzers.step.costs.work import WorkCurve, measure_work
 from ddltool.analyzers.step.tracing.step import TrainingStep
 from ddltool.decision import NothingFits
 from ddltool.errors import Infeasible

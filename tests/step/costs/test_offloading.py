@@ -11,7 +11,9 @@ from ddltool.analyzers.step.communication.nccl import Fabric
 from ddltool.analyzers.step.costs.memory import Recomputation, Sharding
 from ddltool.analyzers.step.costs.model import cost_model
 from ddltool.analyzers.step.costs.offloading import HOST_BYTES_PER_S, HostCopies, host_link_bytes_per_s, host_update_s
-from ddltool.analyzers.step.costs.predict import Placement, Setting, WorkCurve, measure_work, predict
+from ddltool.analyzers.step.costs.predict import predict
+from ddltool.analyzers.step.costs.setting import Placement, Setting
+from ddltool.analyzers.step.costs.work import WorkCurve, measure_work
 from ddltool.errors import InputError
 from ddltool.links import parse_link
 from ddltool.shipped import calibration, devices

@@ -26,8 +26,10 @@ from ddltool.analyzers.step.costs.parallel import (
     play,
     replica_group,
 )
-from ddltool.analyzers.step.costs.predict import ParallelDegrees, Placement, Setting, WorkCurve, measure_work, predict
+from ddltool.analyzers.step.costs.predict import predict
+from ddltool.analyzers.step.costs.setting import ParallelDegrees, Placement, Setting
 from ddltool.analyzers.step.costs.tensor_parallel import Rank, _Divider, rank_of
+from ddltool.analyzers.step.costs.work import WorkCurve, measure_work
 from ddltool.analyzers.step.tracing.factories import imported
 from ddltool.analyzers.step.tracing.numerics import Numerics
 from ddltool.analyzers.step.tracing.step import TrainingStep, default_loss

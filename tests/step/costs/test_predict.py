@@ -32,22 +32,22 @@ from ddltool.analyzers.step.costs.kernels import INPUT_GRADIENT, WEIGHT_GRADIENT
 from ddltool.analyzers.step.costs.memory import Kind, Sharding
 from ddltool.analyzers.step.costs.model import CostModel, PredictedStep, cost_model, estimate, time_step
 from ddltool.analyzers.step.costs.predict import (
-    ParallelDegrees,
-    Placement,
-    Setting,
-    WorkCurve,
     _fitting_sizes,
-    gathered_matrices_s,
-    measure_work,
     memory_limit_batch,
     memory_range,
-    own_sum_s,
-    own_update_s,
     predict,
     remedy,
-    timed_step,
     timeline,
     usable_bytes,
+)
+from ddltool.analyzers.step.costs.setting import ParallelDegrees, Placement, Setting
+from ddltool.analyzers.step.costs.work import (
+    WorkCurve,
+    gathered_matrices_s,
+    measure_work,
+    own_sum_s,
+    own_update_s,
+    timed_step,
 )
 from ddltool.analyzers.step.recording.op_rules import CLASS
 from ddltool.analyzers.step.tracing.factories import step_from

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ddltool as dt
 from ddltool.analyzers.step.costs.optimizers import OPTIMIZERS, update_of
-from ddltool.analyzers.step.costs.predict import work_of
+from ddltool.analyzers.step.costs.work import work_of
 from ddltool.analyzers.step.recording.window import RecordedBlock, record
 from ddltool.analyzers.step.tracing.numerics import Numerics
 from ddltool.commands.options import OPTIMIZER

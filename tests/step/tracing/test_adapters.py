@@ -9,7 +9,7 @@ from torch import nn
 import ddltool as dt
 from ddltool.analyzers.step.costs.memory import Sharding
 from ddltool.analyzers.step.costs.optimizers import update_of
-from ddltool.analyzers.step.costs.predict import work_of
+from ddltool.analyzers.step.costs.work import work_of
 from ddltool.analyzers.step.tracing.adapters import LoraLinear, with_lora
 from ddltool.analyzers.step.tracing.numerics import Numerics
 from ddltool.analyzers.step.tracing.sources import resolve_step
