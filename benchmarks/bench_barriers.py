@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ddltool.analyzers.job.barriers.ends import EndTimes
 from ddltool.analyzers.job.barriers.predict import predict_ends
 from ddltool.analyzers.job.barriers.tradeoff import best_barrier
 from ddltool.analyzers.job.barriers.zipline import full_gridscan, gridscan, zipline
+from ddltool.arrays import Floats
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import published_barriers as published
@@ -45,7 +45,7 @@ COMPLEXITY: dict[str, Callable[[int, int], float]] = {
 }
 
 
-def synthetic_ends(workers: int, iterations: int, seed: int = 0) -> NDArray[np.float64]:
+def synthetic_ends(workers: int, iterations: int, seed: int = 0) -> Floats:
     """Return (workers, iterations) ends in seconds: mean lengths from 0.5 to 2 s per worker, 5 % spread within one."""
     chance = np.random.default_rng(seed)
     mean = chance.uniform(0.5, 2.0, (workers, 1))

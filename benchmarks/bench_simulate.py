@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ddltool.analyzers.cluster.cluster import ClusterSpec
 from ddltool.analyzers.cluster.inputs import read_applications, read_workload
@@ -31,6 +30,7 @@ from ddltool.analyzers.cluster.policies.pollux import Pollux
 from ddltool.analyzers.cluster.search import JobCosts, search
 from ddltool.analyzers.cluster.simulator import Options, simulate
 from ddltool.analyzers.cluster.truth import smallest_rotation
+from ddltool.arrays import Floats, Ints
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = Path(os.environ.get("DDLTOOL_DATA", ROOT / ".." / "shared" / "data")) / "pollux-osdi21"
@@ -89,9 +89,6 @@ class Recorder(Pollux):
         choices = [self.choice(job, len(jobs), cluster, now_s) for job in jobs]
         self.asked.append(([job.index for job in jobs], choices))
         return made
-
-
-Ints = NDArray[np.int64]
 
 
 class Genetic:
@@ -156,7 +153,7 @@ class Genetic:
         states = np.take_along_axis(np.diff(shuffled, axis=2, prepend=0), np.argsort(order, axis=2), axis=2)
         return np.diff(np.minimum(np.cumsum(states, axis=1), size), axis=1, prepend=0)
 
-    def evaluate(self, states: Ints, base: Ints, choices: list[JobCosts]) -> NDArray[np.float64]:
+    def evaluate(self, states: Ints, base: Ints, choices: list[JobCosts]) -> Floats:
         """Return the total cost of each state."""
         counts, nodes = states.sum(axis=2), np.count_nonzero(states, axis=2)
         same = np.all(states == base, axis=2)

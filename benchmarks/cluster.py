@@ -16,11 +16,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ddltool.analyzers.step.transfers.efficiency import MakespanBounds, bounds
 from ddltool.analyzers.step.transfers.order import Schedule
 from ddltool.analyzers.step.transfers.timeline import Ready, Simulator
+from ddltool.arrays import Floats
 from ddltool.graph import COMPUTE, RECV, Graph
 
 Pair = tuple[int, int]
@@ -55,22 +55,22 @@ class ClusterRun:
     cluster: Cluster
     bounds: MakespanBounds
     """U, L and S of one worker's graph at the nominal, unshared rate."""
-    finish_s: NDArray[np.float64]
+    finish_s: Floats
     """(I, W) when each worker was done, seconds from the iteration's start."""
-    efficiency: NDArray[np.float64]
+    efficiency: Floats
     """(I, W) E of every worker with U and L of the iteration as it ran (measured times); NaN where U = L."""
 
     @property
-    def iteration_s(self) -> NDArray[np.float64]:
+    def iteration_s(self) -> Floats:
         """Length of every iteration (I,), seconds: the last worker's end."""
-        ends: NDArray[np.float64] = self.finish_s.max(axis=1)
+        ends: Floats = self.finish_s.max(axis=1)
         return ends
 
     @property
-    def straggler(self) -> NDArray[np.float64]:
+    def straggler(self) -> Floats:
         """Longest wait of any worker as a share of the iteration (I,), 0 to 1 (TicTac, section 6.3)."""
         last = self.iteration_s
-        share: NDArray[np.float64] = (last - self.finish_s.min(axis=1)) / np.where(last > 0, last, 1.0)
+        share: Floats = (last - self.finish_s.min(axis=1)) / np.where(last > 0, last, 1.0)
         return share
 
     @property
@@ -100,7 +100,7 @@ def simulate_cluster(
     return ClusterRun(cluster=cluster, bounds=bounds(graph), finish_s=finish_s, efficiency=efficiency)
 
 
-def measured_efficiency(graph: Graph, start_s: NDArray[np.float64], end_s: NDArray[np.float64]) -> NDArray[np.float64]:
+def measured_efficiency(graph: Graph, start_s: Floats, end_s: Floats) -> Floats:
     """Return E of every worker (W,) with U and L from the times (W, n) that its ops took; NaN if U = L.
 
     TicTac, section 3.2: "for a given iteration, we measure runtime of each op as well as the makespan". A transfer's
@@ -133,9 +133,7 @@ class ClusterSimulator(Simulator):
         self._is_recv = (kinds == RECV).tolist()
         self._base = np.array(self.times, dtype=np.float64)
 
-    def iteration(
-        self, priority: Mapping[str, int] | None, seed: int
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    def iteration(self, priority: Mapping[str, int] | None, seed: int) -> tuple[Floats, Floats]:
         """Return when each worker began and ended each op, two of shape (W, n), seconds, in the graph's op order."""
         workers = [_Worker(self, number, priority, seed) for number in range(self.cluster.workers)]
         self._play(workers)

@@ -114,7 +114,7 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "levels, earliest_levels = [ 1] * len(graph), [_NEVER] * len(graph)": "levels are compared with each other only",
     },
     "analyzers/step/costs/kernel_times.py": {
-        "is_bound: NDArray[np.bool_] = (demand.arithmetic_of >= -1) & np.array(is_of_library)[demand.arithmetic_of]": (
+        "is_bound: Flags = (demand.arithmetic_of >= -1) & np.array(is_of_library)[demand.arithmetic_of]": (
             "the last of ARITHMETIC is torch's own"
         ),
         "is_unfed = demand.on_tensor & (demand.fed_s <= 0.0)": "no time is below 0",

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from ddltool.analyzers.answers.reporting.figures import Figure, Line, Lines
 from ddltool.analyzers.job.balancing import minmax
@@ -29,10 +29,10 @@ from ddltool.analyzers.job.balancing.minmax import Curves, DeviceCurves
 from ddltool.analyzers.job.balancing.replay import Clock
 from ddltool.analyzers.job.balancing.sizing import equal
 from ddltool.analyzers.step.measured.worker_tables import SpeedTrace
+from ddltool.arrays import Floats, Ints
 from ddltool.errors import InputError
 
-Floats = NDArray[np.float64]
-Counts = NDArray[np.int64]
+Counts = Ints
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

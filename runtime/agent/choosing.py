@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from pydantic import Field
 
 from ddltool.analyzers.job.goodput.elastic_table import Split, find_split
@@ -31,6 +30,7 @@ from ddltool.analyzers.job.goodput.noise_scale import NoiseScaleEstimator
 from ddltool.analyzers.job.goodput.observations import Observations
 from ddltool.analyzers.job.goodput.throughput import ThroughputParams, goodput_per_s
 from ddltool.analyzers.job.goodput.tuning import BatchLimits, tune_one
+from ddltool.arrays import Floats
 from ddltool.artifacts import Record
 from ddltool.errors import Infeasible, InputError, one_line
 from ddltool.runtime.agent.noise_sampling import NoiseSampler, affordable_interval
@@ -378,7 +378,7 @@ class Chooser:
                 self.changes.append((first_step, total, passes))
         self._last_look = (step, time.perf_counter())
 
-    def _choose(self, rows: NDArray[np.float64]) -> NDArray[np.float64]:
+    def _choose(self, rows: Floats) -> Floats:
         """Return the setting for all ranks, as an array of :class:`_Setting`'s fields; the consensus calls this on rank 0.
 
         ``rows``: (n, 1), each rank's first step that it has not handed out yet; at the largest of them all ranks can

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
+from ddltool.arrays import Ints
 from ddltool.errors import InputError
 from ddltool.runtime.processes.checking import REFERENCE_RANKS
 from ddltool.runtime.processes.lengths import Lengths
@@ -56,7 +56,7 @@ class Sizes:
         """Samples of all ranks in a full step."""
         return sum(self.sizes)
 
-    def sizes_of(self, samples: int) -> NDArray[np.int64]:
+    def sizes_of(self, samples: int) -> Ints:
         """Return the samples of each rank and pass, (n, passes), in a step of ``samples``, in proportion to the sizes.
 
         In a step smaller than a full one, no rank gets more than in a full one.
@@ -331,7 +331,7 @@ class VariableBatchSampler(Sampler[list[int]]):
                 yield part or [int(order[position])]
             step, position = step + 1, position + samples
 
-    def _parts(self, indices: NDArray[np.int64], split: Shares) -> tuple[list[list[int]], bool]:
+    def _parts(self, indices: Ints, split: Shares) -> tuple[list[list[int]], bool]:
         """Return (this rank's passes of a step, as lists of dataset indices; whether the step is even).
 
         A step is even if all ranks and passes have equally many samples. ``indices``: (samples,) the step's samples in

@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ddltool.arrays import Ints
 from ddltool.errors import InputError
-
-Ints = NDArray[np.int64]
 
 
 class Lengths:

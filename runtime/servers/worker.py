@@ -21,9 +21,9 @@ from typing import Any, Literal, Self
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from ddltool.arrays import Ints
 from ddltool.artifacts import check_writable, write_bytes
 from ddltool.errors import DdlToolError, InputError
 from ddltool.runtime.processes.stopping import StopSignals, Terminated, refuse_in_one_line
@@ -475,7 +475,7 @@ class Worker:
         return ""
 
 
-def shard(samples: int, members: Sequence[int], worker: int, *, epoch: int, seed: int) -> NDArray[np.int64]:
+def shard(samples: int, members: Sequence[int], worker: int, *, epoch: int, seed: int) -> Ints:
     """Return the indices of ``worker``'s samples in ``epoch``, (m,) int64 below ``samples``, shuffled.
 
     The shards of all ``members`` are disjoint, hold every sample once, and differ in length by at most one. They depend

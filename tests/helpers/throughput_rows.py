@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ddltool.analyzers.job.goodput.observations import Observations
 from ddltool.analyzers.job.goodput.throughput import ThroughputParams, grad_time_s, iteration_time_s
+from ddltool.arrays import Floats
 
 
 def observed(
     truth: ThroughputParams,
-    places: Sequence[tuple[int, int, int]] | NDArray[np.float64],
+    places: Sequence[tuple[int, int, int]] | Floats,
     error: float = 0.0,
     seed: int = 0,
     *,

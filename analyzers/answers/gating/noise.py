@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ddltool.arrays import Floats
 from ddltool.results import NoiseFigures
 
 FEWEST_REPEATS = 3
@@ -114,7 +114,7 @@ def _repeat_counts(cells: Sequence[Cell]) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=64)
-def _simulate_null(current: tuple[int, ...], baseline: tuple[int, ...], seed: int) -> tuple[NDArray[np.float64], ...]:
+def _simulate_null(current: tuple[int, ...], baseline: tuple[int, ...], seed: int) -> tuple[Floats, ...]:
     """Return sorted draws of T for a true figure on the limit: an array (DRAWS,) for each assumed ratio of the spreads.
 
     ``current`` and ``baseline``: repeats per cell. Without a baseline there is one array, else three: for equal spreads,
@@ -122,7 +122,7 @@ def _simulate_null(current: tuple[int, ...], baseline: tuple[int, ...], seed: in
     """
     random = np.random.default_rng(seed)
 
-    def draw(sizes: tuple[int, ...]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    def draw(sizes: tuple[int, ...]) -> tuple[Floats, Floats]:
         """Draw normal repeats of one side: return the sums over its cells of medians, and of squared spreads / repeats.
 
         ``sizes``: repeats per cell. Both sums are (DRAWS,).

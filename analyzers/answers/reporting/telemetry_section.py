@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
 
 from ddltool.analyzers.answers.reporting.figures import Bars, Lanes, Line, Lines, Span, merged, stacked
 from ddltool.analyzers.answers.reporting.result_sections import verified_table
@@ -26,7 +25,7 @@ from ddltool.analyzers.answers.reporting.section import (
 )
 from ddltool.analyzers.job.diagnosing.verification import verify
 from ddltool.analyzers.step.measured.feedback import read_run
-from ddltool.arrays import Floats
+from ddltool.arrays import Floats, Ints
 from ddltool.errors import InputError, few, shortened
 from ddltool.plans import Plan
 from ddltool.results import RankSplit, StragglersResult
@@ -38,9 +37,7 @@ _RANKS_DRAWN, _BATCH_LINES = 24, 6
 _PHASES = ("compute_s", "wait_s", "sync_s")
 
 
-def binned(
-    label: str, steps: NDArray[np.int64], values: Floats, points: int = POINTS, *, band: bool = False
-) -> tuple[Line, int]:
+def binned(label: str, steps: Ints, values: Floats, points: int = POINTS, *, band: bool = False) -> tuple[Line, int]:
     """Return (line of medians over bins of equally many steps, number of steps of a bin).
 
     ``steps``, ``values``: (n,), in any order. ``points``: the most bins; a screen cannot show more. ``band``: whether the

@@ -27,10 +27,10 @@ from functools import cache
 from typing import NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from ddltool.analyzers.job.goodput.throughput import StepTime
-from ddltool.arrays import Floats
+from ddltool.arrays import Flags, Floats
 from ddltool.arrays import Ints as Counts
 from ddltool.errors import InputError
 from ddltool.search import search_counts
@@ -454,7 +454,7 @@ def _earliest_state(
     return _EarliestState(at_s=end_s, sizes=sizes_at_end, before=sizes_before)
 
 
-def _last_end_s(curves: Curves, mask: NDArray[np.bool_], sizes: Counts) -> float:
+def _last_end_s(curves: Curves, mask: Flags, sizes: Counts) -> float:
     """Return the seconds until the last worker in ``mask`` (n,) ends its ``sizes`` (n,) samples; -1 for an empty mask."""
     with np.errstate(over="ignore"):  # the caller checks for infinity
         seconds = curves.seconds(np.maximum(sizes, 1))

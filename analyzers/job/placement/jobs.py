@@ -21,7 +21,6 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ddltool.analyzers.job.placement.est import solve_est
 from ddltool.analyzers.job.placement.problem import DeviceType, Problem
@@ -34,7 +33,7 @@ from ddltool.analyzers.job.placement.steps import (
     step_table,
     step_time_of,
 )
-from ddltool.arrays import Floats, Ints
+from ddltool.arrays import Flags, Floats, Ints
 from ddltool.errors import Infeasible, InputError, NotProven
 from ddltool.graph import natural_key
 from ddltool.job import LARGEST
@@ -505,7 +504,7 @@ class _Lines:
             pick: Floats | Ints | float,
             share: csr_matrix,
             counts: Floats | Ints,
-            kept: NDArray[np.bool_] | slice,
+            kept: Flags | slice,
         ) -> csr_matrix:
             """Return rows of A, one for each line l that ``kept`` (L,) chooses:
 

@@ -20,12 +20,11 @@ from functools import cached_property
 from typing import Literal, Protocol, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ddltool.arrays import Floats
 from ddltool.links import Kind, Link
 
-Array = NDArray[np.float64]
-Size = TypeVar("Size", float, Array)
+Size = TypeVar("Size", float, Floats)
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast"]
 Algorithm = Literal["ring", "tree", "nvls"]
 
@@ -304,12 +303,12 @@ class Group:
             default=None,
         )
 
-    def _model_s(self, collective: Collective, size: Array) -> Array:
+    def _model_s(self, collective: Collective, size: Floats) -> Floats:
         """Return the modelled seconds of a collective over ``size`` (...) bytes: those of its fastest variant."""
-        fastest_us: Array = self._variant_times_us(self._variants[collective], size).min(axis=0)
+        fastest_us: Floats = self._variant_times_us(self._variants[collective], size).min(axis=0)
         return fastest_us * 1e-6
 
-    def _variant_times_us(self, variants: Sequence[_Variant], size: Array) -> Array:
+    def _variant_times_us(self, variants: Sequence[_Variant], size: Floats) -> Floats:
         """Return (variants, ...) the microseconds of messages of ``size`` (...) bytes by each variant.
 
         They are latency plus bytes over rate, and for trees the time until the first chunk has passed their chains.
@@ -320,7 +319,7 @@ class Group:
         chunk = np.minimum(size / (channels * _LEAST_CHUNKS), _CHUNK_BYTES)
         times_us = np.empty((len(variants), *size.shape))
         for index, variant in enumerate(variants):
-            rate: float | Array = variant.bytes_per_us
+            rate: float | Floats = variant.bytes_per_us
             if variant.corrected:
                 rate = rate * np.interp(octave, np.arange(_CORRECTION.shape[1]), _CORRECTION[variant.protocol])
             times_us[index] = (
@@ -575,9 +574,9 @@ class Floor:
     concave in the size, so that several messages take no less than a single one of all their bytes.
     """
 
-    start_us: Array
-    us_per_byte: Array
-    fill_us_per_byte: Array
+    start_us: Floats
+    us_per_byte: Floats
+    fill_us_per_byte: Floats
     """Microseconds per byte of the message, up to ``most_filled_bytes``."""
     most_filled_bytes: float
     """The most bytes of a message that count for filling a tree's chains."""

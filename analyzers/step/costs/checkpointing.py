@@ -23,8 +23,9 @@ from itertools import chain, combinations
 import numpy as np
 from ortools.sat.python import cp_model
 
-from ddltool.analyzers.step.costs.memory import Array, Places, Recomputation, Sharding, TensorLifetimes
+from ddltool.analyzers.step.costs.memory import Recomputation, Sharding, TensorLifetimes
 from ddltool.analyzers.step.costs.saving import Copies, Saving
+from ddltool.arrays import Floats, Ints
 from ddltool.errors import Infeasible
 from ddltool.solver import run, solver_for
 from ddltool.units import show_bytes
@@ -65,7 +66,7 @@ class CheckpointingChoice:
 
 def cheapest(
     lifetimes: TensorLifetimes,
-    seconds: Array,
+    seconds: Floats,
     sharding: Sharding,
     optimizer: str,
     budget_bytes: float,
@@ -158,7 +159,7 @@ def _cheapest_within(
     )
 
 
-def options(lifetimes: TensorLifetimes, seconds: Array, size: Array) -> list[list[tuple[int, ...]]]:
+def options(lifetimes: TensorLifetimes, seconds: Floats, size: Floats) -> list[list[tuple[int, ...]]]:
     """Return for every block at most ``_OPTIONS`` Pareto-optimal sets of products to save, by ascending bytes.
 
     A set is a tuple of the products' numbers in their block. ``seconds`` (nodes,) of the program's places, ``size``
@@ -190,7 +191,7 @@ def options(lifetimes: TensorLifetimes, seconds: Array, size: Array) -> list[lis
 
 
 def _cost_of_saved(
-    lifetimes: TensorLifetimes, seconds: Array, size: Array, index: int, saved: tuple[int, ...]
+    lifetimes: TensorLifetimes, seconds: Floats, size: Floats, index: int, saved: tuple[int, ...]
 ) -> tuple[float, float]:
     """Return (bytes of the saved products of the block with that index, seconds in which the rest of it is recomputed).
 
@@ -223,11 +224,11 @@ class _Problem:
     """By block and option, the seconds of the copy to the host."""
     plain: Copies
     """When each block's passes end and begin with nothing computed again."""
-    base: Array
+    base: Floats
     """(places,) bytes without any checkpointing."""
-    added: list[Array]
+    added: list[Floats]
     """By block (options, places): the bytes that each option adds to ``base``, mostly below zero."""
-    shared: list[tuple[frozenset[int], Array]]
+    shared: list[tuple[frozenset[int], Floats]]
     """Sets of blocks with common inputs, and the bytes (places,) that these add if any of the blocks is checkpointed."""
 
     @property
@@ -244,10 +245,10 @@ class _Problem:
     def of(
         cls,
         lifetimes: TensorLifetimes,
-        seconds: Array,
+        seconds: Floats,
         sharding: Sharding,
         optimizer: str,
-        size: Array,
+        size: Floats,
         window: int,
         host_bytes_per_s: float,
     ) -> _Problem:
@@ -437,7 +438,7 @@ class _Problem:
             waits.append(late[order[-1]])
         return waits
 
-    def curve(self, choice: Sequence[int]) -> Array:
+    def curve(self, choice: Sequence[int]) -> Floats:
         """Return (places,) the bytes that a choice holds at every place; ``choice``: by block, as for the class."""
         curve = self.base.copy()
         for index, pick in enumerate(choice):
@@ -474,7 +475,7 @@ def _saving(options_by_block: Mapping[str, _Option], window: int) -> Saving:
     )
 
 
-def _split_inputs_by_readers(lifetimes: TensorLifetimes) -> tuple[Places, Places]:
+def _split_inputs_by_readers(lifetimes: TensorLifetimes) -> tuple[Ints, Ints]:
     """Return the rows of ``lifetimes.read`` whose storage one block reads, and the rows whose storage several blocks read.
 
     A row is (storage, block, last place of the block that reads it). What one block reads depends on that block's choice
@@ -486,8 +487,8 @@ def _split_inputs_by_readers(lifetimes: TensorLifetimes) -> tuple[Places, Places
 
 
 def _sum_shared_inputs(
-    lifetimes: TensorLifetimes, empty: Recomputation, reads: Places, size: Array
-) -> list[tuple[frozenset[int], Array]]:
+    lifetimes: TensorLifetimes, empty: Recomputation, reads: Ints, size: Floats
+) -> list[tuple[frozenset[int], Floats]]:
     """Return by set of blocks the bytes (places,) of the inputs that they share, held for their recomputations alone.
 
     An input that several blocks read is held beyond its last use without checkpointing, until the recomputation of each of
@@ -495,7 +496,7 @@ def _sum_shared_inputs(
     readers are the set. ``reads``: rows of ``lifetimes.read``. ``empty``: the program with slots for all recomputations.
     """
     freed_at = empty.moved(lifetimes.free) + 1  # (s,) first place after the last use, without checkpointing
-    added: dict[frozenset[int], Array] = {}
+    added: dict[frozenset[int], Floats] = {}
     for storage in np.unique(reads[:, 0]).tolist():
         needed_until = {}  # by reader, the first place after its recomputation has read the storage
         for index, last_read in reads[reads[:, 0] == storage, 1:].tolist():

@@ -22,6 +22,7 @@ from scipy.sparse.csgraph import breadth_first_order, connected_components, maxi
 
 from ddltool.analyzers.step.costs.memory import ACTIVATION, TensorLifetimes
 from ddltool.analyzers.step.recording.op_rules import CLASS, CLASSES, class_of, names_in, normal_type
+from ddltool.arrays import Flags, Floats, Ints
 from ddltool.graph import COMPUTE, SEND, Graph, Layout, Recorded
 
 # Classes of ops, and ops, that inductor fuses with their neighbours.
@@ -58,9 +59,9 @@ class Fusion:
 
     leader: NDArray[np.intp]
     """(n,) the last op of the fused kernel that an op is part of; -1: the op is part of none."""
-    traffic: NDArray[np.float64]
+    traffic: Floats
     """(n,) bytes that a fused kernel reads and writes, at its leader; 0 elsewhere."""
-    written: NDArray[np.bool_]
+    written: Flags
     """(n,) whether an op's output is written to memory."""
     last: NDArray[np.intp]
     """(n,) the last op that reads an op's output from memory; the op itself if none does."""
@@ -147,12 +148,12 @@ def compiled_storages(graph: Graph, recorded: Recorded) -> Recorded:
 
 def _lives_when_compiled(
     fusion: Fusion,
-    places: NDArray[np.int64],
-    alloc: NDArray[np.int64],
-    free: NDArray[np.int64],
-    size: NDArray[np.float64],
-    is_activation: NDArray[np.bool_],
-) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    places: Ints,
+    alloc: Ints,
+    free: Ints,
+    size: Floats,
+    is_activation: Flags,
+) -> tuple[Ints, Flags]:
     """Return (s,) the place of each storage's last use once compiled, and (s,) whether it is written to memory at all.
 
     The largest of an op's storages is taken for its output. Its other storages, such as the statistics of a normalisation or
@@ -286,7 +287,7 @@ class _Fuser:
 
     def _reads_between_kernels(
         self, reads_of: dict[int, dict[int, float]], leader: NDArray[np.intp]
-    ) -> tuple[NDArray[np.bool_], NDArray[np.intp], NDArray[np.float64]]:
+    ) -> tuple[Flags, NDArray[np.intp], Floats]:
         """Return (n,) whether another kernel reads an op's output, its last such reader (else the op), and bytes by leader.
 
         The bytes are what a fused kernel reads of others: of each output as much as its op that reads most of it.
@@ -305,7 +306,7 @@ class _Fuser:
                         kernel_reads[own_leader][source] = max(kernel_reads[own_leader].get(source, 0.0), size)
         return is_read, last, np.array([sum(reads.values()) for reads in kernel_reads], dtype=np.float64)
 
-    def _share_storages(self, written: NDArray[np.bool_], last: NDArray[np.intp]) -> None:
+    def _share_storages(self, written: Flags, last: NDArray[np.intp]) -> None:
         """Pass on what ``written`` and ``last`` (n,) say of ops that work in place to the ops whose outputs they overwrite."""
         for op in reversed(self.order):  # backwards, so that in a chain of in-place ops it reaches the first
             if self.graph.op_type[op].endswith("_"):  # it works in place: its output is its first input's storage
@@ -336,7 +337,7 @@ class _Fuser:
                 found[source] = max(found.get(source, 0.0), size)
         return found
 
-    def _stages(self, reads_of: dict[int, dict[int, float]]) -> NDArray[np.int64]:
+    def _stages(self, reads_of: dict[int, dict[int, float]]) -> Ints:
         """Return (n,) the stage of each op: how many kernels must run one after another before the op's own.
 
         Ops of one stage can be one kernel, because no other kernel has to run between them. A new stage begins for the readers
@@ -384,7 +385,7 @@ class _Fuser:
                 leader[kernel[op]] = max(leader[kernel[op]], op)
         return np.where(fusible, leader[kernel], -1)
 
-    def _cut(self) -> NDArray[np.bool_]:
+    def _cut(self) -> Flags:
         """Return (n,) whether an op of the forward pass has its output kept for the backward pass, at the least total price.
 
         The choice is a minimum cut of a network. Each op is an edge from its own node "in" to its own node "out", whose
@@ -476,12 +477,12 @@ class _Fuser:
         return bool(not self.is_fusible[op] or self.is_random[op] or is_reduction or is_written_again)
 
 
-def _flags(values: Iterable[bool]) -> NDArray[np.bool_]:
+def _flags(values: Iterable[bool]) -> Flags:
     """Return (n,) the values as an array, also of none."""
     return np.array(list(values), dtype=bool)
 
 
-def _reachable(edges: Sequence[tuple[int, int, float]], count: int, source: int, sink: int) -> NDArray[np.bool_]:
+def _reachable(edges: Sequence[tuple[int, int, float]], count: int, source: int, sink: int) -> Flags:
     """Return (count,) whether each node can be reached from ``source`` over unused capacity once the flow is maximal.
 
     The edges from a reached node to one that is not reached are the minimum cut. ``edges``: (from, to, capacity), where an

@@ -37,12 +37,12 @@ from ddltool.analyzers.step.costs.kernel_times import (
 from ddltool.analyzers.step.costs.kernels import kernels_of
 from ddltool.analyzers.step.costs.model import HOST_BOUND, LIBRARY_BOUND, VIEW, CostModel, cost_model
 from ddltool.analyzers.step.costs.optimizers import update_of
+from ddltool.arrays import Flags, Floats
 from ddltool.calibration import CalibrationTable, DeviceFit, Residuals
 from ddltool.device import Device
 from ddltool.errors import InputError
 from ddltool.graph import COMPUTE, SEND, Graph
 
-Array = NDArray[np.float64]
 # The constants that are single numbers, not a number for each class of kernels: the device's three, then the host's two.
 _SCALARS = ("start_s", "cache", "turn_s", "issue_s", "update_s")
 # The power of the norm that combines the host's and the device's time: about the longer one, and more where they are alike,
@@ -60,7 +60,7 @@ class Case:
 
     demand: Demand
     """Of ``k`` distinct kernels."""
-    count: Array
+    count: Floats
     """(k,) how often each runs."""
     ops: int
     """Ops that launch kernels; each takes the host ``issue_s``."""
@@ -116,7 +116,7 @@ def names(generations: Sequence[str], settings: Sequence[str] = ()) -> list[str]
     return [*shares, *_SCALARS, *factors, *(f"setting:{setting}" for setting in settings)]
 
 
-def _to_vector(belief: Belief, generations: Sequence[str], settings: Sequence[str]) -> Array:
+def _to_vector(belief: Belief, generations: Sequence[str], settings: Sequence[str]) -> Floats:
     """Return (constants,) the logarithms of a belief's constants, in the order of :func:`names`."""
     constants = belief.constants
     values = [constants.arithmetic[n] for n in ARITHMETIC] + [constants.traffic[n] for n in TRAFFIC]
@@ -124,11 +124,11 @@ def _to_vector(belief: Belief, generations: Sequence[str], settings: Sequence[st
     values += [getattr(constants, n) for n in _SCALARS]
     values += [belief.generations.get(g, {}).get(unit, 1.0) for g in generations for unit in UNITS]
     values += [belief.settings.get(setting, _ADDED_S) for setting in settings]
-    logarithms: Array = np.log(np.array(values))
+    logarithms: Floats = np.log(np.array(values))
     return logarithms
 
 
-def _from_vector(logs: Array, generations: Sequence[str], settings: Sequence[str], belief: Belief) -> Belief:
+def _from_vector(logs: Floats, generations: Sequence[str], settings: Sequence[str], belief: Belief) -> Belief:
     """Return ``belief`` with the constants whose logarithms are ``logs``, as :func:`_to_vector` orders them.
 
     Generations and settings that are not named, and all spreads, stay as they are.
@@ -178,24 +178,24 @@ class _Stack:
         self.tensors = np.array([case.tensors for case in cases], dtype=np.float64)
         """(cases,) parameter tensors that are updated."""
 
-    def steps_s(self, belief: Belief) -> Array:
+    def steps_s(self, belief: Belief) -> Floats:
         """Return (cases,) the predicted seconds of each step: its pass, its update per tensor, and what its setting adds."""
         device_s, host_s = self.device_s(belief), self.host_s(belief)
-        predicted_s: Array = (
+        predicted_s: Floats = (
             _combine_host_and_device(device_s, host_s) + self._tensors_s(belief) + self._added_s(belief)
         )
         return predicted_s
 
-    def device_s(self, belief: Belief) -> Array:
+    def device_s(self, belief: Belief) -> Floats:
         """Return (cases,) seconds of all kernels, one after another."""
         return self._per_case(self._kernels_s(self._constants(belief)))
 
-    def host_s(self, belief: Belief) -> Array:
+    def host_s(self, belief: Belief) -> Floats:
         """Return (cases,) seconds in which the host issues all ops."""
-        issued_s: Array = belief.constants.issue_s * self.issued
+        issued_s: Floats = belief.constants.issue_s * self.issued
         return issued_s
 
-    def slopes(self, belief: Belief) -> Array:
+    def slopes(self, belief: Belief) -> Floats:
         """Return (cases, constants) the derivatives d log(seconds) / d log(constant), with constants as in :func:`names`.
 
         Each kernel uses at most one constant of a kind, so all of a kind are raised together: one difference gives the slope
@@ -273,54 +273,54 @@ class _Stack:
         units = {unit: factors[self.case] for unit, factors in case_factors.items()}
         return replace(belief.constants, units=units)  # type: ignore[arg-type]
 
-    def _kernels_s(self, constants: Constants) -> Array:
+    def _kernels_s(self, constants: Constants) -> Floats:
         """Return (kernels,) the seconds of all runs of each kernel."""
-        kernels_s: Array = self.count * seconds(self.demand, constants)
+        kernels_s: Floats = self.count * seconds(self.demand, constants)
         return kernels_s
 
-    def _per_case(self, values: Array) -> Array:
+    def _per_case(self, values: Floats) -> Floats:
         """Return (cases,) the sums of ``values`` (kernels,) over the kernels of each case."""
-        sums: Array = np.bincount(self.case, weights=values, minlength=len(self.issued)).astype(np.float64)
+        sums: Floats = np.bincount(self.case, weights=values, minlength=len(self.issued)).astype(np.float64)
         return sums
 
-    def _tensors_s(self, belief: Belief) -> Array:
+    def _tensors_s(self, belief: Belief) -> Floats:
         """Return (cases,) the seconds of the update per tensor."""
-        tensors_s: Array = belief.constants.update_s * self.tensors
+        tensors_s: Floats = belief.constants.update_s * self.tensors
         return tensors_s
 
-    def _added_s(self, belief: Belief) -> Array:
+    def _added_s(self, belief: Belief) -> Floats:
         """Return (cases,) the seconds that each case's setting adds."""
         # The index -1, of a case without a setting, finds the 0 at the end.
         setting_s = np.array([*(belief.settings.get(name, _ADDED_S) for name in self.settings), 0.0])
-        added_s: Array = setting_s[self.setting]
+        added_s: Floats = setting_s[self.setting]
         return added_s
 
 
-def _combine_host_and_device(device_s: Array, host_s: Array) -> Array:
+def _combine_host_and_device(device_s: Floats, host_s: Floats) -> Floats:
     """Return (cases,) the seconds of a pass: the longer of the two times, and somewhat more where they are alike."""
     longer_s, shorter_s = np.maximum(device_s, host_s), np.minimum(device_s, host_s)
-    pass_s: Array = longer_s * (1.0 + (shorter_s / longer_s) ** _MEETING) ** (1.0 / _MEETING)
+    pass_s: Floats = longer_s * (1.0 + (shorter_s / longer_s) ** _MEETING) ** (1.0 / _MEETING)
     return pass_s
 
 
-def steps_s(cases: Sequence[Case], belief: Belief) -> Array:
+def steps_s(cases: Sequence[Case], belief: Belief) -> Floats:
     """Return (cases,) the predicted seconds of every case."""
     return _Stack(cases).steps_s(belief)
 
 
-def host_bound(cases: Sequence[Case], belief: Belief) -> NDArray[np.bool_]:
+def host_bound(cases: Sequence[Case], belief: Belief) -> Flags:
     """Return (cases,) whether the host needs about as long as the device, or longer."""
     stack = _Stack(cases)
-    is_bound: NDArray[np.bool_] = stack.host_s(belief) > HOST_BOUND * stack.device_s(belief)
+    is_bound: Flags = stack.host_s(belief) > HOST_BOUND * stack.device_s(belief)
     return is_bound
 
 
-def library_bound(cases: Sequence[Case], belief: Belief) -> NDArray[np.bool_]:
+def library_bound(cases: Sequence[Case], belief: Belief) -> Flags:
     """Return (cases,) whether kernels that depend on a library's version take over ``LIBRARY_BOUND`` of the device's time."""
     stack = _Stack(cases)
     kernels_s = stack._kernels_s(stack._constants(belief))
     library_s = stack._per_case(kernels_s * by_library(stack.demand))
-    is_bound: NDArray[np.bool_] = library_s > LIBRARY_BOUND * stack._per_case(kernels_s)
+    is_bound: Flags = library_s > LIBRARY_BOUND * stack._per_case(kernels_s)
     return is_bound
 
 
@@ -348,26 +348,26 @@ def fit(cases: Sequence[Case], prior: Belief, *, first: Belief | None = None, ro
     weights = np.array([case.weight / case.error for case in cases])
     is_free = spread > 0
 
-    def belief_at(logs: Array) -> Belief:
+    def belief_at(logs: Floats) -> Belief:
         """Return the belief with these logarithms (free,) of the constants that are not fixed."""
         all_logs = prior_logs.copy()
         all_logs[is_free] = logs
         return _from_vector(all_logs, *groups, prior)
 
-    def errors(belief: Belief) -> Array:
+    def errors(belief: Belief) -> Floats:
         """Return (cases,) log(predicted / measured), in units of the error that is expected."""
-        weighted: Array = (np.log(stack.steps_s(belief)) - measured) * weights
+        weighted: Floats = (np.log(stack.steps_s(belief)) - measured) * weights
         return weighted
 
-    def residuals(logs: Array) -> Array:
+    def residuals(logs: Floats) -> Floats:
         """Return (cases + free,) the softened errors and the distances from the prior, whose squares are summed."""
         weighted_errors = errors(belief_at(logs))
         # Soft L1: half the square of this is sqrt(1 + error^2) - 1, which grows like the error itself where it is large.
         soft_errors = np.sign(weighted_errors) * np.sqrt(2.0 * (np.sqrt(1.0 + weighted_errors**2) - 1.0))
-        weighted: Array = np.concatenate([soft_errors, (logs - prior_logs[is_free]) / spread[is_free]])
+        weighted: Floats = np.concatenate([soft_errors, (logs - prior_logs[is_free]) / spread[is_free]])
         return weighted
 
-    def jacobian(logs: Array) -> Array:
+    def jacobian(logs: Floats) -> Floats:
         """Return (cases + free, free) the derivatives of the residuals by the logarithms."""
         belief = belief_at(logs)
         roots = np.sqrt(1.0 + errors(belief) ** 2)
@@ -415,9 +415,9 @@ class Updated:
     """A device with its own constants, and how well these predict the measured steps."""
 
     device: Device
-    before: Array
+    before: Floats
     """(steps,) predicted / measured of each model, batch size and optimizer before the fit."""
-    after: Array
+    after: Floats
     """(steps,) the same after the fit."""
 
 
@@ -572,7 +572,7 @@ def residuals_after(cases: Sequence[Case], models: Sequence[str], prior: Belief,
     )
 
 
-def _leave_out_errors(cases: Sequence[Case], models: Sequence[str], prior: Belief) -> Array:
+def _leave_out_errors(cases: Sequence[Case], models: Sequence[str], prior: Belief) -> Floats:
     """Return (cases,) log(predicted / measured) of each case under a fit to the other folds (cross-validation).
 
     Folds hold whole models; with one model only, single steps. A single case is predicted by the prior.
@@ -583,7 +583,7 @@ def _leave_out_errors(cases: Sequence[Case], models: Sequence[str], prior: Belie
     fold_of = {group: fold_index % _FOLDS for fold_index, group in enumerate(dict.fromkeys(groups))}
     fold = np.array([fold_of[group] for group in groups])
     measured = np.log([case.measured_s for case in cases])
-    errors: Array = np.log(steps_s(cases, prior)) - measured
+    errors: Floats = np.log(steps_s(cases, prior)) - measured
     for fold_index in set(fold_of.values()) if len(cases) > 1 else ():
         training_cases = [case for case, case_fold in zip(cases, fold, strict=True) if case_fold != fold_index]
         held_out_cases = [case for case, case_fold in zip(cases, fold, strict=True) if case_fold == fold_index]
@@ -598,7 +598,7 @@ def _deviation(residuals: Residuals) -> float:
     return math.log(residuals.high / residuals.low) / (2.0 * _TENTH)
 
 
-def _demand_plausible(model: CostModel, prior: Belief, found: Belief, after: Array, source: str) -> None:
+def _demand_plausible(model: CostModel, prior: Belief, found: Belief, after: Floats, source: str) -> None:
     """Raise InputError if half of the steps stay far off, or a unit's factor lies ``_FAR`` deviations from the prior's.
 
     The rows are then of another device, unit or precision. ``after`` (steps,): predicted / measured after the fit.

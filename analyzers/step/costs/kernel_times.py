@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 
 from ddltool.analyzers.step.costs.kernels import FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, Kernels
 from ddltool.analyzers.step.recording.op_rules import CLASS, CLASSES
+from ddltool.arrays import Flags, Floats
 from ddltool.calibration import UNITS as UNITS
 from ddltool.device import Device
 
-Array = NDArray[np.float64]
 # Rows and columns of the pieces that libraries cut a product into, and the rate of each beside the largest's.
 _TILES = ((256, 128, 1.0), (128, 128, 1.0), (128, 64, 0.9), (64, 64, 0.75), (64, 32, 0.5), (32, 32, 0.35))
 # Start and end of the largest tile take so many cycles, of a smaller one by its size; with fewer tiles than multiprocessors the
@@ -202,28 +202,28 @@ DATASHEET = Constants(
 class Demand:
     """The work of ``k`` kernels in seconds of one device at its datasheet rates, before the shares that kernels reach."""
 
-    arithmetic_s: Array
+    arithmetic_s: Floats
     """(k,) seconds at peak, with tiles and waves."""
     arithmetic_of: NDArray[np.intp]
     """(k,) index into ARITHMETIC; -1: the kernel is no matrix product, and bound by memory whatever the peak."""
-    on_tensor: NDArray[np.bool_]
+    on_tensor: Flags
     """(k,) whether the peak is that of matrix units."""
-    fed_s: Array
+    fed_s: Floats
     """(k,) seconds at one operation per cycle and multiprocessor; 0 for kernels that are no products, or unknown clocks."""
-    traffic_s: Array
+    traffic_s: Floats
     """(k,) seconds at full bandwidth."""
     traffic_of: NDArray[np.intp]
     """(k,) index into TRAFFIC."""
-    carried_s: Array
+    carried_s: Floats
     """(k,) seconds at one byte per cycle and multiprocessor; 0 where clocks are unknown, and where ``rows_s`` says more."""
-    cached: Array
+    cached: Floats
     """(k,) part of the traffic that the last cache could hold, 0 to 1."""
-    turns: Array
+    turns: Floats
     """(k,) steps that wait for each other, of recurrent layers; 0 for any other kernel."""
-    rows_s: Array
+    rows_s: Floats
     """(k,) seconds beside those of the bytes: of rows of layer norms, channels of batch norms in channels_first, elements of
     average pools, and taps of grouped convolutions."""
-    serial: NDArray[np.bool_]
+    serial: Flags
     """(k,) whether arithmetic and traffic add up instead of overlapping: grouped convolutions."""
 
     def then(self, other: Demand) -> Demand:
@@ -314,13 +314,13 @@ def demand_of(
 class _GroupedKernels:
     """Which of ``k`` kernels are grouped convolutions that today's cuDNN runs in other ways than the older one."""
 
-    is_dense: NDArray[np.bool_]
+    is_dense: Flags
     """(k,) those that run as dense ones."""
-    is_pass: NDArray[np.bool_]
+    is_pass: Flags
     """(k,) those that are bound by memory, or by the cycles below."""
-    tap_cycles: Array
+    tap_cycles: Floats
     """(k,) the cycles of all multiprocessors for the taps of those that have no kernel of their own; else 0."""
-    times: Array
+    times: Floats
     """(k,) how many times as long those take as their work says; 1 for all other kernels."""
 
     @classmethod
@@ -364,21 +364,21 @@ class _GroupedKernels:
         return replace(kernels, kind=np.where(self.is_dense, CLASS["convolution"], kernels.kind).astype(np.int8))
 
 
-def _group_channels(kernels: Kernels) -> Array:
+def _group_channels(kernels: Kernels) -> Floats:
     """Return (k,) the output channels of a group, if the kernel is a grouped convolution's (with a filter of several taps)."""
     gemm = kernels.gemm
     is_weights = kernels.direction == WEIGHT_GRADIENT
-    channels: Array = np.where(is_weights, gemm[:, 1], np.minimum(gemm[:, 2], gemm[:, 3]))
+    channels: Floats = np.where(is_weights, gemm[:, 1], np.minimum(gemm[:, 2], gemm[:, 3]))
     return channels
 
 
-def _traffic_s(kernels: Kernels, device: Device) -> Array:
+def _traffic_s(kernels: Kernels, device: Device) -> Floats:
     """Return (k,) the seconds of the kernels' bytes at the full bandwidth of the device's memory."""
-    found: Array = kernels.moved_bytes / (device.free_of_codes * device.memory_bytes_per_s)
+    found: Floats = kernels.moved_bytes / (device.free_of_codes * device.memory_bytes_per_s)
     return found
 
 
-def _beside_bytes(kernels: Kernels, device: Device, traffic_s: Array) -> tuple[Array, NDArray[np.bool_]]:
+def _beside_bytes(kernels: Kernels, device: Device, traffic_s: Floats) -> tuple[Floats, Flags]:
     """Return (k,) the seconds that norms and average pools take beside their bytes, and (k,) whether loads count as well.
 
     They are those of rows, of channels, or of elements and their parts. Loads are in the cycles of the latter two already.
@@ -401,7 +401,7 @@ def _beside_bytes(kernels: Kernels, device: Device, traffic_s: Array) -> tuple[A
     return rows_s, is_carried
 
 
-def _share_of_products(kernels: Kernels, device: Device, peak: Array, on_tensor: NDArray[np.bool_]) -> float:
+def _share_of_products(kernels: Kernels, device: Device, peak: Floats, on_tensor: Flags) -> float:
     """Return the share of a step's time, 0 to 1, in which products draw the power of matrix units; 1 for a product alone.
 
     Kernels that wait for memory draw less, and the power limit holds for the mean over far longer than a kernel. ``peak``
@@ -437,7 +437,7 @@ def sustained(device: Device, *, matrix: bool, share: float = 1.0) -> float:
     return min(_BEYOND_BOOST if is_halved else 1.0, clock)
 
 
-def seconds(demand: Demand, constants: Constants) -> Array:
+def seconds(demand: Demand, constants: Constants) -> Floats:
     """Return (k,) the seconds of every kernel: its start, and the longer of its arithmetic and its traffic.
 
     ``demand``: the seconds that kernels would take at the datasheet's rates; ``constants``: which shares of these they reach.
@@ -458,21 +458,21 @@ def seconds(demand: Demand, constants: Constants) -> Array:
     traffic_s = traffic_s + demand.carried_s / carried_per_cycle + demand.rows_s
     longer_s, shorter_s = np.maximum(arithmetic_s, traffic_s), np.minimum(arithmetic_s, traffic_s)
     ratio = np.divide(shorter_s, longer_s, out=np.zeros_like(longer_s), where=longer_s > 0)
-    busy_s: Array = np.where(
+    busy_s: Floats = np.where(
         demand.serial, arithmetic_s + traffic_s, longer_s * (1.0 + ratio**_SOFTNESS) ** (1.0 / _SOFTNESS)
     )
     return constants.start_s + constants.turn_s * demand.turns + busy_s
 
 
-def by_library(demand: Demand) -> NDArray[np.bool_]:
+def by_library(demand: Demand) -> Flags:
     """Return (k,) whether a kernel's time depends on the version of its library more than on the device."""
     is_of_library = [name.startswith(("grouped_convolution/channels_last", "recurrent")) for name in ARITHMETIC]
-    is_bound: NDArray[np.bool_] = (demand.arithmetic_of >= 0) & np.array(is_of_library)[demand.arithmetic_of]
+    is_bound: Flags = (demand.arithmetic_of >= 0) & np.array(is_of_library)[demand.arithmetic_of]
     is_bound |= demand.traffic_of == _TRAFFIC[_PASS]
     return is_bound
 
 
-def tiled_flops(gemm: Array, multiprocessors: int, edge: Array | float) -> Array:
+def tiled_flops(gemm: Floats, multiprocessors: int, edge: Floats | float) -> Floats:
     """Return (k,) the operations for whose time products of shape ``gemm`` (k, 4) occupy a device, with padding and waves.
 
     The columns of ``gemm`` are count, m, n, k. ``multiprocessors``: at least 1. ``edge``: how many steps of the inner loop the
@@ -500,7 +500,7 @@ def tiled_flops(gemm: Array, multiprocessors: int, edge: Array | float) -> Array
     return least_flops
 
 
-def _peaks(kernels: Kernels, device: Device, precision: str) -> tuple[Array, NDArray[np.bool_]]:
+def _peaks(kernels: Kernels, device: Device, precision: str) -> tuple[Floats, Flags]:
     """Return (k,) the datasheet's FLOP/s for each kernel's type, and (k,) whether that is the matrix units' rate.
 
     float32 kernels use TF32 under ``precision`` tf32; convolutions and recurrent layers do so by torch's default.
@@ -519,7 +519,7 @@ def _peaks(kernels: Kernels, device: Device, precision: str) -> tuple[Array, NDA
     return peak, peak > _MATRIX_UNIT * vector_peak
 
 
-def _index_constants(kernels: Kernels, on_tensor: NDArray[np.bool_]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+def _index_constants(kernels: Kernels, on_tensor: Flags) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
     """Return (k,) each kernel's index into ARITHMETIC (-1: no matrix product), and (k,) its index into TRAFFIC.
 
     ``on_tensor`` (k,): whether a kernel runs on matrix units.
@@ -570,7 +570,7 @@ def _index_constants(kernels: Kernels, on_tensor: NDArray[np.bool_]) -> tuple[ND
     return arithmetic, traffic
 
 
-def _is_torch_depthwise(kernels: Kernels) -> NDArray[np.bool_]:
+def _is_torch_depthwise(kernels: Kernels) -> Flags:
     """Return (k,) whether a depthwise convolution in channels_first runs in torch's own kernels."""
     gemm = kernels.gemm  # count (channels), m, n, k, whose order depends on the direction (kernels_of)
     channels, is_forward = gemm[:, 0], kernels.direction == FORWARD
@@ -580,5 +580,5 @@ def _is_torch_depthwise(kernels: Kernels) -> NDArray[np.bool_]:
     is_float16 = np.array([name == "float16" for name in kernels.dtype], dtype=bool)
     is_cudnn = is_float16 & (channels >= _CUDNN_CHANNELS) & np.isin(taps, _CUDNN_TAPS)
     is_cudnn &= ~is_strided | (channels >= _CUDNN_STRIDED)
-    is_torch: NDArray[np.bool_] = (kernels.kind == CLASS["depthwise_convolution"]) & ~is_cudnn
+    is_torch: Flags = (kernels.kind == CLASS["depthwise_convolution"]) & ~is_cudnn
     return is_torch

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddltool.analyzers.step.recording.op_rules import CLASS, class_of, normal_type
+from ddltool.arrays import Flags, Floats
 from ddltool.graph import COMPUTE, NO_GEMM, Gemm, Graph
 
-Array = NDArray[np.float64]
 FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = range(3)
 
 
@@ -30,16 +30,16 @@ class Kernels:
     """(k,) index into CLASSES."""
     direction: NDArray[np.int8]
     """(k,) FORWARD, INPUT_GRADIENT or WEIGHT_GRADIENT; FORWARD for anything but convolutions, batch norms and pools."""
-    flops: Array
+    flops: Floats
     """(k,) floating-point operations."""
-    moved_bytes: Array
+    moved_bytes: Floats
     """(k,) bytes read and written."""
-    gemm: Array
+    gemm: Floats
     """(k, 4) count, m, n, k of the kernel's own matrix product; rows, 0, 0, elements of a row for a kernel that works row by
     row; zeros for any other."""
-    width: Array
+    width: Floats
     """(k,) bytes of one element of the type that it works in."""
-    is_channels_last: NDArray[np.bool_]
+    is_channels_last: Flags
     """(k,) whether its images or volumes have their channels last in memory; False for other kernels."""
     dtype: tuple[str, ...]
     """(k,) torch's name of that type."""
@@ -50,9 +50,9 @@ class Kernels:
         """Return the number of kernels."""
         return len(self.op)
 
-    def per_op(self, values: Array) -> Array:
+    def per_op(self, values: Floats) -> Floats:
         """Return (ops,) the sums of ``values`` (k,) over the kernels of each op of the graph."""
-        sums: Array = np.bincount(self.op, weights=values, minlength=self.ops).astype(np.float64)
+        sums: Floats = np.bincount(self.op, weights=values, minlength=self.ops).astype(np.float64)
         return sums
 
     def chosen(self, places: Sequence[int]) -> Kernels:
@@ -69,7 +69,7 @@ _WIDTH |= {"float16": 2, "bfloat16": 2, "int16": 2, "int8": 1, "uint8": 1, "bool
 _WIDTH |= {"float8_e4m3fn": 1, "float8_e5m2": 1}
 
 
-def product_kernels(gemm: Array, dtype: str, width: float, result_width: int) -> Kernels:
+def product_kernels(gemm: Floats, dtype: str, width: float, result_width: int) -> Kernels:
     """Return a kernel for each row of ``gemm`` (k, 4), each as an op of its own.
 
     The columns of ``gemm`` are count, m, n, k: ``count`` products of an (m, k) and a (k, n) matrix. ``width``: bytes of an
@@ -118,7 +118,7 @@ def kernels_of_rows(rows: Sequence[tuple[str, str, float, Gemm]]) -> Kernels:
 _ROW_BYTES = 48 * 1024
 
 
-def _read_again(op_types: Sequence[str], read_bytes: Array, gemm: Array, training: bool) -> Array:
+def _read_again(op_types: Sequence[str], read_bytes: Floats, gemm: Floats, training: bool) -> Floats:
     """Return (n,) how often ops read their inputs again after the first time, as a share of the bytes read.
 
     A batch or group norm in training reads its input for the statistics, and again to apply them; the backward pass of any

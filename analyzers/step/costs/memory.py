@@ -22,7 +22,6 @@ from typing import Literal, cast, get_args
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx import Node
@@ -33,13 +32,12 @@ from ddltool.analyzers.step.costs.optimizers import OPTIMIZERS, Parameter, param
 from ddltool.analyzers.step.costs.saving import Checkpointing, Copies, SavedOps, Saving, split_way
 from ddltool.analyzers.step.recording.torch_costs import AS_TRACED, Scale, tensors_of, value_of, written_arguments
 from ddltool.analyzers.step.tracing.torch_adapter import TracedStep
+from ddltool.arrays import Floats, Ints
 from ddltool.errors import InputError, did_you_mean
 from ddltool.graph import RECV, SEND, Graph
 from ddltool.plans import is_product
 from ddltool.precision import precision_of
 
-Array = NDArray[np.float64]
-Places = NDArray[np.int64]
 Kind = Literal["none", "ddp", "zero1", "zero2", "fsdp", "hsdp"]
 PARAMETER, GIVEN, GRADIENT, ACTIVATION = range(4)
 """The roles of a storage: a parameter, another input of the step, a parameter's gradient, or anything that the step makes."""
@@ -128,7 +126,7 @@ class Peak:
 
     total_bytes: float
     parts: dict[str, float]
-    curve: Array
+    curve: Floats
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -142,23 +140,23 @@ class TensorLifetimes:
     """The first place of the backward pass."""
     elements: tuple[int, ...]
     """(s,) at the traced batch size."""
-    width: Array
+    width: Floats
     """Bytes of one element."""
-    alloc: Places
+    alloc: Ints
     """The place that makes it; 0 for inputs and parameters."""
-    forward: Places
+    forward: Ints
     """The place of its last use before the backward pass."""
-    free: Places
+    free: Ints
     """The place of its last use."""
-    role: Places
+    role: Ints
     """PARAMETER, GIVEN, GRADIENT or ACTIVATION."""
-    owner: Places
+    owner: Ints
     """The block of a parameter or gradient; of an activation the only block whose forward pass uses it. -1: none."""
-    product: Places
+    product: Ints
     """The number of the product of its block that makes it; -1: no product does."""
-    read: Places
+    read: Ints
     """(r, 3) storage, block, place: inputs made before a block, and the last place of its forward pass that reads them."""
-    trained_bytes: Array
+    trained_bytes: Floats
     """(blocks + 1,) bytes of the parameters that get a gradient, as they are kept, reduced and updated; those outside all
     blocks come last."""
     kept_share: float
@@ -169,10 +167,10 @@ class TensorLifetimes:
     """(s,) the parameter whose gradient it is; empty: of none."""
     numbers: Mapping[int, int] = field(default_factory=dict)
     """The index of each storage, by the address of torch's."""
-    _sizes: dict[int | None, Array] = field(default_factory=dict)
+    _sizes: dict[int | None, Floats] = field(default_factory=dict)
     """What :meth:`sizes` has computed, by batch size."""
 
-    def sizes(self, batch_size: int | None = None) -> Array:
+    def sizes(self, batch_size: int | None = None) -> Floats:
         """Return (s,) the bytes of every storage at a batch size; None: the traced one. O(s) once for each batch size.
 
         Raises InputError for a batch size to which the trace cannot be scaled.
@@ -235,7 +233,7 @@ class TensorLifetimes:
         """
         return self.held(Recomputation(self, saving or {}), sharding, optimizer, self.sizes(batch_size)).peak()
 
-    def held(self, recomputation: Recomputation, sharding: Sharding, optimizer: str, size: Array) -> Held:
+    def held(self, recomputation: Recomputation, sharding: Sharding, optimizer: str, size: Floats) -> Held:
         """Return the bytes that one process holds at every place of the program with ``recomputation``.
 
         ``size`` (s,): the bytes of the storages, see :meth:`sizes`. ``optimizer``: a name of ``OPTIMIZERS``.
@@ -283,14 +281,14 @@ class TensorLifetimes:
         keeps_products = checkpointing == "selective"
         return {block.name: block.keepable if keeps_products else () for block in self.blocks}
 
-    def seconds(self, timed: Graph) -> Array:
+    def seconds(self, timed: Graph) -> Floats:
         """Return (nodes,) the seconds of each place: the durations of ``timed``, a graph of this step, at its ops' nodes."""
         seconds = np.zeros(self.nodes)
         places = self.op_places
         np.add.at(seconds, places[places >= 0], timed.duration_s[places >= 0])
         return seconds
 
-    def recompute_s(self, recomputation: Recomputation, seconds: Array) -> Array:
+    def recompute_s(self, recomputation: Recomputation, seconds: Floats) -> Floats:
         """Return (blocks,) the seconds in which each block is computed again, 0 for a block that is not.
 
         ``seconds`` (nodes,): of the places, see :meth:`seconds`.
@@ -300,7 +298,7 @@ class TensorLifetimes:
             recomputed_s[index] = seconds[self._recomputed_of(recomputation, index)].sum()
         return recomputed_s
 
-    def copies(self, recomputation: Recomputation, seconds: Array, size: Array, bytes_per_s: float) -> Copies:
+    def copies(self, recomputation: Recomputation, seconds: Floats, size: Floats, bytes_per_s: float) -> Copies:
         """Return when the blocks' copies to and from the host may run, beside a program whose places take ``seconds`` (nodes,).
 
         ``size`` (s,): the bytes of all storages. ``bytes_per_s``: of the device's link to its host, one way.
@@ -316,7 +314,7 @@ class TensorLifetimes:
         )
 
     def lengthened(
-        self, saving: SavedOps | Saving, timed: Graph, size: Array | None = None, bytes_per_s: float = inf
+        self, saving: SavedOps | Saving, timed: Graph, size: Floats | None = None, bytes_per_s: float = inf
     ) -> Graph:
         """Return ``timed``, a graph of this step, with the time of each block's recomputation added to one of its ops.
 
@@ -336,7 +334,7 @@ class TensorLifetimes:
                 durations[int(np.where(places >= place, places, self.nodes).argmin())] += each_s
         return timed.with_durations(durations, timed.estimate)
 
-    def clock(self, recomputation: Recomputation, timed: Graph, copies: Copies | None = None) -> Array:
+    def clock(self, recomputation: Recomputation, timed: Graph, copies: Copies | None = None) -> Floats:
         """Return (places,) when each place of the program with recomputation ends, in seconds from the step's start.
 
         The places run one after another, each as long as the durations of ``timed``, a graph of this step, say, and wait for
@@ -353,10 +351,10 @@ class TensorLifetimes:
             after_s, before_s = copies.waits()
             np.add.at(place_s, np.array([block.last + 1 for block in self.blocks]), after_s)
             np.add.at(place_s, recomputation.start, before_s)
-        clock: Array = np.cumsum(place_s)
+        clock: Floats = np.cumsum(place_s)
         return clock
 
-    def _recomputed_of(self, recomputation: Recomputation, index: int) -> Places:
+    def _recomputed_of(self, recomputation: Recomputation, index: int) -> Ints:
         """Return the places of the forward pass of the block with that index which are computed again.
 
         These are all up to the recomputation's end but the saved products.
@@ -365,7 +363,7 @@ class TensorLifetimes:
         is_recomputed = np.ones(length, dtype=bool)
         saved_places = np.array(block.products, dtype=np.int64)[recomputation.saved[index, : len(block.products)]]
         is_recomputed[saved_places[saved_places < block.first + length] - block.first] = False
-        places: Places = block.first + np.flatnonzero(is_recomputed)
+        places: Ints = block.first + np.flatnonzero(is_recomputed)
         return places
 
     @cached_property
@@ -374,14 +372,14 @@ class TensorLifetimes:
         return {block.name: index for index, block in enumerate(self.blocks)}
 
     @cached_property
-    def block_places(self) -> tuple[Places, Places, Places, Places]:
+    def block_places(self) -> tuple[Ints, Ints, Ints, Ints]:
         """Return four times (blocks,): the first and last places of the forward passes, then of the backward passes."""
         places = [(block.first, block.last, block.begins, block.ends) for block in self.blocks]
         first, last, begins, ends = np.array(places, dtype=np.int64).reshape(-1, 4).T
         return first, last, begins, ends
 
     @cached_property
-    def owned(self) -> list[Places]:
+    def owned(self) -> list[Ints]:
         """Return by block the indices of the activations that its forward pass alone uses."""
         activations = np.flatnonzero((self.role == ACTIVATION) & (self.owner >= 0))
         order = np.argsort(self.owner[activations], kind="stable")
@@ -389,7 +387,7 @@ class TensorLifetimes:
         return np.split(activations[order], np.cumsum(counts)[:-1])
 
     @cached_property
-    def inputs(self) -> list[Places]:
+    def inputs(self) -> list[Ints]:
         """Return by block the indices of the activations made before it that its forward and backward passes alone read.
 
         No other backward pass needs them: they are gone before the one of the block before begins.
@@ -397,7 +395,7 @@ class TensorLifetimes:
         storages, readers = self.read[:, 0], self.read[:, 1]
         is_read_once = np.bincount(storages, minlength=1)[storages] == 1
         is_read_once &= self.role[storages] == ACTIVATION
-        alone: list[Places] = []
+        alone: list[Ints] = []
         for index, block in enumerate(self.blocks):
             own = storages[is_read_once & (readers == index)]
             # Gone before the backward pass of the block before begins, and not read before this block's own.
@@ -408,15 +406,15 @@ class TensorLifetimes:
         return alone
 
     @cached_property
-    def op_places(self) -> Places:
+    def op_places(self) -> Ints:
         """Return (ops,) the place of every op of the step's graph; -1: the op is no node of the program."""
         place_of = {node: position for position, node in enumerate(self.traced.program.nodes)}
         nodes = (self.traced.nodes.get(name) for name in self.traced.graph.names)
         return np.array([-1 if node is None else place_of[node] for node in nodes], dtype=np.int64)
 
     def activations(
-        self, recomputation: Recomputation, size: Array, read: Places | None = None, among: Places | None = None
-    ) -> Array:
+        self, recomputation: Recomputation, size: Floats, read: Ints | None = None, among: Ints | None = None
+    ) -> Floats:
         """Return (places,) the bytes of activations at every place of the program with ``recomputation``.
 
         The arguments are those of :meth:`hold_activations`.
@@ -426,7 +424,7 @@ class TensorLifetimes:
         return held.peak().curve
 
     @cached_property
-    def all_activations(self) -> Places:
+    def all_activations(self) -> Ints:
         """Return the indices of all activations."""
         return np.flatnonzero(self.role == ACTIVATION)
 
@@ -434,9 +432,9 @@ class TensorLifetimes:
         self,
         held: Held,
         recomputation: Recomputation,
-        size: Array,
-        read: Places | None = None,
-        among: Places | None = None,
+        size: Floats,
+        read: Ints | None = None,
+        among: Ints | None = None,
     ) -> None:
         """Add the step's inputs and activations to ``held``, over the places of the program with ``recomputation``.
 
@@ -492,7 +490,7 @@ class TensorLifetimes:
         held.add("activations", (start + offsets)[is_recomputed], freed_again[is_recomputed], recomputed_bytes)
 
     def _hold_whole(
-        self, held: Held, recomputation: Recomputation, size: Array, sharding: Sharding, optimizer: str
+        self, held: Held, recomputation: Recomputation, size: Floats, sharding: Sharding, optimizer: str
     ) -> None:
         """Add what a process holds that keeps all parameters and gradients: under none, ddp and zero1.
 
@@ -518,7 +516,7 @@ class TensorLifetimes:
         if sharding.kind != "none":
             held.add("buckets", 0, held.places, bucket_bytes)
 
-    def _states(self, size: Array, optimizer: str) -> Array:
+    def _states(self, size: Floats, optimizer: str) -> Floats:
         """Return the bytes of each state tensor that the optimizer keeps for each parameter.
 
         ``size`` (s,): the bytes of the storages, gradients as wide as their parameters are kept.
@@ -533,7 +531,7 @@ class TensorLifetimes:
         return np.tile(kept_bytes * share_of_all / max(update.states, 1), update.states)
 
     def _hold_shards(
-        self, held: Held, recomputation: Recomputation, size: Array, sharding: Sharding, optimizer: str
+        self, held: Held, recomputation: Recomputation, size: Floats, sharding: Sharding, optimizer: str
     ) -> None:
         """Add parameters, gradients and optimizer state of a process that gathers blocks as ``fully_shard`` does.
 
@@ -562,11 +560,11 @@ class TensorLifetimes:
             parts = np.array(temporaries(self.trained, optimizer))
             held.add("updating", end - 1, end, parts if optimizer == "muon" else parts / shard)
 
-    def _hold_gathered_blocks(self, held: Held, recomputation: Recomputation, size: Array, sharding: Sharding) -> None:
+    def _hold_gathered_blocks(self, held: Held, recomputation: Recomputation, size: Floats, sharding: Sharding) -> None:
         """Add the blocks' gathered parameters, and the buffers in which they arrive; arguments as for :meth:`_hold_shards`."""
         is_of_block = (self.role == PARAMETER) & (self.owner >= 0)
         # All by block, one entry for each. Ends are exclusive.
-        block_bytes: Array = np.bincount(self.owner[is_of_block], size[is_of_block], len(self.blocks)).astype(float)
+        block_bytes: Floats = np.bincount(self.owner[is_of_block], size[is_of_block], len(self.blocks)).astype(float)
         first, last, _, ends = self.block_places
         backward_ends, starts = recomputation.moved(ends), recomputation.start
         # The block before is next in the backward pass.
@@ -583,7 +581,7 @@ class TensorLifetimes:
                 held.add("gathered", last + 1, starts, block_bytes / sharding.forward_shard)
             held.add("gathering", starts, backward_ends + 1, (1.0 + copied_share) * next_bytes)
 
-    def _hold_reduced_blocks(self, held: Held, recomputation: Recomputation, size: Array, sharding: Sharding) -> None:
+    def _hold_reduced_blocks(self, held: Held, recomputation: Recomputation, size: Floats, sharding: Sharding) -> None:
         """Add the blocks' gradients, whole and reduced, and the inputs of reductions; arguments as for :meth:`_hold_shards`.
 
         After a block's backward pass, gradients are copied to the reduction's input at its end + 1, and given up with what was
@@ -600,7 +598,7 @@ class TensorLifetimes:
         summed_at = backward_ends + 2 if is_sent_on else end
         held.add("gradients", backward_ends + 1, summed_at, reduced_bytes / sharding.shard)
 
-    def host_bytes(self, sharding: Sharding, optimizer: str, size: Array) -> float:
+    def host_bytes(self, sharding: Sharding, optimizer: str, size: Floats) -> float:
         """Return the bytes of a host's memory that its processes keep parameters, gradients and optimizer state in.
 
         0 where they keep them on their devices. ``size`` (s,): the bytes of the storages, see :meth:`sizes`.
@@ -619,7 +617,7 @@ class Recomputation:
     nothing runs changes no peak, so programs of different choices can have one length.
     """
 
-    def __init__(self, lifetimes: TensorLifetimes, saving: SavedOps | Saving, slots: Places | None = None) -> None:
+    def __init__(self, lifetimes: TensorLifetimes, saving: SavedOps | Saving, slots: Ints | None = None) -> None:
         """Find which storages are recomputed and which are saved, and how many places each recomputation takes.
 
         ``saving``: what blocks save, or by checkpointed block the numbers of the products that it saves on the device.
@@ -658,16 +656,16 @@ class Recomputation:
                 self.copied[index] = lifetimes.inputs[index] if block.name in saved_ops else needed_backward
 
     @cached_property
-    def _shift(self) -> Places:
+    def _shift(self) -> Ints:
         """(nodes + 1,) how many places are inserted up to and before each place of the traced program."""
         inserted = np.zeros(self._nodes + 1, dtype=np.int64)
         np.add.at(inserted, self._begins, self.slots)
         return np.cumsum(inserted)
 
     @cached_property
-    def start(self) -> Places:
+    def start(self) -> Ints:
         """(blocks,) the first place of the recomputation."""
-        start: Places = self._begins + self._shift[self._begins] - self.slots
+        start: Ints = self._begins + self._shift[self._begins] - self.slots
         return start
 
     @property
@@ -676,7 +674,7 @@ class Recomputation:
         return int(self._shift[-1])
 
     @cached_property
-    def away(self) -> tuple[Places, Places, Places]:
+    def away(self) -> tuple[Ints, Ints, Ints]:
         """(c,) the storages that go to the host; the places from which on each is there, and is on the device again."""
         counts = np.array([len(storages) for storages in self.copied], dtype=np.int64)
         if not counts.any():
@@ -688,9 +686,9 @@ class Recomputation:
             np.repeat(self.start[until], counts),
         )
 
-    def moved(self, place: Places) -> Places:
+    def moved(self, place: Ints) -> Ints:
         """Return the indices that places of the traced program have in the program with recomputation."""
-        moved: Places = place + self._shift[place]
+        moved: Ints = place + self._shift[place]
         return moved
 
 
@@ -700,12 +698,12 @@ class Held:
     def __init__(self, places: int) -> None:
         """Hold nothing yet, over a program of that many places."""
         self.places = places
-        self._change: dict[str, Array] = {}
+        self._change: dict[str, Floats] = {}
         """By part (places + 1,) the bytes added at each place, less those freed."""
-        self._spans: list[tuple[str, Places, Places, Array]] = []
+        self._spans: list[tuple[str, Ints, Ints, Floats]] = []
         """What was added: its part, and (tensors,) first places, places of release, and bytes."""
 
-    def add(self, part: str, start: Places | int, end: Places | int, size: Array | float) -> None:
+    def add(self, part: str, start: Ints | int, end: Ints | int, size: Floats | float) -> None:
         """Add ``size`` bytes to a part over the places ``start`` to ``end - 1``, clipped to the program.
 
         Each entry of the arguments, which are broadcast, is one tensor.
@@ -719,7 +717,7 @@ class Held:
         np.subtract.at(changes, ends, sizes)
         self._spans.append((part, starts.ravel(), ends.ravel(), sizes.ravel()))
 
-    def curves(self) -> dict[str, Array]:
+    def curves(self) -> dict[str, Floats]:
         """Return the bytes (places,) of each part."""
         return {part: np.cumsum(change)[:-1] for part, change in self._change.items()}
 
@@ -954,7 +952,7 @@ class _Reader:
         read_bytes = sum(tensor.nbytes for node, name in self.parameters.items() if name for tensor in _tensors(node))
         return float(graph.parameter_bytes) / read_bytes if read_bytes else 1.0
 
-    def _sum_trained_bytes(self, blocks: Sequence[ModelBlock]) -> Array:
+    def _sum_trained_bytes(self, blocks: Sequence[ModelBlock]) -> Floats:
         """Return (blocks + 1,) the bytes of parameters with a gradient, those outside all blocks last."""
         graph = self.traced.graph
         trained_bytes = np.zeros(len(blocks) + 1)

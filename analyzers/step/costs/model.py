@@ -15,18 +15,17 @@ from itertools import pairwise
 from typing import Any, Literal, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ddltool.analyzers.step.costs.kernel_times import DATASHEET, UNITS, Constants, by_library, demand_of, seconds
 from ddltool.analyzers.step.costs.kernels import kernels_of, memory_kernels
 from ddltool.analyzers.step.costs.optimizers import OPTIMIZERS, parameters_of, update_of
+from ddltool.arrays import Floats
 from ddltool.calibration import CalibrationTable, Residuals
 from ddltool.device import GIVEN, Device, Generation, Network, name_key
 from ddltool.graph import COMPUTE, SEND, Estimate, Graph, assign_channels
 from ddltool.graph_results import CoverageFigures
 from ddltool.precision import precision_name, precision_of
 
-Array = NDArray[np.float64]
 # If the host takes this share of the device's time or more, a step is called host-bound: a slower host makes it longer.
 HOST_BOUND = 0.9
 # A host that takes up to this share of the device's time does not affect the step.
@@ -80,16 +79,16 @@ def memory_words(precision: str, optimizer: str, copied: bool = False) -> str:
 class PredictedStep:
     """The predicted time of one pass and its update, in seconds."""
 
-    op_s: Array
+    op_s: Floats
     """(n,) device seconds of every op of the graph; 0 for transfers and views."""
-    issue_s: Array
+    issue_s: Floats
     """(n,) seconds in which the host issues each op; 0 for transfers. The first op of a recorded update includes the time
     that the host takes to go through the update's tensors."""
     host_s: float
     """Seconds of the host to issue all ops, including the update's."""
     device_s: float
     """Seconds of the device for all kernels, one after another."""
-    end_s: Array
+    end_s: Floats
     """(n,) when every op has ended on the device, from the start of the pass; a view ends with the op before it."""
     update_s: float
     """Seconds from the end of the graph's ops to the end of the update that follows them."""
@@ -138,7 +137,7 @@ class PredictedStep:
 class Exchanges:
     """The communication that a step on several devices waits for."""
 
-    seconds: Array
+    seconds: Floats
     """(n,) seconds of the collectives that follow an op and that the next op waits for; the host issues them like ops."""
     restarts: Sequence[int] = ()
     """Ascending indices of ops before which the host waits for the device, so that it has issued nothing ahead."""
@@ -211,7 +210,7 @@ def time_step(
     )
 
 
-def _issue_s(graph: Graph, op_s: Array, constants: Constants) -> Array:
+def _issue_s(graph: Graph, op_s: Floats, constants: Constants) -> Floats:
     """Return (n,) the seconds in which the host issues each op: to launch its kernel, or for a view the share ``VIEW`` of that.
 
     Transfers take 0. So do free ops that the host never sees: those of ONNX files are folded before a run, autograd detaches
@@ -230,7 +229,7 @@ def demand_float8(device: Device, precision: object) -> None:
         device.demand_rate(linears, str(precision))
 
 
-def _ends_s(issue_s: Array, op_s: Array) -> Array:
+def _ends_s(issue_s: Floats, op_s: Floats) -> Floats:
     """Return (n,) when each op ends on the device, in seconds after the host begins to issue them.
 
     ``issue_s``, ``op_s`` (n,): the seconds of every op on the host and on the device. An op starts once it was issued and the
@@ -241,7 +240,7 @@ def _ends_s(issue_s: Array, op_s: Array) -> Array:
     # such as views, delay nothing.
     delay_s = np.where(op_s > 0, issued_s - (done_s - op_s), -np.inf)
     longest_delay_s = np.maximum.accumulate(delay_s)
-    ends_s: Array = np.where(np.isfinite(longest_delay_s), done_s + longest_delay_s, 0.0)
+    ends_s: Floats = np.where(np.isfinite(longest_delay_s), done_s + longest_delay_s, 0.0)
     return ends_s
 
 

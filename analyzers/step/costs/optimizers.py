@@ -14,10 +14,10 @@ from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ddltool.analyzers.step.communication.fsdp import block_container, block_of
 from ddltool.analyzers.step.costs.kernels import Kernels, kernels_of_rows
+from ddltool.arrays import Ints
 from ddltool.errors import InputError
 from ddltool.graph import NO_GEMM, SEND, Gemm, Graph
 from ddltool.precision import precision_of
@@ -185,7 +185,7 @@ class IssuedUpdate:
     """The kernels of an update, as the host issues them."""
 
     kernels: Kernels
-    views: NDArray[np.int64]
+    views: Ints
     """(k,) how many views the host makes before each kernel."""
     waits: tuple[int, ...]
     """Indices of kernels that the host issues only when the device has done all before."""

@@ -25,9 +25,7 @@ from ddltool.analyzers.step.costs.memory import (
     ACTIVATION,
     GRADIENT,
     PARAMETER,
-    Array,
     Held,
-    Places,
     Recomputation,
     Sharding,
     TensorLifetimes,
@@ -40,6 +38,7 @@ from ddltool.analyzers.step.costs.tensor_parallel import Rank, rank_of
 from ddltool.analyzers.step.costs.work import StepSeconds, WorkCurve, gathered_matrices_s, own_update_s
 from ddltool.analyzers.step.recording.torch_costs import tensors_of, value_of
 from ddltool.analyzers.step.tracing.torch_adapter import TracedStep
+from ddltool.arrays import Floats, Ints
 from ddltool.device import Network
 from ddltool.errors import InputError
 from ddltool.graph import SEND, Graph
@@ -279,7 +278,7 @@ class Stages:
         self.holds, self.sent = self._held_and_sent()
         """(pieces, s) whether a piece holds a storage, and (s,) whether the next piece gets it."""
 
-    def _pieces_at(self) -> Places:
+    def _pieces_at(self) -> Ints:
         """Return (nodes,) the piece in which each place of the program runs.
 
         Places before the first block belong to the first piece, and places between two blocks to the block that ran last: in
@@ -294,7 +293,7 @@ class Stages:
         forward = np.searchsorted(first, places, side="right") - 1
         backward = (begins[:, None] > places).sum(axis=0)
         block = np.clip(np.where(places < life.backward, forward, backward), 0, len(blocks) - 1)
-        pieces: Places = self.piece_of_block[block]
+        pieces: Ints = self.piece_of_block[block]
         return pieces
 
     def _held_and_sent(self) -> tuple[np.ndarray, np.ndarray]:
@@ -346,16 +345,16 @@ class Stages:
             if (piece_before, forward_before) != (piece, is_forward)
         ]
 
-    def by_stage(self, values: Array) -> Array:
+    def by_stage(self, values: Floats) -> Floats:
         """Return (pipeline,) the sums of ``values`` (pieces,) over the pieces of each GPU."""
-        sums: Array = values.reshape(self.layout.virtual, self.layout.pipeline).sum(axis=0)
+        sums: Floats = values.reshape(self.layout.virtual, self.layout.pipeline).sum(axis=0)
         return sums
 
-    def parameter_bytes(self, size: Array) -> Array:
+    def parameter_bytes(self, size: Floats) -> Floats:
         """Return (pieces,) the bytes of parameters as ops read them; ``size``: (s,) bytes of the storages."""
         return np.asarray(self.holds @ np.where(self.lifetimes.role == PARAMETER, size, 0.0))
 
-    def trained_bytes(self, size: Array) -> Array:
+    def trained_bytes(self, size: Floats) -> Floats:
         """Return (pieces,) the bytes of trained parameters in the type of the update; ``size``: (s,) bytes of the storages.
 
         Every piece is taken to have the same share of frozen parameters.
@@ -365,12 +364,12 @@ class Stages:
         share = float(life.trained_bytes.sum() / kept_bytes) if kept_bytes else 0.0
         return self.parameter_bytes(size) * life.kept_share * share
 
-    def trained_share(self, size: Array) -> Array:
+    def trained_share(self, size: Floats) -> Floats:
         """Return (pipeline,) each GPU's share of the model's update; ``size``: (s,) bytes of the storages."""
         trained = self.by_stage(self.trained_bytes(size))
         return trained / max(float(self.lifetimes.trained_bytes.sum()), 1.0)
 
-    def seconds(self, graph: Graph) -> tuple[Array, Array]:
+    def seconds(self, graph: Graph) -> tuple[Floats, Floats]:
         """Return (pieces,) the seconds of each piece's forward pass in a timed graph, and (pieces,) of its backward pass."""
         seconds, backward = self.lifetimes.seconds(graph), self.lifetimes.backward
         forward_s, backward_s = (
@@ -379,7 +378,7 @@ class Stages:
         )
         return forward_s, backward_s
 
-    def transfer_s(self, size: Array, fabric: Fabric, placement: Placement) -> float:
+    def transfer_s(self, size: Floats, fabric: Fabric, placement: Placement) -> float:
         """Return the seconds to send one micro-batch from a stage to the next; ``size``: (s,) bytes of the storages.
 
         Each rank of a tensor group sends its part, and gathers the others' parts on arrival; under sequence parallelism its
@@ -397,7 +396,7 @@ class Stages:
         gather_s = 0.0 if layout.sequence else fabric.over(layout.tensor).all_gather_s(sent_bytes)
         return link.collective_s("broadcast", part_bytes) + gather_s
 
-    def units(self, stage: int, graph: Graph, size: Array) -> tuple[Unit, list[Unit]]:
+    def units(self, stage: int, graph: Graph, size: Floats) -> tuple[Unit, list[Unit]]:
         """Return (root, blocks): the units that ``fully_shard`` gathers on a stage, with their bytes and seconds.
 
         The root is everything outside the blocks. ``graph``: a timed pass; ``size``: (s,) bytes of the storages.
@@ -425,13 +424,13 @@ class Stages:
 
     def fsdp_factor(
         self,
-        passes_s: Array,
+        passes_s: Floats,
         graph: Graph,
-        size: Array,
+        size: Floats,
         sharding: Sharding,
         group: Communicator,
         near: Communicator | None,
-    ) -> Array:
+    ) -> Floats:
         """Return (pieces,) by how much each piece's passes take longer where ``fully_shard`` gathers and reduces its blocks.
 
         ``passes_s``: (pieces,) seconds of both passes alone. ``graph``: a timed pass; ``size``: (s,) bytes of the storages.
@@ -446,7 +445,7 @@ class Stages:
         return factor
 
     def held(
-        self, stage: int, recomputation: Recomputation, sharding: Sharding, optimizer: str, size: Array, passes: int
+        self, stage: int, recomputation: Recomputation, sharding: Sharding, optimizer: str, size: Floats, passes: int
     ) -> Held:
         """Return the bytes that a process of a stage holds at every place of a pass, including other micro-batches in flight.
 
@@ -473,7 +472,7 @@ class Stages:
         return held
 
     def _hold_state(
-        self, held: Held, recomputation: Recomputation, size: Array, trained_bytes: float, shard: int, optimizer: str
+        self, held: Held, recomputation: Recomputation, size: Floats, trained_bytes: float, shard: int, optimizer: str
     ) -> None:
         """Add to ``held`` the parameters, gradients and optimizer states of a stage that does not shard its parameters.
 
@@ -533,7 +532,7 @@ def _warm_up(stage: int, pipeline: int, virtual: int, passes: int) -> int:
     return min(2 * (pipeline - 1 - stage) + (virtual - 1) * pipeline, passes * virtual)
 
 
-def play(forward_s: Array, backward_s: Array, pipeline: int, passes: int, transfer_s: float = 0.0) -> Array:
+def play(forward_s: Floats, backward_s: Floats, pipeline: int, passes: int, transfer_s: float = 0.0) -> Floats:
     """Return (pipeline,) when each GPU has done the last backward pass of a step. O(passes x pieces).
 
     ``forward_s``, ``backward_s``: (pieces,) seconds of a micro-batch in each piece; piece ``i`` is of GPU ``i % pipeline``.

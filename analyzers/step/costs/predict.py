@@ -12,12 +12,13 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from ddltool.analyzers.step.communication.program import Program, program_of
-from ddltool.analyzers.step.costs.memory import Array, Held, Recomputation, Sharding
+from ddltool.analyzers.step.costs.memory import Held, Recomputation, Sharding
 from ddltool.analyzers.step.costs.model import HOST_BOUND, CostModel
 from ddltool.analyzers.step.costs.offloading import host_link_bytes_per_s
 from ddltool.analyzers.step.costs.saving import ON_HOST, Saving
 from ddltool.analyzers.step.costs.setting import ALONE, ParallelDegrees, Placement, Setting
 from ddltool.analyzers.step.costs.work import WorkCurve, host_wait_s
+from ddltool.arrays import Floats
 from ddltool.device import GIVEN, Device
 from ddltool.errors import Infeasible, InputError
 from ddltool.graph import Graph
@@ -263,7 +264,7 @@ def _recompute_step(
 
 
 def _choose_saving(
-    curve: WorkCurve, model: CostModel, setting: Setting, sharding: Sharding, seconds: Array, size: int
+    curve: WorkCurve, model: CostModel, setting: Setting, sharding: Sharding, seconds: Floats, size: int
 ) -> CheckpointingChoice:
     """Return the cheapest choice of what blocks save under the setting's budget of memory, at local batch ``size``.
 
@@ -477,7 +478,7 @@ def timeline(curve: WorkCurve, model: CostModel, setting: Setting, row: Predicte
     )
 
 
-def fullest_of_spans(at_s: Array, total_bytes: Array, step_s: float) -> NDArray[np.intp]:
+def fullest_of_spans(at_s: Floats, total_bytes: Floats, step_s: float) -> NDArray[np.intp]:
     """Return, ascending, the place with most bytes of each of ``_MOMENTS`` equal spans of a step; none of an empty span.
 
     ``at_s`` (places,): when each place ends, ascending. ``total_bytes`` (places,): what is held there.

@@ -20,6 +20,7 @@ from ddltool.analyzers.step.costs.memory import Sharding
 from ddltool.analyzers.step.costs.model import CostModel, time_step
 from ddltool.analyzers.step.costs.predict import fullest_of_spans, memory_range, products_s, usable_bytes
 from ddltool.analyzers.step.costs.wrapping import PART_OPS
+from ddltool.arrays import Floats
 from ddltool.graph import COMPUTE, Graph, Recorded
 from ddltool.graph_results import MemoryTimeline, PredictedDevice, PredictedRow, PredictionAssumptions, PredictResult
 from ddltool.precision import precision_of
@@ -32,9 +33,9 @@ _COLLECTIVE = "c10d."
 class StreamedStep:
     """The simulated times of a recorded step's ``c`` compute ops, in seconds from its start."""
 
-    start_s: NDArray[np.float64]
+    start_s: Floats
     """(c,) when each op starts."""
-    end_s: NDArray[np.float64]
+    end_s: Floats
     """(c,) when each op ends."""
     host_s: float
     """When the host has issued all ops."""
@@ -135,10 +136,10 @@ def collective_s(name: str, size_bytes: float, ranks: Sequence[int], fabric: Fab
 def _play(
     graph: Graph,
     ops: NDArray[np.intp],
-    seconds: NDArray[np.float64],
-    issue_s: NDArray[np.float64],
+    seconds: Floats,
+    issue_s: Floats,
     waits: Sequence[int],
-) -> tuple[NDArray[np.float64], NDArray[np.float64], float]:
+) -> tuple[Floats, Floats, float]:
     """Simulate a step, and return (starts, ends, host's end) in seconds: (c,) and (c,) of the compute ops, and a number.
 
     Args:

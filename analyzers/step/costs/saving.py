@@ -13,11 +13,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ddltool.arrays import Floats
 from ddltool.plans import Offloaded, Recomputed
 
-Array = NDArray[np.float64]
 Checkpointing = Literal["none", "selective", "full"]
 # Checkpointed blocks, and which of their products (by number) each saves.
 SavedOps = Mapping[str, Sequence[int]]
@@ -74,15 +73,15 @@ def split_way(text: str) -> tuple[str, bool]:
 class Copies:
     """The copies of a step's blocks over the link between a device and its host; arrays are (blocks,) in seconds."""
 
-    ends: Array
+    ends: Floats
     """When each block's forward pass ends, without any wait."""
-    begins: Array
+    begins: Floats
     """When each block's backward pass, or its recomputation, begins without any wait."""
-    copy_s: Array
+    copy_s: Floats
     """Of each block's copy, one way; 0: it stays on the device, as the last ``window`` blocks do."""
     window: int
 
-    def waits(self) -> tuple[Array, Array]:
+    def waits(self) -> tuple[Floats, Floats]:
         """Return (blocks,) the seconds for which compute waits after each forward, and before each backward pass. O(blocks).
 
         The link takes one copy at a time in the order of the blocks, and back in the other order.

@@ -16,18 +16,18 @@ import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from ddltool.analyzers.answers.gating.formats import junit, remarks, sarif, sentence, summary, workflow_commands
 from ddltool.analyzers.answers.gating.metrics import KINDS, Metric, combine, extract, merge
 from ddltool.analyzers.answers.gating.noise import Cell, cell_of, geometric_mean, past_limit
 from ddltool.analyzers.answers.gating.rules import default_rules, parse_rule
 from ddltool.analyzers.answers.gating.verdict import judge
+from ddltool.arrays import Floats
 from ddltool.errors import InputError
 from ddltool.graph import Graph, Op, to_document
 from ddltool.results import GateResult
 
-Noise = Callable[[np.random.Generator, int], NDArray[np.float64]]
+Noise = Callable[[np.random.Generator, int], Floats]
 
 
 def normal(spread: float) -> Noise:
@@ -248,7 +248,7 @@ def test_neighbouring_steps_that_are_alike_do_not_pass_for_repeats() -> None:
     """Slow drift (AR(1), 0.9): steps taken as independent would raise alarms in most comparisons of equal runs."""
     random = np.random.default_rng(8)
 
-    def drifting() -> NDArray[np.float64]:
+    def drifting() -> Floats:
         level = np.zeros(1000)
         for number in range(1, 1000):
             level[number] = 0.9 * level[number - 1] + random.standard_normal()

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from ddltool.analyzers.job.goodput.lr_rules import rule
 from ddltool.analyzers.job.goodput.noise_scale import (
@@ -17,12 +16,11 @@ from ddltool.analyzers.job.goodput.noise_scale import (
     differenced_terms,
     noise_terms,
 )
+from ddltool.arrays import Floats
 from ddltool.errors import InputError
 
-Array = NDArray[np.float64]
 
-
-def step_terms(gradients: Array, batch_sizes: Array) -> NoiseTerms:
+def step_terms(gradients: Floats, batch_sizes: Floats) -> NoiseTerms:
     """Terms from the mean gradients of one step, shape (count, parameters), as a reduction would see them."""
     shares = batch_sizes / batch_sizes.sum()
     whole, small_sqr = shares @ gradients, float(shares @ (gradients**2).sum(axis=1))
@@ -54,7 +52,7 @@ def test_no_other_weights_of_unequal_batches_scatter_much_less() -> None:
     norms = (gradients**2).sum(axis=2)
     whole = (((sizes / total)[:, None] * gradients).sum(axis=1) ** 2).sum(axis=1)
 
-    def scatter(weights: Array) -> float:
+    def scatter(weights: Floats) -> float:
         shares = weights / weights.sum()
         terms = (norms @ shares - whole) / ((shares / sizes).sum() - 1 / total)
         assert terms.mean() == pytest.approx(dimensions, rel=0.02)
@@ -95,7 +93,7 @@ def test_equal_batches_agree_with_adascale(norms: list[float], share: float, bat
     assert terms.var_per_sample / batch == pytest.approx(var, abs=1e-9)
 
 
-def least_squares(chance: np.random.Generator) -> tuple[Array, Array, float, float]:
+def least_squares(chance: np.random.Generator) -> tuple[Floats, Floats, float, float]:
     """Return scales of the inputs, distance d from the optimum, noise variance, and phi in closed form.
 
     Per-sample gradient ``x (x.d - e)`` with x ~ N(0, C), C diagonal, e ~ N(0, v): mean ``C d``, second moment of its norm
@@ -128,7 +126,7 @@ def test_least_squares_within_ten_percent(replicas: int) -> None:
     assert estimator.noise_scale == pytest.approx(exact, rel=0.10)
 
 
-def digits_gradients(weights: Array) -> Array:
+def digits_gradients(weights: Floats) -> Floats:
     """Per-sample gradients of softmax regression on the digits, shape (1797, 640)."""
     from sklearn.datasets import load_digits
 
@@ -138,11 +136,11 @@ def digits_gradients(weights: Array) -> Array:
     chances = np.exp(scores - scores.max(axis=1, keepdims=True))
     chances /= chances.sum(axis=1, keepdims=True)
     chances[np.arange(len(inputs)), data.target] -= 1.0
-    made: Array = (inputs[:, :, None] * chances[:, None, :]).reshape(len(inputs), -1)
+    made: Floats = (inputs[:, :, None] * chances[:, None, :]).reshape(len(inputs), -1)
     return made
 
 
-def sampled(gradients: Array, seed: int, steps: int, smoothing: float) -> NoiseScaleEstimator:
+def sampled(gradients: Floats, seed: int, steps: int, smoothing: float) -> NoiseScaleEstimator:
     """Estimate from four replicas of 32 samples, drawn with replacement."""
     chance = np.random.default_rng(seed)
     estimator = NoiseScaleEstimator(smoothing)
