@@ -14,8 +14,10 @@ import numpy as np
 from ddltool.analyzers.answers.reporting.charts import drawn
 from ddltool.analyzers.answers.reporting.figures import Line, Lines
 from ddltool.analyzers.step.costs.checkpointing import cheapest
-from ddltool.analyzers.step.costs.memory import Recomputation, Sharding, lifetimes_of
+from ddltool.analyzers.step.costs.memory import Recomputation
 from ddltool.analyzers.step.costs.model import cost_model, estimate
+from ddltool.analyzers.step.costs.sharding import Sharding
+from ddltool.analyzers.step.costs.traced_lifetimes import lifetimes_of
 from ddltool.analyzers.step.tracing.numerics import Numerics
 from ddltool.analyzers.step.tracing.sources import training_step
 from ddltool.analyzers.step.tracing.torch_adapter import trace_step

@@ -22,18 +22,12 @@ from torch.fx import Node
 from truth_models import Trace, build, llama
 
 from ddltool.analyzers.step.costs.compiling import compiled_lifetimes
-from ddltool.analyzers.step.costs.memory import (
-    ACTIVATION,
-    GRADIENT,
-    Held,
-    Kind,
-    Recomputation,
-    Sharding,
-    TensorLifetimes,
-    lifetimes_of,
-)
+from ddltool.analyzers.step.costs.held import Held
+from ddltool.analyzers.step.costs.memory import ACTIVATION, GRADIENT, Recomputation, TensorLifetimes
 from ddltool.analyzers.step.costs.predict import CONTEXT_BYTES, memory_range
 from ddltool.analyzers.step.costs.saving import SavedOps
+from ddltool.analyzers.step.costs.sharding import Kind, Sharding
+from ddltool.analyzers.step.costs.traced_lifetimes import lifetimes_of
 from ddltool.analyzers.step.costs.work import WorkCurve, measure_work
 from ddltool.analyzers.step.recording.torch_costs import value_of
 from ddltool.analyzers.step.tracing.numerics import Numerics

@@ -19,9 +19,10 @@ from truth_models import llama
 from truth_networks import put_section
 
 from ddltool.analyzers.step.costs.compiling import compiled
-from ddltool.analyzers.step.costs.memory import TensorLifetimes, lifetimes_of
+from ddltool.analyzers.step.costs.memory import TensorLifetimes
 from ddltool.analyzers.step.costs.model import cost_model, estimate
 from ddltool.analyzers.step.costs.saving import SavedOps
+from ddltool.analyzers.step.costs.traced_lifetimes import lifetimes_of
 from ddltool.analyzers.step.tracing.numerics import Numerics
 from ddltool.analyzers.step.tracing.step import TrainingStep, language_model_loss
 from ddltool.analyzers.step.tracing.torch_adapter import trace_step

@@ -12,8 +12,9 @@ import pandas as pd
 import pytest
 import torch
 
-from ddltool.analyzers.step.costs.memory import Sharding, lifetimes_of
 from ddltool.analyzers.step.costs.saving import Saving
+from ddltool.analyzers.step.costs.sharding import Sharding
+from ddltool.analyzers.step.costs.traced_lifetimes import lifetimes_of
 from ddltool.analyzers.step.tracing.step import TrainingStep
 from ddltool.analyzers.step.tracing.torch_adapter import trace_step
 from ddltool.artifacts import save

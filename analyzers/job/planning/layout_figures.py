@@ -31,13 +31,14 @@ from ddltool.analyzers.step.communication.collectives import (
 from ddltool.analyzers.step.communication.fsdp import plan_fsdp, prefetch_setting
 from ddltool.analyzers.step.communication.nccl import Communicator, Fabric
 from ddltool.analyzers.step.communication.program import Program, program_of
-from ddltool.analyzers.step.costs.memory import PARAMETER, Kind, Recomputation, Sharding
+from ddltool.analyzers.step.costs.memory import PARAMETER, Recomputation
 from ddltool.analyzers.step.costs.model import CostModel
 from ddltool.analyzers.step.costs.offloading import HostCopies, host_link_bytes_per_s
 from ddltool.analyzers.step.costs.parallel import between_replicas
 from ddltool.analyzers.step.costs.predict import lacking_bytes
 from ddltool.analyzers.step.costs.saving import ON_HOST, Checkpointing, Saving, split_way
 from ddltool.analyzers.step.costs.setting import ParallelDegrees, Placement, Setting
+from ddltool.analyzers.step.costs.sharding import Kind, Sharding
 from ddltool.analyzers.step.costs.work import WorkCurve, host_wait_s, own_sum_s, own_update_s
 from ddltool.analyzers.step.costs.wrapping import hooked, split_wait_s
 from ddltool.decision import Layout, OnHost, SavedOnHost

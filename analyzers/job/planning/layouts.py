@@ -31,13 +31,13 @@ from ddltool.analyzers.job.planning.layout_figures import (
 )
 from ddltool.analyzers.job.planning.options import Goal
 from ddltool.analyzers.step.communication.nccl import Fabric
-from ddltool.analyzers.step.costs.memory import Sharding
 from ddltool.analyzers.step.costs.model import cost_model
 from ddltool.analyzers.step.costs.offloading import demand_host_update
 from ddltool.analyzers.step.costs.parallel import parallel_curve
 from ddltool.analyzers.step.costs.predict import usable_bytes
 from ddltool.analyzers.step.costs.saving import split_way
 from ddltool.analyzers.step.costs.setting import ParallelDegrees, Setting
+from ddltool.analyzers.step.costs.sharding import Sharding
 from ddltool.analyzers.step.costs.work import WorkCurve, work_of
 from ddltool.analyzers.step.tracing.numerics import Numerics
 from ddltool.decision import LEAST_GAIN, Layout, NothingFits

@@ -23,8 +23,9 @@ from itertools import chain, combinations
 import numpy as np
 from ortools.sat.python import cp_model
 
-from ddltool.analyzers.step.costs.memory import Recomputation, Sharding, TensorLifetimes
+from ddltool.analyzers.step.costs.memory import Recomputation, TensorLifetimes
 from ddltool.analyzers.step.costs.saving import Copies, Saving
+from ddltool.analyzers.step.costs.sharding import Sharding
 from ddltool.arrays import Floats, Ints
 from ddltool.errors import Infeasible
 from ddltool.solver import run, solver_for

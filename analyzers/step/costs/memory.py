@@ -2,8 +2,8 @@
 
 A traced step says when every tensor is made and when it is used for the last time. Sharding adds what its framework
 gathers and reduces beside them; checkpointing drops what a block saved and makes it again before its backward pass. Both
-are known places in the program, so one sum over them is the memory at every place. Start at :func:`lifetimes_of`; what to
-compute again under a budget is :mod:`.checkpointing`'s question.
+are known places in the program, so one sum over them is the memory at every place. :mod:`.traced_lifetimes` reads a step;
+what to compute again under a budget is :mod:`.checkpointing`'s question.
 
 Sources: FSDP2 as ``torch.distributed.fsdp.fully_shard`` does it (the root stays gathered, one block is gathered ahead, the
 input of a reduce-scatter is held until the next one); non-reentrant ``torch.utils.checkpoint`` (recomputation ends with the
@@ -13,93 +13,30 @@ last tensor that is needed), selective: the outputs of chosen products are kept 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
 from math import inf
-from typing import Literal, cast, get_args
+from typing import cast
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch._ops import OpOverload
-from torch.fx import Node
 
-from ddltool.analyzers.step.communication.fsdp import block_container, block_of
-from ddltool.analyzers.step.costs.allocator import reserved_bytes
+from ddltool.analyzers.step.costs.held import Held, Peak
 from ddltool.analyzers.step.costs.optimizers import OPTIMIZERS, Parameter, parameters_of, state_shares, temporaries
 from ddltool.analyzers.step.costs.saving import Checkpointing, Copies, SavedOps, Saving, split_way
-from ddltool.analyzers.step.recording.torch_costs import AS_TRACED, Scale, tensors_of, value_of, written_arguments
+from ddltool.analyzers.step.costs.sharding import Sharding
+from ddltool.analyzers.step.recording.torch_costs import AS_TRACED, Scale, value_of
 from ddltool.analyzers.step.tracing.torch_adapter import TracedStep
 from ddltool.arrays import Floats, Ints
-from ddltool.errors import InputError, did_you_mean
-from ddltool.graph import RECV, SEND, Graph
-from ddltool.plans import is_product
+from ddltool.errors import InputError
+from ddltool.graph import Graph
 from ddltool.precision import precision_of
 
-Kind = Literal["none", "ddp", "zero1", "zero2", "fsdp", "hsdp"]
 PARAMETER, GIVEN, GRADIENT, ACTIVATION = range(4)
 """The roles of a storage: a parameter, another input of the step, a parameter's gradient, or anything that the step makes."""
 # cuDNN's FFT_TILING transforms tiles of 32 x 32 numbers. Of a real tile's transform half are kept: the others are conjugates.
 _TILE, _COMPLEX_BYTES = 32, 8.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sharding:
-    """How a step's parameters, gradients and optimizer state are spread over its replicas."""
-
-    kind: Kind = "ddp"
-    shard: int = 1
-    """Processes that share one copy of what is sharded."""
-    forward_shard: int = 0
-    """Processes that share a block's parameters between its forward and backward pass; 0: as many as ``shard``."""
-    sums: bool = False
-    """Whether a step has several passes, whose gradients are summed: they are held from the first one's end on."""
-    on_host: int = 0
-    """Processes of a node that keep their parts in its host's memory; 0: parts are on the devices."""
-
-    @classmethod
-    def named(cls, text: str, replicas: int) -> Sharding:
-        """Return ``none``, ``ddp``, ``zero1``, ``zero2``, ``fsdp``, ``fsdp:SHARD`` or ``hsdp:SHARD`` on a number of replicas.
-
-        ``zero2`` is ``fully_shard`` with ``reshard_after_forward=False``, ``fsdp:SHARD`` with that number. With ``:cpu``
-        behind what gathers, all replicas keep their parts on one host. Raises InputError for other texts, and for a shard that
-        does not divide the replicas.
-        """
-        if text.endswith(":cpu"):
-            sharding = cls.named(text.removesuffix(":cpu"), replicas)
-            if not sharding.gathers:
-                raise InputError(
-                    "--sharding", f"{text!r} shards no parameters", "give fsdp:cpu, zero2:cpu or hsdp:N:cpu"
-                )
-            return replace(sharding, on_host=replicas)
-        kind = next((known for known in get_args(Kind) if known == text.partition(":")[0]), None)
-        shard_text = text.partition(":")[2]
-        if "offload" in text:
-            raise InputError("--sharding", f"unknown {text!r}", "give fsdp:cpu for what CPUOffloadPolicy does")
-        if kind == "hsdp" and not shard_text:
-            raise InputError("--sharding", f"{text!r} does not say over how many", "give hsdp:SHARD, such as hsdp:8")
-        if kind is None or (kind not in ("fsdp", "hsdp") and ":" in text):
-            known_texts = ["none", "ddp", "zero1", "zero2", "fsdp", "fsdp:SHARD", "hsdp:SHARD"]
-            raise InputError("--sharding", f"unknown {text!r}", did_you_mean(text, known_texts))
-        if ":" not in text:
-            return cls(kind=kind, shard=1 if kind in ("none", "ddp") else replicas)
-        if not shard_text.isdecimal() or int(shard_text) < 1 or replicas % int(shard_text):
-            raise InputError("--sharding", f"{text!r} on {replicas} replicas", "give a SHARD that divides the replicas")
-        if kind == "fsdp":
-            return cls(kind=kind, shard=replicas, forward_shard=int(shard_text))
-        return cls(kind=kind, shard=int(shard_text))
-
-    @property
-    def gathers(self) -> bool:
-        """Whether parameters are held in shards, and gathered block by block."""
-        return self.kind in ("zero2", "fsdp", "hsdp")
-
-    @property
-    def reshards(self) -> bool:
-        """Whether a block's parameters are given up after its forward pass, and gathered again."""
-        return self.kind in ("fsdp", "hsdp")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,15 +55,6 @@ class ModelBlock:
     """Places of the products of its forward pass (:func:`ddltool.plans.is_product`)."""
     keepable: tuple[int, ...]
     """Numbers of the products that may be kept: no later op overwrites their results in place."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Peak:
-    """The most bytes held at one time, in all and by part; ``curve`` (places,): the bytes held at every place."""
-
-    total_bytes: float
-    parts: dict[str, float]
-    curve: Floats
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -690,325 +618,3 @@ class Recomputation:
         """Return the indices that places of the traced program have in the program with recomputation."""
         moved: Ints = place + self._shift[place]
         return moved
-
-
-class Held:
-    """Bytes held over the places of a program, by part: parameters, gradients, activations and others."""
-
-    def __init__(self, places: int) -> None:
-        """Hold nothing yet, over a program of that many places."""
-        self.places = places
-        self._change: dict[str, Floats] = {}
-        """By part (places + 1,) the bytes added at each place, less those freed."""
-        self._spans: list[tuple[str, Ints, Ints, Floats]] = []
-        """What was added: its part, and (tensors,) first places, places of release, and bytes."""
-
-    def add(self, part: str, start: Ints | int, end: Ints | int, size: Floats | float) -> None:
-        """Add ``size`` bytes to a part over the places ``start`` to ``end - 1``, clipped to the program.
-
-        Each entry of the arguments, which are broadcast, is one tensor.
-        """
-        if part not in self._change:
-            self._change[part] = np.zeros(self.places + 1)
-        changes = self._change[part]
-        starts, ends, sizes = np.broadcast_arrays(np.asarray(start), np.asarray(end), np.asarray(size, dtype=float))
-        starts, ends = np.clip(starts, 0, self.places), np.clip(ends, 0, self.places)
-        np.add.at(changes, starts, sizes)
-        np.subtract.at(changes, ends, sizes)
-        self._spans.append((part, starts.ravel(), ends.ravel(), sizes.ravel()))
-
-    def curves(self) -> dict[str, Floats]:
-        """Return the bytes (places,) of each part."""
-        return {part: np.cumsum(change)[:-1] for part, change in self._change.items()}
-
-    def peak(self) -> Peak:
-        """Return the most bytes held at one place, all parts together, which bytes of each part these are, and the curve."""
-        curves = self.curves()
-        curve = np.sum(list(curves.values()), axis=0)
-        fullest = int(curve.argmax())
-        return Peak(
-            total_bytes=float(curve[fullest]),
-            parts={name: float(part_curve[fullest]) for name, part_curve in curves.items()},
-            curve=curve,
-        )
-
-    def reserved_bytes(self, limit_bytes: float = inf) -> int | None:
-        """Return the bytes of a device that torch's caching allocator reserves for all tensors, by simulating it.
-
-        None: ``limit_bytes`` do not suffice. O(tensors log tensors).
-        """
-        lasting: list[float] = []
-        from_second_step: list[float] = []  # the optimizer's states: the first update makes them
-        spans: list[tuple[int, int, float]] = []
-        for part, starts, ends, sizes in self._spans:
-            is_held = (ends > starts) & (sizes > 0)
-            is_lasting = is_held & (starts == 0) & (ends == self.places)
-            target = from_second_step if part == "optimizer" else lasting
-            target.extend(sizes[is_lasting].tolist())
-            is_temporary = is_held & ~is_lasting
-            spans += zip(
-                starts[is_temporary].tolist(), ends[is_temporary].tolist(), sizes[is_temporary].tolist(), strict=True
-            )
-        return reserved_bytes(lasting, from_second_step, spans, limit_bytes)
-
-
-def lifetimes_of(traced: TracedStep) -> TensorLifetimes:
-    """Return the lifetimes of a traced training step's storages. O(nodes).
-
-    Its blocks are the members of the module list with most of the parameters; there are none without such a list, or if
-    its members do not run one after another, each once.
-    """
-    return _Reader(traced).read()
-
-
-@dataclass(kw_only=True, slots=True)
-class _Storage:
-    """One storage while a step is read; fields of the same name are those of :class:`TensorLifetimes`."""
-
-    elements: int
-    width: int
-    alloc: int
-    role: int
-    owner: int
-    forward: int = 0
-    free: int = 0
-    gradient_of: str = ""
-
-
-class _Reader:
-    """Reads the storages and blocks of a recorded step in one pass; storages are numbered in the order of first use.
-
-    A place is the index of a node of the program. ``spans``: by block, the first and last place of its forward pass.
-    """
-
-    def __init__(self, traced: TracedStep) -> None:
-        """Find the model's list of blocks, and where each block's forward pass begins and ends."""
-        self.traced, graph = traced, traced.graph
-        self.nodes: list[Node] = list(traced.program.nodes)
-        self.op_names = {node: name for name, node in traced.nodes.items()}
-        received = graph.kind == RECV  # one op for each parameter
-        parameters = [graph.parameter[op] or "" for op in np.flatnonzero(received).tolist()]
-        self.container = block_container(parameters, graph.size_bytes[received].tolist())
-        """The name of the module list that holds the blocks; None: there is none."""
-        self.parameters = {node: name for name, node in traced.parameters.items()}
-        starts = (place for place, node in enumerate(self.nodes) if self.op_names.get(node, "").startswith("backward"))
-        self.backward = next(starts, len(self.nodes) - 1)
-        """The first place of the backward pass."""
-        self.block_at = self._read_block_names()
-        self.spans = self._read_spans()
-        self.block_numbers = {name: number for number, name in enumerate(self.spans)}
-        self.storages: list[_Storage] = []
-        self.storage_numbers: dict[int, int] = {}
-        """By the address of torch's storage."""
-        self.last_reads: dict[tuple[int, int], int] = {}
-        """By storage and block index, the last place of the block's forward pass that reads the storage."""
-
-    def read(self) -> TensorLifetimes:
-        """Return the lifetimes of all storages, and the blocks. To be called once.
-
-        Every use of a storage is recorded first, so that what is said of a storage later may depend on all of them. Where
-        the blocks cannot be told from one another, no storage has an owner.
-        """
-        used_storages = [  # by node, the indices of the storages that it reads or makes
-            {
-                self._record_use(source, tensor, place)
-                for source in (*node.all_input_nodes, node)
-                for tensor in _tensors(source)
-            }
-            for place, node in enumerate(self.nodes)
-        ]
-        # Roles, owners and last places are complete only after these, each of which may change what the one before said.
-        self._free_as_recorded()
-        self._mark_gradients()
-        if self.spans:
-            self._assign_activations()
-        blocks = self._read_blocks(used_storages)
-        if not blocks:
-            for storage in self.storages:
-                storage.owner = -1
-        alloc = np.array([storage.alloc for storage in self.storages], dtype=np.int64)
-        product_numbers = {place: number for block in blocks for number, place in enumerate(block.products)}
-        input_rows = [  # see TensorLifetimes.read
-            (storage, block, last_read)
-            for (storage, block), last_read in self.last_reads.items()
-            if blocks and alloc[storage] < blocks[block].first
-        ]
-        return TensorLifetimes(
-            traced=self.traced,
-            nodes=len(self.nodes),
-            backward=self.backward,
-            elements=tuple(storage.elements for storage in self.storages),
-            width=np.array([float(storage.width) for storage in self.storages]),
-            alloc=alloc,
-            forward=np.array([storage.forward for storage in self.storages], dtype=np.int64),
-            free=np.array([storage.free for storage in self.storages], dtype=np.int64),
-            role=np.array([storage.role for storage in self.storages], dtype=np.int64),
-            owner=np.array([storage.owner for storage in self.storages], dtype=np.int64),
-            product=np.array([product_numbers.get(place, -1) for place in alloc.tolist()], dtype=np.int64),
-            read=np.array(input_rows, dtype=np.int64).reshape(-1, 3),
-            trained_bytes=self._sum_trained_bytes(blocks),
-            kept_share=self._kept_share(),
-            blocks=blocks,
-            gradient_of=tuple(storage.gradient_of for storage in self.storages),
-            numbers=self.storage_numbers,
-        )
-
-    def _record_use(self, source: Node, tensor: Tensor, place: int) -> int:
-        """Record that the node at ``place`` reads or makes a tensor of ``source``; return the index of its storage.
-
-        A storage that is new gets its role by where it comes from: a parameter, another input, or an op.
-        """
-        storage_memory = tensor.untyped_storage()
-        if storage_memory._cdata not in self.storage_numbers:
-            is_placeholder = source.op == "placeholder"
-            role = (PARAMETER if source in self.parameters else GIVEN) if is_placeholder else ACTIVATION
-            self.storage_numbers[storage_memory._cdata] = len(self.storages)
-            self.storages.append(
-                _Storage(
-                    elements=storage_memory.nbytes() // tensor.element_size(),
-                    width=tensor.element_size(),
-                    alloc=0 if is_placeholder else place,
-                    role=role,
-                    owner=self._owner(self.parameters.get(source, "")),
-                )
-            )
-        storage_index = self.storage_numbers[storage_memory._cdata]
-        storage = self.storages[storage_index]
-        storage.free = max(storage.free, place)
-        if place < self.backward:
-            storage.forward = max(storage.forward, place)
-            if self.spans and self.block_at[place]:
-                self.last_reads[storage_index, self.block_numbers[self.block_at[place]]] = place
-        return storage_index
-
-    def _owner(self, parameter: str) -> int:
-        """Return the index of the block of the parameter with that name; -1: it lies outside all blocks."""
-        return self.block_numbers.get(block_of(parameter, self.container), -1) if self.container is not None else -1
-
-    def _free_as_recorded(self) -> None:
-        """Let each storage live until the recorded step gave it up, which may be after its last use."""
-        places = {node: place for place, node in enumerate(self.nodes)}
-        for key, index in self.storage_numbers.items():
-            last = self.traced.last.get(key)
-            storage = self.storages[index]
-            storage.free = max(storage.free, len(self.nodes) - 1 if last is None else places[last])
-
-    def _mark_gradients(self) -> None:
-        """Set role, owner and last place of the parameters' gradients, which are held to the program's end."""
-        for name, gradient in self.traced.gradients.items():
-            storage = self.storages[self.storage_numbers[gradient.untyped_storage()._cdata]]
-            storage.free, storage.role, storage.owner = len(self.nodes) - 1, GRADIENT, self._owner(name)
-            storage.gradient_of = name
-
-    def _assign_activations(self) -> None:
-        """Give each activation that its block alone uses in the forward pass that block as its owner.
-
-        Checkpointing a block may drop such tensors: no other block would miss them.
-        """
-        for storage in self.storages:
-            if storage.role == ACTIVATION and storage.alloc < self.backward:
-                block_name = self.block_at[storage.alloc]
-                if block_name and storage.forward <= self.spans[block_name][1]:
-                    storage.owner = self.block_numbers[block_name]
-
-    def _read_blocks(self, storages_by_place: Sequence[set[int]]) -> tuple[ModelBlock, ...]:
-        """Return the blocks in the order of their forward passes; none at all if one of them has no backward pass.
-
-        ``storages_by_place``: indices of the storages that each node reads or makes. A block's backward pass is where nodes
-        touch a storage that it owns.
-        """
-        backward_places: list[list[int]] = [[] for _ in self.spans]
-        for place in range(self.backward, len(self.nodes) - 1):  # the last node is the program's output
-            for owner in {self.storages[index].owner for index in storages_by_place[place]} - {-1}:
-                backward_places[owner].append(place)
-        if not all(backward_places):
-            return ()
-        overwritten, blocks = self._overwritten_storages(), []
-        for (name, (first, last)), places in zip(self.spans.items(), backward_places, strict=True):
-            products = tuple(place for place in range(first, last + 1) if _is_product(self.nodes[place]))
-            blocks.append(
-                ModelBlock(
-                    name=name,
-                    first=first,
-                    last=last,
-                    begins=places[0],
-                    ends=places[-1],
-                    products=products,
-                    keepable=tuple(
-                        product_index
-                        for product_index, place in enumerate(products)
-                        if overwritten.isdisjoint(self._storages_of(self.nodes[place]))
-                    ),
-                )
-            )
-        return tuple(blocks)
-
-    def _kept_share(self) -> float:
-        """Return the bytes of all parameters as they are kept (as the graph receives them) over those that its ops read.
-
-        1.0 for a step whose ops read no parameters.
-        """
-        graph = self.traced.graph
-        read_bytes = sum(tensor.nbytes for node, name in self.parameters.items() if name for tensor in _tensors(node))
-        return float(graph.parameter_bytes) / read_bytes if read_bytes else 1.0
-
-    def _sum_trained_bytes(self, blocks: Sequence[ModelBlock]) -> Floats:
-        """Return (blocks + 1,) the bytes of parameters with a gradient, those outside all blocks last."""
-        graph = self.traced.graph
-        trained_bytes = np.zeros(len(blocks) + 1)
-        for op in np.flatnonzero(graph.kind == SEND).tolist():
-            parameter = graph.parameter[op] or ""
-            trained_bytes[self._owner(parameter) if blocks else -1] += graph.size_bytes[op]
-        return trained_bytes
-
-    def _storages_of(self, node: Node) -> set[int]:
-        """Return the indices of the storages of a node's outputs."""
-        return {self.storage_numbers[tensor.untyped_storage()._cdata] for tensor in _tensors(node)}
-
-    def _overwritten_storages(self) -> set[int]:
-        """Return the indices of the storages that an op of the forward pass changes in place, by the op's schema."""
-        overwritten: set[int] = set()
-        for node in self.nodes[: self.backward]:
-            for value in written_arguments(node.target, node.args, node.kwargs):
-                if isinstance(value, Node):
-                    overwritten |= self._storages_of(value)
-        return overwritten
-
-    def _read_block_names(self) -> list[str]:
-        """Return the name of the block in which every node of the forward pass runs; "": in none.
-
-        A node without a name runs where its predecessor does.
-        """
-        blocks: list[str] = []
-        current_block = ""
-        for node in self.nodes[: self.backward]:
-            if (name := self.op_names.get(node)) is not None:
-                scope = name.rpartition("/")[0].partition("/")[2]  # the module in forward/MODULE/OP
-                current_block = block_of(f"{scope}.", self.container) if scope and self.container is not None else ""
-            blocks.append(current_block)
-        return blocks
-
-    def _read_spans(self) -> dict[str, tuple[int, int]]:
-        """Return by block the first and the last place of its forward pass.
-
-        {}: a block runs in several pieces, or there are fewer than two blocks.
-        """
-        spans: dict[str, tuple[int, int]] = {}
-        named_blocks: Sequence[str] = [name for name in self.block_at if name]
-        # Uninterrupted runs of one block: as many as blocks, if each runs in one piece.
-        run_count = 1 + sum(block != next_block for block, next_block in pairwise(named_blocks)) if named_blocks else 0
-        for place, name in enumerate(self.block_at):
-            if name:
-                first_place, _ = spans.get(name, (place, place))
-                spans[name] = (first_place, place)
-        return spans if len(spans) == run_count and len(spans) > 1 else {}
-
-
-def _is_product(node: Node) -> bool:
-    """Return whether a node is a matrix product, convolution or the like (:func:`ddltool.plans.is_product`)."""
-    return isinstance(node.target, OpOverload) and is_product(node.target.overloadpacket.__name__)
-
-
-def _tensors(node: Node) -> list[Tensor]:
-    """Return the tensors that a node makes, as they were traced."""
-    return tensors_of(value_of(node))

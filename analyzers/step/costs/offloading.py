@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ddltool.analyzers.step.communication.nccl import Communicator, Size
-from ddltool.analyzers.step.costs.memory import Sharding
 from ddltool.analyzers.step.costs.optimizers import OPTIMIZERS
+from ddltool.analyzers.step.costs.sharding import Sharding
 from ddltool.device import Device
 from ddltool.errors import InputError
 from ddltool.graph import Graph

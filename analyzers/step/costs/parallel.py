@@ -21,19 +21,13 @@ from ddltool.analyzers.step.communication.fsdp import Unit, simulate_fsdp
 from ddltool.analyzers.step.communication.nccl import Communicator, Fabric
 from ddltool.analyzers.step.communication.program import Program
 from ddltool.analyzers.step.costs.compiling import compiled
-from ddltool.analyzers.step.costs.memory import (
-    ACTIVATION,
-    GRADIENT,
-    PARAMETER,
-    Held,
-    Recomputation,
-    Sharding,
-    TensorLifetimes,
-)
+from ddltool.analyzers.step.costs.held import Held
+from ddltool.analyzers.step.costs.memory import ACTIVATION, GRADIENT, PARAMETER, Recomputation, TensorLifetimes
 from ddltool.analyzers.step.costs.model import CostModel, Exchanges, estimate
 from ddltool.analyzers.step.costs.optimizers import state_share
 from ddltool.analyzers.step.costs.saving import ON_HOST, SavedOps, Saving
 from ddltool.analyzers.step.costs.setting import ParallelDegrees, Placement, Setting
+from ddltool.analyzers.step.costs.sharding import Sharding
 from ddltool.analyzers.step.costs.tensor_parallel import Rank, rank_of
 from ddltool.analyzers.step.costs.work import StepSeconds, WorkCurve, gathered_matrices_s, own_update_s
 from ddltool.analyzers.step.recording.torch_costs import tensors_of, value_of

@@ -12,11 +12,13 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from ddltool.analyzers.step.communication.program import Program, program_of
-from ddltool.analyzers.step.costs.memory import Held, Recomputation, Sharding
+from ddltool.analyzers.step.costs.held import Held
+from ddltool.analyzers.step.costs.memory import Recomputation
 from ddltool.analyzers.step.costs.model import HOST_BOUND, CostModel
 from ddltool.analyzers.step.costs.offloading import host_link_bytes_per_s
 from ddltool.analyzers.step.costs.saving import ON_HOST, Saving
 from ddltool.analyzers.step.costs.setting import ALONE, ParallelDegrees, Placement, Setting
+from ddltool.analyzers.step.costs.sharding import Sharding
 from ddltool.analyzers.step.costs.work import WorkCurve, host_wait_s
 from ddltool.arrays import Floats
 from ddltool.device import GIVEN, Device

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from ddltool.analyzers.step.communication.nccl import Fabric
 from ddltool.analyzers.step.costs.allocator import reserved_bytes
 from ddltool.analyzers.step.costs.compiling import compiled, compiled_storages
-from ddltool.analyzers.step.costs.memory import Sharding
 from ddltool.analyzers.step.costs.model import CostModel, time_step
 from ddltool.analyzers.step.costs.predict import fullest_of_spans, memory_range, products_s, usable_bytes
+from ddltool.analyzers.step.costs.sharding import Sharding
 from ddltool.analyzers.step.costs.wrapping import PART_OPS
 from ddltool.arrays import Floats
 from ddltool.graph import COMPUTE, Graph, Recorded

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from typing import get_args
 
 from ddltool.analyzers.step.communication.nccl import Fabric
-from ddltool.analyzers.step.costs.memory import Sharding
 from ddltool.analyzers.step.costs.model import OPTIMIZER
 from ddltool.analyzers.step.costs.offloading import demand_host_update
 from ddltool.analyzers.step.costs.optimizers import OPTIMIZERS
 from ddltool.analyzers.step.costs.saving import ON_HOST, Checkpointing, split_way
+from ddltool.analyzers.step.costs.sharding import Sharding
 from ddltool.errors import InputError, did_you_mean
 from ddltool.units import parse_bytes
 

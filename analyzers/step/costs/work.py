@@ -23,11 +23,14 @@ from ddltool.analyzers.step.communication.fsdp import simulate_fsdp, units_of
 from ddltool.analyzers.step.communication.nccl import Communicator
 from ddltool.analyzers.step.communication.program import Program
 from ddltool.analyzers.step.costs.compiling import compiled, compiled_lifetimes
-from ddltool.analyzers.step.costs.memory import Held, Peak, Recomputation, Sharding, TensorLifetimes, lifetimes_of
+from ddltool.analyzers.step.costs.held import Held, Peak
+from ddltool.analyzers.step.costs.memory import Recomputation, TensorLifetimes
 from ddltool.analyzers.step.costs.model import CostModel, estimate
 from ddltool.analyzers.step.costs.offloading import HostCopies, host_sum_s, host_update_s
 from ddltool.analyzers.step.costs.saving import SavedOps, Saving
 from ddltool.analyzers.step.costs.setting import Placement, Setting
+from ddltool.analyzers.step.costs.sharding import Sharding
+from ddltool.analyzers.step.costs.traced_lifetimes import lifetimes_of
 from ddltool.analyzers.step.costs.wrapping import hooked
 from ddltool.analyzers.step.tracing.adapters import with_lora
 from ddltool.analyzers.step.tracing.numerics import Numerics

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from ddltool.analyzers.step.communication.fsdp import block_container, block_of
 from ddltool.analyzers.step.communication.program import Program, stretched
-from ddltool.analyzers.step.costs.memory import Sharding
+from ddltool.analyzers.step.costs.sharding import Sharding
 from ddltool.graph import SEND, Graph
 
 # In ops that the host issues. FSDP2: for each unit, and for each parameter of it, with its update as a DTensor; DDP, and ZeRO-1

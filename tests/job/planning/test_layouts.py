@@ -17,10 +17,10 @@ from ddltool.analyzers.job.planning.layout_figures import DeviceKind, LayoutCand
 from ddltool.analyzers.job.planning.layouts import Layouts
 from ddltool.analyzers.job.planning.options import Goal
 from ddltool.analyzers.step.communication.nccl import Fabric
-from ddltool.analyzers.step.costs.memory import Sharding
 from ddltool.analyzers.step.costs.model import cost_model
 from ddltool.analyzers.step.costs.predict import predict
 from ddltool.analyzers.step.costs.setting import Placement, Setting
+from ddltool.analyzers.step.costs.sharding import Sharding
 from ddltool.analyzers.step.costs.work import WorkCurve, measure_work
 from ddltool.analyzers.step.tracing.step import TrainingStep
 from ddltool.decision import NothingFits

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ddltool.analyzers.step.costs.memory import Recomputation, Sharding, lifetimes_of
+from ddltool.analyzers.step.costs.memory import Recomputation
 from ddltool.analyzers.step.costs.saving import Saving
+from ddltool.analyzers.step.costs.sharding import Sharding
+from ddltool.analyzers.step.costs.traced_lifetimes import lifetimes_of
 from ddltool.analyzers.step.tracing.torch_adapter import trace_step
 from ddltool.errors import InputError
 from ddltool.plans import Offloaded, Recomputed

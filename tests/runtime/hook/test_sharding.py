@@ -12,7 +12,8 @@ import torch
 import ddltool as dt
 from ddltool.analyzers.answers.emitting.enforcement import to_enforcement
 from ddltool.analyzers.answers.emitting.scripts import fsdp2_module
-from ddltool.analyzers.step.costs.memory import Sharding, lifetimes_of
+from ddltool.analyzers.step.costs.sharding import Sharding
+from ddltool.analyzers.step.costs.traced_lifetimes import lifetimes_of
 from ddltool.analyzers.step.tracing.torch_adapter import trace_step
 from ddltool.artifacts import save
 from ddltool.errors import InputError

@@ -15,8 +15,10 @@ import pytest
 from ddltool.analyzers.step.costs import checkpointing
 from ddltool.analyzers.step.costs.allocator import CachingAllocator, reserved_bytes
 from ddltool.analyzers.step.costs.checkpointing import cheapest, options
-from ddltool.analyzers.step.costs.memory import Recomputation, Sharding, TensorLifetimes, lifetimes_of
+from ddltool.analyzers.step.costs.memory import Recomputation, TensorLifetimes
 from ddltool.analyzers.step.costs.saving import Saving
+from ddltool.analyzers.step.costs.sharding import Sharding
+from ddltool.analyzers.step.costs.traced_lifetimes import lifetimes_of
 from ddltool.analyzers.step.tracing.torch_adapter import trace_step
 from ddltool.errors import Infeasible
 from ddltool.graph import Graph

@@ -16,8 +16,10 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.nn import functional as F
 
 from ddltool.analyzers.step.costs.compiling import FUSED, compiled, compiled_lifetimes, compiled_storages, fuse
-from ddltool.analyzers.step.costs.memory import Recomputation, Sharding, lifetimes_of
+from ddltool.analyzers.step.costs.memory import Recomputation
 from ddltool.analyzers.step.costs.model import cost_model, time_step
+from ddltool.analyzers.step.costs.sharding import Sharding
+from ddltool.analyzers.step.costs.traced_lifetimes import lifetimes_of
 from ddltool.analyzers.step.tracing.numerics import Numerics
 from ddltool.analyzers.step.tracing.step import TrainingStep
 from ddltool.analyzers.step.tracing.torch_adapter import TracedStep, trace_step

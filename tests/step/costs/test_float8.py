@@ -16,10 +16,11 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from ddltool.analyzers.step.costs.compiling import FUSED, compiled, compiled_lifetimes
-from ddltool.analyzers.step.costs.memory import ACTIVATION, TensorLifetimes, lifetimes_of
+from ddltool.analyzers.step.costs.memory import ACTIVATION, TensorLifetimes
 from ddltool.analyzers.step.costs.model import cost_model
 from ddltool.analyzers.step.costs.predict import products_s
 from ddltool.analyzers.step.costs.tensor_parallel import rank_of
+from ddltool.analyzers.step.costs.traced_lifetimes import lifetimes_of
 from ddltool.analyzers.step.recording.command import record
 from ddltool.analyzers.step.recording.float8 import float8_layers
 from ddltool.analyzers.step.recording.torch_costs import base_name

@@ -30,19 +30,19 @@ from torch.utils import _pytree
 
 from ddltool.analyzers.step.costs import memory
 from ddltool.analyzers.step.costs.checkpointing import cheapest
+from ddltool.analyzers.step.costs.held import Held
 from ddltool.analyzers.step.costs.memory import (
     ACTIVATION,
     GIVEN,
     GRADIENT,
     PARAMETER,
-    Held,
     ModelBlock,
     Recomputation,
-    Sharding,
     TensorLifetimes,
-    lifetimes_of,
 )
 from ddltool.analyzers.step.costs.saving import Checkpointing, SavedOps
+from ddltool.analyzers.step.costs.sharding import Sharding
+from ddltool.analyzers.step.costs.traced_lifetimes import lifetimes_of
 from ddltool.analyzers.step.tracing.numerics import Numerics
 from ddltool.analyzers.step.tracing.sources import resolve_step
 from ddltool.analyzers.step.tracing.step import TrainingStep

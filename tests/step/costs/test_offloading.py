@@ -8,11 +8,12 @@ import pytest
 
 from ddltool.analyzers.step.communication.fsdp import Unit, simulate_fsdp
 from ddltool.analyzers.step.communication.nccl import Fabric
-from ddltool.analyzers.step.costs.memory import Recomputation, Sharding
+from ddltool.analyzers.step.costs.memory import Recomputation
 from ddltool.analyzers.step.costs.model import cost_model
 from ddltool.analyzers.step.costs.offloading import HOST_BYTES_PER_S, HostCopies, host_link_bytes_per_s, host_update_s
 from ddltool.analyzers.step.costs.predict import predict
 from ddltool.analyzers.step.costs.setting import Placement, Setting
+from ddltool.analyzers.step.costs.sharding import Sharding
 from ddltool.analyzers.step.costs.work import WorkCurve, measure_work
 from ddltool.errors import InputError
 from ddltool.links import parse_link

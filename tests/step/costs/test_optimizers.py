@@ -16,9 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import ddltool as dt
 from ddltool.analyzers.step.communication.nccl import Fabric
-from ddltool.analyzers.step.costs.memory import Sharding
 from ddltool.analyzers.step.costs.model import cost_model, estimate, memory_words
 from ddltool.analyzers.step.costs.optimizers import update_of
+from ddltool.analyzers.step.costs.sharding import Sharding
 from ddltool.analyzers.step.costs.work import gathered_matrices_s, measure_work, own_update_s
 from ddltool.analyzers.step.tracing.step import TrainingStep
 from ddltool.device import Network

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from ddltool.analyzers.step.communication.nccl import Fabric
 from ddltool.analyzers.step.communication.program import program_of
-from ddltool.analyzers.step.costs.memory import Recomputation, Sharding
+from ddltool.analyzers.step.costs.memory import Recomputation
 from ddltool.analyzers.step.costs.model import cost_model
 from ddltool.analyzers.step.costs.parallel import (
     ParallelCurve,
@@ -28,6 +28,7 @@ from ddltool.analyzers.step.costs.parallel import (
 )
 from ddltool.analyzers.step.costs.predict import predict
 from ddltool.analyzers.step.costs.setting import ParallelDegrees, Placement, Setting
+from ddltool.analyzers.step.costs.sharding import Sharding
 from ddltool.analyzers.step.costs.tensor_parallel import Rank, _Divider, rank_of
 from ddltool.analyzers.step.costs.work import WorkCurve, measure_work
 from ddltool.analyzers.step.tracing.factories import imported

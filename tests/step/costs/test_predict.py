@@ -29,7 +29,6 @@ from ddltool.analyzers.step.costs import predict as predict_module
 from ddltool.analyzers.step.costs.compiling import compiled
 from ddltool.analyzers.step.costs.kernel_times import ARITHMETIC, CARRIED, FEED, TRAFFIC, Constants
 from ddltool.analyzers.step.costs.kernels import INPUT_GRADIENT, WEIGHT_GRADIENT, kernels_of
-from ddltool.analyzers.step.costs.memory import Kind, Sharding
 from ddltool.analyzers.step.costs.model import CostModel, PredictedStep, cost_model, estimate, time_step
 from ddltool.analyzers.step.costs.predict import (
     _fitting_sizes,
@@ -41,6 +40,7 @@ from ddltool.analyzers.step.costs.predict import (
     usable_bytes,
 )
 from ddltool.analyzers.step.costs.setting import ParallelDegrees, Placement, Setting
+from ddltool.analyzers.step.costs.sharding import Kind, Sharding
 from ddltool.analyzers.step.costs.work import (
     WorkCurve,
     gathered_matrices_s,

@@ -9,7 +9,7 @@ from torch import nn
 
 import ddltool as dt
 from ddltool.analyzers.step.communication.program import Program
-from ddltool.analyzers.step.costs.memory import Sharding
+from ddltool.analyzers.step.costs.sharding import Sharding
 from ddltool.analyzers.step.costs.wrapping import hook_ops
 
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddltool.analyzers.step.costs.memory import Sharding, lifetimes_of
+from ddltool.analyzers.step.costs.sharding import Sharding
+from ddltool.analyzers.step.costs.traced_lifetimes import lifetimes_of
 from ddltool.analyzers.step.recording.recorder import Recording, Shadow
 from ddltool.analyzers.step.recording.repeating import equal_blocks
 from ddltool.analyzers.step.tracing import torch_adapter

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import ddltool as dt
-from ddltool.analyzers.step.costs.memory import Sharding
 from ddltool.analyzers.step.costs.optimizers import update_of
+from ddltool.analyzers.step.costs.sharding import Sharding
 from ddltool.analyzers.step.costs.work import work_of
 from ddltool.analyzers.step.tracing.adapters import LoraLinear, with_lora
 from ddltool.analyzers.step.tracing.numerics import Numerics

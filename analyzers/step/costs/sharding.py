@@ -1,0 +1,67 @@
+"""How a step's parameters, gradients and optimizer states are spread over its replicas."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+from ddltool.errors import InputError, did_you_mean
+
+Kind = Literal["none", "ddp", "zero1", "zero2", "fsdp", "hsdp"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sharding:
+    """How a step's parameters, gradients and optimizer state are spread over its replicas."""
+
+    kind: Kind = "ddp"
+    shard: int = 1
+    """Processes that share one copy of what is sharded."""
+    forward_shard: int = 0
+    """Processes that share a block's parameters between its forward and backward pass; 0: as many as ``shard``."""
+    sums: bool = False
+    """Whether a step has several passes, whose gradients are summed: they are held from the first one's end on."""
+    on_host: int = 0
+    """Processes of a node that keep their parts in its host's memory; 0: parts are on the devices."""
+
+    @classmethod
+    def named(cls, text: str, replicas: int) -> Sharding:
+        """Return ``none``, ``ddp``, ``zero1``, ``zero2``, ``fsdp``, ``fsdp:SHARD`` or ``hsdp:SHARD`` on a number of replicas.
+
+        ``zero2`` is ``fully_shard`` with ``reshard_after_forward=False``, ``fsdp:SHARD`` with that number. With ``:cpu``
+        behind what gathers, all replicas keep their parts on one host. Raises InputError for other texts, and for a shard that
+        does not divide the replicas.
+        """
+        if text.endswith(":cpu"):
+            sharding = cls.named(text.removesuffix(":cpu"), replicas)
+            if not sharding.gathers:
+                raise InputError(
+                    "--sharding", f"{text!r} shards no parameters", "give fsdp:cpu, zero2:cpu or hsdp:N:cpu"
+                )
+            return replace(sharding, on_host=replicas)
+        kind = next((known for known in get_args(Kind) if known == text.partition(":")[0]), None)
+        shard_text = text.partition(":")[2]
+        if "offload" in text:
+            raise InputError("--sharding", f"unknown {text!r}", "give fsdp:cpu for what CPUOffloadPolicy does")
+        if kind == "hsdp" and not shard_text:
+            raise InputError("--sharding", f"{text!r} does not say over how many", "give hsdp:SHARD, such as hsdp:8")
+        if kind is None or (kind not in ("fsdp", "hsdp") and ":" in text):
+            known_texts = ["none", "ddp", "zero1", "zero2", "fsdp", "fsdp:SHARD", "hsdp:SHARD"]
+            raise InputError("--sharding", f"unknown {text!r}", did_you_mean(text, known_texts))
+        if ":" not in text:
+            return cls(kind=kind, shard=1 if kind in ("none", "ddp") else replicas)
+        if not shard_text.isdecimal() or int(shard_text) < 1 or replicas % int(shard_text):
+            raise InputError("--sharding", f"{text!r} on {replicas} replicas", "give a SHARD that divides the replicas")
+        if kind == "fsdp":
+            return cls(kind=kind, shard=replicas, forward_shard=int(shard_text))
+        return cls(kind=kind, shard=int(shard_text))
+
+    @property
+    def gathers(self) -> bool:
+        """Whether parameters are held in shards, and gathered block by block."""
+        return self.kind in ("zero2", "fsdp", "hsdp")
+
+    @property
+    def reshards(self) -> bool:
+        """Whether a block's parameters are given up after its forward pass, and gathered again."""
+        return self.kind in ("fsdp", "hsdp")
