@@ -12,7 +12,8 @@ from typing import Annotated, Any, get_args
 
 from ddltool.analyzers.answers.reporting.command_section import command_section
 from ddltool.analyzers.answers.reporting.islands_section import islands_section
-from ddltool.analyzers.answers.reporting.plan_section import joint_section, layouts_table, plan_section
+from ddltool.analyzers.answers.reporting.plan_choices import layouts_table
+from ddltool.analyzers.answers.reporting.plan_section import joint_section, plan_section
 from ddltool.analyzers.answers.reporting.section import Section
 from ddltool.analyzers.job.planning.candidates import STRATEGIES
 from ddltool.analyzers.job.planning.commands import Knob, NodeOfDevices, knobs_of, plan_command, plan_recorded

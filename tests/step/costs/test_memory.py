@@ -28,7 +28,7 @@ from torch.distributed.fsdp._fully_shard import _fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree
 
-from ddltool.analyzers.step.costs import memory
+from ddltool.analyzers.step.costs import held
 from ddltool.analyzers.step.costs.checkpointing import cheapest
 from ddltool.analyzers.step.costs.held import Held
 from ddltool.analyzers.step.costs.memory import (
@@ -418,13 +418,13 @@ def test_every_place_holds_what_it_does_by_hand(
 def test_the_allocator_gets_what_lasts_what_the_first_update_makes_and_the_rest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(memory, "reserved_bytes", lambda *given: given)
-    held, parts = Held(4), ("activations", "gradients", "optimizer", "parameters", "updating")
+    monkeypatch.setattr(held, "reserved_bytes", lambda *given: given)
+    process, parts = Held(4), ("activations", "gradients", "optimizer", "parameters", "updating")
     for number, part in enumerate(parts):
-        held.add(part, 0, 9, 2.0**number)
-        held.add(part, np.array([0, 1, 2, 2, 0]), np.array([3, 4, 2, 3, 4]), np.array([1.0, 2.0, 4.0, 0.0, 0.5]))
+        process.add(part, 0, 9, 2.0**number)
+        process.add(part, np.array([0, 1, 2, 2, 0]), np.array([3, 4, 2, 3, 4]), np.array([1.0, 2.0, 4.0, 0.0, 0.5]))
     lasting = [size for number in (0, 1, 3, 4) for size in (2.0**number, 0.5)]
-    assert held.reserved_bytes(7.0) == (lasting, [4.0, 0.5], [(0, 3, 1.0), (1, 4, 2.0)] * len(parts), 7.0)
+    assert process.reserved_bytes(7.0) == (lasting, [4.0, 0.5], [(0, 3, 1.0), (1, 4, 2.0)] * len(parts), 7.0)
 
 
 @pytest.mark.parametrize(
