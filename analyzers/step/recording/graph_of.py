@@ -69,7 +69,7 @@ def ops_of(step: Recording, *, given: Mapping[str, Shadow] = MappingProxyType({}
     costs: list[Cost] = []
     index_of_issued: dict[Issued, int] = {}
     issued_of: dict[str, int] = {}
-    issued_by_copied: dict[int | None, int] = {}
+    index_of_copied: dict[int | None, int] = {}
     written_by: dict[int, str] = {}  # by torch's identifier of a storage, the last op so far that wrote to it in place
     call_index_of = {node: index for index, node in enumerate(nodes)}
     for node in reader.program.nodes:
@@ -86,18 +86,18 @@ def ops_of(step: Recording, *, given: Mapping[str, Shadow] = MappingProxyType({}
             if (writer := written_by.get(_storage(source))) is not None:
                 inputs.setdefault(writer)
         written_by |= {shadow.tensor.untyped_storage()._cdata: name for shadow in shadows_of(_written(call))}
-        # A cost depends on the call's properties alone, so it is worked out once for each distinct call.
-        if call.copied not in issued_by_copied:
+        # A cost depends on the call's properties alone, so it is worked out once for each distinct call, and for all copies.
+        index = index_of_copied.get(call.copied)
+        if index is None:
             cost_key = issued(node)
-            issued_of[name] = index_of_issued.setdefault(cost_key, len(costs))
-            if issued_of[name] == len(costs):
+            index = index_of_issued.setdefault(cost_key, len(costs))
+            if index == len(costs):
                 costs.append(cost_of(cost_key))
             if call.copied is not None:
-                issued_by_copied[call.copied] = issued_of[name]
-        else:
-            issued_of[name] = issued_by_copied[call.copied]
+                index_of_copied[call.copied] = index
+        issued_of[name] = index
         producer[node] = name
-        ops.append(_op_of(call, costs[issued_of[name]], name, tuple(inputs)))
+        ops.append(_op_of(call, costs[index], name, tuple(inputs)))
     return RecordedOps(
         program=reader.program,
         nodes=nodes,
