@@ -115,5 +115,7 @@ def parse_nic(text: str, where: str = "--nic") -> Link:
     True
     """
     match = _CARDS.fullmatch(text.strip())
+    if match and match[1] and not int(match[1]):
+        raise InputError(where, f"{text.strip()!r} is no card", "write 8x200Gbit, or leave it out")
     count, rate = (match[1], match[2]) if match else (None, text)
     return datasheet_link("nic", int(count or 1) * parse_bandwidth(rate, where))

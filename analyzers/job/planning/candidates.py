@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Literal, cast, get_args
 
 from ddltool.analyzers.job.goodput.throughput import StepTime, efficiency, grad_time_s
 from ddltool.analyzers.job.placement.problem import Problem, demand_throughput
@@ -76,7 +76,13 @@ class Candidate:
         steps_s = {
             name: other.step_s(self.laid_out) for name, other in self.figures.alternatives(self.laid_out).items()
         }
-        return {name: 1 - step_s / now_s for name, step_s in steps_s.items() if step_s is not None and step_s < now_s}
+        # What changes numerics too must save more than what it contains.
+        compiled_s = steps_s.get("torch.compile") or math.inf
+        return {
+            name: 1 - step_s / now_s
+            for name, step_s in steps_s.items()
+            if step_s is not None and step_s < min(now_s, compiled_s if "fp8" in name else math.inf)
+        }
 
 
 def plan_by(
@@ -138,6 +144,9 @@ class Candidates:
         """
         candidates: list[Candidate] = []
         for strategy in STRATEGIES if only is None else (only,):
+            if self.job.offload not in ("auto", "none") and strategy not in get_args(Split):
+                left_out[strategy] = Infeasible(f"keeps all on the devices, and offload asks for {self.job.offload}")
+                continue
             try:
                 overall = self.best(strategy, problem)
             except Infeasible as error:

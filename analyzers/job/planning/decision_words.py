@@ -136,9 +136,10 @@ def _ordinal(number: int) -> str:
 
 
 def _needs_only_batch(plan: Plan) -> bool:
-    """Return whether setting the batch size is all that a script must do: no accumulation, no recomputing, no ESTs."""
-    recomputed = plan.sharding is not None and plan.sharding.checkpointing
-    return not (plan.est_count or recomputed or any(row.accumulation_steps for row in plan.assignments))
+    """Return whether setting the batch size is all that a script must do: no accumulation, no recomputing, no ESTs, no host."""
+    shape = plan.sharding
+    changes = shape is not None and (shape.checkpointing or shape.offload or shape.on_host)
+    return not (plan.est_count or changes or any(row.accumulation_steps for row in plan.assignments))
 
 
 def why_not(option: Option, picked: Option, value: Value, tie: bool) -> str:
@@ -210,7 +211,7 @@ def _work_per_device(decision: Decision, plan: Plan, picked: Option) -> str:
     than three device types, which would be too long.
     """
     if decision.layouts and decision.layouts[0].text == picked.order:
-        return _layout_clause(decision.layouts[0], picked.devices)
+        return _layout_clause(decision.layouts[0], picked.devices, plan.max_workers * plan.batch_size)
     if plan.est_count:
         return f" with {plan.est_count} logical workers"
     if plan.superstep is not None:
@@ -221,25 +222,28 @@ def _work_per_device(decision: Decision, plan: Plan, picked: Option) -> str:
     if len(samples_by_type) > 3:
         return ""
     texts = {name: " or ".join(map(str, sorted(type_sizes))) for name, type_sizes in samples_by_type.items()}
-    shares = [f"{size} samples on {_each_of_type(name, picked.devices[name])}" for name, size in texts.items()]
+    shares = [
+        f"{size} {'sample' if size == '1' else 'samples'} on {_each_of_type(name, picked.devices[name])}"
+        for name, size in texts.items()
+    ]
     return f", {_joined(shares)}"
 
 
-def _layout_clause(layout: Layout, devices: Mapping[str, int]) -> str:
+def _layout_clause(layout: Layout, devices: Mapping[str, int], samples: int) -> str:
     """Return the clause on a layout: how it shards and recomputes, the samples of each device, passes and memory.
 
-    ``devices``: number of used devices by type. A layout on single devices that neither shards nor recomputes is not named.
+    ``devices``: number of used devices by type; ``samples``: of a step, of which some devices may take one less. A layout on
+    single devices that neither shards nor recomputes is not named.
     """
     passes = f" in {layout.passes} passes" if layout.passes > 1 else ""
     memory = show_bytes(max(layout.memory_bytes.values()))
     if layout.sharding == "none" and layout.checkpointing == "none" and layout.gpus == 1:
         size = counted(next(iter(layout.local_batch_sizes.values())), "sample")
         return f", {size} a step{passes}, {memory}"
+    shares = layout.local_batch_sizes
+    most = "" if sum(size * devices[name] for name, size in shares.items()) <= samples * layout.gpus else "up to "
     sizes = _joined(
-        [
-            f"{size} on {_each_of_type(name, devices[name], layout.gpus)}"
-            for name, size in layout.local_batch_sizes.items()
-        ]
+        [f"{most}{size} on {_each_of_type(name, devices[name], layout.gpus)}" for name, size in shares.items()]
     )
     return f" with {layout.text}, {sizes}{passes}, {memory} a process"
 
@@ -393,7 +397,7 @@ def _certainty(
     if picked.low_s is not None and picked.high_s is not None and picked.iteration_s:
         below, above = (1 - picked.low_s / picked.iteration_s, picked.high_s / picked.iteration_s - 1)
         known = f"known to within {below:.0%} below and {above:.0%} above{source}"
-    interval = _gain_interval(gain, gain_error)
+    interval = _gain_interval(gain, gain_error, decision.objective)
     command = ""
     # A tie with another plan, no better plan than the usual one, a gain within its error, a gain without an error (where both
     # plans lean on the devices' times alike), a gain by times of unequal trust, and at last a gain beyond its error.
@@ -422,14 +426,17 @@ def _certainty(
     return f"How sure: {text}.", command
 
 
-def _gain_interval(gain: float, gain_error: float | None) -> str:
+def _gain_interval(gain: float, gain_error: float | None, objective: str) -> str:
     """Return the clause on the interval of the gain.
 
-    Empty where the gain prints as 0 %, where its error is 0 or not known, and where both ends print alike.
+    Empty where the gain prints as 0 %, where its error is 0 or not known, where both ends print alike, and for an
+    objective that is no matter of time.
     """
-    if not gain_error or abs(gain) < _LEAST_SHOWN:
+    if not gain_error or abs(gain) < _LEAST_SHOWN or objective in ("least-memory", "fewest-devices"):
         return ""
     low, high = (1 + gain) / (1 + gain_error), (1 + gain) * (1 + gain_error)
+    if objective == "cheapest":
+        low, high = 2 - 1 / low, 2 - 1 / high  # shares of the cost
     ends = (f"{low:.3g}", f"{high:.3g} times as fast") if low >= 2 else (f"{low - 1:+.0%}", f"{high - 1:+.0%}")
     return "" if ends[0] == ends[1] else f"; the gain lies between {ends[0]} and {ends[1]}"
 

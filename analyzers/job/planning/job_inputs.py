@@ -573,6 +573,7 @@ def offered(devices: str) -> list[Offered]:
     Raises InputError for a part that is not of this form.
     """
     offers = []
+    spelled: dict[str, str] = {}  # in any case it is the type that was named first
     for part in devices.split(","):
         match = _OFFER.fullmatch(part.strip())
         if match is None or (match["times"] and match["count"]):
@@ -582,7 +583,8 @@ def offered(devices: str) -> list[Offered]:
             )
         count = match["count"] or match["times"]
         price = float(match["price"]) if match["price"] else None
-        offers.append(Offered(match["type"].strip(), int(count) if count else None, price))
+        name = spelled.setdefault(name_key(match["type"]), match["type"].strip())
+        offers.append(Offered(name, int(count) if count else None, price))
     return offers
 
 
@@ -602,7 +604,10 @@ def with_prices(job: Job, prices: str) -> Job:
             raise InputError(
                 "--price", f"{match[1]} is not among the devices", f"there are {', '.join(types.values())}"
             )
-        by_type[types[name_key(match[1])]] = float(match[2])
+        name = types[name_key(match[1])]
+        if name in by_type:
+            raise InputError("--price", f"gives {name} twice", "give it once")
+        by_type[name] = float(match[2])
     offers = [
         offer.model_copy(update={"price_per_hour": by_type.get(offer.type, offer.price_per_hour)})
         for offer in job.devices

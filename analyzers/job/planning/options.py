@@ -20,6 +20,8 @@ HOUR_S = 3600.0
 _RANGE = 1.2816
 # Share of the time that trains below which a run does not get anywhere.
 _LEAST_GOODPUT = 0.01
+_NONE_TRAINS = 1e-9
+"""The goodput of a remedy by which nothing trains: the run takes as good as for ever."""
 
 
 class Missed(Infeasible):
@@ -73,9 +75,8 @@ class Goal:
         """
         if self.failures is None:
             return "", 1.0, 1.0
-        # 1e-300: a remedy by which nothing trains takes as good as for ever
         found = {
-            name: (1 / max(goodput, 1e-300), paid / devices / max(goodput, 1e-300))
+            name: (1 / max(goodput, _NONE_TRAINS), paid / devices / max(goodput, _NONE_TRAINS))
             for name, (goodput, paid) in self.failures.remedies(devices).items()
         }
         best = min(found, key=lambda name: found[name][::-1] if self.objective == "cheapest" else found[name])
@@ -204,7 +205,7 @@ class Goal:
                 spread_hours = _RANGE * failures.spread_s(devices, hours * HOUR_S) / HOUR_S
                 low, high = (hours if end is None else end for end in ends)
                 ends = [
-                    max(hours - math.hypot(hours - low, spread_hours), 0),
+                    max(hours - math.hypot(hours - low, spread_hours), low / slowdown),  # failures only add to it
                     hours + math.hypot(high - hours, spread_hours),
                 ]
         watts = sum(self.power_w[name] * n for name, n in used.items()) if used.keys() <= self.power_w.keys() else None

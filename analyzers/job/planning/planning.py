@@ -11,7 +11,7 @@ from ddltool.analyzers.job.goodput.throughput import StepTime, ThroughputParams
 from ddltool.analyzers.job.placement.problem import Problem, demand_throughput, from_job
 from ddltool.analyzers.job.placement.steps import device_counts
 from ddltool.analyzers.job.planning import job_inputs
-from ddltool.analyzers.job.planning.candidates import plan_by
+from ddltool.analyzers.job.planning.candidates import Split, plan_by
 from ddltool.analyzers.job.planning.compare import decide
 from ddltool.analyzers.job.planning.exposed import GraphCommunication, LinkedSteps
 from ddltool.analyzers.job.planning.goodput_plan import plan_goodput
@@ -59,6 +59,8 @@ def _plan_job(strategy: str, job: Job, job_file: Path, options: PlanOptions) -> 
 
     ``auto``, and strategies other than est and goodput whose communication is known, go through :func:`auto_plan`.
     """
+    if job.offload not in ("auto", "none") and strategy not in ("auto", *get_args(Split)):
+        raise InputError("offload", f"{strategy} keeps all on the devices", "give none, or --strategy auto")
     if strategy == "auto":
         return auto_plan(job, job_file, options)
     if strategy == "goodput":

@@ -351,7 +351,11 @@ def _build(build: Callable[[], TrainingStep], mode: Mode, numerics: Numerics) ->
         step = build()
     step = replace(step, module=step.module.train(mode == "training"))
     if mode == "training" and not any(value.requires_grad for value in step.module.parameters()):
-        raise InputError(step.name, "has no parameter that is trained", "trace it with --mode inference")
+        raise InputError(
+            step.name,
+            "has no parameter that is trained",
+            "set requires_grad, or ddltool trace it with --mode inference",
+        )
     return replace(step, note=join_notes(step.note, _float8_note(step))) if numerics.format.linears else step
 
 
