@@ -33,6 +33,7 @@ from ddltool.analyzers.job.planning.compare import (
     _unwaiting_throughput,
     decide,
 )
+from ddltool.analyzers.job.planning.decision_words import _gain_interval
 from ddltool.analyzers.job.planning.device_search import best_devices
 from ddltool.analyzers.job.planning.exposed import (
     STATES,
@@ -43,6 +44,7 @@ from ddltool.analyzers.job.planning.exposed import (
     MeasuredCommunication,
 )
 from ddltool.analyzers.job.planning.failures import Failures
+from ddltool.analyzers.job.planning.job_inputs import offered, with_prices
 from ddltool.analyzers.job.planning.job_model import JobModel
 from ddltool.analyzers.job.planning.options import Goal, PlanOptions
 from ddltool.analyzers.job.planning.split import plan_bsp, plan_lb_bsp
@@ -462,6 +464,19 @@ def test_cheapest_is_the_least_price_over_all_sets_of_types() -> None:
     assert option.price_per_sample == pytest.approx(4 * 0.35 / 3600 / (4.0 * 32))
     with pytest.raises(InputError, match="devices.T4.price_per_hour: is missing"):
         auto(priced, options=PlanOptions(goal=Goal(objective="cheapest")))
+
+
+def test_the_range_of_a_gain_is_of_what_is_gained() -> None:
+    assert _gain_interval(1.0, 0.1, "fastest") == "; the gain lies between +82% and +120%"
+    assert _gain_interval(9.0, 0.25, "fastest") == "; the gain lies between 8 and 12.5 times as fast"
+    assert _gain_interval(9.0, 0.25, "cheapest") == "; the gain lies between +88% and +92%"
+    assert _gain_interval(9.0, 0.25, "least-memory") == _gain_interval(9.0, 0.25, "fewest-devices") == ""
+
+
+def test_a_type_named_twice_is_one_and_has_one_price() -> None:
+    assert [(it.type, it.count) for it in offered("H100=4,2xA100,h100=2")] == [("H100", 4), ("A100", 2), ("H100", 2)]
+    with pytest.raises(InputError, match="--price: gives A twice; give it once"):
+        with_prices(job({"A": (8, 2.0, 2.0)}), "A=2,a=3")
 
 
 def test_same_bits_leaves_only_logical_workers() -> None:
@@ -893,3 +908,8 @@ def test_failures_lengthen_a_run_as_daly_says() -> None:
     assert plan.decision is not None
     assert plan.decision.run is not None
     assert plan.decision.run.hours * 3600 == pytest.approx(1e6 / 160 * plan.iteration_s * spot.factor(8))
+    assert plan.decision.run.low_hours is not None
+    assert plan.decision.run.low_hours * 3600 >= 1e6 / 160 * plan.iteration_s * (1 - 1e-9)  # failures only add to it
+    hopeless = replace(goal, failures=replace(spot, mtbf_s=1.0))
+    with pytest.raises(Infeasible, match="less than 1% of the time trains"):
+        decide(made, problem_of(made), JobModel(), options=PlanOptions(goal=hopeless))

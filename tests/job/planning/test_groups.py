@@ -157,7 +157,8 @@ def planned(
     model = cost_model(devices().device("A100"), calibration())
     kinds = {"A100": DeviceKind(model=model, fabric=fabric, usable_bytes=usable_mib * MIB)}
     layouts = Layouts(work=curve or work(), kinds=kinds, total=total, optimizer="adam")
-    layouts = layouts.on_hosts("activations") if more.get("offload") == "activations" else layouts
+    if (offload := more.get("offload")) in ("activations", "optimizer"):
+        layouts = layouts.on_hosts(offload)
     capability = Fraction(layouts.capability("A100", 1))
     offers = (DeviceType(name="A100", count=count, capability_per_s=capability),)
     job = Job(name="gpt", max_workers=total, batch_size=1, devices=[DeviceOffer(type="A100", count=count)], **more)
@@ -274,6 +275,17 @@ def test_where_nothing_else_fits_the_state_goes_to_the_host_unless_the_job_says_
     roomy = planned(4, 1e6, 1, "200Gbit", curve=wide())
     assert roomy.sharding is not None
     assert not roomy.sharding.offload
+
+
+def test_what_keeps_all_on_the_devices_is_left_out_where_a_job_asks_for_the_hosts() -> None:
+    plan = planned(4, 1e6, 1, "200Gbit", curve=wide(), offload="optimizer")
+    assert plan.decision is not None
+    assert {option.strategy for option in plan.decision.options} <= {"bsp", "lb-bsp"}
+    assert "keeps all on the devices, and offload asks for optimizer" in plan.decision.left_out["est"]
+    assert plan.sharding is not None
+    assert plan.sharding.offload
+    assert plan.decision.words[0].endswith("the best with memory of the hosts.")
+    assert "no script need change" not in plan.decision.words[3]
 
 
 @functools.cache

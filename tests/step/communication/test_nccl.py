@@ -334,6 +334,11 @@ def test_unknown_links_are_refused(name: str) -> None:
         parse_link(name)
 
 
+def test_no_card_is_no_network() -> None:
+    with pytest.raises(InputError, match=r"--nic: '0x400Gbit' is no card; write 8x200Gbit"):
+        parse_nic("0x400Gbit")
+
+
 def test_published_sweeps(shared_data: Path) -> None:
     rows = sweeps(shared_data)
     error = np.array([row.error for row in rows])
