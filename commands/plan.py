@@ -258,6 +258,7 @@ def plan(
     demand_part(f"--strategy {strategy}", read_by_all | OF_MODEL)
     source = None if isinstance(job, Job) or cluster is not None else str(job)  # None: no command line says them
     jobs: list[Job] = []  # with ``devices``: one for each of the named numerics
+    remarks: list[str] = []  # on what was taken for granted; told once the job is known to be good
     if devices is None:
         instead = "say it in the file, or give --devices and a model in its place"
         demand_part("a plan of a job.yaml", read_by_all, instead=instead)
@@ -271,7 +272,7 @@ def plan(
             devices,
             cluster,
             named_numerics(precision, optimizer, lora),
-            tell,
+            remarks.append,
             nodes=nodes,
             batch_size=batch_size,
             link=link,
@@ -337,7 +338,18 @@ def plan(
 
     def planned(one: Job) -> Plan:
         """Return the whole plan of a job. Raises Infeasible if it has none."""
-        return complete(solve(strategy, one, job_file, options), one, job_file, options)
+        try:
+            solved = solve(strategy, one, job_file, options)
+        except Infeasible:
+            tell_remarks()
+            raise
+        tell_remarks()
+        return complete(solved, one, job_file, options)
+
+    def tell_remarks() -> None:
+        """Tell the remarks, each once."""
+        while remarks:
+            tell(remarks.pop(0))
 
     if len(jobs) > 1:
         # The jobs differ in their numerics alone, so that all have the first one's samples of a step.

@@ -491,12 +491,14 @@ class Candidates:
             "host_bound": layout.host_bound,
         }
         option = candidate.option.model_copy(update={**interval, **figures})
+        price = None if layout.price_per_sample is None else layout.price_per_sample * settled_ratio
+        settled = {"step_s": option.iteration_s, "price_per_sample": price, **interval}
         return replace(
             candidate,
             option=option,
             laid_out=laid_out,
             figures=layouts,
-            layouts=(layout.model_copy(update={"step_s": option.iteration_s, **interval}),),
+            layouts=(layout.model_copy(update=settled),),
         )
 
     def _est_by_determinism(self, problem: Problem) -> Candidate:
