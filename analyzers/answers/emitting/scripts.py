@@ -77,6 +77,8 @@ def fsdp2_module(plan: Plan, *, gaps: Sequence[str]) -> str:
     """
     has_units = plan.group is not None or plan.fsdp2 is not None
     units = block_names(plan) if has_units else []
+    if not has_units and plan.sharding is not None and plan.sharding.kind == "ddp":
+        raise InputError("plan:fsdp2", "is missing: every process holds the whole model", "emit --target ddp")
     if not units:
         problem = "is missing: the plan knew no list of blocks"
         raise InputError("plan:fsdp2", problem, "plan with --graph and a training graph of a model with blocks")

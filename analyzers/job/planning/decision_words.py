@@ -393,10 +393,10 @@ def _certainty(
         text = "as sure as the capabilities in the job, which come without an error; profile and fit the devices, "
         return f"How sure: {text}or give the telemetry of an earlier run, to know it{remark}.", ""
     source = f" ({decision.error_source})" if decision.error_source else ""
-    known = f"known to within {decision.error:.0%}{source}"
+    known, widest = f"known to within {decision.error:.0%}{source}", decision.error
     if picked.low_s is not None and picked.high_s is not None and picked.iteration_s:
         below, above = (1 - picked.low_s / picked.iteration_s, picked.high_s / picked.iteration_s - 1)
-        known = f"known to within {below:.0%} below and {above:.0%} above{source}"
+        known, widest = f"known to within {below:.0%} below and {above:.0%} above{source}", max(below, above)
     interval = _gain_interval(gain, gain_error, decision.objective)
     command = ""
     # A tie with another plan, no better plan than the usual one, a gain within its error, a gain without an error (where both
@@ -422,7 +422,9 @@ def _certainty(
         text = f"less than its error says, compute times {known}: {knowledge.remark}{interval}"
         text += "; measure all types before you rely on it"
     else:
-        text = f"compute times are {known}, less than the difference{interval}"
+        both = "; both plans lean on them, so that their difference is surer"
+        less = both if gain_error is not None and abs(gain) <= widest else ", less than the difference"
+        text = f"compute times are {known}{less}{interval}"
     return f"How sure: {text}.", command
 
 

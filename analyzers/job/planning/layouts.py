@@ -160,12 +160,18 @@ class Layouts(LayoutFigures):
         same_devices = self._layouts_on(problem, counts, equal, goal)[0]
         others = [candidate for candidate in [*same_devices, *fitting] if candidate.layout != pick.layout]
         others.sort(key=lambda candidate: value(candidate.layout))
-        same_ids = set(map(id, same_devices))
+
+        def is_held(candidate: LayoutCandidate) -> bool:
+            """Return whether the allocator has room for a layout; one that it refuses is among what nearly fits."""
+            if missing_bytes := self._missing_bytes(candidate):
+                too_large.append(_refused(candidate, missing_bytes))
+            return not missing_bytes
+
+        shown = _distinct(others, is_held)
         closest = _distinct(sorted(too_large, key=lambda candidate: candidate.layout.missing_bytes))
         # Plain DDP is what people ask for first, however much it lacks.
         plain = [candidate for candidate in closest[_LISTED:] if simplicity(candidate.layout)[:2] == (1, 0)]
         gap = value(pick.layout) / best.bound - 1 if best.bound else math.inf
-        shown = _distinct(others, lambda candidate: id(candidate) not in same_ids or not self._missing_bytes(candidate))
         return [pick, *shown, *closest[:_LISTED], *plain], max(0.0, gap)
 
     def _pick_simplest(
@@ -188,10 +194,13 @@ class Layouts(LayoutFigures):
             if missing_bytes := self._missing_bytes(pick):
                 fitting.remove(pick)
                 too_large.append(_refused(pick, missing_bytes))
-                shape = pick.layout.devices, pick.sharding, pick.recompute, equal
-                retry = self._fastest_batching(*shape, least_passes=pick.layout.passes + 1)  # smaller passes may fit
-                if retry is not None and not retry.layout.missing_bytes:
-                    fitting.append(retry)
+                # Smaller passes may fit: as many as one sample less of any device takes.
+                sizes = [(size, -(-size // pick.layout.passes)) for size in pick.layout.local_batch_sizes.values()]
+                if smaller := [-(-size // (each - 1)) for size, each in sizes if each > 1]:
+                    shape = pick.layout.devices, pick.sharding, pick.recompute, equal
+                    retry = self._fastest_batching(*shape, least_passes=min(smaller))
+                    if retry is not None and not retry.layout.missing_bytes:
+                        fitting.append(retry)
                 continue
             if pick.recompute == "none" or goal.objective == "least-memory" or is_recomputation_solved:
                 return pick
