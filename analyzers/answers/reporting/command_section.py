@@ -174,12 +174,16 @@ def _left_out(plan: CommandPlan, below: list[TriedCommand]) -> list[str]:
             if variant.row is not None
         ]
         lines.append(f"Does not fit (!): {', '.join(few(named))}.")
-    failures = {
-        f"{_options_text(variant) or 'as it is'}: {variant.failure}": None
-        for variant in plan.tried
-        if variant.row is None
-    }
-    lines += [f"Failed: {line}" for line in few(list(failures))]
+    places_of: dict[tuple[str, str | None], list[str]] = {}  # of each failure
+    for variant in plan.tried:
+        if variant.row is None:
+            places_of.setdefault((_options_text(variant) or "as it is", variant.failure), []).append(_where(variant))
+    ran = {_options_text(variant) or "as it is" for variant in plan.tried if variant.row is not None}
+    failures = [
+        f"{options}{' on ' + ', '.join(places) if options in ran else ''}: {failure}"
+        for (options, failure), places in places_of.items()
+    ]
+    lines += [f"Failed: {line}" for line in few(failures)]
     if slower := [variant for variant in below if variant.row is not None and variant.row.fits]:
         lines.append(f"{counted(len(slower), 'slower one')} stand in --json and in the file of -o.")
     return lines

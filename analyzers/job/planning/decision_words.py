@@ -15,6 +15,7 @@ from ddltool.analyzers.job.planning.options import HOUR_S
 from ddltool.decision import LEAST_GAIN, Decision, FailureFigures, Layout, Option, RunFigures
 from ddltool.job import Job
 from ddltool.plans import Plan
+from ddltool.precision import precision_of
 from ddltool.units import counted, faster_than, show_bytes, show_hours, show_money, show_rate, show_seconds
 
 Value = Callable[[Option], float]
@@ -89,7 +90,7 @@ def explained(
         next_step = f"Next: ddltool emit {saved_as or 'plan.json'} writes what the training script follows{saving}."
     sentences = [
         _answer(decision, plan, picked, problem, value, gain),
-        _why(decision, plan, picked, first, value, compiles=job.compile),
+        _why(decision, plan, picked, first, value, compiles=job.compile) + _lacking(knowledge, job),
         certainty,
         next_step,
     ]
@@ -101,6 +102,14 @@ def explained(
     if decision.failures is not None:
         sentences.append(_failures(decision.failures))
     return sentences, next_command
+
+
+def _lacking(knowledge: JobModel, job: Job) -> str:
+    """Return a sentence, behind a space, on the device types whose datasheets have no rate for the job's precision."""
+    kinds = {} if knowledge.layouts is None else knowledge.layouts.kinds
+    computes = precision_of(job.precision).computes
+    names = [name for name, kind in kinds.items() if computes not in kind.model.device.peak_flops]
+    return f" {_joined(names)}: no rate for {job.precision} in the datasheet; float32's is taken." if names else ""
 
 
 def _failures(figures: FailureFigures) -> str:
