@@ -26,6 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ddltool.analyzers.step.communication.nccl import Fabric
 from ddltool.analyzers.step.communication.program import program_of
 from ddltool.analyzers.step.costs import predict as predict_module
+from ddltool.analyzers.step.costs import work as work_module
 from ddltool.analyzers.step.costs.compiling import compiled
 from ddltool.analyzers.step.costs.kernel_times import ARITHMETIC, CARRIED, FEED, TRAFFIC, Constants
 from ddltool.analyzers.step.costs.kernels import INPUT_GRADIENT, WEIGHT_GRADIENT, kernels_of
@@ -971,10 +972,10 @@ def test_shares_of_an_update_and_ranges_of_memory_by_hand(
     recorded = memory_range(1e9, 0.0, Sharding(kind="none"), 4, 0.0)  # a script's own replicas
     assert recorded == (1e9, 2 * 2**30 + 256 * 2**20)
     program: Any = SimpleNamespace(compute_s=whole)
-    with mock.patch.object(predict_module, "_synchronized_pass_s", return_value=whole + 1):
+    with mock.patch.object(work_module, "_synchronized_pass_s", return_value=whole + 1):
         again = (whole + 1 if split else whole) * (accumulation - 1)
         made = replace(SETTING, accumulation=accumulation)
-        found = predict_module.step_of(program, made, ALONE, sharding, host, lambda group: group)
+        found = work_module.step_of(program, made, ALONE, sharding, host, lambda group: group)
         assert found == pytest.approx(again + whole + 1 + host)
     ecc = DEVICE.model_copy(update={"ecc": True, "source": "a datasheet"})
     assert usable_bytes(DEVICE) == 15 * 2**30
