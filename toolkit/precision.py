@@ -76,3 +76,8 @@ def precision_of(text: object) -> Precision:
     ('float16', 'float32')
     """
     return PRECISIONS[precision_name(str(text or "fp32"))]
+
+
+def no_rate_words(types: str, precision: str) -> str:
+    """Return the sentence on device ``types`` whose datasheets have no rate for what a precision computes in."""
+    return f"{types}: no rate for {precision} in the datasheet; float32's is taken."

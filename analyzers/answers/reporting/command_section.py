@@ -31,9 +31,7 @@ def command_section(plan: CommandPlan, name: str = "") -> Section:
     listed = recorded[:_ROWS]
     unit = plan.ranked_by.removesuffix("_per_s")
     figure = Bars(
-        rows=[
-            (f"{_options_text(variant) or 'as it is'} on {_where(variant)}", plan.rate(variant)) for variant in listed
-        ],
+        rows=[(f"{_variant_name(variant)} on {_where(variant)}", plan.rate(variant)) for variant in listed],
         xlabel=f"{unit} per second",
         title=f"Predicted {unit} per second of each variant",
         marked=("does not fit", [variant.row is not None and not variant.row.fits for variant in listed]),
@@ -103,6 +101,11 @@ def _options_text(one: TriedCommand) -> str:
     )
 
 
+def _variant_name(one: TriedCommand) -> str:
+    """Return the options of a variant, or that the command is as it is."""
+    return _options_text(one) or "as it is"
+
+
 def _where(one: TriedCommand) -> str:
     """Return the devices of a variant as text: "8 H100", its replicas and their type; the type alone if it failed."""
     return f"{one.row.num_replicas} {one.device}" if one.row is not None else one.device
@@ -155,7 +158,7 @@ def _certainty(plan: CommandPlan, best: TriedCommand) -> str:
     ties = [variant for variant in near if plan.rate(variant) >= (1 - _TIE) * plan.rate(best)]
     if not ties:
         return f"{text}."
-    names = ", ".join(f"{_options_text(variant) or 'as it is'} on {_where(variant)}" for variant in ties[:_TIES_NAMED])
+    names = ", ".join(f"{_variant_name(variant)} on {_where(variant)}" for variant in ties[:_TIES_NAMED])
     more = f" and {len(ties) - _TIES_NAMED} more" if len(ties) > _TIES_NAMED else ""
     return f"{text}; as good within {_TIE:.0%}: {names}{more}."
 
@@ -169,7 +172,7 @@ def _left_out(plan: CommandPlan, below: list[TriedCommand]) -> list[str]:
     full = [variant for variant in plan.tried if variant.row is not None and not variant.row.fits]
     if full:
         named = [
-            f"{_options_text(variant) or 'as it is'} on {_where(variant)} ({show_bytes(variant.row.reserved_bytes)})"
+            f"{_variant_name(variant)} on {_where(variant)} ({show_bytes(variant.row.reserved_bytes)})"
             for variant in full
             if variant.row is not None
         ]
@@ -177,8 +180,8 @@ def _left_out(plan: CommandPlan, below: list[TriedCommand]) -> list[str]:
     places_of: dict[tuple[str, str | None], list[str]] = {}  # of each failure
     for variant in plan.tried:
         if variant.row is None:
-            places_of.setdefault((_options_text(variant) or "as it is", variant.failure), []).append(_where(variant))
-    ran = {_options_text(variant) or "as it is" for variant in plan.tried if variant.row is not None}
+            places_of.setdefault((_variant_name(variant), variant.failure), []).append(_where(variant))
+    ran = {_variant_name(variant) for variant in plan.tried if variant.row is not None}
     failures = [
         f"{options}{' on ' + ', '.join(places) if options in ran else ''}: {failure}"
         for (options, failure), places in places_of.items()

@@ -8,7 +8,7 @@ from ddltool.analyzers.answers.reporting.figures import BARS_DRAWN, Bars, Explor
 from ddltool.analyzers.answers.reporting.section import Column, Section, Verdict, pictured, tabled
 from ddltool.analyzers.step.costs.model import memory_words
 from ddltool.graph_results import PredictedRow, PredictionAssumptions, PredictResult
-from ddltool.precision import precision_of
+from ddltool.precision import no_rate_words, precision_of
 from ddltool.units import show_bytes, show_rate, show_seconds, show_span
 
 # Names of more devices than these are counted.
@@ -133,7 +133,7 @@ def _remarks(result: PredictResult) -> list[str]:
     )
     lines += [_recomputed(row) for row in chosen][:1]
     if lacking := [name for name, device in result.devices.items() if not device.has_precision]:
-        lines.append(f"{', '.join(lacking)}: no rate for {assumed.precision} in the datasheet; float32's is taken.")
+        lines.append(no_rate_words(", ".join(lacking), assumed.precision))
     if waiting := _waiting(rows):
         helps = "a larger batch helps" if assumed.compile else "--compile or a larger batch helps"
         lines.append(f"The GPU waits for Python: {waiting}; {helps}.")

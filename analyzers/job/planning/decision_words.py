@@ -15,7 +15,7 @@ from ddltool.analyzers.job.planning.options import HOUR_S
 from ddltool.decision import LEAST_GAIN, Decision, FailureFigures, Layout, Option, RunFigures
 from ddltool.job import Job
 from ddltool.plans import Plan
-from ddltool.precision import precision_of
+from ddltool.precision import no_rate_words, precision_of
 from ddltool.units import counted, faster_than, show_bytes, show_hours, show_money, show_rate, show_seconds
 
 Value = Callable[[Option], float]
@@ -109,7 +109,7 @@ def _lacking(knowledge: JobModel, job: Job) -> str:
     kinds = {} if knowledge.layouts is None else knowledge.layouts.kinds
     computes = precision_of(job.precision).computes
     names = [name for name, kind in kinds.items() if computes not in kind.model.device.peak_flops]
-    return f" {_joined(names)}: no rate for {job.precision} in the datasheet; float32's is taken." if names else ""
+    return f" {no_rate_words(_joined(names), job.precision)}" if names else ""
 
 
 def _failures(figures: FailureFigures) -> str:
@@ -316,7 +316,8 @@ def _why(decision: Decision, plan: Plan, picked: Option, first: Option, value: V
     text = (
         f"Why: {grouped or alone}{_all_devices_clause(decision, picked)}{_first_clause(decision, picked, first, value)}"
     )
-    host, saved = (decision.layouts[0].offload, decision.layouts[0].activations) if decision.layouts else (None, None)
+    layout = decision.layouts[0] if decision.layouts else None
+    host, saved = (layout.offload, layout.activations) if layout is not None else (None, None)
     if host:
         text += f"; each host keeps {show_bytes(host.memory_bytes)} of state and needs {show_seconds(host.update_s)} of a step "
         text += f"to update it, {show_bytes(host.copied_bytes)} go over each device's link to it"
@@ -325,7 +326,7 @@ def _why(decision: Decision, plan: Plan, picked: Option, first: Option, value: V
         text += f"each device's link to it in a step, which waits {show_seconds(saved.waits_s)} for them"
     if host or saved:
         text += f"; tensor parallelism{' and torch.compile are' if saved else ' is'} not modelled beside that"
-    if decision.layouts and (wait_s := decision.layouts[0].host_wait_s) > _WORTH_SAYING * picked.iteration_s:
+    if layout is not None and (wait_s := layout.host_wait_s) > _WORTH_SAYING * picked.iteration_s:
         helps = "a larger batch" if compiles else "a larger batch or --compile"
         text += f"; a GPU waits {show_seconds(wait_s)} of a step for Python: {helps} may gain more than devices"
     if picked.communication_s is None:
