@@ -214,6 +214,11 @@ class Job(Artifact):
     )
     goodput: GoodputSection | None = Field(default=None, description="for the goodput strategy")
 
+    @property
+    def asks_for_hosts(self) -> bool:
+        """Whether the job says what the hosts' memory takes, rather than leaving it to the plan or ruling it out."""
+        return self.offload not in ("auto", "none")
+
     @field_validator("precision", mode="before")
     @classmethod
     def _resolve_alias(cls, value: Any) -> Any:

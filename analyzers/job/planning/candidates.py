@@ -144,7 +144,7 @@ class Candidates:
         """
         candidates: list[Candidate] = []
         for strategy in STRATEGIES if only is None else (only,):
-            if self.job.offload not in ("auto", "none") and strategy not in get_args(Split):
+            if self.job.asks_for_hosts and strategy not in get_args(Split):
                 left_out[strategy] = Infeasible(f"keeps all on the devices, and offload asks for {self.job.offload}")
                 continue
             try:

@@ -494,4 +494,4 @@ def layouts_of(job: Job, table: DeviceTable, fabrics: Mapping[str, Fabric]) -> L
         compile=job.compile,
         saves_on_host=job.offload == "auto" and not job.compile,
     )
-    return layouts if job.offload in ("auto", "none") else layouts.on_hosts(job.offload)
+    return layouts.on_hosts(job.offload) if job.asks_for_hosts else layouts

@@ -59,7 +59,7 @@ def _plan_job(strategy: str, job: Job, job_file: Path, options: PlanOptions) -> 
 
     ``auto``, and strategies other than est and goodput whose communication is known, go through :func:`auto_plan`.
     """
-    if job.offload not in ("auto", "none") and strategy not in ("auto", *get_args(Split)):
+    if job.asks_for_hosts and strategy not in ("auto", *get_args(Split)):
         raise InputError("offload", f"{strategy} keeps all on the devices", "give none, or --strategy auto")
     if strategy == "auto":
         return auto_plan(job, job_file, options)
