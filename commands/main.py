@@ -102,9 +102,9 @@ class _Command(_PlainHelp, TyperCommand):
 
 
 def _check_models(args: list[str]) -> None:
-    """Raise InputError for an unknown ``transformers:`` model in the arguments, before the command's module imports torch."""
+    """Raise InputError for an unknown model of a hub in the arguments, before the command's module imports torch."""
     for text in args:
-        if text.startswith("transformers:"):
+        if text.startswith(("transformers:", "diffusers:")):
             from ddltool.published_models import check_hub_name
 
             check_hub_name(text)

@@ -284,7 +284,7 @@ LocalLink = Annotated[str | None, completed(DATASHEET)]
 
 
 def _model_names(typed: str) -> list[str]:
-    """Return the shell's completions of a SOURCE: built-in models after ``zoo:``, published ones after ``transformers:``.
+    """Return the shell's completions of a SOURCE: built-in models after ``zoo:``, published ones after their library.
 
     Returns [] for other texts: they may be files, which the shell completes by itself.
     """
@@ -292,10 +292,10 @@ def _model_names(typed: str) -> list[str]:
         from ddltool.fixtures.zoo import ZOO
 
         return [f"zoo:{name}" for name in ZOO]
-    if typed.startswith("transformers:"):
+    if typed.startswith(("transformers:", "diffusers:")):
         from ddltool.published_models import published_models
 
-        return [f"transformers:{name}" for name in published_models()]
+        return [model.source for model in published_models().values()]
     return []
 
 

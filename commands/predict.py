@@ -197,7 +197,7 @@ def _recorded_step(
     else:
         graph = source if isinstance(source, Graph) else read_graph(str(source))
     if graph.recorded is None:
-        remedy = "give a torch source: zoo:NAME, timm:NAME, transformers:NAME, file.py:factory"
+        remedy = "give a torch source: zoo:NAME, transformers:NAME, timm:NAME, diffusers:NAME, file.py:factory"
         raise InputError(
             graph.name if isinstance(source, Graph) else str(source),
             "holds one batch size only and cannot be traced at others",

@@ -30,7 +30,7 @@ from ddltool.job import Cluster, Job
 from ddltool.job_state import JobState
 from ddltool.plans import Enforcement, Plan
 from ddltool.profiles import ProfileRow
-from ddltool.published_models import published_models, unknown_model
+from ddltool.published_models import LIBRARIES, published_models, similar_names
 from ddltool.results import KindsResult, ListedKind
 from ddltool.shipped import folder, graph_files
 from ddltool.telemetry import BalanceEvent, SyncRow, TelemetryRow
@@ -54,23 +54,36 @@ def show_zoo(write: Path | None = None, as_json: bool = False) -> None:
 
 
 def show_models(part: str = "", as_json: bool = False) -> None:
-    """List the published models that transformers:NAME knows, with their parameters; all, or those named like PART."""
+    """List the published models that are known by name, with their parameters; all, or those whose name or type has PART."""
     models = [
         HubModel(
-            name=model.name, model_type=model.model_type, parameters=model.parameters, same_as=model.same_as or None
+            name=model.name,
+            library=model.library,
+            model_type=model.model_type,
+            parameters=model.parameters,
+            same_as=model.same_as or None,
         )
         for model in published_models().values()
-        if part.lower() in model.name.lower()
+        if part.lower() in f"{model.source} {model.model_type}".lower()
     ]
     if not models:
-        raise unknown_model(part)
+        similar = similar_names(part)
+        remedy = f"did you mean {', '.join(similar)}?" if similar else "leave it out to see all"
+        raise InputError("PART", f"no published model has {part!r} in its name or type", remedy)
     if as_json:
         print_json(HubModelsResult(models=models))
         return
-    rows = [(model.name, model.model_type, f"{model.parameters / 1e9:.3g}") for model in models]
-    columns = ("transformers:NAME", "type", "billions")
-    caption = "billions: parameters, as published. Any other model: transformers:path/config.json"
-    out().print(table("Published models", columns, rows, caption=caption, text_columns=2))
+    for library in LIBRARIES:
+        rows = [
+            (model.name, model.model_type, f"{model.parameters / 1e9:.3g}")
+            for model in models
+            if model.library == library
+        ]
+        if not rows:
+            continue
+        caption = f"billion: parameters, as published. Any other model: {library}:path/config.json"
+        title = f"Published models of {library}:NAME"
+        out().print(table(title, ("NAME", "type", "billion"), rows, caption=caption, text_columns=2))
 
 
 def _write_graphs(target_folder: Path, as_json: bool) -> None:

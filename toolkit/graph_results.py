@@ -9,6 +9,7 @@ from pydantic import Field
 
 from ddltool.calibration import Residuals
 from ddltool.plans import CompressionFigures, Offloaded, Recomputed
+from ddltool.published_models import Library
 from ddltool.quantities import AtLeastOne, Count, NonNegative, Number, Seconds, Whole
 from ddltool.results import Part, Result
 
@@ -196,9 +197,10 @@ class ZooResult(Result):
 
 
 class HubModel(Part):
-    """A published model that ``transformers:NAME`` builds."""
+    """A published model that ``transformers:NAME`` or ``diffusers:NAME`` builds."""
 
     name: str
+    library: Library
     model_type: str
     parameters: Count
     same_as: str | None

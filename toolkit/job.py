@@ -301,7 +301,7 @@ class Cluster(Artifact):
 def is_code(source: str) -> bool:
     """Return whether a SOURCE names user code, such as ``package.module:f``, which would be imported and run."""
     scheme, colon, _ = source.partition(":")
-    return bool(colon) and scheme not in ("zoo", "timm", "transformers")
+    return bool(colon) and scheme not in ("zoo", "timm", "transformers", "diffusers")
 
 
 def read_job(path: str | Path, *, allow_code: bool = False) -> Job:

@@ -6,13 +6,14 @@ import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Literal, get_args
 
 from ddltool.artifacts import read_document
 from ddltool.errors import InputError
 from ddltool.shipped import folder
 
-_SCHEME = "transformers:"
+Library = Literal["transformers", "diffusers"]
+LIBRARIES: tuple[Library, ...] = get_args(Library)
 _TABLE_FIELDS = ("parameters", "also", "like")  # fields of an entry that are no part of the model's configuration
 
 
@@ -22,14 +23,23 @@ class PublishedModel:
 
     name: str
     """``organisation/model``, as the hub spells it."""
+    library: Library
+    """The package that builds it: transformers or diffusers."""
     model_type: str
-    """Its ``model_type`` in transformers, such as ``llama``."""
+    """Its ``model_type`` in transformers, such as ``llama``, or its class in diffusers."""
     parameters: int
     """Elements of all parameters, as published; tied ones count once."""
     fields: Mapping[str, Any]
-    """The fields of its configuration that differ from the defaults of its type."""
+    """The fields of its configuration that differ from the defaults of its type, but for ``dtype``."""
+    dtype: str | None
+    """The type of its published weights, where its configuration says it and it is not float32."""
     same_as: str = ""
     """The model whose table entry it shares; "": it has an entry of its own."""
+
+    @property
+    def source(self) -> str:
+        """Return the SOURCE that builds it, as ``transformers:meta-llama/Llama-3.1-8B``."""
+        return f"{self.library}:{self.name}"
 
 
 @cache
@@ -40,14 +50,19 @@ def published_models() -> dict[str, PublishedModel]:
     ``like`` names an earlier entry whose fields it inherits.
     """
     models: dict[str, PublishedModel] = {}
-    for model_type, entries in read_document(folder() / "models.yaml").items():
+    for kind, entries in read_document(folder() / "models.yaml").items():
+        prefix, _, model_type = kind.rpartition("/")
+        library: Library = "diffusers" if prefix == "diffusers" else "transformers"
         for name, entry in entries.items():
-            inherited = models[entry["like"]].fields if "like" in entry else {}
-            fields = {key: value for key, value in entry.items() if key not in _TABLE_FIELDS}
+            like = models.get(entry.get("like", ""))
+            fields = {**(like.fields if like else {}), **entry}
+            dtype = fields.pop("dtype", like.dtype if like else None)
+            for field in _TABLE_FIELDS:
+                fields.pop(field, None)
             for also in (name, *entry.get("also", ())):
                 full = also if "/" in also else f"{name.partition('/')[0]}/{also}"
                 same_as = "" if also == name else name
-                models[full] = PublishedModel(full, model_type, entry["parameters"], {**inherited, **fields}, same_as)
+                models[full] = PublishedModel(full, library, model_type, entry["parameters"], fields, dtype, same_as)
     return models
 
 
@@ -55,14 +70,19 @@ def published_models() -> dict[str, PublishedModel]:
 def _models_by_lower_name() -> dict[str, PublishedModel]:
     """Return the models by every accepted name in lower case: with the organisation, and without it if that is unambiguous.
 
-    A name without organisation that is also a ``model_type``, such as ``bloom``, means the type and is left out.
+    A name without organisation that is also a ``model_type``, such as ``bloom``, means the type and is left out, unless
+    the model is the type's default as ``gpt2`` is.
     """
     models = published_models().values()
     bare: dict[str, list[PublishedModel]] = {}
     for model in models:
         bare.setdefault(model.name.partition("/")[2].lower(), []).append(model)
     types = {model.model_type for model in models}
-    names = {name: alike[0] for name, alike in bare.items() if name not in types and _share_entry(alike)}
+    names = {
+        name: alike[0]
+        for name, alike in bare.items()
+        if _share_entry(alike) and (name not in types or not alike[0].fields)
+    }
     return names | {model.name.lower(): model for model in models}
 
 
@@ -82,26 +102,40 @@ def find_model(name: str) -> PublishedModel | None:
     return _models_by_lower_name().get(name.lower())
 
 
-def unknown_model(name: str, types: Iterable[str] = ()) -> InputError:
+def unknown_model(name: str, types: Iterable[str] = (), library: Library = "transformers") -> InputError:
     """Return (not raise) the error for a hub name that is not in the table, with up to four similar names.
 
-    ``types``: names of transformers' model types, which may be suggested too.
+    ``types``: names of the library's model types, which may be suggested too. A model of the other library is named with
+    its SOURCE.
     """
-    shown_name = {key: model.name for key, model in _models_by_lower_name().items()} | {each: each for each in types}
+    similar = similar_names(name, types, library)
+    question = f"did you mean {', '.join(similar)}?" if similar else "`ddltool show models` lists the known ones;"
+    remedy = f"{question} a config.json works too: {library}:path/config.json"
+    return InputError(f"{library}:{name}", f"unknown model {name!r}", remedy)
+
+
+def similar_names(name: str, types: Iterable[str] = (), library: Library = "transformers") -> list[str]:
+    """Return up to four names of models, and of ``types``, that resemble ``name``; [] if none does.
+
+    A model that ``library`` does not build is named with its SOURCE.
+    """
+    known = _models_by_lower_name().items()
+    shown_name = {key: model.name if model.library == library else model.source for key, model in known}
+    shown_name |= {each: each for each in types}
     whole, bare = name.lower(), name.lower().rpartition("/")[2]
     near = [*difflib.get_close_matches(whole, shown_name, n=4), *difflib.get_close_matches(bare, shown_name, n=4)]
-    names = [*dict.fromkeys(shown_name[key] for key in near)][:4]
-    question = f"did you mean {', '.join(names)}?" if names else "`ddltool show models` lists the known ones;"
-    return InputError(
-        f"{_SCHEME}{name}", f"unknown model {name!r}", f"{question} a config.json works too: {_SCHEME}path/config.json"
-    )
+    return [*dict.fromkeys(shown_name[key] for key in near)][:4]
 
 
 def check_hub_name(source: str) -> None:
-    """Raise InputError if ``source`` is ``transformers:ORGANISATION/MODEL`` with a model that is not in the table.
+    """Raise InputError if ``source`` is ``transformers:`` or ``diffusers:ORGANISATION/MODEL`` with an unknown model.
 
     Any other SOURCE of a model passes. Only the table is read, so a misspelt name is refused before torch is imported.
     """
-    name = source.removeprefix(_SCHEME)
-    if name != source and "/" in name and not name.endswith(".json") and find_model(name) is None:
-        raise unknown_model(name)
+    prefix, _, name = source.partition(":")
+    for library in LIBRARIES:
+        if library != prefix or "/" not in name or name.endswith(".json"):
+            continue
+        model = find_model(name.partition("@")[0])
+        if model is None or model.library != library:
+            raise unknown_model(name, library=library)

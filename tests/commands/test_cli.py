@@ -330,9 +330,16 @@ def test_show_models_lists_what_a_source_completes_to(cli: Cli) -> None:
     everything = cli("show", "models", "--json").document["models"]
     qwen = cli("show", "models", "Qwen/qwen3-3", "--json").document["models"]
     assert qwen == [model for model in everything if model["name"].startswith("Qwen/Qwen3-3")] != []
-    assert {"name": "Qwen/Qwen3-32B", "model_type": "qwen3", "parameters": 32_762_123_264, "same_as": None} in qwen
+    largest = next(model for model in qwen if model["name"] == "Qwen/Qwen3-32B")
+    assert {**largest, "library": "transformers", "model_type": "qwen3", "parameters": 32_762_123_264} == largest
+    unets = cli("show", "models", "UNet2DConditionModel", "--json").document[
+        "models"
+    ]  # a type, and of the other library
+    assert {"stabilityai/stable-diffusion-xl-base-1.0"} < {model["name"] for model in unets if model["same_as"] is None}
     assert re.search(r"Qwen/Qwen3-32B +qwen3 +32\.8", cli("show", "models", "qwen3-3").out)
-    cli("show", "models", "llama-3.1-9").refuses("unknown model 'llama-3.1-9'; did you mean meta-llama/Llama-3.1-8B")
+    cli("show", "models", "llama-3.1-9").refuses(
+        "no published model has 'llama-3.1-9'", "did you mean meta-llama/Llama-3.1-8B"
+    )
     source = next(parameter for parameter in load("predict").params if parameter.name == "source")
     for typed, first in (("transformers:Qwen/Qwen3-32", "transformers:Qwen/Qwen3-32B"), ("zoo:vgg1", "zoo:vgg16")):
         assert source.shell_complete(None, typed)[0].value == first

@@ -19,6 +19,7 @@ from ddltool.published_models import check_hub_name, find_model, published_model
         ("llama-3.1-8b", "meta-llama/Llama-3.1-8B"),
         ("deepseek-r1-distill-llama-8b", "deepseek-ai/DeepSeek-R1-Distill-Llama-8B"),
         ("c4ai-command-r-v01", "CohereLabs/c4ai-command-r-v01"),  # of two organisations, and one configuration
+        ("gpt2", "openai-community/gpt2"),  # whose configuration is its type's default
         ("bloom", None),  # a type of transformers, whose default it has always been
         ("bigscience/bloom", "bigscience/bloom"),
         ("someone/Llama-3.1-8B", None),

@@ -350,7 +350,7 @@ def work_of(
         remedy = "give a precision of 16 bits, such as bf16"
         raise InputError("attention", f"flash has no kernel for {numerics.precision}", remedy)
     if is_graph_file(source) or is_onnx_file(source):
-        remedy = "give a torch source: zoo:NAME, timm:NAME, transformers:NAME, file.py:factory"
+        remedy = "give a torch source: zoo:NAME, transformers:NAME, timm:NAME, diffusers:NAME, file.py:factory"
         raise InputError(str(source), "holds one batch size only and cannot be traced at others", remedy)
 
     if isinstance(source, str) and source.startswith("zoo:"):  # what ships does not change

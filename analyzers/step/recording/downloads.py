@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import copy
 import os
-import re
-import tomllib
 from collections import OrderedDict
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +16,7 @@ import torch
 from torch import nn
 
 from ddltool.analyzers.step.recording.packages import Inert
+from ddltool.published_models import find_model
 
 _OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_EVALUATE_OFFLINE")
 # Arguments of from_pretrained that say where a file comes from and how it is read.
@@ -171,7 +169,7 @@ def _pack_weights(model: Any, bits: int, dtype: Any, quantization: Any) -> None:
 def _known_configurations(module: Any) -> None:
     """Let transformers find the configurations of well-known models by their names, without asking the hub.
 
-    ``module`` is ``transformers.configuration_utils``; the configurations are in ``models.toml``, beside this file.
+    ``module`` is ``transformers.configuration_utils``.
     """
     read_cached = module.PreTrainedConfig._get_config_dict.__func__
 
@@ -184,7 +182,7 @@ def _known_configurations(module: Any) -> None:
         try:
             return read_cached(cls, name, **kwargs)
         except OSError:
-            known_fields = _CONFIGURATIONS.get(_family_name(str(name)))
+            known_fields = _published_fields(str(name))
             if known_fields is None:
                 raise
             return {**known_fields, "_name_or_path": str(name)}, {
@@ -194,20 +192,29 @@ def _known_configurations(module: Any) -> None:
     module.PreTrainedConfig._get_config_dict = classmethod(_get_config_dict)
 
 
-def _family_name(name: str) -> str:
-    """Return a model's name without its owner and without the words (instruct, chat, ...) that tell only weights apart.
+def _published_fields(name: str) -> dict[str, Any] | None:
+    """Return the configuration's fields of a published model of transformers, None for an unknown one.
 
-    >>> _family_name("meta-llama/Meta-Llama-3-8B-Instruct")
-    'llama-3-8b'
+    A copy of a model under another organisation has its fields. ``architectures`` is the class that a pretrained model of
+    the type has, by transformers' own tables.
     """
-    return re.sub(r"^meta-|-(instruct|chat|it|base|hf)(?=-|$)", "", name.rpartition("/")[2].lower())
+    from transformers.models.auto import modeling_auto
+
+    model = find_model(name) or find_model(name.rpartition("/")[2])
+    if model is None or model.library != "transformers":
+        return None
+    tables = (vars(modeling_auto)[f"MODEL_FOR_{task}_MAPPING_NAMES"] for task in _PRETRAINED)
+    classes = [table[model.model_type] for table in tables if model.model_type in table]
+    first = classes[:1] if not classes or isinstance(classes[0], str) else [*classes[0]][:1]
+    dtype = {} if model.dtype is None else {"dtype": model.dtype}
+    return {"model_type": model.model_type, "architectures": first, **model.fields, **dtype}
 
 
-_CONFIGURATIONS: dict[str, Any] = {
-    _family_name(name): fields
-    for family in tomllib.loads(Path(__file__).with_name("models.toml").read_text(encoding="utf-8")).values()
-    for name, fields in family.items()
-}
+_PRETRAINED = (
+    *("SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "MASKED_LM", "CAUSAL_LM", "IMAGE_TEXT_TO_TEXT"),
+    *("IMAGE_CLASSIFICATION", "CTC"),
+)
+"""Tasks by which published models are pretrained: a type's class is that of the first that has one for it."""
 
 
 def _diffusers_models(module: Any) -> None:
@@ -312,7 +319,7 @@ def _blank_tokenizers(module: Any) -> None:
 
         Raises OSError, as transformers does, where the cache lacks the tokenizer and the family is not known.
         """
-        known_fields = _CONFIGURATIONS.get(_family_name(str(name)))
+        known_fields = _published_fields(str(name))
         try:
             tokenizer = load_cached(cls, name, *args, **kwargs)
         except OSError:

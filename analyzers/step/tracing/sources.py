@@ -1,7 +1,8 @@
 """SOURCE, the user's name of a model: a graph, an ONNX file, or a torch module of code or of a package.
 
 ``graph.json``, ``model.onnx``, ``package.module:factory``, ``path/file.py:factory``, ``zoo:NAME``, ``transformers:NAME``,
-``timm:NAME``; a program's own ``held:NAME`` while :func:`holding` it. Torch and ONNX are imported when a source needs them.
+``timm:NAME``, ``diffusers:NAME``; a program's own ``held:NAME`` while :func:`holding` it. Torch and ONNX are imported when
+a source needs them.
 Start at :func:`load_graph`.
 """
 
@@ -27,7 +28,12 @@ if TYPE_CHECKING:
 Source = str | Path | Callable[..., Any] | tuple[Any, Any]
 """A text as above, a module, (module, example_inputs), a function without arguments that returns either, or any of these with
 a batch (:class:`~ddltool.analyzers.step.tracing.batches.Fed`)."""
-FORMS = "model.onnx, package.module:factory, path/file.py:factory, zoo:NAME, transformers:NAME, timm:NAME or graph.json"
+FORMS = (
+    "model.onnx, package.module:factory, path/file.py:factory, zoo:NAME, transformers:NAME, timm:NAME, diffusers:NAME "
+    "or graph.json"
+)
+_LIBRARIES = ("transformers", "timm", "diffusers")
+"""Packages whose models are built by name and given example inputs by ddltool."""
 # Largest share of the parameters' bytes that may be unread: poolers and mask tokens stay below it, a tower exceeds it.
 _MAX_UNREAD_SHARE = 0.03
 _held: dict[str, Source] = {}
@@ -60,7 +66,8 @@ def holding(source: Source) -> Iterator[str]:
 def is_graph_file(source: Source | list[str]) -> TypeGuard[str | Path]:
     """Return whether SOURCE names a graph document: a ``.json`` or ``.json.gz`` file, or ``-`` for standard input."""
     text = str(source) if isinstance(source, (str, Path)) else ""
-    return text == "-" or (text.removesuffix(".gz").endswith(".json") and not text.startswith("transformers:"))
+    is_configuration = text.startswith(("transformers:", "diffusers:"))
+    return text == "-" or (text.removesuffix(".gz").endswith(".json") and not is_configuration)
 
 
 def is_onnx_file(source: Source | list[str]) -> TypeGuard[str | Path]:
@@ -151,6 +158,7 @@ def resolve_step(source: Source, sequence_length: int | None = None, attention: 
 def _resolve(source: Source, sequence_length: int | None, attention: str | None = None) -> TrainingStep:
     """Do the work of :func:`resolve_step`, without redirecting what the user's code prints."""
     from ddltool.analyzers.step.tracing.batches import Fed
+    from ddltool.analyzers.step.tracing.diffusers_models import diffusers_step
     from ddltool.analyzers.step.tracing.factories import factory_step, fed_step, held_step, step_from, timm_step
     from ddltool.analyzers.step.tracing.step import with_sequence_length
     from ddltool.analyzers.step.tracing.transformers_models import transformers_step
@@ -179,6 +187,8 @@ def _resolve(source: Source, sequence_length: int | None, attention: str | None 
         raise InputError(source, problem, f"SOURCE is {FORMS}")
     if scheme == "transformers":
         return transformers_step(name, sequence_length, attention)
+    if scheme == "diffusers":
+        return diffusers_step(name, sequence_length)
     if scheme == "timm":
         step = timm_step(name, attention)
     elif scheme == "zoo":
@@ -209,9 +219,9 @@ def scan_source(
 def demand_whole(graph: Graph, source: Source) -> Graph:
     """Return the graph of a torch SOURCE, with a note added if there are parameters that no op reads.
 
-    Raises InputError for a model of ``transformers:`` or ``timm:`` whose unread parameters hold more than 3 % of the
-    bytes: the example inputs then miss a part of the model, such as its image encoder. A user's own model may have
-    unused parameters.
+    Raises InputError for a library's model (``transformers:``, ``timm:``, ``diffusers:``) whose unread parameters hold
+    more than 3 % of the bytes: the example inputs then miss a part of the model, such as its image encoder. A user's own
+    model may have unused parameters.
     """
     from ddltool.analyzers.step.tracing.torch_adapter import join_notes, module_names
 
@@ -223,7 +233,7 @@ def demand_whole(graph: Graph, source: Source) -> Graph:
     share = sum(graph.size_bytes[op] for op in unread) / max(1.0, sum(graph.size_bytes[op] for op in received))
     names = module_names([graph.parameter[op] or "" for op in unread])
     problem = f"{len(unread)} of {len(received)} parameters ({share:.1%} of their bytes) feed nothing: {names}"
-    if share > _MAX_UNREAD_SHARE and name_of(source).partition(":")[0] in ("transformers", "timm"):
+    if share > _MAX_UNREAD_SHARE and name_of(source).partition(":")[0] in _LIBRARIES:
         remedy = "no example input reaches them: write a factory that returns (module, example_inputs)"
         raise InputError(name_of(source), problem, remedy)
     return replace(graph, meta={**graph.meta, "note": join_notes(graph.meta.get("note"), problem)})

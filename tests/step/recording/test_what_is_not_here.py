@@ -13,10 +13,12 @@ import torch
 
 from ddltool.analyzers.step.recording import vision
 from ddltool.analyzers.step.recording.command import assumed, record
+from ddltool.analyzers.step.recording.downloads import _published_fields
 from ddltool.analyzers.step.recording.kernels import PACKAGES
 from ddltool.analyzers.step.recording.packages import ABSENT, Inert, missing
 from ddltool.errors import InputError
 from ddltool.graph import Graph, Recorded
+from ddltool.published_models import published_models
 
 HEAD = "import torch\nfrom torch import nn\n"
 Recording = Callable[..., Graph]
@@ -177,6 +179,34 @@ for _ in range(2):
 """)
     assert graph.meta["dtype"] == "bfloat16"
     assert graph.batch_size == 2
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
+def test_published_configurations_name_a_class_that_transformers_has() -> None:
+    """What trainers build by ``config.architectures``, and weights in the type that ``from_pretrained`` loads."""
+    vision.declare_torchvision()
+    import transformers
+
+    for model in published_models().values():
+        fields = _published_fields(model.name)
+        assert (fields is None) == (model.library != "transformers"), model
+        assert fields is None or all(hasattr(transformers, name) for name in fields["architectures"]), fields
+    llama = _published_fields("unsloth/Llama-3.1-8B-Instruct")  # a copy under another organisation
+    assert llama is not None
+    assert (llama["architectures"], llama["dtype"]) == (["LlamaForCausalLM"], "bfloat16")
+    for name, architecture in (
+        *(
+            ("gpt2", "GPT2LMHeadModel"),
+            ("bert-base-uncased", "BertForMaskedLM"),
+            ("t5-small", "T5ForConditionalGeneration"),
+        ),
+        *(
+            ("whisper-tiny", "WhisperForConditionalGeneration"),
+            ("google/vit-base-patch16-224", "ViTForImageClassification"),
+        ),
+    ):
+        assert (_published_fields(name) or {})["architectures"] == [architecture]
+    assert _published_fields("nobody/model-of-nobody") is None
 
 
 @pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
