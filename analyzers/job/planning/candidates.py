@@ -136,6 +136,18 @@ class Candidates:
         """Return the same candidates with another goal."""
         return replace(self, options=replace(self.options, goal=goal))
 
+    def cheapest(self, problem: Problem) -> Candidate | None:
+        """Return the plan of equal batches, within the goal's limits, whose samples cost least; None where a price is unknown.
+
+        None too where there is no such plan.
+        """
+        if any(device.price_micro is None for device in problem.devices):
+            return None
+        try:
+            return self._with_goal(replace(self.goal, objective="cheapest")).best("bsp", problem)
+        except Infeasible:
+            return None
+
     def of(self, problem: Problem, left_out: dict[str, Infeasible], only: str | None = None) -> list[Candidate]:
         """Return each strategy's candidate on its best devices, and on the best devices of each type alone.
 

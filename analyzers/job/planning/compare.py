@@ -60,7 +60,8 @@ def decide(
     choice = _Choice(candidates)
     ranked.sort(key=lambda candidate: (-choice.value(candidate.option), STRATEGIES.index(candidate.option.strategy)))
     picked = choice.pick(ranked)
-    decision = _compared(choice, picked, ranked, problem, left_out)
+    cheapest = candidates.cheapest(problem) if goal.objective == "fastest" and only is None else None
+    decision = _compared(choice, picked, ranked, problem, left_out, cheapest)
     # The rival may be better than the picked option, and only a measurement can tell; stale updates are no question of speed.
     unsure_options = (other.option for other in ranked if not other.option.staleness and choice.unsure(other, picked))
     clear_value = choice.value(picked.option) * (1 + LEAST_GAIN)
@@ -110,12 +111,17 @@ def _with_plans(candidates: Candidates, problem: Problem, only: str | None) -> t
 
 
 def _compared(
-    choice: _Choice, picked: Candidate, ranked: list[Candidate], problem: Problem, left_out: dict[str, str]
+    choice: _Choice,
+    picked: Candidate,
+    ranked: list[Candidate],
+    problem: Problem,
+    left_out: dict[str, str],
+    cheapest: Candidate | None,
 ) -> Decision:
     """Return the comparison of the picked candidate with the best of each strategy and with plans made without planning.
 
-    ``ranked``: all candidates, best first; ``left_out``: strategy -> why it has no candidate. The decision's ``words`` are
-    still empty.
+    ``ranked``: all candidates, best first; ``left_out``: strategy -> why it has no candidate; ``cheapest``: a candidate to
+    compare on price as well, None for none. The decision's ``words`` are still empty.
     """
     candidates, model = choice.candidates, choice.candidates.model
     # One candidate per variant: the best one, as later entries replace earlier ones, or the picked one.
@@ -145,12 +151,12 @@ def _compared(
         error=model.error(picked.option.devices),
         gain_error=model.gain_error(picked.option, baselines[baseline_name]),
         too_close=[other.option.strategy for other in others if choice.unsure(other, picked)],
-        layouts=_all_layouts(picked, best_per_strategy),
+        layouts=_all_layouts(picked, best_per_strategy, cheapest),
         run=choice.goal.run(picked.option),
         failures=choice.goal.failure_figures(
             picked.option, 1 if picked.plan.sharding is None else picked.plan.sharding.shard
         ),
-        pareto=_pareto([other.option for other in ranked], candidates, problem),
+        pareto=_pareto([other.option for other in (*ranked, *([cheapest] if cheapest else []))], candidates, problem),
         error_source=model.error_source,
         communication_source="" if model.communication is None else model.communication.source,
     )
@@ -284,11 +290,14 @@ def _settings_of_whole_step(picked: Candidate) -> dict[str, BucketSetting | Pref
     }
 
 
-def _all_layouts(picked: Candidate, ranked: list[Candidate]) -> list[Layout]:
-    """Return the layouts of all candidates without repeats: first the picked one's; those that do not fit into memory last."""
+def _all_layouts(picked: Candidate, ranked: list[Candidate], cheapest: Candidate | None) -> list[Layout]:
+    """Return the layouts of all candidates without repeats: first the picked one's; those that do not fit into memory last.
+
+    Of the ``cheapest`` candidate only the layout that it is made of.
+    """
     layouts = list(picked.layouts)
-    for other in ranked:
-        layouts += [layout for layout in other.layouts if layout not in layouts]
+    for found in (*(other.layouts for other in ranked), cheapest.layouts[:1] if cheapest else ()):
+        layouts += [layout for layout in found if layout not in layouts]
     fitting = [layout for layout in layouts if not layout.missing_bytes]
     return fitting + [layout for layout in layouts if layout.missing_bytes]
 

@@ -94,6 +94,7 @@ def explained(
         certainty,
         next_step,
     ]
+    sentences += _cheapest(decision, picked, problem)
     gains = {name: share for name, share in decision.would_save.items() if share >= LEAST_GAIN}
     if gains:
         texts = [f"{name} would save {share:.0%} of a step" for name, share in gains.items()]
@@ -102,6 +103,28 @@ def explained(
     if decision.failures is not None:
         sentences.append(_failures(decision.failures))
     return sentences, next_command
+
+
+def _cheapest(decision: Decision, picked: Option, problem: Problem) -> list[str]:
+    """Return the sentence on the cheapest plan, as a list; empty where the picked one is, or costs less than 2 % more.
+
+    Its price is of the whole run where the picked one's is known, else of a million tokens or samples.
+    """
+    if decision.objective != "fastest" or len(decision.pareto) < 2 or not picked.price_per_sample:
+        return []
+    option = decision.pareto[-1]
+    step_samples = float(option.step_samples or problem.max_workers * problem.batch_size)
+    saved = 1 - (option.price_per_sample or 0.0) / picked.price_per_sample
+    if saved < LEAST_GAIN:
+        return []
+    unit, items = ("tokens", decision.step_tokens) if decision.step_tokens else ("samples", step_samples)
+    price, of_what = 1e6 * (option.price_per_sample or 0.0) * step_samples / items, f" for a million {unit}"
+    if decision.run is not None and decision.run.price is not None:
+        price, of_what = decision.run.price * (1 - saved), " for the run"
+    used = " + ".join(f"{count} {name}" for name, count in option.devices.items())
+    how = f" with {option.order}" if option.order and decision.layouts else ""
+    step = f"{show_seconds(option.iteration_s)} a step"
+    return [f"Cheapest: {used}{how}: {step}, {show_money(price)}{of_what}, {saved:.0%} less (predicted)."]
 
 
 def _lacking(knowledge: JobModel, job: Job) -> str:

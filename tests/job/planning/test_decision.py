@@ -414,7 +414,7 @@ def test_what_waits_and_what_was_looked_at_by_hand() -> None:
         assert _unwaiting_throughput(made, problem) == pytest.approx(rate)
     one, two, three, none = (SimpleNamespace(number=n, missing_bytes=missing) for n, missing in enumerate((0, 4, 0, 2)))
     first, other, last = (SimpleNamespace(layouts=each) for each in ([none, one], [one, two], [three, two]))
-    assert _all_layouts(first, [first, other, last]) == [one, three, none, two]  # type: ignore[arg-type, comparison-overlap]
+    assert _all_layouts(first, [first, other], last) == [one, three, none, two]  # type: ignore[arg-type, comparison-overlap]
 
 
 def test_what_an_objective_needs_is_asked_for() -> None:
@@ -886,7 +886,11 @@ def test_deadlines_budgets_and_fewest_devices() -> None:
     assert front == sorted(front)
     assert [price for _, price in front] == sorted((price for _, price in front), reverse=True)
     assert front[0][0] == pytest.approx(min(it.iteration_s for it in fast.decision.options if not it.staleness))
-    assert front[-1][1] == pytest.approx((cheap.decision.options[0].price_per_sample or 0.0), rel=0.02)
+    assert front[-1][1] == pytest.approx((cheap.decision.options[0].price_per_sample or 0.0))
+    [said] = [text for text in fast.decision.words if text.startswith("Cheapest: ")]
+    assert price[0] is not None
+    assert f"${price[0]:,.2f} for the run, {1 - price[0] / (price[2] or 0.0):.0%} less (predicted)." in said
+    assert not any(text.startswith("Cheapest") for text in cheap.decision.words)
     with pytest.raises(InputError, match="fewest-devices needs something to keep"):
         plan(objective="fewest-devices")
 
