@@ -24,6 +24,7 @@ from ddltool.analyzers.job.planning.job_inputs import (
     job_of,
     offered,
     powers,
+    read_prices,
     read_with_specs,
     samples_of,
     scanned,
@@ -233,12 +234,14 @@ def plan(
         if devices is None:
             raise InputError("--devices", "is missing", "name those of a node, such as 8xH100")
         check_outputs([str(job)] if isinstance(job, str) else [], {"-o": output})
+        offers = offered(devices)
+        prices = {} if price is None else read_prices(price, [offer.type for offer in offers])
         network = {"link": link, "nic": nic, "bandwidth": bandwidth, "nccl_tests": nccl_tests}
         # The default of ``latency`` is for jobs; here each device's network has its own.
         network["latency"] = latency if is_given("latency") else None
         tried = _plan_of_step(
             step,
-            offered(devices),
+            [replace(offer, price_per_hour=prices.get(offer.type, offer.price_per_hour)) for offer in offers],
             known_devices(devices_file),
             network,
             knobs=knobs_of(vary),
@@ -247,6 +250,9 @@ def plan(
             tell=tell,
             stage=stage,
         )
+        tried = tried.model_copy(update={"run_samples": total_samples(samples, epochs, tokens), "run_tokens": tokens})
+        if tokens is not None and all(one.row is None or not one.row.tokens_per_s for one in tried.tried):
+            raise InputError("--tokens", "the recorded steps read no tokens", "give --samples")
         if output is not None:
             save(tried, output)
         return tried

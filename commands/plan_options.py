@@ -48,11 +48,32 @@ BY_STRATEGY = {
     "est": {"top_k", "prefer", "together"},
 }
 # What the plan of a recorded step reads, and what one that is to be recorded reads beside.
-OF_STEP = {"job", "devices", "link", "nic", "bandwidth", "latency", "nccl_tests", "devices_file", "output", "as_json"}
+_LENGTH = {"tokens", "samples", "epochs"}
+OF_STEP = {
+    "job",
+    "devices",
+    "price",
+    "link",
+    "nic",
+    "bandwidth",
+    "latency",
+    "nccl_tests",
+    "devices_file",
+    "output",
+    "as_json",
+}
+OF_STEP |= _LENGTH
 OF_COMMAND = {"vary", "limit", "keep_files"}
 # What the plan of islands on a slow link reads, and what says how they meet.
 OUTER = {"link_between", "outer_every", "fragments", "overlap", "outer_bits"}
-OF_ISLANDS = {*OF_STEP, *OF_MODEL, *OUTER, "time_limit_s", "seed"} - {"nodes", "save_job", "offload", "attention"}
+OF_ISLANDS = {*OF_STEP, *OF_MODEL, *OUTER, "time_limit_s", "seed"} - {
+    "nodes",
+    "save_job",
+    "offload",
+    "attention",
+    "price",
+}
+OF_ISLANDS -= _LENGTH
 # Numbers of inner steps between outer steps that are tried by default.
 EVERY = (1, 8, 64, 500)
 # What the plan of several jobs reads.

@@ -141,6 +141,8 @@ class CommandPlan(Result):
     command: str
     knobs: dict[str, list[str]] = Field(description="the values that were tried of each")
     ranked_by: Literal["samples_per_s", "tokens_per_s"]
+    run_samples: NonNegative | None = Field(default=None, description="of the whole run; null: not said")
+    run_tokens: NonNegative | None = Field(default=None, description="of the whole run; null: not said")
     tried: list[TriedCommand] = Field(
         min_length=1, description="what fits, the best first; what does not, the least memory first; what failed"
     )
@@ -155,6 +157,21 @@ class CommandPlan(Result):
     def rate(self, tried: TriedCommand) -> float:
         """Return a variant's figure by which the plan ranks (a rate per second); 0 if its step could not be recorded."""
         return float(getattr(tried.row, self.ranked_by) or 0.0) if tried.row is not None else 0.0
+
+    def hours(self, tried: TriedCommand) -> float | None:
+        """Return the hours of the whole run by a variant; None if its step or the run's length is not known."""
+        amount, rate = (
+            (self.run_samples, "samples_per_s") if self.run_tokens is None else (self.run_tokens, "tokens_per_s")
+        )
+        per_s = None if tried.row is None else getattr(tried.row, rate)
+        return amount / per_s / 3600 if amount is not None and per_s else None
+
+    def cost(self, tried: TriedCommand) -> float | None:
+        """Return the dollars of the whole run by a variant; None where its price or the run's length is not known."""
+        hours = self.hours(tried)
+        if hours is None or tried.row is None or tried.row.price_per_million_samples is None:
+            return None
+        return tried.row.price_per_million_samples * hours * 3600 * tried.row.samples_per_s / 1e6
 
     def as_given(self, device: str, devices_per_node: int) -> TriedCommand | None:
         """Return the unchanged command's variant on these devices; None if it was not tried."""

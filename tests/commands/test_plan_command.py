@@ -15,7 +15,7 @@ from ddltool.artifact_files import read_any
 from ddltool.commands.main import run
 from ddltool.errors import InputError
 from ddltool.graph_results import CommandPlan
-from ddltool.units import show_bytes
+from ddltool.units import show_bytes, show_money
 from tests.conftest import Cli
 
 SCRIPT = """
@@ -152,6 +152,25 @@ def test_a_recorded_file_is_planned_in_its_own_world(here: Path, capsys: pytest.
     assert {one.device for one in plan.tried} == {"H100", "A100"}
     assert next(one.row for one in plan.tried if one.device == "H100") == predicted
     assert predicted.samples_per_s == pytest.approx(4 * 4 / predicted.step_time_s)
+    # 40 million samples on 8 GPUs: hours by the rate, dollars by the price of each, of the option before that of the offer.
+    priced = dt.plan("graph.json", devices="8xH100@9,8xA100@1", price="H100=2.5", samples=1e7, epochs=4)
+    assert isinstance(priced, CommandPlan)
+    slower = next(one for one in priced.tried if one.device == "A100" and one.row)
+    assert slower.row is not None
+    hours = {"H100": 4e7 / predicted.samples_per_s / 3600, "A100": 4e7 / slower.row.samples_per_s / 3600}
+    assert {one.device: priced.hours(one) for one in priced.tried} == pytest.approx(hours)
+    costs = {"H100": 8 * 2.5 * hours["H100"], "A100": 8 * hours["A100"]}
+    assert {one.device: priced.cost(one) for one in priced.tried} == pytest.approx(costs)
+    assert costs["A100"] < costs["H100"]
+    answer = command_section(priced).lead[0]
+    assert (
+        f" and costs {show_money(costs['H100'])}. Cheapest: as it is on 8 A100, {show_money(costs['A100'])} in"
+        in answer
+    )
+    with pytest.raises(InputError, match="--price: T4 is not among the devices"):
+        dt.plan("graph.json", devices="8xH100", price="T4=1")
+    with pytest.raises(InputError, match="--tokens: the recorded steps read no tokens; give --samples"):
+        dt.plan("graph.json", devices="8xH100", tokens=1e9)
     with pytest.raises(InputError, match="the plan of a file's step; give the command that trains"):
         dt.plan("graph.json", devices="8xH100", vary=["--tp 2"])
     Path("job.yaml").write_text(

@@ -11,7 +11,7 @@ from ddltool.analyzers.answers.reporting.predict_section import explored
 from ddltool.analyzers.answers.reporting.section import Column, Section, Table, Verdict, pictured, tabled
 from ddltool.errors import few, shortened
 from ddltool.graph_results import CommandPlan, TriedCommand
-from ddltool.units import counted, faster_than, show_bytes, show_rate, show_seconds, show_span
+from ddltool.units import counted, faster_than, show_bytes, show_hours, show_money, show_rate, show_seconds, show_span
 
 _ROWS = 10
 # Most characters of a column's name and of a value.
@@ -67,11 +67,25 @@ def _variants_table(plan: CommandPlan, listed: Sequence[TriedCommand], shows_gai
             show_bytes(variant.row.reserved_bytes) + ("" if variant.row.fits else " !") if variant.row else None
         ),
     }
+    if any(plan.hours(variant) is not None for variant in listed):
+        columns["hours"] = lambda variant: None if (hours := plan.hours(variant)) is None else show_hours(hours)
+    if any(plan.cost(variant) is not None for variant in listed):
+        columns["cost"] = lambda variant: None if (cost := plan.cost(variant)) is None else show_money(cost)
+    elif any(variant.row is not None and variant.row.price_per_million_samples is not None for variant in listed):
+        columns[f"$/M {unit}"] = lambda variant: _price_text(plan, variant)
     if shows_gains:
         columns["times"] = lambda variant: _gain_text(plan, variant)
     caption = f"{len(listed)} of {len(plan.tried)} tried" if len(plan.tried) > len(listed) else "All that was tried"
     caption += "; times: of the command as it is" if "times" in columns else ""
-    return tabled(caption, "predicted", listed, columns, text_columns=len(knobs) + 1, spare=("MFU", "times"))
+    spare = ("MFU", "times", "hours")
+    return tabled(caption, "predicted", listed, columns, text_columns=len(knobs) + 1, spare=spare)
+
+
+def _price_text(plan: CommandPlan, one: TriedCommand) -> str | None:
+    """Return the dollars of a million of what the plan ranks by, tokens or samples; None where no price is known."""
+    if one.row is None or one.row.price_per_million_samples is None:
+        return None
+    return show_money(one.row.price_per_million_samples * one.row.samples_per_s / plan.rate(one))
 
 
 def _traits(plan: CommandPlan, one: TriedCommand) -> dict[str, str | int]:
@@ -135,18 +149,36 @@ def _answer(plan: CommandPlan) -> str:
     rate = f"{show_rate(row.samples_per_s)} samples/s"
     rate += f", {show_rate(row.tokens_per_s)} tokens/s" if row.tokens_per_s else ""
     figures = f"{show_seconds(row.step_time_s)} a step, {rate}, {show_bytes(row.reserved_bytes)} a process"
+    run = _run_words(plan, best)
     # The unchanged command on the same devices, to say what the change brings.
     as_given = plan.as_given(best.device, best.devices_per_node)
     if best.given or as_given is None:
         start = "Keep the command as it is" if len(plan.knobs) else "The command as it is"
-        return f"{start} on {_where(best)}: {figures}, predicted."
+        return f"{start} on {_where(best)}: {figures}, predicted.{run}"
     if as_given.row is None:
         behind = "as it is the command cannot be recorded"
     elif not as_given.row.fits:
         behind = f"as it is the command does not fit ({show_bytes(as_given.row.reserved_bytes)})"
     else:
         behind = f"{faster_than(plan.rate(best) / plan.rate(as_given) - 1)} the command as it is"
-    return f"Use {_options_text(best)} on {_where(best)}: {figures}; {behind}, predicted."
+    return f"Use {_options_text(best)} on {_where(best)}: {figures}; {behind}, predicted.{run}"
+
+
+def _run_words(plan: CommandPlan, best: TriedCommand) -> str:
+    """Return a sentence, behind a space, on the hours and the price of the whole run, and on a cheaper variant if any is.
+
+    "" where nobody said how long the run is.
+    """
+    hours, cost = plan.hours(best), plan.cost(best)
+    if hours is None:
+        return ""
+    text = f" The whole run takes {show_hours(hours)}" + ("." if cost is None else f" and costs {show_money(cost)}.")
+    priced = [(own, one) for one in plan.tried if one.row and one.row.fits and (own := plan.cost(one)) is not None]
+    least, cheapest = min(priced, default=(None, best), key=lambda pair: pair[0])
+    if cost is None or least is None or least > (1 - _TIE) * cost:
+        return text
+    lasts = show_hours(plan.hours(cheapest) or 0.0)
+    return f"{text} Cheapest: {_variant_name(cheapest)} on {_where(cheapest)}, {show_money(least)} in {lasts}."
 
 
 def _certainty(plan: CommandPlan, best: TriedCommand) -> str:

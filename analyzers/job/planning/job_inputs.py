@@ -194,7 +194,14 @@ def capabilities_of(job: Job, folder: Path, where: str, tell: Tell) -> dict[str,
     words = memory_words(job.precision, job.optimizer)
     if job.lora is not None:
         words = f"LoRA of rank {job.lora}, all else frozen; {job.precision}, {job.optimizer}"
+    meta = (
+        _untimed_graph(job, folder).meta if traceable(job) else {}
+    )  # that of the trace which was made for the figures
+    if tokens := meta.get("tokens_per_sample"):
+        words = f"{words}; {tokens:,} tokens a sample"
     tell(f"predicted capabilities ({job.model}; {words}): {shown}")
+    if remark := meta.get("note"):
+        tell(f"note: {remark}")
     return {**capabilities, **predicted}
 
 
@@ -589,12 +596,23 @@ def offered(devices: str) -> list[Offered]:
 
 
 def with_prices(job: Job, prices: str) -> Job:
-    """Return the job with prices in dollars per hour from a text such as ``H100=2.5,A100=1.2``; others stay.
+    """Return the job with prices in dollars per hour from a text as of :func:`read_prices`; others stay."""
+    by_type = read_prices(prices, [offer.type for offer in job.devices])
+    offers = [
+        offer.model_copy(update={"price_per_hour": by_type.get(offer.type, offer.price_per_hour)})
+        for offer in job.devices
+    ]
+    return job.model_copy(update={"devices": offers})
 
-    Raises InputError for a part that is not of this form, and for a type that the job does not offer.
+
+def read_prices(prices: str, offered_types: Sequence[str]) -> dict[str, float]:
+    """Return device type -> dollars per hour of one device from a text such as ``H100=2.5,A100=1.2``.
+
+    Raises InputError for a part that is not of this form, for a type that is given twice, and for one that is not among the
+    ``offered_types``, whose spelling the result has.
     """
     by_type: dict[str, float] = {}
-    types = {name_key(offer.type): offer.type for offer in job.devices}
+    types = {name_key(name): name for name in offered_types}
     for part in prices.split(","):
         match = re.fullmatch(r"\s*([^=]+?)\s*=\s*\$?([0-9]{1,9}(?:\.[0-9]{1,6})?)\s*", part)
         if match is None:
@@ -608,11 +626,7 @@ def with_prices(job: Job, prices: str) -> Job:
         if name in by_type:
             raise InputError("--price", f"gives {name} twice", "give it once")
         by_type[name] = float(match[2])
-    offers = [
-        offer.model_copy(update={"price_per_hour": by_type.get(offer.type, offer.price_per_hour)})
-        for offer in job.devices
-    ]
-    return job.model_copy(update={"devices": offers})
+    return by_type
 
 
 # Field of a job -> option that sets it, where that is not named like the field.

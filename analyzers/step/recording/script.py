@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -94,6 +95,8 @@ def main(arguments: list[str]) -> int:
     stand_in_packages(retry.absent, PACKAGES, partial(_note_stand_in, window))
     change_libraries(recorder, torchvision_ops)
     sys.argv = script
+    # Copies of tensors ask for addresses, which tensors without values lack: no matter of the script's user.
+    warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
     gpu = {"name": request["name"], "memory_bytes": request["memory_bytes"], "capability": tuple(request["capability"])}
     gpu_count = launch.per_node if launch.processes is not None else 1
     try:  # the recording itself: until the window's callback ends the process, or the script ends before that

@@ -886,7 +886,7 @@ def test_deadlines_budgets_and_fewest_devices() -> None:
     assert front == sorted(front)
     assert [price for _, price in front] == sorted((price for _, price in front), reverse=True)
     assert front[0][0] == pytest.approx(min(it.iteration_s for it in fast.decision.options if not it.staleness))
-    assert front[-1][1] == pytest.approx((cheap.decision.options[0].price_per_sample or 0.0))
+    assert front[-1][1] == pytest.approx(cheap.decision.options[0].price_per_sample or 0.0)
     [said] = [text for text in fast.decision.words if text.startswith("Cheapest: ")]
     assert price[0] is not None
     assert f"${price[0]:,.2f} for the run, {1 - price[0] / (price[2] or 0.0):.0%} less (predicted)." in said

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from ddltool.analyzers.step.tracing.numerics import Numerics
 from ddltool.analyzers.step.tracing.sources import load_graph, resolve_step
 from ddltool.analyzers.step.tracing.step import TrainingStep, default_loss, guess_inputs, with_batch_size
 from ddltool.analyzers.step.tracing.torch_adapter import trace_torch
@@ -366,3 +367,25 @@ def test_a_script_with_a_mistake(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("def f(:\n")
     with pytest.raises(InputError, match=r"broken.py cannot be loaded: SyntaxError"):
         load_graph(f"{tmp_path}/broken.py:f", "training", None)
+
+
+def test_a_half_module_is_asked_for_its_precision() -> None:
+    """Memory and words of float32 parameters would be wrong; those of the adapters alone decide beside frozen ones."""
+
+    def step(dtype: torch.dtype, frozen: torch.dtype | None = None) -> TrainingStep:
+        module = nn.Sequential(
+            nn.Linear(8, 8).to(frozen or dtype).requires_grad_(frozen is None), nn.Linear(8, 8).to(dtype)
+        )
+        return TrainingStep(
+            name="m", module=module, inputs=(torch.zeros(2, 8, dtype=frozen or dtype),), loss=default_loss
+        )
+
+    with pytest.raises(
+        InputError, match=r"^m: has parameters in float16, which fp32 keeps in float32; give --precision "
+    ):
+        trace_torch(lambda: step(torch.float16), mode="training")
+    with pytest.raises(InputError, match="bfloat16, which bf16 keeps in float32; give --precision bf16-pure"):
+        trace_torch(lambda: step(torch.bfloat16), mode="training", numerics=Numerics("bf16"))
+    pure = trace_torch(lambda: step(torch.bfloat16), mode="training", numerics=Numerics("bf16-pure"))
+    mixed = trace_torch(lambda: step(torch.float32, torch.bfloat16), mode="training", numerics=Numerics("bf16"))
+    assert (pure.meta["precision"], mixed.meta["precision"]) == ("bf16-pure", "bf16")
