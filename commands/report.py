@@ -15,6 +15,7 @@ from ddltool.artifacts import check_outputs, write_text
 from ddltool.commands.options import AS_FILES, number
 from ddltool.commands.output import out, print_json, say, table
 from ddltool.commands.verbs import VerbCall, verb
+from ddltool.errors import InputError
 from ddltool.results import ReportedSection, ReportResult
 from ddltool.stages import Stage, quietly
 
@@ -42,6 +43,8 @@ def report(
     from ddltool.analyzers.answers.reporting.page import render  # it loads the plotting library
 
     given = list(artifacts)
+    if not given:
+        raise InputError("artifacts", "are none", "give a file or a result at least")
     check_outputs([artifact for artifact in given if isinstance(artifact, (str, Path))], {"-o": output})
     with stage("reading", len(given)) as advance:
         read = []

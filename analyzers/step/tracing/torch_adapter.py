@@ -357,6 +357,9 @@ def _build(build: Callable[[], TrainingStep], mode: Mode, numerics: Numerics) ->
             "set requires_grad, or ddltool trace it with --mode inference",
         )
     _demand_kept_type(step, numerics)
+    shaped = (*step.module.parameters(), *(value for value in step.inputs if isinstance(value, Tensor)))
+    if numerics.channels_last and all(value.dim() != 4 for value in shaped):
+        raise InputError("--channels-last", f"has no part: {step.name} has no images and no filters", "leave it out")
     return replace(step, note=join_notes(step.note, _float8_note(step))) if numerics.format.linears else step
 
 

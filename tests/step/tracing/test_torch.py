@@ -389,3 +389,12 @@ def test_a_half_module_is_asked_for_its_precision() -> None:
     pure = trace_torch(lambda: step(torch.bfloat16), mode="training", numerics=Numerics("bf16-pure"))
     mixed = trace_torch(lambda: step(torch.float32, torch.bfloat16), mode="training", numerics=Numerics("bf16"))
     assert (pure.meta["precision"], mixed.meta["precision"]) == ("bf16-pure", "bf16")
+
+
+def test_channels_last_needs_images_or_filters() -> None:
+    with pytest.raises(InputError, match="--channels-last: has no part: m has no images and no filters; leave it out"):
+        trace_torch(
+            lambda: TrainingStep(name="m", module=nn.Linear(4, 4), inputs=(torch.zeros(2, 4),), loss=default_loss),
+            mode="training",
+            numerics=Numerics(channels_last=True),
+        )
