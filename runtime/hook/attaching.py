@@ -66,9 +66,11 @@ class Hook:
         self.rank = rank
         self.world_size = world_size
         self.local_batch_size: int | None = None
-        self.accumulation_steps, self.passes = 0, 1
+        self.accumulation_steps = 0
+        self.passes = 1
         self.recorder: StepRecorder | None = None
-        self._dataset, self._scaler = dataset, scaler
+        self._dataset = dataset
+        self._scaler = scaler
         self._samplers: weakref.WeakSet[DistributedSampler[Any] | VariableBatchSampler] = weakref.WeakSet()
         self._epoch: int | None = None
         self._steps_made = 0
@@ -121,7 +123,8 @@ class Hook:
                 its own.
             accumulated: number of batches per update, where the script divides the loss of each by that number; it must
                 be the plan's number of passes. None: each batch is a whole planned one.
-            lengths: of the dataset's samples, by index, as in :meth:`dataloader`.
+            lengths: (n,) tokens of each of the dataset's samples, by index, or a ``Lengths``; None: samples are not
+                divided by their lengths.
 
         Raises InputError, on every rank, for a loader whose sampler gives whole batches, for samples that differ between
         ranks, and where the plan makes another number of passes.
@@ -272,7 +275,11 @@ class Hook:
         optimizer: torch.optim.Optimizer,
         scaler: LossScaler,
     ) -> None:
-        """Record the steps of ``optimizer`` in ``file``; ``scaler`` reports forward and backward passes to the recorder."""
+        """Record the steps of ``optimizer`` in ``file``.
+
+        ``scaler`` tells the recorder of the model's forward and backward passes and of their samples. Under DDP the
+        ranks of ``job`` also exchange beacons, which show when the slowest of them is ready.
+        """
         side = job.side if isinstance(model, DistributedDataParallel) else None
         recorder = StepRecorder(file, cuda=is_cuda(model), take_samples=scaler.pending.take_tally, side=side)
         recorder.resume(self._steps_made)
@@ -282,7 +289,8 @@ class Hook:
 
     def _standard_sampler(self, dataset: Dataset[Any], shuffle: bool, seed: int) -> DistributedSampler[Any]:
         """Return torch's sampler of this rank's samples, which follows :meth:`set_epoch`."""
-        ranks, rank = self.world_size, self.rank
+        ranks = self.world_size
+        rank = self.rank
         sampler: DistributedSampler[Any] = DistributedSampler(dataset, ranks, rank, shuffle=shuffle, seed=seed)
         self._follow_epoch(sampler)
         return sampler
@@ -293,11 +301,16 @@ class EnforcingHook(Hook):
 
     def __init__(self, path: str, enforcement: Enforcement, dataset: Dataset[Any] | None, job: DistributedJob) -> None:
         """Take this rank's sizes from the config; until :meth:`bind`, losses are not weighted and loaders raise InputError."""
-        sizes, own_entry = tuple(entry.local_batch_size for entry in enforcement.ranks), enforcement.ranks[job.rank]
+        sizes = tuple(entry.local_batch_size for entry in enforcement.ranks)
+        own_entry = enforcement.ranks[job.rank]
         self._scaler: LossScaler = LossScaler(job, "hook", lambda: sizes, passes=own_entry.accumulation_steps + 1)
         super().__init__(dataset, job.rank, enforcement.world_size, self._scaler)
-        self.enforcement, self._path, self._job, self._sizes = enforcement, path, job, Sizes(sizes)
-        self.local_batch_size, self.accumulation_steps = own_entry.local_batch_size, own_entry.accumulation_steps
+        self.enforcement = enforcement
+        self._path = path
+        self._job = job
+        self._sizes = Sizes(sizes)
+        self.local_batch_size = own_entry.local_batch_size
+        self.accumulation_steps = own_entry.accumulation_steps
         self.passes = max(entry.accumulation_steps for entry in enforcement.ranks) + 1
         self._scaler.pending.missing = "call hook.bind(model, optimizer) when both are there"
 
@@ -309,7 +322,8 @@ class EnforcingHook(Hook):
         """
         if self._scaler.pending.missing is None:
             raise InputError("bind", "was called already", "attach once for each model")
-        job, planned = self._job, self.enforcement
+        job = self._job
+        planned = self.enforcement
         optimizers = job.together(lambda: [bare_optimizer(wrapped) for wrapped in (optimizer, *others)])
         job.together(lambda: check_model(model, job))
         job.together(lambda: check_parameters(self._path, planned.parameters, model))
@@ -427,7 +441,8 @@ class ObservingHook(Hook):
     def __init__(self, path: str, dataset: Dataset[Any] | None, job: DistributedJob) -> None:
         self._observer = LossScaler(job, "hook", weighs=False)
         super().__init__(dataset, job.rank, job.world_size, self._observer)
-        self._path, self._job = path, job
+        self._path = path
+        self._job = job
 
     def bind(self, model: nn.Module, optimizer: torch.optim.Optimizer, *others: torch.optim.Optimizer) -> None:
         """Start to record the steps of ``optimizer``. Raises InputError, on every rank, if the file cannot be written."""
