@@ -61,7 +61,7 @@ class DistributedJob:
         first rank that has, prefixed with the rank. Other exceptions are raised at once, on this rank alone.
         """
         refusal: InputError | None = None
-        result: list[T] = []
+        result: list[T] = []  # the action's result, if it has returned
         try:
             result.append(action())
         except InputError as error:
