@@ -110,7 +110,8 @@ class PartitionedData:
             generator = torch.Generator().manual_seed(order_seed)
             self._traversal_count += 1
             self._sample_order += torch.randperm(len(self), generator=generator).tolist()
-        taken_indices, self._sample_order = self._sample_order[:size], self._sample_order[size:]
+        taken_indices = self._sample_order[:size]
+        self._sample_order = self._sample_order[size:]
         index_tensor = torch.tensor(taken_indices, dtype=torch.int64)
         return tuple(tensor[index_tensor] for tensor in self.tensors)
 
@@ -145,7 +146,8 @@ class PartitionedData:
         All ranks go through the moves in the same order, so no two of them can wait for each other.
         """
         try:
-            received, given_begin = [], 0
+            received = []
+            given_begin = 0
             for move in migration.moves:
                 if move.source == self._job.rank:
                     given_indices = migration.given_indices[given_begin : given_begin + move.samples]
@@ -153,8 +155,9 @@ class PartitionedData:
                     for tensor in self.tensors:
                         dist.send(tensor[given_indices], move.target, group=self._job.side, tag=self._tag)
                 elif move.target == self._job.rank:
-                    shapes = ((move.samples, *tensor.shape[1:]) for tensor in self.tensors)
-                    received_tensors = tuple(map(Tensor.new_empty, self.tensors, shapes))
+                    received_tensors = tuple(
+                        tensor.new_empty((move.samples, *tensor.shape[1:])) for tensor in self.tensors
+                    )
                     for received_tensor in received_tensors:
                         dist.recv(received_tensor, move.source, group=self._job.side, tag=self._tag)
                     received.append(received_tensors)
@@ -184,5 +187,6 @@ class PartitionedData:
         self._traversals.reset(migration.moves)
         self._migration = None
         self.generation += 1
-        self._sample_order, self._traversal_count = [], 0
+        self._sample_order = []
+        self._traversal_count = 0
         return True
