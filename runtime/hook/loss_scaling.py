@@ -7,10 +7,11 @@ losses that were multiplied by ``N x_r / X``. The weight is applied to the loss,
 weighted too: several passes through the model, terms that reach other ranks (gathered embeddings, SyncBatchNorm),
 accumulation, unused parameters, with any wrapper that averages.
 
-The script says what its loss is; nothing is guessed. Its claims are checked by measurement in the first updates and
-whenever the loss's graph changes shape (:mod:`~ddltool.runtime.hook.claims`). What would make ranks differ is found
-after updates (:mod:`~ddltool.runtime.hook.guards`). Hooks of modules, tensors, parameters and optimizers show what the
-loop does; only for the end of a backward pass torch has no hook.
+The script says what its loss is a mean over (``hook.loss(loss, count=..., reduction=...)``); nothing is guessed. These
+claims are checked by measurement in the first updates and whenever the loss's graph changes shape
+(:mod:`~ddltool.runtime.hook.claims`). What would make ranks differ is found after updates
+(:mod:`~ddltool.runtime.hook.guards`). Hooks of modules, tensors, parameters and optimizers show what the loop does;
+only for the end of a backward pass torch has no hook.
 """
 
 from __future__ import annotations
@@ -133,7 +134,8 @@ class LossScaler:
         self._sentinels: list[Any] = []
         # Whether DDP averages before the outer backward pass ends; then all parameters keep their hooks, to be counted.
         self._averages_within = False
-        self._forwards_begun = self._forwards_inside = 0  # number of forward passes begun; of those that have not ended
+        self._forwards_begun = 0  # number of forward passes so far
+        self._forwards_inside = 0  # number of those that have not ended
         self._weighed_losses = 0  # backward passes with a weighted loss since the last update
         self._was_loss_called = False  # since the last backward pass
         self._has_counted_a_step = False
@@ -153,8 +155,8 @@ class LossScaler:
         """
         if self._weighs and any(scaler._model() is model for scaler in _open_scalers):
             raise InputError("model", "is attached to already", "attach, balance or make an agent once per model")
-        self._model = reference = weakref.ref(model)
-        # Only the weak reference is used, because this object must not keep the model alive.
+        reference = weakref.ref(model)  # because this object must not keep the model alive
+        self._model = reference
         self.pending.trains = lambda: getattr(reference(), "training", True)
         before = _ForwardHook(lambda module, args, kwargs: self.begin_forward(module, (*args, *kwargs.values())))
         self._hooks = [

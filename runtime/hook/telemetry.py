@@ -1,9 +1,10 @@
 """Records one JSON line per optimizer step (:class:`ddltool.telemetry.TelemetryRow`). Start at :class:`StepRecorder`.
 
-A step's time has three parts. *compute* ends when this rank's last gradient is computed. *wait* ends when the slowest
-rank's is too; a tiny collective, the beacon, which each rank starts when its own is ready, completes then. *sync* ends
-when the averaged gradients are in place. A straggler is a rank that others wait for and that waits for nobody. On CUDA
-*wait* is measured by the host, and at most the whole exchange (:mod:`~ddltool.runtime.processes.step_times`).
+A step has one *exchange* for each backward pass in which ranks average gradients. Its time has three parts. *compute*
+ends when this rank's last gradient is computed. *wait* ends when the slowest rank's is too; a tiny collective, the
+beacon, which each rank starts when its own is ready, completes then. *sync* ends when the averaged gradients are in
+place. A straggler is a rank that others wait for and that waits for nobody. On CUDA *wait* is measured by the host, and
+at most the whole exchange (:mod:`~ddltool.runtime.processes.step_times`).
 """
 
 from __future__ import annotations
@@ -222,7 +223,8 @@ class PassClock(Watcher):
         """End *compute*, because this rank's gradients are complete; in every tenth exchange, start the beacon."""
         if self._take_samples is None:
             return
-        exchange = self.begin_exchange(*self._take_samples())
+        own_samples, all_samples = self._take_samples()
+        exchange = self.begin_exchange(own_samples, all_samples)
         exchange.note_ready()
         if self._side is not None and self._completed % EXCHANGES_PER_BEACON == 0:
             exchange.listened = True
@@ -291,8 +293,9 @@ class StepRecorder(PassClock):
         self.row = file.identity.row
         self.watch: Callable[[ObservedStep], None] | None = None
         self._file = file
-        # The number of the next step, its passes so far, and the last reading of memory.
-        self._number = self._passes = self._memory_bytes = 0
+        self._number = 0  # of the next step
+        self._passes = 0  # backward passes of that step so far
+        self._memory_bytes = 0  # the last reading
         self._opened_s = time.perf_counter()
         self._has_row = False
         self._checkpoint_s = 0.0
@@ -307,7 +310,8 @@ class StepRecorder(PassClock):
     def before_update(self, *_: object) -> None:
         """End *compute* at the start of an update, if no exchange was ever seen (one process, FSDP2): the pre-step hook."""
         if self._take_samples is not None and self._start is not None and not self._completed:
-            self.begin_exchange(*self._take_samples()).note_ready()
+            own_samples, all_samples = self._take_samples()
+            self.begin_exchange(own_samples, all_samples).note_ready()
 
     def after_update(self, *_: object) -> None:
         """Add the step that the update completes: the optimizer's post-step hook."""
