@@ -1,8 +1,10 @@
 """The state that a logical worker (EST) keeps between its turns. Start at :class:`Contexts`.
 
-That is its random streams, its module buffers, and the plain attributes of modules that its turns change. Parameters
-and optimizer state are the same for all logical workers between steps, so a process holds them once; activations are
-freed when a turn ends. This makes switching from one worker to the next cheap (EasyScale, section 3.2).
+The logical workers of a process run one after the other, each in its *turn* of a step; a worker's number in the job is
+its *virtual rank*. Between turns it keeps its random streams, its module buffers, and the plain attributes of modules
+that its turns change. Parameters and optimizer state are the same for all logical workers between steps, so a process
+holds them once; activations are freed when a turn ends. This makes switching from one worker to the next cheap
+(EasyScale, section 3.2).
 """
 
 from __future__ import annotations
@@ -121,7 +123,7 @@ class WorkerState:
         """End the turn of virtual rank ``rank``: store the worker's values.
 
         If this turn was compared, each shared attribute that it has changed becomes every worker's own from now on.
-        Raises InputError as the class says.
+        Raises InputError for a module that the turn has added, and for a change that cannot be kept per worker.
         """
         if self._before is not None:
             before = self._before
@@ -209,7 +211,8 @@ class WorkerState:
     def _loaded_buffers(self, saved: Document, present: Mapping[str, Tensor], device: torch.device) -> dict[Key, Any]:
         """Return one worker's buffers, by module, from ``saved`` (by full name); tied buffers stay tied.
 
-        ``present``: the model's own buffers by full name. Raises InputError as :meth:`load` does.
+        ``present``: the model's own buffers by full name; ``device``: where the copies go. Raises InputError if ``saved``
+        lacks a buffer of the model, or has one of a module that the model lacks.
         """
         if lacking := sorted(present.keys() - saved.keys()):
             raise InputError("buffers", f"{lacking[0]} is only in the model", "build the model that was saved")

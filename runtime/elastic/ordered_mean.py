@@ -1,5 +1,5 @@
 """Gradients of all logical workers (ESTs), summed in an order that does not depend on where they ran. Start at
-:class:`OrderedMean`.
+:class:`OrderedMean`. A worker's number is its *virtual rank*; its part of a step, on one process, is its *turn*.
 
 Addition of floating-point numbers is not associative, so the workers' gradients are always added as ((g0 + g1) + g2) +
 g3. A process that runs virtual ranks 1 and 3 needs g2 added between them, so it cannot sum up its own first. Instead

@@ -1,5 +1,8 @@
 """Records of training runs: a fingerprint of every tensor of every step, one JSON line each.
 
+A step consists of one *turn* of each logical worker, in which it runs its forward and backward passes; a worker's number
+is its *virtual rank*.
+
 ``ElasticTrainer(..., record="run.jsonl")`` writes one, and :class:`RunRecorder` does for a loop of one's own, plain DDP
 included. Two records of the same training, on any numbers of processes, are compared by
 :func:`~.run_difference.first_difference` and by ``ddltool diff-run``.

@@ -1,10 +1,11 @@
 """Makes batches for all logical workers of a process, by data workers that they share. Start at :class:`SampleFeed`.
 
 EasyScale (Li et al., SC 2023), section 3.2, "Optimizing data pre-processing": only one logical worker trains at a time
-on a process, so a few data workers serve all of them, in the order of the turns. The paper queues the random states of
-mini-batches that are made and not yet used. Here every mini-batch has a random state of its own, which follows from the
-seed, the virtual rank, and the position in the epoch. So nothing is queued or kept in a checkpoint, and the number of
-data workers does not matter.
+on a process, in its *turn* of a step, so a few data workers (processes that load samples) serve all of them, in the
+order of the turns. A logical worker's number is its virtual rank. The paper queues the random states of mini-batches
+that are made and not yet used. Here every mini-batch has a random state of its own, which follows from the seed, the
+virtual rank, and the position in the epoch. So nothing is queued or kept in a checkpoint, and the number of data
+workers does not matter.
 """
 
 from __future__ import annotations

@@ -195,8 +195,8 @@ class ElasticTrainer:
         self._losses: dict[int, list[Tensor]] = {}  # of the step under way, by virtual rank; empty between steps
         self._micro_batches = 0  # ended so far in the whole run of this process
         self._awaits_update = False  # whether a step's gradients are averaged and the update has not come yet
-        # The sum of all parameters' versions at the step's start, and the number of collectives run at the turn's start.
-        self._versions = self._collectives = 0
+        self._versions = 0  # the sum of all parameters' versions at the step's start
+        self._collectives = 0  # number of collectives that had run at the turn's start
         # (parameter, its gradient, the gradient's version) after a micro-batch; None after the last one of a turn.
         self._gradient_before: tuple[Tensor, Tensor, int] | None = None
         self._backward_passes = 0
@@ -320,8 +320,8 @@ class ElasticTrainer:
     def epoch(self, epoch: int) -> Iterator[StepResult]:
         """Train the rest of an epoch, and yield a result after every optimizer step.
 
-        An epoch that is over yields nothing. Raises InputError without a ``loss_fn``, and as :meth:`batches` and
-        :meth:`turn_done` do.
+        An epoch that is over yields nothing. Raises InputError without a ``loss_fn``, after a step that was left before
+        its end, and for what would make bits depend on the placement (:meth:`turn_done`).
         """
         if self.loss_fn is None:
             raise InputError("loss_fn", "was not given", "give one, or write the loop with trainer.batches(epoch)")
@@ -446,8 +446,8 @@ class ElasticTrainer:
         optimizer may step. That call blocks for the other processes. ``loss`` (a scalar; None counts as NaN) goes into
         :attr:`StepResult.losses`.
 
-        Raises InputError without an active worker, and for what would make bits depend on the placement: parameters or
-        gradients that were changed in the turn, or a collective that it ran.
+        Raises InputError without an active worker, and for what would make bits depend on the placement of logical
+        workers on processes: parameters or gradients that were changed in the turn, or a collective that it ran.
         """
         rank = self._contexts.active
         if rank is None:
@@ -673,7 +673,8 @@ class ElasticTrainer:
         """Continue from a checkpoint; all processes call this together, between steps.
 
         For optimizer options the saved values are used, with a warning where they differ from the present ones. Raises
-        InputError as :meth:`resume` does, and when there is no checkpoint.
+        InputError, on every process, when there is no checkpoint, when it does not fit this run or was made with another
+        number of threads, device type or torch version, and when some processes do not see the file.
         """
         self._demand_between_steps("load")
         stamp = checkpoint.stamp(path)  # before reading: a file that another run replaces meanwhile has another one
