@@ -1,5 +1,7 @@
 """Measures training steps in real processes: batch sizes x replicas x accumulation steps. Start at :func:`campaign`.
 
+A *configuration* is one combination of these; a *task* times some steps of one, and a configuration may have several.
+
 Every replica is a process of its own in a gloo (CPU) or NCCL (CUDA) group, started here (:class:`LocalReplicas`) or by
 torchrun (:mod:`.torchrun_job`). This module holds the request (:class:`MeasureRequest`), decides what runs next, makes
 rows of the times, and writes the file of the rows (:class:`ProfileFile`).
@@ -321,12 +323,13 @@ class _Campaign:
             return
         key = (task.replicas, task.accumulation, task.batch)
         before = self.times.get(key, StepTimings())
-        times = self.times[key] = StepTimings(
+        times = StepTimings(
             full=before.full + outcome.full,
             local=before.local + outcome.local,
             passes=before.passes + outcome.passes,
             peak_bytes=max(before.peak_bytes, outcome.peak_bytes),
         )
+        self.times[key] = times
         full = median_interval(times.full)
         is_synchronised = task.replicas > 1
         step_s = full.median

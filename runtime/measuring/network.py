@@ -135,7 +135,8 @@ def _measure_local(
 ) -> list[NetworkPair]:
     """Start ``processes`` processes that connect over the loopback interface, and return the pairs that they measure.
 
-    The other arguments are those of :func:`measure_network`.
+    ``sizes``: bytes of the messages; ``rounds``: most round trips per size; ``timeout_s``: seconds that a message may
+    take; ``progress``: called with (pairs done, pairs in total) after each pair.
     """
 
     def take_progress(rank: int, message: Any) -> bool:
@@ -151,7 +152,11 @@ def _measure_local(
 
 
 def _child(rank: int, processes: int, sizes: Sequence[int], rounds: int, timeout_s: float, results: Connection) -> None:
-    """In a child process, measure as rank ``rank`` and send the pairs; rank 0 also sends progress as tuples (done, total)."""
+    """In a child process, measure as rank ``rank`` of ``processes``, and send the list of pairs through ``results``.
+
+    Rank 0 also sends progress as tuples (done, total). ``sizes``: bytes of the messages; ``rounds``: most round trips per
+    size; ``timeout_s``: seconds that a message may take.
+    """
     import torch
 
     torch.set_num_threads(1)

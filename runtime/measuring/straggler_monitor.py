@@ -53,8 +53,9 @@ def watch_ranks(
         raise InputError("watch_ranks", "needs telemetry of several ranks", "attach(..., telemetry=FILE) before it")
     if every < 10:
         raise InputError("every", f"is {every}", "at least 10 steps")
-    recorder.watch = watch = StragglerMonitor(recorder, side, every, tell)
-    return watch
+    monitor = StragglerMonitor(recorder, side, every, tell)
+    recorder.watch = monitor
+    return monitor
 
 
 class StragglerMonitor:
@@ -72,13 +73,18 @@ class StragglerMonitor:
         every: int,
         tell: Callable[[str, StragglersResult], None] | None,
     ) -> None:
-        """Prepare to gather rows over ``side``, a gloo group of all ranks; ``every`` and ``tell`` as in :func:`watch_ranks`."""
+        """Prepare to gather rows over ``side``, a gloo group of all ranks.
+
+        ``recorder``: of this rank's steps; ``every``: steps between two looks, and steps that a look analyses; ``tell``:
+        called on rank 0 with a sentence and the result of every look; None: log a warning when the finding changes.
+        """
         self._row = recorder.row
         self._feed = str(recorder.path)
         self._ranks = dist.get_world_size(side)
         self._is_first = dist.get_rank(side) == 0
         self._side = side
-        self._every = self.stretch = every
+        self._every = every
+        self.stretch = every
         self._tell = tell
         self._steps: list[ObservedStep] = []
         # The gather under way, and the tensors, by rank, that it fills; None: there is none.

@@ -69,7 +69,7 @@ class TorchrunJob:
     def run(self, task: MeasureTask) -> StepTimings:
         """On rank 0, give a task to all ranks through the job's store, run its part, and return its times.
 
-        Raises as :meth:`failure` says.
+        Any error is raised as an error of one line, or as SystemExit if another rank failed first (:meth:`failure`).
         """
         self._store.set(f"task/{self._tasks}", json.dumps(asdict(task)))
         self._tasks += 1
@@ -117,7 +117,10 @@ class TorchrunJob:
                 self._run_part(task)
 
     def _run_part(self, task: MeasureTask) -> StepTimings:
-        """Run this rank's part of a task, and return its times. Raises as :meth:`failure` says."""
+        """Run this rank's part of a task, and return its times.
+
+        Any error is raised as an error of one line, or as SystemExit if another rank failed first (:meth:`failure`).
+        """
         assert self._worker is not None
         self.where = str(task)
         with self._errors_reported():

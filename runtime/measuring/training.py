@@ -60,12 +60,14 @@ def prepared_module(
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
     module = module.to(device, kept_dtype).train()
-    moved_inputs = tuple(
-        value.to(device, kept_dtype if value.is_floating_point() else None)
-        if isinstance(value, torch.Tensor)
-        else value
-        for value in inputs
-    )
+
+    def moved(value: Any) -> Any:
+        """Return an input on the device, floating-point numbers in the kept type; one that is no tensor as it is."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        return value.to(device, kept_dtype if value.is_floating_point() else None)
+
+    moved_inputs = tuple(map(moved, inputs))
     if not setting.is_autocast:
         return module, moved_inputs, contextlib.nullcontext
     computed_dtype: torch.dtype = getattr(torch, setting.computes)

@@ -140,7 +140,9 @@ def connect_replica(
     import torch.distributed as dist
 
     cuda = subject.device == "cuda"
-    device = torch.device("cuda", rank if local_rank is None else local_rank) if cuda else torch.device("cpu")
+    device = torch.device("cpu")
+    if cuda:
+        device = torch.device("cuda", rank if local_rank is None else local_rank)
     if max(replicas) == 1:
         return StepTimer(subject, device)
     if cuda:
@@ -196,7 +198,8 @@ class StepTimer:
 
     def drop(self) -> None:
         """Free the model that was measured last, so that the next one's peak memory does not contain it."""
-        self._prepared = self._configuration = None
+        self._prepared = None
+        self._configuration = None
         gc.collect()
         if self.device.type == "cuda":
             import torch
@@ -257,7 +260,11 @@ class _Configuration:
     def __init__(
         self, subject: Subject, step: ResolvedStep, device: torch.device, group: dist.ProcessGroup | None
     ) -> None:
-        """Prepare module, inputs and optimizer; ``group``: the replicas' process group, None for a single replica."""
+        """Prepare module, inputs and optimizer on ``device``.
+
+        ``subject``: the settings (precision, optimizer); ``step``: the user's module with inputs of one batch size and its
+        loss; ``group``: the replicas' process group, None for a single replica.
+        """
         from torch.nn.parallel import DistributedDataParallel
 
         from ddltool.analyzers.step.tracing.step import called
