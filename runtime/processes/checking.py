@@ -316,9 +316,10 @@ class _Checked(_Recorded):
         """
         own_values = np.concatenate([*self.arrays(dict(self._named_parameters)).values()])
         first, *others = (np.frombuffer(values) for values in self._job.gather(own_values.tobytes()))
-        largest = float(np.abs(first).max(initial=0.0)) or 1.0
+        largest = float(np.abs(first).max(initial=0.0)) or 1.0  # of rank 0; 1: no division by zero
         for rank, values in enumerate(others, 1):
-            if not (difference := float(np.abs(values - first).max(initial=0.0)) / largest) <= self._tolerance:
+            difference = float(np.abs(values - first).max(initial=0.0)) / largest
+            if not difference <= self._tolerance:  # rather than ">", so that NaN counts as different
                 return f"parameters of rank {rank} are {difference:.2g} away from rank 0's after update {self._made}"
         return ""
 
@@ -480,6 +481,8 @@ class _Checked(_Recorded):
 
 def _reason(model: nn.Module, own_gradients: Arrays, expected_gradients: Arrays) -> str:
     """Return the likely reason why this job's gradients differ from the reference's, in words with a remedy.
+
+    Both have the values by parameter name; the reference's are expected.
 
     The first that holds: all own gradients are one multiple of the expected ones (within a thousandth of the largest), a
     BatchNorm sees this rank's samples only, a gradient is missing; otherwise a list of what a loss term or random numbers

@@ -135,8 +135,8 @@ class Consensus:
             try:
                 self._choices.put(self._round(row()))
             except BaseException as error:
-                refusal = f"step {self._step - 1}: choosing failed ({error})"
-                self._choices.put(error if isinstance(error, DdlToolError) else DdlToolError(refusal))
+                message = f"step {self._step - 1}: choosing failed ({error})"
+                self._choices.put(error if isinstance(error, DdlToolError) else DdlToolError(message))
                 return
 
     def _round(self, row: Floats) -> Floats:
