@@ -114,9 +114,9 @@ def _transfer_plan(planned: Enforcement, model: nn.Module) -> TransferPlan:
     Their order is the planned one if that names exactly the model's parameters, else the order of registration.
     """
     priority = {record.name: record.priority for record in planned.parameters if record.priority is not None}
-    names_all = priority.keys() == dict(model.named_parameters()).keys()
+    names_every_parameter = priority.keys() == dict(model.named_parameters()).keys()
     return TransferPlan.for_model(
-        model, workers=planned.world_size, servers=1, priority=priority if names_all else None
+        model, workers=planned.world_size, servers=1, priority=priority if names_every_parameter else None
     )
 
 

@@ -1,5 +1,8 @@
 """Synchronisation models as policy objects: when a worker may have parameters, and which gradients make an update.
 
+In a *step* a worker pulls all parameters, computes, and pushes all gradients; its *clock* is the number of steps that it
+has made. A *member* is a worker that takes part; more may join late.
+
 Every rank creates an equal policy. A server opens it with a :class:`ServerState` (who is in the job, which gradients
 have come) and asks it at each step of the protocol. The policy only decides; the server sends and computes.
 
@@ -148,7 +151,11 @@ class BSP(SyncPolicy):
         self._pending_gradients: dict[str, dict[int, Tensor]] = {name: {} for name in state.names}
 
     def waits_for(self, worker: int, clock: int, name: str) -> list[int] | None:
-        """Return the workers whose gradients the update of the step before still needs; None if it is made."""
+        """Return the workers whose gradients the update of the step before still needs; None if that update was made.
+
+        ``clock``: the number of steps that ``worker`` has made, which is the number of updates that it must see; ``name``:
+        the parameter that it pulls.
+        """
         if self.state.version[name] >= clock:
             return None
         return sorted(self._needed_workers(name) - self._pending_gradients[name].keys())
@@ -216,7 +223,8 @@ class SSP(ASP):
 
     def waits_for(self, worker: int, clock: int, name: str) -> list[int] | None:
         """Return the members that are more than ``staleness`` steps behind step ``clock``; None if there are none."""
-        return self._members_behind(name, [clock - self.staleness] * self.state.seats) or None
+        least_steps = clock - self.staleness
+        return self._members_behind(name, [least_steps] * self.state.seats) or None
 
 
 class ElasticBSP(ASP):
@@ -275,7 +283,7 @@ class ElasticBSP(ASP):
         """Return, at a barrier and right after it, the members that have not reached it; between barriers None.
 
         At the barrier the list may be empty: then all have reached it, and the worker waits for the decision on the next
-        one. The arguments are those of :meth:`SyncPolicy.waits_for`.
+        one. ``clock``: the number of steps that ``worker`` has made; ``name``: the parameter that it pulls.
         """
         if clock >= self.quota[worker]:
             return self._members_behind(name, self.quota)

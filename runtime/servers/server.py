@@ -2,7 +2,9 @@
 
 One thread handles one message at a time, and after each sends all values that may go. Each worker's pull has a queue in
 the plan's order; the policy says when a transfer may go and which updates a gradient leads to; torch's own optimizer
-makes the updates. zmq sends in threads of its own.
+makes the updates. zmq sends in threads of its own. In a *step* a worker pulls all parameters and pushes all gradients;
+its *clock* is the number of steps that it has made. A *seat* is the place of a worker on the server, also of one that may
+join late; a *member* is a worker that takes part.
 """
 
 from __future__ import annotations
@@ -275,7 +277,8 @@ class Server:
         state = self._state
         for counts in state.pushed.values():
             counts[worker] = clock
-        state.steps[worker] = state.start[worker] = clock
+        state.steps[worker] = clock
+        state.start[worker] = clock
         state.members.add(worker)
         state.workers = max(state.workers, len(state.members))
         self._seats[worker].last_heard_s = time.monotonic()
@@ -287,8 +290,11 @@ class Server:
         clock, servers_to_confirm = self._joiners[worker]
         if not servers_to_confirm:
             del self._joiners[worker]
-            seat_content = self.plan.rank_of_worker(worker), clock, self._next_epoch
-            self._send(worker, "begin", *seat_content, self._addresses, self._lost_after_s, self.log.run)
+            rank = self.plan.rank_of_worker(worker)
+            # The values of a "begin" message, as `join_job` returns them.
+            self._send(
+                worker, "begin", rank, clock, self._next_epoch, self._addresses, self._lost_after_s, self.log.run
+            )
 
     @property
     def _next_epoch(self) -> int:
@@ -608,7 +614,8 @@ class Server:
         new_values = {}
         for update in updates:
             self._parameters[update.name].grad = None  # so that the next step leaves this parameter alone
-            value = new_values[update.name] = self._copy_value(update.name)
+            value = self._copy_value(update.name)
+            new_values[update.name] = value
             if not torch.isfinite(value).all():
                 problem = self._describe_not_finite(update, mean_by_name[update.name])
                 raise TransferError(f"{self._title}: {problem}, {when}")

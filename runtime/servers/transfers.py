@@ -68,11 +68,17 @@ class TransferPlan:
         random_seed: int | None = None,
         late: int = 0,
     ) -> TransferPlan:
-        """Return the plan for ``model``, spread over the servers by :func:`~ddltool.graph.spread`.
+        """Return the plan for ``model``, whose parameters are spread over the servers by bytes.
 
-        The other arguments are the attributes of the same names; ``priority`` is by parameter name. Raises InputError
-        when ``priority`` leaves out a parameter or names one that the model lacks, when both priorities and a seed are
-        given, for less than one worker or server, and for a negative ``late``.
+        Args:
+            model: the model that all workers train.
+            workers, servers: number of each at the start of the job.
+            priority: by parameter name, its place in the order of transfers, lowest first; None: order of registration.
+            random_seed: with a seed, each pull has a random order of its own; None: all have the same.
+            late: number of workers that may join while the job runs.
+
+        Raises InputError when ``priority`` leaves out a parameter or names one that the model lacks, when both priorities
+        and a seed are given, for less than one worker or server, and for a negative ``late``.
         """
         if workers < 1 or servers < 1:
             raise InputError("transfer plan", f"{workers} workers and {servers} servers", "there must be one of each")

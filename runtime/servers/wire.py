@@ -76,7 +76,8 @@ class Wire:
 
         :meth:`receive` returns messages "connected" and "gone" when the connection is established and ends.
         """
-        dealer = self._dealers[rank] = self._socket(zmq.DEALER)
+        dealer = self._socket(zmq.DEALER)
+        self._dealers[rank] = dealer
         dealer.curve_serverkey = self._keys[1]
         monitor = dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         monitor.linger = 0
@@ -90,7 +91,8 @@ class Wire:
         zmq_socket = self._context.socket(kind)
         zmq_socket.linger = int(1e3 * LINGER_S)
         # No limit, so that nothing is dropped: a worker pulls what it needs only.
-        zmq_socket.sndhwm = zmq_socket.rcvhwm = 0
+        zmq_socket.sndhwm = 0
+        zmq_socket.rcvhwm = 0
         zmq_socket.curve_secretkey, zmq_socket.curve_publickey = self._keys
         # In milliseconds: four heartbeats in the time after which silence counts as broken.
         zmq_socket.heartbeat_ivl = int(250 * SILENT_S)

@@ -213,7 +213,8 @@ class Worker:
     def members(self, epoch: int) -> tuple[int, ...]:
         """Return the numbers of the workers that share the samples of ``epoch`` (:func:`shard`); server 0 answers.
 
-        All workers get the same answer for an epoch. Raises TransferError as :meth:`step` does.
+        All workers get the same members for an epoch. Raises TransferError when a server is lost or this worker was taken
+        out of the job.
         """
         with self._running("was ended by"):
             self._tell(0, "members", epoch)
