@@ -219,7 +219,8 @@ class GoodputAgent(Watcher):
         self._scaler = LossScaler(job, "agent", watcher=self)
         self._ddp_model = model if isinstance(model, DistributedDataParallel) and job.world_size > 1 else None
         process_group = self._ddp_model.process_group if self._ddp_model is not None else None
-        self._trained_parameters = trained = [value for group in optimizer.param_groups for value in group["params"]]
+        trained = [value for group in optimizer.param_groups for value in group["params"]]
+        self._trained_parameters = trained
         every = FIRST_NOISE_EVERY if noise_every is None else noise_every
         self._noise = NoiseSampler(trained, optimizer, job.world_size, process_group, 0 if self.is_off else every)
         nodes = count_nodes(job.world_size)
@@ -487,7 +488,9 @@ class GoodputAgent(Watcher):
         self._schedule_steps = int(state.get("scheduled", 0))
         self._last_rates = None  # loading may have changed the rates, which is not a schedule's doing
         self._first_step = self.sampler.step
-        self._pass_under_way = self._finished_pass = self._timed_step = None
+        self._pass_under_way = None
+        self._finished_pass = None
+        self._timed_step = None
 
     def close(self) -> None:
         """Write telemetry that is still buffered, end the agent's thread, and remove its hooks from the model.

@@ -539,7 +539,8 @@ class Chooser:
         self._consensus.close()
         if self._fit_thread is not None:
             self._fit_thread.shutdown(wait=False, cancel_futures=True)
-            self._fit_thread = self._running_fit = None
+            self._fit_thread = None
+            self._running_fit = None
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint needs: numbers, and the times as a tensor (times, 5); NaN means unknown.

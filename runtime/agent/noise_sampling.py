@@ -8,9 +8,9 @@ The noise follows from the squared norms of gradients of two batch sizes, a smal
 - one replica with accumulation: the gradient after the first pass, and that of the whole step.
 - one replica without: the gradients of two consecutive steps (a *pair*), which needs a copy of one for a step's time.
 
-Parameters have hooks in sampled steps only. A step that is not sampled costs a comparison of integers; a sampled one
-reads each gradient twice, and sends one number in addition to the gradients. How often to sample follows from the
-measured cost.
+A *pass* is a forward and a backward pass on a part of a step's batch. Parameters have hooks in sampled steps only. A
+step that is not sampled costs a comparison of integers; a sampled one reads each gradient twice, and sends one number
+in addition to the gradients. How often to sample follows from the measured cost.
 """
 
 from __future__ import annotations
