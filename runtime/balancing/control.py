@@ -408,8 +408,9 @@ def balance(
         choose = manager.sizes_and_steps_to_report
         consensus = Consensus(job, choose, timeout_s=chosen.timeout_s, behind=chosen.enabled and behind)
     scaler = LossScaler(job, "balancer", lambda: balancer.sizes)  # called later only: the balancer is made below
-    scaler.watcher = clock = _StepClock(is_cuda(model), scaler.pending.take_tally)
+    clock = _StepClock(is_cuda(model), scaler.pending.take_tally)
     clock.readings = chosen.predictor in READING
+    scaler.watcher = clock
     begin_check(job, model, optimizer)
     balancer = Balancer(job, dataset, start, fewest, scaler, clock, consensus, manager, chosen.enabled)
     scaler.open(model, optimizer)
@@ -460,6 +461,16 @@ def _prepare(
 
     Sizes are (n,) samples by rank. In the single process that repeats a job's steps for DDLTOOL_CHECK, ``sizes`` and
     ``limits`` are left out: its size is the total batch. Raises InputError for the first argument that does not fit.
+
+    Args:
+        job: the ranks.
+        model: the job's DDP module.
+        total_batch: samples of all ranks per step; None: the sum of ``sizes``.
+        sizes: first samples of each rank; None: equal ones.
+        limits: most samples of each rank; None: none are given.
+        least: fewest samples of a rank; None: 1, or 2 where a BatchNorm layer needs them.
+        options: how to balance.
+        events: the file for changes and advice; None: no file.
     """
     demand_wrapped(job, model)
     options.check()
@@ -468,7 +479,8 @@ def _prepare(
     limits = None if limits is None else [_whole_samples("limits", limit) for limit in limits]
     chosen_total = total_batch if sizes is None else sum(sizes)
     if is_reference():  # one process of a check, which takes the batches of all ranks together
-        sizes = limits = None
+        sizes = None
+        limits = None
     if chosen_total is None:
         raise InputError("total_batch", "is missing", "give it, or the sizes of all ranks")
     fewest = least_samples(model, least, job.world_size, chosen_total, sizes, limits)

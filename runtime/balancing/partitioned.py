@@ -66,7 +66,11 @@ class PartitionedData:
         self._traversals = Traversals(self._read_partition_sizes(), threshold)
 
     def _read_partition_sizes(self) -> list[int]:
-        """Return the number of samples of every rank's partition, by rank; raises InputError as the class says."""
+        """Return the number of samples of every rank's partition, by rank.
+
+        Raises InputError on all ranks for an empty partition, tensors of different lengths, and types or shapes that
+        differ between ranks.
+        """
         lengths = {len(tensor) if tensor.dim() else 0 for tensor in self.tensors}
 
         def check() -> int:
@@ -136,7 +140,8 @@ class PartitionedData:
         # -1 in place of a traversal's number: a random stream that no order of samples uses.
         generator = torch.Generator().manual_seed(hash((self._seed, self.generation, -1, self._job.rank)))
         given_indices = torch.randperm(len(self), generator=generator)[:given_count]
-        self._migration = migration = _Migration(moves=moves, given_indices=given_indices)
+        migration = _Migration(moves=moves, given_indices=given_indices)
+        self._migration = migration
         mover = threading.Thread(target=self._move_samples, args=(migration,), name="ddltool-migrate", daemon=True)
         mover.start()
 
