@@ -31,7 +31,8 @@ class HookCallback(lightning.Callback):
     Args:
         enforcement: path of an ``enforce.json``; None: nothing is enforced.
         telemetry: a file for telemetry, without a config; a config names its own.
-        lengths: of the training dataset's samples, as in :meth:`~ddltool.runtime.hook.Hook.dataloader`.
+        lengths: (n,) tokens of the training dataset's samples, by which the samples of a step are divided among ranks;
+            None: consecutive samples go to ranks in order.
     """
 
     def __init__(self, enforcement: Path | None = None, *, telemetry: Path | None = None, lengths: Any = None) -> None:

@@ -233,9 +233,10 @@ def _verdicts(value: Any, whole: float, inputs: Any, items: Any, tolerance: floa
             fitting.remove(LABELS if relabelled_loss == pair_loss else SHIFTED)
     if not math.isfinite(whole) or whole == 0:
         return [0.0] * len(KINDS)
-    # A single row is a mean of any kind.
-    unknown = {kind for kind in counts if is_undivided} if rows == 1 else set()
-    return [0.0 if kind in unknown else 1.0 if kind in fitting else -1.0 for kind in KINDS]
+    verdict_by_kind = {kind: 1.0 if kind in fitting else -1.0 for kind in KINDS}
+    if rows == 1 and is_undivided:  # a single row is a mean of any kind, so it tells nothing
+        verdict_by_kind |= dict.fromkeys(counts, 0.0)
+    return list(verdict_by_kind.values())
 
 
 def _fitting_means(counts: Mapping[str, Tensor], cuts: Sequence[_Cut], near: Callable[..., bool]) -> set[str]:
@@ -280,7 +281,8 @@ def _rows(inputs: Any, rows: int, chosen: Sequence[int]) -> Any:
 
     def part(value: Tensor) -> Tensor:
         """Return the chosen rows of a tensor that has rows; any other tensor itself."""
-        return value[torch.tensor([*chosen], device=value.device)] if value.dim() and len(value) == rows else value
+        has_rows = value.dim() and len(value) == rows
+        return value[torch.tensor([*chosen], device=value.device)] if has_rows else value
 
     return recursively_apply(part, inputs)
 
@@ -292,7 +294,9 @@ def _mean(counts: Tensor, losses: Sequence[float], rows: Sequence[Sequence[int]]
     """
     weights = [float(counts[[*part]].sum()) for part in rows]
     total = sum(weights)
-    return sum(weight * loss for weight, loss in zip(weights, losses, strict=True) if weight) / total if total else 0.0
+    if not total:
+        return 0.0
+    return sum(weight * loss for weight, loss in zip(weights, losses, strict=True) if weight) / total
 
 
 def _has_first_labels(inputs: Any) -> bool:

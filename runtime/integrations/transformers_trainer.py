@@ -94,8 +94,8 @@ class HookedTrainerMixin:
     Args:
         enforcement: path of an ``enforce.json``; None: nothing is enforced.
         telemetry: a file for telemetry, without a config; a config names its own.
-        lengths: of the training dataset's samples, as in :meth:`~ddltool.runtime.hook.Hook.dataloader`: the samples of
-            each update are divided by them, in the Trainer's order.
+        lengths: (n,) tokens of the training dataset's samples: the samples of each update are divided among ranks by
+            them, in the Trainer's order. None: consecutive samples go to ranks in order.
         args, kwargs: go to ``Trainer``.
 
     Raises InputError, on every rank, as :func:`~ddltool.runtime.hook.attach` does.
@@ -229,8 +229,12 @@ class _TrainersLoss:
     def __call__(self, inputs: Any, items: Any, *, alone: bool = True) -> float:
         """Return a batch's loss as the Trainer computes it, without dropout and gradients.
 
-        Training modes and the Trainer's accelerator are restored; ``said`` tells whether ``hook.loss`` was called. The
-        arguments are those of :class:`~ddltool.runtime.integrations.measured_losses.Loss`.
+        Training modes and the Trainer's accelerator are restored; ``said`` tells whether ``hook.loss`` was called.
+
+        Args:
+            inputs: the batch.
+            items: the number by which the Trainer divides the loss; None: there is none.
+            alone: compute the loss as in a job of one process, where it is not multiplied by the number of processes.
         """
         trainer = self._trainer
         accelerator = self._trainer.accelerator
