@@ -66,7 +66,8 @@ class Batches:
     """An iterator with a length, which is the most batches that may come: without one, trainers fetch a batch ahead."""
 
     def __init__(self, source: Iterator[Any], most: int) -> None:
-        self._source, self._most = source, most
+        self._source = source
+        self._most = most
 
     def __iter__(self) -> Iterator[Any]:
         """Return this iterator itself, so the batches come only once."""
@@ -180,7 +181,10 @@ class GoodputAgent(Watcher):
         demand_wrapped(job, model)
         optimizer = bare_optimizer(optimizer)
         self._rule = lr_rule(ALIASES.get(rule, rule))
-        self._job, self._model, self._limits, self._warmup_epochs = job, model, limits, warmup_epochs
+        self._job = job
+        self._model = model
+        self._limits = limits
+        self._warmup_epochs = warmup_epochs
         self._dataset = None if isinstance(dataset, int) else dataset
         samples = dataset if isinstance(dataset, int) else dataset_length(dataset)
         order = f"seed {seed}, shuffle {shuffle}"
@@ -209,12 +213,14 @@ class GoodputAgent(Watcher):
         self._pass_counts: list[float] = []  # the counts that `loss` was given in the step's passes so far
         self._has_loss_without_count = False  # in the step's passes so far
         self._gradient_factor = 1.0  # corrects the step's gradients from a weight by samples to one by counts
-        self._optimizer, self._is_updating = optimizer, False
+        self._optimizer = optimizer
+        self._is_updating = False
         # The parts that do the work, and their hooks.
         self._scaler = LossScaler(job, "agent", watcher=self)
         self._ddp_model = model if isinstance(model, DistributedDataParallel) and job.world_size > 1 else None
         process_group = self._ddp_model.process_group if self._ddp_model is not None else None
-        self._trained_parameters = trained = [value for group in optimizer.param_groups for value in group["params"]]
+        trained = [value for group in optimizer.param_groups for value in group["params"]]
+        self._trained_parameters = trained
         every = FIRST_NOISE_EVERY if noise_every is None else noise_every
         self._noise = NoiseSampler(trained, optimizer, job.world_size, process_group, 0 if self.is_off else every)
         nodes = count_nodes(job.world_size)
@@ -260,7 +266,8 @@ class GoodputAgent(Watcher):
         Raises InputError if the second batch is requested before a backward pass on the first (fetching ahead), and as
         :meth:`_refuse_other_optimizer` does.
         """
-        batches, is_first = iter(loader), True
+        batches = iter(loader)
+        is_first = True
         other_optimizer_hook = None
         if self._ddp_model is not None:
             other_optimizer_hook = register_optimizer_step_pre_hook(self._refuse_other_optimizer)
@@ -332,15 +339,16 @@ class GoodputAgent(Watcher):
         """Return ``loss`` with its value unchanged and its gradients weighted by the batch's share of the step's samples.
 
         Summed over all passes and ranks, the gradients are then that of the mean over all samples of the step, although
-        passes differ in size. With ``count``, they are that of the mean over all things counted: each pass is weighted
+        passes differ in size. With ``count``, they are that of the mean over all counted elements: each pass is weighted
         by its count over the step's samples, and at the end of the last pass gradients are multiplied by the step's
         samples over all ranks' and passes' counts, whose sum is known only then.
 
         Args:
             loss: a mean over the batch.
-            count: the number of things (tokens, label weights) that the loss is a mean over, where these are not the
+            count: the number of elements (tokens, label weights) that the loss is a mean over, where these are not the
                 samples; needed in all passes of a step or in none. In the last pass all ranks call this together.
-            reduction: as in :meth:`~ddltool.runtime.hook.loss_scaling.LossScaler.loss`.
+            reduction: how the ranks' losses are combined: "mean" weights each by its count, "sum" adds them up,
+                "average" is the ranks' plain average (:meth:`~ddltool.runtime.hook.loss_scaling.LossScaler.loss`).
 
         Raises InputError outside of :meth:`batches`, for a reduction other than mean without a count in a step of
         several passes, and for a count in some passes only. A loss that is measured to be something else than it is
@@ -412,8 +420,10 @@ class GoodputAgent(Watcher):
         self._last_backward_pass = current_pass
         self._gradient_seen = None
         if not current_pass.is_last:
-            with_gradient = ((value, value.grad) for value in self._trained_parameters if value.grad is not None)
-            self._gradient_seen = next(((value, grad, grad._version) for value, grad in with_gradient), None)
+            with_gradient = next((value for value in self._trained_parameters if value.grad is not None), None)
+            if with_gradient is not None:
+                gradient = with_gradient.grad
+                self._gradient_seen = with_gradient, gradient, gradient._version
         if current_pass.is_last and self._gradient_factor != 1.0:
             gradients = [value.grad for value in self._trained_parameters if value.grad is not None]
             torch._foreach_mul_(gradients, self._gradient_factor)
@@ -450,11 +460,13 @@ class GoodputAgent(Watcher):
         """
         if not isinstance(state, Mapping) or state.get("version") != 1:
             raise InputError("agent state", "is none of version 1", "give what state_dict returned")
-        state_initial, own_initial = state.get("initial_batch_size"), self._limits.initial_batch_size
+        state_initial = state.get("initial_batch_size")
+        own_initial = self._limits.initial_batch_size
         if state_initial != own_initial:
             raise InputError("agent state:initial_batch_size", f"is {state_initial}", f"this job has {own_initial}")
         try:  # all that may fail comes before the agent itself is changed
-            progress, total = float(state["progress"]), int(state["sampler"]["total_batch_size"])
+            progress = float(state["progress"])
+            total = int(state["sampler"]["total_batch_size"])
             split = split_near(total, self._job.world_size, self._limits)
             sampler_before = self.sampler.state_dict(), self.sampler.split_at(self.sampler.step)
             self.sampler.load_state_dict(state["sampler"], split)
@@ -468,13 +480,17 @@ class GoodputAgent(Watcher):
         if split.total_batch_size != total and self._job.rank == 0:
             log.warning(
                 "goodput agent: %d ranks cannot share %d samples; going on with %d",
-                *(split.world_size, total, split.total_batch_size),
+                split.world_size,
+                total,
+                split.total_batch_size,
             )
         self.progress = progress
         self._schedule_steps = int(state.get("scheduled", 0))
         self._last_rates = None  # loading may have changed the rates, which is not a schedule's doing
         self._first_step = self.sampler.step
-        self._pass_under_way = self._finished_pass = self._timed_step = None
+        self._pass_under_way = None
+        self._finished_pass = None
+        self._timed_step = None
 
     def close(self) -> None:
         """Write telemetry that is still buffered, end the agent's thread, and remove its hooks from the model.
@@ -496,7 +512,9 @@ class GoodputAgent(Watcher):
         A step is over after its update, although the loop may still hold its last batch.
         """
         current_pass = self._pass_under_way
-        return self.sampler.step if current_pass is None or self._finished_pass is not None else current_pass.step
+        if current_pass is None or self._finished_pass is not None:
+            return self.sampler.step
+        return current_pass.step
 
     def _begin_pass(self, current_pass: Pass, start: Stamp) -> None:
         """Begin the pass of a batch that the loader has just yielded; ``start``: the moment when fetching it began.
@@ -504,12 +522,15 @@ class GoodputAgent(Watcher):
         The loss scaler is told the pass's samples, and DDP whether to reduce its gradients; unless the agent is off,
         timing and noise sampling start.
         """
-        self._pass_under_way, self._finished_pass = current_pass, None
+        self._pass_under_way = current_pass
+        self._finished_pass = None
         # Earlier batches are forgotten: only the present one may be trained on.
         self._scaler.pending.drop(self.sampler, everything=True)
         self._scaler.pending.draw(self.sampler, current_pass)
         if current_pass.number == 0:
-            self._pass_counts, self._has_loss_without_count, self._gradient_factor = [], False, 1.0
+            self._pass_counts = []
+            self._has_loss_without_count = False
+            self._gradient_factor = 1.0
         if self._ddp_model is not None:
             self._ddp_model.require_backward_grad_sync = current_pass.is_last  # what DDP's no_sync() sets
         if self.is_off:
@@ -611,11 +632,14 @@ class GoodputAgent(Watcher):
         Such a schedule counts steps, of which larger batches make fewer. It is allowed where the agent steps the
         schedule itself, where the script sets rates by hand, and where the batch does not change.
         """
-        rates_before, self._last_rates = self._last_rates, (current_pass.epoch, list(map(float, rates)))
+        before = self._last_rates
+        present_rates = list(map(float, rates))
+        self._last_rates = (current_pass.epoch, present_rates)
         is_allowed = self._scheduler is not None or self._is_scheduled_by_hand or not self._chooser.adapts
-        if is_allowed or rates_before is None:
+        if is_allowed or before is None:
             return
-        if rates_before[0] == current_pass.epoch and rates_before[1] != self._last_rates[1]:
+        epoch_before, rates_before = before
+        if epoch_before == current_pass.epoch and rates_before != present_rates:
             remedy = "give it to the agent, GoodputAgent(..., scheduler=scheduler), and do not step it in the loop"
             problem = "changes from step to step of an epoch, but larger batches make fewer steps"
             raise InputError("the learning rate", problem, remedy)
@@ -624,10 +648,13 @@ class GoodputAgent(Watcher):
         """Step the schedule until it has made as many steps as a run at the initial batch would for the same samples."""
         if self._scheduler is None:
             return
-        dataset_size, initial_batch = self.sampler.dataset_size, self._limits.initial_batch_size
-        per_epoch = -(-dataset_size // initial_batch)  # rounded up: the last, smaller batch of an epoch is a step too
-        epoch_steps = per_epoch if self.sampler.position >= dataset_size else self.sampler.position // initial_batch
-        while self._schedule_steps < self.sampler.epoch * per_epoch + epoch_steps:
+        dataset_size = self.sampler.dataset_size
+        initial_batch = self._limits.initial_batch_size
+        steps_per_epoch = -(-dataset_size // initial_batch)  # rounded up: an epoch's last, smaller batch is a step too
+        is_epoch_over = self.sampler.position >= dataset_size
+        steps_in_epoch = steps_per_epoch if is_epoch_over else self.sampler.position // initial_batch
+        wanted_steps = self.sampler.epoch * steps_per_epoch + steps_in_epoch
+        while self._schedule_steps < wanted_steps:
             self._scheduler.step()
             self._schedule_steps += 1
 
@@ -645,7 +672,8 @@ class GoodputAgent(Watcher):
         if updated:
             self.progress += self._steps_at_initial_batch(current_pass.step_samples)
         self._step_schedule()
-        timed, self._timed_step = self._timed_step, None
+        timed = self._timed_step
+        self._timed_step = None
         if timed is None:  # the agent is off
             return
         timed.end = end
@@ -660,7 +688,8 @@ class GoodputAgent(Watcher):
     def _write_telemetry(self, recorder: StepRecorder, timed: TimedStep, end: Stamp, **more: Any) -> None:
         """Write a step's telemetry row, with ``more`` as further columns.
 
-        Waiting for the slowest rank counts as part of ``sync_s``, because telling them apart would take a collective.
+        ``timed``: the step's passes; ``end``: the moment after its update. Waiting for the slowest rank counts as part of
+        ``sync_s``, because telling them apart would take a collective.
         """
         for exchange in timed.exchanges:  # as if the slowest rank had been ready with this one
             exchange.arrived_s = exchange.ready.host_s if exchange.ready is not None else None

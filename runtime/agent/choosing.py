@@ -1,7 +1,8 @@
 """Keeps the goodput agent's measurements and makes its decisions: times, the fit, the next batch, and when to look again.
 
 Start at :func:`decide`, a plain function of numbers, so that a decision can be repeated from a checkpoint.
-:class:`Chooser` asks for decisions while the job trains, and gives all ranks the same setting.
+:class:`Chooser` asks for decisions while the job trains, and gives all ranks the same setting. A *look* is one round of
+that: all ranks read their measurements and agree on a setting.
 """
 
 from __future__ import annotations
@@ -94,10 +95,11 @@ class StepTimeHistory:
         """
         rows = []
         for (nodes, replicas, batch, kind), times in sorted(self._times.items()):
-            if kind == FULL_STEP:
-                pass_times = self._times.get((nodes, replicas, batch, PASS))
-                pass_s = np.median(pass_times) if pass_times else math.nan
-                rows.append((nodes, replicas, batch, np.median(times), pass_s))
+            if kind != FULL_STEP:
+                continue
+            pass_times = self._times.get((nodes, replicas, batch, PASS))
+            pass_s = np.median(pass_times) if pass_times else math.nan
+            rows.append((nodes, replicas, batch, np.median(times), pass_s))
         table = np.array(rows, dtype=np.float64).reshape(-1, 5)
         return Observations(
             num_nodes=table[:, 0],
@@ -117,7 +119,8 @@ class StepTimeHistory:
         for row_index, row in enumerate(rows):
             if len(row) != 5 or not all(math.isfinite(value) for value in row):
                 raise InputError(f"observations:row {row_index}", f"is {list(row)}", "give what state_dict returned")
-            self.add(int(row[0]), int(row[1]), int(row[2]), int(row[3]), float(row[4]))
+            nodes, replicas, local_batch, kind, seconds = row
+            self.add(int(nodes), int(replicas), int(local_batch), int(kind), float(seconds))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,7 +160,9 @@ def decide(
     """
     if noise_scale is None or not len(times):
         return None
-    params, replicas, initial_batch = fit(times.observations()).params, present.world_size, limits.initial_batch_size
+    params = fit(times.observations()).params
+    replicas = present.world_size
+    initial_batch = limits.initial_batch_size
     # The search: within the limits, and not beyond twice what was tried.
     total_limit = min(limits.max_batch_size, max(2 * largest_tried, initial_batch, replicas))
     local_limit = min(limits.max_local_batch_size, max(2 * times.largest_local_batch, limits.min_local_batch_size))
@@ -184,11 +189,14 @@ def split_near(total: int, replicas: int, limits: BatchLimits) -> Split:
 
     Of two totals at equal distance the smaller is taken. Raises Infeasible if there is none.
     """
-    smallest, largest = limits.initial_batch_size, limits.max_batch_size
+    smallest = limits.initial_batch_size
+    largest = limits.max_batch_size
     total = min(max(total, smallest), largest)
     for distance in range(max(total - smallest, largest - total) + 1):
         for candidate in (total - distance, total + distance):
-            split = find_split(candidate, replicas, limits)[0] if smallest <= candidate <= largest else None
+            if not smallest <= candidate <= largest:
+                continue
+            split, _ = find_split(candidate, replicas, limits)
             if split is not None:
                 return split
     raise Infeasible(
@@ -218,18 +226,22 @@ class TimedStep:
         several replicas, the time of a pass alone is that until this rank waits for the others. A rank without samples
         in the last pass adds nothing.
         """
-        last, end = self.exchanges[-1], self.end
+        last = self.exchanges[-1]
+        end = self.end
         if end is None:
             return 0.0
         if end.event is not None:
             end.event.synchronize()
         if last.ready is not None and last.samples:
-            times.add(nodes, replicas, last.samples, FULL_STEP, seconds_between(last.start, end) - self.own_s)
+            full_s = seconds_between(last.start, end) - self.own_s
+            times.add(nodes, replicas, last.samples, FULL_STEP, full_s)
             for exchange in self.exchanges[:-1]:
                 if exchange.ready is not None:
-                    times.add(nodes, replicas, exchange.samples, PASS, seconds_between(exchange.start, exchange.ready))
+                    pass_s = seconds_between(exchange.start, exchange.ready)
+                    times.add(nodes, replicas, exchange.samples, PASS, pass_s)
             if len(self.exchanges) == 1 and replicas > 1:
-                times.add(nodes, replicas, last.samples, PASS, seconds_between(last.start, last.ready) - self.own_s)
+                pass_s = seconds_between(last.start, last.ready) - self.own_s
+                times.add(nodes, replicas, last.samples, PASS, pass_s)
         return seconds_between(self.exchanges[0].start, end)
 
 
@@ -295,8 +307,12 @@ class Chooser:
 
         A new split is given to ``sampler`` and a new sampling interval to ``noise``, whose norms go to ``estimator``.
         """
-        self._job, self._nodes, self._limits, self._policy = job, nodes, limits, policy
-        self._sampler, self._noise = sampler, noise
+        self._job = job
+        self._nodes = nodes
+        self._limits = limits
+        self._policy = policy
+        self._sampler = sampler
+        self._noise = noise
         self._consensus = Consensus(job, self._choose)
         self.estimator = estimator
         self.times = StepTimeHistory()
@@ -371,7 +387,9 @@ class Chooser:
             self.noise_scale = float(setting.noise_scale)
             self.statistics = GradientStatistics(sqr=float(setting.sqr), var=float(setting.var))
         if setting.total:
-            first_step, total, passes = int(setting.first_step), int(setting.total), int(setting.accumulation)
+            first_step = int(setting.first_step)
+            total = int(setting.total)
+            passes = int(setting.accumulation)
             split = Split(world_size=self._job.world_size, total_batch_size=total, accumulation_steps=passes)
             if split != self.split_at(first_step):
                 self._sampler.resize(split, first_step)
@@ -384,7 +402,8 @@ class Chooser:
         ``rows``: (n, 1), each rank's first step that it has not handed out yet; at the largest of them all ranks can
         change. After a failure, which is logged once, the setting changes nothing and asks for another look.
         """
-        first_step, step = float(rows.max()), self._sampler.step
+        first_step = float(rows.max())
+        step = self._sampler.step
         try:
             return np.array(self._next_setting(first_step, step))
         except Exception as error:
@@ -396,16 +415,22 @@ class Chooser:
 
         ``first_step``: the first step that no rank has handed out; ``step``: number of the next step of this rank.
         """
-        step_s = (time.perf_counter() - self._last_look[1]) / max(step - self._last_look[0], 1)
+        step_then, then_s = self._last_look
+        step_s = (time.perf_counter() - then_s) / max(step - step_then, 1)
         decision, is_fitting = self._advance_fit()
-        setting = _Setting(first_step, step + self._steps_to_next(step_s, is_fitting), self._next_noise_interval())
+        setting = _Setting(
+            first_step=first_step,
+            look_at=step + self._steps_to_next(step_s, is_fitting),
+            noise_every=self._next_noise_interval(),
+        )
         if decision is not None and self._policy.adapt:
             split = decision.split
             setting = setting._replace(total=split.total_batch_size, accumulation=split.accumulation_steps)
         gradient_statistics = self.estimator.statistics(self._limits.initial_batch_size)
         noise_scale = self._known_noise_scale()
         if gradient_statistics is not None and noise_scale is not None:
-            sqr, var = gradient_statistics.sqr, gradient_statistics.var
+            sqr = gradient_statistics.sqr
+            var = gradient_statistics.var
             setting = setting._replace(sqr=sqr, var=var, noise_scale=noise_scale)
         return setting
 
@@ -429,7 +454,8 @@ class Chooser:
             wanted_s = max(policy.interval_s, self._affordable_s())
         else:
             wanted_s = max(self._affordable_s() - self._elapsed_s(), 0.0)
-        return max(1, min(math.ceil(wanted_s / max(step_s, 1e-6)), LONGEST_WAIT_STEPS))  # 1e-6: no division by zero
+        wanted_steps = math.ceil(wanted_s / max(step_s, 1e-6))  # 1e-6: no division by zero
+        return max(1, min(wanted_steps, LONGEST_WAIT_STEPS))
 
     def _affordable_s(self) -> float:
         """Return the seconds of training of which one fit takes no more than the share that fits may take."""
@@ -462,7 +488,8 @@ class Chooser:
         if self._running_fit is not None:
             if not self._running_fit.done():
                 return None, True
-            fitting, self._running_fit = self._running_fit, None
+            fitting = self._running_fit
+            self._running_fit = None
             self.decision = fitting.result()
             return self.decision, False
         # The first fit must be affordable after the training so far; later ones are affordable because looks are spaced.
@@ -512,7 +539,8 @@ class Chooser:
         self._consensus.close()
         if self._fit_thread is not None:
             self._fit_thread.shutdown(wait=False, cancel_futures=True)
-            self._fit_thread = self._running_fit = None
+            self._fit_thread = None
+            self._running_fit = None
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint needs: numbers, and the times as a tensor (times, 5); NaN means unknown.
@@ -535,12 +563,16 @@ class Chooser:
 
         Raises KeyError, TypeError, ValueError, AttributeError or InputError for anything else, and then changes nothing.
         """
-        times, estimator = StepTimeHistory(), copy.copy(self.estimator)
+        times = StepTimeHistory()
+        estimator = copy.copy(self.estimator)
         times.load_rows(state["observations"].tolist())
         estimator.load_state_dict(state["estimator"])
-        sqr, var, noise_scale = (float(state[name]) for name in ("sqr", "var", "noise_scale"))
+        sqr = float(state["sqr"])
+        var = float(state["var"])
+        noise_scale = float(state["noise_scale"])
         self.largest_tried = int(state["largest_tried"])
-        self.times, self.estimator = times, estimator
+        self.times = times
+        self.estimator = estimator
         has_statistics = math.isfinite(sqr) and math.isfinite(var)
         self.statistics = GradientStatistics(sqr=sqr, var=var) if has_statistics else None
         self.noise_scale = noise_scale if math.isfinite(noise_scale) else None

@@ -8,9 +8,9 @@ The noise follows from the squared norms of gradients of two batch sizes, a smal
 - one replica with accumulation: the gradient after the first pass, and that of the whole step.
 - one replica without: the gradients of two consecutive steps (a *pair*), which needs a copy of one for a step's time.
 
-Parameters have hooks in sampled steps only. A step that is not sampled costs a comparison of integers; a sampled one
-reads each gradient twice, and sends one number in addition to the gradients. How often to sample follows from the
-measured cost.
+A *pass* is a forward and a backward pass on a part of a step's batch. Parameters have hooks in sampled steps only. A
+step that is not sampled costs a comparison of integers; a sampled one reads each gradient twice, and sends one number
+in addition to the gradients. How often to sample follows from the measured cost.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SAMPLES_HELD = 256
 
 
 class Norms(NamedTuple):
-    """One observation, still on the device."""
+    """One observation of two batch sizes, still on the device."""
 
     values: Tensor
     """Squared norms of the small and the big batch's gradient, (2,); of a pair: of the first, the second and their
@@ -57,12 +57,14 @@ def _terms(norms: Norms) -> NoiseTerms:
 
     Raises InputError for norms that are not finite.
     """
-    first_norm, second_norm, *difference_norm = norms.values.double().tolist()
-    if not difference_norm:
-        return noise_terms(first_norm, second_norm, norms.small, norms.big)
+    squared_norms = norms.values.double().tolist()
+    if len(squared_norms) == 2:
+        small_batch, big_batch = squared_norms
+        return noise_terms(small_batch, big_batch, norms.small, norms.big)
+    first, second, difference = squared_norms
     # Of a pair of gradients a, b: |a - b|^2 = |a|^2 + |b|^2 - 2 a.b
-    inner_product = (first_norm + second_norm - difference_norm[0]) / 2
-    return differenced_terms(first_norm, second_norm, inner_product, norms.big)
+    inner_product = (first + second - difference) / 2
+    return differenced_terms(first, second, inner_product, norms.big)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,19 +124,19 @@ class Preconditioner:
         """Return P of one parameter, in its shape, from the optimizer's mean of squared gradients; None if P is 1."""
         # Not [] on the state: it is a defaultdict, and the empty entry that [] makes would get into checkpoints.
         state: dict[str, Any] = self._optimizer.state.get(parameter, {})
-        moment = state.get("exp_avg_sq", state.get("square_avg"))
+        mean_square = state.get("exp_avg_sq", state.get("square_avg"))
         index = self._group_index.get(id(parameter))
-        if moment is None or index is None or moment.shape != parameter.shape:
-            return None  # without a moment for each coordinate there is no P
+        if mean_square is None or index is None or mean_square.shape != parameter.shape:
+            return None  # without a mean square for each coordinate there is no P
         options = self._optimizer.param_groups[index]
-        corrected = 1.0
-        if "exp_avg_sq" in state:  # Adam corrects the moment's bias, RMSprop does not
+        bias_correction = 1.0
+        if "exp_avg_sq" in state:  # Adam corrects the bias of the mean square, RMSprop does not
             step = state.get("step", 0)
             steps_made = float(step) if not isinstance(step, Tensor) or not step.is_cuda else float(step.item())
             if steps_made < 1:
                 return None
-            corrected = 1.0 - float(options["betas"][1]) ** steps_made
-        scale: Tensor = (moment / corrected).sqrt_().add_(options["eps"]).reciprocal_()
+            bias_correction = 1.0 - float(options["betas"][1]) ** steps_made
+        scale: Tensor = (mean_square / bias_correction).sqrt_().add_(options["eps"]).reciprocal_()
         return scale
 
 
@@ -214,7 +216,8 @@ class NoiseSampler:
         if not self.every or not current_pass.is_full or self._preconditioner.is_pending:
             return False
         needs_pair = self._world_size == 1 and current_pass.passes == 1 and self.every > 1
-        return current_pass.step % self.every in ((0, 1) if needs_pair else (0,))
+        steps_since_due = current_pass.step % self.every
+        return steps_since_due == 0 or (needs_pair and steps_since_due == 1)
 
     def begin(self, current_pass: Pass) -> None:
         """Begin a pass of the training loop; at the first pass of a step, decide whether the step is sampled."""
@@ -273,7 +276,8 @@ class NoiseSampler:
                 # by n), so its squared norm is divided by (n x share)^2; the ranks are averaged with weights `share`.
                 small = squared * correction**2 / (own_share * self._world_size**2)
                 # The small batch is a rank's mean number of samples; a rank without any has no gradient to compare.
-                self._small_batch_norm = small, current_pass.step_samples / len(sizes) if sizes.min() else 0.0
+                mean_samples = current_pass.step_samples / len(sizes)
+                self._small_batch_norm = small, mean_samples if sizes.min() else 0.0
                 self._reduction = dist.all_reduce(small, group=self._group, async_op=True)
 
     def _remove_hooks(self) -> None:
@@ -310,29 +314,41 @@ class NoiseSampler:
         The step before is a pair's first only if its number of samples and of gradients are the same. Both gradients are
         scaled by the first step's P, so that they have one unit; the norm of their difference gives their inner product.
         """
-        previous, self._previous = self._previous, None
+        previous = self._previous
+        self._previous = None
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        first_of_pair = (current_pass.step - 1, current_pass.step_samples, len(gradients))
-        if previous is not None and (previous.step, previous.samples, len(previous.gradients)) == first_of_pair:
+        is_second = (
+            previous is not None
+            and previous.step == current_pass.step - 1
+            and previous.samples == current_pass.step_samples
+            and len(previous.gradients) == len(gradients)
+        )
+        if previous is not None and is_second:
             scaled = gradients if previous.scales is None else list(torch._foreach_mul(gradients, previous.scales))
             squared = squared_norm(scaled)
-            torch._foreach_sub_(previous.gradients, scaled)  # in place, as the copy is not needed any more
+            torch._foreach_sub_(previous.gradients, scaled)  # in place, because the copy is needed for nothing else
             values = torch.stack([previous.squared, squared, squared_norm(previous.gradients)])
             self._store_observation(values, current_pass.step_samples, current_pass.step_samples)
             if self.every > 1:  # the pair is complete; with every step sampled, this one begins the next pair
                 return
         if self.every == 1 or current_pass.step % self.every == 0:
-            gradients, scales = self._gradients()
-            scaled_copies = (
-                [g.clone() for g in gradients] if scales is None else list(torch._foreach_mul(gradients, scales))
-            )
-            self._previous = _Previous(
-                step=current_pass.step,
-                samples=current_pass.step_samples,
-                gradients=scaled_copies,
-                scales=scales,
-                squared=squared_norm(scaled_copies),
-            )
+            self._previous = self._as_first_of_pair(current_pass)
+
+    def _as_first_of_pair(self, current_pass: Pass) -> _Previous:
+        """Return a copy of the present gradients, times their scales P, as the first step of a pair."""
+        gradients, scales = self._gradients()
+        copies = (
+            [gradient.clone() for gradient in gradients]
+            if scales is None
+            else list(torch._foreach_mul(gradients, scales))
+        )
+        return _Previous(
+            step=current_pass.step,
+            samples=current_pass.step_samples,
+            gradients=copies,
+            scales=scales,
+            squared=squared_norm(copies),
+        )
 
     def _gradients(self) -> tuple[list[Tensor], list[Tensor] | None]:
         """Return (gradients of the parameters that have one, their scales P or None if all are 1)."""
@@ -341,7 +357,10 @@ class NoiseSampler:
         return gradients, self._preconditioner.scales(trained)
 
     def _store_observation(self, values: Tensor, small: float, big: float) -> None:
-        """Keep an observation, still on the device, and drop the oldest beyond SAMPLES_HELD; arguments as in :class:`Norms`."""
+        """Keep an observation, still on the device, and drop the oldest beyond SAMPLES_HELD.
+
+        The arguments are the fields of :class:`Norms`: squared norms, and the samples behind the first and the second.
+        """
         self._observations.append(Norms(values.detach(), small, big))
         del self._observations[:-SAMPLES_HELD]
 
@@ -351,7 +370,8 @@ class NoiseSampler:
         Here, and only here, the host waits for the device. An observation that is not finite (an overflow under loss
         scaling, or a failed hook) is left out.
         """
-        observations, self._observations = self._observations, []
+        observations = self._observations
+        self._observations = []
         for norms in observations:
             with suppress(InputError):  # raised for norms that are not finite
                 estimator.add(_terms(norms))
@@ -363,7 +383,8 @@ class NoiseSampler:
 
     def take_spent_s(self) -> float:
         """Return the seconds of the host that sampling took since the last call."""
-        spent, self._spent_s = self._spent_s, 0.0
+        spent = self._spent_s
+        self._spent_s = 0.0
         return spent
 
     @contextmanager
@@ -387,5 +408,8 @@ def affordable_interval(cost_s: float, step_s: float, share: float) -> int:
     if not (cost_s > 0 and step_s > 0 and share > 0):
         return 1
     interval = cost_s / (step_s * share)
+    if not math.isfinite(interval):
+        return MOST_STEPS
     # 1e-12: so that a whole number that rounding has made a little larger is not rounded up to the next one.
-    return MOST_STEPS if not math.isfinite(interval) else max(1, min(MOST_STEPS, math.ceil(interval * (1 - 1e-12))))
+    whole_steps = math.ceil(interval * (1 - 1e-12))
+    return max(1, min(MOST_STEPS, whole_steps))

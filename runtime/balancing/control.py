@@ -191,8 +191,16 @@ class Balancer:
     ) -> None:
         """Keep what :func:`balance` has made.
 
-        ``sizes``: (n,) samples by rank; ``consensus`` is None with one rank; ``chooses``: whether sizes follow speeds.
-        Rank 0 alone keeps the ``manager``.
+        Args:
+            job: the ranks.
+            dataset: all samples.
+            sizes: (n,) samples by rank in the first steps.
+            least: samples that every rank gets in every step.
+            scaler: weights the losses by samples.
+            clock: measures this rank's steps.
+            consensus: by which ranks report and learn the next sizes; None with one rank.
+            manager: chooses the next sizes; only rank 0 keeps it.
+            chooses: whether sizes follow speeds.
         """
         self.rank = job.rank
         self.world_size = job.world_size
@@ -236,7 +244,8 @@ class Balancer:
         prefetched_steps = loader.num_workers * (loader.prefetch_factor or 0)
         description = f"{prefetched_steps} steps ahead, seed {seed}, shuffle {shuffle}"
         self._job.demand_same("dataloader", description, "use the same on all ranks")
-        self._sampler, self._loader = sampler, loader
+        self._sampler = sampler
+        self._loader = loader
         if self._saved_state is not None:
             self._restore_state(self._saved_state)
         return loader
@@ -244,8 +253,9 @@ class Balancer:
     def loss(self, loss: Tensor, *, count: float | Tensor | None = None, reduction: Reduction = "mean") -> Tensor:
         """Return ``loss`` with its value unchanged and its gradients weighted by ``count``.
 
-        ``count``: how many things (samples, tokens) this rank's loss is a mean over; None: the batch's samples. See
-        :meth:`~ddltool.runtime.hook.loss_scaling.LossScaler.loss`, also for ``reduction``.
+        ``count``: how many elements (samples, tokens) this rank's loss is a mean over; None: the batch's samples.
+        ``reduction``: "mean"; "sum" for a loss that is a sum over them; "average" if the ranks' plain average is right.
+        The full rules are at :meth:`~ddltool.runtime.hook.loss_scaling.LossScaler.loss`.
         """
         return self._scaler.loss(loss, count=count, reduction=reduction)
 
@@ -274,10 +284,12 @@ class Balancer:
         self._steps_to_report -= 1
         if self._steps_to_report > 0:
             return
-        exchanges_to_report, self._held_exchanges = self._held_exchanges, []
+        exchanges_to_report = self._held_exchanges
+        self._held_exchanges = []
         agreed = self._consensus.propose(lambda: self._clock.row(exchanges_to_report))
         if agreed is not None:  # None: the first report behind training, which has no choice before it
-            *sizes, self._steps_to_report = (int(number) for number in agreed)
+            *sizes, steps_to_report = (int(number) for number in agreed)
+            self._steps_to_report = steps_to_report
             self._resize(tuple(sizes))
 
     def set_sizes(self, sizes: Sequence[int]) -> None:
@@ -302,8 +314,10 @@ class Balancer:
 
         Save rank 0's, between steps: other ranks lack Algorithm 2's part ("policy" is empty).
         """
-        sampler = {} if self._sampler is None else {"total": self.total_batch, "sizes": list(self._sampler.sizes)}
-        sampler |= {} if self._sampler is None else self._sampler.state_dict()
+        sampler: dict[str, Any] = {}
+        if self._sampler is not None:
+            own_fields = {"total": self.total_batch, "sizes": list(self._sampler.sizes)}
+            sampler = own_fields | self._sampler.state_dict()
         return {"sampler": sampler, "policy": {} if self._manager is None else self._manager.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -328,8 +342,9 @@ class Balancer:
         if (total := sampler_state.get("total")) != self.total_batch:
             raise InputError("sampler state:total", f"is {total}", f"this job has {self.total_batch}")
         sizes = sampler_state.get("sizes")
-        is_fitting = isinstance(sizes, list) and len(sizes) == self.world_size and sum(sizes) == self.total_batch
-        self._sampler.load_state_dict(sampler_state, sizes if is_fitting and min(sizes) >= self.least else None)
+        has_total = isinstance(sizes, list) and len(sizes) == self.world_size and sum(sizes) == self.total_batch
+        are_fitting = has_total and min(sizes) >= self.least
+        self._sampler.load_state_dict(sampler_state, sizes if are_fitting else None)
         self._sizes = self._sampler.sizes
         if self._manager is not None:
             self._manager.load_state_dict(state.get("policy", {}), self._sizes)
@@ -393,8 +408,9 @@ def balance(
         choose = manager.sizes_and_steps_to_report
         consensus = Consensus(job, choose, timeout_s=chosen.timeout_s, behind=chosen.enabled and behind)
     scaler = LossScaler(job, "balancer", lambda: balancer.sizes)  # called later only: the balancer is made below
-    scaler.watcher = clock = _StepClock(is_cuda(model), scaler.pending.take_tally)
+    clock = _StepClock(is_cuda(model), scaler.pending.take_tally)
     clock.readings = chosen.predictor in READING
+    scaler.watcher = clock
     begin_check(job, model, optimizer)
     balancer = Balancer(job, dataset, start, fewest, scaler, clock, consensus, manager, chosen.enabled)
     scaler.open(model, optimizer)
@@ -445,6 +461,16 @@ def _prepare(
 
     Sizes are (n,) samples by rank. In the single process that repeats a job's steps for DDLTOOL_CHECK, ``sizes`` and
     ``limits`` are left out: its size is the total batch. Raises InputError for the first argument that does not fit.
+
+    Args:
+        job: the ranks.
+        model: the job's DDP module.
+        total_batch: samples of all ranks per step; None: the sum of ``sizes``.
+        sizes: first samples of each rank; None: equal ones.
+        limits: most samples of each rank; None: none are given.
+        least: fewest samples of a rank; None: 1, or 2 where a BatchNorm layer needs them.
+        options: how to balance.
+        events: the file for changes and advice; None: no file.
     """
     demand_wrapped(job, model)
     options.check()
@@ -453,7 +479,8 @@ def _prepare(
     limits = None if limits is None else [_whole_samples("limits", limit) for limit in limits]
     chosen_total = total_batch if sizes is None else sum(sizes)
     if is_reference():  # one process of a check, which takes the batches of all ranks together
-        sizes = limits = None
+        sizes = None
+        limits = None
     if chosen_total is None:
         raise InputError("total_batch", "is missing", "give it, or the sizes of all ranks")
     fewest = least_samples(model, least, job.world_size, chosen_total, sizes, limits)
@@ -505,13 +532,19 @@ def least_samples(
     """Return the fewest samples that each of ``ranks`` ranks gets in a step of ``total`` samples.
 
     That is ``least``; if it is None, 1, or 2 where a layer is BatchNorm over the local batch, which cannot normalize
-    one sample. Raises InputError where the total batch, one of (n,) ``sizes`` or one of (n,) ``limits`` is too small
-    for it.
+    one sample. ``sizes``: (n,) first samples by rank; ``limits``: (n,) most samples by rank; None: not given. Raises
+    InputError where the total batch, a size or a limit is too small for it.
     """
-    norm_layer = local_batch_norm(model) if least is None else None
-    least_count = _whole_samples("least", least) if least is not None else 1 if norm_layer is None else LEAST_NORMALIZED
-    reason = "" if norm_layer is None else f" (layer {norm_layer} is BatchNorm over the local batch)"
-    alternative = "a smaller least" if norm_layer is None else "least=1"
+    reason = ""
+    alternative = "a smaller least"
+    if least is not None:
+        least_count = _whole_samples("least", least)
+    elif (norm_layer := local_batch_norm(model)) is None:
+        least_count = 1
+    else:
+        least_count = LEAST_NORMALIZED
+        reason = f" (layer {norm_layer} is BatchNorm over the local batch)"
+        alternative = "least=1"
     if least_count * ranks > total:
         problem = f"{least_count} for each of {ranks} ranks{reason} is more than the total batch of {total}"
         raise InputError("least", problem, f"give a total batch of {least_count * ranks} or more, or {alternative}")
@@ -554,10 +587,12 @@ class Manager:
 
     def __init__(self, policy: Policy, events: Path | None = None, skip: int = 1) -> None:
         self._policy = policy
-        self._events, self._run = LineFile(events, kind_of(BalanceEvent), "balancing events"), new_run()
+        self._events = LineFile(events, kind_of(BalanceEvent), "balancing events")
+        self._run = new_run()
         self._reports_to_skip = skip
         # Number of the last step that was reported, from 0, and of steps from there to the next report.
-        self._last_step, self._steps_to_report = -1, 1
+        self._last_step = -1
+        self._steps_to_report = 1
         self._advised_rank: int | None = None
         self._lock = threading.Lock()  # the policy is asked in the consensus's thread, and saved in the training's
         self.total = int(policy.sizes.sum())
@@ -569,10 +604,13 @@ class Manager:
 
         ``rows`` (n, 5): the ranks' reports (:meth:`_StepClock.row`), each of one or several steps.
         """
-        steps = max(float(rows[:, 0].sum()), 1.0) / self.total  # less than one at the end of an epoch
-        longest_s = max(float(rows[:, 1].max()) / steps, 1e-9)  # not 0, to divide by
+        samples = rows[:, 0]
+        seconds = rows[:, 1]
+        steps = max(float(samples.sum()), 1.0) / self.total  # less than one at the end of an epoch
+        longest_step_s = max(float(seconds.max()) / steps, 1e-9)  # not 0, to divide by
         sizes = self(rows)
-        self._steps_to_report = int(min(max(self.interval_s // longest_s, 1), MOST_STEPS_UNREPORTED))
+        steps_in_interval = self.interval_s // longest_step_s
+        self._steps_to_report = int(min(max(steps_in_interval, 1), MOST_STEPS_UNREPORTED))
         return np.append(sizes, self._steps_to_report)
 
     def __call__(self, rows: Floats) -> Floats:
@@ -582,10 +620,14 @@ class Manager:
         are not judged (see the class) leave the sizes as they are. A straggler is named once, not at every report.
         """
         with self._lock:
-            step = self._last_step = self._last_step + self._steps_to_report
-            is_skipped, self._reports_to_skip = self._reports_to_skip > 0, self._reports_to_skip - 1
-            passes, remainder = divmod(round(float(rows[:, 0].sum())), self.total)
-            is_full = remainder == 0 and passes >= 1 and (rows[:, 0] >= passes).all()
+            self._last_step += self._steps_to_report
+            step = self._last_step
+            is_skipped = self._reports_to_skip > 0
+            self._reports_to_skip -= 1
+            samples = rows[:, 0]
+            passes, remainder = divmod(round(float(samples.sum())), self.total)
+            # Whole batches of the planned total, in each of which every rank had a sample.
+            is_full = remainder == 0 and passes >= 1 and (samples >= passes).all()
             if is_skipped or not is_full:
                 return self._policy.sizes.astype(np.float64)
             if passes > 1:  # samples and seconds of a mean pass; the shares stay
@@ -603,7 +645,10 @@ class Manager:
             log.warning(
                 "step %d: remove this straggler: rank %d is the slowest (%.3g s) with only %d samples left; training "
                 "without it would be faster",
-                *(step, removed_rank, seconds[removed_rank], choice.sizes[removed_rank]),
+                step,
+                removed_rank,
+                seconds[removed_rank],
+                choice.sizes[removed_rank],
             )
             self._write_event("remove_straggler", step, choice.sizes, seconds, removed_rank)
             self._advised_rank = removed_rank

@@ -66,7 +66,11 @@ class PartitionedData:
         self._traversals = Traversals(self._read_partition_sizes(), threshold)
 
     def _read_partition_sizes(self) -> list[int]:
-        """Return the number of samples of every rank's partition, by rank; raises InputError as the class says."""
+        """Return the number of samples of every rank's partition, by rank.
+
+        Raises InputError on all ranks for an empty partition, tensors of different lengths, and types or shapes that
+        differ between ranks.
+        """
         lengths = {len(tensor) if tensor.dim() else 0 for tensor in self.tensors}
 
         def check() -> int:
@@ -110,7 +114,8 @@ class PartitionedData:
             generator = torch.Generator().manual_seed(order_seed)
             self._traversal_count += 1
             self._sample_order += torch.randperm(len(self), generator=generator).tolist()
-        taken_indices, self._sample_order = self._sample_order[:size], self._sample_order[size:]
+        taken_indices = self._sample_order[:size]
+        self._sample_order = self._sample_order[size:]
         index_tensor = torch.tensor(taken_indices, dtype=torch.int64)
         return tuple(tensor[index_tensor] for tensor in self.tensors)
 
@@ -135,7 +140,8 @@ class PartitionedData:
         # -1 in place of a traversal's number: a random stream that no order of samples uses.
         generator = torch.Generator().manual_seed(hash((self._seed, self.generation, -1, self._job.rank)))
         given_indices = torch.randperm(len(self), generator=generator)[:given_count]
-        self._migration = migration = _Migration(moves=moves, given_indices=given_indices)
+        migration = _Migration(moves=moves, given_indices=given_indices)
+        self._migration = migration
         mover = threading.Thread(target=self._move_samples, args=(migration,), name="ddltool-migrate", daemon=True)
         mover.start()
 
@@ -145,7 +151,8 @@ class PartitionedData:
         All ranks go through the moves in the same order, so no two of them can wait for each other.
         """
         try:
-            received, given_begin = [], 0
+            received = []
+            given_begin = 0
             for move in migration.moves:
                 if move.source == self._job.rank:
                     given_indices = migration.given_indices[given_begin : given_begin + move.samples]
@@ -153,8 +160,9 @@ class PartitionedData:
                     for tensor in self.tensors:
                         dist.send(tensor[given_indices], move.target, group=self._job.side, tag=self._tag)
                 elif move.target == self._job.rank:
-                    shapes = ((move.samples, *tensor.shape[1:]) for tensor in self.tensors)
-                    received_tensors = tuple(map(Tensor.new_empty, self.tensors, shapes))
+                    received_tensors = tuple(
+                        tensor.new_empty((move.samples, *tensor.shape[1:])) for tensor in self.tensors
+                    )
                     for received_tensor in received_tensors:
                         dist.recv(received_tensor, move.source, group=self._job.side, tag=self._tag)
                     received.append(received_tensors)
@@ -184,5 +192,6 @@ class PartitionedData:
         self._traversals.reset(migration.moves)
         self._migration = None
         self.generation += 1
-        self._sample_order, self._traversal_count = [], 0
+        self._sample_order = []
+        self._traversal_count = 0
         return True

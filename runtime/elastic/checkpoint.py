@@ -109,10 +109,15 @@ def write(path: str | os.PathLike[str], content: dict[str, Any], last: Stamp | N
     """Replace the checkpoint at ``path`` atomically, and return the new file's stamp.
 
     A killed process leaves the whole old file or the whole new one. The new file is read back before it replaces the
-    old one, which stays as ``NAME.previous``. ``last``: the stamp that this run got when it last read or wrote
-    ``path``; None: it has done neither. Raises InputError when another run has written there since or is writing, when
-    ``path`` is a folder, a pipe or a device, when the folder is not writable or full, or when the content has objects
-    that only pickle could restore.
+    old one, which stays as ``NAME.previous``.
+
+    Args:
+        path: the checkpoint.
+        content: what is saved, by name: tensors, numbers, strings, lists and dicts.
+        last: the stamp that this run got when it last read or wrote ``path``; None: it has done neither.
+
+    Raises InputError when another run has written there since or is writing, when ``path`` is a folder, a pipe or a
+    device, when the folder is not writable or full, or when the content has objects that only pickle could restore.
     """
     path = Path(path)
     for replaced in (path, previous(path)):
@@ -145,13 +150,18 @@ def write(path: str | os.PathLike[str], content: dict[str, Any], last: Stamp | N
         reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
         remedy = "check that the folder exists, is writable and has space"
         raise InputError(str(path), f"cannot be written ({reason})", remedy) from None
-    with contextlib.suppress(OSError):  # makes the new name durable; some file systems cannot do that for a folder
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+    _sync_folder(path.parent)
     return stamp(path)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the names of new files in ``folder`` durable, if the file system can do that for a folder."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _keep_previous(path: Path) -> None:
@@ -213,7 +223,8 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
             raise
         content = _read_file(older)
         warnings.warn(f"{error}. Continuing from the checkpoint before it, {older}", stacklevel=2)
-    kind, version = content.get("kind"), content.get("schema_version")
+    kind = content.get("kind")
+    version = content.get("schema_version")
     if (kind, version) != (KIND, SCHEMA_VERSION):
         remedy = f"this program reads {KIND} of version {SCHEMA_VERSION}"
         raise InputError(str(path), f"is {kind} of version {version}", remedy)
@@ -258,7 +269,8 @@ def _demand_same_optimizer(
     present_class = type(optimizer).__name__
     if saved_class != present_class:
         raise InputError(where, f"is {saved_class} there and {present_class} here", _SAME_OPTIMIZER)
-    saved_groups, groups = saved["param_groups"], optimizer.state_dict()["param_groups"]
+    saved_groups = saved["param_groups"]
+    groups = optimizer.state_dict()["param_groups"]
     if len(saved_groups) != len(groups):
         problem = f"has {len(saved_groups)} parameter groups there and {len(groups)} here"
         raise InputError(where, problem, _SAME_OPTIMIZER)
@@ -293,13 +305,14 @@ def read_matching(
 
     Args:
         path: the checkpoint.
-        settings: the run's, by name.
-        device: where its model is.
-        parameters: the model's, by name.
-        extras: names of what the run saves besides.
-        optimizer: the run's.
+        settings: the settings of the present run, by name, as :class:`~.settings.RunSettings` has them.
+        device: where the run's model is.
+        parameters: the trained parameters of model, loss and optimizer, by name.
+        extras: names of the further objects whose states the run saves, such as a learning-rate scheduler.
+        optimizer: the run's optimizer.
     """
-    content, where = read(path), os.fspath(path)
+    content = read(path)
+    where = os.fspath(path)
     if missing := [name for name in _CONTENT_FIELDS if name not in content]:
         raise InputError(where, f"has no {missing[0]}", _GIVE_CHECKPOINT)
     _demand_equal(where, content["settings"], settings, _SAME_SETTINGS)
@@ -309,11 +322,13 @@ def read_matching(
     present_parameters = {plain_name(name): _dtype_and_shape(value) for name, value in parameters.items()}
     # Parameters of one side alone count as "missing" on the other, so that they differ.
     all_missing = dict.fromkeys(present_parameters | saved_parameters, "missing")
-    saved_or_missing, present_or_missing = all_missing | saved_parameters, all_missing | present_parameters
+    saved_or_missing = all_missing | saved_parameters
+    present_or_missing = all_missing | present_parameters
     _demand_equal(f"{where}:parameters", saved_or_missing, present_or_missing, "build the model that was saved")
     if missing := sorted(set(content["extras"]) ^ set(extras)):
         raise InputError(f"{where}:extras", f"{missing[0]} is only on one side", _SAME_SETTINGS)
-    saved, saved_class = content["optimizer"], content["optimizer_class"]
+    saved = content["optimizer"]
+    saved_class = content["optimizer_class"]
     return content, _demand_same_optimizer(f"{where}:optimizer", saved, saved_class, optimizer)
 
 

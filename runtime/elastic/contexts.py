@@ -1,8 +1,10 @@
 """The state that a logical worker (EST) keeps between its turns. Start at :class:`Contexts`.
 
-That is its random streams, its module buffers, and the plain attributes of modules that its turns change. Parameters
-and optimizer state are the same for all logical workers between steps, so a process holds them once; activations are
-freed when a turn ends. This makes switching from one worker to the next cheap (EasyScale, section 3.2).
+The logical workers of a process run one after the other, each in its *turn* of a step; a worker's number in the job is
+its *virtual rank*. Between turns it keeps its random streams, its module buffers, and the plain attributes of modules
+that its turns change. Parameters and optimizer state are the same for all logical workers between steps, so a process
+holds them once; activations are freed when a turn ends. This makes switching from one worker to the next cheap
+(EasyScale, section 3.2).
 """
 
 from __future__ import annotations
@@ -87,7 +89,8 @@ class WorkerState:
 
     def __init__(self, modules: dict[str, Any], local: Sequence[int]) -> None:
         """Give each of the ``local`` virtual ranks a copy of all buffers of ``modules`` (by prefix; :func:`modules_of`)."""
-        self._modules, self._local = modules, local
+        self._modules = modules
+        self._local = local
         # By prefix, each module's own __dict__: writing to it sets the module's attribute.
         self._held: dict[str, dict[str, Any]] = {prefix: vars(module) for prefix, module in modules.items()}
         for prefix, module in modules.items():
@@ -120,10 +123,11 @@ class WorkerState:
         """End the turn of virtual rank ``rank``: store the worker's values.
 
         If this turn was compared, each shared attribute that it has changed becomes every worker's own from now on.
-        Raises InputError as the class says.
+        Raises InputError for a module that the turn has added, and for a change that cannot be kept per worker.
         """
         if self._before is not None:
-            before, self._before = self._before, None
+            before = self._before
+            self._before = None
             if new := sorted(self._submodules() - self._submodules_before):
                 raise InputError(f"model:{new[0]}", "is added by a forward pass", "build the whole model beforehand")
             after = dict(self._attributes())
@@ -132,7 +136,9 @@ class WorkerState:
                 comparable = _comparable(after[key]) if key in after else None
                 if key not in self._values[rank] and old_comparable != comparable:
                     self._adopt(key, old, after.get(key, ABSENT))
-        self._values[rank] = {key: self._held[key[0]].get(key[1], ABSENT) for key in self._values[rank]}
+        self._values[rank] = {
+            (prefix, name): self._held[prefix].get(name, ABSENT) for prefix, name in self._values[rank]
+        }
 
     def _adopt(self, key: Key, old: Any, new: Any) -> None:
         """Give every local worker its own value of the attribute ``key``, which a turn has changed from ``old`` to ``new``.
@@ -191,19 +197,22 @@ class WorkerState:
         """
         present = {plain_name(name): v for name, v in named_buffers(self._modules).items() if v is not None}
         # An attribute that any worker had of its own is every worker's own.
-        names = dict.fromkeys(name for document in documents for name in document["attributes"])
-        keys = {name: self._attribute_key(name, "attributes") for name in names}
+        attribute_names = dict.fromkeys(name for document in documents for name in document["attributes"])
+        keys = {name: self._attribute_key(name, "attributes") for name in attribute_names}
         loaded: dict[int, dict[Key, Any]] = {}
         for rank in self._local:
-            loaded[rank] = self._loaded_buffers(documents[rank]["buffers"], present, device)
-            values = documents[rank]["attributes"]
-            loaded[rank] |= {key: _copied(values.get(name, ABSENT), device) for name, key in keys.items()}
+            document = documents[rank]
+            values = self._loaded_buffers(document["buffers"], present, device)
+            for name, key in keys.items():
+                values[key] = _copied(document["attributes"].get(name, ABSENT), device)
+            loaded[rank] = values
         self._values = loaded
 
     def _loaded_buffers(self, saved: Document, present: Mapping[str, Tensor], device: torch.device) -> dict[Key, Any]:
         """Return one worker's buffers, by module, from ``saved`` (by full name); tied buffers stay tied.
 
-        ``present``: the model's own buffers by full name. Raises InputError as :meth:`load` does.
+        ``present``: the model's own buffers by full name; ``device``: where the copies go. Raises InputError if ``saved``
+        lacks a buffer of the model, or has one of a module that the model lacks.
         """
         if lacking := sorted(present.keys() - saved.keys()):
             raise InputError("buffers", f"{lacking[0]} is only in the model", "build the model that was saved")
@@ -304,13 +313,19 @@ def _copies(values: Mapping[Key, Any]) -> dict[Key, Any]:
 
     def copy_once(tensor: Tensor | None) -> Tensor | None:
         """Return the copy of a buffer, the same for the same tensor; None for None."""
-        # The clone is made first, and thrown away if there is a copy already.
-        return None if tensor is None else copied_by_id.setdefault(id(tensor), tensor.detach().clone())
+        if tensor is None:
+            return None
+        if id(tensor) not in copied_by_id:
+            copied_by_id[id(tensor)] = tensor.detach().clone()
+        return copied_by_id[id(tensor)]
 
-    return {
-        key: {name: copy_once(buffer) for name, buffer in value.items()} if key[1] == BUFFERS else _copied(value)
-        for key, value in values.items()
-    }
+    copies: dict[Key, Any] = {}
+    for (prefix, name), value in values.items():
+        if name == BUFFERS:  # the value is a module's dict of buffers
+            copies[prefix, name] = {buffer_name: copy_once(buffer) for buffer_name, buffer in value.items()}
+        else:
+            copies[prefix, name] = _copied(value)
+    return copies
 
 
 def _copied(value: Any, device: torch.device | None = None) -> Any:
@@ -372,7 +387,8 @@ class UntrackedModules:
 
         Raises InputError for one that the turn has changed and whose output takes part in training; it names its type.
         """
-        states, trained = self._states, self._trained
+        states = self._states
+        trained = self._trained
         self.close()
         for key, module in trained.items():
             if _state_of(module) != states[key]:
@@ -384,7 +400,9 @@ class UntrackedModules:
         """Remove the hooks and forget the states of this turn, also of one that an error has ended early."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._states, self._trained = [], {}, {}
+        self._hooks = []
+        self._states = {}
+        self._trained = {}
 
     def _before_call(self, module: nn.Module, _: object) -> None:
         """Note the state of an untracked module before its first call of the turn: a pre-forward hook of all modules."""
@@ -422,9 +440,12 @@ class Contexts:
 
     def __init__(self, modules: dict[str, Any], local: Sequence[int], seed: int, device: torch.device) -> None:
         """Seed each local worker's random streams, and set the model to the first local worker's buffers and attributes."""
-        self._modules, self._states = modules, WorkerState(modules, local)
+        self._modules = modules
+        self._states = WorkerState(modules, local)
         self.untracked = UntrackedModules(modules, 2 * len(local))  # the first two turns of each worker
-        self._device, self._local = device, local
+        self._device = device
+        self._local = local
+        # By virtual rank, the worker's random streams between its turns.
         self._streams = {rank: RandomStreams.seeded(seed, rank, device) for rank in local}
         self._process_streams: RandomStreams | None = None  # the process's own, while a step is under way
         self.active: int | None = None

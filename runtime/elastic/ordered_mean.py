@@ -1,5 +1,5 @@
 """Gradients of all logical workers (ESTs), summed in an order that does not depend on where they ran. Start at
-:class:`OrderedMean`.
+:class:`OrderedMean`. A worker's number is its *virtual rank*; its part of a step, on one process, is its *turn*.
 
 Addition of floating-point numbers is not associative, so the workers' gradients are always added as ((g0 + g1) + g2) +
 g3. A process that runs virtual ranks 1 and 3 needs g2 added between them, so it cannot sum up its own first. Instead
@@ -90,7 +90,8 @@ class OrderedMean:
     ) -> None:
         """Register hooks on the parameters, to see when their gradients are ready; the first bucket starts the thread."""
         self._parameters = {name: value for name, value in parameters.items() if value.requires_grad}
-        self._processes, self._owners = processes, processes.owners
+        self._processes = processes
+        self._owners = processes.owners
         self._divisor = processes.max_workers * turns_per_worker
         self._bucket_bytes = bucket_bytes
         self._buckets: list[Bucket] = []
@@ -141,7 +142,8 @@ class OrderedMean:
 
     def begin(self, virtual_rank: int) -> None:
         """Begin the turn of virtual rank ``virtual_rank``, whose gradients come next."""
-        self._turn, self._expected = virtual_rank, False
+        self._turn = virtual_rank
+        self._expected = False
 
     def expect(self) -> None:
         """Announce the last backward pass of the turn: each bucket goes to the thread as soon as its gradients are ready.
@@ -155,7 +157,8 @@ class OrderedMean:
             self._changed.wait_for(lambda: self._unadded_bytes <= self._bucket_bytes or self._failure is not None)
         self._raise_failure()
         for bucket in self._buckets:
-            bucket.missing, bucket.seen = len(bucket.parts), set()
+            bucket.missing = len(bucket.parts)
+            bucket.seen = set()
 
     def _take_gradient(self, name: str) -> None:
         """Note that a backward pass has computed the gradient of the parameter ``name``.
@@ -166,19 +169,22 @@ class OrderedMean:
         """
         if not self._buckets:
             self._ready.setdefault(name)
-        elif self._turn is not None:
-            bucket_index = self._bucket_index[name]
-            bucket = self._buckets[bucket_index]
-            self._wait_for_turn_before(self._turn, bucket_index)
-            if not self._expected:
-                return
-            if (key := id(self._parameters[name])) in bucket.seen:
-                problem = "gets its gradient in more than one backward pass"
-                raise InputError(f"model:{name}", problem, "write the loop with trainer.batches and turn_done")
-            bucket.seen.add(key)
-            bucket.missing -= 1
-            if not bucket.missing:
-                self._submit(self._turn, bucket_index)
+            return
+        if self._turn is None:
+            return
+        bucket_index = self._bucket_index[name]
+        bucket = self._buckets[bucket_index]
+        self._wait_for_turn_before(self._turn, bucket_index)
+        if not self._expected:
+            return
+        parameter_id = id(self._parameters[name])
+        if parameter_id in bucket.seen:
+            problem = "gets its gradient in more than one backward pass"
+            raise InputError(f"model:{name}", problem, "write the loop with trainer.batches and turn_done")
+        bucket.seen.add(parameter_id)
+        bucket.missing -= 1
+        if not bucket.missing:
+            self._submit(self._turn, bucket_index)
 
     def take(self, virtual_rank: int) -> None:
         """Add the gradients of a logical worker's whole turn to the sum, and clear ``.grad``; call it in virtual-rank order.
@@ -190,11 +196,14 @@ class OrderedMean:
         self._lay_out_buckets()
         has_gradient = [value.grad is not None for value in self._parameters.values()]
         self._has_gradient[self._processes.local.index(virtual_rank)] = torch.tensor(has_gradient)
-        was_expected, self._turn, self._expected = self._expected, None, False
+        was_expected = self._expected
+        self._turn = None
+        self._expected = False
         for bucket_index, bucket in enumerate(self._buckets):
+            was_submitted = was_expected and not bucket.missing  # in the backward pass
             if self._processes.size == 1:
                 bucket.add([parameter.grad for _, parameter, _ in bucket.parts], first=virtual_rank == 0)
-            elif not was_expected or bucket.missing:  # else submitted in the backward pass
+            elif not was_submitted:
                 self._wait_for_turn_before(virtual_rank, bucket_index)
                 self._submit(virtual_rank, bucket_index)
         self.clear()
@@ -202,12 +211,14 @@ class OrderedMean:
     def finish(self, notes: Tensor) -> Tensor:
         """Set ``.grad`` of every parameter to the mean, or to None where no worker had a gradient; return all workers' notes.
 
-        All processes call this together; it blocks until all means are there. ``notes``: float64 (workers here, n),
-        further numbers of each worker here. The result has shape (max_workers, n), in virtual-rank order. ``.grad`` may
-        be a view of the bucket's row, which the next step overwrites. Raises RuntimeError if the thread has failed.
+        All processes call this together; it blocks until all means are there. ``.grad`` may be a view of the bucket's
+        row, which the next step overwrites. Raises RuntimeError if the thread has failed.
+
+        ``notes``: float64 (workers here, n), further numbers that each worker of this process sends along, such as its
+        loss. The result has those of all workers: shape (max_workers, n), in virtual-rank order.
         """
         # One message for both: the first columns say whether each parameter has a gradient, the others are the notes.
-        count = len(self._parameters)
+        parameter_count = len(self._parameters)
         table = self._processes.gather_rows(torch.cat([self._has_gradient.double(), notes], dim=1))
         if self._thread is not None:
             self._thread.join()
@@ -217,14 +228,14 @@ class OrderedMean:
         else:  # a single process has no thread, which would have divided
             for bucket in self._buckets:
                 bucket.row.div_(self._divisor)
-        is_used = (table[:, :count].sum(0) > 0).tolist()
+        has_any_gradient = (table[:, :parameter_count].sum(0) > 0).tolist()  # by parameter index
         for bucket in self._buckets:
             for index, parameter, offset in bucket.parts:
-                if is_used[index]:
+                if has_any_gradient[index]:
                     mean = bucket.view(parameter, offset)
                     is_usable_view = parameter.is_contiguous() and parameter.device == mean.device
                     parameter.grad = mean if is_usable_view else torch.empty_like(parameter).copy_(mean)
-        return table[:, count:]
+        return table[:, parameter_count:]
 
     def _lay_out_buckets(self) -> None:
         """Make the buckets, if there are none yet: of a checkpoint's names or those that virtual rank 0's process recorded.
@@ -268,7 +279,8 @@ class OrderedMean:
             size = parameter.numel() * parameter.element_size()
             bucket, held_bytes = open_buckets.get((parameter.dtype, parameter.device), ([], 0))
             if not bucket or held_bytes + size > self._bucket_bytes:
-                bucket, held_bytes = [], 0
+                bucket = []
+                held_bytes = 0
                 buckets.append(bucket)
             bucket.append(name)
             open_buckets[parameter.dtype, parameter.device] = (bucket, held_bytes + size)
@@ -330,7 +342,8 @@ class OrderedMean:
         Blocks until both are there. The sum is sent on to the process of the next virtual rank. After the last virtual
         rank it is complete: it is divided, and the mean is sent to all.
         """
-        bucket, own_rank = self._buckets[bucket_index], self._processes.rank
+        bucket = self._buckets[bucket_index]
+        own_rank = self._processes.rank
         self._wait_for_send(bucket_index)  # receiving overwrites the row that is being sent
         if virtual_rank > 0 and (source := self._owners[virtual_rank - 1]) != own_rank:
             self._receive(bucket_index, source)
@@ -353,7 +366,8 @@ class OrderedMean:
 
     def _wait_for_send(self, bucket_index: int) -> None:
         """Block until the pending send of a bucket, if any, is complete, so that its row may change."""
-        work, self._sends[bucket_index] = self._sends[bucket_index], None
+        work = self._sends[bucket_index]
+        self._sends[bucket_index] = None
         if work is not None:
             work.wait()
 
@@ -363,7 +377,9 @@ class OrderedMean:
         The source is the process of the last virtual rank, which completes the sum; the one before it in the ring does
         not send.
         """
-        rank, size, source = self._processes.rank, self._processes.size, self._owners[-1]
+        rank = self._processes.rank
+        size = self._processes.size
+        source = self._owners[-1]
         if rank != source:
             self._wait_for_send(bucket_index)  # the row may still be on its way as a partial sum
             self._receive(bucket_index, (rank - 1) % size)

@@ -30,10 +30,11 @@ def start_processes(backend: str = "gloo") -> None:
 
 
 def divide(max_workers: int, world_size: int, counts: Sequence[int] | None = None) -> tuple[tuple[int, ...], ...]:
-    """Return the virtual ranks that each process runs, by rank, each in ascending order.
+    """Return the virtual ranks (numbers of logical workers) that each process runs, by rank, each in ascending order.
 
-    Virtual ranks are numbered in the order in which turns end if all processes need the same time for all of their
-    turns together. So a sum in virtual-rank order can grow while processes still compute.
+    The workers of one process train one after the other: each has a *turn* in every step. Virtual ranks are numbered in
+    the order in which turns end if all processes need the same time for all of their turns together. So a sum in
+    virtual-rank order can grow while processes still compute.
 
     Args:
         max_workers: number of logical workers.
@@ -54,10 +55,10 @@ def divide(max_workers: int, world_size: int, counts: Sequence[int] | None = Non
     if len(counts) != world_size or min(counts) < 1 or sum(counts) != max_workers:
         remedy = f"give {world_size} counts (one per process, each at least 1) that add up to {max_workers}"
         raise InputError("placement", f"is {list(counts)}", remedy)
-    # (fraction of the step's time at which a turn ends, rank); exact fractions, so that equal ends compare equal
-    turns = sorted((Fraction(turn + 1, count), rank) for rank, count in enumerate(counts) for turn in range(count))
+    # (share of the step's time after which a turn ends, rank); exact fractions, so that equal ends compare equal
+    ends_of_turns = [(Fraction(turn + 1, count), rank) for rank, count in enumerate(counts) for turn in range(count)]
     virtual_ranks: list[list[int]] = [[] for _ in range(world_size)]
-    for virtual_rank, (_, rank) in enumerate(turns):
+    for virtual_rank, (_, rank) in enumerate(sorted(ends_of_turns)):
         virtual_ranks[rank].append(virtual_rank)
     return tuple(map(tuple, virtual_ranks))
 
@@ -116,12 +117,13 @@ class Processes:
         """
         if self.job.side is None:
             return rows
-        order = torch.tensor([virtual for run in self.runs for virtual in run]).argsort()
         padded = rows.new_zeros((max(map(len, self.runs)), rows.shape[1]))  # all_gather needs equal shapes
         padded[: len(rows)] = rows
         gathered = [torch.empty_like(padded) for _ in self.runs]
         dist.all_gather(gathered, padded, group=self.job.side)
-        return torch.cat([part[: len(run)] for part, run in zip(gathered, self.runs, strict=True)])[order]
+        rows_by_process = torch.cat([part[: len(run)] for part, run in zip(gathered, self.runs, strict=True)])
+        virtual_ranks_by_process = torch.tensor([virtual_rank for run in self.runs for virtual_rank in run])
+        return rows_by_process[virtual_ranks_by_process.argsort()]
 
 
 def broadcast(tensors: list[Tensor], source: int) -> None:

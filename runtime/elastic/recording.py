@@ -1,5 +1,8 @@
 """Records of training runs: a fingerprint of every tensor of every step, one JSON line each.
 
+A step consists of one *turn* of each logical worker, in which it runs its forward and backward passes; a worker's number
+is its *virtual rank*.
+
 ``ElasticTrainer(..., record="run.jsonl")`` writes one, and :class:`RunRecorder` does for a loop of one's own, plain DDP
 included. Two records of the same training, on any numbers of processes, are compared by
 :func:`~.run_difference.first_difference` and by ``ddltool diff-run``.
@@ -40,10 +43,11 @@ T = TypeVar("T")
 class TurnRecorder:
     """Takes the fingerprints of this process's turns; process 0 writes a line per step.
 
-    For each turn call :meth:`begin`, :meth:`batch`, :meth:`loss` and :meth:`end`, and for each step :meth:`combined`
-    before the update and :meth:`write` after it. Module outputs are those of the modules without children, in the order
-    in which they ran. A step that is made again replaces the one in the file and all that follow. Raises InputError, on
-    every process, where the file cannot be written or holds something else.
+    A turn is the computation of one logical worker in a step. For each turn call :meth:`begin`, :meth:`batch`,
+    :meth:`loss` and :meth:`end`, and for each step :meth:`combined` before the update and :meth:`write` after it. Module
+    outputs are those of the modules without children, in the order in which they ran. A step that is made again replaces
+    the one in the file and all that follow. Raises InputError, on every process, where the file cannot be written or
+    holds something else.
     """
 
     def __init__(
@@ -53,7 +57,10 @@ class TurnRecorder:
 
         ``settings``: what the run depends on, by name; each line holds them.
         """
-        self._model, self._job, self._path, self._settings = model, job, Path(path), dict(settings)
+        self._model = model
+        self._job = job
+        self._path = Path(path)
+        self._settings = dict(settings)
         self._has_written = False  # whether this run has written to the file since it was opened
         self._turns: dict[str, dict[WorkerKind, Digests]] = {}  # of the present step, by virtual rank
         self._turn: dict[WorkerKind, Digests] | None = None  # the turn under way
@@ -87,10 +94,16 @@ class TurnRecorder:
         return note
 
     def begin(self, virtual_rank: int, streams: Any, buffers: Mapping[str, Tensor | None]) -> None:
-        """Begin a logical worker's turn: record its random streams and buffers, before it draws from them or changes them."""
-        self._turn = self._turns[str(virtual_rank)] = {kind: {} for kind in WORKER_CAUSES}
-        self._turn["random stream"] = digests(streams)
-        self._turn["buffer before"] = digests(buffers)
+        """Begin a logical worker's turn: record its random streams and buffers, before it draws from them or changes them.
+
+        ``streams``: the states of its random generators, as nested dicts with tensors or numbers as leaves; ``buffers``:
+        the model's buffers by name, None for one that is registered as None.
+        """
+        turn: dict[WorkerKind, Digests] = {kind: {} for kind in WORKER_CAUSES}
+        turn["random stream"] = digests(streams)
+        turn["buffer before"] = digests(buffers)
+        self._turns[str(virtual_rank)] = turn
+        self._turn = turn
 
     def batch(self, content: Any) -> None:
         """Record the fingerprints of a micro-batch's leaves, numbered across the turn's batches."""
@@ -130,18 +143,19 @@ class TurnRecorder:
 
         The first line of a run drops lines of the same step or later ones from the file.
         """
-        turns, self._turns = self._turns, {}
-        parts = self._job.gather(json.dumps(turns).encode())
+        own_turns = self._turns
+        self._turns = {}
+        turns_by_process = self._job.gather(json.dumps(own_turns).encode())
         if self._job.rank > 0:
             return
-        workers: dict[str, Any] = {}
-        for part in parts:
-            workers |= json.loads(part)
+        turns: dict[str, Any] = {}
+        for encoded in turns_by_process:
+            turns |= json.loads(encoded)
         recorded = RecordedStep(
             step=step,
             epoch=epoch,
             settings=self._settings,
-            workers={rank: workers[rank] for rank in sorted(workers, key=int)},
+            workers={virtual_rank: turns[virtual_rank] for virtual_rank in sorted(turns, key=int)},
             shared=self._shared | {"parameter": self._parameters()},
         )
         if not self._has_written:
@@ -261,7 +275,8 @@ class RunRecorder:
             if begins_step:
                 streams = RandomStreams.present(self._device).to_document()
                 self._recorder.begin(self._job.rank, streams, named_buffers(self._modules))
-                self._gradients, self._open = {}, True
+                self._gradients = {}
+                self._open = True
             try:
                 batch = next(source)
             except StopIteration:

@@ -10,7 +10,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -75,24 +75,30 @@ def compare_runs(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> RunDif
     one record has are left out. Reading stops at the first step that differs. Raises InputError for a file that is not a
     record, and for two without a common step.
     """
-    steps_a, steps_b = StepReader(a), StepReader(b)
-    common, settings, difference = 0, list[DifferingSetting](), None
+    steps_a = StepReader(a)
+    steps_b = StepReader(b)
+    common_count = 0
+    settings = list[DifferingSetting]()
+    difference = None
     for left, right in _pairs(iter(steps_a), iter(steps_b)):
-        settings = settings if common else _different_settings(left.settings, right.settings)
-        common += 1
-        if (difference := _difference_of_step(left, right)) is not None:
+        if common_count == 0:  # the settings of a run are the same in all of its lines
+            settings = _different_settings(left.settings, right.settings)
+        common_count += 1
+        difference = _difference_of_step(left, right)
+        if difference is not None:
             break
     for reader in (steps_a, steps_b):
         if not reader.steps:
             raise InputError(reader.path, "has no whole step", A_RECORD)
-    if not common:
+    if not common_count:
         spans = " and ".join(f"steps {reader.first} to {reader.last}" for reader in (steps_a, steps_b))
         raise InputError("runs", f"have no step in common ({spans})", "record two runs of the same training")
-    same_steps = (steps_a.steps, steps_a.first) == (steps_b.steps, steps_b.first) and not (steps_a.cut or steps_b.cut)
+    has_same_steps = steps_a.steps == steps_b.steps and steps_a.first == steps_b.first
+    is_any_cut = steps_a.cut or steps_b.cut
     return RunDifference(
         equal=difference is None,
-        same_length=difference is None and same_steps,
-        steps_compared=common,
+        same_length=difference is None and has_same_steps and not is_any_cut,
+        steps_compared=common_count,
         a=steps_a.seen(),
         b=steps_b.seen(),
         settings=settings,
@@ -165,11 +171,13 @@ def _pairs(a: Iterator[RecordedStep], b: Iterator[RecordedStep]) -> Iterator[tup
 
     So both readers check all lines and count all steps.
     """
-    left, right = next(a, None), next(b, None)
+    left = next(a, None)
+    right = next(b, None)
     while left is not None and right is not None:
         if left.step == right.step:
             yield left, right
-        advances_left, advances_right = left.step <= right.step, right.step <= left.step
+        advances_left = left.step <= right.step
+        advances_right = right.step <= left.step
         if advances_left:
             left = next(a, None)
         if advances_right:
@@ -211,10 +219,20 @@ def _difference_of_step(a: RecordedStep, b: RecordedStep) -> FirstDifference | N
     )
 
 
-def _compared(a: RecordedStep, b: RecordedStep) -> tuple[tuple[str, str | None, str, Cause] | None, Mapping[str, int]]:
-    """Return the first different tensor of two records of one step, and by kind the number of those that differ.
+class _DifferentTensor(NamedTuple):
+    """A tensor that differs between two records of one step."""
 
-    The tensor is given by its kind, virtual rank (None: shared by all), name and cause; None: none differs.
+    kind: str
+    virtual_rank: str | None
+    """The logical worker that has it; None: all share it."""
+    name: str
+    cause: Cause
+
+
+def _compared(a: RecordedStep, b: RecordedStep) -> tuple[_DifferentTensor | None, Mapping[str, int]]:
+    """Return (the first tensor in causal order that differs in two records of one step, the number that differ by kind).
+
+    The tensor is None if none differs.
     """
     ranks = sorted(a.workers.keys() | b.workers.keys(), key=int)
     causal_order: list[tuple[str, str | None, Cause]] = []  # kind, virtual rank (None: shared by all), cause
@@ -222,21 +240,24 @@ def _compared(a: RecordedStep, b: RecordedStep) -> tuple[tuple[str, str | None, 
         causal_order.append((BEFORE, None, BEFORE_CAUSE))
     causal_order += [(kind, rank, cause) for kind, cause in WORKER_CAUSES.items() for rank in ranks]
     causal_order += [(kind, None, cause) for kind, cause in SHARED_CAUSES.items()]
-    first: tuple[str, str | None, str, Cause] | None = None
+    first: _DifferentTensor | None = None
     differing_counts = Counter[str]()
     for kind, rank, cause in causal_order:
-        left, right = _tensors(a, rank, kind), _tensors(b, rank, kind)
+        left = _tensors(a, rank, kind)
+        right = _tensors(b, rank, kind)
         names = [name for name in dict.fromkeys([*left, *right]) if left.get(name) != right.get(name)]
         differing_counts[kind] += len(names)
         if names and first is None:
-            first = kind, rank, names[0], cause if names[0] in left and names[0] in right else ONLY_ONE
+            name = names[0]
+            is_in_both = name in left and name in right
+            first = _DifferentTensor(kind, rank, name, cause if is_in_both else ONLY_ONE)
     return first, differing_counts
 
 
 def _tensors(step: RecordedStep, rank: str | None, kind: str) -> Digests:
-    """Return a step's fingerprints of one kind by tensor name: of the worker of virtual rank ``rank``; None: shared ones.
+    """Return a step's fingerprints of one ``kind`` by tensor name; empty if the step has none of it.
 
-    Empty if the step has none of the kind.
+    ``rank``: the virtual rank of the worker whose fingerprints are wanted; None: those of what all workers share.
     """
     group: Mapping[str, Digests] = step.shared if rank is None else step.workers.get(rank, {})  # type: ignore[assignment]
     return group.get(kind, {})

@@ -1,10 +1,11 @@
 """Makes batches for all logical workers of a process, by data workers that they share. Start at :class:`SampleFeed`.
 
 EasyScale (Li et al., SC 2023), section 3.2, "Optimizing data pre-processing": only one logical worker trains at a time
-on a process, so a few data workers serve all of them, in the order of the turns. The paper queues the random states of
-mini-batches that are made and not yet used. Here every mini-batch has a random state of its own, which follows from the
-seed, the virtual rank, and the position in the epoch. So nothing is queued or kept in a checkpoint, and the number of
-data workers does not matter.
+on a process, in its *turn* of a step, so a few data workers (processes that load samples) serve all of them, in the
+order of the turns. A logical worker's number is its virtual rank. The paper queues the random states of mini-batches
+that are made and not yet used. Here every mini-batch has a random state of its own, which follows from the seed, the
+virtual rank, and the position in the epoch. So nothing is queued or kept in a checkpoint, and the number of data
+workers does not matter.
 """
 
 from __future__ import annotations
@@ -35,9 +36,12 @@ class BatchTask:
     """One micro-batch to be made: its logical worker, its position in the run, and the dataset indices of its samples."""
 
     virtual_rank: int
+    """The number of the logical worker."""
     epoch: int
     step: int
+    """Number of the step in the epoch, from 0."""
     micro_batch: int
+    """Number of the micro-batch among the worker's in this step, from 0."""
     indices: tuple[int, ...]
 
 
@@ -45,7 +49,9 @@ class _Batches(Dataset[Any]):
     """A dataset whose items are batches, indexed by :class:`BatchTask`; used in this process or in data workers."""
 
     def __init__(self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any], seed: int) -> None:
-        self._dataset, self._collate, self._seed = dataset, collate, seed
+        self._dataset = dataset
+        self._collate = collate
+        self._seed = seed
 
     def __getitem__(self, task: BatchTask) -> Any:
         """Return the batch of ``task``, after seeding the global random generators by the task's worker and position."""
@@ -126,7 +132,8 @@ class SampleFeed:
             number, process = self._ended_worker() if may_be_worker else (0, None)
             if process is None:
                 raise
-            pid, code = process.pid, process.exitcode
+            pid = process.pid
+            code = process.exitcode
             self.close()
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             remedy = "start again from the last checkpoint; a killed one often lacked memory: use fewer data_workers"
@@ -137,11 +144,13 @@ class SampleFeed:
 
         Waits up to :data:`DYING_S`, because a connection breaks a little before its process has an exit code.
         """
-        processes = getattr(getattr(self._loader, "_iterator", None), "_workers", [])
+        iterator = getattr(self._loader, "_iterator", None)
+        processes = getattr(iterator, "_workers", [])  # torch has no public list of a loader's processes
 
         def find_ended() -> tuple[int, Any] | None:
             """Return (number, process) of the first worker with an exit code, if any has one."""
-            return next((entry for entry in enumerate(processes) if entry[1].exitcode is not None), None)
+            ended = ((number, process) for number, process in enumerate(processes) if process.exitcode is not None)
+            return next(ended, None)
 
         return poll_until(DYING_S if processes else 0.0, find_ended) or (0, None)
 
@@ -153,7 +162,8 @@ class SampleFeed:
 
 def _end(loader: DataLoader[Any]) -> None:
     """End a loader's data workers, if any run."""
-    iterator, loader._iterator = loader._iterator, None
+    iterator = loader._iterator
+    loader._iterator = None
     if iterator is not None:
         iterator._shutdown_workers()  # type: ignore[attr-defined]
 

@@ -36,7 +36,8 @@ def settings_of(**values: Any) -> RunSettings:
     Raises InputError for values out of range, and for a dataset with fewer samples than one step takes.
     """
     settings = parse_record(values, RunSettings, "ElasticTrainer")
-    if settings.dataset_size < (step_samples := settings.max_workers * settings.batch_size * settings.accumulation):
+    step_samples = settings.max_workers * settings.batch_size * settings.accumulation
+    if settings.dataset_size < step_samples:
         problem = f"has {settings.dataset_size} samples, "
         problem += f"one step takes max_workers x batch_size x accumulation = {step_samples}"
         raise InputError("dataset", problem, "give a smaller batch_size or max_workers")
@@ -51,7 +52,10 @@ def workers_of(path: str, planned: Enforcement) -> tuple[list[int], int]:
     """
     sizes = {entry.local_batch_size / max(entry.ests, 1) for entry in planned.ranks}  # samples per logical worker
     size = int(min(sizes))
-    if len(sizes) != 1 or size not in sizes or not all(entry.ests for entry in planned.ranks):  # unequal, or not whole
+    are_equal = len(sizes) == 1
+    are_whole = size in sizes
+    have_workers = all(entry.ests for entry in planned.ranks)
+    if not (are_equal and are_whole and have_workers):
         problem = f"of a plan of strategy {planned.strategy} are no equal logical workers"
         raise InputError(f"{path}:ranks", problem, "plan with --strategy est, or give it to runtime.attach")
     return [entry.ests for entry in planned.ranks], size

@@ -137,7 +137,10 @@ class ElasticTrainer:
         # Check all arguments, before processes exchange anything and after.
         check_model(model, loss_fn)
         inner = bare_optimizer(optimizer)
-        self.model, self.optimizer, self.loss_fn, self.dataset = model, optimizer, loss_fn, dataset
+        self.model = model
+        self.optimizer = optimizer
+        self.loss_fn = loss_fn
+        self.dataset = dataset
         self._parameters: dict[str, nn.Parameter] = {}
         self._layout: tuple[Any, ...] = ()  # what `_present_layout` returned when `_parameters` were last set
         self._replace_parameters()
@@ -165,8 +168,10 @@ class ElasticTrainer:
         modules = modules_of(model, loss_fn)
         buffers = {id(value): value for value in named_buffers(modules).values() if value is not None}
         broadcast([*self._parameters.values(), *buffers.values()], 0)
-        local, self._first = self.processes.local, self.processes.owners[0]
-        size, sizes = self.settings.dataset_size, [batch_size * accumulation] * max_workers
+        local = self.processes.local
+        self._first = self.processes.owners[0]
+        size = self.settings.dataset_size
+        sizes = [batch_size * accumulation] * max_workers
         self._samplers = {rank: VariableBatchSampler(size, sizes, rank, True, seed, drop_last=True) for rank in local}
         self._contexts = Contexts(modules, local, seed, self.device)
         self._bucket_bytes = int(bucket_mib * MIB)
@@ -183,13 +188,15 @@ class ElasticTrainer:
         self._stamps: dict[Path, checkpoint.Stamp | None] = {}  # of the checkpoints that this run has read or written
         self._stops: list[StopSignals] = []
         # The position in the run, and the state of the step and turn under way.
-        self.epoch_number, self.step_in_epoch, self.steps_made = 0, 0, 0
+        self.epoch_number = 0
+        self.step_in_epoch = 0
+        self.steps_made = 0
         self.last_step: StepResult | None = None
         self._losses: dict[int, list[Tensor]] = {}  # of the step under way, by virtual rank; empty between steps
         self._micro_batches = 0  # ended so far in the whole run of this process
         self._awaits_update = False  # whether a step's gradients are averaged and the update has not come yet
-        # The sum of all parameters' versions at the step's start, and the number of collectives run at the turn's start.
-        self._versions = self._collectives = 0
+        self._versions = 0  # the sum of all parameters' versions at the step's start
+        self._collectives = 0  # number of collectives that had run at the turn's start
         # (parameter, its gradient, the gradient's version) after a micro-batch; None after the last one of a turn.
         self._gradient_before: tuple[Tensor, Tensor, int] | None = None
         self._backward_passes = 0
@@ -250,9 +257,10 @@ class ElasticTrainer:
         """
         stateful = (self.optimizer, *self._extras.values())
         saved = [bare_optimizer(entry) for entry in stateful if isinstance(entry, torch.optim.Optimizer)]
-        known = set(map(id, self._parameters.values()))
-        trained = [id(value) for group in optimizer.param_groups for value in group["params"]]
-        if all(optimizer is not entry for entry in saved) and not known.isdisjoint(trained):
+        is_saved = any(optimizer is entry for entry in saved)
+        known_ids = {id(value) for value in self._parameters.values()}
+        trained_ids = {id(value) for group in optimizer.param_groups for value in group["params"]}
+        if not is_saved and known_ids & trained_ids:
             self._unsaved_optimizer = type(optimizer).__name__
 
     def _replace_parameters(self) -> list[Tensor]:
@@ -264,12 +272,13 @@ class ElasticTrainer:
         by_name = dict(self.model.named_parameters())
         if isinstance(self.loss_fn, nn.Module):
             by_name |= {LOSS + name: value for name, value in self.loss_fn.named_parameters()}
-        for number, group in enumerate(self.optimizer.param_groups):
-            by_name |= {f"(optimizer).{number}.{index}": value for index, value in enumerate(group["params"])}
-        # Reversed, so that of several names of one parameter the first one stays.
-        first_names = {id(value): name for name, value in reversed(by_name.items())}
-        ids_before = set(map(id, self._parameters.values()))
-        self._parameters = {name: value for name, value in by_name.items() if first_names[id(value)] == name}
+        for group_index, group in enumerate(self.optimizer.param_groups):
+            by_name |= {f"(optimizer).{group_index}.{index}": value for index, value in enumerate(group["params"])}
+        ids_before = {id(value) for value in self._parameters.values()}
+        first_names: dict[int, str] = {}  # by id of a parameter, which may have several names
+        for name, value in by_name.items():
+            first_names.setdefault(id(value), name)
+        self._parameters = {name: by_name[name] for name in first_names.values()}
         self._layout = self._present_layout()
         return [value for value in self._parameters.values() if id(value) not in ids_before]
 
@@ -311,8 +320,8 @@ class ElasticTrainer:
     def epoch(self, epoch: int) -> Iterator[StepResult]:
         """Train the rest of an epoch, and yield a result after every optimizer step.
 
-        An epoch that is over yields nothing. Raises InputError without a ``loss_fn``, and as :meth:`batches` and
-        :meth:`turn_done` do.
+        An epoch that is over yields nothing. Raises InputError without a ``loss_fn``, after a step that was left before
+        its end, and for what would make bits depend on the placement (:meth:`turn_done`).
         """
         if self.loss_fn is None:
             raise InputError("loss_fn", "was not given", "give one, or write the loop with trainer.batches(epoch)")
@@ -353,7 +362,8 @@ class ElasticTrainer:
         if epoch < self.epoch_number:
             return
         if epoch > self.epoch_number:
-            self.epoch_number, self.step_in_epoch = epoch, 0
+            self.epoch_number = epoch
+            self.step_in_epoch = 0
         source = self._fetch_batches(epoch)
         self._telemetry.begin_epoch()
         other_steps = register_optimizer_step_post_hook(self._note_unsaved_optimizer)
@@ -418,9 +428,10 @@ class ElasticTrainer:
             self._recorder.begin(rank, *self._contexts.present())
 
     def _update_parameters(self) -> None:
-        """Note the parameters' versions, and make a new mean if any were frozen, unfrozen or added since the last step.
+        """Note the parameters' versions; if any were frozen, unfrozen or added since the last step, replace the mean.
 
-        New parameters get process 0's values. Within a step no parameter may change, which :meth:`turn_done` checks.
+        The mean (:class:`OrderedMean`) averages a fixed set of parameters, so a changed set needs a new one. New
+        parameters get process 0's values. Within a step no parameter may change, which :meth:`turn_done` checks.
         """
         # torch raises a tensor's version with every change in place.
         self._versions = sum(value._version for value in self._parameters.values())
@@ -435,8 +446,8 @@ class ElasticTrainer:
         optimizer may step. That call blocks for the other processes. ``loss`` (a scalar; None counts as NaN) goes into
         :attr:`StepResult.losses`.
 
-        Raises InputError without an active worker, and for what would make bits depend on the placement: parameters or
-        gradients that were changed in the turn, or a collective that it ran.
+        Raises InputError without an active worker, and for what would make bits depend on the placement of logical
+        workers on processes: parameters or gradients that were changed in the turn, or a collective that it ran.
         """
         rank = self._contexts.active
         if rank is None:
@@ -474,7 +485,8 @@ class ElasticTrainer:
         Its samples are those of a whole step: of this process's logical workers, and of all.
         """
         samples = self.settings.batch_size * self.settings.accumulation
-        here, total = samples * len(self.processes.local), samples * self.settings.max_workers
+        here = samples * len(self.processes.local)
+        total = samples * self.settings.max_workers
         exchange = self._telemetry.begin_exchange(here, total)
         exchange.note_ready()
         # The sum passes from rank to rank, so no part of the exchange is a wait for the slowest process alone.
@@ -487,16 +499,18 @@ class ElasticTrainer:
         One parameter's gradient is watched. Each backward pass raises its version by 1, and any other change raises it
         further.
         """
-        before, self._gradient_before = self._gradient_before, None
+        before = self._gradient_before
+        self._gradient_before = None
         if before is not None:
             parameter, gradient, version = before
             if parameter.grad is not gradient or gradient._version != version + self._backward_passes:
                 problem = "were changed or cleared between the micro-batches of a turn"
                 raise InputError("gradients", problem, "leave out zero_grad, and clip them when turn_done returns True")
         self._backward_passes = 0
-        counted = self._counted_parameter if self._micro_batches % self.settings.accumulation else None
-        if counted is not None and counted.grad is not None:
-            self._gradient_before = counted, counted.grad, counted.grad._version
+        is_last_of_turn = self._micro_batches % self.settings.accumulation == 0
+        watched = self._counted_parameter
+        if not is_last_of_turn and watched is not None and watched.grad is not None:
+            self._gradient_before = watched, watched.grad, watched.grad._version
 
     def _finish_step(self) -> None:
         """Set ``.grad`` to the mean, and ``last_step`` to the losses and stop requests of all processes; count the step.
@@ -504,11 +518,13 @@ class ElasticTrainer:
         All processes do so together. Each worker's loss and its process's stop request travel in one message with the
         flags that say which gradients exist.
         """
-        losses = [[float(value) for value in self._losses[rank]] for rank in self.processes.local]
         stop = float(any(signals.came for signals in self._stops))
-        # For each worker, here and then of all processes: (its mean loss, whether its process is to stop).
-        notes = [[sum(worker_losses) / len(worker_losses), stop] for worker_losses in losses]
-        table = self._mean.finish(torch.tensor(notes, dtype=torch.float64))
+        # A row for each worker of this process: (its mean loss, whether its process is to stop).
+        own_rows = []
+        for rank in self.processes.local:
+            losses = [float(value) for value in self._losses[rank]]
+            own_rows.append([sum(losses) / len(losses), stop])
+        table = self._mean.finish(torch.tensor(own_rows, dtype=torch.float64))  # the same, for all workers
         self._losses = {}
         self.step_in_epoch += 1
         self.steps_made += 1
@@ -618,7 +634,8 @@ class ElasticTrainer:
     def _checkpoint_content(self, parts: list[dict[str, Any]]) -> dict[str, Any]:
         """Return a checkpoint file's content: this process's state, with workers and extras from all processes' ``parts``.
 
-        ``parts`` are by rank.
+        ``parts``: by rank, what :meth:`save` collects on each process: "workers", the documents of its logical workers,
+        and from the process of virtual rank 0 also "extras", the state of each by name.
         """
         workers = [worker for part in parts for worker in part["workers"]]
         position = {"epoch": self.epoch_number, "step": self.step_in_epoch, "steps_made": self.steps_made}
@@ -642,7 +659,8 @@ class ElasticTrainer:
         checkpoint does not fit, when it was made with another number of threads, device type or torch version, which
         would change bits, and when some processes do not see the file.
         """
-        exists, older = Path(path).exists(), checkpoint.previous(Path(path))
+        exists = Path(path).exists()
+        older = checkpoint.previous(Path(path))
         if not exists and older.exists() and self.processes.rank == 0:
             text = f"{path} is missing and {older} is there: starting anew; rename it to continue from it"
             warnings.warn(text, stacklevel=2)
@@ -655,7 +673,8 @@ class ElasticTrainer:
         """Continue from a checkpoint; all processes call this together, between steps.
 
         For optimizer options the saved values are used, with a warning where they differ from the present ones. Raises
-        InputError as :meth:`resume` does, and when there is no checkpoint.
+        InputError, on every process, when there is no checkpoint, when it does not fit this run or was made with another
+        number of threads, device type or torch version, and when some processes do not see the file.
         """
         self._demand_between_steps("load")
         stamp = checkpoint.stamp(path)  # before reading: a file that another run replaces meanwhile has another one
@@ -674,7 +693,8 @@ class ElasticTrainer:
         for name, extra in self._extras.items():
             extra.load_state_dict(content["extras"][name])
         position = content["position"]
-        self.epoch_number, self.step_in_epoch = position["epoch"], position["step"]
+        self.epoch_number = position["epoch"]
+        self.step_in_epoch = position["step"]
         self.steps_made = position["steps_made"]
         self._telemetry.resume(self.steps_made)
         buckets = [[names[name] for name in bucket] for bucket in content["buckets"]] or None

@@ -8,8 +8,9 @@
         hook.set_epoch(epoch)
         ...                                  # the training loop stays as it is
 
-It enforces each rank's local batch size, and weights losses by their samples. The order in which DDP's buckets are
-reduced is left to DDP, and the logical workers of an EST plan run as one batch per device.
+It enforces each rank's local batch size, and weights losses by their samples. A *step* is one update of the parameters;
+it takes one or several *passes* (forward and backward), each on a part of the rank's local batch. The order in which
+DDP's buckets are reduced is left to DDP, and the logical workers of an EST plan run as one batch per device.
 """
 
 from __future__ import annotations
@@ -66,9 +67,11 @@ class Hook:
         self.rank = rank
         self.world_size = world_size
         self.local_batch_size: int | None = None
-        self.accumulation_steps, self.passes = 0, 1
+        self.accumulation_steps = 0
+        self.passes = 1
         self.recorder: StepRecorder | None = None
-        self._dataset, self._scaler = dataset, scaler
+        self._dataset = dataset
+        self._scaler = scaler
         self._samplers: weakref.WeakSet[DistributedSampler[Any] | VariableBatchSampler] = weakref.WeakSet()
         self._epoch: int | None = None
         self._steps_made = 0
@@ -84,14 +87,19 @@ class Hook:
         lengths: Any = None,
         **options: Any,
     ) -> DataLoader[Any]:
-        """Return a DataLoader over this rank's share of the dataset; ``options`` go to ``DataLoader``.
+        """Return a DataLoader over this rank's share of the dataset.
 
         Without a config this is the standard DataLoader with a DistributedSampler; with one, ``batch_size`` is REPLACED
         by this rank's planned local batch. Call :meth:`set_epoch` before each epoch.
 
-        ``lengths``: (n,) tokens of the dataset's samples, or :class:`~ddltool.runtime.processes.lengths.Lengths`: the
-        samples of each planned step are divided so that ranks end together. Losses that are means over tokens need
-        ``count=`` in :meth:`loss`, as without lengths. Without a config they are ignored.
+        Args:
+            batch_size: samples of this rank in a batch, where nothing is enforced.
+            shuffle, seed: the order of samples, as in torch's DistributedSampler.
+            drop_last: leave out an epoch's last batch if it is smaller.
+            lengths: (n,) tokens of the dataset's samples, or :class:`~ddltool.runtime.processes.lengths.Lengths`: the
+                samples of each planned step are divided so that ranks end together. Losses that are means over tokens
+                need ``count=`` in :meth:`loss`, as without lengths. Without a config they are ignored.
+            options: go to ``DataLoader``.
 
         Raises InputError when no dataset was attached, when ``options`` contain a sampler, and on every rank for a wrong
         number of lengths.
@@ -103,7 +111,11 @@ class Hook:
     def batch_sampler(
         self, *, batch_size: int, shuffle: bool = True, seed: int = 0, drop_last: bool = False, lengths: Any = None
     ) -> Sampler[list[int]]:
-        """Return the batch sampler of :meth:`dataloader`, for the script's own ``DataLoader(dataset, batch_sampler=...)``."""
+        """Return the batch sampler of :meth:`dataloader`, for the script's own ``DataLoader(dataset, batch_sampler=...)``.
+
+        ``shuffle`` and ``seed`` give the order of samples, as in torch's DistributedSampler; ``drop_last`` leaves out an
+        epoch's last batch if it is smaller. Without a config ``lengths`` are ignored.
+        """
         sampler = self._standard_sampler(self._given_dataset({}), shuffle, seed)
         return BatchSampler(sampler, batch_size, drop_last)
 
@@ -121,7 +133,8 @@ class Hook:
                 its own.
             accumulated: number of batches per update, where the script divides the loss of each by that number; it must
                 be the plan's number of passes. None: each batch is a whole planned one.
-            lengths: of the dataset's samples, by index, as in :meth:`dataloader`.
+            lengths: (n,) tokens of each of the dataset's samples, by index, or a ``Lengths``; None: samples are not
+                divided by their lengths.
 
         Raises InputError, on every rank, for a loader whose sampler gives whole batches, for samples that differ between
         ranks, and where the plan makes another number of passes.
@@ -272,17 +285,23 @@ class Hook:
         optimizer: torch.optim.Optimizer,
         scaler: LossScaler,
     ) -> None:
-        """Record the steps of ``optimizer`` in ``file``; ``scaler`` reports forward and backward passes to the recorder."""
+        """Record the steps of ``optimizer`` in ``file``.
+
+        ``scaler`` tells the recorder of the model's forward and backward passes and of their samples. Under DDP the
+        ranks of ``job`` also exchange beacons, which show when the slowest of them is ready.
+        """
         side = job.side if isinstance(model, DistributedDataParallel) else None
         recorder = StepRecorder(file, cuda=is_cuda(model), take_samples=scaler.pending.take_tally, side=side)
         recorder.resume(self._steps_made)
-        self.recorder = scaler.watcher = recorder
+        self.recorder = recorder
+        scaler.watcher = recorder
         optimizer.register_step_pre_hook(recorder.before_update)
         optimizer.register_step_post_hook(recorder.after_update)
 
     def _standard_sampler(self, dataset: Dataset[Any], shuffle: bool, seed: int) -> DistributedSampler[Any]:
         """Return torch's sampler of this rank's samples, which follows :meth:`set_epoch`."""
-        ranks, rank = self.world_size, self.rank
+        ranks = self.world_size
+        rank = self.rank
         sampler: DistributedSampler[Any] = DistributedSampler(dataset, ranks, rank, shuffle=shuffle, seed=seed)
         self._follow_epoch(sampler)
         return sampler
@@ -292,12 +311,20 @@ class EnforcingHook(Hook):
     """The hook of a process that follows the enforcement config in the file ``path``."""
 
     def __init__(self, path: str, enforcement: Enforcement, dataset: Dataset[Any] | None, job: DistributedJob) -> None:
-        """Take this rank's sizes from the config; until :meth:`bind`, losses are not weighted and loaders raise InputError."""
-        sizes, own_entry = tuple(entry.local_batch_size for entry in enforcement.ranks), enforcement.ranks[job.rank]
+        """Take this rank's sizes from the config; until :meth:`bind`, losses are not weighted and loaders raise InputError.
+
+        ``path``: the config's, for messages; ``dataset``: for :meth:`dataloader`, or None; ``job``: the ranks.
+        """
+        sizes = tuple(entry.local_batch_size for entry in enforcement.ranks)
+        own_entry = enforcement.ranks[job.rank]
         self._scaler: LossScaler = LossScaler(job, "hook", lambda: sizes, passes=own_entry.accumulation_steps + 1)
         super().__init__(dataset, job.rank, enforcement.world_size, self._scaler)
-        self.enforcement, self._path, self._job, self._sizes = enforcement, path, job, Sizes(sizes)
-        self.local_batch_size, self.accumulation_steps = own_entry.local_batch_size, own_entry.accumulation_steps
+        self.enforcement = enforcement
+        self._path = path
+        self._job = job
+        self._sizes = Sizes(sizes)
+        self.local_batch_size = own_entry.local_batch_size
+        self.accumulation_steps = own_entry.accumulation_steps
         self.passes = max(entry.accumulation_steps for entry in enforcement.ranks) + 1
         self._scaler.pending.missing = "call hook.bind(model, optimizer) when both are there"
 
@@ -309,7 +336,8 @@ class EnforcingHook(Hook):
         """
         if self._scaler.pending.missing is None:
             raise InputError("bind", "was called already", "attach once for each model")
-        job, planned = self._job, self.enforcement
+        job = self._job
+        planned = self.enforcement
         optimizers = job.together(lambda: [bare_optimizer(wrapped) for wrapped in (optimizer, *others)])
         job.together(lambda: check_model(model, job))
         job.together(lambda: check_parameters(self._path, planned.parameters, model))
@@ -336,8 +364,14 @@ class EnforcingHook(Hook):
     ) -> DataLoader[Any]:
         """Return a DataLoader of this rank's planned batches, which replace ``batch_size``.
 
-        The arguments are those of :meth:`Hook.dataloader`. An iterable dataset is read as a stream, for which there are
-        no ``lengths``.
+        An iterable dataset is read as a stream, for which there are no ``lengths``.
+
+        Args:
+            batch_size: ignored.
+            shuffle, seed: the order of samples, as in torch's DistributedSampler; of a stream it is the stream's own.
+            drop_last: leave out the remainder of an epoch that is smaller than a step.
+            lengths: (n,) tokens of the dataset's samples, by which the samples of a step are divided; None: in order.
+            options: go to ``DataLoader``.
         """
         dataset = self._given_dataset(options)
         if isinstance(dataset, IterableDataset):
@@ -352,7 +386,8 @@ class EnforcingHook(Hook):
         """Return the sampler of the planned local batches, which replace ``batch_size``.
 
         The script's own loader does not report when it hands out a batch, so the hook looks up what the sampler has
-        issued.
+        issued. The other arguments are the same as for :meth:`dataloader`: the order of samples, whether an epoch's
+        remainder is left out, and the samples' tokens.
         """
         sampler = self._planned_sampler(shuffle, seed, drop_last, lengths)
         self._scaler.pending.unannounced.add(sampler)
@@ -363,8 +398,14 @@ class EnforcingHook(Hook):
     ) -> DataLoader[Any]:
         """Return a loader with the dataset, order, workers and collation of ``loader``, and this rank's planned batches.
 
-        The arguments and errors are those of :meth:`Hook.planned`. InputError is also raised for a stream where an
-        update has several batches.
+        Args:
+            loader: the script's loader.
+            shared: for an iterable dataset, whether all ranks read the same stream.
+            accumulated: number of batches per update, which must be the plan's passes; None: each is a whole planned one.
+            lengths: (n,) tokens of the dataset's samples, by which the samples of a step are divided; None: in order.
+
+        Raises InputError, on every rank, for a loader whose sampler gives whole batches, for samples that differ between
+        ranks, where the plan makes another number of passes, and for a stream where an update has several batches.
         """
         given = self._job.together(lambda: GivenLoader(loader, self._job))
         passes = 1 if accumulated is None else accumulated
@@ -396,7 +437,11 @@ class EnforcingHook(Hook):
         return planned_loader
 
     def _planned_sampler(self, shuffle: bool, seed: int, drop_last: bool, lengths: Any) -> VariableBatchSampler:
-        """Return the sampler of this rank's planned batches, which follows :meth:`set_epoch`."""
+        """Return the sampler of this rank's planned batches, which follows :meth:`set_epoch`.
+
+        ``shuffle`` and ``seed`` give the order of samples; ``drop_last`` leaves out an epoch's remainder; ``lengths``: (n,)
+        tokens of the dataset's samples, or None.
+        """
         dataset = self._given_dataset({})
         known_lengths = self._same_lengths(lengths, dataset)
         size = dataset_length(dataset)
@@ -427,7 +472,8 @@ class ObservingHook(Hook):
     def __init__(self, path: str, dataset: Dataset[Any] | None, job: DistributedJob) -> None:
         self._observer = LossScaler(job, "hook", weighs=False)
         super().__init__(dataset, job.rank, job.world_size, self._observer)
-        self._path, self._job = path, job
+        self._path = path
+        self._job = job
 
     def bind(self, model: nn.Module, optimizer: torch.optim.Optimizer, *others: torch.optim.Optimizer) -> None:
         """Start to record the steps of ``optimizer``. Raises InputError, on every rank, if the file cannot be written."""

@@ -150,11 +150,12 @@ class LossGraph:
             next_outputs = []
             for _ in _walk(inside, next_outputs):  # fills `next_outputs`
                 pass
-        behind = {output.key for node in _walk(_behind(outputs)) for output in outputs_of(node)}
-        nearest = [output for output in outputs if output.key not in behind]
+        keys_behind = {output.key for node in _walk(_behind(outputs)) for output in outputs_of(node)}
+        nearest = [output for output in outputs if output.key not in keys_behind]
         if sum(math.prod(output.shape) for output in nearest) > _MOST_ELEMENTS:
             nearest = []
-        return nearest, behind | {output.key for output in self.outputs} - {output.key for output in nearest}
+        keys_not_measured = {output.key for output in self.outputs} - {output.key for output in nearest}
+        return nearest, keys_behind | keys_not_measured
 
 
 def _behind(outputs: Iterable[Output]) -> list[Node]:
@@ -168,7 +169,8 @@ def _walk(starts: Sequence[Node], stops: list[Output] | None = None) -> Iterator
     With a list ``stops``, nodes that compute outputs of forward passes are not yielded: their outputs are appended to
     it, and the walk does not go beyond them.
     """
-    visited, waiting = set[Node](), list(starts)
+    visited = set[Node]()
+    waiting = list(starts)
     while waiting and len(visited) < _MOST_NODES:
         node = waiting.pop()
         if node is None or node in visited:
@@ -273,33 +275,47 @@ def _is_coupled(pairs: Sequence[tuple[Output, Tensor]], in_half: Tensor, interle
         in_half: (samples,) booleans, true for the samples in the half.
         interleaved: whether the rows of one sample are next to each other; False: they are in groups of all samples.
     """
-    masks: list[Tensor | None] = []
-    parts = []
+    masks: list[Tensor | None] = []  # for each output, true in the rows of the half; None: it has no samples' dimension
+    weighted_sums = []
     for output, gradient in pairs:
-        mask = None
-        if (dimension := sample_dimension(output.shape, len(in_half))) is not None:
-            shape = [1] * len(output.shape)
-            shape[dimension] = output.shape[dimension]
-            rows_per_sample = shape[dimension] // len(in_half)
-            mask = in_half.repeat_interleave(rows_per_sample) if interleaved else in_half.repeat(rows_per_sample)
-            mask = mask.to(gradient.device).view(shape)  # 1 in all other dimensions, for which it is repeated
+        mask = _row_mask(output.shape, in_half, interleaved)
+        if mask is not None:
+            mask = mask.to(gradient.device)
         masks.append(mask)
         # Any weights do that do not cancel by chance: cosines of multiples of 0.618 need no random numbers.
         weights = torch.arange(gradient.numel(), device=gradient.device, dtype=gradient.dtype).mul_(0.618).cos_()
-        parts.append((gradient * weights.view(gradient.shape) * (0 if mask is None else mask)).sum())
+        weighted_sums.append((gradient * weights.view(gradient.shape) * (0 if mask is None else mask)).sum())
     try:
         second_derivatives = torch.autograd.grad(
-            parts, [output.edge for output, _ in pairs], retain_graph=True, allow_unused=True
+            weighted_sums, [output.edge for output, _ in pairs], retain_graph=True, allow_unused=True
         )
     except RuntimeError:
         return False
-    own = other = 0.0
+    largest_own = 0.0  # largest second derivative with respect to outputs of the same half
+    largest_other = 0.0  # and of the other half
     for derivative, mask in zip(second_derivatives, masks, strict=True):
         if derivative is not None and mask is not None:
             size = derivative.detach().abs()
-            own, other = max(own, float((size * mask).max())), max(other, float((size * ~mask).max()))
+            largest_own = max(largest_own, float((size * mask).max()))
+            largest_other = max(largest_other, float((size * ~mask).max()))
     # The derivative of rows that are not coupled is exactly zero, because they are multiplied by zeros.
-    return math.isfinite(other) and other > _SMALLEST_COUPLING * own
+    return math.isfinite(largest_other) and largest_other > _SMALLEST_COUPLING * largest_own
+
+
+def _row_mask(shape: tuple[int, ...], in_half: Tensor, interleaved: bool) -> Tensor | None:
+    """Return booleans that are true in the rows of an output of ``shape`` that belong to the samples in the half.
+
+    The result has the output's size along the samples' dimension and 1 in all others, so that it is broadcast over them;
+    None if the output has no such dimension. ``in_half`` and ``interleaved``: as for :func:`_is_coupled`.
+    """
+    dimension = sample_dimension(shape, len(in_half))
+    if dimension is None:
+        return None
+    mask_shape = [1] * len(shape)
+    mask_shape[dimension] = shape[dimension]
+    rows_per_sample = shape[dimension] // len(in_half)
+    mask = in_half.repeat_interleave(rows_per_sample) if interleaved else in_half.repeat(rows_per_sample)
+    return mask.view(mask_shape)
 
 
 def largest_difference(gradient: Tensor, expected: Tensor) -> float:

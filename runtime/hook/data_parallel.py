@@ -46,8 +46,10 @@ class BucketReport:
             return "DDP buckets: not settled yet; ask again after the third step"
         if self.status == "unknown":
             return "DDP buckets: this torch does not tell which it formed"
+        pairs = enumerate(zip(self.planned, self.actual, strict=False))
+        # Where the common buckets are equal, the first one that only one side has.
         first_differing = next(
-            (index for index, (a, b) in enumerate(zip(self.planned, self.actual, strict=False)) if a != b),
+            (index for index, (planned, actual) in pairs if planned != actual),
             min(len(self.planned), len(self.actual)),
         )
         return (
@@ -110,8 +112,11 @@ def apply_prefetch(model: nn.Module, config: Config) -> PrefetchReport:
     then no list is set.
     """
     plan = _prefetch(config)
+    # Both prefetch plans have, by a module's name, the names of the modules that are gathered ahead while it computes.
     named_units = {*plan.units, *plan.forward, *plan.backward}
-    named_units |= {name for lists in (plan.forward, plan.backward) for ahead in lists.values() for name in ahead}
+    for prefetched in (plan.forward, plan.backward):
+        for ahead in prefetched.values():
+            named_units.update(ahead)
     modules: dict[str, Any] = {}
     for name in sorted(named_units):
         try:
@@ -124,7 +129,8 @@ def apply_prefetch(model: nn.Module, config: Config) -> PrefetchReport:
         modules[name].set_modules_to_forward_prefetch([modules[other] for other in ahead])
     for name, ahead in plan.backward.items():
         modules[name].set_modules_to_backward_prefetch([modules[other] for other in ahead])
-    forward, backward = len(plan.forward), len(plan.backward)
+    forward = len(plan.forward)
+    backward = len(plan.backward)
     summary = f"lists set on {forward} modules for forward and {backward} for backward"
     text = f"FSDP2 prefetch: {summary if forward or backward else 'the default, as planned'}"
     return PrefetchReport(forward=forward, backward=backward, text=text)

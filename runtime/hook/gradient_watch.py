@@ -47,7 +47,9 @@ class _GradientWatch:
     def __init__(self, trained: list[tuple[str, nn.Parameter]], rank: int) -> None:
         """Watch the ``trained`` parameters, given as (name, parameter) in the model's order; ``rank``: this process's."""
         self._trained = [(name, weakref.ref(value)) for name, value in trained]
-        self._rank, self._updates, self._has_warned = rank, 0, False
+        self._rank = rank
+        self._updates = 0
+        self._has_warned = False
         self._own_sum: Tensor | None = None
         """A sum over this rank's own gradients of the first parameter, before any average; None: unknown."""
 
@@ -59,39 +61,54 @@ class _GradientWatch:
 
     def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Warn, once, if an update begins with gradients that are not finite: the optimizer's pre-step hook."""
-        update, own_gradients = self._updates, self._own_sum
-        self._updates, self._own_sum = update + 1, None
+        update = self._updates
+        own_sum = self._own_sum
+        self._updates = update + 1
+        self._own_sum = None
         # A GradScaler sets found_inf on a fused optimizer, which then skips such an update by itself.
         if self._has_warned or getattr(optimizer, "found_inf", None) is not None:
             return
-        looked_at = {0, self._updates % len(self._trained)}  # places of the first parameter and of one that takes turns
-        gradients_looked_at = [gradient for place in looked_at if (gradient := self._gradient(place)) is not None]
-        if any(gradient.is_cuda for gradient in gradients_looked_at) and update % STEPS_ON_CUDA:
+        if self._looks_finite(update):
             return
-        turn = update // len(self._trained)  # raised when each parameter has been looked at once
-        if all(math.isfinite(float(_sum_of_some(gradient, turn))) for gradient in gradients_looked_at):
-            return
-        gradients = [(name, self._gradient(place)) for place, (name, _) in enumerate(self._trained)]
+        gradients = [(name, self._gradient(index)) for index, (name, _) in enumerate(self._trained)]
         spoiled = [name for name, gradient in gradients if gradient is not None and not gradient.isfinite().all()]
         if not spoiled:
             return  # only the sum of finite values has overflowed
         self._has_warned = True
-        is_own_fault = own_gradients is not None and not math.isfinite(float(own_gradients))
+        is_own_fault = own_sum is not None and not math.isfinite(float(own_sum))
         if is_own_fault or self._rank == 0:  # the other ranks got it by the average, and need not repeat the line
             where = ""
-            if own_gradients is not None:
+            if own_sum is not None:
                 where = " by this rank's own samples" if is_own_fault else " by another rank's samples"
             log.warning(
                 "rank %d, step %d: gradients are not finite%s, in %d of %d parameters, first %s; training goes on with them",
-                *(self._rank, update, where, len(spoiled), len(gradients), spoiled[0]),
+                self._rank,
+                update,
+                where,
+                len(spoiled),
+                len(gradients),
+                spoiled[0],
             )
 
-    def _gradient(self, place: int) -> Tensor | None:
-        """Return the values of the gradient of parameter number ``place`` that this rank holds; None without a gradient.
+    def _looks_finite(self, update: int) -> bool:
+        """Return whether a few values of two gradients are finite, before update number ``update``, from 0.
+
+        True also on CUDA in an update in which nothing is read, because reading waits for the device.
+        """
+        indices = {0, self._updates % len(self._trained)}  # the first parameter, and another one in each update
+        gradients = [gradient for index in indices if (gradient := self._gradient(index)) is not None]
+        if any(gradient.is_cuda for gradient in gradients) and update % STEPS_ON_CUDA:
+            return True
+        block = update // len(self._trained)  # other values of a gradient each time that all parameters had their turn
+        return all(math.isfinite(float(_sum_of_some(gradient, block))) for gradient in gradients)
+
+    def _gradient(self, index: int) -> Tensor | None:
+        """Return the values of the gradient of parameter number ``index`` that this rank holds; None without a gradient.
 
         Of a sharded gradient that is the rank's shard, of a sparse one its stored values.
         """
-        parameter = self._trained[place][1]()
+        _, reference = self._trained[index]
+        parameter = reference()
         gradient = None if parameter is None else parameter.grad
         if gradient is None:
             return None
@@ -99,17 +116,18 @@ class _GradientWatch:
         return local.coalesce().values() if local.is_sparse else local
 
 
-def _sum_of_some(gradient: Tensor, turn: int = 0) -> Tensor:
+def _sum_of_some(gradient: Tensor, block: int = 0) -> Tensor:
     """Return the sum of about a thousand values of a gradient, a tensor of shape () on the gradient's device.
 
-    ``turn`` chooses the values. If one of them is not finite, neither is the sum, which one operation gives.
+    If one of the values is not finite, neither is the sum, which takes a single operation. ``block``: which block of
+    values is read, from 0; numbers beyond the last block begin again at the first.
     """
     if gradient.is_sparse:
         gradient = gradient.coalesce().values()
     if gradient.numel() <= SAMPLE:
         return gradient.sum()
     if not gradient.is_contiguous():  # flattening would copy all of it, so one index of dimension 0 is read
-        return gradient[turn % len(gradient)].sum()
-    parts = -(-gradient.numel() // SAMPLE)  # rounded up
-    begin = turn % parts * SAMPLE
+        return gradient[block % len(gradient)].sum()
+    block_count = -(-gradient.numel() // SAMPLE)  # rounded up
+    begin = block % block_count * SAMPLE
     return gradient.view(-1)[begin : begin + SAMPLE].sum()

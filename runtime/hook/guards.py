@@ -39,7 +39,7 @@ _TOLERANCE = 1e-5
 
 
 class Sums(NamedTuple):
-    """A checksum of several tensors; a float each, so that it can be sent."""
+    """A checksum of several tensors, as two floats, so that ranks can exchange it in one tensor of numbers."""
 
     weighted: float = 0.0
     """Changes with the direction and the size of each tensor."""
@@ -50,9 +50,10 @@ class Sums(NamedTuple):
     def of(cls, tensors: Iterable[Tensor]) -> Sums:
         """Return the checksum of ``tensors``, by the first :data:`_ELEMENTS` elements of each.
 
-        ``weighted`` is a sum of two weighted sums, with fixed weights by position: of the elements over each tensor's
-        sum of absolute values, and of the logarithms of these sums. NaN and infinities count as large numbers, so that
-        equal ones compare equal.
+        ``weighted`` is the sum of two numbers. The first adds up all elements, each divided by the sum of its tensor's
+        absolute values and multiplied by a fixed weight of its position: it changes with the tensors' directions. The
+        second adds up the logarithms of those sums of absolute values in the same way: it changes with the tensors'
+        sizes. NaN and infinities are replaced by large numbers, so that equal ones compare equal.
         """
         dense = (tensor.detach().coalesce().values() if tensor.is_sparse else tensor.detach() for tensor in tensors)
         parts = [tensor.reshape(-1)[:_ELEMENTS] for tensor in dense if tensor.numel()]
@@ -65,7 +66,8 @@ class Sums(NamedTuple):
         sizes = values.new_zeros(len(parts)).index_add_(0, tensor_index, values.abs()).clamp_min_(1e-300)
         # Weights that do not cancel by chance: cosines of multiples of 0.618 need no random numbers.
         weights = torch.arange(1, len(values) + 1, dtype=torch.float64, device=values.device).mul_(0.618).cos_()
-        directions, logarithms = (values / sizes[tensor_index]) @ weights, sizes.log() @ weights[: len(parts)]
+        directions = (values / sizes[tensor_index]) @ weights
+        logarithms = sizes.log() @ weights[: len(parts)]
         return cls(float(directions + logarithms), len(parts))
 
     def differs(self, other: Sums) -> bool:
@@ -77,12 +79,16 @@ class Sums(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """What one rank reports after an update."""
+    """What one rank reports after an update. A checksum of 0 tensors means that it was not measured."""
 
     refuses: float
+    """1 if the rank has an error for all ranks to raise, else 0."""
     learning_rates: float
+    """The sum of the parameter groups' learning rates, each multiplied by its group's position."""
     gradients: Sums = Sums()
+    """Checksum of the averaged gradients that the update used."""
     parameters: Sums = Sums()
+    """Checksum of the trained parameters and of buffers that were added to the model."""
     past_outputs: Sums = Sums()
     """Gradients of parameters that a loss reaches without passing the model's outputs; 0 tensors: not measured."""
 
@@ -123,22 +129,26 @@ class UpdateGuard:
                 problem = f"{_without_wrapper(name)} has max_norm, by which each rank changes rows of its own batch"
                 raise InputError("model", problem, "leave it out, and shorten long rows after the optimizer's step")
         self.updates = 0
-        self._job, self._is_uneven = job, is_uneven
-        self._model, self._optimizers = weakref.ref(model), [weakref.ref(optimizer) for optimizer in optimizers]
+        self._job = job
+        self._is_uneven = is_uneven
+        self._model = weakref.ref(model)
+        self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
         self._is_replicated = isinstance(model, DistributedDataParallel)
         self._is_cuda = any(value.is_cuda for value in model.parameters())
         self._buffers_before = {name for name, _ in model.named_buffers()}
         self._refusal: InputError | None = None
         # A message under way: the table of all ranks' rows, (ranks, numbers), and the work to wait for.
         self._sent_table: tuple[Tensor, Any] | None = None
-        self._sums_past_outputs, self._name_past_outputs = Sums(), ""
+        self._sums_past_outputs = Sums()
+        self._name_past_outputs = ""
         self._loss_parameters: dict[int, weakref.ref[Tensor]] = {}  # by id: outside the model, used by a weighted loss
         self._ids_of_other_models: set[int] = set()  # of the parameters of other DDP modules that were called
         self._global_hooks: list[Any] = []
         leave_alone(*optimizers)
         if isinstance(model, DistributedDataParallel):
             # torch's global hooks must not keep this guard, and with it the model, alive, so they have weak references.
-            wrapped, updated = weakref.WeakMethod(self._note_wrapped), weakref.WeakMethod(self._note_update)
+            wrapped = weakref.WeakMethod(self._note_wrapped)
+            updated = weakref.WeakMethod(self._note_update)
             self._global_hooks = [
                 register_module_forward_pre_hook(lambda module, _: note(module) if (note := wrapped()) else None),
                 register_optimizer_step_post_hook(lambda other, *_: note(other) if (note := updated()) else None),
@@ -169,10 +179,11 @@ class UpdateGuard:
     def note_past_outputs(self, gradients: Mapping[str, Tensor]) -> None:
         """Note gradients, by parameter name, that come from a loss without passing the wrapped model's outputs.
 
-        They will be compared between ranks: they are right if they are the same on all, as those of a penalty on weights
-        are.
+        A penalty on weights has such gradients, for example. DDP does not weight them, so they will be compared between
+        ranks: they are right if they are the same on all.
         """
-        self._sums_past_outputs, self._name_past_outputs = Sums.of(gradients.values()), next(iter(gradients), "")
+        self._sums_past_outputs = Sums.of(gradients.values())
+        self._name_past_outputs = next(iter(gradients), "")  # the first one's, for the message
 
     def link(self, leaves: Iterable[Tensor]) -> None:
         """Note the parameters outside the model from which a weighted loss was computed, so other optimizers may train them."""
@@ -206,11 +217,13 @@ class UpdateGuard:
         After each of the first updates it blocks for the rows. Later they are sent after every eighth update, and
         compared after the following one. Raises InputError, on all ranks, if one refuses something or two differ.
         """
-        is_first, updates_before = self.updates < FIRST_UPDATES, self.updates
+        updates_before = self.updates
+        is_first = updates_before < FIRST_UPDATES
         self.updates += 1
         if self.updates == FIRST_UPDATES and self._global_hooks:
             self._global_hooks[0].remove()  # the pre-forward hook, which costs time at every module's forward pass
-        sent, self._sent_table = self._sent_table, None
+        sent = self._sent_table  # under way since an earlier update; None: nothing is
+        self._sent_table = None
         if is_first:
             sent = self._send(self._row())
         elif updates_before % UPDATES_PER_EXCHANGE == 0:
@@ -228,22 +241,31 @@ class UpdateGuard:
         return table, dist.all_reduce(table, group=self._job.side, async_op=True)
 
     def _row(self) -> _Row:
-        """Return this rank's row, and forget what was noted of gradients past the outputs.
+        """Return this rank's row, and forget the noted gradients that reach parameters past the model's outputs.
 
-        After each of the first updates it covers all parameters and their gradients; later only the gradients of a few
-        parameters, which take turns, and on CUDA only in every fourth row. A model without DDP has no checksums of them.
+        After each of the first updates it covers all parameters and their gradients; later only the gradients of
+        :data:`_TENSORS` parameters, other ones in each row, and on CUDA only in every fourth row. A model without DDP
+        has no checksums of gradients and parameters, because its ranks hold different shards.
         """
-        gradients = parameters = Sums()
-        is_first, exchange = self.updates <= FIRST_UPDATES, self.updates // UPDATES_PER_EXCHANGE
-        if self._is_replicated and (is_first or not self._is_cuda or exchange % _EXCHANGES_PER_CUDA_LOOK == 0):
+        gradients = Sums()
+        parameters = Sums()
+        is_first = self.updates <= FIRST_UPDATES
+        exchange = self.updates // UPDATES_PER_EXCHANGE  # number of this row among the later ones
+        # On CUDA a checksum waits for the device, so it is taken seldom.
+        is_due = is_first or not self._is_cuda or exchange % _EXCHANGES_PER_CUDA_LOOK == 0
+        if self._is_replicated and is_due:
             trained = self._trained()
-            if not is_first and len(trained) > _TENSORS:  # a slice of the list, repeated so that it wraps around
-                start, twice = exchange * _TENSORS % len(trained), [*trained.items()] * 2
-                trained = dict(twice[start : start + _TENSORS])
+            if not is_first and len(trained) > _TENSORS:
+                start = exchange * _TENSORS % len(trained)
+                listed_twice = [
+                    *trained.items()
+                ] * 2  # so that the slice may go on from the last parameter to the first
+                trained = dict(listed_twice[start : start + _TENSORS])
             gradients = Sums.of(value.grad for value in trained.values() if value.grad is not None)
             if is_first:
                 parameters = Sums.of([*trained.values(), *self._new_buffers().values()])
-        sums_past_outputs, self._sums_past_outputs = self._sums_past_outputs, Sums()
+        sums_past_outputs = self._sums_past_outputs
+        self._sums_past_outputs = Sums()
         # Each rate is multiplied by its place, so that exchanged rates give another sum.
         rates = sum(place * float(group["lr"]) for place, group in enumerate(self._groups(), 1))
         return _Row(float(self._refusal is not None), rates, gradients, parameters, sums_past_outputs)
@@ -260,18 +282,24 @@ class UpdateGuard:
     def _trained(self) -> dict[str, Tensor]:
         """Return the parameters of the watched optimizers by name; the name of one outside the model tells its shape."""
         model = self._model()
-        names = {} if model is None else {id(value): _without_wrapper(name) for name, value in model.named_parameters()}
+        names_by_id: dict[int, str] = {}
+        if model is not None:
+            names_by_id = {id(value): _without_wrapper(name) for name, value in model.named_parameters()}
         trained: dict[str, Tensor] = {}
-        for value in (value for group in self._groups() for value in group["params"]):
-            name = names.get(id(value), f"a parameter of shape {tuple(value.shape)} that is not in the model")
-            unique_name = name if name not in trained else f"{name} ({len(trained)})"  # two may have the same shape
-            trained[unique_name] = value
+        for group in self._groups():
+            for value in group["params"]:
+                name = names_by_id.get(id(value), f"a parameter of shape {tuple(value.shape)} that is not in the model")
+                if name in trained:  # two parameters outside the model may have the same shape
+                    name = f"{name} ({len(trained)})"
+                trained[name] = value
         return trained
 
     def _new_buffers(self) -> dict[str, Tensor]:
         """Return the buffers that were added to the model since the guard was made, which DDP does not synchronise, by name."""
-        named = () if (model := self._model()) is None else model.named_buffers()
-        return {name: value for name, value in named if name not in self._buffers_before}
+        model = self._model()
+        if model is None:
+            return {}
+        return {name: value for name, value in model.named_buffers() if name not in self._buffers_before}
 
     def _raise_differences(self, rows: Sequence[_Row]) -> None:
         """Raise InputError if a rank refuses something, or for the first difference between the ``rows`` of all ranks.
@@ -300,18 +328,20 @@ class UpdateGuard:
     def _difference_error(self, what: Literal["gradient", "value"]) -> InputError:
         """Return the error that names the first tensor that differs between ranks; all ranks call this together.
 
-        ``what``: whether gradients or values of tensors differ.
+        ``what``: "gradient" if the averaged gradients differ, "value" if parameters or buffers do. The rows that were
+        compared are sums over many tensors, so here the ranks exchange a checksum of each tensor.
         """
         trained = self._trained()
         named: dict[str, Tensor | None] = {**trained, **self._new_buffers()}
         if what == "gradient":
             named = {name: value.grad for name, value in trained.items()}
-        checksums = [Sums.of([] if value is None else [value]) for value in named.values()]
+        own_checksums = [Sums.of([] if value is None else [value]) for value in named.values()]
+        own_numbers = [number for checksum in own_checksums for number in checksum]  # two for each tensor
         checksums_of_ranks = [
             [Sums(*numbers[begin : begin + 2]) for begin in range(0, len(numbers), 2)]
-            for numbers in self._job.numbers(*(number for checksum in checksums for number in checksum))
+            for numbers in self._job.numbers(*own_numbers)
         ]
-        by_tensor = zip(named, *checksums_of_ranks, strict=True)
+        by_tensor = zip(named, *checksums_of_ranks, strict=True)  # (name, rank 0's checksum, rank 1's, ...)
         differing = (name for name, first, *others in by_tensor if any(first.differs(other) for other in others))
         name = next(differing, "of an earlier update")  # the rows that differed may be of the update before
         remedy = "change parameters and buffers by what is alike on every rank, after the optimizer's step"
@@ -345,16 +375,20 @@ def check_gradient_hooks(model: nn.Module, own: type) -> None:
 
 
 def _is_linear(hook: Callable[[Tensor], Tensor | None], like: Tensor) -> bool:
-    """Return whether a hook on gradients is a linear function, by trying it on random ones of ``like``'s shape and type."""
+    """Return whether a gradient hook is linear: whether hook(a - 300 b) = hook(a) - 300 hook(b) for random a and b.
+
+    ``like``: the parameter whose gradients the hook gets; a and b have its shape, type and device.
+    """
     generator = torch.Generator(like.device).manual_seed(0)
     a, b = (torch.randn(like.shape, dtype=like.dtype, device=like.device, generator=generator) for _ in range(2))
     outputs = []
     with torch.no_grad():
         for gradient in (a, b, a - 300 * b):  # 300: large, so that clipping to a bound shows
             output = hook(gradient)
-            # None: the gradient it was given counts, maybe changed.
+            # A hook that returns None leaves the gradient as it is, or has changed it in place.
             outputs.append(gradient if output is None else output)
-    return torch.allclose(outputs[2], outputs[0] - 300 * outputs[1], rtol=1e-2, atol=1e-2)
+    output_a, output_b, output_combined = outputs
+    return torch.allclose(output_combined, output_a - 300 * output_b, rtol=1e-2, atol=1e-2)
 
 
 _ended: list[object] = []

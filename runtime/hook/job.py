@@ -103,17 +103,9 @@ def check_model(model: nn.Module, job: DistributedJob) -> None:
     if job.world_size == 1:
         return
     if isinstance(model, FSDPModule):
-        # For each parameter, the number of processes that it is sharded over; 0 unless along exactly one mesh dimension.
-        parameters: list[Any] = list(model.parameters())
-        dimensions = [
-            sum(placement.is_shard() for placement in getattr(parameter, "placements", ())) for parameter in parameters
-        ]
-        sharded = {
-            parameter.device_mesh.size() if dimension_count == 1 else 0
-            for parameter, dimension_count in zip(parameters, dimensions, strict=True)
-        }
-        if sharded != {job.world_size}:
-            size = sharded.pop() if len(sharded) == 1 else 0
+        sharded_over = {_processes_sharded_over(parameter) for parameter in model.parameters()}
+        if sharded_over != {job.world_size}:
+            size = sharded_over.pop() if len(sharded_over) == 1 else 0
             problem = f"is sharded over {size} of the {job.world_size} processes, or along other dimensions as well"
             raise InputError("model", problem, "give fully_shard a mesh of all processes, for data alone")
         return
@@ -122,6 +114,12 @@ def check_model(model: nn.Module, job: DistributedJob) -> None:
     if (size := dist.get_world_size(model.process_group)) != job.world_size:
         problem = f"is averaged over {size} of the {job.world_size} processes"
         raise InputError("model", problem, "wrap it with the default process group")
+
+
+def _processes_sharded_over(parameter: Any) -> int:
+    """Return the number of processes that a parameter is sharded over; 0 unless along exactly one mesh dimension."""
+    sharded_dimensions = sum(placement.is_shard() for placement in getattr(parameter, "placements", ()))
+    return int(parameter.device_mesh.size()) if sharded_dimensions == 1 else 0
 
 
 def demand_wrapped(job: DistributedJob, model: nn.Module, otherwise: str = "") -> None:

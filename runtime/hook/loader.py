@@ -57,7 +57,8 @@ class GivenLoader:
     def __init__(self, loader: DataLoader[Any], job: DistributedJob) -> None:
         if not isinstance(loader, DataLoader):
             raise InputError("loader", f"is a {type(loader).__name__}", "give a torch.utils.data.DataLoader")
-        self._job, self._epoch = job, 0
+        self._job = job
+        self._epoch = 0
         self.options = {name: getattr(loader, name) for name in _OPTIONS if hasattr(loader, name)}
         self.dataset: Dataset[Any] = loader.dataset
         self.is_stream = isinstance(self.dataset, IterableDataset)
@@ -128,10 +129,19 @@ class SharedStream(IterableDataset[Any]):
 
     Every data worker divides its own stream. The remainder of a stream is divided in proportion to ``sizes``, or left
     out if it has fewer than ``least`` samples.
+
+    Args:
+        stream: the script's dataset, which yields samples in the same order on all ranks.
+        sizes: planned samples of each rank in a step.
+        rank: whose part of each step is yielded.
+        least: least number of samples, of all ranks together, that make a step.
     """
 
     def __init__(self, stream: IterableDataset[Any], sizes: Sizes, rank: int, least: int) -> None:
-        self.stream, self.sizes, self.rank, self.least = stream, sizes, rank, least
+        self.stream = stream
+        self.sizes = sizes
+        self.rank = rank
+        self.least = least
         self._has_digest = False
 
     def set_epoch(self, epoch: int) -> None:
@@ -143,8 +153,9 @@ class SharedStream(IterableDataset[Any]):
         """Yield this rank's block of each step; a rank without samples in it gets the step's first one, as a filler."""
         samples = iter(self.stream)
         while len(step_samples := list(itertools.islice(samples, self.sizes.total_batch_size))) >= self.least:
-            shares = self.sizes.sizes_of(len(step_samples)).sum(axis=1)
-            begin, size = int(shares[: self.rank].sum()), int(shares[self.rank])
+            samples_by_rank = self.sizes.sizes_of(len(step_samples)).sum(axis=1)  # summed over a rank's passes
+            begin = int(samples_by_rank[: self.rank].sum())
+            size = int(samples_by_rank[self.rank])
             digest = "" if self._has_digest else fingerprint(step_samples[0])[:12]
             self._has_digest = True
             own_samples = step_samples[begin : begin + size] if size else step_samples[:1]
@@ -166,7 +177,8 @@ def aligned_blocks(job: DistributedJob, blocks: Iterator[StreamBlock]) -> Iterat
     while True:
         block = next(blocks, None)
         own_samples = 0 if block is None else block.samples
-        counts = job.numbers(own_samples, block is None and last is None)
+        is_stream_empty = block is None and last is None
+        counts = job.numbers(own_samples, is_stream_empty)  # by rank: (samples, whether its stream is empty)
         total = int(sum(samples for samples, _ in counts))
         if not total:
             return
@@ -197,7 +209,10 @@ class _NotingLoader(DataLoader[Any]):
     """The key of this loader's batches in the scaler."""
 
     def _drawn_batches(self) -> Iterator[tuple[Any, Pass | Share, bool]]:
-        """Yield (batch, its pass or share of the step, whether it is the epoch's last); subclasses implement it."""
+        """Yield (batch, its size, whether it is the epoch's last); subclasses implement it.
+
+        The size is the sampler's pass that the batch is for, or for a stream the samples of this rank and of all.
+        """
         raise NotImplementedError
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
@@ -205,7 +220,8 @@ class _NotingLoader(DataLoader[Any]):
 
         Batches of an earlier iteration that was left before its end are forgotten first.
         """
-        self.end_of_dataloader, pending = False, self._scaler.pending
+        self.end_of_dataloader = False
+        pending = self._scaler.pending
         if self._left_early:
             pending.drop(self._batches_key, everything=True)
         self._left_early = True
@@ -228,7 +244,8 @@ def _accelerated(loader: DataLoader[Any]) -> Iterator[Callable[[Any], Any]]:
     if state is None or not state.is_initialized():
         yield lambda batch: batch
         return
-    device, gradients = state.AcceleratorState().device, state.GradientState()
+    device = state.AcceleratorState().device
+    gradients = state.GradientState()
     gradients._add_dataloader(loader)
     try:
         yield lambda batch: sys.modules["accelerate.utils"].send_to_device(batch, device)
@@ -291,15 +308,20 @@ class StreamLoader(_NotingLoader):
     ) -> None:
         """Divide the stream by ``sizes``; without ``shared``, take this rank's size at each step."""
         if not shared:  # all of the stream is this rank's, its remainder included
-            sizes, drop_last = Sizes((sizes.sizes[job.rank],)), False
+            sizes = Sizes((sizes.sizes[job.rank],))
+            drop_last = False
         least = sizes.total_batch_size if drop_last else sizes.world_size  # at least one sample for each rank
-        cut = SharedStream(stream, sizes, job.rank if shared else 0, least)
-        collated: Any = functools.partial(collate_block, collate_fn)
-        super().__init__(cut, batch_size=None, collate_fn=collated, **options)
-        self._job, self._scaler, self._batches_key, self._shared, self._seen = job, scaler, self, shared, False
+        blocks = SharedStream(stream, sizes, job.rank if shared else 0, least)
+        collate: Any = functools.partial(collate_block, collate_fn)
+        super().__init__(blocks, batch_size=None, collate_fn=collate, **options)
+        self._job = job
+        self._scaler = scaler
+        self._batches_key = self
+        self._shared = shared
+        self._seen = False
 
     def _drawn_batches(self) -> Iterator[tuple[Any, Pass | Share, bool]]:
-        """Yield (batch, its share of the step, whether it is the last); one block is read ahead to know the last.
+        """Yield (batch, its samples on this rank and on all, whether it is the last); one block is read ahead to know that.
 
         At the first block of a shared stream, InputError is raised on all ranks unless they read the same one.
         """
@@ -311,6 +333,8 @@ class StreamLoader(_NotingLoader):
             self._job.demand_same("dataset: first sample of the stream", following[0].digest, remedy)
             self._seen = True
         while following is not None:
-            (block, total), following = following, next(blocks, None)
+            block, total = following
+            following = next(blocks, None)
             is_even = self._shared and total == block.samples * self._job.world_size
-            yield block.batch, Share(block.samples, total, is_even), following is None
+            is_last = following is None
+            yield block.batch, Share(block.samples, total, is_even), is_last

@@ -41,7 +41,9 @@ class _StepLogger:
     """Receives the recorder's steps, and passes them on to the recorder's earlier receiver, if there was one."""
 
     def __init__(self, recorder: StepRecorder, logger: Any, every: int) -> None:
-        self._row, self._logger, self._every = recorder.row, logger, every
+        self._row = recorder.row
+        self._logger = logger
+        self._every = every
         self._also = recorder.watch
         self._last: ObservedStep | None = None
 
@@ -49,7 +51,8 @@ class _StepLogger:
         """Pass a step on, and log the step before it if that is an ``every``-th one; values not finite are left out."""
         if self._also is not None:
             self._also(step)
-        previous, self._last = self._last, step
+        previous = self._last
+        self._last = step
         if previous is None or previous.number % self._every:
             return
         row = self._row(previous).model_dump()

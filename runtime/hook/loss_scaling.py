@@ -7,10 +7,11 @@ losses that were multiplied by ``N x_r / X``. The weight is applied to the loss,
 weighted too: several passes through the model, terms that reach other ranks (gathered embeddings, SyncBatchNorm),
 accumulation, unused parameters, with any wrapper that averages.
 
-The script says what its loss is; nothing is guessed. Its claims are checked by measurement in the first updates and
-whenever the loss's graph changes shape (:mod:`~ddltool.runtime.hook.claims`). What would make ranks differ is found
-after updates (:mod:`~ddltool.runtime.hook.guards`). Hooks of modules, tensors, parameters and optimizers show what the
-loop does; only for the end of a backward pass torch has no hook.
+The script says what its loss is a mean over (``hook.loss(loss, count=..., reduction=...)``); nothing is guessed. These
+claims are checked by measurement in the first updates and whenever the loss's graph changes shape
+(:mod:`~ddltool.runtime.hook.claims`). What would make ranks differ is found after updates
+(:mod:`~ddltool.runtime.hook.guards`). Hooks of modules, tensors, parameters and optimizers show what the loop does;
+only for the end of a backward pass torch has no hook.
 """
 
 from __future__ import annotations
@@ -119,7 +120,11 @@ class LossScaler:
         weighs: bool = True,
     ) -> None:
         """Prepare to weight losses; no hook is registered before :meth:`open`."""
-        self._job, self.name, self._sizes, self._planned_passes, self.watcher = job, name, sizes, passes, watcher
+        self._job = job
+        self.name = name
+        self._sizes = sizes
+        self._planned_passes = passes
+        self.watcher = watcher
         self.pending = PendingBatches()
         self.last_weight = 1.0
         self._weighs = weighs and job.world_size > 1
@@ -129,7 +134,8 @@ class LossScaler:
         self._sentinels: list[Any] = []
         # Whether DDP averages before the outer backward pass ends; then all parameters keep their hooks, to be counted.
         self._averages_within = False
-        self._forwards_begun = self._forwards_inside = 0  # number of forward passes begun; of those that have not ended
+        self._forwards_begun = 0  # number of forward passes so far
+        self._forwards_inside = 0  # number of those that have not ended
         self._weighed_losses = 0  # backward passes with a weighted loss since the last update
         self._was_loss_called = False  # since the last backward pass
         self._has_counted_a_step = False
@@ -149,8 +155,8 @@ class LossScaler:
         """
         if self._weighs and any(scaler._model() is model for scaler in _open_scalers):
             raise InputError("model", "is attached to already", "attach, balance or make an agent once per model")
-        self._model = reference = weakref.ref(model)
-        # Only the weak reference is used, because this object must not keep the model alive.
+        reference = weakref.ref(model)  # because this object must not keep the model alive
+        self._model = reference
         self.pending.trains = lambda: getattr(reference(), "training", True)
         before = _ForwardHook(lambda module, args, kwargs: self.begin_forward(module, (*args, *kwargs.values())))
         self._hooks = [
@@ -174,10 +180,12 @@ class LossScaler:
         _open_scalers.discard(self)
         for handle in (*self._hooks, *self._sentinels):
             handle.remove()
-        self._hooks, self._sentinels = [], []
+        self._hooks = []
+        self._sentinels = []
         if self._guard is not None:
             self._guard.close()
-        self._guard, self._weighs = None, False
+        self._guard = None
+        self._weighs = False
 
     def begin_forward(self, module: nn.Module | None, values: Sequence[Any]) -> None:
         """Note that a forward pass with gradients begins; dimension 0 of its inputs ``values`` is the samples.
@@ -215,7 +223,8 @@ class LossScaler:
                 guard.refuse(refusal)
         for marked_output in marked:
             # The hook gets the key, not the output: its edge would keep the graph alive.
-            key, edge = marked_output.key, marked_output.edge
+            key = marked_output.key
+            edge = marked_output.edge
             edge.node.register_prehook(partial(self._note_arrival, key, edge.output_nr))
 
     # Losses that the script passes.
@@ -250,7 +259,8 @@ class LossScaler:
         if not torch.is_grad_enabled() or not is_counted:
             return loss
         self._was_loss_called = True
-        share, ranks = None, self._job.world_size
+        share = None
+        ranks = self._job.world_size
         if count is not None and (ranks > 1 or of is not None):  # also for "average": all ranks must exchange counts
             factor = self._factor_of_count(float(count), of, reduction)
         elif reduction == "mean":
@@ -274,7 +284,7 @@ class LossScaler:
         return weighed
 
     def _factor_of_count(self, count: float, of: float | None, reduction: Reduction) -> float:
-        """Return the factor for the gradients of a loss that is a mean, or a sum, over ``count`` things on this rank.
+        """Return the factor for the gradients of a loss that is a mean, or a sum, over ``count`` elements on this rank.
 
         ``of``: the sum of all ranks' counts; None: all ranks exchange their counts. If the sum is 0, the factor of a
         mean is 1. Raises InputError for a count below 0 or NaN.
@@ -296,26 +306,18 @@ class LossScaler:
         return counts
 
     def _counted_share(self) -> Share:
-        """Return this rank's share of a batch that did not come from ddltool's loaders; all ranks exchange their counts.
+        """Return the samples of this rank and of all, for a batch that is not of ddltool's loaders.
 
-        This rank's count is the number that the script has announced, or else dimension 0 of its forward passes'
-        inputs. Until a step was counted, that must be a planned size, so that the first dimension of another argument
-        is not mistaken for the batch. Raises InputError, on all ranks, if the count of any is unknown.
+        All ranks exchange their counts. Raises InputError, on all ranks, if the count of any is unknown.
         """
-        sizes = sizes_seen = self.pending.told or self.pending.passed
         planned = None if self._sizes is None else self._sizes()[self._job.rank]
         if self._job.world_size == 1:
-            counts = [float(sum(sizes))]
+            counts = [float(sum(self.pending.told or self.pending.passed))]
         else:
-            if planned is not None and not self.pending.told:
-                # A forward pass gets the whole local batch, or its part where the script splits the batch into passes.
-                passes = self._planned_passes
-                expected = {planned, planned // passes} if planned % passes == 0 else {planned}
-                as_planned = [size for size in sizes if size in expected][:1]
-                sizes = as_planned or (sizes if self._has_counted_a_step else [])
-            counts = self._counts_of_ranks(sizes[0] if len(set(sizes)) == 1 else -1)  # -1: this rank does not know
+            own_count = self._own_count(planned)
+            counts = self._counts_of_ranks(-1 if own_count is None else own_count)  # -1: this rank does not know
         if min(counts) < 0:
-            sizes_text = ", ".join(map(str, sizes_seen)) or "missing"
+            sizes_text = ", ".join(map(str, self.pending.told or self.pending.passed)) or "missing"
             problem = f"the batch cannot be counted by dimension 0 of the model's arguments ({sizes_text})"
             if planned is not None:
                 problem += f": planned are {planned} samples"
@@ -326,16 +328,41 @@ class LossScaler:
         self.pending.count(self._forwards_begun, share.samples, share.total)
         return share
 
+    def _own_count(self, planned: int | None) -> int | None:
+        """Return how many samples this rank's batch has, by its forward passes; None if they do not tell one number.
+
+        It is the number that the script has announced, or else dimension 0 of the forward passes' inputs. Until a step
+        was counted, that must be a planned size, so that the first dimension of another argument is not mistaken for the
+        batch. ``planned``: this rank's planned samples in a step; None: not known.
+        """
+        sizes = self.pending.told or self.pending.passed
+        if planned is not None and not self.pending.told:
+            # A forward pass gets the whole local batch, or its part where the script splits the batch into passes.
+            passes = self._planned_passes
+            expected = {planned, planned // passes} if planned % passes == 0 else {planned}
+            as_planned = [size for size in sizes if size in expected]
+            if as_planned:
+                return as_planned[0]
+            if not self._has_counted_a_step:
+                return None
+        return sizes[0] if len(set(sizes)) == 1 else None
+
     # Measurements of losses.
 
     def _check_claim(
         self, loss: Tensor, factor: float, share: Share | None, reduction: Reduction
     ) -> tuple[set[ForwardPass], OutputGradients]:
-        """Check what the script says of a loss; return (its forward passes, its weighted gradients by their outputs).
+        """Check what the script says of a loss; return (its forward passes, its weighted gradients by model output).
 
-        The loss's graph is looked at in the first updates and then now and then; gradients are measured in the first
-        updates and for graphs of a new shape. What is not looked at or measured is empty. ``share``: the batch's, if the
-        loss is said to be a mean over its samples; None otherwise. Refusals are left to the guard, until the update.
+        The loss's graph is walked in the first updates and then in every fourth or fewer; gradients are measured in the
+        first updates and for graphs of a new shape. What is not walked or measured is empty. Refusals are left to the
+        guard, until the update.
+
+        Args:
+            loss: the loss, or one of its terms.
+            factor: its weight on this rank.
+            share: the batch's numbers of samples, if the loss is said to be a mean over them; None otherwise.
+            reduction: how the script says that the ranks' losses are combined.
         """
         guard = self._guard
         updates_per_look = _UPDATES_PER_LOOK * (1 + self._graph_nodes // _NODES_PER_LOOK)
@@ -343,7 +370,8 @@ class LossScaler:
             return set(), {}
         graph = LossGraph.of(loss)
         # The number of nodes says how often to look: a large graph takes longer.
-        self._graph_nodes, forward_passes = graph.nodes, {output.key[0] for output in graph.outputs}
+        self._graph_nodes = graph.nodes
+        forward_passes = {output.key[0] for output in graph.outputs}
         if graph.is_weighed:
             before = f"has come through {self.name}.loss before"
             guard.refuse(InputError("loss", before, "say each term of a loss once"))
@@ -378,10 +406,17 @@ class LossScaler:
     def _measure_gradients(
         self, guard: UpdateGuard, loss: Tensor, graph: LossGraph, factor: float, share: Share | None
     ) -> OutputGradients:
-        """Return the weighted gradients of a loss by its outputs; refuse a mean over samples that are coupled.
+        """Return the gradients of a loss, times its weight, by model output; refuse a mean over samples that are coupled.
 
-        An output from which another one is computed has None, because gradients of both kinds arrive there. ``factor``:
-        the loss's weight; ``share``: the batch's, if the loss is said to be a mean over its samples.
+        Samples are coupled if the loss's gradient at one sample's outputs depends on another sample's outputs. An output
+        from which another one is computed has None, because gradients also arrive there by way of the other.
+
+        Args:
+            guard: gets the refusal.
+            loss: the loss, or one of its terms.
+            graph: the part of its graph that reaches back to the model's outputs.
+            factor: the loss's weight.
+            share: the batch's numbers of samples, if the loss is said to be a mean over them; None otherwise.
         """
         outputs, behind = graph.measurable_outputs()
         expected: OutputGradients = dict.fromkeys(behind)
@@ -403,16 +438,22 @@ class LossScaler:
                 expected[output.key] = gradient.detach()
         return expected
 
-    def _note_arrival(self, key: OutputKey, place: int, gradients: tuple[Tensor | None, ...]) -> None:
+    def _note_arrival(self, key: OutputKey, output_index: int, gradients: tuple[Tensor | None, ...]) -> None:
         """Compare the gradient that arrives at a model's output with that of weighted losses; refuse a loss if they differ.
 
-        This is a pre-hook of the graph node that computes the output: ``gradients`` are those of all tensors that the
-        node computes, ``place`` is this one's index.
+        They differ if a term of the loss did not come through :meth:`loss`. This is a pre-hook of the graph node that
+        computes the output.
+
+        Args:
+            key: the output.
+            output_index: its index among the tensors that the node computes.
+            gradients: the gradients of all of these tensors; None for one without.
         """
-        gradient, guard = gradients[place], self._guard
+        gradient = gradients[output_index]
+        guard = self._guard
         if _current_backward is None or guard is None or gradient is None or not _current_backward.expected:
             return
-        # No weighted loss sends a gradient to an output that is not in `expected`.
+        # No weighted loss sends a gradient to an output that is not in `expected`, so zeros are expected there.
         expected = _current_backward.expected.get(key, torch.zeros_like(gradient))
         if expected is not None and largest_difference(gradient.detach(), expected.to(gradient.dtype)) > 1:
             problem = f"has a term that did not come through {self.name}.loss"
@@ -431,9 +472,14 @@ class LossScaler:
     ) -> Tensor:
         """Note that a backward pass has reached a weighted loss, and return its gradient times the weight ``factor``.
 
-        This is a tensor hook of the loss. ``scale``: the gradient that comes in, which is 1 or an AMP scaler's factor.
-        ``gradients``: those measured with a scale of 1, by output; times ``scale`` they are added to the gradients that
-        this pass is expected to send there.
+        This is a tensor hook of the loss.
+
+        Args:
+            factor: the weight of this rank's loss.
+            forward_passes: the forward passes from whose outputs the loss was computed.
+            gradients: the loss's measured gradients with respect to the model's outputs, for a ``scale`` of 1. Times
+                ``scale`` they are added to the gradients that this pass is expected to send to each output.
+            scale: the gradient that comes in, which is 1 or an AMP scaler's factor.
         """
         under_way = self._join_backward()
         under_way.is_weighed = True
@@ -491,12 +537,14 @@ class LossScaler:
         if self in under_way.complete:
             return
         under_way.complete.add(self)
-        was_loss_called, self._was_loss_called = self._was_loss_called, False
-        if not was_loss_called:  # a negative number, so that it differs from the forward passes that `loss` uses
+        was_loss_called = self._was_loss_called
+        self._was_loss_called = False
+        if not was_loss_called:
+            key = -under_way.number  # negative, so that it differs from the numbers of forward passes that `loss` uses
             with contextlib.suppress(InputError):
-                if self.pending.share(-under_way.number, self.name) is None:
+                if self.pending.share(key, self.name) is None:
                     samples = max(self.pending.told or self.pending.passed, default=0)
-                    self.pending.count(-under_way.number, samples, samples * self._job.world_size)
+                    self.pending.count(key, samples, samples * self._job.world_size)
         if self.watcher is not None and self.averages:
             self.watcher.note_complete()
 
@@ -515,13 +563,16 @@ class LossScaler:
             guard.refuse(self._missing_loss_error())
             return
         self._weighed_losses += 1
+        if not self.averages:
+            return
         for forward_pass in under_way.forward_passes:
-            if forward_pass.owner is self and self.averages:
-                if forward_pass.averaged_in not in (None, under_way.number):
-                    problem = "comes again by one forward pass, whose gradients DDP averages once only"
-                    remedy = "add the losses and call backward once, or pass through the model again"
-                    guard.refuse(InputError("backward", problem, remedy))
-                forward_pass.averaged_in = under_way.number
+            if forward_pass.owner is not self:
+                continue
+            if forward_pass.averaged_in not in (None, under_way.number):
+                problem = "comes again by one forward pass, whose gradients DDP averages once only"
+                remedy = "add the losses and call backward once, or pass through the model again"
+                guard.refuse(InputError("backward", problem, remedy))
+            forward_pass.averaged_in = under_way.number
 
     def _missing_loss_error(self) -> InputError:
         """Return the error for a loss that did not come through :meth:`loss`."""
@@ -543,9 +594,10 @@ class LossScaler:
         self._weighed_losses = 0
         guard.after_update()
         if guard.updates == FIRST_UPDATES and not self._averages_within:
-            every = -(-len(self._sentinels) // _SENTINELS) or 1  # rounded up
-            for place, handle in enumerate(self._sentinels):
-                if place % every:
+            # Keep about `_SENTINELS` hooks, spread evenly over the parameters; the division is rounded up.
+            kept_every = -(-len(self._sentinels) // _SENTINELS) or 1
+            for index, handle in enumerate(self._sentinels):
+                if index % kept_every:
                     handle.remove()
 
 
@@ -596,7 +648,8 @@ def _note_complete() -> None:
 def _note_end() -> None:
     """Tell the scalers that the backward pass is over, DDP's exchange included."""
     global _current_backward
-    ended, _current_backward = _current_backward, None
+    ended = _current_backward
+    _current_backward = None
     if ended is not None:
         for scaler in ended.trained():
             scaler.end_backward(ended)

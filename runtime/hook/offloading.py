@@ -42,7 +42,8 @@ def offload_modules(model: nn.Module, plan: Sequence[Offloaded]) -> None:
     names = list(dict.fromkeys(name for entry in plan for name in (entry.module, entry.until)))
     if missing := [name for name in names if name not in modules]:
         raise InputError("on_host", f"the model has no module {missing[0]!r}", "trace and plan this model")
-    until, streams = {entry.module: entry.until for entry in plan}, _CopyStreams()
+    until = {entry.module: entry.until for entry in plan}
+    streams = _CopyStreams()
     for name in names:
         module = modules[name]
         module.forward = functools.partial(_forward, module, module.forward, streams, name, until.get(name))
@@ -59,8 +60,15 @@ def _forward(
 ) -> Any:
     """Run ``forward`` of the module ``name`` and return its result; begin its copies, and end those that are awaited here.
 
-    ``until``: the module at whose end this one's copies are awaited; None: this one saves on the device. Without gradients
-    nothing is saved, so ``forward`` just runs.
+    Without gradients nothing is saved, so ``forward`` just runs.
+
+    Args:
+        module: the module that is called.
+        forward: its own forward function, which this one replaces.
+        streams: the model's streams for copies, and the list of those under way.
+        name: the module's name in the model.
+        until: the name of the module at whose end this one's copies are awaited; None: this one saves on the device.
+        args, kwargs: the call's arguments, for ``forward``.
     """
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
@@ -82,9 +90,10 @@ def _forward(
     for reference in awaited_here:
         if (earlier := reference()) is not None:
             earlier.free_device()
-    for tensor in returned if awaited_here else ():
-        if tensor.requires_grad:  # its gradient comes first in this module's backward pass
-            tensor.register_hook(functools.partial(_begin_copies_back, awaited_here))
+    if awaited_here:
+        for tensor in returned:
+            if tensor.requires_grad:  # its gradient comes first in this module's backward pass
+                tensor.register_hook(functools.partial(_begin_copies_back, awaited_here))
     return output
 
 
@@ -154,7 +163,9 @@ class _SavedStorages:
 
     def __init__(self, streams: _CopyStreams, staying: set[int]) -> None:
         """Save nothing yet; the storages at the addresses ``staying`` are never taken."""
-        self.streams, self.staying, self.device = streams, staying, torch.device("cpu")
+        self.streams = streams
+        self.staying = staying
+        self.device = torch.device("cpu")
         self.on_device: dict[int, UntypedStorage] = {}
         self.on_host: dict[int, Tensor] = {}
         self.uses = Counter[int]()
@@ -177,7 +188,8 @@ class _SavedStorages:
         address = storage._cdata
         if address in self.staying or not storage.nbytes():
             return tensor
-        self.device, self.on_device[address] = tensor.device, storage
+        self.device = tensor.device
+        self.on_device[address] = storage
         self.uses[address] += 1
         return _Piece(self, address, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
 
@@ -197,10 +209,11 @@ class _SavedStorages:
             del self.on_device[address]
 
     def copy_back(self, address: int | None = None) -> None:
-        """Make room on the device for all that is needed again, or for the storage at ``address``, and begin to copy it there.
+        """Allocate memory on the device for what is needed again, and begin to copy it there from the host.
 
-        The room is allocated on compute's stream, and copies begin after what compute has queued so far: that may still use
-        the same memory for what it held before.
+        The memory is allocated on compute's stream, and copies begin after what compute has queued so far: that may still
+        use the same memory for what it held before. ``address``: the storage that is copied; None: all that the backward
+        pass has not used yet.
         """
         needed = [held for held in self.on_host if self.uses[held] > 0] if address is None else [address]
         room = {held: torch.empty_like(self.on_host[held], device=self.device, pin_memory=False) for held in needed}

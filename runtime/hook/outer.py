@@ -98,8 +98,13 @@ class OuterSteps:
     ) -> None:
         trained = [value for value in model.parameters() if value.requires_grad]
         _check(every, optimizer, fragments, overlap, mixing, bits, weight, len(trained))
-        self.every, self.optimizer, self.overlap, self.mixing, self.bits = every, optimizer, overlap, mixing, bits
-        self.weight, self.steps = weight, 0
+        self.every = every
+        self.optimizer = optimizer
+        self.overlap = overlap
+        self.mixing = mixing
+        self.bits = bits
+        self.weight = weight
+        self.steps = 0
         self._inside = inside
         self._group = group if group is not None or not dist.is_initialized() else dist.new_group(backend="gloo")
         self._fragments = _cut_fragments(trained, fragments)
@@ -141,8 +146,10 @@ class OuterSteps:
         """
         step = self.steps % self.every + 1  # in this round, from 1 on
         self.steps += 1
-        for fragment in range(len(self._fragments)):
-            if step == (fragment + 1) * self.every // len(self._fragments):
+        fragment_count = len(self._fragments)
+        for fragment in range(fragment_count):
+            # The fragments' sends are spread evenly over the round's steps.
+            if step == (fragment + 1) * self.every // fragment_count:
                 self._send(fragment)
         while self._sent and self._sent[0].due <= self.steps:
             self._receive()
@@ -178,7 +185,8 @@ class OuterSteps:
             _broadcast_from_first(average, self._inside)
         rate, momentum = self.optimizer
         # M <- momentum M + D;  O <- O - rate (D + momentum M), with D = average, M = momentum_buffer and O = outer.
-        outer, momentum_buffer = self.outer[sent.fragment], self.momentum[sent.fragment]
+        outer = self.outer[sent.fragment]
+        momentum_buffer = self.momentum[sent.fragment]
         momentum_buffer.mul_(momentum).add_(average)
         outer.sub_(average.add(momentum_buffer, alpha=momentum), alpha=rate)
         _mix(self._fragments[sent.fragment], outer, self.mixing)
@@ -197,15 +205,16 @@ class OuterSteps:
                 self._receive()
             except LostRank:
                 continue
-        self._group, self.weight = group, self.weight if weight is None else weight
+        self._group = group
+        self.weight = self.weight if weight is None else weight
         steps = torch.tensor([self.steps, self.every], dtype=torch.int64)
         for member_group in (group, self._inside):
             if _is_member(member_group):
                 for value in (steps, *self.outer, *self.momentum):
                     _broadcast_from_first(value, member_group)
-        first_steps, first_every = steps.tolist()
-        # Islands differ in `every`, so rounds are compared. An island in another round, or a new one, starts from the
-        # outer parameters; one in the same round keeps its own.
+        first_steps, first_every = steps.tolist()  # the first rank's, which all have received
+        # Islands differ in `every`, so rounds are compared, and the first rank's steps are scaled to this island's round.
+        # An island in another round, or a new one, starts from the outer parameters; one in the same round keeps its own.
         if self.rounds != first_steps // first_every or not self.steps:
             self.steps = first_steps * self.every // first_every
             for part, outer in zip(self._fragments, self.outer, strict=True):
@@ -227,7 +236,9 @@ class OuterSteps:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a state of :meth:`state_dict`. Raises InputError for one of other parameters or fragments."""
         try:
-            outer, momentum, sent = list(state["outer"]), list(state["momentum"]), list(state["sent"])
+            outer = list(state["outer"])
+            momentum = list(state["momentum"])
+            sent = list(state["sent"])
             steps = int(state["steps"])
         except (KeyError, TypeError, ValueError):
             raise InputError("outer state", "is none", "give what state_dict returned") from None
@@ -288,7 +299,11 @@ def _check(
     weight: float,
     parameters: int,
 ) -> None:
-    """Raise InputError for the first argument of :class:`OuterSteps` that is out of its range."""
+    """Raise InputError for the first argument of :class:`OuterSteps` that is out of its range.
+
+    ``parameters``: number of the model's trained parameters, because each fragment needs at least one. The other
+    arguments are described at the class.
+    """
     if every < 1:
         raise InputError("every", f"is {every}", "give the inner steps between outer steps, 1 or more")
     if not parameters:
@@ -310,18 +325,25 @@ def _check(
         raise InputError("weight", f"is {weight}", "give a number above 0, such as the island's samples")
 
 
-def _cut_fragments(values: Sequence[nn.Parameter], fragments: int) -> list[list[nn.Parameter]]:
-    """Return the parameters, in their order, cut into ``fragments`` non-empty parts of about the same number of elements."""
-    total, parts, taken = sum(value.numel() for value in values), list[list[nn.Parameter]](), 0
-    for place, value in enumerate(values):
-        left = len(values) - place
-        # The parts so far have their share of the elements; each part to come needs one of the parameters left.
-        is_full, is_needed = taken >= total * len(parts) / fragments, left <= fragments - len(parts)
-        if not parts or (len(parts) < fragments and (is_full or is_needed)):
-            parts.append([])
-        parts[-1].append(value)
-        taken += value.numel()
-    return parts
+def _cut_fragments(parameters: Sequence[nn.Parameter], count: int) -> list[list[nn.Parameter]]:
+    """Return the parameters, in their order, divided into ``count`` non-empty fragments of about equally many elements.
+
+    There must be at least ``count`` parameters.
+    """
+    total_elements = sum(parameter.numel() for parameter in parameters)
+    fragments = list[list[nn.Parameter]]()
+    elements_taken = 0
+    for index, parameter in enumerate(parameters):
+        parameters_left = len(parameters) - index
+        # The fragments so far have their share of the elements.
+        is_full = elements_taken >= total_elements * len(fragments) / count
+        # Each fragment to come needs one of the parameters that are left.
+        is_needed = parameters_left <= count - len(fragments)
+        if not fragments or (len(fragments) < count and (is_full or is_needed)):
+            fragments.append([])
+        fragments[-1].append(parameter)
+        elements_taken += parameter.numel()
+    return fragments
 
 
 def _local_parts(values: Iterable[nn.Parameter]) -> list[Tensor]:
@@ -368,5 +390,6 @@ def _broadcast_from_first(tensor: Tensor, group: Group) -> None:
     The group need not be registered with torch.distributed.
     """
     options = dist.BroadcastOptions()
-    options.rootRank, options.rootTensor = 0, 0
+    options.rootRank = 0
+    options.rootTensor = 0
     group.broadcast([tensor], options).wait()

@@ -1,9 +1,9 @@
-"""Tracks the batches that the training loop holds, to find the share of all ranks' samples in a backward pass.
+"""Tracks the batches that the training loop holds, to find how many samples a backward pass is for.
 
-Start at :meth:`PendingBatches.share`. Loaders note each batch that they hand out (:meth:`PendingBatches.draw`). A
-backward pass marks the batches that its loss was computed from as used; used batches are forgotten when their loader
-hands out the next one. So a loop may fetch ahead, skip batches, train on batches of two loaders together, and evaluate
-on a third one in between.
+Start at :meth:`PendingBatches.share`. A *share* is the number of this rank's samples in a pass beside that of all ranks.
+Loaders note each batch that they hand out (:meth:`PendingBatches.draw`). A backward pass marks the batches that its loss
+was computed from as used; used batches are forgotten when their loader hands out the next one. So a loop may fetch
+ahead, skip batches, train on batches of two loaders together, and evaluate on a third one in between.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class _Drawn:
     """A batch that a loader has handed to the training loop."""
 
     share: Share
+    """The number of its samples on this rank and on all ranks together."""
     sampler_pass: Pass | None
     """The sampler's pass that the batch is for; None for a batch of a stream."""
     for_evaluation: bool
@@ -71,8 +72,9 @@ class PendingBatches:
     def draw(self, source: Hashable, drawn: Pass | Share) -> None:
         """Note that the loader ``source`` hands a batch to the training loop, and forget its oldest batches that were used.
 
-        ``drawn``: the sampler's pass that the batch is for, or for a stream its share of the step's samples. Raises
-        InputError if the hook has no model yet (:attr:`missing`).
+        ``source``: the key of the loader's batches, which is its sampler or the loader itself. ``drawn``: the sampler's
+        pass that the batch is for, or for a stream the numbers of samples of this rank and of all. Raises InputError if
+        the hook has no model yet (:attr:`missing`).
         """
         if self.missing is not None:
             raise InputError("loader", "is used before the hook knows what is trained", self.missing)
@@ -106,12 +108,13 @@ class PendingBatches:
         dropped. If no loader or several have batches, none is chosen, and :meth:`share` finds the batch.
         """
         self._fill()
-        if len(sources := [(source, batches) for source, batches in self._drawn.items() if batches]) != 1:
+        non_empty = [(source, batches) for source, batches in self._drawn.items() if batches]
+        if len(non_empty) != 1:
             self._held = None
             return
-        [(source, batches)] = sources
-        finished = 1 if batches[0] is self._held else 0  # the turn of the chosen batch ends now
-        remaining = len(batches) - finished - skip
+        [(source, batches)] = non_empty
+        finished_count = 1 if batches[0] is self._held else 0  # the batch that the last call chose is done with
+        remaining = len(batches) - finished_count - skip
         if skip and isinstance(source, VariableBatchSampler):
             # Of very many skipped batches only the latest are in `batches`. So what remains is what the sampler has issued
             # in this iteration and the loop has drawn, less the skipped ones, which an iteration begins with.
@@ -139,7 +142,8 @@ class PendingBatches:
 
     def end_backward(self) -> None:
         """Forget the sizes of forward passes: those that follow belong to another backward pass."""
-        self.passed, self.told = [], []
+        self.passed = []
+        self.told = []
 
     # Calls of the loss scaler.
 
@@ -149,15 +153,19 @@ class PendingBatches:
         return bool(self._batches())
 
     def share(self, number: Hashable, name: str) -> Share | None:
-        """Return the share of the batch that the backward pass ``number`` is for, and mark the batch as used.
+        """Return this rank's and all ranks' samples in the batch of the backward pass ``number``; mark the batch as used.
 
         None if the loop holds no batch of ddltool's loaders. Of several batches with different shares, those are
         considered that have as many samples as a forward pass had; if their shares differ too, InputError is raised.
-        ``name``: the script's name for the object whose ``loss`` takes a count, for the message.
+
+        Args:
+            number: tells backward passes apart: the number of forward passes begun before it.
+            name: the script's name for the object whose ``loss`` takes a count, for the message.
         """
-        fitting = batches = self._batches()
+        batches = self._batches()
         if not batches:
             return None
+        fitting = batches
         if len({batch.share for batch in batches}) > 1:  # equal shares need not be told apart
             sizes = {*self.told, *self.passed}
             fitting = [batch for batch in batches if batch.share.samples in sizes]
@@ -175,15 +183,17 @@ class PendingBatches:
     def count(self, number: Hashable, samples: int, total: float) -> None:
         """Add samples of this rank, and of all ranks (``total``), to the tally.
 
-        ``number``: the backward pass, of which only the first call counts, because each term of a loss makes one.
+        ``number``: the backward pass. Only the first call for it counts, because each term of a loss makes a call.
         """
         if self._used_in != number:
             self._used_in = number
-            self._tally = (self._tally[0] + samples, self._tally[1] + total)
+            samples_before, total_before = self._tally
+            self._tally = (samples_before + samples, total_before + total)
 
     def take_tally(self) -> tuple[int, int]:
         """Return (this rank's samples, all ranks' samples) that backward passes have used since the last call."""
-        (samples, total), self._tally = self._tally, (0, 0.0)
+        samples, total = self._tally
+        self._tally = (0, 0.0)
         return samples, round(total)
 
     def last_used(self, sampler: VariableBatchSampler) -> Pass | None:
@@ -197,9 +207,10 @@ class PendingBatches:
                 self.draw(sampler, sampler.issued.popleft())
 
     def _batches(self) -> list[_Drawn]:
-        """Return the batches that a backward pass may be for now.
+        """Return the batches that the next backward pass may be for.
 
-        That is the batch that :meth:`turn_to_next` has chosen, or else those handed out for training, or else all.
+        That is the batch that :meth:`turn_to_next` has chosen; without one, those handed out for training; without any
+        of these, all, because a loop may have drawn its batch under ``no_grad``.
         """
         self._fill()
         if self._held is not None:
@@ -208,20 +219,23 @@ class PendingBatches:
         return [batch for batch in batches if not batch.for_evaluation] or batches
 
     def _use(self, number: Hashable, fitting: list[_Drawn]) -> None:
-        """Mark the oldest unused batch of each loader that is among ``fitting`` as used, and all batches before it.
+        """For each loader, mark its oldest unused batch among ``fitting`` as used, and all of its batches before that one.
 
-        Also add their samples to the tally. A second call for a ``number`` does nothing.
+        The samples of those oldest batches are added to the tally. ``number``: the backward pass; a second call for the
+        same one does nothing.
         """
         if self._used_in == number or not fitting:
             return
-        samples, total = 0, 0.0
+        samples = 0
+        total_samples = 0.0
         for drawn in self._drawn.values():
             trained = next((batch for batch in drawn if not batch.used and batch in fitting), None)
             if trained is None:
                 continue
-            samples, total = samples + trained.share.samples, total + trained.share.total
+            samples += trained.share.samples
+            total_samples += trained.share.total
             for batch in drawn:
                 batch.used = True  # those before it were skipped by the loop
                 if batch is trained:
                     break
-        self.count(number, samples, total)
+        self.count(number, samples, total_samples)

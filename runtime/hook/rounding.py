@@ -34,11 +34,14 @@ def averaged(value: Tensor, group: Any, bits: int = 32, weight: float = 1.0) -> 
         return flat[:-1] / flat[-1]
     weights = torch.tensor([weight], dtype=torch.float64)
     group.allreduce([weights]).wait()
-    length = -(-value.numel() // (ranks * BLOCK)) * BLOCK  # of each rank's part: rounded up to whole blocks
-    parts = torch.nn.functional.pad(value * weight, (0, ranks * length - value.numel())).view(ranks, length)
+    part_length = (
+        -(-value.numel() // (ranks * BLOCK)) * BLOCK
+    )  # each rank averages one part, rounded up to whole blocks
+    padding = ranks * part_length - value.numel()
+    parts = torch.nn.functional.pad(value * weight, (0, padding)).view(ranks, part_length)
     packed = torch.stack([packed_bits(part, bits) for part in parts])  # (ranks, bytes): a row for each rank's part
     received = torch.empty_like(packed)  # (ranks, bytes): this rank's part, as each rank has it
-    group.alltoall_base(received.view(-1), packed.view(-1), [], []).wait()  # []: equal shares
+    group.alltoall_base(received.view(-1), packed.view(-1), [], []).wait()  # []: all parts are equally long
     part_average = torch.stack([unpacked(row, bits, value.dtype) for row in received]).sum(dim=0) / float(weights)
     packed_average = packed_bits(part_average, bits)
     gathered = [torch.empty_like(packed_average) for _ in range(ranks)]
@@ -54,12 +57,14 @@ def packed_bits(value: Tensor, bits: int) -> Tensor:
     """
     if bits == 16:
         return value.to(torch.bfloat16).view(torch.uint8)
-    steps, blocks = _STEPS[bits], value.view(-1, BLOCK)
-    scales = (blocks.abs().amax(dim=1, keepdim=True) / steps).to(torch.float32)
+    largest = _STEPS[bits]
+    blocks = value.view(-1, BLOCK)
+    scales = (blocks.abs().amax(dim=1, keepdim=True) / largest).to(torch.float32)
     # 1e-38: no division by zero in a block of zeros.
-    levels = (blocks / scales.clamp_min(1e-38)).round().clamp(-steps, steps).to(torch.int8).view(-1)
+    levels = (blocks / scales.clamp_min(1e-38)).round().clamp(-largest, largest).to(torch.int8).view(-1)
     if bits == 4:
-        pairs = (levels + steps).to(torch.uint8).view(-1, 2)
+        # Two neighbours, shifted to 0 to 14, share a byte: the first has its lower half.
+        pairs = (levels + largest).to(torch.uint8).view(-1, 2)
         levels = pairs[:, 0] | (pairs[:, 1] << 4)
     return torch.cat((levels.view(torch.uint8), scales.view(-1).view(torch.uint8)))
 
@@ -68,10 +73,12 @@ def unpacked(packed: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
     """Return the numbers, (n,) of type ``dtype``, from the bytes that :func:`packed_bits` has made with ``bits``."""
     if bits == 16:
         return packed.view(torch.bfloat16).to(dtype)
-    # Each block has 256 bytes of integers (half of that for 4 bits) and 4 of its scale.
-    blocks = packed.numel() // (BLOCK * bits // 8 + 4)
+    integer_bytes = BLOCK * bits // 8  # of a block
+    scale_bytes = 4  # of a block: a float32
+    block_count = packed.numel() // (integer_bytes + scale_bytes)
+    levels = packed[: block_count * integer_bytes]
     # A copy of the scales: where they begin need not be aligned for a view as float32.
-    levels, scales = packed[: blocks * BLOCK * bits // 8], packed[blocks * BLOCK * bits // 8 :].clone()
+    scales = packed[block_count * integer_bytes :].clone()
     if bits == 4:
         levels = torch.stack((levels & 15, levels >> 4), dim=1).view(-1)
         numbers = levels.to(dtype) - _STEPS[4]

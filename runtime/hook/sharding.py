@@ -46,10 +46,8 @@ def shard(model: nn.Module, config: Config, **options: Any) -> nn.Module:
     enforcement, plan, units = _checked(config, model)
     checkpoint_modules(model, plan.checkpointing)
     offload_modules(model, plan.on_host)
-    if (
-        enforcement.world_size == 1 and not plan.offload
-    ):  # nothing to divide; only fully_shard can keep the state on the host
-        return model
+    if enforcement.world_size == 1 and not plan.offload:
+        return model  # nothing to divide; only fully_shard can keep the state on the host
     if plan.kind == "ddp":
         buckets = {} if enforcement.ddp is None else ddp_arguments(enforcement)
         return DistributedDataParallel(model, **{**buckets, **options})
@@ -87,7 +85,11 @@ def _shard_norms(unit: nn.Module, options: dict[str, Any]) -> None:
 
 
 def _checked(config: Config, model: nn.Module) -> tuple[Enforcement, ShardingSetting, list[nn.Module]]:
-    """Return the configuration, its sharding, and the modules that it shards one by one. Raises as :func:`shard` says."""
+    """Return (the enforcement config, its sharding, the modules that it shards one by one, without the root).
+
+    Raises InputError for a config without a sharding, for another number of processes than planned, and for modules
+    that the model lacks.
+    """
     enforcement, where = loaded(config)
     plan = enforcement.sharding
     if plan is None:

@@ -1,9 +1,10 @@
 """Records one JSON line per optimizer step (:class:`ddltool.telemetry.TelemetryRow`). Start at :class:`StepRecorder`.
 
-A step's time has three parts. *compute* ends when this rank's last gradient is computed. *wait* ends when the slowest
-rank's is too; a tiny collective, the beacon, which each rank starts when its own is ready, completes then. *sync* ends
-when the averaged gradients are in place. A straggler is a rank that others wait for and that waits for nobody. On CUDA
-*wait* is measured by the host, and at most the whole exchange (:mod:`~ddltool.runtime.processes.step_times`).
+A step has one *exchange* for each backward pass in which ranks average gradients. Its time has three parts. *compute*
+ends when this rank's last gradient is computed. *wait* ends when the slowest rank's is too; a tiny collective, the
+beacon, which each rank starts when its own is ready, completes then. *sync* ends when the averaged gradients are in
+place. A straggler is a rank that others wait for and that waits for nobody. On CUDA *wait* is measured by the host, and
+at most the whole exchange (:mod:`~ddltool.runtime.processes.step_times`).
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ class Identity:
         """
         if step.end.event is not None:
             step.end.event.synchronize()
-        compute_s, wait_s, sync_s = (sum(parts) for parts in zip(*(e.split() for e in step.exchanges), strict=True))
+        parts_by_exchange = [exchange.split() for exchange in step.exchanges]  # (compute, wait, sync) in seconds
+        compute_s, wait_s, sync_s = (sum(parts) for parts in zip(*parts_by_exchange, strict=True))
         step_s = seconds_between(step.begin, step.end)
         fields = {
             "run": self.run,
@@ -147,8 +149,9 @@ class TelemetryFile:
     def flush(self, but: int = 0) -> None:
         """Write the buffered steps, except the last ``but`` of them."""
         if self._file.is_open:
-            count = len(self._held) - but
-            due, self._held = self._held[:count], self._held[count:]
+            due_count = len(self._held) - but
+            due = self._held[:due_count]
+            self._held = self._held[due_count:]
             self._file.write([self.identity.row(step).model_dump_json(exclude_none=True) for step in due])
 
     def close(self) -> None:
@@ -197,7 +200,9 @@ class PassClock(Watcher):
         side: dist.ProcessGroup | None = None,
     ) -> None:
         """Start without passes; with a ``side`` group, make the process pause at exit (:func:`pause_before_exit`)."""
-        self._cuda, self._take_samples, self._side = cuda, take_samples, side
+        self._cuda = cuda
+        self._take_samples = take_samples
+        self._side = side
         self._start: Stamp | None = None  # of *compute*; None: no forward pass since the last exchange
         self._paused_s = 0.0  # seconds waited for counts of other ranks since `_start`
         self._exchanges: list[Exchange] = []  # since the last `take`
@@ -218,7 +223,8 @@ class PassClock(Watcher):
         """End *compute*, because this rank's gradients are complete; in every tenth exchange, start the beacon."""
         if self._take_samples is None:
             return
-        exchange = self.begin_exchange(*self._take_samples())
+        own_samples, all_samples = self._take_samples()
+        exchange = self.begin_exchange(own_samples, all_samples)
         exchange.note_ready()
         if self._side is not None and self._completed % EXCHANGES_PER_BEACON == 0:
             exchange.listened = True
@@ -237,7 +243,8 @@ class PassClock(Watcher):
         """
         start = self._start if self._start is not None else stamp(self._cuda)
         exchange = Exchange(samples, total, start, self._cuda, like=self._listened, paused_s=self._paused_s)
-        self._start, self._paused_s = None, 0.0
+        self._start = None
+        self._paused_s = 0.0
         self._exchanges.append(exchange)
         return exchange
 
@@ -246,14 +253,20 @@ class PassClock(Watcher):
 
         If it had a beacon, its *sync* is used from now on for exchanges without.
         """
-        if self._exchanges and (last := self._exchanges[-1]).done is None and last.ready is not None:
+        if not self._exchanges:
+            return
+        last = self._exchanges[-1]
+        is_under_way = last.ready is not None and last.done is None
+        if is_under_way:
             last.note_done()
             if last.listened:
-                self._listened, last.like = last, None  # it has measured its own *sync*
+                self._listened = last
+                last.like = None  # it has measured its own *sync*
 
     def take(self) -> list[Exchange]:
         """Return the exchanges of gradients since the last call, which are those of the step that has ended."""
-        exchanges, self._exchanges = self._exchanges, []
+        exchanges = self._exchanges
+        self._exchanges = []
         return exchanges
 
 
@@ -276,12 +289,16 @@ class StepRecorder(PassClock):
     ) -> None:
         """Number steps from 0; the first row also has the seconds from now to the first step (``start_s``)."""
         super().__init__(cuda, take_samples, side)
-        self.path, self.row = file.path, file.identity.row
+        self.path = file.path
+        self.row = file.identity.row
         self.watch: Callable[[ObservedStep], None] | None = None
         self._file = file
-        # The number of the next step, its passes so far, and the last reading of memory.
-        self._number = self._passes = self._memory_bytes = 0
-        self._opened_s, self._has_row, self._checkpoint_s = time.perf_counter(), False, 0.0
+        self._number = 0  # of the next step
+        self._passes = 0  # backward passes of that step so far
+        self._memory_bytes = 0  # the last reading
+        self._opened_s = time.perf_counter()
+        self._has_row = False
+        self._checkpoint_s = 0.0
         self._previous_end: Stamp | None = None
         # Runs when the recorder is collected or the interpreter exits; it must not refer to the recorder itself.
         self._finalizer = weakref.finalize(self, file.close)
@@ -293,34 +310,44 @@ class StepRecorder(PassClock):
     def before_update(self, *_: object) -> None:
         """End *compute* at the start of an update, if no exchange was ever seen (one process, FSDP2): the pre-step hook."""
         if self._take_samples is not None and self._start is not None and not self._completed:
-            self.begin_exchange(*self._take_samples()).note_ready()
+            own_samples, all_samples = self._take_samples()
+            self.begin_exchange(own_samples, all_samples).note_ready()
 
     def after_update(self, *_: object) -> None:
         """Add the step that the update completes: the optimizer's post-step hook."""
         end = stamp(self._cuda)
         self.before_update()  # for an optimizer with a closure, which runs the forward pass inside the update
-        passes, self._passes = self._passes, 0
+        passes = self._passes
+        self._passes = 0
         if exchanges := self.take():  # an update without a backward pass before it does not count as a step
             self.add(self._number, exchanges, end, passes=max(passes, len(exchanges)))
         else:
             self._previous_end = end
 
     def add(self, number: int, exchanges: list[Exchange], end: Stamp, **more: Any) -> None:
-        """Add the step ``number`` with these ``exchanges``, which ended at ``end``; ``more``: further fields of its row.
+        """Add the step ``number``, which ended at ``end``, and call ``watch`` with it.
 
-        It begins where the step before ended; the first one of a run or epoch with its first exchange. The first row
-        also has the seconds before training and the launcher's number of restarts. ``watch`` is called last.
+        It begins where the step before ended; the first one of a run or epoch begins with its first exchange. The first
+        row also has the seconds before training (``start_s``) and the launcher's number of restarts.
+
+        Args:
+            number: of the step, from 0.
+            exchanges: the step's exchanges of gradients, at least one.
+            end: the end of the optimizer's update.
+            more: further fields of the step's :class:`~ddltool.telemetry.TelemetryRow`, by name.
         """
         begin = self._previous_end if self._previous_end is not None else exchanges[0].start
         if not self._has_row or self._number < STEPS_PER_MEMORY_READING or self._number % STEPS_PER_MEMORY_READING == 0:
             self._memory_bytes = peak_memory(self._cuda)
         self._number += 1
         if not self._has_row:
-            more["start_s"], self._has_row = round(max(0.0, begin.host_s - self._opened_s), 9), True
+            more["start_s"] = round(max(0.0, begin.host_s - self._opened_s), 9)
+            self._has_row = True
             if restarts := os.environ.get("TORCHELASTIC_RESTART_COUNT", ""):
                 more["restarts"] = int(restarts)
         if self._checkpoint_s:
-            more["checkpoint_s"], self._checkpoint_s = round(self._checkpoint_s, 9), 0.0
+            more["checkpoint_s"] = round(self._checkpoint_s, 9)
+            self._checkpoint_s = 0.0
         step = ObservedStep(
             number=number, exchanges=exchanges, begin=begin, end=end, memory_bytes=self._memory_bytes, more=more
         )
@@ -343,7 +370,8 @@ class StepRecorder(PassClock):
         """
         self._file.flush()  # a run that ends in the block, or is continued from the checkpoint, has all rows before it
         # Within a step there is a forward pass, or an exchange that no update has taken yet.
-        begin, is_within = stamp(self._cuda), self._start is not None or bool(self._exchanges)
+        begin = stamp(self._cuda)
+        is_within = self._start is not None or bool(self._exchanges)
         yield
         end = stamp(self._cuda)
         if is_within:

@@ -31,12 +31,15 @@ class HookCallback(lightning.Callback):
     Args:
         enforcement: path of an ``enforce.json``; None: nothing is enforced.
         telemetry: a file for telemetry, without a config; a config names its own.
-        lengths: of the training dataset's samples, as in :meth:`~ddltool.runtime.hook.Hook.dataloader`.
+        lengths: (n,) tokens of the training dataset's samples, by which the samples of a step are divided among ranks;
+            None: consecutive samples go to ranks in order.
     """
 
     def __init__(self, enforcement: Path | None = None, *, telemetry: Path | None = None, lengths: Any = None) -> None:
         """Keep the arguments; the hook is attached when a fit starts, and enforces nothing until then."""
-        self._enforcement, self._telemetry, self._lengths = enforcement, telemetry, lengths
+        self._enforcement = enforcement
+        self._telemetry = telemetry
+        self._lengths = lengths
         self.hook = SaidLosses(Hook(None, 0, 1))
 
     def on_fit_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
@@ -62,7 +65,8 @@ class HookCallback(lightning.Callback):
             """Run the strategy's backward pass on the weighted loss."""
             return strategy_class.backward(strategy, self.hook.weighed(loss), optimizer, *args, **options)
 
-        strategy.process_dataloader, strategy.backward = planned, weighed
+        strategy.process_dataloader = planned
+        strategy.backward = weighed
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Tell the hook how many steps were made before, which is above 0 if a checkpoint was loaded."""

@@ -58,7 +58,8 @@ class LossKinds:
     """
 
     def __init__(self, job: DistributedJob, remedy: str) -> None:
-        self._job, self._remedy = job, remedy
+        self._job = job
+        self._remedy = remedy
         self._kinds: list[str] = []  # those still possible after the losses measured so far; empty: none was measured
 
     def kind(self, loss: Loss, inputs: Any, items: Any) -> str:
@@ -82,7 +83,8 @@ class LossKinds:
             if not measure and fitting == self._kinds:
                 problem = f"may be a mean over {' or '.join(fitting)}, which its values do not tell"
                 raise InputError("loss", problem, self._remedy)
-            self._kinds, measure = fitting, False
+            self._kinds = fitting
+            measure = False
         return self._kinds[0]
 
     def _weigh_alike(self, inputs: Any) -> bool:
@@ -93,11 +95,14 @@ class LossKinds:
         if len(self._kinds) == 1:
             return True
         counts = counts_of(inputs)
-        rows = self._job.numbers(*(float(counts[kind].sum()) if kind in counts else 0.0 for kind in self._kinds))
-        totals = [sum(column) for column in zip(*rows, strict=True)]
+        own_counts = [float(counts[kind].sum()) if kind in counts else 0.0 for kind in self._kinds]
+        counts_by_rank = self._job.numbers(*own_counts)  # for each rank, its count by each of the kinds
+        totals = [sum(column) for column in zip(*counts_by_rank, strict=True)]
         # A rank's weight by a kind is its count / total; equal fractions are compared by products, which are exact.
         return all(
-            row[0] * total == count * totals[0] for row in rows for count, total in zip(row, totals, strict=True)
+            rank_counts[0] * total == count * totals[0]
+            for rank_counts in counts_by_rank
+            for count, total in zip(rank_counts, totals, strict=True)
         )
 
     def _fitting(self, loss: Loss, inputs: Any, items: Any) -> list[str]:
@@ -123,24 +128,29 @@ class LossKinds:
         verdicts = _verdicts(value, whole_loss, inputs, items, loss.tolerance)
         if failed:  # then only the first verdict, on a sum divided by a number, is reliable: it needs no parts
             verdicts = [verdicts[0], *(0.0 for _ in verdicts[1:])]
-        columns = dict(zip(KINDS, zip(*self._job.numbers(*verdicts), strict=True), strict=True))
-        # A kind fits if no rank's verdict is no (-1) and at least one's is yes (1).
-        fitting = [kind for kind, of_ranks in columns.items() if min(of_ranks) >= 0 and max(of_ranks) > 0]
-        if fitting := [kind for kind in fitting if not self._kinds or kind in self._kinds]:
+        verdicts_by_rank = self._job.numbers(*verdicts)
+        verdicts_by_kind = dict(zip(KINDS, zip(*verdicts_by_rank, strict=True), strict=True))  # of all ranks
+        # A kind fits if no rank's verdict is no (-1) and at least one's is yes (1), and earlier losses fitted it too.
+        fitting = [
+            kind
+            for kind, of_ranks in verdicts_by_kind.items()
+            if min(of_ranks) >= 0 and max(of_ranks) > 0 and (not self._kinds or kind in self._kinds)
+        ]
+        if fitting:
             return [DIVIDED] if DIVIDED in fitting else fitting
         problem = "is neither a sum divided by num_items_in_batch nor a mean over samples or labels"
         if failed:
             problem = f"cannot be measured on a part of the batch ({failed[0]})"
-        elif any(min(verdicts_of_ranks) == max(verdicts_of_ranks) == 0 for verdicts_of_ranks in columns.values()):
+        elif any(min(of_ranks) == max(of_ranks) == 0 for of_ranks in verdicts_by_kind.values()):
             problem = "cannot be measured: it is 0 or not finite, or each rank has one sample"
         raise InputError("loss", problem, self._remedy)
 
 
 def counts_of(inputs: Any) -> dict[str, Tensor]:
-    """Return, by kind of mean, how many things each row of the batch adds to the mean: (rows,) float64.
+    """Return, by kind of mean, how many elements (samples or labels) each row of the batch adds to the mean.
 
-    The kinds are samples; labels if ``inputs["labels"]`` are integers; and shifted labels if these are (rows, length).
-    Empty for a batch without rows.
+    Each is a tensor (rows,) of float64. The kinds are samples; labels if ``inputs["labels"]`` are integers; and shifted
+    labels if these are (rows, length). Empty for a batch without rows.
     """
     rows = find_batch_size(inputs)
     if not rows:
@@ -156,7 +166,7 @@ def counts_of(inputs: Any) -> dict[str, Tensor]:
 
 
 class _Cut(NamedTuple):
-    """A batch that was cut in two."""
+    """A batch that was divided into two parts, and the losses of all three."""
 
     whole: float
     """Loss of the whole batch."""
@@ -182,7 +192,8 @@ def _verdicts(value: Any, whole: float, inputs: Any, items: Any, tolerance: floa
 
     def near(loss: float, other: float, *scale: float) -> bool:
         """Return whether two losses are equal within the tolerance, relative to the largest of them and of ``scale``."""
-        return abs(loss - other) <= tolerance * max(map(abs, (loss, other, *scale)))
+        largest = max(map(abs, (loss, other, *scale)))
+        return abs(loss - other) <= tolerance * largest
 
     counts = counts_of(inputs)
     rows = len(counts.get(SAMPLES, ()))
@@ -190,16 +201,18 @@ def _verdicts(value: Any, whole: float, inputs: Any, items: Any, tolerance: floa
     # single process that `value` simulates, so with two processes it would look like a sum divided by twice the number.
     # A sum that is divided by the number becomes a third; a loss that does not use the number stays.
     loss_by_triple = whole if items is None else value(inputs, 3 * items)
-    is_divided, is_undivided = items is not None and near(3 * loss_by_triple, whole), near(loss_by_triple, whole)
+    is_divided = items is not None and near(3 * loss_by_triple, whole)
+    is_undivided = near(loss_by_triple, whole)
     fitting = {DIVIDED} if is_divided else set()
     # Ranks may have to compute every loss together, so all of them are computed before anything is decided.
     if rows:
         # Two cuts: of the whole batch into halves, and of its two most different rows into one each.
-        halves, pair = (range(max(rows // 2, 1)), range(rows // 2, rows)), _unlike_rows(counts)
+        halves = (range(max(rows // 2, 1)), range(rows // 2, rows))
+        pair = _unlike_rows(counts)
         half_losses = [value(_rows(inputs, rows, half), items) for half in halves]
-        few_loss, many_loss, pair_loss = (
-            value(_rows(inputs, rows, part), items) for part in (pair[:1], pair[1:], pair)
-        )
+        few_loss = value(_rows(inputs, rows, pair[:1]), items)  # of the row with the fewest labels
+        many_loss = value(_rows(inputs, rows, pair[1:]), items)  # of the row with the most labels
+        pair_loss = value(_rows(inputs, rows, pair), items)
         relabelled_loss = pair_loss
         if SHIFTED in counts:
             relabelled_loss = value(_other_first_labels(_rows(inputs, rows, pair)), items)
@@ -208,8 +221,9 @@ def _verdicts(value: Any, whole: float, inputs: Any, items: Any, tolerance: floa
             _Cut(whole, (half_losses[0], half_losses[1]), halves),
             _Cut(pair_loss, (few_loss, many_loss), (pair[:1], pair[1:])),
         )
-        # A sum divided by one number is the sum of its parts' losses; a mean is not.
-        if not all(math.isnan(sum(cut.parts)) or near(cut.whole, sum(cut.parts), *cut.parts) for cut in cuts):
+        # A sum divided by one number is the sum of its parts' losses; a mean is not. NaN: a part could not be computed.
+        are_sums = [math.isnan(sum(cut.parts)) or near(cut.whole, sum(cut.parts), *cut.parts) for cut in cuts]
+        if not all(are_sums):
             fitting.discard(DIVIDED)
         if is_undivided:
             fitting |= _fitting_means(counts, cuts, near)
@@ -219,17 +233,23 @@ def _verdicts(value: Any, whole: float, inputs: Any, items: Any, tolerance: floa
             fitting.remove(LABELS if relabelled_loss == pair_loss else SHIFTED)
     if not math.isfinite(whole) or whole == 0:
         return [0.0] * len(KINDS)
-    # A single row is a mean of any kind.
-    unknown = {kind for kind in counts if is_undivided} if rows == 1 else set()
-    return [0.0 if kind in unknown else 1.0 if kind in fitting else -1.0 for kind in KINDS]
+    verdict_by_kind = {kind: 1.0 if kind in fitting else -1.0 for kind in KINDS}
+    if rows == 1 and is_undivided:  # a single row is a mean of any kind, so it tells nothing
+        verdict_by_kind |= dict.fromkeys(counts, 0.0)
+    return list(verdict_by_kind.values())
 
 
 def _fitting_means(counts: Mapping[str, Tensor], cuts: Sequence[_Cut], near: Callable[..., bool]) -> set[str]:
     """Return the kinds of mean by which the losses of the parts give that of the whole, in each of ``cuts``.
 
-    ``counts``: by kind, (rows,) things that a row adds to the mean; ``near``: whether two losses are equal within the
-    tolerance. Of the kinds that fit, only the one nearest to the whole in the last cut is returned, and those that
-    rounding cannot tell from it.
+    Of the kinds that fit, only the one nearest to the whole in the last cut is returned, and those that rounding cannot
+    tell from it.
+
+    Args:
+        counts: by kind, (rows,) numbers of elements that a row adds to the mean (:func:`counts_of`).
+        cuts: the batches that were divided into two parts, with their losses.
+        near: ``near(loss, other, *scale)`` returns whether two losses are equal within the tolerance, relative to the
+            largest of all arguments.
     """
     means = {kind: [_mean(of_kind, cut.parts, cut.rows) for cut in cuts] for kind, of_kind in counts.items()}
     fitting = {
@@ -248,7 +268,8 @@ def _fitting_means(counts: Mapping[str, Tensor], cuts: Sequence[_Cut], near: Cal
 def _unlike_rows(counts: Mapping[str, Tensor]) -> list[int]:
     """Return the indices of two rows: with the fewest labels above 0, and with the most; if equal, of the first and last."""
     labels = counts.get(LABELS, counts[SAMPLES])
-    few, many = int(torch.where(labels > 0, labels, math.inf).argmin()), int(labels.argmax())
+    few = int(torch.where(labels > 0, labels, math.inf).argmin())
+    many = int(labels.argmax())
     return [few, many] if few != many else [0, len(labels) - 1]
 
 
@@ -260,7 +281,8 @@ def _rows(inputs: Any, rows: int, chosen: Sequence[int]) -> Any:
 
     def part(value: Tensor) -> Tensor:
         """Return the chosen rows of a tensor that has rows; any other tensor itself."""
-        return value[torch.tensor([*chosen], device=value.device)] if value.dim() and len(value) == rows else value
+        has_rows = value.dim() and len(value) == rows
+        return value[torch.tensor([*chosen], device=value.device)] if has_rows else value
 
     return recursively_apply(part, inputs)
 
@@ -272,7 +294,9 @@ def _mean(counts: Tensor, losses: Sequence[float], rows: Sequence[Sequence[int]]
     """
     weights = [float(counts[[*part]].sum()) for part in rows]
     total = sum(weights)
-    return sum(weight * loss for weight, loss in zip(weights, losses, strict=True) if weight) / total if total else 0.0
+    if not total:
+        return 0.0
+    return sum(weight * loss for weight, loss in zip(weights, losses, strict=True) if weight) / total
 
 
 def _has_first_labels(inputs: Any) -> bool:

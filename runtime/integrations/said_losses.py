@@ -22,7 +22,8 @@ class SaidLosses:
     """
 
     def __init__(self, hook: Hook) -> None:
-        self._hook, self.said = hook, False
+        self._hook = hook
+        self.said = False
 
     def __getattr__(self, name: str) -> Any:
         """Return the hook's attribute for every name that this class does not define."""

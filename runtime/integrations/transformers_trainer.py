@@ -55,7 +55,8 @@ class TelemetryCallback(TrainerCallback):
     """
 
     def __init__(self, trainer: Trainer, telemetry: Path = "telemetry.jsonl") -> None:
-        self._trainer, self._telemetry = trainer, telemetry
+        self._trainer = trainer
+        self._telemetry = telemetry
         self._hook: Hook | None = None
 
     def on_train_begin(
@@ -93,8 +94,8 @@ class HookedTrainerMixin:
     Args:
         enforcement: path of an ``enforce.json``; None: nothing is enforced.
         telemetry: a file for telemetry, without a config; a config names its own.
-        lengths: of the training dataset's samples, as in :meth:`~ddltool.runtime.hook.Hook.dataloader`: the samples of
-            each update are divided by them, in the Trainer's order.
+        lengths: (n,) tokens of the training dataset's samples: the samples of each update are divided among ranks by
+            them, in the Trainer's order. None: consecutive samples go to ranks in order.
         args, kwargs: go to ``Trainer``.
 
     Raises InputError, on every rank, as :func:`~ddltool.runtime.hook.attach` does.
@@ -116,7 +117,9 @@ class HookedTrainerMixin:
         # Keyword arguments for `hook.loss`; None: the script calls it itself.
         self._meaning: dict[str, Any] | None = None
         # Number of the epoch's batches that a resumed run skips; whether the hook has the model.
-        self._skip, self._is_bound, self._lengths = 0, False, lengths
+        self._skip = 0
+        self._is_bound = False
+        self._lengths = lengths
         self._trainer.add_callback(_Following(self))
 
     def get_train_dataloader(self) -> DataLoader[Any]:
@@ -176,9 +179,14 @@ class HookedTrainerMixin:
     def _found_meaning(self, model: Any, inputs: Any, items: Any, is_total: bool) -> dict[str, Any] | None:
         """Return the keyword arguments of ``hook.loss`` for a batch's loss; None if the script calls it itself.
 
-        All ranks call this together, because the kind of loss may have to be measured. ``items``: the number by which
-        the Trainer divides the loss; ``is_total``: whether it is the sum over all ranks. Raises InputError for a mean
-        over labels if the plan has several passes.
+        All ranks call this together, because the kind of loss may have to be measured. Raises InputError for a mean over
+        labels if the plan has several passes.
+
+        Args:
+            model: the wrapped model, of which losses are measured.
+            inputs: the batch, as the Trainer's loader gives it.
+            items: the number by which the Trainer divides the loss; None: there is none.
+            is_total: whether that is the sum over all ranks.
         """
         if self.hook.local_batch_size is None or self.hook.world_size == 1:
             return {}
@@ -188,8 +196,10 @@ class HookedTrainerMixin:
         kind = self._kinds.kind(_TrainersLoss(self._trainer, model), inputs, items)
         if kind == DIVIDED:
             return {"reduction": "sum"} if is_total else {"count": items}
-        if kind in (SAMPLES, SAID):
-            return {} if kind == SAMPLES else None
+        if kind == SAMPLES:
+            return {}
+        if kind == SAID:
+            return None
         # A mean over labels is weighted by this rank's number of labels, which the hook can do in a single pass only.
         if self.hook.passes > 1:
             raise InputError("loss", f"is a mean over {kind}, which each pass of the plan would have of its own", SAY)
@@ -209,18 +219,25 @@ class _TrainersLoss:
     """Computes losses by a Trainer's ``compute_loss``, in evaluation mode and without changing random streams."""
 
     def __init__(self, trainer: Any, model: torch.nn.Module) -> None:
-        self._trainer, self._model = trainer, model
+        self._trainer = trainer
+        self._model = model
         kinds = {value.dtype for value in model.parameters() if value.is_floating_point()}
         is_half = trainer.accelerator.mixed_precision != "no" or any(kind.itemsize < 4 for kind in kinds)
         self.tolerance = HALF_TOLERANCE if is_half else TOLERANCE
         self.said = False
 
     def __call__(self, inputs: Any, items: Any, *, alone: bool = True) -> float:
-        """Return a batch's loss as the Trainer computes it, without dropout and gradients; ``alone``: as in one process.
+        """Return a batch's loss as the Trainer computes it, without dropout and gradients.
 
         Training modes and the Trainer's accelerator are restored; ``said`` tells whether ``hook.loss`` was called.
+
+        Args:
+            inputs: the batch.
+            items: the number by which the Trainer divides the loss; None: there is none.
+            alone: compute the loss as in a job of one process, where it is not multiplied by the number of processes.
         """
-        trainer, accelerator = self._trainer, self._trainer.accelerator
+        trainer = self._trainer
+        accelerator = self._trainer.accelerator
         modes = {module: module.training for module in self._model.modules()}
         trainer.hook.said = False
         try:
@@ -236,7 +253,8 @@ class _TrainersLoss:
                 stack.enter_context(trainer.compute_loss_context_manager())
                 return float(trainer.compute_loss(self._model, inputs, num_items_in_batch=items))
         finally:
-            self.said, trainer.accelerator = trainer.hook.said, accelerator
+            self.said = trainer.hook.said
+            trainer.accelerator = accelerator
             for module, training in modes.items():
                 module.training = training
 

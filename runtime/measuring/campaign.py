@@ -1,5 +1,7 @@
 """Measures training steps in real processes: batch sizes x replicas x accumulation steps. Start at :func:`campaign`.
 
+A *configuration* is one combination of these; a *task* times some steps of one, and a configuration may have several.
+
 Every replica is a process of its own in a gloo (CPU) or NCCL (CUDA) group, started here (:class:`LocalReplicas`) or by
 torchrun (:mod:`.torchrun_job`). This module holds the request (:class:`MeasureRequest`), decides what runs next, makes
 rows of the times, and writes the file of the rows (:class:`ProfileFile`).
@@ -29,9 +31,13 @@ from ddltool.results import SkippedConfiguration
 from ddltool.runtime.measuring.children import Children, meeting_place
 from ddltool.runtime.measuring.worker import FEWEST_FOR_AN_INTERVAL, MeasureTask, StepTimings, Subject, connect_replica
 
-RELIABLE_SPREAD, SHORTEST_STEP_S, FEWEST_REPEATS = 0.1, 1e-3, 3
+RELIABLE_SPREAD = 0.1
+SHORTEST_STEP_S = 1e-3
+FEWEST_REPEATS = 3
 """A row is doubtful with a larger quartile range (relative to the step time), a shorter step, or fewer repeats."""
-MOST_STEPS, LARGEST_BATCH, MOST_REPLICAS = 100_000, 2**24, 4096
+MOST_STEPS = 100_000
+LARGEST_BATCH = 2**24
+MOST_REPLICAS = 4096
 """Limits of what is measured: timed steps of a configuration, batch size, processes."""
 _LARGEST_SYNC_SHARE = 0.99
 """Largest share of a step that counts as synchronisation: noise may make it all, but computing takes some."""
@@ -46,12 +52,12 @@ Key = tuple[int, int, int]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasureRequest:
-    """What to measure. ``resolver`` is ``package.module:function``, called as ``function(source, batch_size)``.
+    """What to measure: every combination of batch size, number of replicas and number of accumulation steps.
 
-    With ``repeats`` every configuration gets that many timed steps. Without (None), each gets as many as it takes to
-    know its median to ``precision``, until ``budget_s`` seconds are spent, and batch sizes whose step time can be
-    predicted from others are left out. If ``batch_sizes`` is empty too, the batch size at which throughput saturates is
-    searched.
+    ``resolver`` is ``package.module:function``, called as ``function(source, batch_size)``. With ``repeats`` every
+    configuration gets that many timed steps. Without (None), each gets as many as it takes to know its median to
+    ``precision``, until ``budget_s`` seconds are spent, and batch sizes whose step time can be predicted from others are
+    left out. If ``batch_sizes`` is empty too, the batch size at which throughput saturates is searched.
     """
 
     source: str
@@ -130,7 +136,7 @@ def campaign(
         request: what to measure.
         executor: runs the tasks; None: processes are started on this machine.
         known: rows of an earlier run; None: none.
-        on_rows: called with all rows after every visit to a configuration.
+        on_rows: called with all rows after every task, which times steps of one configuration.
         progress: called with the number of rows and a text on what has run.
         largest_batch: larger batches are left out, as are all from the first one on that runs out of memory.
 
@@ -153,17 +159,20 @@ def campaign(
 
 
 class _Campaign:
-    """The state of a campaign: rows and step times so far, and the choice of the next configuration to visit.
+    """The state of a campaign: rows and step times so far, and the choice of the next configuration to measure.
 
     Attributes:
         limit: the largest batch that may be measured; lowered when memory runs out.
         series: the pairs (replicas, accumulation steps) to measure.
         wanted: the batch sizes to measure in each series.
+        rows: the rows of profile.csv, by configuration, each with its columns by name.
+        times: the step times that this run has measured, by configuration, of all of its tasks together.
     """
 
     def __init__(self, request: MeasureRequest, known: pd.DataFrame | None, largest_batch: int) -> None:
         """Start with the ``known`` rows of an earlier run, if any; their single step times are not known."""
-        self.request, self.limit = request, largest_batch
+        self.request = request
+        self.limit = largest_batch
         self.common_columns = request.common_columns()
         self.series = [(count, steps) for count in sorted(request.replicas) for steps in sorted(request.accumulation)]
         self.wanted = set(request.batch_sizes)
@@ -201,12 +210,14 @@ class _Campaign:
         return pd.DataFrame([self.rows[key] for key in sorted(self.rows)])
 
     def next_task(self) -> MeasureTask | None:
-        """Return the next visit to a configuration, or None if all that is wanted is known or the budget is spent.
+        """Return the next task, or None if all that is wanted is known or the budget is spent.
 
-        With a fixed number of repeats, configurations are visited once, in order. Otherwise the search for saturation
-        comes first, then the configuration whose median is least certain, until all are known to the precision.
+        With a fixed number of repeats, each configuration gets one task, in order. Otherwise the search for the batch at
+        which throughput saturates comes first, then the configuration whose median is least certain, until all are known
+        to the precision.
         """
-        request, left_s = self.request, self.request.budget_s - (time.monotonic() - self.began_s)
+        request = self.request
+        left_s = self.request.budget_s - (time.monotonic() - self.began_s)
         if self.rows and left_s <= 0:
             return None
         within = [batch for batch in sorted(self.wanted) if batch <= self.limit]
@@ -219,17 +230,22 @@ class _Campaign:
             return None
         uncertainty, key = ranked[0]
         if key not in self.rows:
-            # The visit ends when the median is known, or an equal share of the remaining budget is spent.
+            # The task ends when the median is known, or an equal share of the remaining budget is spent.
             share_s = max(0.0, left_s / max(1, len(missing)))
             return self._task(key, most=_STEPS_PER_VISIT, seconds=share_s, precision=request.precision)
-        # The interval narrows with the square root of the number of steps, which gives the number that the precision takes.
-        # Where the interval is ten times the median or infinite, no useful number follows.
-        timed = len(self.times[key].full)
-        lacking = _STEPS_PER_VISIT
-        if uncertainty < 10:
-            lacking = math.ceil(timed * ((uncertainty / request.precision) ** 2 - 1))
-        steps = min(max(lacking, FEWEST_FOR_AN_INTERVAL), _STEPS_PER_VISIT)
+        steps = self._steps_lacking(uncertainty, timed_steps=len(self.times[key].full))
         return self._task(key, most=steps, seconds=max(0.0, left_s / len(ranked)))
+
+    def _steps_lacking(self, uncertainty: float, timed_steps: int) -> int:
+        """Return how many more steps of a configuration to time, so that its median is known to the requested precision.
+
+        The interval narrows with the square root of the number of steps. ``uncertainty``: the interval after
+        ``timed_steps`` steps, as a share of the median.
+        """
+        lacking = _STEPS_PER_VISIT
+        if uncertainty < 10:  # from an interval of ten times the median, or an infinite one, no useful number follows
+            lacking = math.ceil(timed_steps * ((uncertainty / self.request.precision) ** 2 - 1))
+        return min(max(lacking, FEWEST_FOR_AN_INTERVAL), _STEPS_PER_VISIT)
 
     def _next_searched(self) -> Key | None:
         """Return the next configuration in the search for the batch at which throughput saturates; None if it has ended.
@@ -254,12 +270,16 @@ class _Campaign:
         ``steps``: accumulation steps. Batches above the limit are left out; a row without an interval counts as exact.
         """
         points = {}
-        for key, row in self.rows.items():
-            if key[:2] == (replicas, steps) and key[2] <= self.limit:
+        for (row_replicas, row_steps, batch), row in self.rows.items():
+            if (row_replicas, row_steps) == (replicas, steps) and batch <= self.limit:
                 median = float(row["step_time_s"])
-                low, high = (float(row.get(f"step_time_{bound}_s") or math.nan) for bound in ("low", "high"))
-                low, high = (median if math.isnan(value) else value for value in (low, high))
-                points[key[2]] = Interval(median=median, low=low, high=high)
+                low = float(row.get("step_time_low_s") or math.nan)
+                high = float(row.get("step_time_high_s") or math.nan)
+                points[batch] = Interval(
+                    median=median,
+                    low=median if math.isnan(low) else low,
+                    high=median if math.isnan(high) else high,
+                )
         return points
 
     def _ranked_by_uncertainty(self) -> list[tuple[float, Key]]:
@@ -288,28 +308,30 @@ class _Campaign:
         return sorted((entry for entry in ranked if entry[0] > self.request.precision), key=lambda entry: -entry[0])
 
     def _task(self, key: Key, *, most: int, seconds: float = math.inf, precision: float = 0.0) -> MeasureTask:
-        """Return a visit to the configuration ``key``: at most ``most`` steps or ``seconds``, less if ``precision`` is met."""
+        """Return a task for the configuration ``key``: at most ``most`` steps or ``seconds``, less if ``precision`` is met."""
         replicas, steps, batch = key
         shape = {"replicas": replicas, "batch": batch, "accumulation": steps, "warmup": self.request.warmup}
         return MeasureTask(**shape, most=most, seconds=seconds, precision=precision)
 
     def _absorb(self, task: MeasureTask, outcome: StepTimings, nodes: int) -> None:
-        """Add a visit's times, measured on ``nodes`` nodes, to its configuration's, and make the row from all of them.
+        """Add a task's times, measured on ``nodes`` nodes, to its configuration's, and make the row from all of them.
 
-        A visit without times has run out of memory: the limit becomes one below its batch.
+        A task without times has run out of memory: the limit becomes one below its batch.
         """
         if not outcome.full:  # memory ran out
             self.limit = min(self.limit, task.batch - 1)
             return
         key = (task.replicas, task.accumulation, task.batch)
         before = self.times.get(key, StepTimings())
-        times = self.times[key] = StepTimings(
+        times = StepTimings(
             full=before.full + outcome.full,
             local=before.local + outcome.local,
             passes=before.passes + outcome.passes,
             peak_bytes=max(before.peak_bytes, outcome.peak_bytes),
         )
-        full, is_synchronised = median_interval(times.full), task.replicas > 1
+        self.times[key] = times
+        full = median_interval(times.full)
+        is_synchronised = task.replicas > 1
         step_s = full.median
         # Without synchronisation: from the steps that were timed so, or for one replica all of them.
         local_s = float(np.median(times.local)) if is_synchronised else step_s
@@ -444,7 +466,9 @@ class ProfileFile:
 
     def __init__(self, path: Path | None, request: MeasureRequest, *, resume: bool) -> None:
         """Check the file before anything is measured; ``path`` None: rows are not written."""
-        self.path, self.known, self.written = path, None, 0
+        self.path = path
+        self.known = None
+        self.written = 0
         if path is None:
             if resume:
                 raise InputError("--resume", "has no file to go on with", "name it with -o FILE")
@@ -467,10 +491,10 @@ class ProfileFile:
 
 
 def _read_resumed_rows(path: Path, expected: dict[str, str]) -> pd.DataFrame:
-    """Return the rows of ``path``, which a campaign continues.
+    """Return the rows of the profile at ``path``, which a campaign continues.
 
-    Raises InputError where a column named in ``expected`` is missing or has another value than there, and where two
-    rows have the same configuration.
+    ``expected``: the value that each row must have in a column, by the column's name. Raises InputError where such a
+    column is missing or has another value, and where two rows have the same configuration.
     """
     frame = read_profile(path)
     for name, requested in expected.items():
@@ -478,9 +502,10 @@ def _read_resumed_rows(path: Path, expected: dict[str, str]) -> pd.DataFrame:
             raise InputError(str(path), f"has no column {name!r}", "only what ddltool profile wrote can be resumed")
         for row, measured in enumerate(frame[name].astype(str), start=1):
             if measured != requested:
-                settings = measured.split(";"), requested.split(";")
-                only_measured = ";".join(setting for setting in settings[0] if setting not in settings[1])
-                only_requested = ";".join(setting for setting in settings[1] if setting not in settings[0])
+                measured_settings = measured.split(";")
+                requested_settings = requested.split(";")
+                only_measured = ";".join(each for each in measured_settings if each not in requested_settings)
+                only_requested = ";".join(each for each in requested_settings if each not in measured_settings)
                 problem = f"is {only_measured}, not {only_requested}"
                 raise InputError(f"{path}:row {row}:{name}", problem, "measure alike, or write another file")
     frame["accumulation_steps"] = frame["accumulation_steps"].fillna(0).astype("int64")

@@ -33,13 +33,15 @@ class LostProcess(DdlToolError):
 
     def __init__(self, where: str, rank: int, how: str) -> None:
         super().__init__(f"{where}: process {rank} {how}")
-        self.rank, self.how = rank, how
+        self.rank = rank
+        self.how = how
 
 
 class Children:
     """Child processes with a pipe each, which run ``body(*arguments, pipe)``; leaving the ``with`` block kills them.
 
-    An exception of a body is raised by :meth:`receive`, as one line about ``source`` (:func:`training_failure`).
+    Process number i, from 0, has the *rank* i. An exception of a body is raised by :meth:`receive`, as one line about
+    ``source``, the user's model (:func:`training_failure`).
     """
 
     def __init__(self, body: Callable[..., None], arguments: Sequence[tuple[Any, ...]], source: str = "") -> None:
@@ -102,15 +104,17 @@ class Children:
         ready = wait([self.pipes[rank] for rank in ranks], poll_s)
         messages: list[tuple[int, Any]] = []
         for rank in ranks:
-            if self.pipes[rank] in ready:
-                try:
-                    message = self.pipes[rank].recv()
-                except (EOFError, OSError):
-                    raise self._dead_process(where, rank) or LostProcess(where, rank, "went away") from None
-                if isinstance(message, DdlToolError):
-                    # When one process dies, its peers' collectives fail too; then the death is the error to raise.
-                    raise (self._dead_process(where, rank) if len(self.processes) > 1 else None) or message
-                messages.append((rank, message))
+            if self.pipes[rank] not in ready:
+                continue
+            try:
+                message = self.pipes[rank].recv()
+            except (EOFError, OSError):
+                raise self._dead_process(where, rank) or LostProcess(where, rank, "went away") from None
+            if isinstance(message, DdlToolError):
+                # When one process dies, its peers' collectives fail too; then the death is the error to raise.
+                death = self._dead_process(where, rank) if len(self.processes) > 1 else None
+                raise death or message
+            messages.append((rank, message))
         if messages:
             self._heard_s = time.monotonic()
         elif time.monotonic() - self._heard_s > limit_s:

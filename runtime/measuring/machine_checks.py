@@ -57,7 +57,9 @@ FREE_BYTES = 2**30
 _ELEMENTS = 262_144  # one MiB of float32
 _REPEATS = 20  # number of reductions that are timed
 _RATE_TRIES = 8  # how often a piece of work is timed; the shortest time counts
-_MATRIX_SIZE, _COPIED_FLOATS = 768, 1 << 24  # large enough to keep a core busy, small enough to take a moment
+# Large enough to keep a core busy, small enough to take a moment: the side of a square matrix, and the numbers in a copy.
+_MATRIX_SIZE = 768
+_COPIED_FLOATS = 1 << 24
 
 
 def examine() -> tuple[list[MachineCheck], Machine]:
@@ -65,7 +67,8 @@ def examine() -> tuple[list[MachineCheck], Machine]:
 
     The two processes that try the backends start first, and import torch while the other checks are made.
     """
-    port, has_torch = check_store_port(), importlib.util.find_spec("torch") is not None
+    port = check_store_port()
+    has_torch = importlib.util.find_spec("torch") is not None
     with contextlib.ExitStack() as stack:
         children = None
         if has_torch and port.status == "ok":
@@ -84,9 +87,14 @@ def examine() -> tuple[list[MachineCheck], Machine]:
 
 
 def _check(name: str, found: str, status: str = "ok", remedy: str = "", *, fine: bool = False) -> MachineCheck:
-    """Return the outcome of the check ``name``, with what it ``found`` in words.
+    """Return the outcome of the check ``name``.
 
-    If ``fine``, the status is ``ok``, and ``status`` and ``remedy`` are ignored.
+    Args:
+        name: what was checked, as the list of checks shows it.
+        found: what was found, in words.
+        status: "ok", "failed", "warning" or "optional".
+        remedy: what the user may do about it.
+        fine: True: the status is "ok", and ``status`` and ``remedy``, which are meant for the other case, are ignored.
     """
     return MachineCheck(name=name, status="ok" if fine else status, found=found, remedy="" if fine else remedy)
 
@@ -115,9 +123,9 @@ def machine_nodes() -> Nodes:
 
     name = platform.node() or "here"
     devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    gpus = Counter((device.name, round(device.total_memory / 2**30, 1)) for device in devices)
-    if gpus:
-        nodes = (Node(name=name, device=gpu, count=count, memory_gib=gib) for (gpu, gib), count in gpus.items())
+    gpu_counts = Counter((device.name, round(device.total_memory / 2**30, 1)) for device in devices)  # by (name, GiB)
+    if gpu_counts:
+        nodes = (Node(name=name, device=gpu, count=count, memory_gib=gib) for (gpu, gib), count in gpu_counts.items())
         return Nodes(nodes=tuple(named(node) for node in nodes))
     memory = round(psutil.virtual_memory().total / 2**30, 1)
     flops, bytes_per_s = _cpu_rates()
@@ -131,7 +139,8 @@ def _cpu_rates() -> tuple[float, float]:
     """Return the best rates of this CPU: (FLOP/s of a float32 matrix product, bytes/s read and written by a copy)."""
     import torch
 
-    matrix, source = torch.ones(_MATRIX_SIZE, _MATRIX_SIZE), torch.ones(_COPIED_FLOATS)
+    matrix = torch.ones(_MATRIX_SIZE, _MATRIX_SIZE)
+    source = torch.ones(_COPIED_FLOATS)
 
     def shortest_s(work: Callable[[], object]) -> float:
         """Return the shortest time of :data:`_RATE_TRIES` runs of ``work`` in seconds, after one to warm up."""
@@ -211,7 +220,8 @@ def check_cuda(machine: Machine) -> MachineCheck:
 
 def check_clock() -> MachineCheck:
     """Return the check of the clock's resolution, which is the smallest step seen in 20 ms."""
-    smallest_s, previous_s = float("inf"), time.perf_counter()
+    smallest_s = float("inf")
+    previous_s = time.perf_counter()
     end_s = previous_s + 0.02
     while previous_s < end_s:
         present_s = time.perf_counter()
@@ -301,7 +311,9 @@ def _check_extras() -> list[MachineCheck]:
 
 
 Answers = dict[tuple[str, int], tuple[str, float]]
-"""(problem, median seconds) by (name of the attempt, rank); the problem is "" where the attempt worked."""
+"""The outcomes of attempts to reduce over a backend: (problem, median seconds) by (name of the attempt, rank).
+
+The problem is "" where the attempt worked."""
 
 
 def check_processes(children: Children | None) -> list[MachineCheck]:
@@ -314,8 +326,9 @@ def check_processes(children: Children | None) -> list[MachineCheck]:
 
     def take_answer(rank: int, message: tuple[str, tuple[str, float]]) -> bool:
         """Keep one process's answer (name of the attempt, (problem, seconds)); return whether more will come."""
-        answers[message[0], rank] = message[1]
-        return message[0] != "done"
+        name, outcome = message
+        answers[name, rank] = outcome
+        return name != "done"
 
     if children is not None:
         try:
@@ -339,14 +352,20 @@ def _check_reduction(
 ) -> MachineCheck:
     """Return the check of the attempt ``name``, which is ok if at least ``processes`` processes answered without a problem.
 
-    ``problem``: why some have not answered; ``status`` and ``remedy`` are those of a failed attempt.
+    Args:
+        name: of the attempt, which is also the check's.
+        answers: the outcomes of all attempts.
+        processes: how many processes must have answered.
+        problem: why some have not.
+        status, remedy: those of the check if the attempt has failed.
     """
-    values = [value for (attempt, _), value in answers.items() if attempt == name]
-    problems = [text for text, _ in values if text]
-    if problems or len(values) < processes:
+    outcomes = [outcome for (attempt, _), outcome in answers.items() if attempt == name]
+    problems = [text for text, _ in outcomes if text]
+    if problems or len(outcomes) < processes:
         return _check(name, problems[0] if problems else problem, status, remedy)
-    result = f"added 1 MiB in {max(seconds for _, seconds in values) * 1e3:.2f} ms (median)"
-    return _check(name, f"{len(values)} process{'es' if len(values) > 1 else ''} {result}")
+    slowest_s = max(seconds for _, seconds in outcomes)
+    count = f"{len(outcomes)} process{'es' if len(outcomes) > 1 else ''}"
+    return _check(name, f"{count} added 1 MiB in {slowest_s * 1e3:.2f} ms (median)")
 
 
 def check_nccl(answers: Answers, problem: str) -> MachineCheck:
@@ -366,7 +385,8 @@ def check_nccl(answers: Answers, problem: str) -> MachineCheck:
 def _try_backends(rank: int, results: Connection) -> None:
     """Reduce over every backend, as process ``rank`` of two; send (name, (problem or "", median seconds)) of each attempt.
 
-    The name of the last message is "done".
+    The name of the last message is "done". gloo is tried twice: first over the loopback interface or the one that the
+    user has chosen, then over the interface that gloo chooses by the host's name.
     """
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # silence: backends print pages about problems that take one line here
     chosen_interface = os.environ.get("GLOO_SOCKET_IFNAME")  # None: first the loopback interface is tried
@@ -377,12 +397,14 @@ def _try_backends(rank: int, results: Connection) -> None:
 
     def attempt(name: str, backend: str, world: int, device: Any) -> bool:
         """Time a reduction over ``world`` processes, send the outcome as ``name``, and return whether it worked."""
+        problem, median_s = "", 0.0
         try:
-            value = "", _time_reduction(rank, name, backend, world, device)
+            median_s = _time_reduction(rank, name, backend, world, device)
         except Exception as error:  # whatever a backend raises is the problem to report
-            value = (str(error).splitlines() or [type(error).__name__])[0][:120], 0.0
-        results.send((name, value))
-        return not value[0]
+            lines = str(error).splitlines() or [type(error).__name__]
+            problem = lines[0][:120]
+        results.send((name, (problem, median_s)))
+        return not problem
 
     cpu = torch.device("cpu")
     gloo_works = attempt("gloo", "gloo", 2, cpu)

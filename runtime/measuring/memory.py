@@ -40,19 +40,26 @@ class MemoryLimit:
 def search_limit(attempt: Callable[[int], float | None], budget_bytes: float, largest: int = LARGEST) -> MemoryLimit:
     """Return the largest batch that fits, found by growing batches and then by bisection.
 
-    ``attempt(batch)`` returns the batch's peak bytes, None if it does not fit. A line through the peaks predicts where
-    they reach ``budget_bytes``, which saves tries where memory grows linearly. Every other try halves the bracket, so
-    that bad predictions cannot make the search long. ``largest``: the largest batch to try.
+    A line through the peaks of the batches that fit predicts where they reach the budget, which saves tries where memory
+    grows linearly. Every other try halves the bracket, so that bad predictions cannot make the search long.
+
+    Args:
+        attempt: ``attempt(batch)`` returns the batch's peak bytes, None if it does not fit.
+        budget_bytes: the memory limit, for the prediction only; ``attempt`` decides what fits.
+        largest: the largest batch to try.
     """
     tried: dict[int, float | None] = {}
     # Invariant: batch `low` fits (0: none has yet), and `high` does not (largest + 1: all that were tried fit).
-    low, high, tries = 0, largest + 1, 0
+    low = 0
+    high = largest + 1
+    tries = 0
     while high - low > 1:
         guess = _extrapolated_limit(tried, budget_bytes)
         tries += 1
-        if high > largest:
-            larger = 1 if low == 0 else max(2 * low, min(guess or 0, _LONGEST_JUMP * low))
-            batch = min(larger, largest)
+        if low == 0 and high > largest:
+            batch = 1
+        elif high > largest:  # nothing has failed yet: at least double the batch
+            batch = min(max(2 * low, min(guess or 0, _LONGEST_JUMP * low)), largest)
         elif guess is not None and tries % 2:
             margin = max(1, (high - low) // 8)  # a try next to an end of the bracket would hardly shrink it
             batch = min(max(guess, low + margin), high - margin)
@@ -78,8 +85,8 @@ def _extrapolated_limit(tried: dict[int, float | None], budget_bytes: float) -> 
     (smaller, low_bytes), (larger, high_bytes) = fitted[-2:]
     if high_bytes <= low_bytes:
         return None
-    added_bytes = high_bytes - low_bytes
-    return int(min(larger + (budget_bytes - high_bytes) * (larger - smaller) / added_bytes, 2.0 * LARGEST))
+    batch_at_budget = larger + (budget_bytes - high_bytes) * (larger - smaller) / (high_bytes - low_bytes)
+    return int(min(batch_at_budget, 2.0 * LARGEST))
 
 
 def measure_limit(
@@ -109,7 +116,8 @@ class _Trial:
     """A child process that tries one batch after another; it is replaced after each batch that exceeds the budget."""
 
     def __init__(self, subject: Subject, budget_bytes: float) -> None:
-        self._subject, self._budget_bytes = subject, budget_bytes
+        self._subject = subject
+        self._budget_bytes = budget_bytes
         self._child: Children | None = None
 
     def close(self) -> None:
@@ -124,8 +132,9 @@ class _Trial:
         On the CPU this process reads the child's resident memory meanwhile, and kills the child once that exceeds the
         budget. Raises what the child raises.
         """
-        arguments = [(self._subject, self._budget_bytes)]
-        child = self._child = self._child or Children(_serve, arguments, self._subject.source)
+        if self._child is None:
+            self._child = Children(_serve, [(self._subject, self._budget_bytes)], self._subject.source)
+        child = self._child
         child.send(0, batch)
         # On CUDA the child limits itself (see _serve).
         process = psutil.Process(child.processes[0].pid) if self._subject.device == "cpu" else None

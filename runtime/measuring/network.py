@@ -57,19 +57,21 @@ def fit_link(sizes_bytes: ArrayLike, times_s: ArrayLike) -> LinkFit:
 
     Raises InputError for fewer than two sizes, times that are not above 0, and times that do not grow with the size.
     """
-    size, time_s = np.asarray(sizes_bytes, dtype=np.float64), np.asarray(times_s, dtype=np.float64)
+    size = np.asarray(sizes_bytes, dtype=np.float64)
+    time_s = np.asarray(times_s, dtype=np.float64)
     if size.shape != time_s.shape or len(np.unique(size)) < 2:
         raise InputError("times", f"{len(time_s)} times for {len(np.unique(size))} sizes", "give two sizes or more")
     if not (np.isfinite(time_s) & (time_s > 0)).all():
         raise InputError("times", f"hold {time_s.min():g} s", "they must be above 0 and finite")
     centred = size - size.mean()
-    per_byte = float(centred @ time_s / (centred @ centred))
-    if not per_byte > 0:
+    s_per_byte = float(centred @ time_s / (centred @ centred))  # the slope of the least-squares line
+    if not s_per_byte > 0:
         raise InputError("times", "do not grow with the size", "measure larger sizes")
-    smallest = size == size.min()
-    latency = max(0.0, float(time_s[smallest].min() - per_byte * size.min()))
-    error = time_s / (latency + per_byte * size) - 1
-    return LinkFit(latency_s=latency, bandwidth_bytes_per_s=1 / per_byte, residual=float(np.sqrt(np.mean(error**2))))
+    shortest_s = time_s[size == size.min()].min()
+    latency_s = max(0.0, float(shortest_s - s_per_byte * size.min()))
+    relative_error = time_s / (latency_s + s_per_byte * size) - 1
+    residual = float(np.sqrt(np.mean(relative_error**2)))
+    return LinkFit(latency_s=latency_s, bandwidth_bytes_per_s=1 / s_per_byte, residual=residual)
 
 
 def pairs_to_measure(processes: int) -> list[tuple[int, int]]:
@@ -133,7 +135,8 @@ def _measure_local(
 ) -> list[NetworkPair]:
     """Start ``processes`` processes that connect over the loopback interface, and return the pairs that they measure.
 
-    The other arguments are those of :func:`measure_network`.
+    ``sizes``: bytes of the messages; ``rounds``: most round trips per size; ``timeout_s``: seconds that a message may
+    take; ``progress``: called with (pairs done, pairs in total) after each pair.
     """
 
     def take_progress(rank: int, message: Any) -> bool:
@@ -149,7 +152,11 @@ def _measure_local(
 
 
 def _child(rank: int, processes: int, sizes: Sequence[int], rounds: int, timeout_s: float, results: Connection) -> None:
-    """In a child process, measure as rank ``rank`` and send the pairs; rank 0 also sends progress as tuples (done, total)."""
+    """In a child process, measure as rank ``rank`` of ``processes``, and send the list of pairs through ``results``.
+
+    Rank 0 also sends progress as tuples (done, total). ``sizes``: bytes of the messages; ``rounds``: most round trips per
+    size; ``timeout_s``: seconds that a message may take.
+    """
     import torch
 
     torch.set_num_threads(1)
@@ -177,9 +184,15 @@ def _measure_pairs(
 ) -> list[NetworkPair]:
     """Join the process group and measure one pair of ranks after another; every rank returns all pairs.
 
-    Each of the ``processes`` processes calls this. ``sizes``: bytes of the messages; ``rounds``: most round trips per
-    size; ``timeout_s``: seconds that a message may take; ``meeting``: where the processes meet, as
-    ``init_process_group`` takes it. Raises DdlToolError when a peer is lost or too slow.
+    Each of the ``processes`` processes calls this. Raises DdlToolError when a peer is lost or too slow.
+
+    Args:
+        rank, processes: this process's number, and how many there are.
+        sizes: bytes of the messages, ascending.
+        rounds: most round trips per size.
+        timeout_s: seconds that a message may take.
+        progress: ``progress(done, total)`` is called after each pair.
+        meeting: where the processes meet, as ``init_process_group`` takes it.
     """
     import torch
     import torch.distributed as dist
@@ -197,12 +210,13 @@ def _measure_pairs(
                 elif rank == second:
                     _pong(first)
                 dist.broadcast(table, src=first)  # the others wait here until this pair is done
-                measured, shortest, median, spread = table[table[:, 0] > 0].T.tolist()  # 0 bytes: the size was left out
+                measured_rows = table[table[:, 0] > 0]  # a row of 0 bytes is that of a size which was left out
+                sizes_bytes, shortest, median, spread = measured_rows.T.tolist()
                 pairs.append(
                     NetworkPair(
                         ranks=[first, second],
-                        **fit_link(measured, shortest)._asdict(),
-                        sizes_bytes=[int(value) for value in measured],
+                        **fit_link(sizes_bytes, shortest)._asdict(),
+                        sizes_bytes=[int(value) for value in sizes_bytes],
                         shortest_s=shortest,
                         median_s=median,
                         spread_s=spread,

@@ -41,8 +41,9 @@ PATIENCE_S = 1.0
 def ratio_interval(ratios: Sequence[float], confidence: float = CONFIDENCE) -> OverheadInterval:
     """Return the median of ``ratios`` with a distribution-free interval: from the k-th smallest to the k-th largest value.
 
-    By the binomial distribution it is the narrowest such interval with at least ``confidence``. With too few values for
-    one (fewer than 6 at 95 %) it is the whole range, and the result's confidence is the lower one that this has.
+    By the binomial distribution it is the narrowest such interval that contains the true median with at least
+    ``confidence``. With too few values for one (fewer than 6 at 95 %) it is the whole range, and the result's confidence
+    is the lower one that this has.
 
     >>> ratio_interval([1.0, 1.3, 1.1, 1.2, 1.4, 1.5, 1.6, 1.7]).low
     1.0
@@ -95,9 +96,9 @@ def measure_overhead(
     warmup = min(10, max(steps // 4, 1))
     runs: dict[bool, list[OverheadRun]] = {True: [], False: []}
     for pair in range(pairs):
-        # On and off come first in turn, so that a drift of the machine's speed favours neither.
-        turns = (True, False) if pair % 2 == 0 else (False, True)
-        for is_on in turns:
+        # On and off come first alternately, so that a drift of the machine's speed favours neither.
+        order_of_runs = (True, False) if pair % 2 == 0 else (False, True)
+        for is_on in order_of_runs:
             runs[is_on].append(_run(command, is_on, steps, warmup, replicas, timeout_s))
             progress(len(runs[True]) + len(runs[False]))
     run_pairs = list(zip(runs[True], runs[False], strict=True))
@@ -107,8 +108,8 @@ def measure_overhead(
     if limit is not None:
         verdicts = {verdict(wall, limit), verdict(cpu, limit)}
         # The overall verdict is the worse of those on wall clock and on CPU seconds.
-        order: tuple[Literal["above", "not decided", "within"], ...] = ("above", "not decided", "within")
-        overall = next(word for word in order if word in verdicts)
+        worst_first: tuple[Literal["above", "not decided", "within"], ...] = ("above", "not decided", "within")
+        overall = next(word for word in worst_first if word in verdicts)
     return OverheadResult(
         script=shlex.join(command),
         replicas=replicas,
@@ -124,7 +125,14 @@ def measure_overhead(
 def _run(command: Sequence[str], is_on: bool, steps: int, warmup: int, replicas: int, timeout_s: float) -> OverheadRun:
     """Run the script once; return its wall-clock seconds (of the slowest rank) and CPU seconds (of all ranks) per step.
 
-    ``is_on``: whether ddltool does its work or is switched off. The first ``warmup`` of ``steps`` steps are left out.
+    Args:
+        command: the script and its arguments.
+        is_on: whether ddltool does its work or is switched off.
+        steps: optimizer steps after which the run ends.
+        warmup: number of first steps that are left out of the result.
+        replicas: number of processes.
+        timeout_s: seconds that the run may take.
+
     Raises InputError for a script that fails, makes too few steps or takes longer than ``timeout_s``.
     """
     environment = {name: value for name, value in os.environ.items() if name not in ("DDLTOOL_OFF", "DDLTOOL_HOLD")}
@@ -133,20 +141,24 @@ def _run(command: Sequence[str], is_on: bool, steps: int, warmup: int, replicas:
         file = Path(folder, "times")
         clock = ("-m", "ddltool.runtime.measuring.overhead", str(file), str(steps), *command)
         code, errors = run_script(clock, replicas, environment, command[0], timeout_s)
-        times = [file.with_name(f"{file.name}.{rank}") for rank in range(replicas)]
-        if code or not all(path.exists() for path in times):
+        files = [file.with_name(f"{file.name}.{rank}") for rank in range(replicas)]
+        if code or not all(path.exists() for path in files):
             raise failure_of_script(command, code, errors)
-        stamps = [json.loads(path.read_text(encoding="utf-8")) for path in times]
+        # By rank and step: (wall clock, CPU seconds) at the step's end.
+        stamps = [json.loads(path.read_text(encoding="utf-8")) for path in files]
     steps_made = min(len(rank_stamps) for rank_stamps in stamps)
     if steps_made < warmup + 2:
         problem = f"made {steps_made} optimizer steps, of which {warmup} are warm-up"
         raise InputError(command[0], problem, "let it train for longer, or ask for fewer --steps")
     # A stamp is the end of a step, so the first stamp after warm-up only begins one.
     timed_steps = steps_made - 1 - warmup
-    # Each stamp is (wall clock, CPU seconds): the seconds of the timed steps, by rank, of either clock.
-    wall_s, cpu_s = (
-        [rank_stamps[steps_made - 1][clock] - rank_stamps[warmup][clock] for rank_stamps in stamps] for clock in (0, 1)
-    )
+    wall_s = []  # of the timed steps, by rank
+    cpu_s = []
+    for rank_stamps in stamps:
+        begin_wall_s, begin_cpu_s = rank_stamps[warmup]
+        end_wall_s, end_cpu_s = rank_stamps[steps_made - 1]
+        wall_s.append(end_wall_s - begin_wall_s)
+        cpu_s.append(end_cpu_s - begin_cpu_s)
     return OverheadRun(steps=steps_made, wall_s=max(wall_s) / timed_steps, cpu_s=sum(cpu_s) / timed_steps)
 
 
@@ -162,9 +174,11 @@ def failure_of_script(command: Sequence[str], code: int, errors: str) -> InputEr
     That is ddltool's first error line, or else the last exception that is not torchrun's own, or else the last line.
     ``errors``: the stderr.
     """
-    raised = [line for line in _ERROR.findall(errors) if "ChildFailedError" not in line]
     ddltool_errors = [line for line in errors.splitlines() if line.startswith("error: ")]
-    reason = next(iter((*ddltool_errors, *raised[-1:], *errors.strip().splitlines()[-1:])), "")
+    exceptions = [line for line in _ERROR.findall(errors) if "ChildFailedError" not in line]
+    lines = errors.strip().splitlines()
+    likeliest_first = [*ddltool_errors, *exceptions[-1:], *lines[-1:]]
+    reason = likeliest_first[0] if likeliest_first else ""
     return InputError(command[0], f"failed with exit code {code}: {reason}", "see to it that it runs by itself")
 
 
@@ -203,7 +217,9 @@ def _clock() -> None:
     """
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    file, steps, script = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    file = Path(sys.argv[1])
+    steps = int(sys.argv[2])
+    script = sys.argv[3]
     sys.argv = sys.argv[3:]
     sys.path[0] = str(Path(script).resolve().parent)  # as the interpreter does for a script
     stamps: list[tuple[float, float]] = []

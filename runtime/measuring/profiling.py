@@ -78,9 +78,10 @@ def measured(
 def _search_limit(
     request: MeasureRequest, memory_bytes: float, progress: Callable[[str], None]
 ) -> tuple[MemorySearch, int | None]:
-    """Return (the search for the largest batch within ``memory_bytes``, that batch or None if every batch fits).
+    """Search for the largest batch whose step needs at most ``memory_bytes``; return (the tries, that batch).
 
-    ``progress`` gets a text after each try. Raises InputError when not even batch 1 fits.
+    The batch is None if every batch fits that was tried. ``progress`` gets a text after each try. Raises InputError when
+    not even batch 1 fits.
     """
     limit = measure_limit(request.subject(), memory_bytes, progress=progress)
     if limit.batch == 0:
@@ -131,11 +132,12 @@ def half_width_of(row: Mapping[str, Any]) -> float:
 def _shortfalls(result: ProfileResult, request: MeasureRequest) -> list[str]:
     """Return sentences on shortfalls: step times less precise than requested, and configurations that were not measured."""
     sentences = []
-    wide = [relative for row in result.rows if (relative := half_width_of(row)) > request.precision]
-    if wide and request.repeats is None:
+    half_widths = [half_width_of(row) for row in result.rows]
+    too_wide = [half_width for half_width in half_widths if half_width > request.precision]
+    if too_wide and request.repeats is None:  # a fixed number of repeats asks for no precision
         sentences.append(
-            f"{len(wide)} of {len(result.rows)} step times are known to {max(wide):.0%} only, not {request.precision:.0%}; "
-            "stop other load or raise --budget"
+            f"{len(too_wide)} of {len(result.rows)} step times are known to {max(too_wide):.0%} only, "
+            f"not {request.precision:.0%}; stop other load or raise --budget"
         )
     missing = sum(skipped.reason == "the budget was spent" for skipped in result.skipped)
     if missing:

@@ -18,21 +18,22 @@ from ddltool.runtime.processes.checking import CHECK, RESULT
 def check_script(command: Sequence[str], replicas: int = 2, timeout_s: float = 900.0) -> ScriptCheck:
     """Compare the first steps of a script, run as ``replicas`` processes, with those of one process, and return the outcome.
 
-    ``command``: the script and its arguments. :mod:`~ddltool.runtime.processes.checking` compares, in the script's
-    processes. Raises InputError when the script fails before an outcome, takes longer than ``timeout_s``, or attaches
-    neither hook nor balancer.
+    The script's own processes make the comparison (:mod:`~ddltool.runtime.processes.checking`), because an environment
+    variable tells them to, and write its outcome to a file. ``command``: the script and its arguments. Raises InputError
+    when the script fails before an outcome, takes longer than ``timeout_s`` seconds, or attaches neither hook nor
+    balancer.
     """
     demand_script(command)
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "result.json")
         environment = {**os.environ, CHECK: "end", RESULT: str(result)}
-        code, errors = run_script(command, replicas, environment, command[0], timeout_s)
-        answer = json.loads(result.read_text("utf-8")) if result.exists() else None
-    # If the script has failed, its answer counts only if updates were compared, and so the outcome decided, before.
-    if answer is not None and (answer["updates"] or not code):
-        return ScriptCheck(script=shlex.join(command), replicas=replicas, **answer)
-    if code:
-        raise failure_of_script(command, code, errors)
+        exit_code, errors = run_script(command, replicas, environment, command[0], timeout_s)
+        outcome = json.loads(result.read_text("utf-8")) if result.exists() else None
+    # If the script has failed, its outcome counts only if updates were compared, and so the outcome decided, before.
+    if outcome is not None and (outcome["updates"] or not exit_code):
+        return ScriptCheck(script=shlex.join(command), replicas=replicas, **outcome)
+    if exit_code:
+        raise failure_of_script(command, exit_code, errors)
     problem = "ran to its end without a check"
     remedy = "attach the hook or the balancer with uneven batches in it, for 3 updates or more"
     raise InputError(command[0], problem, remedy)

@@ -29,7 +29,8 @@ def _others_running(cores: set[int]) -> int:
     ``cores``: the system's core numbers. A process counts once, by its main thread. It reads /proc itself,
     because psutil takes ten times as long, which would slow down short iterations.
     """
-    running, own_pid = 0, str(os.getpid())
+    running = 0
+    own_pid = str(os.getpid())
     for name in os.listdir("/proc"):
         if not name.isdecimal() or name == own_pid:
             continue

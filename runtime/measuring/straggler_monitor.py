@@ -47,13 +47,15 @@ def watch_ranks(
 
     Raises InputError for a hook without telemetry, for a single process and for ``every`` below 10.
     """
-    recorder, side = hook.recorder, DistributedJob.this().side
+    recorder = hook.recorder
+    side = DistributedJob.this().side
     if recorder is None or side is None:
         raise InputError("watch_ranks", "needs telemetry of several ranks", "attach(..., telemetry=FILE) before it")
     if every < 10:
         raise InputError("every", f"is {every}", "at least 10 steps")
-    recorder.watch = watch = StragglerMonitor(recorder, side, every, tell)
-    return watch
+    monitor = StragglerMonitor(recorder, side, every, tell)
+    recorder.watch = monitor
+    return monitor
 
 
 class StragglerMonitor:
@@ -71,14 +73,23 @@ class StragglerMonitor:
         every: int,
         tell: Callable[[str, StragglersResult], None] | None,
     ) -> None:
-        """Prepare to gather rows over ``side``, a gloo group of all ranks; ``every`` and ``tell`` as in :func:`watch_ranks`."""
-        self._row, self._feed = recorder.row, str(recorder.path)
-        self._ranks, self._is_first, self._side = dist.get_world_size(side), dist.get_rank(side) == 0, side
-        self._every = self.stretch = every
+        """Prepare to gather rows over ``side``, a gloo group of all ranks.
+
+        ``recorder``: of this rank's steps; ``every``: steps between two looks, and steps that a look analyses; ``tell``:
+        called on rank 0 with a sentence and the result of every look; None: log a warning when the finding changes.
+        """
+        self._row = recorder.row
+        self._feed = str(recorder.path)
+        self._ranks = dist.get_world_size(side)
+        self._is_first = dist.get_rank(side) == 0
+        self._side = side
+        self._every = every
+        self.stretch = every
         self._tell = tell
         self._steps: list[ObservedStep] = []
+        # The gather under way, and the tensors, by rank, that it fills; None: there is none.
         self._pending: tuple[dist.Work, list[torch.Tensor]] | None = None
-        self._told_findings: object = None
+        self._told_findings: object = None  # those of the last look
         self.cost_s = 0.0
 
     def __call__(self, step: ObservedStep) -> None:
@@ -94,15 +105,15 @@ class StragglerMonitor:
         if step.number >= _SKIPPED:
             self._steps.append(step)
         if len(self._steps) >= self.stretch:
-            steps, self._steps = self._steps[-self._every :], []
-            rows = [self._row(one) for one in steps]
+            steps = self._steps[-self._every :]
+            self._steps = []
+            rows = [self._row(each) for each in steps]
+            values = [[getattr(row, name) for name in TELEMETRY] for row in rows]
             # (1 + steps, columns): the first row is filled with the cost of the last look.
-            own_rows = torch.tensor(
-                [[self.cost_s] * len(TELEMETRY), *([getattr(row, name) for name in TELEMETRY] for row in rows)],
-                dtype=torch.float64,
-            )
+            own_rows = torch.tensor([[self.cost_s] * len(TELEMETRY), *values], dtype=torch.float64)
             rows_of_ranks = [torch.empty_like(own_rows) for _ in range(self._ranks)]
-            self._pending = dist.all_gather(rows_of_ranks, own_rows, group=self._side, async_op=True), rows_of_ranks
+            work = dist.all_gather(rows_of_ranks, own_rows, group=self._side, async_op=True)
+            self._pending = work, rows_of_ranks
 
     def _read(self, rows: torch.Tensor) -> None:
         """Choose the steps to the next look from all ranks' rows, and on rank 0 analyse and report them.
@@ -112,7 +123,8 @@ class StragglerMonitor:
         """
         values = rows.numpy()
         columns = {name: values[:, 1:, column] for column, name in enumerate(TELEMETRY)}
-        cost_s, step_s = float(values[:, 0].max()), float(columns["step_s"].mean())
+        cost_s = float(values[:, 0].max())
+        step_s = float(columns["step_s"].mean())
         affordable_steps = ceil(cost_s / (SHARE * max(step_s, 1e-9)))
         self.stretch = min(max(self._every, affordable_steps), _LONGEST * self._every)
         if not self._is_first or (columns["step"] != columns["step"][0]).any():

@@ -34,7 +34,9 @@ class TorchrunJob:
 
     def __init__(self, place: Place, subject: Subject, replicas: Sequence[int]) -> None:
         """Keep the arguments; ``replicas``: counts to be measured. Raises InputError for one above the number of processes."""
-        self.place, self.subject, self.replicas = place, subject, sorted(set(replicas))
+        self.place = place
+        self.subject = subject
+        self.replicas = sorted(set(replicas))
         self._tasks = 0  # number of the next task in the store
         self._worker: StepTimer | None = None  # made by `prepare`
         self.where = subject.source  # begins error messages: the source, later the task under way
@@ -67,7 +69,7 @@ class TorchrunJob:
     def run(self, task: MeasureTask) -> StepTimings:
         """On rank 0, give a task to all ranks through the job's store, run its part, and return its times.
 
-        Raises as :meth:`failure` says.
+        Any error is raised as an error of one line, or as SystemExit if another rank failed first (:meth:`failure`).
         """
         self._store.set(f"task/{self._tasks}", json.dumps(asdict(task)))
         self._tasks += 1
@@ -115,7 +117,10 @@ class TorchrunJob:
                 self._run_part(task)
 
     def _run_part(self, task: MeasureTask) -> StepTimings:
-        """Run this rank's part of a task, and return its times. Raises as :meth:`failure` says."""
+        """Run this rank's part of a task, and return its times.
+
+        Any error is raised as an error of one line, or as SystemExit if another rank failed first (:meth:`failure`).
+        """
         assert self._worker is not None
         self.where = str(task)
         with self._errors_reported():
@@ -132,7 +137,8 @@ class TorchrunJob:
     def failure(self, error: Exception) -> BaseException:
         """Return the exception to raise for ``error``: one line about this rank, or SystemExit if another rank failed first.
 
-        The first failure is the reason for all; the errors of other ranks are only its consequences.
+        The first failure is the reason for all; the errors of other ranks are only its consequences. So only the first
+        rank that fails prints anything.
         """
         # A RuntimeError may be that of a collective whose peer has failed, so the peer gets time to say so.
         if self._failed_elsewhere(_GRACE_S if isinstance(error, RuntimeError) else 0.0):
@@ -149,12 +155,14 @@ class TorchrunJob:
 
         False if the store cannot be reached.
         """
-        rank = str(self.place.rank)
+        own_rank = str(self.place.rank)
         try:
             poll_until(within_s, lambda: self._store.check(["failed"]) or None)
-            return bool(self._store.compare_set("failed", "", rank) != rank.encode())
+            # Sets the key to this rank only if it is not set yet, and returns the value that it has then.
+            first_failed = self._store.compare_set("failed", "", own_rank)
         except RuntimeError:
             return False  # the store is gone
+        return bool(first_failed != own_rank.encode())
 
 
 def _is_lost(error: RuntimeError) -> bool:

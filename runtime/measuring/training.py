@@ -60,12 +60,14 @@ def prepared_module(
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
     module = module.to(device, kept_dtype).train()
-    moved_inputs = tuple(
-        value.to(device, kept_dtype if value.is_floating_point() else None)
-        if isinstance(value, torch.Tensor)
-        else value
-        for value in inputs
-    )
+
+    def moved(value: Any) -> Any:
+        """Return an input on the device, floating-point numbers in the kept type; one that is no tensor as it is."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        return value.to(device, kept_dtype if value.is_floating_point() else None)
+
+    moved_inputs = tuple(map(moved, inputs))
     if not setting.is_autocast:
         return module, moved_inputs, contextlib.nullcontext
     computed_dtype: torch.dtype = getattr(torch, setting.computes)
@@ -108,7 +110,11 @@ def backward_and_update(
 
 
 def _built_optimizers(module: nn.Module, optimizer: str, device: torch.device) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that the name ``optimizer`` stands for (:func:`backward_and_update`), over all parameters."""
+    """Return the optimizers that together update all parameters of ``module``; empty for the name "none".
+
+    ``optimizer``: one of ``OPTIMIZERS``, as :func:`backward_and_update` describes them. Only "muon" takes two: Muon for
+    the matrices of the module's blocks, AdamW for all else. ``device``: where the module is.
+    """
     import torch
 
     name = optimizer.removeprefix("foreach-")
@@ -127,8 +133,8 @@ def _built_optimizers(module: nn.Module, optimizer: str, device: torch.device) -
     if name == "muon":
         matrices = _matrices_of_blocks(module)
         built = [torch.optim.Muon(matrices)] if matrices else []
-        taken = set(map(id, matrices))
-        parameters = [parameter for parameter in parameters if id(parameter) not in taken]
+        ids_of_matrices = set(map(id, matrices))
+        parameters = [parameter for parameter in parameters if id(parameter) not in ids_of_matrices]
     if parameters:
         adam = torch.optim.Adam if name == "adam" else torch.optim.AdamW
         built.append(adam(parameters, lr=1e-4, **implementation))
@@ -139,5 +145,8 @@ def _matrices_of_blocks(module: nn.Module) -> list[nn.Parameter]:
     """Return the parameters for Muon: trained matrices in the module's list of blocks, or all if there is no such list."""
     named = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     container = block_container(list(named), [float(parameter.nbytes) for parameter in named.values()])
-    is_inside = (container is None or block_of(name, container) for name in named)
-    return [each for each, inside in zip(named.values(), is_inside, strict=True) if inside and each.dim() == 2]
+    return [
+        parameter
+        for name, parameter in named.items()
+        if parameter.dim() == 2 and (container is None or block_of(name, container))
+    ]

@@ -41,7 +41,8 @@ from ddltool.runtime.measuring.worker import resolve_step
 TELL_EVERY_S = 0.5
 DONE = "done"
 """A worker's last message."""
-MOST_WORKERS, MOST_ROWS = 256, 10**7
+MOST_WORKERS = 256
+MOST_ROWS = 10**7
 WARM_ITERATIONS = 5
 
 
@@ -73,7 +74,8 @@ class Watch:
         The block must hold the worker's own computation only, no waiting for others; on a GPU synchronise the device at
         its end.
         """
-        cpu, memory = expected_cpu(), available_memory()
+        cpu = expected_cpu()
+        memory = available_memory()
         begin = time.perf_counter()
         yield
         seconds = max(time.perf_counter() - begin, 1e-9)  # not 0, to divide by
@@ -91,8 +93,9 @@ def write_rows(rows: Iterable[SpeedRow], path: str | Path) -> None:
 def summarise(rows: Sequence[SpeedRow], batch: int) -> WatchResult:
     """Return each worker's speed (samples/s), and the mean seconds of an iteration with equal batches and batches by speed.
 
-    ``batch``: samples per worker and iteration. A speed is the median, with the 10 % and 90 % quantiles. The first
-    :data:`WARM_ITERATIONS` are left out of the figures if there are more than twice as many.
+    A speed is the median over the iterations, with the 10 % and 90 % quantiles. The first :data:`WARM_ITERATIONS`
+    iterations are left out if there are more than twice as many. ``rows``: those of all workers, at least one;
+    ``batch``: samples per worker and iteration.
     """
     frame = pd.DataFrame([asdict(row) for row in rows])
     first_steady = WARM_ITERATIONS if frame["iteration"].max() >= 2 * WARM_ITERATIONS else 0
@@ -108,15 +111,15 @@ def summarise(rows: Sequence[SpeedRow], batch: int) -> WatchResult:
         )
         for name, readings in sorted(steady.groupby("worker"), key=lambda entry: natural_key(str(entry[0])))
     ]
-    together = steady.groupby("iteration")["speed"]
+    speeds_by_iteration = steady.groupby("iteration")["speed"]  # of all workers
     return WatchResult(
         batch=batch,
         iterations=int(frame["iteration"].max()) + 1,
         left_out=first_steady,
         workers=workers,
         # With equal batches all wait for the slowest; with batches in proportion to speeds all end together.
-        equal_split_s=float((batch / together.min()).mean()),
-        speeds_known_s=float((batch * len(workers) / together.sum()).mean()),
+        equal_split_s=float((batch / speeds_by_iteration.min()).mean()),
+        speeds_known_s=float((batch * len(workers) / speeds_by_iteration.sum()).mean()),
     )
 
 
@@ -213,7 +216,8 @@ def _worker(request: WatchRequest, rank: int, results: Connection) -> None:
     parameters = [value for value in step.module.parameters() if value.requires_grad]
     optimizer = torch.optim.SGD(parameters, lr=1e-2)
     watch = Watch(f"w{rank}")
-    sent_rows, sent_s = 0, time.monotonic()
+    sent_rows = 0
+    sent_s = time.monotonic()
     # The first step allocates memory and fills caches, so it is not watched.
     step.loss(called(step.module, step.inputs, step.keywords)).backward()
     try:
@@ -229,7 +233,8 @@ def _worker(request: WatchRequest, rank: int, results: Connection) -> None:
             optimizer.step()
             if time.monotonic() - sent_s > TELL_EVERY_S:
                 results.send(watch.rows[sent_rows:])
-                sent_rows, sent_s = len(watch.rows), time.monotonic()
+                sent_rows = len(watch.rows)
+                sent_s = time.monotonic()
     finally:
         results.send(watch.rows[sent_rows:])
     results.send(DONE)

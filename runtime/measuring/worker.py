@@ -42,16 +42,16 @@ class ResolvedStep(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subject:
-    """The model and settings that all tasks share.
-
-    ``resolver``, ``package.module:function``, names a function that makes a training step of ``source`` and a batch
-    size; ``device`` is "cpu" or "cuda".
-    """
+    """The model and settings that all tasks share."""
 
     source: str
+    """The user's model, by a text that the resolver understands."""
     resolver: str
+    """``package.module:function``, which names the function that makes a training step of ``source`` and a batch size."""
     device: str
+    """"cpu" or "cuda"."""
     threads: int
+    """Threads that a process computes with."""
     seed: int = 0
     numerics: str = "fp32"
     """The precision that steps compute in."""
@@ -60,19 +60,23 @@ class Subject:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasureTask:
-    """One visit to a configuration, and when it ends.
+    """A run of timed steps of one configuration (replicas, batch, accumulation), and when it ends.
 
     It ends after ``most`` timed steps, or after ``seconds`` were spent on steps of any kind (and three were timed), or
-    when the median's interval is at most ``precision`` times the median (0: never).
+    when the width of the median's 95 % interval is at most ``precision`` times the median.
     """
 
     replicas: int
     batch: int
+    """Samples of one replica in one pass."""
     accumulation: int = 0
+    """Passes of a step before the one that synchronises the replicas."""
     warmup: int = 2
+    """Steps before those that are timed."""
     most: int
     seconds: float = float("inf")
     precision: float = 0.0
+    """0: the precision of the median does not end it."""
 
     def __str__(self) -> str:
         """Name the configuration, as progress and errors show it."""
@@ -80,7 +84,7 @@ class MeasureTask:
         return f"batch {self.batch} on {self.replicas} replica{'s' if self.replicas > 1 else ''}{passes}"
 
     def is_over(self, steps_s: list[float], spent_s: float) -> bool:
-        """Return whether the visit ends, by the rules of the class.
+        """Return whether the task ends, by the rules of the class.
 
         ``steps_s``: seconds of each timed step; ``spent_s``: of all steps, warm-up included. All replicas have the same
         times, so that all of them stop at the same step.
@@ -94,7 +98,7 @@ class MeasureTask:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTimings:
-    """The times of a visit, in seconds of the slowest replica; all empty if memory ran out."""
+    """The times that a task has measured, in seconds of the slowest replica; all empty if memory ran out."""
 
     full: tuple[float, ...] = ()
     """Times of full steps."""
@@ -136,7 +140,9 @@ def connect_replica(
     import torch.distributed as dist
 
     cuda = subject.device == "cuda"
-    device = torch.device("cuda", rank if local_rank is None else local_rank) if cuda else torch.device("cpu")
+    device = torch.device("cpu")
+    if cuda:
+        device = torch.device("cuda", rank if local_rank is None else local_rank)
     if max(replicas) == 1:
         return StepTimer(subject, device)
     if cuda:
@@ -160,7 +166,9 @@ class StepTimer:
         """Set this process's threads, seed and CUDA device. The model is made with the first task."""
         import torch
 
-        self.subject, self.device, self.groups = subject, device, groups or {}
+        self.subject = subject
+        self.device = device
+        self.groups = groups or {}
         self._resolver = resolve_step(subject.resolver)
         self._prepared: tuple[int, int] | None = None  # replicas and batch of the configuration; None: there is none
         self._configuration: _Configuration | None = None
@@ -190,7 +198,8 @@ class StepTimer:
 
     def drop(self) -> None:
         """Free the model that was measured last, so that the next one's peak memory does not contain it."""
-        self._prepared = self._configuration = None
+        self._prepared = None
+        self._configuration = None
         gc.collect()
         if self.device.type == "cuda":
             import torch
@@ -209,7 +218,8 @@ class StepTimer:
         if self._prepared != (task.replicas, task.batch):
             self.drop()
             reset_peak(self.device)
-            step, group = self._resolver(self.subject.source, task.batch), self.groups.get(task.replicas)
+            step = self._resolver(self.subject.source, task.batch)
+            group = self.groups.get(task.replicas)
             self._configuration = _Configuration(self.subject, step, self.device, group)
             self._prepared = (task.replicas, task.batch)
         configuration = self._configuration
@@ -217,7 +227,8 @@ class StepTimer:
         spent_s = 0.0
         for warmups_done in range(task.warmup):
             if warmups_done == 0 or spent_s < task.seconds:  # at least one, however long it takes
-                spent_s += configuration.time_step(task.accumulation)[0]
+                step_s, _ = configuration.time_step(task.accumulation)
+                spent_s += step_s
             alive()
         from ddltool.runtime.processes.step_times import peak_memory
 
@@ -231,8 +242,9 @@ class StepTimer:
             if task.accumulation:
                 passes_s.append(pass_s)
             if task.replicas > 1:
-                local_s.append(configuration.time_step(task.accumulation, synchronise=False)[0])
-                spent_s += local_s[-1]
+                step_s, _ = configuration.time_step(task.accumulation, synchronise=False)
+                local_s.append(step_s)
+                spent_s += step_s
             alive()
         return StepTimings(
             full=tuple(full_s),
@@ -248,19 +260,29 @@ class _Configuration:
     def __init__(
         self, subject: Subject, step: ResolvedStep, device: torch.device, group: dist.ProcessGroup | None
     ) -> None:
-        """Prepare module, inputs and optimizer; ``group``: the replicas' process group, None for a single replica."""
+        """Prepare module, inputs and optimizer on ``device``.
+
+        ``subject``: the settings (precision, optimizer); ``step``: the user's module with inputs of one batch size and its
+        loss; ``group``: the replicas' process group, None for a single replica.
+        """
         from torch.nn.parallel import DistributedDataParallel
 
         from ddltool.analyzers.step.tracing.step import called
         from ddltool.runtime.measuring.training import backward_and_update, prepared_module
 
-        self._step, self._device, self._group, self._call = step, device, group, called
-        # `_computing` and `_unsynchronised` make contexts: for a forward pass, and for a pass without synchronisation.
+        self._step = step
+        self._device = device
+        self._group = group
+        self._call = called
+        # `_computing` makes the context of a forward pass (autocast), `_unsynchronised` that of a pass whose gradients
+        # are not averaged.
         module, self._inputs, self._computing = prepared_module(step.module, step.inputs, subject.numerics, device)
-        self._module, self._unsynchronised = module, contextlib.nullcontext
+        self._module = module
+        self._unsynchronised = contextlib.nullcontext
         if group is not None:
-            shared = DistributedDataParallel(module, process_group=group)
-            self._module, self._unsynchronised = shared, shared.no_sync  # type: ignore[assignment]
+            wrapped = DistributedDataParallel(module, process_group=group)
+            self._module = wrapped
+            self._unsynchronised = wrapped.no_sync  # type: ignore[assignment]
         self._backward, self._update = backward_and_update(module, subject.optimizer, subject.numerics, device)
 
     def time_step(self, accumulation: int, *, synchronise: bool = True) -> tuple[float, float]:
@@ -269,7 +291,8 @@ class _Configuration:
         Of the ``accumulation`` + 1 passes, only the last synchronises the replicas, and only with ``synchronise``.
         """
         loss_scale = 1.0 / (accumulation + 1)  # so that the sum over the passes is a mean
-        pass_s, started_s = 0.0, synchronised_clock(self._device)
+        pass_s = 0.0
+        started_s = synchronised_clock(self._device)
         if accumulation:
             with self._unsynchronised():
                 for _ in range(accumulation):
@@ -278,7 +301,8 @@ class _Configuration:
         with contextlib.nullcontext() if synchronise else self._unsynchronised():
             self._run_pass(loss_scale)
         self._update()
-        return of_slowest_replica((synchronised_clock(self._device) - started_s, pass_s), self._group, self._device)
+        step_s = synchronised_clock(self._device) - started_s
+        return of_slowest_replica((step_s, pass_s), self._group, self._device)
 
     def _run_pass(self, loss_scale: float) -> None:
         """Run one forward and backward pass, with the loss multiplied by ``loss_scale``."""

@@ -43,8 +43,11 @@ class Sizes:
     """
 
     sizes: tuple[int, ...]
+    """Samples of each rank in a full step."""
     least: int = 1
+    """Least samples of a rank in any step."""
     passes: int = 1
+    """Forward and backward passes of each rank in a step."""
 
     @property
     def world_size(self) -> int:
@@ -67,8 +70,8 @@ class Sizes:
 
             limits = self.sizes if samples < self.total_batch_size else None
             by_rank = proportional(self.sizes, samples, limits, self.least)
-        # The first passes take the remainder, one sample each.
-        return by_rank[:, None] // self.passes + (np.arange(self.passes) < by_rank[:, None] % self.passes)
+        whole_part, remainder = np.divmod(by_rank[:, None], self.passes)
+        return whole_part + (np.arange(self.passes) < remainder)  # the first passes take the remainder, one sample each
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +227,9 @@ class VariableBatchSampler(Sampler[list[int]]):
         self.issued.clear()
         self.issued_count = 0
         # The first step that was not handed out yet, its position, and the passes of this iteration before it.
-        self._next_step, self._next_position, self._handed_out = self.step, self.position, 0
+        self._next_step = self.step
+        self._next_position = self.position
+        self._passes_handed_out = 0
 
     @property
     def next_step(self) -> int:
@@ -273,7 +278,8 @@ class VariableBatchSampler(Sampler[list[int]]):
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of ``epoch``; nothing happens, and the position stays, if it is the present epoch."""
         if epoch != self.epoch:
-            self.epoch, self.position = epoch, 0
+            self.epoch = epoch
+            self.position = 0
             self._begin()
 
     def ends_with(self, last_pass: Pass) -> bool:
@@ -288,22 +294,28 @@ class VariableBatchSampler(Sampler[list[int]]):
 
     def finish(self) -> None:
         """Note that all steps of this epoch are done."""
-        self.position, self.step = self.dataset_size, self.next_step
+        self.position = self.dataset_size
+        self.step = self.next_step
 
     def __len__(self) -> int:
         """Return the number of this rank's batches in the present iteration, if sizes do not change any more.
 
         Before an iteration it is the number in the next one.
         """
-        step, position, pass_count = self._next_step, self._next_position, self._handed_out
+        step = self._next_step
+        position = self._next_position
+        pass_count = self._passes_handed_out
         while samples := self._samples_of_step(step, position):
-            split, equal_steps = self.split_at(step), 1
+            split = self.split_at(step)
+            equal_steps = 1
             if samples == split.total_batch_size:  # count equal steps at once; the last two of an epoch may differ
                 # The first step with other sizes; without one, more steps ahead than the epoch can have.
                 change = next((first for first, _ in self._changes if first > step), self.dataset_size + step)
                 equal_steps = max(1, min(change - step, (self.dataset_size - position) // samples - 1))
-            pass_count += equal_steps * len(_own_passes(split, samples, self.rank)[1])
-            step, position = step + equal_steps, position + equal_steps * samples
+            _, sizes_of_passes = _own_passes(split, samples, self.rank)
+            pass_count += equal_steps * len(sizes_of_passes)
+            step += equal_steps
+            position += equal_steps * samples
         return pass_count
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -312,43 +324,58 @@ class VariableBatchSampler(Sampler[list[int]]):
         The :class:`Pass` is appended to :attr:`issued` first. A rank without samples in a step gets one pass with the
         index of the step's first sample, a filler of weight 0.
         """
-        seed = self.seed + self.epoch
-        drawn = epoch_order(self.dataset_size, self.shuffle, seed) if self._order is None else self._order(self.epoch)
-        order = drawn.numpy()  # slicing an array costs a tenth of slicing a tensor
+        if self._order is not None:
+            order_tensor = self._order(self.epoch)
+        else:
+            order_tensor = epoch_order(self.dataset_size, self.shuffle, self.seed + self.epoch)
+        order = order_tensor.numpy()  # slicing an array costs a tenth of slicing a tensor
         self._begin()
-        epoch, step, position = self.epoch, self.step, self.position
+        epoch = self.epoch
+        step = self.step
+        position = self.position
         while samples := self._samples_of_step(step, position):
             split = self.split_at(step)
-            parts, is_even = self._parts(order[position : position + samples], split)
-            self._next_step, self._next_position = step + 1, position + samples
-            self._handed_out += len(parts)
-            for index, part in enumerate(parts):
-                fields = {"epoch": epoch, "step": step, "number": index, "passes": len(parts), "samples": len(part)}
-                self.issued.append(
-                    Pass(**fields, step_start=position, step_samples=samples, split=split, is_even=is_even)
+            passes, is_even = self._own_indices(order[position : position + samples], split)
+            self._next_step = step + 1
+            self._next_position = position + samples
+            self._passes_handed_out += len(passes)
+            for number, indices in enumerate(passes):
+                issued_pass = Pass(
+                    epoch=epoch,
+                    step=step,
+                    number=number,
+                    passes=len(passes),
+                    samples=len(indices),
+                    step_start=position,
+                    step_samples=samples,
+                    split=split,
+                    is_even=is_even,
                 )
+                self.issued.append(issued_pass)
                 self.issued_count += 1
-                yield part or [int(order[position])]
-            step, position = step + 1, position + samples
+                yield indices or [int(order[position])]
+            step += 1
+            position += samples
 
-    def _parts(self, indices: Ints, split: Shares) -> tuple[list[list[int]], bool]:
-        """Return (this rank's passes of a step, as lists of dataset indices; whether the step is even).
+    def _own_indices(self, indices: Ints, split: Shares) -> tuple[list[list[int]], bool]:
+        """Return (the dataset indices of each of this rank's passes of a step; whether the step is even).
 
-        A step is even if all ranks and passes have equally many samples. ``indices``: (samples,) the step's samples in
-        the epoch's order. A rank without samples has the passes [[]].
+        A step is even if all ranks and passes have equally many samples. A rank without samples has one pass without
+        indices. ``indices``: (samples,) those of all ranks in the step, in the epoch's order; ``split``: the shares of a
+        full step.
         """
         samples = len(indices)
         lower_ranks_samples, sizes = _own_passes(split, samples, self.rank)
-        if self._lengths is None or not isinstance(split, Sizes):
-            ends = lower_ranks_samples + np.cumsum([0, *sizes])
-            parts = [indices[begin:end].tolist() for begin, end in itertools.pairwise(ends.tolist())]
-            return parts, _is_even(split, samples)
+        if self._lengths is None or not isinstance(split, Sizes):  # the agent's Split is by numbers of samples only
+            bounds = lower_ranks_samples + np.cumsum([0, *sizes])
+            passes = [indices[begin:end].tolist() for begin, end in itertools.pairwise(bounds.tolist())]
+            return passes, _is_even(split, samples)
         # For each sample, the number of its pass among those of all ranks, rank * passes + pass.
-        pass_of = self._lengths.assign(indices, split.sizes, split.passes)
-        first = self.rank * split.passes
-        samples_by_pass = np.bincount(pass_of, minlength=split.world_size * split.passes)
-        parts = [indices[pass_of == first + index].tolist() for index in range(len(sizes))]
-        return parts, bool((samples_by_pass == samples_by_pass[0]).all())
+        pass_numbers = self._lengths.assign(indices, split.sizes, split.passes)
+        first_own = self.rank * split.passes
+        passes = [indices[pass_numbers == first_own + index].tolist() for index in range(len(sizes))]
+        samples_by_pass = np.bincount(pass_numbers, minlength=split.world_size * split.passes)
+        return passes, bool((samples_by_pass == samples_by_pass[0]).all())
 
     def _samples_of_step(self, step: int, position: int) -> int:
         """Return the samples of all ranks in the step ``step``, which begins at ``position`` in the epoch's order.
@@ -356,13 +383,15 @@ class VariableBatchSampler(Sampler[list[int]]):
         It is 0 if the epoch is over. The last two steps of an epoch may be smaller or, with ``whole``, larger than
         planned.
         """
-        remaining, total = self.dataset_size - position, self.split_at(step).total_batch_size
+        remaining = self.dataset_size - position
+        total = self.split_at(step).total_batch_size
         if remaining < total:  # this step would be the remainder of the epoch
             is_too_small = remaining < self._fewest_in_step and not self._keeps_all_samples
             return 0 if self._drop_last or is_too_small else remaining
         if self._keeps_all_samples and 0 < remaining - total < self._fewest_in_step:
-            # The next step would be too small: leave it enough samples, or take them all.
-            return remaining - self._fewest_in_step if remaining >= 2 * self._fewest_in_step else remaining
+            # The next step would be too small: leave it enough samples, or take them all if this step would be too small.
+            can_be_divided = remaining >= 2 * self._fewest_in_step
+            return remaining - self._fewest_in_step if can_be_divided else remaining
         return total
 
     def state_dict(self) -> dict[str, int]:
@@ -379,7 +408,9 @@ class VariableBatchSampler(Sampler[list[int]]):
         for name, value in (("dataset_size", self.dataset_size), ("seed", self.seed), ("shuffle", int(self.shuffle))):
             if state.get(name) != value:
                 raise InputError(f"sampler state:{name}", f"is {state.get(name)}", f"this job has {value}")
-        epoch, position, step = state.get("epoch"), state.get("position"), state.get("step", 0)
+        epoch = state.get("epoch")
+        position = state.get("position")
+        step = state.get("step", 0)
         if not (isinstance(epoch, int) and isinstance(position, int) and isinstance(step, int)) or min(epoch, step) < 0:
             raise InputError("sampler state", "lacks epoch, position or step", "give what state_dict returned")
         if not 0 <= position <= self.dataset_size:
@@ -390,7 +421,9 @@ class VariableBatchSampler(Sampler[list[int]]):
             remedy = "resume on fewer ranks, or begin the next epoch"
             problem = f"leaves {left} samples of the epoch for {split.world_size} ranks{need}"
             raise InputError("sampler state", problem, remedy)
-        self.epoch, self.position, self.step = epoch, position, step
+        self.epoch = epoch
+        self.position = position
+        self.step = step
         self._changes = [(step, split)]
         self._begin()
 
@@ -402,8 +435,10 @@ def _own_passes(split: Shares, samples: int, rank: int) -> tuple[int, list[int]]
     Passes without samples are left out; a rank without any has [0], since it takes part in the step with a filler of weight
     0. Results are cached, as most steps are alike; callers must not change the list.
     """
-    sizes = split.sizes_of(samples)
-    return int(sizes[:rank].sum()), [size for size in sizes[rank].tolist() if size] or [0]
+    sizes = split.sizes_of(samples)  # (ranks, passes)
+    lower_ranks_samples = int(sizes[:rank].sum())
+    own_sizes = [size for size in sizes[rank].tolist() if size]
+    return lower_ranks_samples, own_sizes or [0]
 
 
 @lru_cache(maxsize=256)

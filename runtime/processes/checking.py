@@ -109,7 +109,8 @@ def note_unchecked(path: str, enforcement: Enforcement, job: DistributedJob) -> 
     The check must be of the script's and the plan's present content. Nothing is logged for a single process, for code
     that is not in a file, and while a check runs. ``path``: the config's, for the message.
     """
-    script, proof = _script_sha256(), enforcement.checked
+    script = _script_sha256()
+    proof = enforcement.checked
     if job.rank > 0 or job.world_size == 1 or script is None or is_set(CHECK):
         return
     if proof is None:
@@ -133,7 +134,9 @@ def _script_sha256() -> str | None:
 
 
 def _array(tensor: torch.Tensor, name: str, *, whole: bool) -> NDArray[Any]:
-    """Return a tensor's values, float64 (n,), if ``whole``; otherwise (SUMS,) sums of them with random signs.
+    """Return a tensor's values, float64 (n,), if ``whole``; otherwise SUMS sums of them with random signs, (SUMS,).
+
+    Sums take the place of a large gradient, which would take long to write and compare.
 
     With independent signs, the expected square of a sum is the sum of the squared terms (Alon, Matias and Szegedy
     1996). So the norm of the SUMS sums is that of the tensor, within about 9 %. As sums are linear, the norm of the
@@ -147,8 +150,10 @@ def _array(tensor: torch.Tensor, name: str, *, whole: bool) -> NDArray[Any]:
         signs = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         sums = torch.zeros(SUMS, dtype=torch.float64)
         for part in flat.split(SUMS << 12):  # a million values at a time, to bound the memory for signs and copies
-            signed = part.cpu().double() * (torch.randint(0, 2, part.shape, generator=signs) * 2 - 1)
-            sums += functional.pad(signed, (0, -len(signed) % SUMS)).view(-1, SUMS).sum(0)
+            plus_or_minus_one = torch.randint(0, 2, part.shape, generator=signs) * 2 - 1
+            signed = part.cpu().double() * plus_or_minus_one
+            padded = functional.pad(signed, (0, -len(signed) % SUMS))  # with zeros, to a multiple of SUMS
+            sums += padded.view(-1, SUMS).sum(0)
         return sums.numpy()
 
 
@@ -235,16 +240,19 @@ class _Checked(_Recorded):
     ) -> None:
         """Start recording; rank 0 also starts the reference. ``path``: the config that keeps the outcome, or None."""
         super().__init__(model, optimizers)
-        self._job, self._model = job, model
+        self._job = job
+        self._model = model
         self._config = None if path is None else os.path.abspath(path)
         # Whether all updates that are compared were made; whether the outcome was printed, or is not this rank's to print.
-        self._is_over, self._told = False, job.rank != 0
+        self._is_over = False
+        self._told = job.rank != 0  # only rank 0 compares and prints
         self._tolerance = TOLERANCES.get(next(model.parameters()).dtype, HALF_TOLERANCE)
         self._updates: list[Update] = []
         self._unlike_ranks = ""
         """In words, which rank's parameters differ from rank 0's; "" if no rank's do."""
         # DDLTOOL_CHECK=end: the command that started this wants the outcome only, so training ends with the check.
-        self._ends_process, self._begin_s = os.environ[CHECK] == "end", time.monotonic()
+        self._ends_process = os.environ[CHECK] == "end"
+        self._begin_s = time.monotonic()
         if not self._told:
             self._start()
 
@@ -308,9 +316,10 @@ class _Checked(_Recorded):
         """
         own_values = np.concatenate([*self.arrays(dict(self._named_parameters)).values()])
         first, *others = (np.frombuffer(values) for values in self._job.gather(own_values.tobytes()))
-        largest = float(np.abs(first).max(initial=0.0)) or 1.0
+        largest = float(np.abs(first).max(initial=0.0)) or 1.0  # of rank 0; 1: no division by zero
         for rank, values in enumerate(others, 1):
-            if not (difference := float(np.abs(values - first).max(initial=0.0)) / largest) <= self._tolerance:
+            difference = float(np.abs(values - first).max(initial=0.0)) / largest
+            if not difference <= self._tolerance:  # rather than ">", so that NaN counts as different
                 return f"parameters of rank {rank} are {difference:.2g} away from rank 0's after update {self._made}"
         return ""
 
@@ -369,28 +378,14 @@ class _Checked(_Recorded):
         has ended after fewer updates.
         """
         failed = getattr(sys, "last_value", None) is not None  # at exit: the exception that ended the script
-        updates_wanted, deadline_s = len(self._updates), self._begin_s + LONGEST_S + PATIENCE_S
-
-        def is_waiting() -> bool:
-            """Return whether the reference runs, has updates left to write, and has time left to do so."""
-            is_running = self._child.poll() is None and time.monotonic() < deadline_s
-            return not failed and is_running and self._written() < updates_wanted
-
-        while is_waiting():
-            time.sleep(0.02)
-        if self._written() >= MOST_UPDATES:  # it ends by itself, unless the script catches CheckIsOver
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._child.wait(ENDING_S)
-        written, code = self._written(), self._child.poll()
-        if code is None:
-            self._child.kill()
-            self._child.wait()
+        updates_wanted = len(self._updates)
+        written, code = self._ended_reference(0 if failed else updates_wanted)
         if failed:
             return _Outcome(None, "undecided: the script failed")
         if code and written < updates_wanted:
             self._errors.seek(0)
-            last = (self._errors.read().decode(errors="replace").strip().splitlines() or [f"exit code {code}"])[-1]
-            return _Outcome(None, f"undecided: the script cannot run alone ({last})")
+            lines = self._errors.read().decode(errors="replace").strip().splitlines() or [f"exit code {code}"]
+            return _Outcome(None, f"undecided: the script cannot run alone ({lines[-1]})")
         if min(written, updates_wanted) < LEAST_UPDATES:
             # The job ended early, or only the reference did.
             subject = "the script" if updates_wanted < LEAST_UPDATES else "the script alone"
@@ -407,6 +402,24 @@ class _Checked(_Recorded):
             return outcome._replace(equal=False, line=line)
         return outcome
 
+    def _ended_reference(self, updates_wanted: int) -> tuple[int, int | None]:
+        """Wait until the reference has written ``updates_wanted`` updates, ends or takes too long, and see that it ends.
+
+        Returns (number of updates that it has written; its exit code, None if it did not end and was killed).
+        """
+        deadline_s = self._begin_s + LONGEST_S + PATIENCE_S
+        while self._child.poll() is None and time.monotonic() < deadline_s and self._written() < updates_wanted:
+            time.sleep(0.02)
+        if self._written() >= MOST_UPDATES:  # it ends by itself, unless the script catches CheckIsOver
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._child.wait(ENDING_S)
+        written = self._written()
+        code = self._child.poll()
+        if code is None:
+            self._child.kill()
+            self._child.wait()
+        return written, code
+
     def _read(self, number: int) -> Update:
         """Return the update ``number``, from 0, that the reference has written."""
         with np.load(self._path / f"{number}.npz") as file:
@@ -420,33 +433,43 @@ class _Checked(_Recorded):
         may be as large as the tolerance, or DRIFT times the largest of earlier updates, because training makes
         differences of rounding grow. The first update that differs more decides.
         """
-        furthest, has_gradients = 0.0, False  # furthest: the largest difference of the updates so far
+        furthest = 0.0  # the largest difference of the updates so far
+        has_gradients = False
         pairs = zip(self._updates, expected, strict=False)
         for number, ((own_gradients, rates), (expected_gradients, expected_rates)) in enumerate(pairs, 1):
-            sizes = (self._mean_size(name, value) for name, value in expected_gradients.items())
-            scale = max(sizes, default=0.0) or 1.0
-            difference_by_name = {
-                name: self._mean_size(name, own_gradients.get(name, np.zeros_like(value)) - value) / scale
-                for name, value in expected_gradients.items()
-            }
-            name = max(
-                difference_by_name,  # NaN counts as infinite: max() would pass it over
-                key=lambda key: math.inf if math.isnan(difference_by_name[key]) else difference_by_name[key],
-                default="",
-            )
-            largest_difference = difference_by_name.get(name, 0.0)
-            # "not <=" rather than ">", so that NaN counts as different.
-            if not largest_difference <= max(self._tolerance, min(DRIFT * furthest, FURTHEST_DRIFT)):
+            name, largest_difference = self._largest_difference(own_gradients, expected_gradients)
+            allowed = max(self._tolerance, min(DRIFT * furthest, FURTHEST_DRIFT))
+            if not largest_difference <= allowed:  # rather than ">", so that NaN counts as different
                 line = f"gradients of step {number} differ by {largest_difference:.2g} from one process's, most in {name}: "
                 line += _reason(self._model, own_gradients, expected_gradients)
                 return _Outcome(False, line, number, largest_difference)
-            furthest, has_gradients = max(furthest, largest_difference), has_gradients or bool(difference_by_name)
+            furthest = max(furthest, largest_difference)
+            has_gradients = has_gradients or bool(expected_gradients)
             if not np.allclose(rates, expected_rates, rtol=1e-9, atol=0.0):
                 return _Outcome(False, _rates_apart(number, rates, expected_rates), number, furthest)
         if not has_gradients:
             return _Outcome(None, "undecided: no parameter has a gradient when updates begin (a closure makes them?)")
         line = f"gradients of {len(expected)} steps equal to {furthest:.0e} those of one process"
         return _Outcome(True, line, len(expected), furthest)
+
+    def _largest_difference(self, own_gradients: Arrays, expected_gradients: Arrays) -> tuple[str, float]:
+        """Return (name of the gradient of one update that differs most from the expected one, its relative difference).
+
+        The difference is relative to the largest expected gradient, both by root mean square; a gradient that is missing
+        counts as zeros, and a difference of NaN as the largest. Without expected gradients: ("", 0.0).
+        """
+        sizes = (self._mean_size(name, value) for name, value in expected_gradients.items())
+        scale = max(sizes, default=0.0) or 1.0
+        difference_by_name = {
+            name: self._mean_size(name, own_gradients.get(name, np.zeros_like(value)) - value) / scale
+            for name, value in expected_gradients.items()
+        }
+        name = max(
+            difference_by_name,  # NaN counts as infinite: max() would pass it over
+            key=lambda key: math.inf if math.isnan(difference_by_name[key]) else difference_by_name[key],
+            default="",
+        )
+        return name, difference_by_name.get(name, 0.0)
 
     def _mean_size(self, name: str, array: NDArray[Any]) -> float:
         """Return the root mean square of the values of the parameter ``name``'s gradient.
@@ -459,14 +482,14 @@ class _Checked(_Recorded):
 def _reason(model: nn.Module, own_gradients: Arrays, expected_gradients: Arrays) -> str:
     """Return the likely reason why this job's gradients differ from the reference's, in words with a remedy.
 
+    Both have the values by parameter name; the reference's are expected.
+
     The first that holds: all own gradients are one multiple of the expected ones (within a thousandth of the largest), a
     BatchNorm sees this rank's samples only, a gradient is missing; otherwise a list of what a loss term or random numbers
     may do.
     """
-    both = [(own_gradients[name], expected_gradients[name]) for name in expected_gradients if name in own_gradients]
-    own, expected = (np.concatenate(parts) for parts in zip(*both, strict=True)) if both else (np.zeros(1), np.ones(1))
-    ratio = float(own @ expected / max(expected @ expected, 1e-300))  # the multiple of least squares; no division by 0
-    if abs(ratio - 1) > 1e-3 and np.abs(own - ratio * expected).max() < 1e-3 * np.abs(expected).max():
+    ratio = _common_ratio(own_gradients, expected_gradients)
+    if ratio is not None and abs(ratio - 1) > 1e-3:
         return (
             f"all are {ratio:.3g} times as large, so the loss is no mean over what hook.loss was told: say "
             'hook.loss(loss, reduction="sum") or "average", or count='
@@ -482,6 +505,22 @@ def _reason(model: nn.Module, own_gradients: Arrays, expected_gradients: Arrays)
         "or random numbers in the forward pass or the data (draw none, or by sample), a loader that gives one process "
         "other samples, or another start of the model (seed it before it is made)"
     )
+
+
+def _common_ratio(own_gradients: Arrays, expected_gradients: Arrays) -> float | None:
+    """Return the one number by which all own gradients are the expected ones multiplied; None if there is none.
+
+    Gradients that only one side has are left out; it is 0 if they have none in common. A difference up to a thousandth
+    of the largest gradient is allowed.
+    """
+    names = [name for name in expected_gradients if name in own_gradients]
+    if not names:
+        return 0.0
+    own = np.concatenate([own_gradients[name] for name in names])
+    expected = np.concatenate([expected_gradients[name] for name in names])
+    ratio = float(own @ expected / max(expected @ expected, 1e-300))  # by least squares; 1e-300: no division by 0
+    is_common = np.abs(own - ratio * expected).max() < 1e-3 * np.abs(expected).max()
+    return ratio if is_common else None
 
 
 def _rates_apart(number: int, rates: Sequence[float], other: Sequence[float]) -> str:

@@ -41,7 +41,11 @@ _NUMBERS = itertools.count()
 _NO_ROW = b"0"  # written in place of a rank's row, so that rank 0 stops waiting for it
 # How a round ends, the first byte of the key "choice/<step>": with the chosen numbers (float64), with the ranks ("1,2") that
 # did not come in time, are gone, or have closed their Consensus, or because choosing failed on rank 0.
-_CHOSEN, _MISSING, _GONE, _ENDED, _FAILED = b"=", b"?", b"-", b".", b"!"
+_CHOSEN = b"="
+_MISSING = b"?"
+_GONE = b"-"
+_ENDED = b"."
+_FAILED = b"!"
 
 
 class ConsensusError(LostRank):
@@ -73,9 +77,13 @@ class Consensus:
         store: KeyStore | None = None,
     ) -> None:
         """Connect to the store; with ``behind`` also start the thread that runs the rounds."""
-        self._rank, self._ranks = job.rank, range(job.world_size)
+        self._rank = job.rank
+        self._ranks = range(job.world_size)
         self._choose = choose
-        self._timeout_s = job_timeout_s() if timeout_s is None and job.world_size > 1 else timeout_s or 0.0
+        if timeout_s is not None:
+            self._timeout_s = timeout_s
+        else:  # a single process waits for nobody
+            self._timeout_s = job_timeout_s() if job.world_size > 1 else 0.0
         self._step = 0  # number of the next round
         self._under_way: int | None = None  # number of the round in which this rank is now; None between rounds
         self._ended = False
@@ -127,13 +135,14 @@ class Consensus:
             try:
                 self._choices.put(self._round(row()))
             except BaseException as error:
-                refusal = f"step {self._step - 1}: choosing failed ({error})"
-                self._choices.put(error if isinstance(error, DdlToolError) else DdlToolError(refusal))
+                message = f"step {self._step - 1}: choosing failed ({error})"
+                self._choices.put(error if isinstance(error, DdlToolError) else DdlToolError(message))
                 return
 
     def _round(self, row: Floats) -> Floats:
         """Return the choice of the next round, (k,), to which this rank brings ``row``, (m,); one process chooses alone."""
-        step, self._step = self._step, self._step + 1
+        step = self._step
+        self._step += 1
         if len(self._ranks) == 1:
             return self._choose(np.asarray(row, dtype=np.float64)[None])
         self._under_way = step
@@ -145,16 +154,18 @@ class Consensus:
     def _exchange(self, step: int, row: Floats) -> Floats:
         """Write this rank's row of a round, then return its choice, which rank 0 makes and the others wait for.
 
-        Keys of the round before are deleted, as nobody reads them any more. Raises ConsensusError where the round ends
-        without a choice, and on rank 0 what choosing raises.
+        ``step``: number of the round; ``row``: this rank's (m,) numbers. Keys of the round before are deleted, because
+        nobody reads them any more. Raises ConsensusError where the round ends without a choice, and on rank 0 what
+        choosing raises.
         """
         try:
             if self._ended:
                 raise self._error_of(step, _ENDED + str(self._rank).encode())
             self._store.set(f"row/{step}/{self._rank}", np.asarray(row, dtype="<f8").tobytes())
             self._delete(f"row/{step - 1}/{self._rank}")
-            if self._rank:
-                return self._choice_in(step, self._wait(step, [f"choice/{step}"])[0])
+            if self._rank != 0:
+                [ending] = self._wait(step, [f"choice/{step}"])
+                return self._choice_in(step, ending)
             rows = self._wait(step, [f"row/{step}/{rank}" for rank in self._ranks])
             if _NO_ROW in rows:  # written by a rank that has concluded the round already, without a choice
                 return self._choice_in(step, self._store.get(f"choice/{step}"))
@@ -177,6 +188,7 @@ class Consensus:
         keys then hold what it, or another rank before it, has written in place of rows or of the choice. If no row is
         missing by then, rank 0 gets :data:`CHOOSING_S` more to choose.
         """
+        missing: list[int] = []
         for limit_s in (self._timeout_s, min(self._timeout_s, CHOOSING_S)):
             try:
                 if self._store is not self._shared_store:
@@ -185,25 +197,36 @@ class Consensus:
             except RuntimeError as error:
                 if "timeout" not in str(error).lower():
                     raise
-            if missing := [rank for rank in self._ranks if not self._store.check([f"row/{step}/{rank}"])]:
-                break  # else all have come by now, and rank 0 is choosing, or was lost just before
+            missing = [rank for rank in self._ranks if not self._store.check([f"row/{step}/{rank}"])]
+            if missing:
+                break
+            # All rows have come by now: rank 0 is choosing, or was lost just before.
         # Without a missing row it is rank 0 that has failed to write the choice.
-        self._conclude(self._store, step, _MISSING + ",".join(map(str, missing or [0])).encode())
+        late_ranks = missing or [0]
+        self._conclude(self._store, step, _MISSING + ",".join(map(str, late_ranks)).encode())
         return self._values(keys)
 
     def _values(self, keys: Sequence[str]) -> list[bytes]:
         """Return the values of ``keys``, in one message if the store supports that; blocks until they are there."""
-        return list(self._store.multi_get(keys) if self._store.has_extended_api() else map(self._store.get, keys))
+        if self._store.has_extended_api():
+            return list(self._store.multi_get(keys))
+        return [self._store.get(key) for key in keys]
 
     def _conclude(self, store: KeyStore, step: int, text: bytes) -> bytes:
         """Write how a round ends, unless another rank has written that before; return the ending that all ranks read.
 
-        ``text``: the kind of ending in its first byte, then the chosen numbers or the ranks concerned. Where a rank is
-        missing, rows that have not come are filled in with ``_NO_ROW``, because rank 0 waits for them.
+        Where a rank is missing, rows that have not come are filled in with ``_NO_ROW``, because rank 0 waits for them.
+
+        Args:
+            store: the connection to write by.
+            step: number of the round.
+            text: the kind of ending in its first byte (``_CHOSEN``, ``_MISSING``, ...), then the chosen numbers as
+                float64 or the ranks concerned.
         """
+        # compare_set writes only if the key is not set yet, and returns the value that it then has.
         ending: bytes = store.compare_set(f"choice/{step}", "", text)
         if text[:1] in (_MISSING, _GONE, _ENDED):
-            for rank in self._ranks:  # rank 0 waits for these
+            for rank in self._ranks:
                 store.compare_set(f"row/{step}/{rank}", "", _NO_ROW)
         return ending
 
@@ -215,17 +238,19 @@ class Consensus:
 
     def _error_of(self, step: int, text: bytes) -> ConsensusError:
         """Return the error for a round without a choice, from its ending ``text`` (the kind, then the ranks concerned)."""
-        ending, ranks = text[:1], text[1:].decode()
-        is_mine = str(self._rank) in ranks.split(",")
-        if ending == _FAILED:
+        kind = text[:1]
+        ranks = text[1:].decode()
+        is_this_rank = str(self._rank) in ranks.split(",")
+        if kind == _FAILED:
             what = "rank 0 could not choose batch sizes; see its message"
-        elif ending in (_MISSING, _GONE) and is_mine:
+        elif kind in (_MISSING, _GONE) and is_this_rank:
             what = "this rank came too late, the others had given up; batch sizes are unknown"
-        elif ending in (_MISSING, _GONE):
-            reason = "time is up" if ending == _MISSING else "the connection is lost"
+        elif kind in (_MISSING, _GONE):
+            reason = "time is up" if kind == _MISSING else "the connection is lost"
             what = f"nothing came from rank {ranks.replace(',', ', ')}, so batch sizes are unknown ({reason})"
         else:
-            what = f"{'this rank is ending' if is_mine else f'rank {ranks} has ended'}, so batch sizes are unknown"
+            who = "this rank is ending" if is_this_rank else f"rank {ranks} has ended"
+            what = f"{who}, so batch sizes are unknown"
         return ConsensusError(f"step {step}: {what}")
 
     def _delete(self, key: str) -> None:

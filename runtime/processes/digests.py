@@ -47,7 +47,7 @@ def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 def digests(value: Any) -> dict[str, str]:
     """Return the fingerprint of each leaf of a nested value, by dotted name (:func:`leaves`).
 
-    Of an object whose content cannot be read, it is that of its type's name.
+    Where an object's content cannot be read, its type's name is fingerprinted instead.
     """
     return {name: digest(leaf if isinstance(leaf, Tensor) else _content(leaf)) for name, leaf in leaves(value)}
 
@@ -58,12 +58,15 @@ def _content(leaf: Any) -> bytes:
     That is an array's or image's data, bytes themselves, and the ``repr`` of others; if that shows an address in
     memory, which differs between processes, the type's name.
     """
+    if isinstance(leaf, bytes):
+        return leaf
     if isinstance(leaf, np.ndarray):
         return f"{leaf.dtype} {leaf.shape}".encode() + leaf.tobytes()
-    if not isinstance(leaf, (bytes, np.generic)) and hasattr(leaf, "tobytes"):  # an image
+    if hasattr(leaf, "tobytes") and not isinstance(leaf, np.generic):  # an image; NumPy's scalars are shown by `repr`
         return bytes(leaf.tobytes())
-    text = leaf if isinstance(leaf, bytes) else repr(leaf).encode()
-    return type(leaf).__name__.encode() if b" at 0x" in text and not isinstance(leaf, (bytes, str)) else text
+    text = repr(leaf).encode()
+    shows_address = b" at 0x" in text and not isinstance(leaf, str)  # a text may contain these words
+    return type(leaf).__name__.encode() if shows_address else text
 
 
 def fingerprint(value: Any) -> str:

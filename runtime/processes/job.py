@@ -61,7 +61,7 @@ class DistributedJob:
         first rank that has, prefixed with the rank. Other exceptions are raised at once, on this rank alone.
         """
         refusal: InputError | None = None
-        result: list[T] = []
+        result: list[T] = []  # the action's result, if it has returned
         try:
             result.append(action())
         except InputError as error:
@@ -74,12 +74,12 @@ class DistributedJob:
 
         A rank that refuses raises its own; the others raise that of the first refusing rank, prefixed with the rank.
         """
-        notes = self.gather(b"" if refusal is None else str(refusal).encode(errors="replace"))
+        texts = self.gather(b"" if refusal is None else str(refusal).encode(errors="replace"))  # b"": no refusal
         if refusal is not None:
             raise refusal
-        for rank, note in enumerate(notes):
-            if note:
-                raise InputError(f"rank {rank}", note.decode())
+        for rank, text in enumerate(texts):
+            if text:
+                raise InputError(f"rank {rank}", text.decode())
 
     def demand_same(self, what: str, value: str, remedy: str) -> None:
         """Raise InputError on every rank unless the text ``value`` is the same on all; all ranks call this together.
@@ -104,17 +104,17 @@ class DistributedJob:
         by_rank: list[list[float]] = rows.tolist()
         return by_rank
 
-    def gather(self, note: bytes) -> list[bytes]:
-        """Return every rank's bytes, by rank, on every rank; all ranks call this together. Nothing is pickled."""
+    def gather(self, content: bytes) -> list[bytes]:
+        """Return every rank's ``content``, by rank, on every rank; all ranks call this together. Nothing is pickled."""
         if self.side is None:
-            return [note]
+            return [content]
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
-        dist.all_gather(lengths, torch.tensor([len(note)]), group=self.side)
-        longest = max(map(int, lengths))  # all_gather needs equal sizes, so shorter notes are padded
-        padded = torch.frombuffer(bytearray(note.ljust(max(longest, 1), b"\0")), dtype=torch.uint8)
-        notes = [torch.empty_like(padded) for _ in lengths]
-        dist.all_gather(notes, padded, group=self.side)
-        return [other[: int(length)].numpy().tobytes() for other, length in zip(notes, lengths, strict=True)]
+        dist.all_gather(lengths, torch.tensor([len(content)]), group=self.side)
+        longest = max(map(int, lengths))  # all_gather needs equal sizes, so shorter contents are padded
+        padded = torch.frombuffer(bytearray(content.ljust(max(longest, 1), b"\0")), dtype=torch.uint8)
+        contents = [torch.empty_like(padded) for _ in lengths]
+        dist.all_gather(contents, padded, group=self.side)
+        return [other[: int(length)].numpy().tobytes() for other, length in zip(contents, lengths, strict=True)]
 
 
 @dataclass(slots=True)

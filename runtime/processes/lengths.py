@@ -40,7 +40,8 @@ class Lengths:
             lengths = checked_costs(tokens, "lengths")
         except (TypeError, ValueError):
             raise InputError("lengths", f"is a {type(tokens).__name__}", "give one number for each sample") from None
-        self._costs, self._padded = chosen.of(lengths), padded
+        self._costs = chosen.of(lengths)
+        self._padded = padded
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -58,7 +59,7 @@ class Lengths:
 
         Args:
             indices: (k,) dataset indices of the step's samples.
-            shares: (n,) numbers, by rank; the ranks' costs are in their proportion.
+            shares: (n,) planned samples of each rank; the ranks' costs will be in proportion to them.
             passes: number of passes of each rank.
         """
         from ddltool.analyzers.job.balancing.assigning import balanced, by_length

@@ -74,15 +74,16 @@ def _end_last_line(file: IO[bytes]) -> None:
     """
     size = file.seek(0, os.SEEK_END)
     begin = file.seek(max(0, size - LONGEST_ROW))
-    line = file.read().rpartition(b"\n")[2]
-    # Nothing follows the last newline, or the line began before what was read.
-    if not line or (begin and len(line) == LONGEST_ROW):
+    _, _, after_last_newline = file.read().rpartition(b"\n")
+    if not after_last_newline:
         return
+    if begin and len(after_last_newline) == LONGEST_ROW:
+        return  # the line began before what was read
     try:
-        json.loads(line)
+        json.loads(after_last_newline)
         file.write(b"\n")
     except ValueError:
-        file.truncate(size - len(line))
+        file.truncate(size - len(after_last_newline))
 
 
 class LineFile:
@@ -96,7 +97,9 @@ class LineFile:
 
     def __init__(self, path: Path | None = None, kind: str = "", what: str = "") -> None:
         """Open the file for appending; ``kind``: the artifact kind that its rows carry; ``what``: their name in messages."""
-        self._path, self._what, self._process = path, what, os.getpid()
+        self._path = path
+        self._what = what
+        self._process = os.getpid()
         self._descriptor: int | None = None
         if path is None:
             return
@@ -126,6 +129,7 @@ class LineFile:
 
     def close(self) -> None:
         """Close the file; more calls do nothing."""
-        descriptor, self._descriptor = self._descriptor, None
+        descriptor = self._descriptor
+        self._descriptor = None
         if descriptor is not None:
             os.close(descriptor)

@@ -1,8 +1,8 @@
 """Finds out which ranks of a job are still alive when a collective has failed. Start at :class:`LivenessMonitor`.
 
-Torch's error of a failed collective names an address or nothing at all. So a thread of each process answers over
-torch.distributed's own store when another process calls the roll; a process that was killed or stopped does not.
-Nothing is pickled.
+Torch's error of a failed collective names an address or nothing at all. So a process that sees one makes a *roll call*:
+it sets the key "call" in torch.distributed's own store, and a thread of each other process answers by a key of its own;
+a process that was killed or stopped does not. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -64,10 +64,12 @@ class LivenessMonitor:
 
     def __init__(self, rank: int, world_size: int, store: KeyStore) -> None:
         """Start the thread that answers for this process, and take over ``sys.excepthook`` until :meth:`close`."""
-        self._rank, self._ranks = rank, range(world_size)
+        self._rank = rank
+        self._ranks = range(world_size)
         self._group_store = store
         store = dist.PrefixStore("ddltool/liveness", store)  # type: ignore[attr-defined]
-        self._store, self._answering = store, own_connection(store, WITHIN_S)
+        self._store = store
+        self._answering = own_connection(store, WITHIN_S)
         self._listeners: list[Callable[[list[int]], object]] = []
         self.passes: Callable[[], int] = int  # int() is 0: no pass is counted until somebody sets it
         self._passes_by_rank: dict[int, int] = {}  # the ranks' answers
@@ -84,10 +86,12 @@ class LivenessMonitor:
     def of_this_job(cls) -> LivenessMonitor:
         """Return the monitor of the default process group; the first call makes it, and closes that of an earlier group."""
         store = dist.distributed_c10d._get_default_store()
-        if cls._current is None or cls._current._group_store is not store or cls._current._ended.is_set():
-            if cls._current is not None:
-                cls._current.close()
-            cls._current = cls(dist.get_rank(), dist.get_world_size(), store)
+        current = cls._current
+        if current is not None and current._group_store is store and not current._ended.is_set():
+            return current
+        if current is not None:
+            current.close()
+        cls._current = cls(dist.get_rank(), dist.get_world_size(), store)
         return cls._current
 
     def add_listener(self, listener: Callable[[list[int]], object]) -> None:
@@ -137,7 +141,8 @@ class LivenessMonitor:
     def line(self, error: BaseException) -> str:
         """Return one line about an error that a lost rank has caused: a LostRank's own, else what a roll call finds.
 
-        That is, by order: the store is gone, these ranks are missing, these are behind, or a connection is lost.
+        A roll call finds the first of these that holds: the store does not answer, ranks are missing, ranks have begun
+        fewer backward passes than others, or only a connection is lost.
         """
         if isinstance(error, LostRank):
             return str(error)
@@ -192,7 +197,8 @@ class LivenessMonitor:
         _end_within(3 * ENDING_S)  # the roll call itself may take long on a busy machine
         sys.stderr.write(f"error: {self.line(value)}\n")
         sys.stderr.flush()
-        _end_within(ENDING_S - WITHIN_S)  # what is left after a roll call that took its usual time
+        # A second timer, which ends sooner: it has the time that is left after a roll call of the usual duration.
+        _end_within(ENDING_S - WITHIN_S)
 
 
 def _end_within(seconds: float) -> None:

@@ -26,6 +26,7 @@ class RandomStreams:
     """
 
     python: tuple[Any, ...]
+    """What ``random.getstate`` returns: (version, words, cached normal number or None)."""
     numpy: Any
     half_pair: tuple[int, float]  # (1 if a normal number is cached, else 0; that number)
     torch_cpu: Tensor  # (5056,) bytes
@@ -67,7 +68,8 @@ class RandomStreams:
     def to_document(self) -> Document:
         """Return the states as tensors and numbers, for a checkpoint without pickled code."""
         version, words, gauss = self.python
-        state, (has_gauss, cached) = self.numpy.state["state"], self.half_pair
+        state = self.numpy.state["state"]
+        has_gauss, cached = self.half_pair
         numbers = {"position": int(state["pos"]), "has_gauss": has_gauss, "cached": cached}
         return {
             "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
@@ -79,7 +81,8 @@ class RandomStreams:
     @classmethod
     def from_document(cls, document: Document) -> RandomStreams:
         """Return the streams that :meth:`to_document` described, with a new generator object for NumPy."""
-        python, numpy = document["python"], document["numpy"]
+        python = document["python"]
+        numpy = document["numpy"]
         generator = np.random.MT19937(0)
         key = numpy["key"].numpy().astype(np.uint32)
         generator.state = {"bit_generator": "MT19937", "state": {"key": key, "pos": numpy["position"]}}

@@ -77,8 +77,8 @@ class Exchange:
     def split(self) -> tuple[float, float, float]:
         """Return (compute, wait, sync) in seconds: computing, waiting for the slowest rank, and exchanging gradients.
 
-        Where the slowest rank's moment was not noted, the sync of ``like`` is assumed; without that, the whole exchange
-        counts as waiting. Without ``ready`` or ``done`` the spans that they end are 0.
+        Where the slowest rank's moment was not noted, the sync of the exchange ``like`` is assumed; without that, the
+        whole exchange counts as waiting. Where ``ready`` or ``done`` was not noted, the span that it would end is 0.
         """
         ready = self.ready if self.ready is not None else self.start
         done = self.done if self.done is not None else ready

@@ -56,7 +56,7 @@ class StopSignals:
         self._replaced: dict[int, Any] = {}
 
     def open(self, *, all_of_them: bool = False) -> None:
-        """Install the handler for the signals that the script does not handle itself, or for ``all_of_them``.
+        """Install the handler for the signals that have Python's default handler, or with ``all_of_them`` for all.
 
         In another thread than the main one nothing happens, because Python allows handlers there only.
         """
@@ -86,7 +86,8 @@ class StopSignals:
             signal.signal(number, self._replaced.get(number, signal.SIG_DFL))
             os.kill(os.getpid(), number)
         elif self.came is None:
-            self.came, self._came_s = number, time.monotonic()
+            self.came = number
+            self._came_s = time.monotonic()
         elif number == signal.SIGINT and time.monotonic() - self._came_s > SAME_CTRL_C_S:
             raise KeyboardInterrupt
 

@@ -66,7 +66,8 @@ class Meeting:
         address is set, and TransferError when the store does not answer.
         """
         environment = os.environ
-        rank, size = (int(environment[name]) if name in environment else None for name in ("RANK", "WORLD_SIZE"))
+        rank = int(environment["RANK"]) if "RANK" in environment else None
+        size = int(environment["WORLD_SIZE"]) if "WORLD_SIZE" in environment else None
         if (address := environment.get("DDLTOOL_SERVER")) is not None:
             if not (token := environment.get("DDLTOOL_TOKEN")):
                 raise InputError("DDLTOOL_TOKEN", "is not set", "give all processes of the job the same secret")
@@ -118,8 +119,9 @@ class Meeting:
     ) -> tuple[Hello, InputError | None]:
         """Return (this process's first message to server 0, the error that keeps it from taking part or None).
 
-        ``check`` raises InputError for wrong arguments of the process. The error is returned, not raised, and its text
-        is in the message, so that all processes learn of it.
+        The error is returned, not raised, and its text is in the message, so that all processes learn of it. ``check``:
+        a function that raises InputError for wrong arguments of the process; ``plan`` and ``policy``: this process's,
+        which must agree with those of the others.
         """
         refusal = None
         try:
@@ -128,7 +130,8 @@ class Meeting:
         except InputError as error:
             refusal = error
         refusal_text = "" if refusal is None else str(refusal)
-        plan_digest, policy_text = plan.digest(), policy.describe()
+        plan_digest = plan.digest()
+        policy_text = policy.describe()
         return Hello(rank=self.rank, job=self.job, plan=plan_digest, policy=policy_text, refusal=refusal_text), refusal
 
     def _check_rank_and_size(self, plan: TransferPlan) -> None:
@@ -189,7 +192,7 @@ class Hello:
 def join_job(
     wire: Wire, plan: TransferPlan, address: str, hello: Hello, limit_s: float
 ) -> tuple[list[Any], list[Message]]:
-    """Send ``hello`` to server 0 at ``address``, and block until the job begins.
+    """Send ``hello`` to server 0 at ``address`` (``HOST:PORT``), and block until the job begins.
 
     Returns (values of server 0's "begin" message, messages that others have sent before it). The values are: rank,
     first step, first epoch, servers' addresses, seconds after which a silent process counts as lost, name of the run.
@@ -197,7 +200,9 @@ def join_job(
     seconds, or does not begin within ``limit_s + HEAR_S`` more, or is lost.
     """
     first_server = plan.rank_of_server(0)
-    deadline_s, is_held, other_messages = time.monotonic() + limit_s, False, []
+    deadline_s = time.monotonic() + limit_s
+    is_held = False
+    other_messages = []
     wire.dial(first_server, address)
     while (left_s := deadline_s - time.monotonic()) > 0:
         message = wire.receive(left_s)
@@ -209,7 +214,8 @@ def join_job(
         elif kind == "connected":
             wire.send(first_server, ["hello", asdict(hello)])
         elif kind == "held":  # server 0 has the hello, and waits for those of the others
-            deadline_s, is_held = time.monotonic() + limit_s + HEAR_S, True
+            deadline_s = time.monotonic() + limit_s + HEAR_S
+            is_held = True
         elif kind == "refused":
             raise InputError(*values)
         elif kind == "over":
@@ -227,12 +233,24 @@ def gather_processes(
 ) -> tuple[dict[int, Peer], list[str], list[Message]]:
     """On server 0, wait for the hellos of all processes, then send each its "begin" message (:func:`join_job`).
 
-    Returns (peers by rank, addresses of the servers by number, hellos of workers that join late). ``lost_after_s`` and
-    ``run`` are values of "begin". Touches the file in ``DDLTOOL_BEGUN``, if set. Raises InputError when the processes
-    disagree, and TransferError naming the ranks that did not come in time or ended; all that have come are told.
+    Returns (peers by rank, addresses of the servers by number, hellos of workers that join late). Touches the file in
+    ``DDLTOOL_BEGUN``, if set.
+
+    Args:
+        wire: this server's connections; it listens already.
+        plan: the plan of transfers.
+        meeting: the number of processes, the number of the job, and how long to wait.
+        own_hello: this server's own first message.
+        lost_after_s: seconds after which a silent process counts as lost, which "begin" tells.
+        run: name of this run of the job, which "begin" tells.
+
+    Raises InputError when the processes disagree, and TransferError naming the ranks that did not come in time or ended;
+    all that have come are told.
     """
     assert own_hello.rank is not None
-    hellos, peers, late_messages = {own_hello.rank: own_hello}, dict[int, Peer](), list[Message]()
+    hellos = {own_hello.rank: own_hello}
+    peers = dict[int, Peer]()
+    late_messages = list[Message]()
     try:
         _hear_all(wire, plan, meeting, hellos, peers, late_messages)
         _demand_agreement(hellos)
@@ -264,7 +282,8 @@ def _hear_all(
     Fills ``hellos`` and ``peers`` (their senders) by rank, and ``late_messages`` with the hellos of workers that join
     late. Raises TransferError after the meeting's limit, and for a process that ended.
     """
-    own_rank, began_s = min(hellos), time.monotonic()
+    own_rank = min(hellos)
+    began_s = time.monotonic()
     reminded_s = began_s
     while missing := [rank for rank in range(meeting.size or plan.world_size) if rank not in hellos]:
         now_s = time.monotonic()
@@ -288,7 +307,8 @@ def _hear_all(
         elif kind == "hello" and values[0]["job"] == meeting.job:  # a process of a later job calls again after this one
             hello = Hello(**values[0])
             assert hello.rank is not None
-            hellos[hello.rank], peers[hello.rank] = hello, sender
+            hellos[hello.rank] = hello
+            peers[hello.rank] = sender
             wire.send(sender, ["held"])
 
 

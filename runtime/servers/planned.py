@@ -77,7 +77,8 @@ def follow(
     if rank == plan.rank_of_server(0):
         model.load_state_dict(Server(model, plan, optimizer, policy).serve(), strict=False)
         return
-    size, samples = planned.ranks[0].local_batch_size, dataset_length(dataset)
+    size = planned.ranks[0].local_batch_size
+    samples = dataset_length(dataset)
     if samples < size * plan.workers:
         problem = f"is {size} for each of {plan.workers} workers, but the dataset has {samples} samples"
         raise InputError(f"{path}:ranks.local_batch_size", problem, "plan smaller batches or fewer devices")
@@ -113,8 +114,10 @@ def _transfer_plan(planned: Enforcement, model: nn.Module) -> TransferPlan:
     Their order is the planned one if that names exactly the model's parameters, else the order of registration.
     """
     priority = {record.name: record.priority for record in planned.parameters if record.priority is not None}
-    model_priority = priority if priority.keys() == dict(model.named_parameters()).keys() else None
-    return TransferPlan.for_model(model, workers=planned.world_size, servers=1, priority=model_priority)
+    names_every_parameter = priority.keys() == dict(model.named_parameters()).keys()
+    return TransferPlan.for_model(
+        model, workers=planned.world_size, servers=1, priority=priority if names_every_parameter else None
+    )
 
 
 def _batches_of_epochs(
@@ -131,7 +134,8 @@ def _batches_of_epochs(
 
 def _open_telemetry(planned: Enforcement, rank: int) -> TelemetryFile:
     """Return the file for this worker's telemetry, a row per iteration; if the plan names none, one that drops its rows."""
-    size, device = planned.world_size, planned.ranks[rank].device_type
+    size = planned.world_size
+    device = planned.ranks[rank].device_type
     # + 1: the server is a process of the job too, beside the planned workers.
     identity = Identity(rank=rank, world_size=size, num_nodes=count_nodes(size + 1), device=device, servers=1)
     file = TelemetryFile(Path(planned.telemetry or os.devnull), identity)

@@ -1,5 +1,8 @@
 """Synchronisation models as policy objects: when a worker may have parameters, and which gradients make an update.
 
+In a *step* a worker pulls all parameters, computes, and pushes all gradients; its *clock* is the number of steps that it
+has made. A *member* is a worker that takes part; more may join late.
+
 Every rank creates an equal policy. A server opens it with a :class:`ServerState` (who is in the job, which gradients
 have come) and asks it at each step of the protocol. The policy only decides; the server sends and computes.
 
@@ -86,7 +89,8 @@ class SyncPolicy:
 
     def describe(self) -> str:
         """Return the model's name and settings, such as ``SSP(3)``; ranks must agree on it for the job to start."""
-        return type(self).__name__ + (f"({', '.join(map(str, self.settings))})" if self.settings else "")
+        name = type(self).__name__
+        return f"{name}({', '.join(map(str, self.settings))})" if self.settings else name
 
     def open(self, state: ServerState) -> None:
         """Start on a server, which keeps ``state`` up to date."""
@@ -137,7 +141,9 @@ class BSP(SyncPolicy):
     def __init__(self, *, fixed: bool = False) -> None:
         """Set whether all workers are needed; a worker may then be silent for longer, as its loss ends the run."""
         if fixed:
-            self.fixed, self.settings, self.lost_after_s = True, ("fixed",), 30.0
+            self.fixed = True
+            self.settings = ("fixed",)
+            self.lost_after_s = 30.0
 
     def open(self, state: ServerState) -> None:
         """Start on a server, without any gradient."""
@@ -145,7 +151,11 @@ class BSP(SyncPolicy):
         self._pending_gradients: dict[str, dict[int, Tensor]] = {name: {} for name in state.names}
 
     def waits_for(self, worker: int, clock: int, name: str) -> list[int] | None:
-        """Return the workers whose gradients the update of the step before still needs; None if it is made."""
+        """Return the workers whose gradients the update of the step before still needs; None if that update was made.
+
+        ``clock``: the number of steps that ``worker`` has made, which is the number of updates that it must see; ``name``:
+        the parameter that it pulls.
+        """
         if self.state.version[name] >= clock:
             return None
         return sorted(self._needed_workers(name) - self._pending_gradients[name].keys())
@@ -163,7 +173,8 @@ class BSP(SyncPolicy):
         """Return the workers whose gradients the next update needs; a joiner counts from its first step on."""
         if self.fixed:
             return set(range(self.state.workers))
-        next_step, start = self.state.version[name], self.state.start
+        next_step = self.state.version[name]
+        start = self.state.start
         return {worker for worker in self.state.members if start.get(worker, 0) <= next_step}
 
     def _due_updates(self, names: Iterable[str]) -> list[Update]:
@@ -189,7 +200,10 @@ class ASP(SyncPolicy):
         return [Update(name, [gradient], self.state.workers)]
 
     def _members_behind(self, name: str, target: Sequence[int]) -> list[int]:
-        """Return the members that have pushed fewer gradients of ``name`` than ``target``, which is by worker number."""
+        """Return the members that have pushed fewer gradients of ``name`` than they should have, in ascending order.
+
+        ``target``: by worker number, how many steps' gradients the worker should have pushed.
+        """
         pushed = self.state.pushed[name]
         return sorted(other for other in self.state.members if pushed[other] < target[other])
 
@@ -204,11 +218,13 @@ class SSP(ASP):
     def __init__(self, staleness: int) -> None:
         if staleness < 0:
             raise InputError("SSP", f"a staleness of {staleness}", "give 0 or more")
-        self.staleness, self.settings = staleness, (staleness,)
+        self.staleness = staleness
+        self.settings = (staleness,)
 
     def waits_for(self, worker: int, clock: int, name: str) -> list[int] | None:
         """Return the members that are more than ``staleness`` steps behind step ``clock``; None if there are none."""
-        return self._members_behind(name, [clock - self.staleness] * self.state.seats) or None
+        least_steps = clock - self.staleness
+        return self._members_behind(name, [least_steps] * self.state.seats) or None
 
 
 class ElasticBSP(ASP):
@@ -237,7 +253,10 @@ class ElasticBSP(ASP):
         for argument, name, known in (("predictor", predictor, PREDICTORS), ("objective", objective, OBJECTIVES)):
             if name not in known:
                 raise InputError(f"ElasticBSP:{argument}", f'"{name}"', did_you_mean(name, known))
-        self.lookahead, self.predictor, self.objective, self.max_gap = lookahead, predictor, objective, max_gap
+        self.lookahead = lookahead
+        self.predictor = predictor
+        self.objective = objective
+        self.max_gap = max_gap
         self.settings = lookahead, predictor, objective, max_gap
 
     def open(self, state: ServerState) -> None:
@@ -263,7 +282,8 @@ class ElasticBSP(ASP):
     def waits_for(self, worker: int, clock: int, name: str) -> list[int] | None:
         """Return, at a barrier and right after it, the members that have not reached it; between barriers None.
 
-        At the barrier the list may be empty: then the worker waits for the decision on the next one.
+        At the barrier the list may be empty: then all have reached it, and the worker waits for the decision on the next
+        one. ``clock``: the number of steps that ``worker`` has made; ``name``: the parameter that it pulls.
         """
         if clock >= self.quota[worker]:
             return self._members_behind(name, self.quota)
@@ -285,46 +305,62 @@ class ElasticBSP(ASP):
         """
         if worker is not None:
             self._note_end(worker, now_s)
-        state, members = self.state, sorted(self.state.members)
+        state = self.state
+        members = sorted(state.members)
         if not self._superstep_workers:  # the start of the job
-            self._superstep_workers, self._iterations, self._superstep_began_s = members, [1] * len(members), now_s
+            self._superstep_workers = members
+            self._iterations = [1] * len(members)
+            self._superstep_began_s = now_s
             return None
-        if not members or any(state.steps[worker] < self.quota[worker] for worker in members):
+        if not members or any(state.steps[member] < self.quota[member] for member in members):
             return None
         finished_superstep = self._finish_superstep(now_s)
-        member_lengths_s = [self._lengths_s[worker] for worker in members]
-        self._superstep_workers, self._superstep_began_s = members, now_s
-        self._iterations, self._predicted_end_s = [1] * len(members), []
-        if self._superstep_count >= WARM_UP and all(member_lengths_s):
-            self._iterations, self._predicted_end_s = self.choose(list(map(np.array, member_lengths_s)))
+        self._begin_superstep(members, now_s)
+        return finished_superstep
+
+    def _begin_superstep(self, members: list[int], now_s: float) -> None:
+        """Choose each member's number of iterations in the superstep that starts now, and set the next barrier after them.
+
+        ``members``: worker numbers, ascending; ``now_s``: seconds since the start.
+        """
+        lengths_s = [self._lengths_s[worker] for worker in members]
+        self._superstep_workers = members
+        self._superstep_began_s = now_s
+        self._iterations = [1] * len(members)
+        self._predicted_end_s = []
+        if self._superstep_count >= WARM_UP and all(lengths_s):
+            self._iterations, self._predicted_end_s = self.choose([np.array(lengths) for lengths in lengths_s])
         quota = [*self.quota]
         for worker, count in zip(members, self._iterations, strict=True):
-            quota[worker] = state.steps[worker] + count
+            quota[worker] = self.state.steps[worker] + count
             if self._last_end_s[worker] is not None:
                 self._last_end_s[worker] = now_s  # so that the wait at the barrier counts as part of no iteration
         self.follow(quota)
-        return finished_superstep
 
     def _note_end(self, worker: int, now_s: float) -> None:
         """Note that ``worker`` has ended an iteration now; from its second one on, its length is kept too."""
-        if (previous_end_s := self._last_end_s[worker]) is not None:
-            self._lengths_s[worker] = [*self._lengths_s[worker], now_s - previous_end_s][-LENGTHS_KEPT:]
+        previous_end_s = self._last_end_s[worker]
+        if previous_end_s is not None:
+            lengths_s = [*self._lengths_s[worker], now_s - previous_end_s]
+            self._lengths_s[worker] = lengths_s[-LENGTHS_KEPT:]
         self._last_end_s[worker] = now_s
 
     def _finish_superstep(self, now_s: float) -> BarrierRow:
         """Return the row of the superstep that ends now, and append it to :attr:`supersteps`; a lost worker's end is None."""
-        last_ends_s = [self._last_end_s[worker] for worker in self._superstep_workers]
-        is_member = [worker in self.state.members for worker in self._superstep_workers]
+        ends_s: list[float | None] = []  # since the superstep's start, by worker
+        for worker in self._superstep_workers:
+            last_end_s = self._last_end_s[worker]
+            if last_end_s is None or worker not in self.state.members:
+                ends_s.append(None)
+            else:
+                ends_s.append(last_end_s - self._superstep_began_s)
         finished_superstep = BarrierRow(
             time_s=now_s,
             superstep=self._superstep_count,
             workers=self._superstep_workers,
             iterations=self._iterations,
             predicted_end_s=self._predicted_end_s,
-            end_s=[
-                end_s - self._superstep_began_s if end_s is not None and is_here else None
-                for end_s, is_here in zip(last_ends_s, is_member, strict=True)
-            ],
+            end_s=ends_s,
             length_s=now_s - self._superstep_began_s,
         )
         self.supersteps.append(finished_superstep)
@@ -345,4 +381,5 @@ class ElasticBSP(ASP):
 
     def follow(self, quota: list[int]) -> None:
         """Make the present quota the last barrier, and ``quota`` the next one."""
-        self._last_barrier, self.quota = [*self.quota], quota
+        self._last_barrier = [*self.quota]
+        self.quota = quota

@@ -2,7 +2,9 @@
 
 One thread handles one message at a time, and after each sends all values that may go. Each worker's pull has a queue in
 the plan's order; the policy says when a transfer may go and which updates a gradient leads to; torch's own optimizer
-makes the updates. zmq sends in threads of its own.
+makes the updates. zmq sends in threads of its own. In a *step* a worker pulls all parameters and pushes all gradients;
+its *clock* is the number of steps that it has made. A *seat* is the place of a worker on the server, also of one that may
+join late; a *member* is a worker that takes part.
 """
 
 from __future__ import annotations
@@ -100,10 +102,13 @@ class Server:
         """Take this rank's share of the parameters, and meet the other processes; blocks until all have come."""
         refuse_in_one_line()
         meeting = meeting or Meeting.of_environment()
-        self.plan, self.policy, self._optimizer = plan, policy or BSP(fixed=True), optimizer
+        self.plan = plan
+        self.policy = policy or BSP(fixed=True)
+        self._optimizer = optimizer
         self._lost_after_s = self.policy.lost_after_s if lost_after_s is None else lost_after_s
         rank = plan.rank_of_server(0) if meeting.rank is None else meeting.rank
-        self.server, self._title = rank - plan.workers, plan.title(rank)
+        self.server = rank - plan.workers
+        self._title = plan.title(rank)
         self._parameters = dict(model.named_parameters())
         own_slots = [slot for slot in plan.slots if slot.server == self.server]
         self.version = {slot.name: 0 for slot in own_slots}
@@ -134,7 +139,8 @@ class Server:
 
         The meeting calls this, and sends the error to all ranks.
         """
-        plan, names = self.plan, self._state.names
+        plan = self.plan
+        names = self._state.names
         plan.check(model)
         if not self._lost_after_s > 0:
             raise InputError("lost_after_s", f"is {self._lost_after_s}", "give seconds above 0")
@@ -155,12 +161,15 @@ class Server:
 
         Messages that come before the job begins are kept, and handled first.
         """
-        plan, first, first_address = self.plan, self.plan.rank_of_server(0), ""
+        plan = self.plan
+        first = self.plan.rank_of_server(0)
+        first_address = ""
         if self.server == 0:
             host, port = meeting.listening_place()
         else:
             first_address = meeting.find()
-            host, port = address_towards(first_address.rpartition(":")[0]), 0
+            host = address_towards(first_address.rpartition(":")[0])
+            port = 0
         self._wire = Wire(meeting.token, self._stop)
         self._early_messages: list[Message]
         try:
@@ -181,7 +190,8 @@ class Server:
         self._rank_of_peer: dict[Peer, int] = {peer: rank for rank, peer in self._server_peers.items()}
         now_s = time.monotonic()
         for worker, seat in enumerate(self._seats):  # the workers' peers go to their seats; servers remain
-            seat.last_heard_s, seat.peer = now_s, self._server_peers.pop(plan.rank_of_worker(worker), None)
+            seat.last_heard_s = now_s
+            seat.peer = self._server_peers.pop(plan.rank_of_worker(worker), None)
 
     @property
     def updates(self) -> float:
@@ -220,7 +230,8 @@ class Server:
                 raise TransferError(f"{self._title}: no worker is left; {first_lost}")
             self._broadcast(self._server_peers.values(), "bye")
         except BaseException as error:
-            failure, prefix = error, "failed:" if isinstance(error, Exception) else "was ended by"
+            failure = error
+            prefix = "failed:" if isinstance(error, Exception) else "was ended by"
             if not isinstance(error, TransferError):
                 failure = TransferError(f"{self._title} {prefix} {describe_error(error)}")
             self._broadcast(self._rank_of_peer, "end", str(failure))
@@ -237,11 +248,13 @@ class Server:
 
     def _on_hello(self, peer: Peer, content: dict[str, Any]) -> None:
         """Answer a worker that joins late, on server 0: refuse it, or give it a seat and the number of its first step."""
-        hello, own_hello = Hello(**content), self._own_hello
+        hello = Hello(**content)
+        own_hello = self._own_hello
         if hello.rank is not None:
             return  # a process that waits for the next job at this address: it will call again
-        own_job, joiner_job = (f"plan {greeting.plan} under {greeting.policy}" for greeting in (own_hello, hello))
-        worker = self.plan.workers + len(self._state.start)
+        own_job = f"plan {own_hello.plan} under {own_hello.policy}"
+        joiner_job = f"plan {hello.plan} under {hello.policy}"
+        worker = self.plan.workers + len(self._state.start)  # the number of the next free seat
         if joiner_job != own_job:
             problem = f"is {own_job}, this worker has {joiner_job}"
             self._wire.send(peer, ["refused", "job", problem, "give the joiner the plan and model of the job"])
@@ -252,7 +265,8 @@ class Server:
             self._on_worker(peer, worker)
             # The first step of which no gradient has been pushed on any server: a worker pushes only when it has all
             # parameters, and server 0 holds back its own from that step on until all servers have confirmed the joiner.
-            clock = 1 + max((count for counts in self._state.pushed.values() for count in counts), default=0)
+            pushed_counts = (count for counts in self._state.pushed.values() for count in counts)
+            clock = 1 + max(pushed_counts, default=0)
             self._joiners[worker] = clock, set(self._server_peers)
             self._broadcast(self._server_peers.values(), "seat", worker, clock)
             self._admit_joiner(worker, clock)
@@ -263,7 +277,8 @@ class Server:
         state = self._state
         for counts in state.pushed.values():
             counts[worker] = clock
-        state.steps[worker] = state.start[worker] = clock
+        state.steps[worker] = clock
+        state.start[worker] = clock
         state.members.add(worker)
         state.workers = max(state.workers, len(state.members))
         self._seats[worker].last_heard_s = time.monotonic()
@@ -275,8 +290,11 @@ class Server:
         clock, servers_to_confirm = self._joiners[worker]
         if not servers_to_confirm:
             del self._joiners[worker]
-            seat_content = self.plan.rank_of_worker(worker), clock, self._next_epoch
-            self._send(worker, "begin", *seat_content, self._addresses, self._lost_after_s, self.log.run)
+            rank = self.plan.rank_of_worker(worker)
+            # The values of a "begin" message, as `join_job` returns them.
+            self._send(
+                worker, "begin", rank, clock, self._next_epoch, self._addresses, self._lost_after_s, self.log.run
+            )
 
     @property
     def _next_epoch(self) -> int:
@@ -285,7 +303,8 @@ class Server:
 
     def _on_worker(self, peer: Peer, worker: int) -> None:
         """Note that the connection ``peer`` belongs to worker ``worker``, which has called this server."""
-        self._seats[worker].peer, self._rank_of_peer[peer] = peer, self.plan.rank_of_worker(worker)
+        self._seats[worker].peer = peer
+        self._rank_of_peer[peer] = self.plan.rank_of_worker(worker)
 
     def _member_of_peer(self, peer: Peer) -> int | None:
         """Note that a message has come from a worker; return its number, or None if it was taken out of the job."""
@@ -320,7 +339,8 @@ class Server:
         After the last gradient of a step, the step is counted and logged, and a barrier may be decided. A gradient that
         is not finite is dropped and takes the member out of the job. ``gradient`` may be changed in place.
         """
-        state, seat = self._state, self._seats[worker]
+        state = self._state
+        seat = self._seats[worker]
         if not torch.isfinite(gradient).all():
             # The message says how large parameters are: if very large, the job diverges rather than this worker fails.
             largest = max(float(value.abs().max()) for value in self.values.values())
@@ -343,7 +363,9 @@ class Server:
                 gap=state.steps[worker] - min(state.steps[other] for other in state.members),
             )
             self.log.add(row)
-            seat.gradients, seat.wait_s, seat.staleness = 0, 0.0, 0
+            seat.gradients = 0
+            seat.wait_s = 0.0
+            seat.staleness = 0
             self._decide_barrier(worker)
 
     def _on_members(self, peer: Peer, epoch: int) -> None:
@@ -354,7 +376,9 @@ class Server:
         if (worker := self._member_of_peer(peer)) is not None:
             members = self._members_of_epoch.setdefault(epoch, sorted(self._state.members))
             seat = self._seats[worker]  # which now counts the worker's steps of this epoch, for the log if it is lost
-            seat.epoch, seat.epoch_batches, seat.epoch_first_step = epoch, None, None
+            seat.epoch = epoch
+            seat.epoch_batches = None
+            seat.epoch_first_step = None
             self._send(worker, "members", members)
 
     def _on_share(self, peer: Peer, batches: int) -> None:
@@ -431,8 +455,8 @@ class Server:
     def _may_send(self, worker: int, seat: _Seat, index: int) -> bool:
         """Return whether parameter ``index`` may be sent to ``worker``; also note when its wait starts and ends.
 
-        A frozen parameter always may. Raises TransferError where, under a policy that needs all workers, it would wait
-        for one that has closed.
+        A frozen parameter always may. ``seat``: the worker's. Raises TransferError where, under a policy that needs all
+        workers, it would wait for one that has closed.
         """
         slot = self.plan.slots[index]
         if not slot.trainable:
@@ -441,9 +465,11 @@ class Server:
         if blockers is None:
             if seat.blocked_transfer is not None:
                 # A blocked worker has nothing to send, so its silence counts from now on.
-                seat.blocked_transfer, seat.last_heard_s = None, time.monotonic()
+                seat.blocked_transfer = None
+                seat.last_heard_s = time.monotonic()
             if seat.waiting_since_s is not None:
-                waited_s, seat.waiting_since_s = time.monotonic() - seat.waiting_since_s, None
+                waited_s = time.monotonic() - seat.waiting_since_s
+                seat.waiting_since_s = None
                 seat.wait_s += waited_s
                 self.log.wait_s[worker] += waited_s
             return True
@@ -463,11 +489,14 @@ class Server:
         blockers = self.policy.waits_for(worker, clock, name)
         # No worker may start a joiner's first step before all servers have confirmed the joiner.
         joiners = [other for other, (step, _) in self._joiners.items() if other != worker and clock >= step]
-        return sorted({*(blockers or ()), *joiners}) if joiners else blockers
+        if not joiners:
+            return blockers
+        return sorted({*(blockers or ()), *joiners})
 
     def _describe_wait(self, worker: int, blockers: Iterable[int]) -> str:
         """Return in words which transfer ``worker`` waits for, and from which ``blockers`` a gradient is missing."""
-        seat, title = self._seats[worker], self.plan.title
+        seat = self._seats[worker]
+        title = self.plan.title
         assert seat.blocked_transfer is not None
         clock, name = seat.blocked_transfer
         blocker_titles = listed([title(self.plan.rank_of_worker(other)) for other in blockers], 3)
@@ -490,17 +519,23 @@ class Server:
                 seat.last_heard_s = now_s
         self._last_heartbeat_s = now_s
         self._broadcast(self._rank_of_peer, "alive")
-        # Once some workers have closed the run ends, and the server waits for all that remain.
-        reason_by_worker = dict.fromkeys(self._state.members, "others have closed") if self.closed else {}
-        for worker, seat in enumerate(self._seats):
-            blockers = None if seat.blocked_transfer is None else self._blockers_of(worker, *seat.blocked_transfer)
-            for blocker in blockers or ():
-                reason_by_worker[blocker] = f"others waited for it: {self._describe_wait(worker, [blocker])}"
-        for worker, reason in reason_by_worker.items():
+        for worker, reason in self._awaited_workers().items():
             seat = self._seats[worker]
             silent_s = now_s - seat.last_heard_s
             if worker in self._state.members and seat.blocked_transfer is None and silent_s >= self._lost_after_s:
                 self._remove_lost_worker(worker, f"was silent for {silent_s:.1f} s, and {reason}")
+
+    def _awaited_workers(self) -> dict[int, str]:
+        """Return the workers that others wait for, by number, each with the reason in words that follow "and"."""
+        reason_by_worker: dict[int, str] = {}
+        if self.closed:  # once some workers have closed the run ends, and the server waits for all that remain
+            reason_by_worker = dict.fromkeys(self._state.members, "others have closed")
+        for worker, seat in enumerate(self._seats):
+            if seat.blocked_transfer is None:
+                continue
+            for blocker in self._blockers_of(worker, *seat.blocked_transfer) or ():
+                reason_by_worker[blocker] = f"others waited for it: {self._describe_wait(worker, [blocker])}"
+        return reason_by_worker
 
     def _remove_lost_worker(self, worker: int, reason: str) -> None:
         """Take a lost worker out of the job, and tell it and the other servers. ``reason`` follows the worker's name.
@@ -519,10 +554,13 @@ class Server:
 
         ``reason``: why it was lost; None: it has closed.
         """
-        state, seat = self._state, self._seats[worker]
+        state = self._state
+        seat = self._seats[worker]
         state.members.discard(worker)
         self._joiners.pop(worker, None)
-        seat.queue, seat.blocked_transfer = deque(), None
+        seat.queue = deque()
+        seat.blocked_transfer = None
+        # How many steps of its last epoch the worker has made, and how many batches it leaves (None: not known).
         steps = 0 if seat.epoch_first_step is None else max(0, state.steps[worker] - seat.epoch_first_step)
         batches_left = None if seat.epoch_batches is None else max(0, seat.epoch_batches - steps)
         row = LeftRow(
@@ -565,16 +603,19 @@ class Server:
             return
         mean_by_name = {}
         for update in updates:
-            gradient_sum = update.gradients[0]
+            mean = update.gradients[0]
             for gradient in update.gradients[1:]:
-                gradient_sum = gradient_sum.add_(gradient)
-            mean_by_name[update.name] = gradient_sum.div_(update.divisor)
-            self._parameters[update.name].grad = mean_by_name[update.name].to(self._parameters[update.name].device)
+                mean.add_(gradient)
+            mean.div_(update.divisor)
+            mean_by_name[update.name] = mean
+            parameter = self._parameters[update.name]
+            parameter.grad = mean.to(parameter.device)
         self._optimizer.step()
         new_values = {}
         for update in updates:
             self._parameters[update.name].grad = None  # so that the next step leaves this parameter alone
-            value = new_values[update.name] = self._copy_value(update.name)
+            value = self._copy_value(update.name)
+            new_values[update.name] = value
             if not torch.isfinite(value).all():
                 problem = self._describe_not_finite(update, mean_by_name[update.name])
                 raise TransferError(f"{self._title}: {problem}, {when}")

@@ -68,11 +68,17 @@ class TransferPlan:
         random_seed: int | None = None,
         late: int = 0,
     ) -> TransferPlan:
-        """Return the plan for ``model``, spread over the servers by :func:`~ddltool.graph.spread`.
+        """Return the plan for ``model``, whose parameters are spread over the servers by bytes.
 
-        The other arguments are the attributes of the same names; ``priority`` is by parameter name. Raises InputError
-        when ``priority`` leaves out a parameter or names one that the model lacks, when both priorities and a seed are
-        given, for less than one worker or server, and for a negative ``late``.
+        Args:
+            model: the model that all workers train.
+            workers, servers: number of each at the start of the job.
+            priority: by parameter name, its place in the order of transfers, lowest first; None: order of registration.
+            random_seed: with a seed, each pull has a random order of its own; None: all have the same.
+            late: number of workers that may join while the job runs.
+
+        Raises InputError when ``priority`` leaves out a parameter or names one that the model lacks, when both priorities
+        and a seed are given, for less than one worker or server, and for a negative ``late``.
         """
         if workers < 1 or servers < 1:
             raise InputError("transfer plan", f"{workers} workers and {servers} servers", "there must be one of each")
@@ -81,25 +87,12 @@ class TransferPlan:
         if priority is not None and random_seed is not None:
             raise InputError("transfer plan", "has both priorities and a random seed", "give one of the two")
         slots = _slots(model, servers)
-        names = dict.fromkeys(slot.name for slot in slots)
+        names = list(dict.fromkeys(slot.name for slot in slots))
+        numbers = None
         if priority is not None:
-            names_by_problem = {"misses": names.keys() - priority.keys(), "has unknown": priority.keys() - names.keys()}
-            problems = [
-                f"{verb} {listed(sorted(names_at_odds, key=natural_key), 3)}"
-                for verb, names_at_odds in names_by_problem.items()
-                if names_at_odds
-            ]
-            if problems:
-                remedy = "it must name each of the model's parameters once"
-                raise InputError("transfer plan:priority", " and ".join(problems), remedy)
-        return cls(
-            slots=slots,
-            workers=workers,
-            servers=servers,
-            priority=None if priority is None else tuple(priority[name] for name in names),
-            random_seed=random_seed,
-            late=late,
-        )
+            _demand_same_names(priority, names)
+            numbers = tuple(priority[name] for name in names)
+        return cls(slots=slots, workers=workers, servers=servers, priority=numbers, random_seed=random_seed, late=late)
 
     def check(self, model: nn.Module) -> None:
         """Raise InputError unless the plan was made from a model with the same parameters as ``model``."""
@@ -139,10 +132,13 @@ class TransferPlan:
     @cached_property
     def _on_server(self) -> tuple[tuple[int, ...], ...]:
         """Per server, the indices of its parameters in ``slots``, by priority or else in the order of registration."""
-        numbers = self.priority or tuple(range(len(self.slots)))
-        order = sorted(range(len(self.slots)), key=lambda index: (numbers[index], index))
-        servers = range(self.servers)
-        return tuple(tuple(index for index in order if self.slots[index].server == server) for server in servers)
+        indices = range(len(self.slots))
+        numbers = self.priority or tuple(indices)
+        ordered_indices = sorted(indices, key=lambda index: (numbers[index], index))
+        return tuple(
+            tuple(index for index in ordered_indices if self.slots[index].server == server)
+            for server in range(self.servers)
+        )
 
     def queue(self, server: int, worker: int, pull: int) -> tuple[int, ...]:
         """Return the indices of the parameters that ``server`` sends to ``worker`` in its pull number ``pull``, in order.
@@ -159,6 +155,20 @@ class TransferPlan:
     def digest(self) -> str:
         """Return a hash of the plan, 12 hexadecimal digits, by which processes check that they have the same."""
         return hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()[:12]
+
+
+def _demand_same_names(priority: Mapping[str, int], names: list[str]) -> None:
+    """Raise InputError unless ``priority`` has exactly the ``names`` of the model's parameters."""
+    missing = set(names) - priority.keys()
+    unknown = priority.keys() - set(names)
+    problems = []
+    if missing:
+        problems.append(f"misses {listed(sorted(missing, key=natural_key), 3)}")
+    if unknown:
+        problems.append(f"has unknown {listed(sorted(unknown, key=natural_key), 3)}")
+    if problems:
+        remedy = "it must name each of the model's parameters once"
+        raise InputError("transfer plan:priority", " and ".join(problems), remedy)
 
 
 def _slots(model: nn.Module, servers: int) -> tuple[Slot, ...]:
@@ -190,7 +200,9 @@ def planned_priority(config: Config) -> dict[str, int]:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return an error in one line: its type and text, or the type alone if it has no text."""
-    text = f"{type(error).__name__}: {error}" if isinstance(error, Exception) and str(error) else ""
+    """Return an error in one line: its type and text, the type alone if it has no text, of a signal the text alone."""
+    text = str(error) or type(error).__name__
+    if isinstance(error, Exception) and str(error):  # a signal's text, such as "SIGTERM", says enough without its type
+        text = f"{type(error).__name__}: {error}"
     # Names of files, say, may hold surrogates, which UTF-8 cannot encode.
-    return one_line((text or str(error) or type(error).__name__).encode(errors="replace").decode())
+    return one_line(text.encode(errors="replace").decode())

@@ -76,7 +76,8 @@ class Wire:
 
         :meth:`receive` returns messages "connected" and "gone" when the connection is established and ends.
         """
-        dealer = self._dealers[rank] = self._socket(zmq.DEALER)
+        dealer = self._socket(zmq.DEALER)
+        self._dealers[rank] = dealer
         dealer.curve_serverkey = self._keys[1]
         monitor = dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         monitor.linger = 0
@@ -90,10 +91,12 @@ class Wire:
         zmq_socket = self._context.socket(kind)
         zmq_socket.linger = int(1e3 * LINGER_S)
         # No limit, so that nothing is dropped: a worker pulls what it needs only.
-        zmq_socket.sndhwm = zmq_socket.rcvhwm = 0
+        zmq_socket.sndhwm = 0
+        zmq_socket.rcvhwm = 0
         zmq_socket.curve_secretkey, zmq_socket.curve_publickey = self._keys
         # In milliseconds: four heartbeats in the time after which silence counts as broken.
-        zmq_socket.heartbeat_ivl, zmq_socket.heartbeat_timeout = int(250 * SILENT_S), int(1e3 * SILENT_S)
+        zmq_socket.heartbeat_ivl = int(250 * SILENT_S)
+        zmq_socket.heartbeat_timeout = int(1e3 * SILENT_S)
         zmq_socket.reconnect_ivl_max = 1000  # tries to connect at least once a second
         self._poller.register(zmq_socket, zmq.POLLIN)
         return zmq_socket
@@ -140,7 +143,9 @@ class Wire:
                 self._dealers[rank].linger = 0 if has_ended else int(1e3 * LINGER_S)
                 self._events.append((rank, ["gone" if has_ended else "connected"], None))
         # Messages go before events: everything that was sent over a connection before it ended has come by now.
-        return self._next() or (self._events.popleft() if self._events else None)
+        if message := self._next():
+            return message
+        return self._events.popleft() if self._events else None
 
     def _next(self) -> Message | None:
         """Return a message that has come already, or None; connections take turns, so that a busy one starves no other."""
@@ -151,21 +156,28 @@ class Wire:
                 frames = source.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 continue
-            peer = frames.pop(0).bytes if rank is None else rank
+            if rank is None:  # the router puts the caller's identity before the message
+                peer: Peer = frames.pop(0).bytes
+            else:
+                peer = rank
+            content = json.loads(frames[0].bytes)
             payload = frames[1].buffer if len(frames) > 1 else None
-            return peer, json.loads(frames[0].bytes), payload
+            return peer, content, payload
         return None
 
     def close(self) -> None:
         """Close all connections; blocks until queued messages are sent, at most LINGER_S. More calls do nothing."""
         for dealer in self._dealers.values():
             dealer.disable_monitor()
-        self._dealers, self._monitors, self._sources = {}, {}, deque()
+        self._dealers = {}
+        self._monitors = {}
+        self._sources = deque()
         self._context.destroy()
 
 
 def fill(tensor: Tensor, payload: memoryview | None) -> None:
     """Copy received bytes (``payload``) into ``tensor``. Raises TransferError if there are none or of another size."""
-    if payload is None or payload.nbytes != tensor.numel() * tensor.element_size():
-        raise TransferError(f"{0 if payload is None else payload.nbytes} bytes came for {tuple(tensor.shape)}")
+    received_bytes = 0 if payload is None else payload.nbytes
+    if payload is None or received_bytes != tensor.numel() * tensor.element_size():
+        raise TransferError(f"{received_bytes} bytes came for {tuple(tensor.shape)}")
     tensor.copy_(torch.frombuffer(payload, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape))

@@ -47,12 +47,15 @@ _CONTAINERS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arrival:
-    """One parameter's arrival: its version, and ``time_s``, seconds from the pull until the model held the value."""
+    """One parameter's arrival in a pull."""
 
     name: str
     server: int
+    """Number of the server that has sent it."""
     version: int
+    """Number of updates that its value holds."""
     time_s: float
+    """Seconds from the beginning of the pull until the model held the value."""
 
 
 class Worker:
@@ -101,7 +104,9 @@ class Worker:
         """Meet the other processes and register hooks on the model; blocks until all have come or the job admits this one."""
         refuse_in_one_line()
         meeting = meeting or Meeting.of_environment()
-        self.model, self.plan, self.policy = model, plan, policy or BSP(fixed=True)
+        self.model = model
+        self.plan = plan
+        self.policy = policy or BSP(fixed=True)
         self._push_time = push
         self._checkpoint = None if checkpoint is None else Path(checkpoint)
         self._parameters = dict(model.named_parameters())
@@ -146,7 +151,8 @@ class Worker:
                 raise
         except DdlToolError as error:  # if this process has refused, server 0 answers with its text: raise the original
             raise refusal or error from None
-        self.rank, self._title = plan.worker_of_rank(rank), plan.title(rank)
+        self.rank = plan.worker_of_rank(rank)
+        self._title = plan.title(rank)
         for server in range(1, plan.servers):
             self._wire.dial(plan.rank_of_server(server), addresses[server])
             self._wire.send(plan.rank_of_server(server), ["worker", self.rank])
@@ -207,7 +213,8 @@ class Worker:
     def members(self, epoch: int) -> tuple[int, ...]:
         """Return the numbers of the workers that share the samples of ``epoch`` (:func:`shard`); server 0 answers.
 
-        All workers get the same answer for an epoch. Raises TransferError as :meth:`step` does.
+        All workers get the same members for an epoch. Raises TransferError when a server is lost or this worker was taken
+        out of the job.
         """
         with self._running("was ended by"):
             self._tell(0, "members", epoch)
@@ -273,16 +280,18 @@ class Worker:
     def _fail(self, error: BaseException, how: str) -> TransferError:
         """Leave the job because of ``error``: tell the servers, disconnect, and return the failure that later calls raise.
 
-        For a TransferError (such as a lost server) or a signal, the checkpoint is written first.
+        For a TransferError (such as a lost server) or a signal, the checkpoint is written first. ``how``: words between
+        this worker's name and the error's text, such as "was ended by".
         """
-        failure = TransferError(f"{self._title} {how} {describe_error(error)}")
-        if isinstance(error, TransferError):
-            failure = error
-        problem = self._write_checkpoint() if isinstance(error, TransferError | KeyboardInterrupt | Terminated) else ""
-        if problem and isinstance(error, TransferError):
-            failure = TransferError(f"{error}; {problem}")
-        elif problem:
-            log.warning("%s: %s", self._title, problem)
+        message = f"{self._title} {how} {describe_error(error)}"
+        failure = error if isinstance(error, TransferError) else TransferError(message)
+        checkpoint_problem = ""
+        if isinstance(error, TransferError | KeyboardInterrupt | Terminated):
+            checkpoint_problem = self._write_checkpoint()
+        if checkpoint_problem and isinstance(error, TransferError):
+            failure = TransferError(f"{error}; {checkpoint_problem}")
+        elif checkpoint_problem:
+            log.warning("%s: %s", self._title, checkpoint_problem)
         self._failure = failure
         for server in set(range(self.plan.servers)) - self._closed_servers:
             self._tell(server, "fail", f"{how} {describe_error(error)}")
@@ -300,9 +309,12 @@ class Worker:
         The time counts in :attr:`waited_s`. If this process itself was stopped for a while, silence is counted from
         then on, because messages may be on their way.
         """
-        begin_s = now_s = silence_from_s = time.monotonic()
+        begin_s = time.monotonic()
+        now_s = begin_s
+        silence_from_s = begin_s  # no server counts as silent before this moment
         while not is_done():
-            previous_s, message = now_s, self._wire.receive(BEAT_S)
+            previous_s = now_s
+            message = self._wire.receive(BEAT_S)
             now_s = time.monotonic()
             if now_s - previous_s > BEAT_S + STOOD_STILL_S:
                 silence_from_s = now_s
@@ -312,18 +324,33 @@ class Worker:
                 server = rank - self.plan.workers
                 self._last_heard_s[server] = now_s
                 self._handle_message(server, kind, values, payload)
-            for server, heard_s in self._last_heard_s.items():
-                silent_s = now_s - max(silence_from_s, heard_s)
-                if server not in self._closed_servers and silent_s > self._lost_after_s:
-                    title = self.plan.title(self.plan.rank_of_server(server))
-                    self._wire.give_up(self.plan.rank_of_server(server))
-                    raise TransferError(f"{self._title}: nothing came from {title} for {silent_s:.0f} s")
+            self._demand_live_servers(now_s, silence_from_s)
         self.waited_s += time.monotonic() - begin_s
+
+    def _demand_live_servers(self, now_s: float, silence_from_s: float) -> None:
+        """Raise TransferError for a server that has been silent for longer than ``lost_after_s``, unless it has closed.
+
+        Silence begins with the server's last message, at the earliest at ``silence_from_s``. Both times are by
+        ``time.monotonic``.
+        """
+        for server, heard_s in self._last_heard_s.items():
+            silent_s = now_s - max(silence_from_s, heard_s)
+            if server not in self._closed_servers and silent_s > self._lost_after_s:
+                rank = self.plan.rank_of_server(server)
+                self._wire.give_up(rank)
+                raise TransferError(f"{self._title}: nothing came from {self.plan.title(rank)} for {silent_s:.0f} s")
 
     def _handle_message(self, server: int, kind: str, values: list[Any], payload: memoryview | None) -> None:
         """Handle a message of a server: copy a value into the model, or note an epoch's members or a confirmed close.
 
         Other kinds are ignored. Raises TransferError where the job ends for this worker ("out", "end", "gone").
+
+        Args:
+            server: number of the sender.
+            kind: "value", "members", "bye", "out", "end" or "gone".
+            values: for "value": (index of the parameter in the plan, number of updates that the value holds); for
+                "members": (list of worker numbers,); for "out" and "end": (the reason,).
+            payload: the bytes of the parameter for "value", else None.
         """
         title = self.plan.title(self.plan.rank_of_server(server))
         if kind == "value":
@@ -355,15 +382,17 @@ class Worker:
 
         torch.compile must leave them out of its graphs, because they send and receive. Returns the handles.
         """
-        wait, push = (torch.compiler.disable(act) for act in (self._wait_for_parameters, self._push_ready_gradient))
-        index_of = {id(self._parameters[name]): index for index, name in enumerate(self._parameter_names)}
+        wait = torch.compiler.disable(self._wait_for_parameters)
+        push = torch.compiler.disable(self._push_ready_gradient)
+        index_by_id = {id(self._parameters[name]): index for index, name in enumerate(self._parameter_names)}
         handles: list[Any] = []
         for module in self.model.modules():
             # Modules of torch.nn may use their children's parameters themselves, so they wait for those too.
-            is_whole = type(module).__module__.startswith("torch.nn.") and not isinstance(module, _CONTAINERS)
-            owned = [index_of[id(value)] for value in module.parameters(recurse=is_whole) if id(value) in index_of]
-            if owned:
-                handles.append(module.register_forward_pre_hook(partial(wait, frozenset(owned))))
+            uses_children = type(module).__module__.startswith("torch.nn.") and not isinstance(module, _CONTAINERS)
+            used_ids = [id(value) for value in module.parameters(recurse=uses_children)]
+            wanted_indices = frozenset(index_by_id[value_id] for value_id in used_ids if value_id in index_by_id)
+            if wanted_indices:
+                handles.append(module.register_forward_pre_hook(partial(wait, wanted_indices)))
         for index, slot in enumerate(self.plan.slots):
             if slot.trainable:
                 push_hook = partial(push, index)
@@ -372,8 +401,12 @@ class Worker:
 
     def _begin_pull(self, push: bool) -> None:
         """Reset the state of a step, and request the parameters of every server; ``push``: whether gradients are pushed."""
-        self._arrived_indices, self._awaited_indices, self.arrivals = set(), set(), []
-        self._pushed_indices, self._sent_gradients, self._is_pushing = set(), {}, push
+        self._arrived_indices = set()
+        self._awaited_indices = set()
+        self.arrivals = []
+        self._pushed_indices = set()
+        self._sent_gradients = {}
+        self._is_pushing = push
         self._pull_began_s = time.perf_counter()
         for server in range(self.plan.servers):
             self._tell(server, "pull", self.clock)
@@ -392,7 +425,8 @@ class Worker:
         With push="step" it is only checked. Raises InputError for a parameter that no forward pass has waited for, and
         with push="ready" for a second gradient.
         """
-        name, gradient = self._parameter_names[index], parameter.grad
+        name = self._parameter_names[index]
+        gradient = parameter.grad
         if not self._is_pushing or gradient is None:
             return
         if index not in self._awaited_indices:
@@ -428,14 +462,7 @@ class Worker:
         """
         self._receive_until(self._has_all_parameters)
         if self._is_pushing:
-            for index, (sent_gradient, version) in self._sent_gradients.items():
-                present_gradient = self._parameters[self._parameter_names[index]].grad
-                is_other = present_gradient is not None and present_gradient is not sent_gradient
-                if is_other or sent_gradient._version != version:
-                    name = self._parameter_names[index]
-                    problem = f"{name}.grad was changed after the backward pass, while it was being pushed"
-                    remedy = 'clip and scale gradients with push="step", or scale the loss'
-                    raise InputError("worker.step", problem, remedy)
+            self._demand_unchanged_gradients()
             for index in reversed(range(len(self._parameter_names))):  # last layer first, as in a backward pass
                 parameter = self._parameters[self._parameter_names[index]]
                 if self.plan.slots[index].trainable and index not in self._pushed_indices:
@@ -443,10 +470,25 @@ class Worker:
                     self._send_gradient(index, torch.zeros_like(parameter) if gradient is None else gradient)
             for name in self._parameter_names:
                 self._parameters[name].grad = None
-            self._sent_gradients, self._is_pushing = {}, False
+            self._sent_gradients = {}
+            self._is_pushing = False
             self.clock += 1
         if self._checkpoint is not None:
             self._copy_for_checkpoint()
+
+    def _demand_unchanged_gradients(self) -> None:
+        """Raise InputError if a ``.grad`` was replaced or changed in place after it had been sent; None may replace it.
+
+        torch raises a tensor's version with every change in place.
+        """
+        for index, (sent_gradient, version) in self._sent_gradients.items():
+            name = self._parameter_names[index]
+            present_gradient = self._parameters[name].grad
+            is_replaced = present_gradient is not None and present_gradient is not sent_gradient
+            if is_replaced or sent_gradient._version != version:
+                problem = f"{name}.grad was changed after the backward pass, while it was being pushed"
+                remedy = 'clip and scale gradients with push="step", or scale the loss'
+                raise InputError("worker.step", problem, remedy)
 
     def _copy_for_checkpoint(self) -> None:
         """Copy the parameters of a complete pull for the checkpoint, because the next pull overwrites them in place."""
@@ -464,8 +506,10 @@ class Worker:
         """
         if self._checkpoint is None or not self._checkpoint_values:
             return ""
-        path, self._checkpoint = self._checkpoint, None
-        state = {key: value.detach().cpu() for key, value in self.model.state_dict().items()} | self._checkpoint_values
+        path = self._checkpoint
+        self._checkpoint = None
+        model_state = {key: value.detach().cpu() for key, value in self.model.state_dict().items()}
+        state = model_state | self._checkpoint_values  # a pull under way may have overwritten some of the parameters
         stream = io.BytesIO()
         torch.save({"model": state, "clock": self._checkpoint_clock}, stream)
         try:

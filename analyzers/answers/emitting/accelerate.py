@@ -37,7 +37,7 @@ def accelerate_config(plan: Plan, layout: ProcessLayout) -> tuple[dict[str, Any]
     Raises InputError for different nodes, DDP beside tensor parallelism, and unequal batches.
     """
     degrees, gaps = shares(plan, "accelerate")
-    run, unknown = run_settings(plan)
+    run, settings_gaps = run_settings(plan)
     if not degrees.sharded and degrees.tensor > 1 and degrees.ranks > 1:
         problem = "has no DDP beside tensor parallelism"
         raise InputError("--target accelerate", problem, "give --target deepspeed or fsdp2")
@@ -46,7 +46,7 @@ def accelerate_config(plan: Plan, layout: ProcessLayout) -> tuple[dict[str, Any]
         nodes = "; ".join(group.text for group in layout.groups)
         problem = f"starts as many processes on every node, and the plan needs {nodes}"
         raise InputError("--target accelerate", problem, "give --target torchrun or slurm")
-    recomputed, left_out = recomputation(plan)
+    recomputed, recomputation_gaps = recomputation(plan)
     is_fsdp = degrees.sharded or degrees.tensor > 1
     without_fsdp = "NO" if degrees.processes == 1 else "MULTI_GPU"
     config: dict[str, Any] = {
@@ -79,8 +79,9 @@ def accelerate_config(plan: Plan, layout: ProcessLayout) -> tuple[dict[str, Any]
         gaps.append(
             "blocks: fsdp_transformer_layer_cls_to_wrap names their class, which only a transformers model says"
         )
-    checkpoints = recomputed != "none" and not is_fsdp  # FSDP2's own key does it
-    return config, [*gaps, *unknown, *left_out, *_script_gaps(degrees, layout, checkpoints, run.precision)]
+    script_checkpoints = recomputed != "none" and not is_fsdp  # for FSDP2 the file has a key
+    script_gaps = _script_gaps(degrees, layout, script_checkpoints, run.precision)
+    return config, [*gaps, *settings_gaps, *recomputation_gaps, *script_gaps]
 
 
 def accelerate_text(config: dict[str, Any], head: str) -> str:
@@ -97,7 +98,7 @@ def _parallelism(degrees: Shares) -> dict[str, int]:
 def _script_gaps(degrees: Shares, layout: ProcessLayout, checkpoints: bool, precision: str) -> list[str]:
     """Return the gaps that the training script must fill, as the file has no key for them, each ``PART: remedy``.
 
-    ``checkpoints``: whether the script must turn activation checkpointing on.
+    ``checkpoints``: whether the script must turn activation checkpointing on; ``precision``: the plan's.
     """
     parts = [f"batch size: {degrees.micro_batch_size} a pass, in the script's DataLoader"]
     if degrees.passes > 1:
@@ -114,4 +115,6 @@ def _script_gaps(degrees: Shares, layout: ProcessLayout, checkpoints: bool, prec
         parts.append(
             "nodes: the plan does not say how many devices a node has; one node is assumed (--devices-per-node)"
         )
-    return [*parts, *([_IN_SCRIPT[precision]] if precision in _IN_SCRIPT else [])]
+    if precision in _IN_SCRIPT:
+        parts.append(_IN_SCRIPT[precision])
+    return parts

@@ -35,18 +35,20 @@ def deepspeed_config(plan: Plan) -> tuple[dict[str, Any], list[str]]:
     Raises InputError for a precision that DeepSpeed does not have, and for unequal batches.
     """
     degrees, gaps = shares(plan, "deepspeed")
-    run, unknown = run_settings(plan)
+    run, settings_gaps = run_settings(plan)
     if run.precision not in _PRECISIONS:
         raise InputError(
             "--target deepspeed", f"has no precision {run.precision}", "give --target torchtitan or accelerate"
         )
-    recomputed, left_out = recomputation(plan)
+    recomputed, recomputation_gaps = recomputation(plan)
     stage = 0  # of ZeRO: 2 shards gradients and optimizer states, 3 the parameters too
     if degrees.sharded:
         stage = 3 if degrees.reshard else 2
+    total_batch = {"train_batch_size": degrees.total_batch_size}
+    if degrees.tensor > 1:
+        total_batch = {}  # DeepSpeed counts the batch of every GPU of a tensor group in it, unlike the plan
     config: dict[str, Any] = {
-        # DeepSpeed counts the batch of every GPU of a tensor group in it, so it would differ from the plan's.
-        **({"train_batch_size": degrees.total_batch_size} if degrees.tensor == 1 else {}),
+        **total_batch,
         "train_micro_batch_size_per_gpu": degrees.micro_batch_size,
         "gradient_accumulation_steps": degrees.passes,
         "zero_optimization": {"stage": stage, **_zero_options(degrees, stage)},
@@ -54,7 +56,9 @@ def deepspeed_config(plan: Plan) -> tuple[dict[str, Any], list[str]]:
     }
     if degrees.offload:
         host = {"device": "cpu", "pin_memory": True}
-        config["zero_optimization"] |= {"offload_optimizer": host} | ({"offload_param": host} if stage == 3 else {})
+        config["zero_optimization"]["offload_optimizer"] = host
+        if stage == 3:  # other stages do not shard parameters, and DeepSpeed keeps them on the devices
+            config["zero_optimization"]["offload_param"] = host
     if run.precision == "bf16-pure" and stage:
         config["bf16"] = {"enabled": True, **_ALL_HALF}
     if degrees.tensor > 1:
@@ -84,7 +88,7 @@ def deepspeed_config(plan: Plan) -> tuple[dict[str, Any], list[str]]:
             f"HSDP {degrees.replicate} x {degrees.shard}: {what_is_sharded} gradients and optimizer states over all "
             f"{degrees.ranks}, with other traffic than planned"
         )
-    return config, [*gaps, *unknown, *left_out]
+    return config, [*gaps, *settings_gaps, *recomputation_gaps]
 
 
 def deepspeed_text(plan: Plan, config: dict[str, Any], gaps: Sequence[str]) -> str:
@@ -101,5 +105,9 @@ def _zero_options(degrees: Shares, stage: int) -> dict[str, Any]:
 
     Stage 3 with several replicas gets hpZ, which keeps the parameters sharded within each: the nearest to HSDP.
     """
-    hybrid = {"zero_hpz_partition_size": degrees.shard} if stage == 3 and degrees.replicate > 1 else {}
-    return {"overlap_comm": True, **hybrid} if stage else {}
+    if stage == 0:
+        return {}
+    options: dict[str, Any] = {"overlap_comm": True}
+    if stage == 3 and degrees.replicate > 1:
+        options["zero_hpz_partition_size"] = degrees.shard
+    return options

@@ -1,4 +1,8 @@
-"""From a plan to the hook's configuration, and the parts of a plan that a target cannot express."""
+"""From a plan to the hook's configuration, and the parts of a plan that a target cannot express.
+
+A *target* is a framework or launcher that a plan is written for; its *gaps* are the parts of the plan that its text leaves
+out or assumes, each with a remedy.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +97,8 @@ _MOST_RANKS = 100_000
 def demand_words_for_groups(plan: Plan, target: Target, where: str) -> None:
     """Raise InputError, which names targets that work, if the plan's ranks are groups that ``target`` cannot run.
 
-    ``where``: the plan's file, for the message.
+    A group is several devices that hold one copy of the model by tensor or pipeline parallelism. ``where``: the plan's
+    file, for the message.
     """
     if plan.group is None:
         return
@@ -114,6 +119,8 @@ def to_enforcement(plan: Plan, *, telemetry: str | None = "telemetry.jsonl") -> 
         raise InputError(
             "plan:assignments", problem, f"a configuration is written for at most {_MOST_RANKS:,} processes"
         )
+    # For each rank its assignment: the devices of an assignment have ranks one after another.
+    assignment_of_ranks = [row for row in plan.assignments for _ in range(row.devices)]
     ranks = [
         RankEnforcement(
             rank=rank,
@@ -122,8 +129,7 @@ def to_enforcement(plan: Plan, *, telemetry: str | None = "telemetry.jsonl") -> 
             local_batch_size=row.local_batch_size,
             accumulation_steps=row.accumulation_steps,
         )
-        # Devices of an assignment have ranks one after another.
-        for rank, row in enumerate(row for row in plan.assignments for _ in range(row.devices))
+        for rank, row in enumerate(assignment_of_ranks)
     ]
     return Enforcement(
         job=plan.job,

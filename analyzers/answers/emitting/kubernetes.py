@@ -45,14 +45,20 @@ def manifests(
     The file is enforce.json; for a plan of groups of devices, which the hook does not run, it is plan.json with the plan.
     Raises InputError for a TrainJob of different nodes, and for a configuration that is too large for a ConfigMap.
     """
-    file, config = ("enforce.json", to_json(enforcement)) if plan.group is None else ("plan.json", to_json(plan))
+    if plan.group is None:
+        file = "enforce.json"
+        config = to_json(enforcement)
+    else:
+        file = "plan.json"
+        config = to_json(plan)
     if len(config.encode("utf-8")) > _CONFIG_BYTES:
         problem = f"is larger than {_CONFIG_BYTES} bytes"
         raise InputError(file, problem, "mount it from a volume; --target slurm or torchrun read it as a file")
     metadata = {"name": f"{cluster_name(plan.job)}-plan", **_marks(plan)}
     config_map = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {file: config}}
     kind = settings.kind or ("TrainJob" if len(layout.groups) == 1 else "JobSet")
-    return config_map, (_train_job if kind == "TrainJob" else _job_set)(plan, layout, settings)
+    make_job = _train_job if kind == "TrainJob" else _job_set
+    return config_map, make_job(plan, layout, settings)
 
 
 def manifest_text(plan: Plan, documents: Sequence[dict[str, Any]], layout: ProcessLayout, gaps: Sequence[str]) -> str:
@@ -65,10 +71,12 @@ def manifest_text(plan: Plan, documents: Sequence[dict[str, Any]], layout: Proce
 def assumptions(settings: LaunchSettings, plan: Plan) -> list[str]:
     """Return gaps for what the manifest assumes of the cluster, each ``PART: remedy``: node labels, and an image."""
     values = ", ".join(sorted({node_value(row.device_type, settings) for row in plan.assignments}))
-    needs = [
+    gaps = [
         f"node labels: nodes must carry {settings.node_label} with the values {values} (--node-label, --label-value)"
     ]
-    return needs if settings.image else [*needs, f"image: no --image; {_IMAGE} holds neither the script nor ddltool"]
+    if not settings.image:
+        gaps.append(f"image: no --image; {_IMAGE} holds neither the script nor ddltool")
+    return gaps
 
 
 def _train_job(plan: Plan, layout: ProcessLayout, settings: LaunchSettings) -> dict[str, Any]:
@@ -102,9 +110,14 @@ def _train_job(plan: Plan, layout: ProcessLayout, settings: LaunchSettings) -> d
 
 
 def _size(group: EqualNodes, resource: str | None) -> dict[str, Any]:
-    """Return the fields of a TrainJob's trainer for nodes, processes and devices; ``resource`` None: no devices requested."""
+    """Return the fields of a TrainJob's trainer for its numbers of nodes, processes of a node and devices of a node.
+
+    ``resource``: the devices' resource name in Kubernetes, such as nvidia.com/gpu; None: no devices are requested.
+    """
     size: dict[str, Any] = {"numNodes": group.nodes, "numProcPerNode": group.processes_per_node}
-    return size if resource is None else {**size, "resourcesPerNode": _resources(group, resource)}
+    if resource is not None:
+        size["resourcesPerNode"] = _resources(group, resource)
+    return size
 
 
 def train_job_patch(group: EqualNodes, resource: str | None, notes: Mapping[str, str]) -> dict[str, Any]:
@@ -118,9 +131,10 @@ def train_job_patch(group: EqualNodes, resource: str | None, notes: Mapping[str,
 
 
 def _job_set(plan: Plan, layout: ProcessLayout, settings: LaunchSettings) -> dict[str, Any]:
-    """Return a JobSet with one replicated job per group of equal nodes.
+    """Return a JobSet, Kubernetes' object for several jobs together, with one replicated job per group of equal nodes.
 
-    Each is an indexed Job: a pod's index plus the rank of the group's first node is the node's rank.
+    Each is an indexed Job: a pod's index plus the rank of the group's first node is the node's rank. ``layout``: the
+    groups of nodes; ``settings``: the training script, and what else the launcher needs beside the plan.
     """
     name = cluster_name(plan.job)
     jobs = []
@@ -147,7 +161,8 @@ def _job_set(plan: Plan, layout: ProcessLayout, settings: LaunchSettings) -> dic
 def _pod(plan: Plan, layout: ProcessLayout, group: EqualNodes, settings: LaunchSettings) -> dict[str, Any]:
     """Return the spec of a pod, one node of ``group``: its shell computes the node's rank from the pod's index.
 
-    The shell then replaces itself (``exec``) by torchrun.
+    The shell then replaces itself (``exec``) by torchrun, which starts the node's processes. ``layout``: all nodes of the
+    job; ``settings``: the training script, the image and the devices' resource name.
     """
     name = cluster_name(plan.job)
     command = (
@@ -198,11 +213,9 @@ def _marks(plan: Plan) -> dict[str, dict[str, str]]:
 
 def _variables(plan: Plan) -> list[dict[str, str]]:
     """Return Kubernetes' list of the environment variables that tell a process its plan, its job and the hook's file."""
-    values = {
-        "DDLTOOL_PLAN_SHA256": plan_hash(plan),
-        "DDLTOOL_JOB": cluster_name(plan.job),
-        **({"DDLTOOL_ENFORCE": f"{_FOLDER}/enforce.json"} if plan.group is None else {}),
-    }
+    values = {"DDLTOOL_PLAN_SHA256": plan_hash(plan), "DDLTOOL_JOB": cluster_name(plan.job)}
+    if plan.group is None:  # the hook does not run groups of devices, so there is no file for it
+        values["DDLTOOL_ENFORCE"] = f"{_FOLDER}/enforce.json"
     return [{"name": name, "value": value} for name, value in values.items()]
 
 

@@ -1,4 +1,8 @@
-"""Parts of every target of ``emit``: the plan's hash, names that clusters accept, and the processes on each node."""
+"""Parts of every target of ``emit``: the plan's hash, names that clusters accept, and the processes on each node.
+
+A plan has assignments: numbers of devices of one type. A device may stand for a *group* of several, which hold one copy of
+the model by tensor or pipeline parallelism; there is one process for each single device.
+"""
 
 from __future__ import annotations
 
@@ -155,9 +159,11 @@ def layout(plan: Plan, devices_per_node: Mapping[str, int] | int | None = None) 
             problem = f"a node of {count} {name} holds no whole number of tensor groups of {plan.group.tensor}"
             raise InputError("--devices-per-node", problem, f"give a multiple of {plan.group.tensor}")
     groups: list[EqualNodes] = []
-    next_node = next_rank = 0
+    next_node = 0
+    next_rank = 0
     for name, devices in device_runs:
         per_node = min(devices_by_type.get(name, devices), devices)
+        # As many full nodes as there are, then one with the rest.
         for nodes, processes in ((devices // per_node, per_node), (1, devices % per_node)):
             if not processes:
                 continue
@@ -170,18 +176,26 @@ def layout(plan: Plan, devices_per_node: Mapping[str, int] | int | None = None) 
                     first_rank=next_rank,
                 )
             )
-            next_node, next_rank = next_node + nodes, next_rank + nodes * processes
+            next_node += nodes
+            next_rank += nodes * processes
     if plan.strategy == "elastic-bsp":
-        # The server is one more process on the last node, which is then a group of its own.
-        last_group = groups.pop()
-        if last_group.nodes > 1:
-            groups.append(replace(last_group, nodes=last_group.nodes - 1))
-            first_rank = last_group.first_rank + groups[-1].processes
-            last_group = replace(
-                last_group, nodes=1, first_node=last_group.first_node + last_group.nodes - 1, first_rank=first_rank
-            )
-        groups.append(replace(last_group, processes_per_node=last_group.processes_per_node + 1))
+        groups = [*groups[:-1], *_with_server(groups[-1])]
     return ProcessLayout(groups=tuple(groups), assumed=any(name not in devices_by_type for name, _ in device_runs))
+
+
+def _with_server(group: EqualNodes) -> list[EqualNodes]:
+    """Return ``group`` with one more process, a parameter server, on its last node, which is then a group of its own."""
+    if group.nodes == 1:
+        return [replace(group, processes_per_node=group.processes_per_node + 1)]
+    before = replace(group, nodes=group.nodes - 1)
+    last_node = replace(
+        group,
+        nodes=1,
+        first_node=group.first_node + before.nodes,
+        first_rank=group.first_rank + before.processes,
+        processes_per_node=group.processes_per_node + 1,
+    )
+    return [before, last_node]
 
 
 def _per_node(plan: Plan, types: list[str], devices_per_node: Mapping[str, int] | int | None) -> dict[str, int]:
@@ -196,9 +210,11 @@ def _per_node(plan: Plan, types: list[str], devices_per_node: Mapping[str, int] 
         if plan.devices_per_node is not None:
             devices_per_rank = plan.processes // plan.world_size
             return {name: count * devices_per_rank for name, count in plan.devices_per_node.items() if name in types}
-        counted = plan.goodput or plan.network  # the parts of a plan that may have a number of nodes
-        node_count = counted.num_nodes if counted else None
-        return {types[0]: math.ceil(plan.processes / node_count)} if node_count and len(set(types)) == 1 else {}
+        part_with_nodes = plan.goodput or plan.network  # the parts of a plan that may have a number of nodes
+        node_count = part_with_nodes.num_nodes if part_with_nodes else None
+        if not node_count or len(set(types)) != 1:
+            return {}
+        return {types[0]: math.ceil(plan.processes / node_count)}
     counts = dict.fromkeys(types, devices_per_node) if isinstance(devices_per_node, int) else dict(devices_per_node)
     for name, count in counts.items():
         if name not in types:

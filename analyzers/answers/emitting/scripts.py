@@ -64,9 +64,12 @@ def ddp_module(plan: Plan, *, gaps: Sequence[str]) -> str:
     if plan.ddp is None and (plan.sharding is None or plan.sharding.kind != "ddp"):
         raise InputError("plan:ddp", "is missing", "plan with --graph and a training graph, or emit --target fsdp2")
     buckets = plan.ddp
-    sizes = buckets and {"bucket_cap_mb_list": buckets.bucket_cap_mb_list, "bucket_cap_mb": buckets.bucket_cap_mb}
-    named_values = [(name, value) for name, value in (sizes or {}).items() if value is not None]
-    return _fill_template("ddp.txt", plan, gaps, arguments=dict(named_values[:1]))
+    arguments: dict[str, object] = {}
+    if buckets is not None and buckets.bucket_cap_mb_list is not None:
+        arguments = {"bucket_cap_mb_list": buckets.bucket_cap_mb_list}
+    elif buckets is not None and buckets.bucket_cap_mb is not None:
+        arguments = {"bucket_cap_mb": buckets.bucket_cap_mb}
+    return _fill_template("ddp.txt", plan, gaps, arguments=arguments)
 
 
 def fsdp2_module(plan: Plan, *, gaps: Sequence[str]) -> str:
@@ -82,11 +85,12 @@ def fsdp2_module(plan: Plan, *, gaps: Sequence[str]) -> str:
     if not units:
         problem = "is missing: the plan knew no list of blocks"
         raise InputError("plan:fsdp2", problem, "plan with --graph and a training graph of a model with blocks")
-    shape = plan.sharding
+    sharding = plan.sharding
     tensor = {"tensor": plan.group.tensor} if plan.group is not None and plan.group.tensor > 1 else {}
-    # With several replicas the mesh has two dimensions; DDP beside tensor parallelism is replicas of one rank each.
-    if shape is not None and (shape.kind == "hsdp" or (tensor and shape.kind == "ddp")):
-        replicas = shape.replicate if shape.kind == "hsdp" else plan.world_size
+    # The mesh's dimensions, by name. With several replicas there are two; DDP beside tensor parallelism is replicas of
+    # one rank each.
+    if sharding is not None and (sharding.kind == "hsdp" or (tensor and sharding.kind == "ddp")):
+        replicas = sharding.replicate if sharding.kind == "hsdp" else plan.world_size
         mesh = {"replicate": replicas, "shard": plan.world_size // replicas}
     else:
         mesh = {"shard": plan.world_size}

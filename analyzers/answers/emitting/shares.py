@@ -1,4 +1,7 @@
-"""A plan in the terms that training frameworks share: degrees of parallelism, and equal batches in equal passes."""
+"""A plan in the terms that training frameworks share: degrees of parallelism, and equal batches in equal passes.
+
+What a plan has and such terms lack are *gaps*: sentences ``PART: remedy`` for the top of the written file.
+"""
 
 from __future__ import annotations
 
@@ -67,13 +70,14 @@ def shares(plan: Plan, target: str) -> tuple[Shares, list[str]]:
     if len(sizes) > 1:
         problem = f"has one batch size for all, and the plan gives its devices {sizes[0]} to {sizes[-1]} samples a step"
         raise InputError(f"--target {target}", problem, "give --target hook, torchrun, slurm or kubernetes")
+    samples = sizes[0]
     planned = planned_passes(plan)
     # There is always one: as many passes as samples.
-    passes = next(n for n in range(min(planned, sizes[0]), sizes[0] + 1) if sizes[0] % n == 0)
+    passes = next(count for count in range(min(planned, samples), samples + 1) if samples % count == 0)
     gaps = []
     if passes != planned:
         gaps.append(
-            f"passes: {sizes[0]} samples in {planned} passes are unequal ones; here {passes} of {sizes[0] // passes}"
+            f"passes: {samples} samples in {planned} passes are unequal ones; here {passes} of {samples // passes}"
         )
     sharding = plan.sharding
     is_sharded = plan.group is not None if sharding is None else sharding.kind != "ddp"
@@ -90,7 +94,7 @@ def shares(plan: Plan, target: str) -> tuple[Shares, list[str]]:
         reshard=reshards(plan),
         sharded=is_sharded,
         offload=sharding is not None and sharding.offload,
-        batch_size=sizes[0],
+        batch_size=samples,
         passes=passes,
     )
     return degrees, gaps
@@ -101,8 +105,12 @@ def planned_passes(plan: Plan) -> int:
 
     Logical workers that take turns on a device make one pass each.
     """
-    steps = 0 if plan.goodput is None else plan.goodput.accumulation_steps
-    return max(steps + 1, *(max(row.accumulation_steps + 1, row.ests_per_device) for row in plan.assignments), 1)
+    passes = [1]
+    if plan.goodput is not None:
+        passes.append(plan.goodput.accumulation_steps + 1)
+    for row in plan.assignments:
+        passes += [row.accumulation_steps + 1, row.ests_per_device]
+    return max(passes)
 
 
 def reshards(plan: Plan) -> bool:

@@ -60,7 +60,8 @@ def target_text(
         settings, config_gaps = deepspeed_config(plan)
         gaps += config_gaps
         return deepspeed_text(plan, settings, gaps), gaps
-    return (ddp_module if target == "ddp" else fsdp2_module)(plan, gaps=gaps), gaps
+    module = ddp_module if target == "ddp" else fsdp2_module
+    return module(plan, gaps=gaps), gaps
 
 
 def launcher_text(
@@ -73,9 +74,13 @@ def launcher_text(
 ) -> tuple[str, list[str]]:
     """Return the script or manifest that starts the plan's processes, and its gaps: parts left out, and assumptions.
 
-    ``target``: torchrun, slurm or, where it is neither, kubernetes. ``nodes``: the processes on each node. ``enforcement``:
-    the hook's configuration, which a manifest contains. ``settings``: the training script, and what else the launcher needs
-    beside the plan. ``script_gaps``: gaps of the training script, added to the others.
+    Args:
+        plan: the plan.
+        target: "torchrun", "slurm" or, where it is neither, "kubernetes".
+        nodes: the processes on each node.
+        enforcement: the hook's configuration, which a manifest contains.
+        settings: the training script, and what else the launcher needs beside the plan.
+        script_gaps: gaps of the training script, added to the others.
     """
     gaps = [*not_expressed(plan, target, nodes), *script_gaps]
     if target == "torchrun":

@@ -41,7 +41,7 @@ def job_config(plan: Plan) -> tuple[Settings, list[str]]:
     batches.
     """
     degrees, gaps = shares(plan, "torchtitan")
-    run, unknown = run_settings(plan)
+    run, settings_gaps = run_settings(plan)
     precision = PRECISIONS[run.precision]
     if precision.computes == "float16":
         problem = f"has no precision {run.precision}"
@@ -53,10 +53,10 @@ def job_config(plan: Plan) -> tuple[Settings, list[str]]:
         raise InputError(
             "--target torchtitan", problem, "give --target fsdp2, or --target torchrun with a script of yours"
         )
-    recomputed, left_out = recomputation(plan)
-    name, model_gaps = _model(run.model)
+    recomputed, recomputation_gaps = recomputation(plan)
+    model, model_gaps = _model(run.model)
     settings: Settings = {
-        "model": {**name, **({"converters": ["float8"]} if precision.linears else {})},
+        "model": {**model, **({"converters": ["float8"]} if precision.linears else {})},
         "optimizer": _optimizer(run.optimizer),
         "training": {
             # A pipeline is fed the whole batch of a rank, and cuts it into passes itself.
@@ -76,7 +76,7 @@ def job_config(plan: Plan) -> tuple[Settings, list[str]]:
     if precision.linears:
         settings["quantize.linear.float8"] = {"enable_fsdp_float8_all_gather": False, "filter_fqns": ["output"]}
         gaps.append("all-gathers in float8: the plan counts on none; enable_fsdp_float8_all_gather sends less")
-    gaps += [*unknown, *model_gaps, *left_out]
+    gaps += [*settings_gaps, *model_gaps, *recomputation_gaps]
     if run.sequence_length is None:
         gaps.append("sequence length: set seq_len in [training]; the plan does not say it")
     if run.precision == "tf32":
@@ -146,7 +146,9 @@ def _checkpointing(recomputed: Checkpointing, plan: Plan) -> dict[str, object]:
     if any(entry.keeps for entry in entries):
         return {"mode": recomputed, "selective_ac_option": "op"}
     every = len(block_names(plan)) // len(entries)
-    return {"mode": recomputed, "selective_ac_option": str(every)} if every > 1 else {"mode": "full"}
+    if every <= 1:
+        return {"mode": "full"}
+    return {"mode": recomputed, "selective_ac_option": str(every)}
 
 
 def _model(source: str | None) -> tuple[dict[str, object], list[str]]:

@@ -34,14 +34,18 @@ def short_name(name: str) -> str:
 
 def outcome(check: GateCheck) -> str:
     """Return a check's outcome: "pass", "noise" (past the limit, but within the noise) or "FAIL"."""
-    return "FAIL" if not check.passed else "noise" if check.in_noise else "pass"
+    if not check.passed:
+        return "FAIL"
+    return "noise" if check.in_noise else "pass"
 
 
 def sentence(check: GateCheck) -> str:
     """Return a check in one line: metric, current value, baseline, change, limit and note."""
     baseline, current, change, limit = check_texts(check)
-    figures = f"{current} (baseline {baseline}{'' if change == '-' else f', {change}'}; limit {limit})"
-    return harmless(f"{short_name(check.name)}: {figures}{f'; {check.note}' if check.note else ''}")
+    change_text = "" if change == "-" else f", {change}"
+    note_text = f"; {check.note}" if check.note else ""
+    figures = f"{current} (baseline {baseline}{change_text}; limit {limit})"
+    return harmless(f"{short_name(check.name)}: {figures}{note_text}")
 
 
 def remarks(verdict: GateResult) -> list[str]:
@@ -125,12 +129,14 @@ def workflow_commands(verdict: GateResult, path: str) -> list[str]:
     """Return GitHub workflow commands: an error per failed check, a notice per check that passed within the noise."""
     lines = []
     for check in verdict.checks:
-        if not check.passed or check.in_noise:
-            command, title = ("notice", "inside the noise") if check.passed else ("error", "ddltool gate")
-            title = _escape_command(f"{title}: {short_name(check.metric)}", ":,")
-            lines.append(
-                f"::{command} file={_escape_command(path, ':,')},line=1,title={title}::{_escape_command(sentence(check))}"
-            )
+        if check.passed and not check.in_noise:
+            continue
+        command = "notice" if check.passed else "error"
+        title = "inside the noise" if check.passed else "ddltool gate"
+        escaped_title = _escape_command(f"{title}: {short_name(check.metric)}", ":,")
+        escaped_path = _escape_command(path, ":,")
+        message = _escape_command(sentence(check))
+        lines.append(f"::{command} file={escaped_path},line=1,title={escaped_title}::{message}")
     return lines
 
 
@@ -150,7 +156,8 @@ def summary(verdict: GateResult, subject: str) -> str:
 
     ``subject``: the name of what was judged.
     """
-    count, failed = len(verdict.checks), len(verdict.failed)
+    count = len(verdict.checks)
+    failed = len(verdict.failed)
     lines = [
         f"### ddltool gate: {f'{failed} of {count} checks failed' if failed else f'passed ({count} checks)'}",
         "",

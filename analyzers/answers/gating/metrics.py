@@ -1,7 +1,8 @@
-"""The named figures (metrics) of an artifact: those that ``kinds.toml`` declares, and those computed here.
+"""The named figures (metrics, the numbers that a gate checks) of an artifact: those that ``kinds.toml`` declares, and more.
 
 A name is ``family`` or ``family/member``: ``iteration_s``, ``efficiency/tac``, ``step_time_s/V100/1x2/b64``. Figures are in
-SI base units; a figure that is not defined for the artifact is left out. Start at :func:`extract`.
+SI base units; a figure that is not defined for the artifact is left out. Start at :func:`extract`. The functions
+``_KIND_figures`` take an artifact of a kind, and its name for errors (``where``).
 """
 
 from __future__ import annotations
@@ -174,16 +175,19 @@ def _declared_figures(record: Any, kind: str) -> Iterator[Metric]:
         entry = _FIGURE.fullmatch(line)
         assert entry is not None, line  # our own file
         for value in _values_at(record, entry["path"].split(".")):
-            # The name is the entry's, else FIELD/KEY/...: "." is filled in with the field, each "*" with the next key.
-            wildcard_keys = iter(value.keys)
+            # Without a name in the declaration it is FIELD/KEY/...
             pattern = entry["name"] or "/".join((".", *("*" for _ in value.keys)))
-            name = re.sub(
-                r"\*", lambda _, wildcard_keys=wildcard_keys: next(wildcard_keys), pattern.replace(".", value.field, 1)
-            )
+            name = _filled_name(pattern, value)
             field = name.split("/")[-1] if value.field == "*" else value.field
             unit = (entry["unit"] or _unit_of(field)).replace("none", "")
             measured = bool(entry["measured"]) or field.endswith("seconds")
             yield from figure(name, value.content, unit, measured=measured)
+
+
+def _filled_name(pattern: str, value: _Value) -> str:
+    """Return the name that a declaration's ``pattern`` gives to a value: its field for ".", the keys that matched for "*"."""
+    keys = iter(value.keys)
+    return re.sub(r"\*", lambda _: next(keys), pattern.replace(".", value.field, 1))
 
 
 class _Value(NamedTuple):
@@ -203,15 +207,16 @@ def _values_at(node: Any, path: Sequence[str]) -> Iterator[_Value]:
     """
     step, *later_steps = path
     fields = _fields(node)
-    for name in fields if step == "*" else step.split("|"):
+    is_wildcard = step == "*"
+    for name in fields if is_wildcard else step.split("|"):
         if name not in fields:
             continue
-        key, field = ((str(name),), "*") if step == "*" else ((), name)
+        matched_keys = (str(name),) if is_wildcard else ()
         if not later_steps:
-            yield _Value(key, field, fields[name])
+            yield _Value(matched_keys, "*" if is_wildcard else name, fields[name])
             continue
         for value in _values_at(fields[name], later_steps):
-            yield value._replace(keys=(*key, *value.keys))
+            yield value._replace(keys=(*matched_keys, *value.keys))
 
 
 def _fields(node: Any) -> Mapping[str, Any]:
@@ -229,7 +234,8 @@ def _unit_of(name: str) -> Unit:
     """
     if name.endswith("_bytes"):
         return "bytes"
-    return "s" if name.endswith(("_s", "seconds")) and not name.endswith("_per_s") else ""
+    is_rate = name.endswith("_per_s")
+    return "s" if name.endswith(("_s", "seconds")) and not is_rate else ""
 
 
 def figure(name: str, value: object, unit: str = "", *, measured: bool = False) -> Iterator[Metric]:
@@ -261,7 +267,8 @@ def _graph_figures(graph: Graph, where: str) -> Iterator[Metric]:
         yield from figure("peak_memory_bytes", float(held.max(initial=0.0)), "bytes")
         yield from figure("processes", graph.recorded.world_size)
     if graph.timed:
-        makespans, measured = bounds(graph), "measured" in graph.estimate
+        makespans = bounds(graph)
+        measured = "measured" in graph.estimate
         for name in ("upper_s", "lower_s", "compute_s", "transfer_s"):
             yield from figure(name, getattr(makespans, name), "s", measured=measured and name != "transfer_s")
 
@@ -430,11 +437,12 @@ def _row_cell(key: str, row: Mapping[str, Any]) -> Cell:
 
     A row without a spread counts as one repeat, whatever its column says, as its noise is not known.
     """
-    repeats, spread = _number_or_none(row.get("repeats")), _number_or_none(row.get("step_time_spread_s"))
-    has_spread = repeats is not None and spread is not None
-    return Cell(
-        key=key, median=row["step_time_s"], spread=spread or 0.0, repeats=int(repeats or 1) if has_spread else 1
-    )
+    repeats = _number_or_none(row.get("repeats"))
+    spread = _number_or_none(row.get("step_time_spread_s"))
+    known_repeats = 1
+    if repeats is not None and spread is not None:
+        known_repeats = int(repeats or 1)
+    return Cell(key=key, median=row["step_time_s"], spread=spread or 0.0, repeats=known_repeats)
 
 
 def _number_or_none(value: Any) -> float | None:
@@ -513,15 +521,19 @@ def harmless(text: str) -> str:
 def show(value: float | str | None, unit: str) -> str:
     """Return a figure as text in a readable unit; "-" for None; a text made :func:`harmless` and shortened.
 
-    ``unit``: as of :class:`Metric`.
+    ``unit``: of the value: "s", "bytes", "share" (a fraction), "1/s", or "" for a plain number.
 
     >>> show(0.00153, "s"), show(0.98, "share"), show(7.0, ""), show(None, "")
     ('1.53 ms', '98%', '7', '-')
     """
-    if value is None or isinstance(value, str):
-        return "-" if value is None else shortened(harmless(value), LONGEST_NAME)
-    if unit in ("s", "bytes"):
-        return show_seconds(value) if unit == "s" else show_bytes(value)
+    if value is None:
+        return "-"
+    if isinstance(value, str):
+        return shortened(harmless(value), LONGEST_NAME)
+    if unit == "s":
+        return show_seconds(value)
+    if unit == "bytes":
+        return show_bytes(value)
     if unit == "share":
         return f"{value:.4g}" if abs(value) > 1 else f"{100 * value:.3g}%"
     text = f"{value:,.0f}" if value == int(value) and abs(value) < 1e7 else f"{value:.4g}"

@@ -36,16 +36,17 @@ _QUARTILES = (0.25, 0.5, 0.75)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cell:
-    """The repeats of one measurement: their median (positive), interquartile range (``spread``, same unit) and number.
-
-    ``runs``: the number of separate runs that they come from; repeats of one run do not show the noise between runs.
-    """
+    """The repeats of one measurement, such as the step times of one configuration."""
 
     key: str
+    """What was measured; the cells of two artifacts with the same key are compared."""
     median: float
+    """Median of the repeats."""
     spread: float
+    """Their interquartile range, in the unit of the median."""
     repeats: int
     runs: int = 1
+    """Number of separate runs that the repeats come from; repeats of one run do not show the noise between runs."""
 
 
 def cell_of(key: str, samples: Sequence[float]) -> Cell:
@@ -86,12 +87,21 @@ def past_limit(
 ) -> NoiseFigures:
     """Test whether the ratio current / baseline of geometric means is greater (not ``above``: less) than ``limit``.
 
-    ``baseline``: the cells of the same keys in the same order; empty: the current figure itself is compared with
-    ``limit``, which is positive. Cells must have :func:`enough_repeats`. Returns the one-sided p-value, the standard
-    error of the logarithm of the ratio (or figure), and its interval at ``level``.
+    Returns the one-sided p-value, the standard error of the logarithm of the ratio (or figure), and its interval at
+    ``level``.
+
+    Args:
+        current: the cells of the current artifact; they must have :func:`enough_repeats`.
+        baseline: those of the baseline, of the same keys in the same order; empty: the current figure itself is
+            compared with the limit.
+        limit: a positive ratio, or without a baseline a positive figure.
+        above: True: the figure must not be above the limit; False: not below.
+        level: the probability of a false alarm, from which the interval follows.
+        seed: of the simulated noise.
     """
-    # In logarithms, as a ratio such as 1e308 / 1e-308 would overflow.
-    log_ratio = math.log(geometric_mean(current)) - (math.log(geometric_mean(baseline)) if baseline else 0.0)
+    # In logarithms, because a ratio such as 1e308 / 1e-308 would overflow.
+    log_baseline = math.log(geometric_mean(baseline)) if baseline else 0.0
+    log_ratio = math.log(geometric_mean(current)) - log_baseline
     relative_errors = [cell.spread / cell.median / math.sqrt(cell.repeats) for cell in (*current, *baseline)]
     error = min(math.hypot(*relative_errors) / len(current), sys.float_info.max)
     null_draws = _simulate_null(_repeat_counts(current), _repeat_counts(baseline), seed)
@@ -99,13 +109,20 @@ def past_limit(
     if error == 0:
         p = 0.0 if log_excess > 0 else 1.0
     else:
-        # The share of draws at least as large as T. The figure counts as one more draw, so that p is never 0 by chance.
-        p = max((1 + DRAWS - int(np.searchsorted(sample, log_excess / error))) / (DRAWS + 1) for sample in null_draws)
+        p = max(_share_of_draws_above(sample, log_excess / error) for sample in null_draws)
     critical = max(float(sample[min(int(DRAWS * (1 - level)), DRAWS - 1)]) for sample in null_draws)
-    low_ratio, high_ratio = np.exp(
-        np.clip(log_ratio + np.array([-critical, critical]) * error, -_LARGEST_EXPONENT, _LARGEST_EXPONENT)
-    ).tolist()
+    log_interval = log_ratio + np.array([-critical, critical]) * error
+    low_ratio, high_ratio = np.exp(np.clip(log_interval, -_LARGEST_EXPONENT, _LARGEST_EXPONENT)).tolist()
     return NoiseFigures(p=p, level=level, standard_error=error, low=low_ratio, high=high_ratio)
+
+
+def _share_of_draws_above(sorted_draws: Floats, statistic: float) -> float:
+    """Return the share of draws, (DRAWS,) in ascending order, that are at least as large as ``statistic``.
+
+    The statistic counts as one more draw, so that the share is never 0 by chance.
+    """
+    draws_below = int(np.searchsorted(sorted_draws, statistic))
+    return (1 + DRAWS - draws_below) / (DRAWS + 1)
 
 
 def _repeat_counts(cells: Sequence[Cell]) -> tuple[int, ...]:
@@ -127,7 +144,8 @@ def _simulate_null(current: tuple[int, ...], baseline: tuple[int, ...], seed: in
 
         ``sizes``: repeats per cell. Both sums are (DRAWS,).
         """
-        centre, variance = np.zeros(DRAWS), np.zeros(DRAWS)
+        centre = np.zeros(DRAWS)
+        variance = np.zeros(DRAWS)
         for size in sizes:
             low, median, high = np.quantile(random.standard_normal((DRAWS, size)), _QUARTILES, axis=1)
             centre += median

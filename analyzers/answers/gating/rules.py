@@ -88,10 +88,14 @@ def parse_rule(text: str, where: str = "--rule", *, optional: bool = False) -> R
     if not direction and sign and dimension == "%" and not isinstance(value, str):
         # A bound on the signed change: ">= -5%" is a decrease of at most 5 %. Other pairs of operator and sign, such as
         # ">= +5%", could hold only if the figure changed.
-        if (op, value <= 0) != (">=", True) and (op, value >= 0) != ("<=", True):
+        bounds_decrease = op == ">=" and value <= 0
+        bounds_increase = op == "<=" and value >= 0
+        if not bounds_decrease and not bounds_increase:
             remedy = f"write {metric} >= -5% or {metric} <= +5%; a target is an absolute limit"
             raise InputError(where, f"{text!r} would demand an improvement", remedy)
-        direction, value, op = "decrease" if op == ">=" else "increase", abs(value), "<="
+        direction = "decrease" if op == ">=" else "increase"
+        value = abs(value)
+        op = "<="
     return Rule(
         text=normalized, metric=metric, op=op, value=value, dimension=dimension, direction=direction, optional=optional
     )
@@ -140,10 +144,15 @@ def select(rule: Rule, current: Mapping[str, Metric], baseline: Mapping[str, Met
 
 
 def check_unit(rule: Rule, metric: Metric, where: str) -> None:
-    """Raise InputError if a rule's value cannot be compared with the metric: 5 MB with seconds, or 5 % with no baseline."""
+    """Raise InputError if a rule's value cannot be compared with the metric: 5 MB with seconds, or 5 % with no baseline.
+
+    ``where``: the rule's source, for the message.
+    """
     name = metric.name
-    if metric.unit == "text":  # fits "unchanged", which is a change of 0, and the operators == and !=
-        if not (rule.direction == "change" and rule.value == 0.0) and (rule.relative or rule.op not in ("==", "!=")):
+    if metric.unit == "text":
+        is_unchanged = rule.direction == "change" and rule.value == 0.0
+        is_equality = not rule.relative and rule.op in ("==", "!=")
+        if not is_unchanged and not is_equality:
             raise InputError(where, f"{name} is a text", f"write {name} == {metric.value}, or unchanged")
     elif isinstance(rule.value, str):
         raise InputError(where, f"{name} is a number", f"write {name} <= NUMBER")

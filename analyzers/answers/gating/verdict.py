@@ -48,7 +48,9 @@ def judge(
     that does not fit the metrics, for one on a change without a baseline, and if no rule covers any metric.
 
     Args:
-        baseline: None allows absolute limits only.
+        rules: what is checked.
+        current: the metrics of the artifact that is judged, by name.
+        baseline: those of the one that it is compared with; None allows absolute limits only.
         level: the largest probability that a gate whose true figures keep their limits fails; it is divided by the
             number of tests (Bonferroni).
         seed: of the simulated noise.
@@ -126,8 +128,10 @@ def _align_sides(rule: Rule, current: Metric | None, baseline: Metric | None, wh
     check_unit(rule, metric, where)
     if current is None or baseline is None or not rule.relative:
         return _RuleOnMetric(rule=rule, current=current, baseline=baseline)
-    current_keys, baseline_keys = ({cell.key for cell in side.cells} for side in (current, baseline))
-    common_keys, all_keys = current_keys & baseline_keys, current_keys | baseline_keys
+    current_keys = {cell.key for cell in current.cells}
+    baseline_keys = {cell.key for cell in baseline.cells}
+    common_keys = current_keys & baseline_keys
+    all_keys = current_keys | baseline_keys
     if common_keys == all_keys:
         return _RuleOnMetric(rule=rule, current=current, baseline=baseline)
     if not common_keys:
@@ -148,14 +152,17 @@ def _check(pair: _RuleOnMetric, level: float, seed: int) -> GateCheck:
 
     A metric that only the baseline has fails; for a relative rule, one that only the current artifact has passes as new.
     """
-    rule, metric = pair.rule, pair.current or pair.baseline
+    rule = pair.rule
+    metric = pair.current or pair.baseline
     assert metric is not None
     current_value = pair.current.value if pair.current is not None else None
     baseline_value = pair.baseline.value if pair.baseline is not None else None
     limit, op = _resolve_limit(rule, baseline_value, current_value)
-    passed, notes = True, [pair.note]
+    passed = True
+    notes = [pair.note]
     if current_value is None:
-        passed, notes = False, ["the baseline has it, the current artifact does not"]
+        passed = False
+        notes = ["the baseline has it, the current artifact does not"]
     elif limit is None:
         notes = ["new: the baseline does not have it"]
     else:
@@ -210,7 +217,9 @@ def _resolve_limit(
         rule.direction == "change" and isinstance(current, float) and current >= baseline
     )
     # An overflow becomes the largest float, which no figure can exceed.
-    return (min(baseline + amount, _LARGEST), "<=") if is_upper_limit else (max(baseline - amount, -_LARGEST), ">=")
+    if is_upper_limit:
+        return min(baseline + amount, _LARGEST), "<="
+    return max(baseline - amount, -_LARGEST), ">="
 
 
 def _satisfies(current: float | str, op: str, limit: float | str) -> bool:
@@ -228,15 +237,27 @@ def _satisfies(current: float | str, op: str, limit: float | str) -> bool:
 def _apply_noise_test(check: GateCheck, pair: _RuleOnMetric, limit: float, level: float, seed: int) -> GateCheck:
     """Return the check with its noise test; a failure within the noise (p above the level) becomes a pass with a note.
 
-    For a relative rule the ratio of current to baseline is tested, else the figure itself. ``limit``: positive.
+    For a relative rule the ratio of current to baseline is tested, else the figure itself.
+
+    Args:
+        check: the outcome without regard to noise.
+        pair: the rule, and the metric on both sides.
+        limit: the largest or smallest allowed value of the current figure, above 0.
+        level: the probability of a false alarm.
+        seed: of the simulated noise.
     """
     assert pair.current is not None  # testable pairs have it
-    baseline: tuple[Cell, ...] = pair.baseline.cells if pair.rule.relative and pair.baseline is not None else ()
-    # Kept within floats above 0, as its logarithm is taken.
-    ratio = min(max(limit / geometric_mean(baseline), sys.float_info.min), _LARGEST) if baseline else limit
+    baseline: tuple[Cell, ...] = ()
+    tested_limit = limit  # of the figure itself
+    if pair.rule.relative and pair.baseline is not None:
+        baseline = pair.baseline.cells
+    if baseline:
+        ratio = limit / geometric_mean(baseline)
+        tested_limit = min(max(ratio, sys.float_info.min), _LARGEST)  # within floats above 0: its logarithm is taken
     # A bound on the change in both directions is two one-sided tests.
     test_level = level / 2 if pair.rule.direction == "change" else level
-    test = past_limit(pair.current.cells, baseline, ratio, above=check.op in ("<=", "<"), level=test_level, seed=seed)
+    is_upper_limit = check.op in ("<=", "<")
+    test = past_limit(pair.current.cells, baseline, tested_limit, above=is_upper_limit, level=test_level, seed=seed)
     if check.passed or test.p <= test_level:
         return check.model_copy(update={"noise": test})
     range_text = (
@@ -348,10 +369,16 @@ def check_against(
 ) -> GateResult:
     """Return the checks of an artifact against the baseline file ``target``; nothing is written.
 
-    ``texts``: the rules; empty: those of the file ``config``, else the defaults. ``level`` None: the configured one. With
-    ``update`` the artifact is compared with itself, so that only absolute limits can fail, and a missing or broken
-    baseline is no error. Raises InputError for a baseline that is missing, broken or of another kind, and for rules that
-    do not fit.
+    Raises InputError for a baseline that is missing, broken or of another kind, and for rules that do not fit.
+
+    Args:
+        current: the artifact, as for :func:`document_of`.
+        target: the baseline's file.
+        texts: the rules; empty: those of the file ``config``, else the defaults.
+        level: the probability of a false alarm; None: the configured one.
+        update: True: the artifact is compared with itself, so that only absolute limits can fail, and a missing or broken
+            baseline is no error.
+        config: a ``ddltool.toml``, which need not exist.
     """
     figures = extract(document_of(current), "current")
     settings = read_config(config, required=False)
@@ -366,8 +393,14 @@ def check_against(
         baseline_figures = figures  # a broken baseline is what an update is for
     if baseline_figures.kind != figures.kind:
         raise InputError(str(target), f"is a {baseline_figures.kind}", f"the current artifact is a {figures.kind}")
-    metrics = figures.metrics, (figures if update else baseline_figures).metrics
-    return judge(rules, *metrics, level=level_of(level, settings), where="rules" if texts else origin)
+    compared_with = figures if update else baseline_figures
+    return judge(
+        rules,
+        figures.metrics,
+        compared_with.metrics,
+        level=level_of(level, settings),
+        where="rules" if texts else origin,
+    )
 
 
 def document_of(current: Any) -> Mapping[str, Any]:

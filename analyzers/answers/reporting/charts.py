@@ -2,7 +2,8 @@
 
 Colours in specifications are the page's CSS variables, so that one drawing serves light, dark and print; files get the
 light colours. Names come from files that anybody made: they are only used as data, never in an expression or in a tooltip's
-title, which Vega-Lite compiles into an expression.
+title, which Vega-Lite compiles into an expression. A chart's data are rows (dicts), whose fields its encodings name, with
+a type behind a colon: ``x:Q`` is a quantity, ``name:N`` a name.
 """
 
 from __future__ import annotations
@@ -45,7 +46,10 @@ COLOURS: Mapping[str, str] = {
     "sky": "#56b4e9",
     "yellow": "#d6c800",
 }
-INK, PAPER, FAINT, BLUE = "var(--ink)", "var(--paper)", "var(--faint)", "var(--blue)"
+INK = "var(--ink)"
+PAPER = "var(--paper)"
+FAINT = "var(--faint)"
+BLUE = "var(--blue)"
 SERIES = tuple(f"var(--{name})" for name in ("blue", "red", "green", "pink", "ink"))
 AREAS = tuple(f"var(--{name})" for name in ("blue", "red", "green", "pink", "orange", "sky", "yellow", "grey"))
 KINDS: Mapping[str, str] = {
@@ -56,7 +60,9 @@ _DASHES = ([1, 0], [7, 3], [2, 2], [8, 3, 2, 3], [12, 3], [1, 3])
 # Of lines at fixed values; no figure has more than three.
 _FIXED_DASHES = ([4, 4], [2, 3], [8, 3])
 # Pixels of a figure's width in a file and of the height of a lane or a bar; pixels of a PNG for each of these.
-_WIDTH, _LANE_HEIGHT, _PNG_SCALE = 640, 24, 2
+_WIDTH = 640
+_LANE_HEIGHT = 24
+_PNG_SCALE = 2
 _NUMBER = ",.4~r"
 # Vega expressions: a text on a bar is drawn if it has room, and thin bars have no edge.
 _PIXELS = "abs(scale('x', datum.end) - scale('x', datum.start))"
@@ -138,10 +144,12 @@ def altair_chart(figures: Sequence[Figure]) -> alt.VConcatChart:
 def _concatenated(figures: Sequence[Figure], width: int = _WIDTH) -> Spec:
     """Return one specification of figures below each other, each ``width`` pixels wide, in the colours of light pages.
 
-    In a concatenation the x scale of figure k is called ``concat_k_x``; expressions that name it ``x`` are changed.
+    In a concatenation the x scale of figure k is called ``concat_k_x``; expressions that name it ``x`` are changed. All
+    legends get as many columns as the one with the longest entries has room for.
     """
     slots: Slots = {}
-    views, parameters = list[Spec](), list[Spec]()
+    views = list[Spec]()
+    parameters = list[Spec]()
     legend_columns = 8
     for figure in figures:
         view = {**_specification(figure, slots), "width": width}
@@ -160,7 +168,7 @@ def _concatenated(figures: Sequence[Figure], width: int = _WIDTH) -> Spec:
 def _specification(figure: Figure, slots: Slots) -> Spec:
     """Return the specification of one figure, without width and configuration, in the page's colours.
 
-    ``slots``: see :func:`spec`.
+    ``slots``: the colours that names of each family have got so far; new names are added.
     """
     draw_by_type: dict[type, Callable[..., Chart]] = {Lines: _lines, Bars: _bars, Lanes: _lane_chart, Heat: _heat}
     draw_by_type[Explorer] = _explorer
@@ -239,8 +247,11 @@ def _colour_positions(names: Sequence[str], family: str, slots: Slots) -> list[i
     """
     if not family:
         return list(range(len(names)))
-    place_by_name = slots.setdefault(family, {})
-    return [place_by_name.setdefault(name, len(place_by_name)) for name in names]
+    position_by_name = slots.setdefault(family, {})
+    for name in names:
+        if name not in position_by_name:
+            position_by_name[name] = len(position_by_name)
+    return [position_by_name[name] for name in names]
 
 
 def _legend(names: Sequence[str], **options: Any) -> alt.Legend | None:
@@ -279,9 +290,8 @@ def _veil_beyond(known_until: float | None, last: float) -> list[alt.Chart]:
     rows = [{"left": known_until + 0.5, "right": last + 0.5, "why": "not supported by data"}]
     chart = _chart(rows)
     x = alt.X("left:Q")
-    label = chart.mark_text(
-        align="right", baseline="bottom", dy=-3, color=FAINT
-    )  # above the plot, whose marks would cross it
+    # The label is above the plot, whose marks would cross it.
+    label = chart.mark_text(align="right", baseline="bottom", dy=-3, color=FAINT)
     veil = chart.mark_rect(color=PAPER, opacity=0.55)
     return [
         veil.encode(x=x, x2="right:Q", tooltip=alt.Tooltip("why:N", title="beyond")),
@@ -313,13 +323,16 @@ def _x_scale_and_axis(figure: Lines, values: np.ndarray[Any, Any]) -> tuple[alt.
 
 
 def _lines(figure: Lines, slots: Slots) -> Chart:
-    """Return the chart of lines, steps, points or stacked areas, with their bands, dots and lines at fixed values."""
+    """Return the chart of lines, steps, points or stacked areas, with their bands, dots and lines at fixed values.
+
+    ``slots``: the colours that names of each family have got so far; new names are added.
+    """
     drawn_lines = figure.lines[:LINES_DRAWN]
     labels = _distinct_names([line.label for line in drawn_lines])
     named_lines = list(zip(labels, drawn_lines, strict=True))
-    fixed_names = (
-        [] if figure.draw == "areas" else _distinct_names([name for name, _ in (*figure.levels, *figure.marks)])
-    )
+    fixed_names: list[str] = []  # of lines at a fixed y, then of those at a fixed x
+    if figure.draw != "areas":
+        fixed_names = _distinct_names([name for name, _ in (*figure.levels, *figure.marks)])
     colour, dash = _colour_and_dash(figure, labels, fixed_names, slots)
     scale, unit = time_unit(_highest(figure, drawn_lines)) if figure.seconds else (1.0, "")
     x, y = _line_axes(figure, drawn_lines, unit)
@@ -331,7 +344,8 @@ def _lines(figure: Lines, slots: Slots) -> Chart:
         return _layered([area.encode(x=x, y=y, color=colour, tooltip=tips)], 260, labels)
 
     interpolate: Any = "step-after" if figure.draw == "steps" else "linear"
-    # Layers from the back to the front: bands, lines, points, texts, measured dots, fixed values.
+    # Layers from the back to the front: bands, lines, points, texts, measured dots, fixed values. Texts and dots have rows
+    # of their own.
     curves = _chart(rows).encode(x=x, y=y, color=colour)
     layers: list[alt.Chart] = []
     line_tips = tips
@@ -345,21 +359,11 @@ def _lines(figure: Lines, slots: Slots) -> Chart:
     is_seen = figure.draw == "points" or any(line.x.size == 1 for line in drawn_lines)
     points = curves.mark_point(filled=True, size=45 if is_seen else 120, opacity=float(is_seen))
     layers.append(points.encode(tooltip=line_tips))
-    text_rows = [
-        {"x": float(x_at), "y": float(value) * scale, "text": name_of(text)}
-        for line in drawn_lines
-        for x_at, value, text in zip(line.x, line.y, line.texts, strict=False)
-    ]
-    if text_rows:
+    if text_rows := _text_rows(drawn_lines, scale):
         layers.append(_chart(text_rows).mark_text(align="left", dx=7, dy=-7, color=INK).encode(x=x, y=y, text="text:N"))
-    dots = [
-        {"name": name, "x": float(x_at), "y": float(value) * scale}
-        for name, line in named_lines
-        for x_at, value in zip(*(line.dots or ((), ())), strict=True)
-    ]
-    if dots:
-        size, opacity = (36, 0.85) if len(dots) < 1000 else (10, 0.4)
-        cloud = _chart(dots).mark_point(filled=True, size=size, opacity=opacity)
+    if dots := _dot_rows(named_lines, scale):
+        is_sparse = len(dots) < 1000
+        cloud = _chart(dots).mark_point(filled=True, size=36 if is_sparse else 10, opacity=0.85 if is_sparse else 0.4)
         layers.append(cloud.encode(x=x, y=y, color=colour, tooltip=tips))
     fixed_values = [value * scale for _, value in figure.levels] + [value for _, value in figure.marks]
     named_values = list(zip(fixed_names, fixed_values, strict=True))
@@ -368,10 +372,38 @@ def _lines(figure: Lines, slots: Slots) -> Chart:
     return _layered(layers, 230, [*labels, *fixed_names])
 
 
+def _text_rows(lines: Sequence[Line], scale: float) -> list[Row]:
+    """Return a row of data for each text beside a point of a line; ``scale``: the factor on y."""
+    return [
+        {"x": float(x_at), "y": float(value) * scale, "text": name_of(text)}
+        for line in lines
+        for x_at, value, text in zip(line.x, line.y, line.texts, strict=False)
+    ]
+
+
+def _dot_rows(named_lines: Sequence[tuple[str, Line]], scale: float) -> list[Row]:
+    """Return a row of data for each measured point of the lines, given as (name, line); ``scale``: the factor on y."""
+    rows: list[Row] = []
+    for name, line in named_lines:
+        if line.dots is not None:
+            dots_x, dots_y = line.dots
+            rows += [
+                {"name": name, "x": float(x_at), "y": float(value) * scale}
+                for x_at, value in zip(dots_x, dots_y, strict=True)
+            ]
+    return rows
+
+
 def _highest(figure: Lines, lines: Sequence[Line]) -> float:
     """Return the largest y of the lines, their bands and dots, and the fixed values; 0 if there is none."""
-    tops = [top for line in lines for top in (line.y if line.high is None else line.high, *(line.dots or ())[1:])]
-    return max([float(top.max()) for top in tops if top.size] + [value for _, value in figure.levels], default=0.0)
+    arrays = []
+    for line in lines:
+        arrays.append(line.y if line.high is None else line.high)
+        if line.dots is not None:
+            _, dots_y = line.dots
+            arrays.append(dots_y)
+    highest_values = [float(array.max()) for array in arrays if array.size]
+    return max([*highest_values, *(value for _, value in figure.levels)], default=0.0)
 
 
 def _colour_and_dash(
@@ -435,7 +467,7 @@ def _lanes_axis(names: Sequence[str]) -> alt.Y:
 def _bars(figure: Bars, slots: Slots) -> Chart:
     """Return the chart of a horizontal bar, or dot, for each named value, with its interval and its value as text.
 
-    ``slots``: see :func:`spec`.
+    ``slots``: the colours that names of each family have got so far; new names are added.
     """
     names = _distinct_names([name for name, _ in figure.rows])
     values = [value for _, value in figure.rows]
@@ -444,25 +476,13 @@ def _bars(figure: Bars, slots: Slots) -> Chart:
     extremes = [*values, *interval_ends, *([] if level is None else [level])]
     scale, unit = time_unit(max(extremes)) if figure.seconds else (1.0, "")
     bar_start = (level or 1.0) * scale if figure.log else 0.0  # a logarithmic axis has no 0 to begin at
-    low, high = min(extremes) * scale, max(extremes) * scale
-    if figure.log:
-        # Room beside the longest bars, for their texts.
-        ratio = max(high / low, 1.1) ** 0.25
-        domain = [low / ratio, high * ratio]
-        axis = alt.Axis(values=_log_marks(*domain), format=_NUMBER, gridOpacity=0.6)
-    else:
-        domain, axis = [0, 1.35 * high if high > 0 else 1.0], alt.Axis(tickCount=5, gridOpacity=0.6)
-    x_scale = alt.Scale(type="log" if figure.log else alt.Undefined, nice=False, domain=domain)
+    low = min(extremes) * scale
+    high = max(extremes) * scale
+    x_scale, axis = _bar_scale_and_axis(low, high, is_log=figure.log)
     x = alt.X("value:Q", scale=x_scale, axis=axis, title=_titled(figure.xlabel, unit))
     rows = _bar_rows(figure, names, scale)
     kinds = list(dict.fromkeys(row["kind"] for row in rows))
-    if figure.marked is not None:
-        colour_by_kind = {figure.unmarked: BLUE, figure.marked[0]: "var(--red)"}
-        colours = [colour_by_kind[kind] for kind in kinds]
-    else:
-        colours = [SERIES[position % len(SERIES)] for position in _colour_positions(kinds, figure.family, slots)]
-    legend = _legend(["", ""]) if figure.marked is not None and any(figure.marked[1]) else None
-    colour = alt.Color("kind:N", scale=alt.Scale(domain=kinds, range=colours), legend=legend)
+    colour = _bar_colour(figure, kinds, slots)
     tips = _tips({"name:N": "name", "shown:N": "value"} | ({"interval:N": "interval"} if interval_ends else {}))
     # Layers from the back to the front: bars, whiskers, texts, the level.
     chart = _chart(rows).encode(y=_lanes_axis(names), x=x)
@@ -482,10 +502,43 @@ def _bars(figure: Bars, slots: Slots) -> Chart:
             text = _chart(side_rows).mark_text(align=side, dx=5 * sign)  # type: ignore[arg-type]
             layers.append(text.encode(y=_lanes_axis(names), x=alt.X("text_at:Q"), text="shown:N"))
     if figure.level is not None:
-        layers += _level_layers(
-            name_of(figure.level[0]), figure.level[1] * scale, right=figure.level[1] * scale > 0.6 * high
-        )
+        level_name, level_value = figure.level
+        level_at = level_value * scale
+        layers += _level_layers(name_of(level_name), level_at, right=level_at > 0.6 * high)
     return _layered(layers, _LANE_HEIGHT * len(names), kinds)
+
+
+def _bar_scale_and_axis(low: float, high: float, *, is_log: bool) -> tuple[alt.Scale, alt.Axis]:
+    """Return the scale and the axis of bars whose values and intervals reach from ``low`` to ``high``, in drawn units.
+
+    Beside the longest bar there is room for its text. A linear axis begins at 0.
+    """
+    if is_log:
+        ratio = max(high / low, 1.1) ** 0.25
+        domain = [low / ratio, high * ratio]
+        axis = alt.Axis(values=_log_marks(*domain), format=_NUMBER, gridOpacity=0.6)
+    else:
+        domain = [0, 1.35 * high if high > 0 else 1.0]
+        axis = alt.Axis(tickCount=5, gridOpacity=0.6)
+    return alt.Scale(type="log" if is_log else alt.Undefined, nice=False, domain=domain), axis
+
+
+def _bar_colour(figure: Bars, kinds: Sequence[str], slots: Slots) -> alt.Color:
+    """Return the encoding of bars by colour; ``kinds``: the names that the bars' rows have as "kind".
+
+    Bars in the marked class are red, the others blue, with a legend if there are any; without such a class names of one
+    family keep their colour over a page, by ``slots``, to which new names are added.
+    """
+    legend = None
+    if figure.marked is not None:
+        marked_name, are_marked = figure.marked
+        colour_by_kind = {figure.unmarked: BLUE, marked_name: "var(--red)"}
+        colours = [colour_by_kind[kind] for kind in kinds]
+        if any(are_marked):
+            legend = _legend(["", ""])
+    else:
+        colours = [SERIES[position % len(SERIES)] for position in _colour_positions(kinds, figure.family, slots)]
+    return alt.Color("kind:N", scale=alt.Scale(domain=kinds, range=colours), legend=legend)
 
 
 def _log_marks(low: float, high: float) -> list[float]:
@@ -500,23 +553,30 @@ def _log_marks(low: float, high: float) -> list[float]:
 
 
 def _bar_rows(figure: Bars, names: Sequence[str], scale: float) -> list[Row]:
-    """Return a row of data for each bar: its value times ``scale``, its kind (for the colour), its text and the text's x."""
-    marked = figure.marked[1] if figure.marked is not None else ()
+    """Return a row of data for each bar: its value times ``scale``, its kind (for the colour), its text and the text's x.
+
+    A row has "name", "value", "shown" (the text), "kind" and "text_at", with an interval also "low", "high" and
+    "interval" (the text). ``names``: of the bars.
+    """
+    show_value = show_seconds if figure.seconds else _number
     rows: list[Row] = []
     for index, (name, (_, value)) in enumerate(zip(names, figure.rows, strict=True)):
-        show_value = show_seconds if figure.seconds else _number
         kind = name if figure.family else "bars"
         if figure.marked is not None:
-            kind = figure.marked[0] if marked[index] else figure.unmarked
+            marked_name, are_marked = figure.marked
+            kind = marked_name if are_marked[index] else figure.unmarked
         row: Row = {"name": name, "value": _short(value * scale), "shown": show_value(value), "kind": kind}
         row["text_at"] = row["value"]
         interval = figure.intervals[index] if figure.intervals else None
         if interval is not None:
-            row |= {"low": _short(interval[0] * scale), "high": _short(interval[1] * scale)}
-            row["interval"] = f"{show_value(interval[0])} .. {show_value(interval[1])}"
+            low, high = interval
+            row |= {"low": _short(low * scale), "high": _short(high * scale)}
+            row["interval"] = f"{show_value(low)} .. {show_value(high)}"
             row["text_at"] = max(row["value"], row["high"])
-        if figure.level is not None and 0.8 * figure.level[1] < row["text_at"] / scale < figure.level[1]:
-            row["text_at"] = figure.level[1] * scale  # behind the level's line, which would cross the letters
+        if figure.level is not None:
+            _, level = figure.level
+            if 0.8 * level < row["text_at"] / scale < level:
+                row["text_at"] = level * scale  # behind the level's line, which would cross the letters
         rows.append(row)
     return rows
 
@@ -551,8 +611,11 @@ def _lane_chart(figure: Lanes, slots: Slots) -> Chart:
     scale, unit = time_unit(longest)
     rows: list[Row] = [
         {
-            **{"name": name, "kind": span.kind, "text": name_of(span.text)},
-            **{"start": _short(span.start * scale), "end": _short(span.end * scale)},
+            "name": name,
+            "kind": span.kind,
+            "text": name_of(span.text),
+            "start": _short(span.start * scale),
+            "end": _short(span.end * scale),
             "shown": show_seconds(span.end - span.start),
         }
         for name, (_, lane) in zip(names, figure.lanes, strict=True)
@@ -602,9 +665,11 @@ def _explorer(figure: Explorer, slots: Slots) -> Chart:
     A filled point fits, a hollow one does not. The legend filters as well; scales stay as they are for all points.
     ``picked``: the row of the point that a page's script enlarges.
     """
-    traits, rows = [*figure.points[0].traits, "memory"], _explorer_rows(figure)
+    traits = [*figure.points[0].traits, "memory"]
+    rows = _explorer_rows(figure)
     # Vega's expression of what is shown, with a clause for each control; null is its entry "all".
-    shown, parameters = "true", [alt.param(name="picked", value=-1)]
+    shown = "true"
+    parameters = [alt.param(name="picked", value=-1)]
     for place, trait in enumerate(traits):
         field = f"trait{place}"
         options = sorted({row[field] for row in rows}, key=lambda value: (isinstance(value, str), value))
@@ -617,7 +682,8 @@ def _explorer(figure: Explorer, slots: Slots) -> Chart:
     fits = f"datum.trait{len(traits) - 1} === 'fits'"
     names = list(dict.fromkeys(row["name"] for row in rows))
     by_name = alt.selection_point(name="legend", fields=["name"], bind="legend")
-    colours, shapes = ([kinds[place % len(kinds)] for place in range(len(names))] for kinds in (SERIES, _SHAPES))
+    colours = [SERIES[place % len(SERIES)] for place in range(len(names))]
+    shapes = [_SHAPES[place % len(_SHAPES)] for place in range(len(names))]
     xlabel = f"price of a million {figure.unit} ($)" if figure.priced else "memory of a process (GiB)"
     x = alt.X("x:Q", **_explored_axis(rows, "x", xlabel))
     y = alt.Y("y:Q", **_explored_axis(rows, "y", f"{figure.unit} per second"))
@@ -666,9 +732,13 @@ def _explorer_rows(figure: Explorer) -> list[Row]:
         spent = (point.price or 0.0) if figure.priced else point.memory_bytes / 2**30
         low, high = point.range_s
         row: Row = {
-            **{"row": index, "what": name_of(point.name, 80), "name": str(values[0])},
-            **{"x": _short(spent), "y": _short(point.rate)},
-            **{"step": show_seconds(point.step_s), "needs": show_bytes(point.memory_bytes)},
+            "row": index,
+            "what": name_of(point.name, 80),
+            "name": str(values[0]),
+            "x": _short(spent),
+            "y": _short(point.rate),
+            "step": show_seconds(point.step_s),
+            "needs": show_bytes(point.memory_bytes),
             "range": "-" if low is None or high is None else show_span(low, high),
         }
         rows.append(row | {f"trait{place}": value for place, value in enumerate(values)})
@@ -677,7 +747,8 @@ def _explorer_rows(figure: Explorer) -> list[Row]:
 
 def _explored_axis(rows: Sequence[Row], field: str, title: str) -> dict[str, Any]:
     """Return the arguments of X or Y for a field: scale, axis and title over all rows, logarithmic where they are far apart."""
-    low, high = min(row[field] for row in rows), max(row[field] for row in rows)
+    low = min(row[field] for row in rows)
+    high = max(row[field] for row in rows)
     is_log = low > 0 and high > 5 * low
     # With a fifth of room beyond both ends; a linear axis begins at 0.
     domain = [low / 1.2, high * 1.2] if is_log else [0, 1.1 * high or 1.0]
@@ -691,7 +762,10 @@ def _explored_axis(rows: Sequence[Row], field: str, title: str) -> dict[str, Any
 
 
 def _heat(figure: Heat, slots: Slots) -> Chart:
-    """Return the chart of values over x and a logarithmic y, with a line through the best y of each x."""
+    """Return the chart of values over x and a logarithmic y, with a line through the best y of each x.
+
+    ``slots`` changes nothing, because the figure has no named colours.
+    """
     # A cell reaches half a step between two y, as a factor, up and down.
     ratio = float(np.sqrt(figure.y[1] / figure.y[0]))
     rows: list[Row] = [

@@ -1,4 +1,7 @@
-"""The section of a command's plan: the best values of its knobs (options that were varied), and the variants tried."""
+"""The section of a command's plan: the best values of its knobs (options that were varied), and the variants tried.
+
+A *variant* is the user's training command with one value of each knob, on one kind of device.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,8 @@ def command_section(plan: CommandPlan, name: str = "") -> Section:
     explorers = explored(
         [(variant.row, _traits(plan, variant), _predicted_by(variant)) for variant in recorded if variant.row]
     )
-    answer, best = _answer(plan), plan.best
+    answer = _answer(plan)
+    best = plan.best
     sure = [_certainty(plan, best)] if best is not None else []
     table = _variants_table(plan, listed, any(not variant.given for variant in recorded))
     return Section(
@@ -63,9 +67,7 @@ def _variants_table(plan: CommandPlan, listed: Sequence[TriedCommand], shows_gai
         "step": "row.step_time_s",
         f"{unit}/s": lambda variant: show_rate(plan.rate(variant)),
         "MFU": "row.mfu:.0%",
-        "memory": lambda variant: (
-            show_bytes(variant.row.reserved_bytes) + ("" if variant.row.fits else " !") if variant.row else None
-        ),
+        "memory": _memory_text,
     }
     if any(plan.hours(variant) is not None for variant in listed):
         columns["hours"] = lambda variant: None if (hours := plan.hours(variant)) is None else show_hours(hours)
@@ -86,6 +88,13 @@ def _price_text(plan: CommandPlan, one: TriedCommand) -> str | None:
     if one.row is None or one.row.price_per_million_samples is None:
         return None
     return show_money(one.row.price_per_million_samples * one.row.samples_per_s / plan.rate(one))
+
+
+def _memory_text(one: TriedCommand) -> str | None:
+    """Return the memory of a process of a variant as text, with "!" if it does not fit; None if the variant failed."""
+    if one.row is None:
+        return None
+    return show_bytes(one.row.reserved_bytes) + ("" if one.row.fits else " !")
 
 
 def _traits(plan: CommandPlan, one: TriedCommand) -> dict[str, str | int]:
@@ -127,9 +136,11 @@ def _where(one: TriedCommand) -> str:
 
 def _gain_text(plan: CommandPlan, one: TriedCommand) -> str:
     """Return a variant's rate over that of the unchanged command on the same devices: "1.25"; "-" where that is not known."""
+    if one.given:
+        return "1.00"
     as_given = plan.as_given(one.device, one.devices_per_node)
-    if one.given or as_given is None or not plan.rate(as_given):
-        return "1.00" if one.given else "-"
+    if as_given is None or not plan.rate(as_given):
+        return "-"
     return f"{plan.rate(one) / plan.rate(as_given):.2f}"
 
 
@@ -201,23 +212,23 @@ def _left_out(plan: CommandPlan, below: list[TriedCommand]) -> list[str]:
     ``below``: the recorded variants that the table leaves out.
     """
     lines = []
-    full = [variant for variant in plan.tried if variant.row is not None and not variant.row.fits]
-    if full:
-        named = [
-            f"{_variant_name(variant)} on {_where(variant)} ({show_bytes(variant.row.reserved_bytes)})"
-            for variant in full
-            if variant.row is not None
-        ]
-        lines.append(f"Does not fit (!): {', '.join(few(named))}.")
-    places_of: dict[tuple[str, str | None], list[str]] = {}  # of each failure
+    too_large = [
+        f"{_variant_name(variant)} on {_where(variant)} ({show_bytes(variant.row.reserved_bytes)})"
+        for variant in plan.tried
+        if variant.row is not None and not variant.row.fits
+    ]
+    if too_large:
+        lines.append(f"Does not fit (!): {', '.join(few(too_large))}.")
+    devices_by_failure: dict[tuple[str, str | None], list[str]] = {}  # by (options, reason)
     for variant in plan.tried:
         if variant.row is None:
-            places_of.setdefault((_variant_name(variant), variant.failure), []).append(_where(variant))
-    ran = {_variant_name(variant) for variant in plan.tried if variant.row is not None}
-    failures = [
-        f"{options}{' on ' + ', '.join(places) if options in ran else ''}: {failure}"
-        for (options, failure), places in places_of.items()
-    ]
+            devices_by_failure.setdefault((_variant_name(variant), variant.failure), []).append(_where(variant))
+    options_that_ran = {_variant_name(variant) for variant in plan.tried if variant.row is not None}
+    failures = []
+    for (options, failure), devices in devices_by_failure.items():
+        # Devices are named only where the same options ran on others.
+        on_devices = f" on {', '.join(devices)}" if options in options_that_ran else ""
+        failures.append(f"{options}{on_devices}: {failure}")
     lines += [f"Failed: {line}" for line in few(failures)]
     if slower := [variant for variant in below if variant.row is not None and variant.row.fits]:
         lines.append(f"{counted(len(slower), 'slower one')} stand in --json and in the file of -o.")

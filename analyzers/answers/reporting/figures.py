@@ -48,9 +48,8 @@ class Line:
 
 def line(label: str, records: Iterable[Any], x: str, y: str) -> Line:
     """Return the line through the records' fields ``x`` and ``y`` (paths for :func:`value_of`), in the records' order."""
-    points = np.array([(value_of(record, x), value_of(record, y)) for record in records], dtype=np.float64).reshape(
-        -1, 2
-    )
+    pairs = [(value_of(record, x), value_of(record, y)) for record in records]
+    points = np.array(pairs, dtype=np.float64).reshape(-1, 2)  # also without records
     return Line(label=label, x=points[:, 0], y=points[:, 1])
 
 
@@ -59,14 +58,17 @@ def value_of(record: Any, path: str) -> Any:
 
     None if a part of the path is None or, in a mapping, missing.
     """
+    value = record
     for name in path.split("."):
-        if record is None:
+        if value is None:
             return None
-        if isinstance(record, tuple):
-            record = record[int(name)]
+        if isinstance(value, tuple):
+            value = value[int(name)]
+        elif isinstance(value, Mapping):
+            value = value.get(name)
         else:
-            record = record.get(name) if isinstance(record, Mapping) else getattr(record, name)
-    return record
+            value = getattr(value, name)
+    return value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,9 +193,11 @@ class Explorer(_Figure):
 
 def explorer(points: Sequence[Point], unit: str) -> list[Explorer]:
     """Return the points as one figure; none where there is nothing to compare. ``unit``: of their rates, samples or tokens."""
-    priced = all(point.price is not None for point in points)
-    title = f"{unit.capitalize()} per second against {'money' if priced else 'memory'}"
-    return [Explorer(title=title, headed=True, points=points, unit=unit, priced=priced)] if len(points) > 1 else []
+    if len(points) <= 1:
+        return []
+    are_priced = all(point.price is not None for point in points)
+    title = f"{unit.capitalize()} per second against {'money' if are_priced else 'memory'}"
+    return [Explorer(title=title, headed=True, points=points, unit=unit, priced=are_priced)]
 
 
 Figure = Lines | Bars | Lanes | Heat | Explorer
@@ -209,14 +213,13 @@ def merged(spans: Sequence[Span], whole_s: float) -> list[Span]:
     for span in sorted(spans, key=lambda each: (each.start, each.end)):
         if span.end <= span.start:
             continue
-        kind_spans = spans_by_kind.setdefault(span.kind, [])
-        last = kind_spans[-1] if kind_spans else None
-        is_plain = last is not None and not (last.text or span.text)
-        if last is not None and is_plain and span.start - last.end < _RESOLUTION * whole_s:
-            kind_spans[-1] = Span(last.start, max(last.end, span.end), span.kind)
+        same_kind = spans_by_kind.setdefault(span.kind, [])
+        last = same_kind[-1] if same_kind else None
+        if last is not None and not (last.text or span.text) and span.start - last.end < _RESOLUTION * whole_s:
+            same_kind[-1] = Span(last.start, max(last.end, span.end), span.kind)
         else:
-            kind_spans.append(span)
-    return [span for kind_spans in spans_by_kind.values() for span in kind_spans]
+            same_kind.append(span)
+    return [span for same_kind in spans_by_kind.values() for span in same_kind]
 
 
 def stacked(phases: Mapping[str, float], start: float = 0.0) -> list[Span]:

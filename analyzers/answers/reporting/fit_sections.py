@@ -1,9 +1,15 @@
-"""The report's sections of measured profiles and fitted throughput models."""
+"""The report's sections of measured profiles and fitted throughput models.
+
+A profile has a row for each configuration: device, nodes, replicas, local batch (and accumulation steps) with its median
+step time. A *placement* is a number of nodes and of replicas. A throughput model predicts the step time of any
+configuration; *goodput* is its samples per second times their statistical efficiency.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -75,7 +81,8 @@ def memory_picture(device: str, timeline: MemoryTimeline) -> Picture:
 
     The table has the bytes of each part at the moment of most memory, and the part's own maximum.
     """
-    time_ms, total = 1e3 * np.array(timeline.time_s), np.sum(list(timeline.parts.values()), axis=0)
+    time_ms = 1e3 * np.array(timeline.time_s)
+    total = np.sum(list(timeline.parts.values()), axis=0)
     peak_index = int(total.argmax())
     lines = [Line(label=part, x=time_ms, y=np.array(sizes) / 2**30) for part, sizes in timeline.parts.items()]
     title = f"Memory over a pass on {device}"
@@ -92,7 +99,8 @@ def _fitted_rows(
     frame: pd.DataFrame, model: Goodput
 ) -> tuple[dict[str, Observations], dict[str, ThroughputParams]] | None:
     """Return (rows, parameters) by device; None if the model lacks a device, or the rows are not fit for a model."""
-    rows, params = {}, {}
+    rows = {}
+    params = {}
     try:
         for device, device_rows in frame.groupby("device"):
             params[str(device)] = model.params_of(str(device))
@@ -211,22 +219,27 @@ def _parameter_picture(device: str, record: Goodput | DeviceGoodput) -> Picture 
 
     Each interval is drawn relative to its fitted value, on a logarithmic axis; one without an upper end is not drawn.
     """
-    rows, drawn_rows, intervals = [], [], []
+    rows = []
+    drawn_rows = []  # (parameter, 1): the fitted value relative to itself
+    intervals = []  # of the drawn ones, relative to the fitted value
     for key, value in record.params.model_dump().items():
-        format_value = (lambda figure: f"{figure:.3g}") if key == "gamma" else _short_seconds
-        interval, low_text, high_text = record.intervals.get(key), "-", "-"
+        format_value = (lambda figure: f"{figure:.3g}") if key == "gamma" else _short_seconds  # gamma is an exponent
+        interval = record.intervals.get(key)
+        low_text = "-"
+        high_text = "-"
         source = "prior: not in the data" if key in record.undetermined else "fitted"
         if interval is not None:
-            low_text, high_text = (
-                format_value(interval.low),
-                "no limit" if interval.high is None else format_value(interval.high),
-            )
+            low_text = format_value(interval.low)
+            high_text = "no limit" if interval.high is None else format_value(interval.high)
             if value > 0 and interval.high is not None and not interval.reason and 1e-3 < interval.high / value < 1e4:
                 drawn_rows.append((key, 1.0))
-                # Cut at 0.01, as an interval down to zero has no end on a logarithmic axis.
+                # Cut at 0.01, because an interval down to zero has no end on a logarithmic axis.
                 intervals.append((max(interval.low / value, 1e-2), max(interval.high / value, 1e-2)))
             is_outside = value < interval.low or (interval.high is not None and value > interval.high)
-            source = interval.reason or (f"{source}, outside its interval" if is_outside else source)
+            if interval.reason:
+                source = interval.reason
+            elif is_outside:
+                source = f"{source}, outside its interval"
         rows.append((key, format_value(value), low_text, high_text, source))
     device_text = f" of {device}" if device else ""
     header = ("parameter", "value", "low", "high", "from")
@@ -259,8 +272,13 @@ def _supported_replicas(device: str, record: Goodput | DeviceGoodput, profile: p
 
     A model has a figure for any number of replicas; but a kind of synchronisation that was never measured counts as free
     in it, so that its figures mean nothing there. The reason is "" if data support the whole map.
+
+    Args:
+        device: the model's device type; "": the only one.
+        record: the fitted model, whose undetermined parameters say what was never measured.
+        profile: measured rows; None: there are none.
     """
-    limits = [(_DRAWN_REPLICAS, "")]
+    limits = [(_DRAWN_REPLICAS, "")]  # (replicas, reason); the smallest counts
     if "alpha_sync_node_s" in record.undetermined:
         limits.append((_REPLICAS_PER_NODE, "nothing measured synchronises between nodes, so it is drawn as within one"))
         if "beta_sync_local_s" in record.undetermined:
@@ -291,9 +309,11 @@ def _drawn_params(record: Goodput | DeviceGoodput) -> ThroughputParams:
 
 def _drawn_limits(profile: pd.DataFrame | None) -> BatchLimits:
     """Return the batches to draw: the smallest and largest local ones of ``profile``; None: assumed ones."""
-    largest_batch, initial_batch = _ASSUMED_LOCAL_BATCH, _ASSUMED_INITIAL_BATCH
+    largest_batch = _ASSUMED_LOCAL_BATCH
+    initial_batch = _ASSUMED_INITIAL_BATCH
     if profile is not None:
-        largest_batch, initial_batch = int(profile["local_batch_size"].max()), int(profile["local_batch_size"].min())
+        largest_batch = int(profile["local_batch_size"].max())
+        initial_batch = int(profile["local_batch_size"].min())
     return BatchLimits(
         initial_batch_size=initial_batch,
         max_batch_size=largest_batch * _DRAWN_REPLICAS,
@@ -310,19 +330,16 @@ def _goodput_heat_map(
     Local batches go up to the largest of ``profile``, None: to an assumed one. ``device``: its type, "" where the record
     names none; ``noise_scale``: samples; None: every sample counts the same, so that goodput is throughput.
     """
-    params, limits = _drawn_params(record), _drawn_limits(profile)
+    params = _drawn_params(record)
+    limits = _drawn_limits(profile)
     noise = math.inf if noise_scale is None else noise_scale
     known_replicas, reason = _supported_replicas(device, record, profile)
     noun = noun_of(device or ("" if profile is None else str(profile["device"].iloc[0])))
     try:
-        # One frontier over all replicas, for the map; one over those that data support, which says until how many scaling pays.
-        full_frontier, known_frontier = (
-            frontier(
-                params, replicas, limits, noise_scale=noise, replicas_per_node=_REPLICAS_PER_NODE, threshold=_PAYS_SHARE
-            )
-            for replicas in (_DRAWN_REPLICAS, known_replicas)
-        )
-        pays = known_frontier.pays_until
+        search = partial(frontier, noise_scale=noise, replicas_per_node=_REPLICAS_PER_NODE, threshold=_PAYS_SHARE)
+        full_frontier = search(params, _DRAWN_REPLICAS, limits)  # for the map
+        # Only those that data support say until how many scaling pays.
+        pays = search(params, known_replicas, limits).pays_until
         figure = goodput_map(params, limits, full_frontier, pays, noise_scale=noise, known=known_replicas, noun=noun)
     except (InputError, Infeasible, ArithmeticError, ValueError) as error:
         return f"No goodput map: {error}."
@@ -358,7 +375,8 @@ def _pays_words(pays: int, known_replicas: int, reason: str, noun: str) -> str:
 
 def _heat_table(curve: Frontier, known_replicas: int, noun: str) -> Table:
     """Return the table of the best batch on each number of replicas; ``known_replicas``: the largest that data support."""
-    tuned, feasible_indexes = curve.tuned, np.flatnonzero(curve.tuned.feasible)
+    tuned = curve.tuned
+    feasible_indexes = np.flatnonzero(curve.tuned.feasible)
     columns: dict[str, Column[int]] = {
         f"{noun}s": lambda index: int(curve.num_replicas[index]),
         "nodes": lambda index: int(curve.num_nodes[index]),
@@ -433,11 +451,12 @@ def _fit_figure(name: str, rows: Observations, params: ThroughputParams, *, head
 
 def _placements(rows: Observations) -> list[tuple[float, float]]:
     """Return up to five placements as (nodes, replicas), evenly from the fewest replicas to the most."""
+    # (2, placements): replicas and nodes, in ascending order of replicas.
     pairs, counts = np.unique(np.stack([rows.num_replicas, rows.num_nodes]), axis=1, return_counts=True)
     # Placements with a single point are left out, unless there is nothing else.
     curve_pairs = pairs[:, counts > 1] if (counts > 1).any() else pairs
-    chosen_pairs = np.unique(np.linspace(0, curve_pairs.shape[1] - 1, _CURVES_DRAWN).round().astype(int))
-    return [(float(curve_pairs[1, pair_index]), float(curve_pairs[0, pair_index])) for pair_index in chosen_pairs]
+    chosen_indices = np.unique(np.linspace(0, curve_pairs.shape[1] - 1, _CURVES_DRAWN).round().astype(int))
+    return [(float(curve_pairs[1, index]), float(curve_pairs[0, index])) for index in chosen_indices]
 
 
 def _log_deviation(
@@ -458,8 +477,10 @@ def _log_deviation(
     # The added 1 is a prior: a parameter that the rows do not determine counts as known within a factor of e.
     covariance = np.linalg.inv(information + np.eye(len(free_parameters)))
     ones = np.ones_like(batch)
-    slopes = log_times(problem.values(point), nodes * ones, replicas * ones, batch, passes)[3][:, free_parameters]
-    deviation: Floats = np.sqrt(variance + np.einsum("bi,ij,bj->b", slopes, covariance, slopes))
+    *_, all_slopes = log_times(problem.values(point), nodes * ones, replicas * ones, batch, passes)
+    slopes = all_slopes[:, free_parameters]  # (b, free parameters)
+    model_variance = np.einsum("bi,ij,bj->b", slopes, covariance, slopes)
+    deviation: Floats = np.sqrt(variance + model_variance)
     return deviation
 
 
@@ -517,8 +538,9 @@ def _profile_verdict(frame: pd.DataFrame) -> Verdict:
     replicas = counted(int(best["num_replicas"]), "replica")
     certainty = ""
     if "step_time_low_s" in frame.columns and not math.isnan(best["step_time_low_s"]):
-        low, high = (show_seconds(float(best[f"step_time_{end}_s"])) for end in ("low", "high"))
-        certainty = f"95 % interval of its step: {low} to {high}"
+        low_text = show_seconds(float(best["step_time_low_s"]))
+        high_text = show_seconds(float(best["step_time_high_s"]))
+        certainty = f"95 % interval of its step: {low_text} to {high_text}"
     answer = (
         f"Fastest: {samples_per_s.max():,.4g} samples/s, local batch {int(best['local_batch_size'])} on {replicas}."
     )

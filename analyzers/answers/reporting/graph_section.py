@@ -1,4 +1,9 @@
-"""Sections of a graph: the timeline of a step in two orders of transfers, the figures of each order, and determinism."""
+"""Sections of a graph: the timeline of a step in two orders of transfers, the figures of each order, and determinism.
+
+A graph has the ops of one training step, with the transfers from and to parameter servers (recv and send). An order of
+transfers is the order in which the servers send parameters; TIC and TAC are those of TicTac, by the graph's shape and by
+its ops' times. Makespan: the time from the first op's start to the last one's end.
+"""
 
 from __future__ import annotations
 
@@ -105,22 +110,27 @@ def _verdict(graph: Graph, orders: Mapping[str, ScheduleFigures], runs: int) -> 
 
     None if nothing takes time. ``runs``: number of simulated runs of each order.
     """
-    random_order, tac_order = orders["random"], orders["TAC"]
+    random_order = orders["random"]
+    tac_order = orders["TAC"]
     if random_order.makespan_s <= 0:
         return None
     saved = 1.0 - tac_order.makespan_s / random_order.makespan_s
-    low_text, high_text = (show_seconds(end or 0.0) for end in (tac_order.makespan_min_s, tac_order.makespan_max_s))
+    low_text = show_seconds(tac_order.makespan_min_s or 0.0)
+    high_text = show_seconds(tac_order.makespan_max_s or 0.0)
+    runs_text = f"{runs} runs between {low_text} and {high_text}"
+    if low_text == high_text:
+        runs_text = f"all {runs} runs alike"
     is_worthwhile = saved >= SMALL_GAIN
-    # Measured over predicted compute times on such a device, if the graph has their range.
-    error_range = graph.meta.get("error_low"), graph.meta.get("error_high")
+    # The range of measured over predicted compute times on such a device, if the graph has it.
+    error_low = graph.meta.get("error_low")
+    error_high = graph.meta.get("error_high")
     error_text = ""
-    if all(isinstance(end, float) for end in error_range):
-        error_text = "; compute predicted, 80 % of steps lay {:.2f} to {:.2f} times that".format(*error_range)
+    if isinstance(error_low, float) and isinstance(error_high, float):
+        error_text = f"; compute predicted, 80 % of steps lay {error_low:.2f} to {error_high:.2f} times that"
     times = f"{show_seconds(random_order.makespan_s)} to {show_seconds(tac_order.makespan_s)}"
     return Verdict(
         answer=f"TAC's order of transfers takes a step from {times}: {saved:+.1%} saved (simulated).",
-        sure=(f"all {runs} runs alike" if low_text == high_text else f"{runs} runs between {low_text} and {high_text}")
-        + error_text,
+        sure=runs_text + error_text,
         then="enforce the order: ddltool emit, and transfers" if is_worthwhile else "leave the order to chance",
         good=True if is_worthwhile else None,
         minor=not is_worthwhile,
@@ -130,7 +140,8 @@ def _verdict(graph: Graph, orders: Mapping[str, ScheduleFigures], runs: int) -> 
 def _bounds_words(limits: MakespanBounds, random_s: float, tac_s: float) -> str:
     """Return the sentences on the saving of TAC's order, and on the bounds L and U from which efficiency E follows.
 
-    ``random_s`` and ``tac_s``: mean seconds of a step in random orders, and in TAC's.
+    L is the time of the busiest resource alone, which no order beats; U that of all ops one after the other. ``random_s``
+    and ``tac_s``: mean seconds of a step in random orders, and in TAC's.
     """
     if limits.speedup is None or random_s <= 0:
         return "Nothing in this graph takes any time."
@@ -200,7 +211,8 @@ def trace_section(result: TraceResult, setting: str = "ddp") -> Section:
 
     ``setting``: how replicas exchange gradients: "ddp", "fsdp2" or "servers".
     """
-    graph, collectives = result.graph, result.collectives
+    graph = result.graph
+    collectives = result.collectives
     elements = f" ({graph.parameter_elements:,} elements)" if graph.parameter_elements is not None else ""
     size = show_bytes(graph.parameter_bytes)
     servers = [f"E is undefined: {result.efficiency_undefined}"] if result.efficiency_undefined else []
@@ -225,13 +237,15 @@ def trace_section(result: TraceResult, setting: str = "ddp") -> Section:
             sharded = f"FSDP2 has little to save: parameters, gradients and Adam take {show_bytes(4 * graph.parameter_bytes)}."
             collectives = collectives.model_copy(update={"fsdp2": None})
         sentences = {"ddp": [collectives.ddp.verdict], "fsdp2": [sharded], **sentences}
-        sentences["ddp"] += [collectives.compressed.verdict] if collectives.compressed is not None else []
+        if collectives.compressed is not None:
+            sentences["ddp"].append(collectives.compressed.verdict)
         blocks.insert(len(blocks) if setting == "servers" else 0, _collectives_table(collectives))
     first, *rest = sorted(sentences, key=lambda name: name != setting)
     lead = [f"Verdict: {sentences[first][0]}", *sentences[first][1:]]
     lead.append(f"{graph.ops} ops: {graph.recvs} recvs, {graph.sends} sends; parameters {size}{elements}")
     lead += [text for name in rest for text in sentences[name]]
-    lead += _coverage_words(result.coverage) if result.coverage is not None else []
+    if result.coverage is not None:
+        lead += _coverage_words(result.coverage)
     title = f"{graph.name}: {graph.mode} step, batch {graph.batch_size or '-'} ({_time_source(graph)})"
     return Section(title=title, lead=lead, blocks=blocks)
 
@@ -239,7 +253,8 @@ def trace_section(result: TraceResult, setting: str = "ddp") -> Section:
 def _time_source(graph: TracedGraph) -> str:
     """Return in words the source of a graph's times: a datasheet, a measurement or the file."""
     if graph.oracle == "roofline":
-        low, high = graph.error_low, graph.error_high
+        low = graph.error_low
+        high = graph.error_high
         range_ = f", 80 % of measured steps within x {low:.2f} to {high:.2f}" if low and high else ""
         precision_text = f", {graph.precision}" if graph.precision else ""
         if graph.precision and graph.mode == "training":
@@ -288,7 +303,8 @@ def _best_words(result: TraceResult) -> str:
 
     The parts: what the graph imposes on every order, what another order can gain, and what is not proven either way.
     """
-    tac_order, improved_order = result.schedules["tac"], result.schedules["improved"]
+    tac_order = result.schedules["tac"]
+    improved_order = result.schedules["improved"]
     shares = tac_order.attribution
     if shares is None or tac_order.efficiency is None:
         return "Nothing is left for an order to win."
@@ -308,7 +324,8 @@ Setting = BucketFigures | PrefetchFigures | CompressionFigures
 
 def _collectives_table(collectives: CollectiveFigures) -> Table:
     """Return the table of DDP's and FSDP2's settings: step, exposed communication, and bytes gathered at once."""
-    ddp, fsdp2 = collectives.ddp, collectives.fsdp2
+    ddp = collectives.ddp
+    fsdp2 = collectives.fsdp2
     settings: dict[str, Setting] = {"DDP default": ddp.default, "DDP best cap": ddp.best_cap}
     settings["DDP best buckets"] = ddp.best
     if collectives.compressed is not None:
@@ -365,14 +382,16 @@ _MODULES_SHOWN = 3
 
 def determinism_section(result: DeterminismResult) -> Section:
     """Return the section of a scan for determinism: the level that is reached, the ops that prevent more, the settings."""
-    scan, graph = result.determinism, result.graph
+    scan = result.determinism
+    graph = result.graph
     lead = [f"  {reason}" for reason in scan.reasons]
     ops_by_class: dict[str, list[DeterminismOp]] = {}
     for op in scan.ops:
         ops_by_class.setdefault(op.class_, []).append(op)
     for name, ops in ops_by_class.items():  # reason and setting are the same for all ops of a class
         lead.append(f"{name} ({sum(op.count for op in ops)}): {ops[0].reason}")
-        lead += [f"  set: {ops[0].setting}"] if ops[0].setting else []
+        if ops[0].setting:
+            lead.append(f"  set: {ops[0].setting}")
     lead.append(f"{scan.exact_ops} other ops depend on their inputs alone.")
     if graph.mode == "inference":
         lead.append("A forward graph: what the backward pass would add is not seen.")
@@ -387,5 +406,5 @@ def determinism_section(result: DeterminismResult) -> Section:
 def _module_names(paths: Sequence[str]) -> str:
     """Return the last two parts of each module's path, without repeats: the first three, and the number of the others."""
     names = list(dict.fromkeys(".".join(path.split(".")[-2:]) for path in paths))
-    hidden_count = f", +{len(names) - _MODULES_SHOWN}" if len(names) > _MODULES_SHOWN else ""
-    return ", ".join(names[:_MODULES_SHOWN]) + hidden_count
+    hidden_text = f", +{len(names) - _MODULES_SHOWN}" if len(names) > _MODULES_SHOWN else ""
+    return ", ".join(names[:_MODULES_SHOWN]) + hidden_text

@@ -1,4 +1,8 @@
-"""The section of islands on a slow link: whether to synchronise in every step, or after how many steps."""
+"""The section of islands on a slow link: whether to synchronise in every step, or after how many steps.
+
+An *island* is a group of devices with a fast network; between islands the link is slow. They train by themselves and
+average their parameters after every H steps of their own (inner steps): an outer step.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,9 @@ _WAYS: dict[Way, str] = {
     "samples": "samples by speed",
 }
 # Of the picture: link rates from a thousandth of the link's to a thousand times it.
-_DECADES, _POINTS, _DRAWN = 3, 49, 6
+_DECADES = 3
+_POINTS = 49
+_DRAWN = 6
 
 
 def islands_section(plan: IslandsPlan, name: str = "") -> Section:
@@ -66,7 +72,8 @@ def islands_section(plan: IslandsPlan, name: str = "") -> Section:
 
 def _verdict(plan: IslandsPlan) -> Verdict:
     """Return the verdict: synchronise in every step if that is as fast, else every H steps, with the call that does it."""
-    best, meeting = plan.best, plan.synchronous[0]
+    best = plan.best
+    meeting = plan.synchronous[0]
     gain = faster_than(meeting.step_s / best.overlapped_s - 1)
     if plan.good_enough:
         answer = (
@@ -79,18 +86,24 @@ def _verdict(plan: IslandsPlan) -> Verdict:
             then="plan the devices of that step as one job",
             good=True,
         )
-    by_steps = {steps: one.devices for steps, one in zip(best.inner_steps, plan.islands, strict=True)}
-    more = f", fragments={plan.outer.fragments}" if plan.outer.fragments > 1 else ""
-    more += f", overlap={plan.outer.overlap}" if plan.outer.overlap else ""
-    more += f", bits={plan.outer.bits}" if plan.outer.bits < 32 else ""
+    # By number of inner steps the devices of an island that makes them; equal islands share a call.
+    devices_by_steps = {steps: one.devices for steps, one in zip(best.inner_steps, plan.islands, strict=True)}
+    options = ""
+    if plan.outer.fragments > 1:
+        options += f", fragments={plan.outer.fragments}"
+    if plan.outer.overlap:
+        options += f", overlap={plan.outer.overlap}"
+    if plan.outer.bits < 32:
+        options += f", bits={plan.outer.bits}"
+    calls = []
+    for steps, devices in devices_by_steps.items():
+        on_devices = f" on {devices}" if len(devices_by_steps) > 1 else ""
+        calls.append(f"hook.outer(model, optimizer, every={steps}{options}){on_devices}")
     return Verdict(
         answer=f"Meet every {best.outer_every:,} steps: {show_seconds(best.overlapped_s)} a step, {gain} synchronous "
         f"({meeting.text}); what it costs in loss is measured, not predicted.",
         sure="predicted; the link as given",
-        then=", ".join(
-            f"hook.outer(model, optimizer, every={steps}{more})" + (f" on {devices}" if len(by_steps) > 1 else "")
-            for steps, devices in by_steps.items()
-        ),
+        then=", ".join(calls),
     )
 
 
@@ -111,11 +124,15 @@ def _outer_state_sentence(plan: IslandsPlan) -> str:
     sizes = sorted(one.outer_bytes for one in plan.islands)
     span = dict.fromkeys((show_bytes(sizes[0]), show_bytes(sizes[-1])))  # one text where both read alike
     text = f"Outer parameters and momentum: {' to '.join(span)} on each device"
-    too_small = [one for one in plan.islands if one.free_bytes is not None and one.free_bytes < 0]
-    if too_small:
-        names = ", ".join(f"{one.devices} lacks {show_bytes(-(one.free_bytes or 0.0))}" for one in too_small)
-        return f"{text}; {names}: shard it, or keep it in the host's memory."
-    return f"{text}; it fits." if all(one.free_bytes is not None for one in plan.islands) else f"{text}."
+    lacking = [
+        f"{one.devices} lacks {show_bytes(-one.free_bytes)}"
+        for one in plan.islands
+        if one.free_bytes is not None and one.free_bytes < 0
+    ]
+    if lacking:
+        return f"{text}; {', '.join(lacking)}: shard it, or keep it in the host's memory."
+    is_known_to_fit = all(one.free_bytes is not None for one in plan.islands)
+    return f"{text}; it fits." if is_known_to_fit else f"{text}."
 
 
 def _loss_range_text(loss: PublishedLoss) -> str:
@@ -146,7 +163,9 @@ def _step_over_rate_figure(plan: IslandsPlan) -> Lines:
     rates = plan.link_bytes_per_s * np.logspace(-_DECADES, _DECADES, _POINTS)
     lines = []
     for row in plan.rows[:_DRAWN]:
-        steps = [(one.step_by_speed_s if row.way == "samples" else one.step_s) or one.step_s for one in plan.islands]
+        steps_s = [one.step_s for one in plan.islands]
+        if row.way == "samples":
+            steps_s = [one.step_by_speed_s or one.step_s for one in plan.islands]
         # Samples of all islands in a round; times are shown per total batch.
         samples = sum(taken * one.samples for taken, one in zip(row.inner_steps, plan.islands, strict=True))
         seconds = []
@@ -159,7 +178,7 @@ def _step_over_rate_figure(plan: IslandsPlan) -> Lines:
                 fragments=plan.outer.fragments,
             )
             rounds = Rounds(
-                step_s=steps,
+                step_s=steps_s,
                 every=row.inner_steps,
                 fragment_s=exchange.fragment_s,
                 fragments=plan.outer.fragments,

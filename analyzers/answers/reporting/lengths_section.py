@@ -1,4 +1,7 @@
-"""The section of distributing samples by length: the cost of padding and waiting, and the gain of each remedy."""
+"""The section of distributing samples by length: the cost of padding and waiting, and the gain of each remedy.
+
+A *remedy* is a way to distribute the samples of a global batch among ranks and passes.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,8 @@ _RANKS_SHOWN = 16
 def lengths_section(result: LengthsResult, name: str) -> Section:
     """Return the section of distributing samples by length: the speed-up of each remedy, and the first batch by rank."""
     # The lead: what today wastes, the samples, the batches and their cost, and how sure the shares are.
-    lengths, cost = result.lengths, result.cost
+    lengths = result.lengths
+    cost = result.cost
     passes = (
         f"at most {result.max_tokens:,} tokens in a pass" if result.max_tokens else counted(result.accumulation, "pass")
     )
@@ -105,7 +109,8 @@ def _verdict(result: LengthsResult) -> Verdict:
     """Return the verdict: the gain of the better remedy, sorting within padded batches or distributing unpadded ones."""
     # Only these two can be had by hook.dataloader.
     best = max(("sorted", "cp_sat"), key=lambda way: result.remedies[way].speedup)
-    remedy, today = result.remedies[best], result.remedies[result.today]
+    remedy = result.remedies[best]
+    today = result.remedies[result.today]
     is_faster = remedy.speedup > 1
     words = WORDS[best][0].upper() + WORDS[best][1:]
     argument = "Lengths(lengths, padded=True)" if best == "sorted" else "lengths"

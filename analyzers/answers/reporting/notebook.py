@@ -123,14 +123,16 @@ def frame(result: BaseModel) -> pd.DataFrame:
     document = result.model_dump(mode="json")
     for name in _MAIN:
         records = document.get(name)
-        if isinstance(records, list) and records:
+        if not records:
+            continue
+        if isinstance(records, list):
             return pd.json_normalize(records)
-        if isinstance(records, dict) and records:
-            plain = {
-                key: {field: value for field, value in record.items() if not isinstance(value, list)}
-                for key, record in records.items()
-            }
-            return pd.json_normalize(list(plain.values())).set_axis(list(plain), axis="index")
+        if isinstance(records, dict):
+            without_lists = [
+                {field: value for field, value in record.items() if not isinstance(value, list)}
+                for record in records.values()
+            ]
+            return pd.json_normalize(without_lists).set_axis(list(records), axis="index")
     return pd.json_normalize(document)
 
 

@@ -25,7 +25,11 @@ from ddltool.errors import shortened, visible
 TEMPLATE = Path(__file__).with_name("page.html")
 # Names come from files that anybody made, so text is limited: characters of a cell, of a single word, of a column's head, of
 # a title; and the length from which a cell counts as long.
-_LONGEST_CELL, _LONGEST_WORD, _LONGEST_HEAD, _LONGEST_TITLE, _WRAPPED_FROM = 160, 64, 32, 90, 20
+_LONGEST_CELL = 160
+_LONGEST_WORD = 64
+_LONGEST_HEAD = 32
+_LONGEST_TITLE = 90
+_WRAPPED_FROM = 20
 _MOST_ROWS, _NOT_FOLDED = 300, 3
 _FIGURE = re.compile(r"[<>=x+\-−$]*\s*(\d|inf\b)")
 _UNITS = re.compile(r"(?<=\d) (?=(?:s|ms|us|ns|B|KiB|MiB|GiB|TiB)\b)")
@@ -149,10 +153,12 @@ def _grid(table: Table) -> _Grid:
     head_count = len(cells) if is_whole else table.head
     left_out = len(table.rows) - len(cells)
     left_out_text = f"; the last {left_out:,} of {len(table.rows):,} are left out" if left_out else ""
-    header = [_cell(cell, marked, _LONGEST_HEAD) for cell, marked in zip(table.header, is_words, strict=True)]
-    caption = visible(shortened(table.caption, _LONGEST_CELL))
     return _Grid(
-        caption, header, cells[:head_count], cells[head_count:], f"{len(cells) - head_count:,} more rows{left_out_text}"
+        named=visible(shortened(table.caption, _LONGEST_CELL)),
+        header=[_cell(cell, marked, _LONGEST_HEAD) for cell, marked in zip(table.header, is_words, strict=True)],
+        head=cells[:head_count],
+        rest=cells[head_count:],
+        rest_said=f"{len(cells) - head_count:,} more rows{left_out_text}",
     )
 
 
@@ -169,6 +175,10 @@ def _cell(text: str, words: bool, longest: int | None = None) -> Cell:
     has words.
     """
     cell_text = shortened(text, longest or (_LONGEST_CELL if " " in text else _LONGEST_WORD))
-    names = [name for name, holds in (("words", words), ("long", len(cell_text) > _WRAPPED_FROM)) if holds]
-    class_attribute = Markup(' class="{}"').format(escape(" ".join(names))) if names else Markup()
+    class_names = []
+    if words:
+        class_names.append("words")
+    if len(cell_text) > _WRAPPED_FROM:
+        class_names.append("long")
+    class_attribute = Markup(' class="{}"').format(escape(" ".join(class_names))) if class_names else Markup()
     return visible(cell_text), class_attribute

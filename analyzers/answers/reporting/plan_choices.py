@@ -1,4 +1,8 @@
-"""The choices that a person considers beside a plan, as rows of one table, bars, and an explorer."""
+"""The choices that a person considers beside a plan, as rows of one table, bars, and an explorer.
+
+An *option* is a strategy on its best devices, compared in the plan's *decision*; a *layout* is a way to shard and
+checkpoint a model over devices, of which an option may use one. An *explorer* is a figure that readers filter.
+"""
 
 from __future__ import annotations
 
@@ -46,12 +50,14 @@ def choices_picture(plan: Plan, decision: Decision) -> Picture:
     Rates are in tokens if the length of a sample is known, else in samples. Hours and cost are of the whole run if it is
     known; else there are no hours, and the cost is of a million tokens or samples.
     """
-    choices, samples = _choices(plan, decision), plan.max_workers * plan.batch_size
+    choices = _choices(plan, decision)
+    samples = plan.max_workers * plan.batch_size
     unit, items = _items(plan, decision)
-    run, picked_s = decision.run, choices[0].step_s or math.inf
-    dearer = 1.0  # the factor that failures, checkpoints and spares put on the price of the run
+    run = decision.run
+    picked_s = choices[0].step_s or math.inf
+    price_factor = 1.0  # what failures, checkpoints and spares add to the price of the run
     if run is not None and run.price is not None and choices[0].price_per_sample:
-        dearer = run.price / (choices[0].price_per_sample * run.samples)
+        price_factor = run.price / (choices[0].price_per_sample * run.samples)
     has_goodput = any(option.goodput_per_s is not None for option in decision.options)
 
     def rate(row: _Choice) -> float | None:
@@ -68,7 +74,8 @@ def choices_picture(plan: Plan, decision: Decision) -> Picture:
         """Return the cost of the whole run, or of a million samples if it is not known."""
         if row.price_per_sample is None or not row.step_s:
             return None
-        amount = row.price_per_sample * (1e6 * samples / items if run is None else dearer * run.samples)
+        priced_samples = 1e6 * samples / items if run is None else price_factor * run.samples
+        amount = row.price_per_sample * priced_samples
         return f"${amount / 1000:,.1f}k" if amount >= _THOUSANDS else show_money(amount)
 
     rate_name = f"{unit}/s"
@@ -83,15 +90,19 @@ def choices_picture(plan: Plan, decision: Decision) -> Picture:
         "cost" if run is not None else f"$/M {unit}": price,
         "remark": lambda row: row.remark or None,
     }
-    captioned = ["What was compared; the first is this plan"]
-    on_host = ", or on the host" if any(row.checkpointing.endswith("host") for row in choices) else ""
-    captioned += [f"redo: activations computed again{on_host}"] if any(row.checkpointing for row in choices) else []
-    captioned += ["each: samples x passes"] if any(row.each for row in choices) else []
-    captioned += ["GiB: of tensors"] if any(row.memory_bytes for row in choices) else []
-    captioned += ["with a noise scale, plans are ranked by useful samples per second (-v)"] if has_goodput else []
+    caption_parts = ["What was compared; the first is this plan"]
+    if any(row.checkpointing for row in choices):
+        on_host = ", or on the host" if any(row.checkpointing.endswith("host") for row in choices) else ""
+        caption_parts.append(f"redo: activations computed again{on_host}")
+    if any(row.each for row in choices):
+        caption_parts.append("each: samples x passes")
+    if any(row.memory_bytes for row in choices):
+        caption_parts.append("GiB: of tensors")
+    if has_goodput:
+        caption_parts.append("with a noise scale, plans are ranked by useful samples per second (-v)")
     table = without_empty_columns(
         tabled(
-            "; ".join(captioned),
+            "; ".join(caption_parts),
             "predicted",
             choices,
             columns,
@@ -152,7 +163,8 @@ def _choices(plan: Plan, decision: Decision) -> list[_Choice]:
     def of_option(option: Option, remark: str) -> _Choice:
         """Return the choice of a compared option; ``remark``: its last column."""
         layout = next((candidate for candidate in decision.layouts if _is_option_of(candidate, option)), None)
-        how, checkpointing = _HOW[option.strategy], ""
+        how = _HOW[option.strategy]
+        checkpointing = ""
         how = how.partition(" (")[0] if decision.layouts else how
         if decision.layouts and option.order and option.strategy in ("bsp", "lb-bsp"):
             how, checkpointing = _short_words(option.order) if layout is None else _short_layout(layout)
@@ -174,8 +186,8 @@ def _choices(plan: Plan, decision: Decision) -> list[_Choice]:
     listed_choices = [of_option(picked, "this plan")]
     listed_choices += [of_option(option, option.why_not) for option in decision.options if option is not picked]
     listed_choices += [of_option(option, "usual") for option in decision.baselines.values()]
-    front = decision.pareto
-    listed_choices += [of_option(option, "cheapest") for option in front[-1:]] if len(front) > 1 else []
+    if len(decision.pareto) > 1:  # in order of time, so that the last is the cheapest
+        listed_choices.append(of_option(decision.pareto[-1], "cheapest"))
     listed_choices += [_of_layout(layout, samples) for layout in _other_layouts(decision, listed_choices)]
     # The way that everybody knows, and asks for: on these devices, and on all that any layout is on.
     most = max((layout.devices for layout in decision.layouts), key=lambda devices: sum(devices.values()), default={})
@@ -189,9 +201,10 @@ def _choices(plan: Plan, decision: Decision) -> list[_Choice]:
     for choice in (*listed_choices, *plain_ddp):
         distinct.setdefault(choice.key, choice)
     first, *rest = distinct.values()
-    keys = {row.key for row in plain_ddp}
-    asked = [row for row in rest if row.key in keys]
-    others = [row for row in rest if row.key not in keys][: _CHOICES - 1 - len(asked)] + asked
+    ddp_keys = {row.key for row in plain_ddp}
+    kept_ddp = [row for row in rest if row.key in ddp_keys]
+    room = _CHOICES - 1 - len(kept_ddp)
+    others = [row for row in rest if row.key not in ddp_keys][:room] + kept_ddp
     if decision.objective == "cheapest":
         others.sort(key=lambda choice: choice.price_per_sample or math.inf)
     else:
@@ -250,42 +263,56 @@ def _short_words(text: str) -> tuple[str, str]:
     """
     for long, short in (("FSDP2 without resharding", "ZeRO-2"), ("tensor parallel", "TP"), ("pipeline of", "PP")):
         text = text.replace(long, short)
-    saved = {"activations on the host": "host"}
-    saved |= {part: part.removesuffix(" checkpointing") for part in text.split(", ") if part.endswith(" checkpointing")}
-    parts = text.split(", ")
-    return ", ".join(part for part in parts if part not in saved), ", ".join(
-        saved[part] for part in parts if part in saved
-    )
+    words = []
+    checkpointing = []
+    for part in text.split(", "):
+        if part == "activations on the host":
+            checkpointing.append("host")
+        elif part.endswith(" checkpointing"):
+            checkpointing.append(part.removesuffix(" checkpointing"))
+        else:
+            words.append(part)
+    return ", ".join(words), ", ".join(checkpointing)
 
 
 def _short_layout(layout: Layout) -> tuple[str, str]:
     """Return :func:`_short_words` of a layout's text, with "uneven" if the devices' batches differ by more than one sample."""
     how, checkpointing = _short_words(layout.text)
     sizes = layout.local_batch_sizes.values()
-    return f"{how}, uneven" if max(sizes) > min(sizes) + 1 else how, checkpointing
+    if max(sizes) > min(sizes) + 1:
+        how = f"{how}, uneven"
+    return how, checkpointing
 
 
 def _is_option_of(layout: Layout, option: Option) -> bool:
     """Return whether an option was made of this layout: same words, devices and memory."""
-    held = max(layout.memory_bytes.values())
-    same = layout.text == option.order and layout.devices == option.devices
-    return same and option.memory_bytes is not None and abs(held - option.memory_bytes) <= 1
+    if option.memory_bytes is None:
+        return False
+    has_same_memory = abs(max(layout.memory_bytes.values()) - option.memory_bytes) <= 1  # byte; both were rounded
+    return layout.text == option.order and layout.devices == option.devices and has_same_memory
 
 
 def _samples_each(layout: Layout) -> str:
     """Return the samples of a device (or group) in a pass, times the passes of a step: "8x2"; several types: "8/4x2"."""
-    sizes = "/".join(dict.fromkeys(str(-(-size // layout.passes)) for size in layout.local_batch_sizes.values()))
-    return f"{sizes}x{layout.passes}" if layout.passes > 1 else sizes
+    samples_by_pass = [-(-size // layout.passes) for size in layout.local_batch_sizes.values()]  # rounded up
+    text = "/".join(dict.fromkeys(map(str, samples_by_pass)))  # types with equally many are named once
+    return f"{text}x{layout.passes}" if layout.passes > 1 else text
 
 
 def _items(plan: Plan, decision: Decision) -> tuple[str, float]:
-    """Return in what speeds and prices are said, tokens where a sample has a known number of them, and those of a step."""
-    return ("tokens", decision.step_tokens) if decision.step_tokens else ("samples", plan.max_workers * plan.batch_size)
+    """Return (the unit in which rates and prices are shown, "tokens" or "samples"; how many of them a step has).
+
+    The unit is tokens if it is known how many a sample has.
+    """
+    if decision.step_tokens:
+        return "tokens", decision.step_tokens
+    return "samples", plan.max_workers * plan.batch_size
 
 
 def _explorer(plan: Plan, decision: Decision, choices: Sequence[_Choice]) -> list[Explorer]:
     """Return the choices of the table and all other layouts with a step as one figure; none where there is but one."""
-    samples, (unit, items) = plan.max_workers * plan.batch_size, _items(plan, decision)
+    samples = plan.max_workers * plan.batch_size
+    (unit, items) = _items(plan, decision)
     rows = dict[tuple[object, ...], _Choice]()
     for row in (*choices, *(_of_layout(layout, float(samples)) for layout in decision.layouts)):
         rows.setdefault((*row.key, row.each), row)
@@ -319,7 +346,9 @@ def _command(plan: Plan, row: _Choice) -> str:
 
     "" where the plan's words are not known.
     """
-    layout, run, words = row.layout, plan.run, plan.command
+    layout = row.layout
+    run = plan.run
+    words = plan.command
     [(device, size), *others] = (layout.local_batch_sizes if layout is not None else {"": 0}).items()
     # predict takes one type, equal passes and no checkpointing that a solver chose block by block
     lone = layout is not None and not others and size % layout.passes == 0 and layout.checkpointing != "chosen"
@@ -327,7 +356,7 @@ def _command(plan: Plan, row: _Choice) -> str:
         return shlex.join(["ddltool", "plan", *words]) if words else ""
     sharding = {"fsdp": "fsdp" if layout.reshard_after_forward else "zero2", "hsdp": f"hsdp:{layout.shard}"}
     per_node = run.gpus_per_node or plan.devices_per_node or {}
-    way = f"{layout.checkpointing}{':cpu' if layout.activations else ''}"
+    checkpointing = f"{layout.checkpointing}{':cpu' if layout.activations else ''}"
     options = {
         "--device": device,
         "--replicas": layout.devices[device] // layout.gpus,
@@ -336,23 +365,30 @@ def _command(plan: Plan, row: _Choice) -> str:
         "--optimizer": run.optimizer,
         "--gpus-per-node": per_node.get(device),
         "--sharding": sharding.get(layout.sharding),
-        "--checkpointing": None if way == "none" else way,
+        "--checkpointing": None if checkpointing == "none" else checkpointing,
         "--accumulation": layout.passes if layout.passes > 1 else None,
         "--tensor-parallel": layout.tensor_parallel if layout.tensor_parallel > 1 else None,
         "--pipeline-parallel": layout.pipeline_parallel if layout.pipeline_parallel > 1 else None,
         "--lora": run.lora,
         "--sequence-length": run.sequence_length,
     }
-    said = [word for option, value in options.items() if value is not None for word in (option, str(value))]
-    said += ["--sequence-parallel"] if layout.tensor_parallel > 1 else []
-    said += ["--compile"] * run.compile + ["--channels-last"] * run.channels_last
-    said += [word for option, value in itertools.pairwise(words) if option in _OF_BOTH for word in (option, value)]
-    return shlex.join(["ddltool", "predict", *said, run.model])
+    arguments = [word for option, value in options.items() if value is not None for word in (option, str(value))]
+    if layout.tensor_parallel > 1:
+        arguments.append("--sequence-parallel")
+    if run.compile:
+        arguments.append("--compile")
+    if run.channels_last:
+        arguments.append("--channels-last")
+    for option, value in itertools.pairwise(words):
+        if option in _OF_BOTH:
+            arguments += [option, value]
+    return shlex.join(["ddltool", "predict", *arguments, run.model])
 
 
 def named_table(plan: Plan, decision: Decision) -> Table:
     """Return the table of the best plan with each precision, optimizer or LoRA rank that the user named, picked one first."""
-    samples, (unit, items) = plan.max_workers * plan.batch_size, _items(plan, decision)
+    samples = plan.max_workers * plan.batch_size
+    (unit, items) = _items(plan, decision)
 
     def of(show: Callable[[Option], str | None]) -> Column[Named]:
         """Return the column that shows a row's option; its cell is empty if nothing fits."""

@@ -1,4 +1,8 @@
-"""The report's sections of plans, of every strategy, and of what the hook is to enforce."""
+"""The report's sections of plans, of every strategy, and of what the hook is to enforce.
+
+ESTs are logical workers, of which a device may run several in turn. A superstep is the iterations between two barriers,
+where workers iterate at their own pace. A plan's *decision* is its comparison of strategies, each an *option*.
+"""
 
 from __future__ import annotations
 
@@ -76,8 +80,12 @@ def plan_section(plan: Plan, name: str, others: Sequence[Plan] = ()) -> Section:
     lead = list(decision.words) if decision is not None else _plain_words(plan)
     if plan.group is not None:
         details.append(f"Each device of this plan is a group of {plan.group.text}.")
-    accumulating = [row for row in plan.assignments if row.accumulation_steps]
-    if passes := [f"{row.device_type} {row.local_batch_size} in {row.accumulation_steps + 1}" for row in accumulating]:
+    passes = [
+        f"{row.device_type} {row.local_batch_size} in {row.accumulation_steps + 1}"
+        for row in plan.assignments
+        if row.accumulation_steps
+    ]
+    if passes:
         details.append(f"In several passes, for memory does not hold them at once: {', '.join(passes)}.")
     blocks: Blocks = [_placement_picture(plan)]
     more: Blocks = []
@@ -105,7 +113,8 @@ def plan_section(plan: Plan, name: str, others: Sequence[Plan] = ()) -> Section:
         blocks.append(_alternatives_table(plan))
     if plan.network is not None:
         blocks.append(_network_table(plan.network))
-    lead += [plan.compressed.verdict] if plan.compressed is not None else []
+    if plan.compressed is not None:
+        lead.append(plan.compressed.verdict)
     more += communication_blocks(plan.ddp, plan.fsdp2, plan.parameters)
     return Section(
         title=f"Plan: {name}{_step_words(plan)}",
@@ -123,8 +132,10 @@ def _step_words(plan: Plan) -> str:
     if run is None or run.model is None:
         return ""
     parts: list[str] = [precision_name(run.precision), run.optimizer]
-    parts += [f"LoRA of rank {run.lora}"] if run.lora else []
-    parts += [f"{run.sequence_length:,} tokens a sample"] if run.sequence_length else []
+    if run.lora:
+        parts.append(f"LoRA of rank {run.lora}")
+    if run.sequence_length:
+        parts.append(f"{run.sequence_length:,} tokens a sample")
     return f" ({', '.join(parts)}, {plan.max_workers * plan.batch_size:,} samples a step)"
 
 
@@ -166,37 +177,53 @@ def _placement_picture(plan: Plan) -> Picture | Table:
         (f"{row.devices} x {shortened(row.device_type, 18)}", _device_spans(plan, row))
         for row in timed_rows[:_LANES_DRAWN]
     ]
-    period, end_s = (
-        ("superstep", plan.superstep.superstep_s) if plan.superstep is not None else ("step", plan.iteration_s)
-    )
+    if plan.superstep is not None:
+        period = "superstep"
+        end_s = plan.superstep.superstep_s
+    else:
+        period = "step"
+        end_s = plan.iteration_s
     caption = f"What one device of each kind does until the {period} ends at {show_seconds(end_s)}."
     figure = Lanes(lanes=lanes, title=f"Timeline of one {period}", mark=(f"{period} ends", end_s))
     return pictured(caption + how_many_drawn(_LANES_DRAWN, timed_rows, "kinds"), table, figure)
 
 
 def _device_spans(plan: Plan, row: Assignment) -> list[Span]:
-    """Return the spans of one device of an assignment: ESTs or iterations, waiting, communication, the rest of a step."""
-    communication_s, other_s = plan.communication_s or 0.0, plan.other_s or 0.0
-    work_count, compute_s = max(row.ests_per_device, 1), row.compute_s or 0.0
-    end_s = plan.iteration_s - communication_s - other_s
-    # the text of the k-th part of the work ({}: k), and of all parts where they are too many to be drawn apart
-    single_text = merged_text = f"{row.local_batch_size:,} samples"
+    """Return the spans of one device of an assignment: ESTs or iterations, waiting, communication, the rest of a step.
+
+    The computation is drawn in equal parts, one for each EST (logical worker) or, in a superstep, for each iteration; as
+    one part where there are too many to be told apart.
+    """
+    communication_s = plan.communication_s or 0.0
+    other_s = plan.other_s or 0.0
+    part_count = max(row.ests_per_device, 1)
+    compute_s = row.compute_s or 0.0
+    compute_ends_s = plan.iteration_s - communication_s - other_s  # when the slowest device has computed
+    single_text = f"{row.local_batch_size:,} samples"  # of a part; {} is replaced by its number
+    merged_text = single_text  # of all parts, where they are drawn as one
     if plan.est_count:
-        single_text, merged_text = "EST {}", f"{work_count:,} ESTs"
+        single_text = "EST {}"
+        merged_text = f"{part_count:,} ESTs"
     if plan.superstep is not None:  # iterations of the worker's own until the barrier, drawn without communication
-        work_count = plan.superstep.iterations.get(row.device_type, 0)
-        compute_s, end_s, communication_s, other_s = work_count * compute_s, plan.superstep.superstep_s, 0.0, 0.0
-        single_text, merged_text = "{}", f"{work_count:,} iterations"
-    drawn_parts = work_count if work_count <= _ITERATIONS_DRAWN else 1
-    texts = (
-        [single_text.format(part + 1) for part in range(drawn_parts)] if drawn_parts == work_count else [merged_text]
-    )
+        part_count = plan.superstep.iterations.get(row.device_type, 0)
+        compute_s = part_count * compute_s
+        compute_ends_s = plan.superstep.superstep_s
+        communication_s = 0.0
+        other_s = 0.0
+        single_text = "{}"
+        merged_text = f"{part_count:,} iterations"
+    if part_count <= _ITERATIONS_DRAWN:
+        texts = [single_text.format(number) for number in range(1, part_count + 1)]
+    else:
+        texts = [merged_text]
     spans = [
-        Span(part * compute_s / drawn_parts, (part + 1) * compute_s / drawn_parts, "compute", text)
+        Span(part * compute_s / len(texts), (part + 1) * compute_s / len(texts), "compute", text)
         for part, text in enumerate(texts)
     ]
-    spans += stacked({"communication": communication_s, "other": other_s}, max(end_s, compute_s))
-    return [*spans, Span(compute_s, end_s, "waiting")] if end_s > compute_s * (1 + 1e-9) else spans
+    spans += stacked({"communication": communication_s, "other": other_s}, max(compute_ends_s, compute_s))
+    if compute_ends_s > compute_s * (1 + 1e-9):  # 1e-9: no span for a difference of rounding
+        spans.append(Span(compute_s, compute_ends_s, "waiting"))
+    return spans
 
 
 def _superstep_table(superstep: Superstep) -> Table:
@@ -287,11 +314,9 @@ def _provenance_words(decision: Decision) -> list[str]:
     for name, reason in decision.left_out.items():
         reasons.setdefault(reason, []).append(name)
     sentences += [f"not compared: {', '.join(names)}: {reason}" for reason, names in reasons.items()]
-    return (
-        [*sentences, f"communication from {decision.communication_source}"]
-        if decision.communication_source
-        else sentences
-    )
+    if decision.communication_source:
+        sentences.append(f"communication from {decision.communication_source}")
+    return sentences
 
 
 def _strategies_table(decision: Decision) -> Table:
@@ -328,7 +353,8 @@ def _pareto_picture(decision: Decision, plan: Plan) -> Picture:
 
     Both are of the whole run if it is known, else of a million samples. Of many options six are shown, evenly spread.
     """
-    run, picked = decision.run, next(option for option in decision.options if option.strategy == plan.strategy)
+    run = decision.run
+    picked = next(option for option in decision.options if option.strategy == plan.strategy)
     samples = 1e6 if run is None else run.samples
     # The share that failures and restarts add to the picked plan's time is assumed for all.
     restart_factor = 1.0 if run is None else run.hours * 3600 / (run.steps * picked.iteration_s)
@@ -343,9 +369,9 @@ def _pareto_picture(decision: Decision, plan: Plan) -> Picture:
 
     drawn_options = decision.pareto
     if len(drawn_options) > _PARETO_ROWS:
-        drawn_options = [
-            drawn_options[round(point * (len(drawn_options) - 1) / (_PARETO_ROWS - 1))] for point in range(_PARETO_ROWS)
-        ]
+        last = len(decision.pareto) - 1
+        indices = [round(point * last / (_PARETO_ROWS - 1)) for point in range(_PARETO_ROWS)]
+        drawn_options = [decision.pareto[index] for index in indices]
     names = [" + ".join(f"{count} {name}" for name, count in row.devices.items()) for row in drawn_options]
     columns: dict[str, Column[Option]] = {
         "strategy": "strategy",
@@ -365,9 +391,11 @@ def _pareto_picture(decision: Decision, plan: Plan) -> Picture:
 
 
 def _goodput_text(row: Option) -> str | None:
-    """Return an option's goodput as text; None if it is not known."""
+    """Return an option's goodput, in useful samples per second, as text; None if it is not known."""
     rate = row.goodput_per_s
-    return None if rate is None else f"{rate:.3g}" if rate < 100 else f"{rate:,.0f}"
+    if rate is None:
+        return None
+    return f"{rate:.3g}" if rate < 100 else f"{rate:,.0f}"
 
 
 def _alternatives_table(plan: Plan) -> Table:

@@ -62,21 +62,24 @@ def _traits(row: PredictedRow) -> dict[str, str | int]:
 def explored(choices: Sequence[tuple[PredictedRow, Mapping[str, str | int], str]]) -> list[Explorer]:
     """Return predicted rows, each with its traits and its command, as a figure to explore; none where there is but one."""
     unit = "tokens" if all(row.tokens_per_s for row, _, _ in choices) else "samples"
-    points = [
-        Point(
-            traits=traits,
-            step_s=row.step_time_s,
-            range_s=(row.predicted_low_s, row.predicted_high_s),
-            rate=getattr(row, f"{unit}_per_s"),
-            memory_bytes=row.reserved_bytes,
-            price=None
-            if row.price_per_million_samples is None
-            else row.price_per_million_samples * row.samples_per_s / getattr(row, f"{unit}_per_s"),
-            fits=row.fits,
-            command=command,
+    points = []
+    for row, traits, command in choices:
+        rate = getattr(row, f"{unit}_per_s")
+        price = None  # of a million samples or tokens
+        if row.price_per_million_samples is not None:
+            price = row.price_per_million_samples * row.samples_per_s / rate
+        points.append(
+            Point(
+                traits=traits,
+                step_s=row.step_time_s,
+                range_s=(row.predicted_low_s, row.predicted_high_s),
+                rate=rate,
+                memory_bytes=row.reserved_bytes,
+                price=price,
+                fits=row.fits,
+                command=command,
+            )
         )
-        for row, traits, command in choices
-    ]
     return explorer(points, unit)
 
 
@@ -105,53 +108,68 @@ def _answer(result: PredictResult) -> str:
 
 def _remarks(result: PredictResult) -> list[str]:
     """Return lines on the assumptions, rows that do not fit, rows bound by the host, and the errors of such predictions."""
-    assumed, rows = result.assumptions, result.rows
-    settings = _settings_words(assumed, rows)
-    if assumed.optimizer == "recorded":
-        lines = [
-            f"The script's own step: {precision_of(assumed.precision).words or assumed.precision}; {', '.join(settings)}."
-        ]
-    else:
-        spread = any(row.num_gpus > row.num_replicas for row in rows)
-        trained = memory_words(assumed.precision, assumed.optimizer, spread)
-        if assumed.lora:
-            trained = f"LoRA of rank {assumed.lora}, all else frozen; {assumed.precision}, {assumed.optimizer}"
-        lines = [f"Assumed: {trained}; {', '.join(settings)}."]
-    if (
-        assumed.optimizer == "muon"
-        and assumed.sharding.startswith(("zero2", "fsdp", "hsdp"))
-        and any(row.num_replicas > 1 for row in rows)
-    ):
+    assumed = result.assumptions
+    rows = result.rows
+    lines = [_assumptions_sentence(assumed, rows)]
+    is_sharded = assumed.sharding.startswith(("zero2", "fsdp", "hsdp")) and any(row.num_replicas > 1 for row in rows)
+    if assumed.optimizer == "muon" and is_sharded:
         lines.append(
             "Muon: each process updates some of the matrices whole; torch.optim.Muon itself, on FSDP2's shards, exchanges in "
             "every iteration and takes longer: predict the script (-- torchrun train.py)."
         )
     if any(not row.fits for row in rows):
         lines.append("! needs more memory than the device has, by estimate.")
-    chosen = (  # by a solver, within a budget or with the host's memory; one row stands for all
+    # Rows whose modules to compute again a solver has chosen, within a budget or with the host's memory.
+    solved = [
         row for row in rows if row.recompute and (row.recompute.budget_bytes is not None or row.recompute.on_host)
-    )
-    lines += [_recomputed(row) for row in chosen][:1]
+    ]
+    if solved:  # one row stands for all
+        lines.append(_recomputed(solved[0]))
     if lacking := [name for name, device in result.devices.items() if not device.has_precision]:
         lines.append(no_rate_words(", ".join(lacking), assumed.precision))
     if waiting := _waiting(rows):
         helps = "a larger batch helps" if assumed.compile else "--compile or a larger batch helps"
         lines.append(f"The GPU waits for Python: {waiting}; {helps}.")
-    # Devices with the same error share a sentence.
+    return [*lines, *_error_sentences(result, waits_for_host=bool(waiting))]
+
+
+def _assumptions_sentence(assumed: PredictionAssumptions, rows: Sequence[PredictedRow]) -> str:
+    """Return the sentence on what the predicted steps compute in, train and are set to."""
+    settings = ", ".join(_settings_words(assumed, rows))
+    if assumed.optimizer == "recorded":
+        return f"The script's own step: {precision_of(assumed.precision).words or assumed.precision}; {settings}."
+    if assumed.lora:
+        trained = f"LoRA of rank {assumed.lora}, all else frozen; {assumed.precision}, {assumed.optimizer}"
+    else:
+        has_groups = any(row.num_gpus > row.num_replicas for row in rows)  # by tensor or pipeline parallelism
+        trained = memory_words(assumed.precision, assumed.optimizer, has_groups)
+    return f"Assumed: {trained}; {settings}."
+
+
+def _error_sentences(result: PredictResult, *, waits_for_host: bool) -> list[str]:
+    """Return a sentence on how far off such predictions were, for each set of devices with the same error.
+
+    ``waits_for_host``: whether the GPU waits for Python in some row, whose range is then wider.
+    """
+    sentences = []
     for error in dict.fromkeys(device.error for device in result.devices.values()):
-        where = _device_names([name for name, device in result.devices.items() if device.error == error])
-        is_wider = any(
+        names = [name for name, device in result.devices.items() if device.error == error]
+        has_wider_range = any(
             row.predicted_low_s is not None and row.predicted_low_s < (error.low - 0.01) * row.step_time_s
-            for row in rows
-            if result.devices[row.device].error == error
+            for row in result.rows
+            if row.device in names
         )
         basis = f"{error.rows} measured steps, predicted without {error.what}" if error.rows else error.what
-        lines.append(
-            f"How sure on {where}: 80 % {'lay' if error.rows else 'should lie'} between {error.low:.2f} and "
-            f"{error.high:.2f} times the prediction, half of them within {error.median_error:.0%} ({basis})"
-            + ("; wider where the host has a part." if waiting else "; wider as in the table." if is_wider else ".")
+        remark = ""
+        if waits_for_host:
+            remark = "; wider where the host has a part"
+        elif has_wider_range:
+            remark = "; wider as in the table"
+        sentences.append(
+            f"How sure on {_device_names(names)}: 80 % {'lay' if error.rows else 'should lie'} between {error.low:.2f} and "
+            f"{error.high:.2f} times the prediction, half of them within {error.median_error:.0%} ({basis}){remark}."
         )
-    return lines
+    return sentences
 
 
 def _waiting(rows: Sequence[PredictedRow]) -> str:
@@ -191,7 +209,8 @@ def _recomputed(row: PredictedRow) -> str:
     figures = row.recompute
     assert figures is not None
     where = f"at batch {row.local_batch_size} on {row.device}"
-    cost, bound = figures.recomputed_s + figures.waits_s, figures.lower_bound_s or 0.0
+    cost = figures.recomputed_s + figures.waits_s
+    bound = figures.lower_bound_s or 0.0
     whole_count = sum(not module.keeps for module in figures.modules)
     parts = [f"{len(figures.modules)} modules again, {whole_count} of them whole"] if figures.modules else []
     if figures.on_host:

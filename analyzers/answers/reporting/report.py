@@ -96,7 +96,9 @@ def section_of(artifact: ReadArtifact, artifacts: Sequence[ReadArtifact] = (), n
         case _:
             section = _DRAWERS[artifact.kind](artifact.content, artifact.name)
     # Only telemetry and servers' events (sync) can have a remark, so the cases that returned above leave none out.
-    return replace(section, lead=[*section.lead, *([f"{artifact.remark.capitalize()}."] if artifact.remark else [])])
+    if not artifact.remark:
+        return section
+    return replace(section, lead=[*section.lead, f"{artifact.remark.capitalize()}."])
 
 
 _DRAWERS: dict[str, Callable[[Any, str], Section]] = {

@@ -72,11 +72,11 @@ def network_section(result: NetworkResult, name: str) -> Section:
 
 def _rate_pictures(result: NetworkResult) -> Blocks:
     """Return the picture of rates by message size of the six slowest pairs of processes; [] if no message took any time."""
-    rates: dict[str, dict[float, float]] = {}
+    rates: dict[str, dict[float, float]] = {}  # bytes per second, by pair and message size in bytes
     for pair in sorted(result.pairs, key=lambda pair: pair.bandwidth_bytes_per_s)[:_PAIRS_DRAWN]:
         times_by_size = zip(pair.sizes_bytes, pair.median_s, strict=False)
         rates[f"{pair.ranks[0]} - {pair.ranks[1]}"] = {
-            size: size / time for size, time in times_by_size if size > 0 and time > 0
+            size: size / time_s for size, time_s in times_by_size if size > 0 and time_s > 0
         }
     sizes = sorted({size for rate_by_size in rates.values() for size in rate_by_size})
     if not sizes:
@@ -137,7 +137,8 @@ def _barrier_sentence(result: BarrierResult) -> str:
     """
     choice = next(iter(result.algorithms.values()))
     iteration_counts = choice.iterations.values()
-    fewest, most = min(iteration_counts), max(iteration_counts)
+    fewest = min(iteration_counts)
+    most = max(iteration_counts)
     count_text = counted(fewest, "iteration") if fewest == most else f"{fewest} to {most} iterations"
     answer = f"Synchronise after {count_text} of each worker, at {show_seconds(choice.barrier_s)}"
     if choice.iterations_per_s is None or not result.bsp.iterations_per_s:
@@ -172,7 +173,8 @@ def _tradeoff_picture(result: BarrierResult) -> Picture:
 
     It is drawn as steps, as a bound between two points allows the same choices as the lower one.
     """
-    points, caption = result.tradeoff, "Least waiting by bound on the iteration gap"
+    points = result.tradeoff
+    caption = "Least waiting by bound on the iteration gap"
     fields = ("waiting.waiting_time_s", "total.total_waiting_s", "per_iteration.waiting_per_iteration_s")
     rows = []
     for point in points:
@@ -217,9 +219,9 @@ def balance_section(result: BalanceResult, name: str) -> Section:
     ]
     if min((record.iteration_time_ratio for record in result.predictors.values()), default=0) >= 1:
         lead.append("Equal batches are as fast here: these speeds cannot be foretold well enough.")
-    equal, known_speeds = "equal split", "speeds known"
+    equal = "equal split"
     # Predictors are between two bounds: equal batches, which ignore speeds, and those by the true speeds.
-    splits: dict[str, SplitTime] = {equal: result.equal_split, **result.predictors, known_speeds: result.oracle}
+    splits: dict[str, SplitTime] = {equal: result.equal_split, **result.predictors, "speeds known": result.oracle}
     caption = (
         "Predictors of speed, and batches sized by them; RMSE in samples/s, mean over workers; gain: share of what "
         "knowing the speeds would gain"
@@ -283,28 +285,11 @@ def verification_section(result: Verification, name: str) -> Section:
     batch.
     """
     step = result.iteration
-    compared = f"predicted over measured step {error_text(step.predicted_s, step.measured_s)}"
-    if result.elsewhere:
-        compared = "not the plan's devices, so its times are not held against the measured ones"
-    lead = [
-        f"{shortened(result.telemetry, 60)} against {shortened(result.plan, 60)}: {compared}; half of the measured steps took "
-        f"{show_seconds(step.low_s)} to {show_seconds(step.high_s)}.",
-        "The prediction comes without an error of its own."
-        if result.known_error is None
-        else f"Predicted compute is known to within {result.known_error:.0%}, synchronisation without an error.",
-    ]
-    refits = few(result.refit) or ["nothing to fit again: the plan's figures hold"]
-    lead += [f"{words[:1].upper()}{words[1:].rstrip('.')}." for words in refits]
-    if result.max_error is not None and not result.elsewhere:
-        relation = "within" if abs(step.error) <= result.max_error else "beyond"
-        lead.append(f"Step time off by {abs(step.error):.1%}: {relation} the limit of {100 * result.max_error:.3g}%.")
-    if result.max_error is not None and not result.complete:
-        lead.append("FAILED: not the whole run on the planned devices (see above).")
-    if not result.followed:
-        lead.append("FAILED: the run did not follow the plan (see above).")
-    bars: list[tuple[str, float]] = []  # of what is not predicted, the measured one alone
-    for part, times in zip(("step", "compute", "sync"), (step, result.compute, result.sync), strict=True):
-        bars += [(f"{part}, predicted", times.predicted_s)] if times.predicted_s is not None else []
+    lead = _verification_lead(result)
+    bars: list[tuple[str, float]] = []
+    for part, times in {"step": step, "compute": result.compute, "sync": result.sync}.items():
+        if times.predicted_s is not None:
+            bars.append((f"{part}, predicted", times.predicted_s))
         bars.append((f"{part}, measured", times.measured_s))
     # Only the measured step has whiskers, as only its quartiles are known.
     figure = Bars(
@@ -334,13 +319,42 @@ def verification_section(result: Verification, name: str) -> Section:
     return Section(title=f"Verification: {name}", lead=lead, blocks=blocks, verdict=_verification_verdict(result))
 
 
+def _verification_lead(result: Verification) -> list[str]:
+    """Return the sentences on the error of the predicted step, on what to fit again, and on failures of the run."""
+    step = result.iteration
+    compared = f"predicted over measured step {error_text(step.predicted_s, step.measured_s)}"
+    if result.elsewhere:
+        compared = "not the plan's devices, so its times are not held against the measured ones"
+    known_error_text = "The prediction comes without an error of its own."
+    if result.known_error is not None:
+        known_error_text = (
+            f"Predicted compute is known to within {result.known_error:.0%}, synchronisation without an error."
+        )
+    lead = [
+        f"{shortened(result.telemetry, 60)} against {shortened(result.plan, 60)}: {compared}; half of the measured steps took "
+        f"{show_seconds(step.low_s)} to {show_seconds(step.high_s)}.",
+        known_error_text,
+    ]
+    refits = few(result.refit) or ["nothing to fit again: the plan's figures hold"]
+    lead += [f"{words[:1].upper()}{words[1:].rstrip('.')}." for words in refits]
+    if result.max_error is not None and not result.elsewhere:
+        relation = "within" if abs(step.error) <= result.max_error else "beyond"
+        lead.append(f"Step time off by {abs(step.error):.1%}: {relation} the limit of {100 * result.max_error:.3g}%.")
+    if result.max_error is not None and not result.complete:
+        lead.append("FAILED: not the whole run on the planned devices (see above).")
+    if not result.followed:
+        lead.append("FAILED: the run did not follow the plan (see above).")
+    return lead
+
+
 def _ledger_lead(ledger: Ledger) -> list[str]:
     """Return the sentences on how the run's wall-clock time was spent, by the ledger."""
     lead = [
         f"Goodput {ledger.goodput:.1%}: computation of {counted(ledger.steps, 'kept step')} in {show_seconds(ledger.wall_s)}, "
         f"{counted(ledger.starts, 'start')} included; {ledger.in_steps:.1%} with waiting for others and communication."
     ]
-    lead += [f"{ledger.gain[:1].upper()}{ledger.gain[1:]}."] if ledger.gain else []
+    if ledger.gain:
+        lead.append(f"{ledger.gain[:1].upper()}{ledger.gain[1:]}.")
     return [*lead, f"Next: {ledger.action}.", *(f"{remark[:1].upper()}{remark[1:]}." for remark in ledger.remarks)]
 
 
@@ -355,7 +369,7 @@ def _ledger_picture(ledger: Ledger) -> Picture:
 
 
 _NEGLIGIBLE = 0.01
-"""Of a step."""
+"""A difference of times below this share of a step is in the noise."""
 
 
 def verified_table(result: Verification, caption: str) -> Table:
@@ -396,7 +410,8 @@ def gate_section(result: GateResult, name: str) -> Section:
     outcome_text = f"passed: {check_count}" if result.passed else f"FAILED: {len(result.failed)} of {check_count}"
     against = f" against {listed(result.baseline, 3)}" if result.baseline else ""
     lead = [harmless(f"{outcome_text}, {listed(result.current, 3)}{against}."), *few(remarks(result), 8)]
-    lead += [result.noise_test] if result.noise_test else []
+    if result.noise_test:
+        lead.append(result.noise_test)
     checks = sorted(result.checks, key=lambda check: check.passed)
     caption = (
         f"Checks of a {result.artifact.removeprefix('ddltool.')}; rules: {harmless(result.rules_from) or 'not said'}"
@@ -404,14 +419,16 @@ def gate_section(result: GateResult, name: str) -> Section:
     header = ("", "metric", "baseline", "current", "change", "limit")
     rows = [(outcome(check), shortened(check.metric, LONGEST_NAME), *check_texts(check)) for check in checks]
     table = Table(caption=caption, header=header, rows=rows, label="read", head=20, text_columns=2)
-    # Drawn are ratios of numbers to a baseline above 0, without those that would dwarf all others.
-    changes = [
-        (check.metric, check.current / check.baseline, not check.passed)
-        for check in checks
-        if isinstance(check.baseline, float) and isinstance(check.current, float)
-        if check.current >= 0 < check.baseline
-        if check.current == 0 or 1 / MOST_DRAWN < check.current / check.baseline < MOST_DRAWN
-    ]
+    changes: list[tuple[str, float, bool]] = []  # (metric, current over baseline, whether the check has failed)
+    for check in checks:
+        if not (isinstance(check.baseline, float) and isinstance(check.current, float)):
+            continue
+        can_be_drawn = check.baseline > 0 and check.current >= 0
+        if not can_be_drawn:
+            continue
+        ratio = check.current / check.baseline
+        if check.current == 0 or 1 / MOST_DRAWN < ratio < MOST_DRAWN:  # others would leave nothing of the other bars
+            changes.append((check.metric, ratio, not check.passed))
     verdict = _gate_verdict(result)
     if not changes:
         return Section(title=f"Gate: {name}", lead=lead, blocks=[table], verdict=verdict)
@@ -482,7 +499,8 @@ def _balance_verdict(result: BalanceResult) -> Verdict | None:
 def _barrier_verdict(result: BarrierResult) -> Verdict:
     """Return the verdict on barriers: the longest waiting of a worker at the best one, and under BSP."""
     _, best = min(result.objectives.items(), key=lambda item: item[1].waiting_time_s)
-    best_wait, bsp_wait = show_seconds(best.waiting_time_s), show_seconds(result.bsp.waiting_time_s)
+    best_wait = show_seconds(best.waiting_time_s)
+    bsp_wait = show_seconds(result.bsp.waiting_time_s)
     return Verdict(
         answer=f"The longest waiting of a worker is {best_wait} at the best barrier, {bsp_wait} under BSP (predicted).",
         sure=f"workers are then up to {counted(best.iteration_gap, 'iteration')} apart",

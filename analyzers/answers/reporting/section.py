@@ -57,7 +57,9 @@ class Verdict:
 
     answer: str
     sure: str = ""
+    """How sure the answer is, in words; "": nothing is said of that."""
     then: str = ""
+    """What to do next, in words, or a command; "": nothing is said of that."""
     good: bool | None = None
     """Whether the answer is good news; None: neither good nor bad."""
     minor: bool = False
@@ -123,8 +125,10 @@ def cell(value: Any, unit: str = "", form: str = "") -> str:
     >>> cell(None), cell(1200), cell(0.00153, "wait_s"), cell(1536, "size_bytes"), cell(0.05, form="+.1%")
     ('-', '1,200', '1.53 ms', '1.5 KiB', '+5.0%')
     """
-    if value is None or isinstance(value, str):
-        return "-" if value is None else value
+    if value is None:
+        return "-"
+    if isinstance(value, str):
+        return value
     if form:
         return format(value, form)
     if unit.endswith("_bytes_per_s"):
@@ -142,7 +146,7 @@ def pictured(caption: str, table: Table, *figures: Figure) -> Picture:
 
 
 def how_many_drawn(drawn: int, things: Sequence[object], noun: str) -> str:
-    """Return a remark that only ``drawn`` of the ``things``, called ``noun``, are drawn; "" if all are.
+    """Return a remark for a caption that only ``drawn`` of the ``things``, called ``noun``, are drawn; "" if all are.
 
     >>> how_many_drawn(2, "abc", "lines"), how_many_drawn(3, "abc", "lines")
     (' 2 of 3 lines are drawn.', '')

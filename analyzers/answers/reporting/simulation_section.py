@@ -1,4 +1,8 @@
-"""Sections of replays: a workload, a sweep, two policies in pairs, a search's trials, a rented cluster; advice on a resize."""
+"""Sections of replays: a workload, a sweep, two policies in pairs, a search's trials, a rented cluster; advice on a resize.
+
+A *replay* simulates a workload's jobs on a cluster under a scheduling policy. JCT: job completion time, from submission to
+finish. Finish-time fairness: a job's JCT over the one that it would have with an equal share of the cluster.
+"""
 
 from __future__ import annotations
 
@@ -78,6 +82,7 @@ def simulation_section(document: SimulationDocument, name: str, *, details: bool
 
 
 Records = Mapping[str, PolicyRecord]
+"""By policy: what the simulation recorded of all jobs."""
 
 
 def _summary_table(records: Records) -> Table:
@@ -113,15 +118,10 @@ def _losses_tables(records: Records) -> Blocks:
     )
     columns = {"wait": "avg_queueing_s:,.0f", "p99 wait": "p99_queueing_s:,.0f", "useful": "useful_share:.0%"}
     columns |= {"hit": "job_failures", "lost": "lost_gpu_hours:,.1f", "cost": "cost.jobs:,.2f"}
-    return (
-        [
-            without_empty_columns(
-                tabled(caption, "simulated", with_losses.values(), columns, names=("policy", with_losses))
-            )
-        ]
-        if with_losses
-        else []
-    )
+    if not with_losses:
+        return []
+    table = tabled(caption, "simulated", with_losses.values(), columns, names=("policy", with_losses))
+    return [without_empty_columns(table)]
 
 
 def _size_class_tables(records: Records) -> Blocks:
@@ -141,11 +141,11 @@ def _unfinished_jobs_picture(records: Records, remark: str) -> Picture:
     times_s = np.linspace(0.0, max(last_finish_s, 1e-9), _TIME_POINTS)
     unfinished = {}
     for key, record in records.items():
-        submit_s, finish_s = (
-            np.sort([getattr(job, field) for job in record.jobs]) for field in ("submit_s", "finish_s")
-        )
-        count = np.searchsorted(submit_s, times_s, side="right") - np.searchsorted(finish_s, times_s, side="right")
-        unfinished[key] = count.astype(np.float64)
+        submit_s = np.sort([job.submit_s for job in record.jobs])
+        finish_s = np.sort([job.finish_s for job in record.jobs])
+        submitted = np.searchsorted(submit_s, times_s, side="right")  # number of jobs at each time
+        finished = np.searchsorted(finish_s, times_s, side="right")
+        unfinished[key] = (submitted - finished).astype(np.float64)
     return _counts_over_time(
         times_s, unfinished, "unfinished jobs", f"Jobs that are submitted and not finished.{remark}"
     )
@@ -167,7 +167,8 @@ def _counts_over_time(times_s: Floats, series: Mapping[str, Floats], quantity: s
 
     ``times_s`` and each of ``series`` (by policy): (t,). ``quantity``: the name of what is counted.
     """
-    last_s, title = float(times_s[-1]), quantity[:1].upper() + quantity[1:]
+    last_s = float(times_s[-1])
+    title = quantity[:1].upper() + quantity[1:]
     scale, unit = _time_scale(last_s)
     lines = [Line(label=key, x=times_s * scale, y=values) for key, values in series.items()]
     xlabel = f"time ({unit})"
@@ -210,10 +211,9 @@ def _gpus_held_pictures(document: SimulationDocument, remark: str) -> Blocks:
 
 def _gpu_hours_picture(records: Records) -> Picture:
     """Return the table of GPU hours of each application under each policy, with bars of those of all jobs."""
-    hours = {
-        key: dict.fromkeys(sorted({job.application for job in record.jobs}), 0.0) for key, record in records.items()
-    }
+    hours: dict[str, dict[str, float]] = {}  # by policy and application
     for key, record in records.items():
+        hours[key] = dict.fromkeys(sorted({job.application for job in record.jobs}), 0.0)
         for job in record.jobs:
             hours[key][job.application] += job.gpu_seconds / 3600
     names = sorted({name for application_hours in hours.values() for name in application_hours})
@@ -235,18 +235,17 @@ def _gpu_hours_picture(records: Records) -> Picture:
 
 def _job_table(records: Records) -> Table:
     """Return the table of each job's completion time under each policy; "-" if a policy's record lacks the job."""
-    by_name = {key: {job.name: job for job in record.jobs} for key, record in records.items()}
+    jobs_by_policy = {key: {job.name: job for job in record.jobs} for key, record in records.items()}
     longest = max(record.makespan_s for record in records.values())
+    first_record = next(iter(records.values()))
     rows = []
-    for job in next(iter(records.values())).jobs:
+    for job in first_record.jobs:
         cells = [shortened(job.name, 40), job.application, _time_cell(job.submit_s, longest)]
-        rows.append(
-            [
-                *cells,
-                *(_time_cell(jobs[job.name].jct_s, longest) if job.name in jobs else "-" for jobs in by_name.values()),
-            ]
-        )
-    header = ("job", "application", "submitted", *(f"JCT, {key}" for key in by_name))
+        cells += [
+            _time_cell(jobs[job.name].jct_s, longest) if job.name in jobs else "-" for jobs in jobs_by_policy.values()
+        ]
+        rows.append(cells)
+    header = ("job", "application", "submitted", *(f"JCT, {key}" for key in jobs_by_policy))
     caption = f"Completion time of each job ({_time_scale(longest)[1]})"
     return Table(caption=caption, header=header, rows=rows, label="simulated", text_columns=2)
 
@@ -300,7 +299,8 @@ def sweep_section(sweep: SweepDocument, name: str) -> Section:
     """Return the section of a sweep: means over the seeds, the comparison of two policies (if any), and failed replays."""
     groups = sweep.means_by_policy()
     failed = [cell for cell in sweep.cells if cell.figures is None]
-    workloads, policies = ({getattr(cell, key) for cell in sweep.cells} for key in ("workload", "policy"))
+    workloads = {cell.workload for cell in sweep.cells}
+    policies = {cell.policy for cell in sweep.cells}
     seeds = counted(len({cell.seed for cell in sweep.cells}), "seed")
     policy_count = "1 policy" if len(policies) == 1 else f"{len(policies)} policies"
     lead = f"{counted(len(workloads), 'workload')} under {policy_count} with {seeds}: {counted(len(sweep.cells), 'replay')}."
@@ -308,7 +308,8 @@ def sweep_section(sweep: SweepDocument, name: str) -> Section:
     if missing_replays > 0:
         lead += f" {counted(missing_replays, 'replay')} of this sweep are not done yet."
     blocks: Blocks = [_means_picture(groups, several=len(workloads) > 1)] if groups else []
-    blocks += [_comparison_picture(sweep.comparison)] if sweep.comparison is not None else []
+    if sweep.comparison is not None:
+        blocks.append(_comparison_picture(sweep.comparison))
     if failed:
         columns = {"workload": "workload", "policy": "policy", "seed": "seed:d"}
         columns |= {"why": lambda cell: cell.error or "no figures"}  # type: ignore[dict-item]
@@ -319,6 +320,7 @@ def sweep_section(sweep: SweepDocument, name: str) -> Section:
 
 
 Means = tuple[str, str, int, SweepFigures]
+"""(workload, policy, number of replays, means of their figures)."""
 
 
 def _means_picture(groups: Sequence[Means], *, several: bool) -> Picture:
@@ -330,7 +332,14 @@ def _means_picture(groups: Sequence[Means], *, several: bool) -> Picture:
 
     def figure_of(field: str, form: str, below: float = 1e12) -> Callable[[Means], str]:
         """Return the column of a mean in the format ``form``; numbers from ``below`` on, too long for it, in three digits."""
-        return lambda row: format(value := getattr(row[3], field), form if value < below else ".3g")
+
+        def cell_text(row: Means) -> str:
+            """Return the cell of one policy on one workload."""
+            *_, means = row
+            value = getattr(means, field)
+            return format(value, form if value < below else ".3g")
+
+        return cell_text
 
     columns: dict[str, Column[Means]] = {
         "workload": lambda row: shortened(row[0], 30),
@@ -362,7 +371,8 @@ def _comparison_picture(comparison: PolicyComparison) -> Picture | Table:
 
     Returns the table alone if no ratio can be drawn.
     """
-    first, second = shortened(comparison.first, 60), shortened(comparison.second, 60)
+    first = shortened(comparison.first, 60)
+    second = shortened(comparison.second, 60)
 
     def verdict(measure: ComparedMeasure) -> str:
         """Return "lower" or "higher" for the first policy's figure, "not decided", or "unknown" without an interval."""
@@ -422,16 +432,26 @@ def autoscaling_section(result: AutoscalingResult) -> Section:
 
     For the application imagenet, the last row has the changes published in the Pollux paper.
     """
-    base, goodput = result.rules["throughput"], result.rules["goodput"]
+    base = result.rules["throughput"]
+    goodput = result.rules["goodput"]
     rows = []
     for name, run in result.rules.items():
-        time_cells = f"{run.seconds / 3600:.2f}", _change_from(run.seconds, base.seconds)
-        cost_cells = f"{run.cost:,.1f}", _change_from(run.cost, base.cost)
-        nodes = f"{run.first_nodes}-{run.last_nodes}"
-        rows.append((name, *time_cells, *cost_cells, f"{run.efficiency:.2f}", nodes, str(run.restarts)))
+        rows.append(
+            (
+                name,
+                f"{run.seconds / 3600:.2f}",
+                _change_from(run.seconds, base.seconds),
+                f"{run.cost:,.1f}",
+                _change_from(run.cost, base.cost),
+                f"{run.efficiency:.2f}",
+                f"{run.first_nodes}-{run.last_nodes}",
+                str(run.restarts),
+            )
+        )
     if result.application == "imagenet":
-        seconds, cost = (f"{PUBLISHED_SCALING[key]:+.0%}" for key in ("seconds", "cost"))
-        rows.append(("published", "", seconds, "", cost, "", "", ""))
+        time_change = f"{PUBLISHED_SCALING['seconds']:+.0%}"
+        cost_change = f"{PUBLISHED_SCALING['cost']:+.0%}"
+        rows.append(("published", "", time_change, "", cost_change, "", "", ""))
     caption = "Changes against the throughput scaler; effic.: statistical efficiency"
     header = ("rule", "hours", "change", "cost", "change", "effic.", "nodes", "restarts")
     lead = (
@@ -447,7 +467,8 @@ def search_section(result: SearchResult) -> Section:
 
     For the application cifar10 further rows have the published figures, with changes against the published baseline.
     """
-    settings, base = result.search, next(iter(result.policies.values()))
+    settings = result.search
+    base = next(iter(result.policies.values()))
     rows = []
     for name, run in result.policies.items():
         jct_cells = f"{run.avg_jct_s / 60:.1f}", _change_from(run.avg_jct_s, base.avg_jct_s)
@@ -472,7 +493,8 @@ def search_section(result: SearchResult) -> Section:
 
 def advice_section(advice: AdviceResult) -> Section:
     """Return the section of advice on a running job: whether to resize it, and the options that save most time."""
-    current, best = advice.now, advice.best
+    current = advice.now
+    best = advice.best
     if not advice.resize or best is None:
         why = "no other allocation is possible now" if best is None else "no resize saves time on average"
         lead = [f"Stay on {counted(current.replicas, 'GPU')}: {why}."]
@@ -518,10 +540,19 @@ def _short_duration(seconds: float) -> str:
     return _duration_text(seconds).replace(" min", "m").replace(" ", "")
 
 
+def _half_width_of_mean(values: Sequence[float]) -> float:
+    """Return half the width of the 95 % interval of the mean of ``values``, two or more, by Student's t."""
+    largest = max(values) or 1.0  # divided by it, because squares of enormous times would overflow
+    standard_deviation = largest * float(np.std(np.divide(values, largest), ddof=1))
+    quantile = float(stdtrit(len(values) - 1, 0.975))
+    return quantile * standard_deviation / math.sqrt(len(values))
+
+
 def _simulation_verdict(document: SimulationDocument) -> Verdict:
     """Return the verdict on a workload: the policy of least mean completion time, with its gain over the worst."""
     ranked = sorted(document.policies.items(), key=lambda item: item[1].avg_jct_s)
-    (best, best_record), (worst, worst_record) = ranked[0], ranked[-1]
+    best, best_record = ranked[0]
+    worst, worst_record = ranked[-1]
     answer = f"{shortened(best, 60)}: jobs complete after {show_seconds(best_record.avg_jct_s)} on average"
     if worst != best and worst_record.avg_jct_s > 0:
         answer += f", {1 - best_record.avg_jct_s / worst_record.avg_jct_s:.0%} sooner than under {shortened(worst, 60)}"
@@ -548,10 +579,9 @@ def _sweep_verdict(sweep: SweepDocument) -> Verdict | None:
     values = jct_by_policy[best]
     certainty = "one replay: no interval"
     if len(values) > 1:
-        largest = max(values) or 1.0  # divided by it, as squares of enormous times would overflow
-        spread = largest * float(np.std(np.divide(values, largest), ddof=1))
-        half_width_s = float(stdtrit(len(values) - 1, 0.975)) * spread / math.sqrt(len(values))
-        low_s, high_s = max(0.0, means[best] - half_width_s), means[best] + half_width_s
+        half_width_s = _half_width_of_mean(values)
+        low_s = max(0.0, means[best] - half_width_s)
+        high_s = means[best] + half_width_s
         certainty = (
             f"95 % interval of the mean over {len(values)} replays: {show_seconds(low_s)} to {show_seconds(high_s)}"
         )

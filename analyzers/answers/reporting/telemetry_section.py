@@ -1,4 +1,11 @@
-"""Sections of runs: telemetry of the hook or an agent, the events of a synchronisation server, and stragglers."""
+"""Sections of runs: telemetry of the hook or an agent, the events of a synchronisation server, and stragglers.
+
+A ``frame`` has the columns of :class:`~ddltool.telemetry.TelemetryRow`, with one row for each rank and step. The rows of a
+server are mappings with the fields of ``ddltool.telemetry``'s events: a "step" row has a worker's ``wait_s`` (seconds that
+its pull waited for other workers) and ``staleness`` (updates by others that its gradient had not seen), a "barrier" row
+describes a superstep, the iterations between two barriers. Columns of tables are by field name or by index in a tuple,
+with a format behind a colon.
+"""
 
 from __future__ import annotations
 
@@ -49,9 +56,9 @@ def binned(label: str, steps: Ints, values: Floats, points: int = POINTS, *, ban
     # Rows sorted by bin, and the index at which each bin's rows begin.
     order = np.argsort(bins, kind="stable")
     bin_indices, starts = np.unique(bins[order], return_index=True)
-    low, middle, high = np.array(
-        [np.quantile(part, (0.05, 0.5, 0.95)) for part in np.split(values[order], starts[1:])]
-    ).T
+    values_by_bin = np.split(values[order], starts[1:])
+    quantiles = np.array([np.quantile(values_of_bin, (0.05, 0.5, 0.95)) for values_of_bin in values_by_bin])
+    low, middle, high = quantiles.T
     bin_centres = np.asarray(first + bin_indices * width + (width - 1) / 2, dtype=np.float64)
     return Line(label=label, x=bin_centres, y=middle, low=low if band else None, high=high if band else None), width
 
@@ -63,8 +70,8 @@ def telemetry_section(frame: pd.DataFrame, name: str, plans: Sequence[tuple[str,
     ``plans``: pairs (file name, plan).
     """
     # Without the first steps, which allocate and compile, unless there are no others.
-    steady = frame[frame["step"] >= frame["step"].min() + WARMUP_STEPS]
-    steady = steady if len(steady) else frame
+    after_warmup = frame[frame["step"] >= frame["step"].min() + WARMUP_STEPS]
+    steady = after_warmup if len(after_warmup) else frame
     ranks = int(frame["rank"].nunique())
     lead = [
         f"{counted(len(frame), 'row')}: steps {frame['step'].min():,} to {frame['step'].max():,} of {counted(ranks, 'rank')} "
@@ -113,7 +120,10 @@ def _step_times_picture(frame: pd.DataFrame, levels: list[tuple[str, float]]) ->
 
 
 def _phases_picture(frame: pd.DataFrame) -> Picture:
-    """Return the phases of each rank's median step as lanes and a table; drawn are at most the 24 ranks of longest compute."""
+    """Return the phases (compute, wait, sync) of each rank's median step as lanes and a table.
+
+    Of many ranks the 24 of longest compute are drawn.
+    """
     medians = frame.groupby("rank")[[*_PHASES, "step_s", "batch", "memory_bytes"]].median()
     medians["device"] = frame.groupby("rank")["device"].last()
     drawn = medians if len(medians) <= _RANKS_DRAWN else medians.nlargest(_RANKS_DRAWN, "compute_s").sort_index()
@@ -146,7 +156,8 @@ def _batch_picture(frame: pd.DataFrame) -> Blocks:
         lines = [_binned_column(f"rank {rank}", part, "batch")[0] for rank, part in parts.items()]
     else:
         # The lines of many ranks would be indistinguishable.
-        parts, lines = {"all": frame}, [_binned_column("median of the ranks", frame, "batch", band=True)[0]]
+        parts = {"all": frame}
+        lines = [_binned_column("median of the ranks", frame, "batch", band=True)[0]]
     title = "Batch size of each rank over time"
     figure = Lines(lines=lines, xlabel="step", ylabel="samples", title=title, draw="steps", whole="xy")
     rows = []
@@ -166,8 +177,9 @@ def _agent_picture(frame: pd.DataFrame) -> Blocks:
     agent_rows = frame[frame["noise_scale"].notna()]
     if agent_rows.empty:
         return []
-    named = {"noise_scale": "gradient noise scale", "total_batch": "total batch size", "learning_rate_factor": ""}
-    noise, total_batch, factor = (_binned_column(label, agent_rows, column)[0] for column, label in named.items())
+    noise, _ = _binned_column("gradient noise scale", agent_rows, "noise_scale")
+    total_batch, _ = _binned_column("total batch size", agent_rows, "total_batch")
+    factor, _ = _binned_column("", agent_rows, "learning_rate_factor")  # only for the table, so without a label
     title = "Noise scale and total batch over time"
     figure = Lines(lines=[noise, total_batch], xlabel="step", ylabel="samples", title=title, whole="x")
     rates = [None if np.isnan(rate) else rate for rate in factor.y]
@@ -207,9 +219,9 @@ def _compare_with_plans(
 
 def sync_section(rows: Sequence[Mapping[str, Any]], name: str) -> Section:
     """Return the section of a synchronisation server's checked rows (kind ``ddltool.sync``): waiting, staleness, supersteps."""
-    steps, barriers, summaries = (
-        [row for row in rows if row["event"] == event] for event in ("step", "barrier", "summary")
-    )
+    steps = [row for row in rows if row["event"] == "step"]
+    barriers = [row for row in rows if row["event"] == "barrier"]
+    summaries = [row for row in rows if row["event"] == "summary"]
     workers = len({row["worker"] for row in steps})
     lead = [f"{counted(len(steps), 'step')} of {counted(workers, 'worker')}, {counted(len(barriers), 'barrier')}."]
     if summaries:
@@ -228,9 +240,13 @@ def sync_section(rows: Sequence[Mapping[str, Any]], name: str) -> Section:
 
 
 def _waiting_picture(steps: Sequence[Mapping[str, Any]]) -> Picture:
-    """Return the table of each worker's waiting and staleness, with bars of the time that it waited for others."""
+    """Return the table of each worker's waiting and staleness, with bars of the time that it waited for others.
+
+    ``steps``: the server's rows of steps, at least one.
+    """
     import pandas as pd
 
+    # Columns of the table: (field of a step's row, how a worker's rows are summed up).
     figures = {"steps": ("step", "size"), "waited_s": ("wait_s", "sum"), "median_s": ("wait_s", "median")}
     figures |= {"staleness": ("staleness", "mean"), "most": ("staleness", "max"), "gap": ("gap", "max")}
     by_worker = pd.DataFrame(steps).groupby("worker").agg(**figures)
@@ -238,7 +254,8 @@ def _waiting_picture(steps: Sequence[Mapping[str, Any]]) -> Picture:
     columns |= {"staleness": "staleness:.2f", "most": "most", "gap": "gap"}
     rows = by_worker.reset_index().to_dict("records")
     table = tabled("By worker", "measured", rows, {"worker": "worker", **columns})
-    drawn_remark, waited_s = "", by_worker["waited_s"]
+    drawn_remark = ""
+    waited_s = by_worker["waited_s"]
     if len(waited_s) > _RANKS_DRAWN:
         drawn_remark = f" The {_RANKS_DRAWN} of {len(waited_s)} workers that waited longest."
         waited_s = waited_s.nlargest(_RANKS_DRAWN)
@@ -270,7 +287,7 @@ def _superstep_table(barriers: Sequence[Mapping[str, Any]]) -> Table:
     def error(row: Mapping[str, Any]) -> str:
         """Return the mean relative error of a superstep's predicted ends; "-" if it has none, as in the warm-up."""
         ends = zip(row["predicted_end_s"], row["end_s"], strict=False)
-        errors = [ahead / real - 1 for ahead, real in ends if real]
+        errors = [predicted_s / measured_s - 1 for predicted_s, measured_s in ends if measured_s]
         return f"{np.mean(errors):+.1%}" if errors else "-"
 
     columns: dict[str, Column[Mapping[str, Any]]] = {
@@ -347,9 +364,8 @@ def _stragglers_verdict(result: StragglersResult) -> Verdict:
 def _telemetry_verdict(steady: pd.DataFrame) -> Verdict:
     """Return the verdict on a run: the median step and the share of time that ranks waited, after the warm-up."""
     low, middle, high = steady["step_s"].quantile([0.25, 0.5, 0.75])
-    waiting = float(
-        steady["wait_s"].sum() / max(steady["step_s"].sum(), 1e-300)
-    )  # steps without samples may take no time
+    # 1e-300: steps without samples may take no time.
+    waiting = float(steady["wait_s"].sum() / max(steady["step_s"].sum(), 1e-300))
     return Verdict(
         answer=f"A step took {show_seconds(middle)}; {waiting:.0%} of it waiting for others (measured).",
         sure=f"half of all between {show_seconds(low)} and {show_seconds(high)}",
