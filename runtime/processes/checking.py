@@ -510,12 +510,12 @@ def _reason(model: nn.Module, own_gradients: Arrays, expected_gradients: Arrays)
 def _common_ratio(own_gradients: Arrays, expected_gradients: Arrays) -> float | None:
     """Return the one number by which all own gradients are the expected ones multiplied; None if there is none.
 
-    Gradients that only one side has are left out; it is 0 if they have none in common. A difference up to a thousandth
-    of the largest gradient is allowed.
+    Gradients that only one side has are left out, and None is returned if they have none in common. A difference up to a
+    thousandth of the largest gradient is allowed.
     """
     names = [name for name in expected_gradients if name in own_gradients]
     if not names:
-        return 0.0
+        return None
     own = np.concatenate([own_gradients[name] for name in names])
     expected = np.concatenate([expected_gradients[name] for name in names])
     ratio = float(own @ expected / max(expected @ expected, 1e-300))  # by least squares; 1e-300: no division by 0

@@ -18,7 +18,7 @@ from ddltool.errors import InputError
 from ddltool.plans import Enforcement, ScriptProof
 from ddltool.runtime.measuring.script_check import check_script
 from ddltool.runtime.processes import checking
-from ddltool.runtime.processes.checking import note_unchecked
+from ddltool.runtime.processes.checking import _reason, note_unchecked
 from ddltool.runtime.processes.job import DistributedJob
 from ddltool.runtime.processes.without_dropout import WithoutDropout
 from tests.helpers.runtime_workers import enforcement
@@ -186,3 +186,14 @@ def test_a_script_that_was_not_checked_is_told_so(
     lines = [record.getMessage() for record in caplog.records]
     expected = f'enforce.json: train.py {said}: ddltool doctor --check "{script} --epochs 3"'
     assert lines == ([] if said is None else [expected])
+
+
+def test_the_reason_for_other_gradients_is_the_first_that_holds() -> None:
+    """All one multiple; else one that is missing, also where no gradient is there at all."""
+    model = nn.Linear(2, 1)
+    expected = {"weight": np.array([1.0, -2.0]), "bias": np.array([3.0])}
+    doubled = {name: 2 * values for name, values in expected.items()}
+    assert _reason(model, doubled, expected).startswith("all are 2 times as large, so the loss is no mean")
+    other = {"weight": np.array([1.0, 2.0])}
+    assert _reason(model, other, expected) == "bias has no gradient here"
+    assert _reason(model, {}, expected) == "bias has no gradient here"
