@@ -175,7 +175,8 @@ def _attention(
     That is the flash kernel in half precision without a mask (heads of equal widths up to 256), and otherwise the
     memory-efficient one. Float64, inputs that are not (batch, heads, tokens, width), and a mask whose rows are not
     contiguous take the math kernel, which is composed of several ops. The arguments and the result are those of
-    ``functional.scaled_dot_product_attention``.
+    ``functional.scaled_dot_product_attention``: ``attn_mask`` is added to the scores, or False where a boolean one hides;
+    ``scale`` None: 1 / sqrt(width); ``enable_gqa``: keys and values may have fewer heads than queries.
     """
     ops = torch.ops.aten
     # The efficient kernel reads a mask along its rows; T5 permutes the table of its biases, so that a row is a column there.
@@ -207,9 +208,10 @@ def _recurrent(autocast: Autocast) -> Callable[..., Any]:
 
     def run(x: Tensor, hidden: Any, weights: list[Tensor], _bias: bool, _layers: int, _dropout: float, _training: bool,
             bidirectional: bool, batch_first: bool) -> tuple[Tensor, ...]:  # fmt: skip
-        """Return outputs and last states of all layers; inputs and weights are cast where autocast is on.
+        """Return outputs and last states of all layers (see :func:`recurrent_layers`), from inputs cast where autocast is on.
 
-        The arguments are those of torch's ops; bias, layers, dropout and training do not change any shape.
+        The arguments are those of torch's op ``aten::lstm.input`` and its like, of which bias, layers, dropout and training are
+        not used, because they do not change any shape.
         """
         if torch.is_autocast_enabled(autocast.type):
             dtype = torch.get_autocast_dtype(autocast.type)

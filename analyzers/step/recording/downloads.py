@@ -292,10 +292,11 @@ def _blank(dataset_type: Any, fill: Callable[[Any], None]) -> None:
 
     def init_or_fill(self: Any, root: Any, train: bool = True, transform: Any = None, target_transform: Any = None,
              download: bool = False, **_: Any) -> None:  # fmt: skip
-        """Read the data set's files, or fill it with blank samples; the arguments are those of torchvision's data sets.
+        """Read the data set's files from the folder ``root``, or fill it with blank samples.
 
-        It is filled where the files are missing and the script asks to download them, in this call or in an earlier
-        one for the same ``root``. Raises torchvision's RuntimeError where it never asked.
+        The arguments are those of torchvision's data sets. It is filled where the files are missing and the script asks to
+        download them, in this call or in an earlier one for the same ``root``. Raises torchvision's RuntimeError where it
+        never asked.
         """
         try:
             real_init(self, root, train, transform, target_transform, download=False)

@@ -75,7 +75,10 @@ class Float8Linears(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run one function of torch: ``functional.linear`` of a chosen weight in float8, any other call unchanged."""
+        """Run one function of torch, which the mode intercepts with its arguments.
+
+        ``functional.linear`` of a chosen weight runs in float8, and any other call unchanged.
+        """
         keywords = dict(kwargs or {})
         if func is functional.linear:
             arguments = {**dict(zip(("input", "weight", "bias"), args, strict=False)), **keywords}

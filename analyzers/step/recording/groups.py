@@ -46,9 +46,10 @@ def stand_in_groups(recorder: Recorder) -> None:
     def start_fake_group(backend: Any = None, init_method: Any = None, timeout: Any = None, world_size: int = -1,
                          rank: int = -1, store: Any = None, group_name: str = "", pg_options: Any = None,
                          device_id: Any = None, **_: Any) -> None:  # fmt: skip
-        """Start the fake group; the arguments are those of ``init_process_group``.
+        """Start the fake group; the arguments are those of ``torch.distributed.init_process_group``.
 
-        Size and rank default to the launcher's variables; every argument but these two is ignored.
+        ``world_size`` and ``rank``, where they are not given (-1), default to the launcher's environment variables; all other
+        arguments are ignored.
         """
         size = world_size if world_size > 0 else int(os.environ.get("WORLD_SIZE", "1"))
         own_rank = rank if rank >= 0 else int(os.environ.get("RANK", "0"))
@@ -200,7 +201,11 @@ class _StandInDdp(nn.Module):
                  static_graph: bool = False, delay_all_reduce_named_params: Any = None,
                  param_to_hook_all_reduce: Any = None,
                  mixed_precision: Any = None, device_mesh: Any = None, **_: Any) -> None:  # fmt: skip
-        """Wrap a module, and hook its trained parameters; the arguments are those of DistributedDataParallel."""
+        """Wrap a module, and hook its trained parameters.
+
+        The arguments are those of DistributedDataParallel. ``bucket_cap_mb`` is the size of a bucket in MiB (None: torch's
+        default), and ``process_group`` the group that exchanges gradients (None: the default group).
+        """
         super().__init__()
         # Attributes of DistributedDataParallel that scripts and libraries read or set.
         self.module = module
@@ -240,7 +245,7 @@ class _StandInDdp(nn.Module):
         self._next_bucket = 0
         """The bucket that is exchanged next: buckets are exchanged in order, so that all ranks agree."""
         self._take_buckets(first_buckets)
-        if self._finds_unused:  # which parameters are used, a number for each: ranks tell each other after the buckets
+        if self._finds_unused:  # a number for each parameter, whether it is used: ranks exchange it after the buckets
             self._used = torch.zeros(len(trained), dtype=torch.int32, device=self.recorder.gpu)
         for parameter in trained:
             parameter.register_post_accumulate_grad_hook(self._gradient_arrived)

@@ -1,6 +1,6 @@
 """The arithmetic of CUDA packages that are not installed here, in torch's ops.
 
-:data:`PACKAGES` says what each package holds. What it does not name has no stand-in, and who asks for it is told so.
+:data:`PACKAGES` says what each package holds. What it does not name has no stand-in, and asking for it raises an error.
 Attention becomes the fused op that torch's own attention takes on CUDA; fused layers and optimizers become torch's; what a
 kernel of the script's own (Triton) reads and writes is its traffic.
 """
@@ -64,8 +64,10 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_s
                      softmax_scale: float | None = None, causal: bool = False, **_: Any) -> Tensor:  # fmt: skip
     """Return attention of sequences that follow each other in (tokens, heads, width), in the same shape.
 
-    ``cu_seqlens_q`` and ``cu_seqlens_k`` hold the offsets at which sequences begin, and the end: one more than there are
-    sequences. Their values are not known here, so all sequences are taken as equally long, and the last one is padded.
+    The arguments are those of ``flash_attn_varlen_func``. ``cu_seqlens_q`` and ``cu_seqlens_k`` hold the offsets at which
+    sequences begin, and the end: one more than there are sequences. Their values are not known here, so all sequences are
+    taken as equally long, and the last one is padded. ``max_seqlen_q``: the length of the longest one, 0: not given. The
+    further arguments: see :func:`attention`.
     """
     query_tokens, key_tokens = q.shape[0], k.shape[0]
     sequences = max(1, cu_seqlens_q.shape[0] - 1)
@@ -89,7 +91,10 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_s
 
 
 def varlen_packed_attention(qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *args: Any, **kwargs: Any) -> Tensor:
-    """Return :func:`varlen_attention` of queries, keys and values in one (tokens, 3, heads, width)."""
+    """Return :func:`varlen_attention` of queries, keys and values in one (tokens, 3, heads, width).
+
+    ``cu_seqlens``: the offsets at which sequences begin, and the end; ``max_seqlen``: the longest one's length.
+    """
     q, k, v = qkv.unbind(1)
     return varlen_attention(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **kwargs)
 
@@ -146,7 +151,7 @@ class RMSNorm(nn.RMSNorm):
     def __init__(
         self, hidden_size: Any, eps: float = 1e-6, *_: Any, device: Any = None, dtype: Any = None, **__: Any
     ) -> None:
-        """Take the packages' arguments; those that torch does not know are ignored."""
+        """Normalize over ``hidden_size``, a width or a shape; arguments that torch's norm does not know are ignored."""
         super().__init__(hidden_size, eps=eps, device=device, dtype=dtype)
         self.variance_epsilon = eps  # the name under which scripts read it
 
@@ -155,7 +160,7 @@ class LayerNorm(nn.LayerNorm):
     """torch's LayerNorm, with the arguments that the packages give theirs."""
 
     def __init__(self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True, **_: Any) -> None:
-        """Take the packages' arguments; those that torch does not know are ignored."""
+        """Normalize over ``normalized_shape``, a width or a shape; arguments that torch's norm does not know are ignored."""
         super().__init__(normalized_shape, eps=eps, elementwise_affine=elementwise_affine)
 
 
@@ -225,7 +230,10 @@ class StatesOfOneByte(torch.optim.Optimizer):
 
     def __init__(self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
                  weight_decay: float = 0.0, min_8bit_size: int = 4096, **_: Any) -> None:  # fmt: skip
-        """Take bitsandbytes' arguments; those that only its kernels use are ignored."""
+        """Take bitsandbytes' arguments, of which only ``params`` and ``min_8bit_size`` (elements) change what is recorded.
+
+        The other named ones are kept in ``param_groups``, where scripts and schedulers read them.
+        """
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self._least_elements = min_8bit_size
 
@@ -308,8 +316,8 @@ class PackedLinear(nn.Linear):
                  *_: Any, device: Any = None, **__: Any) -> None:  # fmt: skip
         """Make a layer of packed weights (elements x bits / 8 bytes) and their scales, which :meth:`forward` unpacks.
 
-        ``compute_dtype`` None: half-precision inputs keep their type, others are computed in float16. bitsandbytes' other
-        arguments, of how it quantises, are ignored.
+        ``compute_dtype``: the type of the product; None: half-precision inputs keep their type, others are computed in
+        float16. bitsandbytes' other arguments, of how it quantises, are ignored.
         """
         super().__init__(input_features, output_features, bias, device="meta")  # the full weight takes no memory
         elements = input_features * output_features

@@ -38,7 +38,10 @@ class _PatchingFinder(MetaPathFinder, Loader):
         """By a module's name, its own loader; None while Python looks for that loader."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
-        """Return the module's own spec with this object as its loader; None for a module that is not patched."""
+        """Return the own spec of the module ``fullname`` with this object as its loader; None for one that is not patched.
+
+        Python's import calls it; ``path`` and ``target`` are not used.
+        """
         if fullname not in self._changes or fullname in self._loaders:
             return None
         self._loaders[fullname] = None  # find_spec asks this finder again, which then returns None above
@@ -106,7 +109,7 @@ def _record_triton_launches(module: Any) -> None:
     """Let launches of an installed Triton's kernels be recorded; no kernel is compiled, run or timed.
 
     ``module`` is ``triton.runtime.autotuner``, which has imported the other parts that are patched. An autotuned kernel
-    takes the first of its configurations. Triton's driver answers scripts that ask it for the device.
+    takes the first of its configurations. Triton's driver is replaced by one that names the GPU that the script sees.
     """
     from triton.backends.compiler import GPUTarget
 

@@ -1,4 +1,4 @@
-"""What an op is and what it costs, told by its name and shapes: one table for aten's names and ONNX's, a rule an entry.
+"""What an op is and what it costs, from its name and shapes: one table for aten's names and ONNX's, a rule for each entry.
 
 Convolutions, matrix products, attention and recurrent layers are counted from their shapes (a multiply-add counts two),
 not by ``torch.utils.flop_counter``, whose rule for the backward pass of a convolution ignores ``groups`` and which knows

@@ -181,7 +181,10 @@ class _StandIns(MetaPathFinder, Loader):
         self._names, self._known, self._used = tuple(names), known, used
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Return a spec that makes a module of a stood-in package, None for a module of any other."""
+        """Return a spec by which Python makes the module ``fullname`` of a stood-in package, None for one of any other package.
+
+        ``path`` and ``target`` are not used.
+        """
         if not any(fullname == name or fullname.startswith(f"{name}.") for name in self._names):
             return None
         return ModuleSpec(fullname, self, is_package=True)

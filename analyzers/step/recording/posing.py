@@ -545,7 +545,7 @@ def _stand_in_autocast(stand_ins: _StandIns, gpu: torch.device, cache: Autocast)
         def __init__(
             self, device_type: str = "cuda", dtype: Any = None, enabled: bool = True, cache_enabled: Any = None
         ) -> None:
-            """Take the arguments of ``torch.autocast``."""
+            """Take the arguments of ``torch.autocast``; ``dtype`` None on CUDA: float16."""
             if device_type_here(device_type) == gpu.type and dtype is None:
                 dtype = torch.float16
             super().__init__(device_type_here(device_type), dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
@@ -561,7 +561,7 @@ def _stand_in_autocast(stand_ins: _StandIns, gpu: torch.device, cache: Autocast)
         """The older ``torch.cuda.amp.autocast``, whose first argument is ``enabled``."""
 
         def __init__(self, enabled: bool = True, dtype: Any = torch.float16, cache_enabled: bool = True) -> None:
-            """Take the arguments of ``torch.cuda.amp.autocast``."""
+            """Take the arguments of ``torch.cuda.amp.autocast``, which has no device among them."""
             super().__init__("cuda", dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
 
     for module in (torch, torch.amp, torch.amp.autocast_mode):
@@ -785,7 +785,8 @@ def _swap(first: Tensor, second: Tensor) -> None:
 def _first_input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[int, ...], bool] | None:
     """Return (shape, whether it holds whole numbers) of the first tensor among a module's inputs; None: there is none.
 
-    For a list of images the shape begins with the number of images, as that of a batch does.
+    Tensors without dimensions are passed over. For a list of images the shape begins with the number of images, as that of a
+    batch does.
     """
     tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
     first = next((tensor for tensor in tensors if tensor.dim()), None)  # a single number is no batch
@@ -814,9 +815,10 @@ def recording_modules(recorder: Recorder) -> Iterator[None]:
         recorder.modules.append(names.get(id(module), ""))
 
     def enter_outermost(module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Keep the names of an outermost module's submodules and, of a pass with gradients in the step, its input.
+        """Keep the names of the submodules of a module that no other module calls, and set hooks on its parameters.
 
-        Each trained parameter gets a hook, which notes its gradient as soon as that is complete.
+        Its input is kept, too, if gradients are on and the step is being recorded. The hook of a trained parameter notes the
+        parameter's gradient as soon as that is complete.
         """
         names.update({id(child): name for name, child in module.named_modules()})
         recorder.roots.setdefault(id(module), module)

@@ -225,8 +225,9 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         """Run one operator: on real tensors of the CPU as it is and unnoted, on fake tensors otherwise, and noted.
 
-        A tensor that is made on the GPU is fake. So is a large one of the CPU that holds no data, so that it takes no
-        memory. Collectives, sparse tensors and reads of single values are answered without running the operator.
+        ``types``: the tensor subclasses among its arguments. A tensor that is made on the GPU is fake. So is a large one of
+        the CPU that holds no data, so that it takes no memory. For collectives, sparse tensors and reads of single values a
+        result is returned without running the operator.
         """
         if any(issubclass(kind, Tensor) and kind not in (Tensor, nn.Parameter, FakeTensor) for kind in types):
             return NotImplemented  # a subclass made of tensors (DTensor): it calls again with those tensors
@@ -301,7 +302,7 @@ class Recorder(TorchDispatchMode):
     def _on_fake_tensors(self, func: Any, name: str, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
         """Return the result of an op on fake tensors, fake as well.
 
-        If torch cannot tell the result's shape, the op runs on the CPU, on known values and on ones in the place of
+        If torch does not know the result's shape, the op runs on the CPU, on known values and on ones in the place of
         unknown values. If that shape depends on values, a wait of the host is noted, because the host needs the values
         to allocate the result; and an assumed value where a whole-number or boolean input is unknown. Raises
         DataDependentOutputException where the op returns a Python value.
@@ -484,7 +485,10 @@ class Recorder(TorchDispatchMode):
         return 1.0 if tensor.is_floating_point() else 1
 
     def _run_on_ones(self, func: Any, name: str, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
-        """Run an op on the CPU, with ones in the place of unknown values, and return fake tensors shaped like its result."""
+        """Run an op on the CPU, with ones in the place of unknown values, and return fake tensors shaped like its result.
+
+        They are on the device of the first of ``tensors``.
+        """
         with _disable_current_modes():
             real_args, real_kwargs = tree_map_only(Tensor, self._value_or_ones, (args, kwargs))
             if name in _UNIQUE:  # ones would all be equal and give one row; instead all elements are taken to differ
@@ -505,13 +509,13 @@ class Recorder(TorchDispatchMode):
     def _truth_of(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Return the truth value that is assumed of all elements of an op's boolean result.
 
-        It is what an element-wise op gives if every unknown number is 1. It is False for zeros, and for ``any``, so
-        that a loop that runs while something is found ends. Every other op passes on the truth of its first boolean
-        input, or True.
+        For an element-wise op it is the op's result if every unknown number is 1. It is False for zeros, and for ``any``, so
+        that a loop that runs while something is found ends. For any other op, such as one that indexes or reshapes, it is
+        the truth value assumed of its first boolean input, True without one.
         """
 
         def one_element(tensor: Tensor) -> Tensor:
-            """Return a single element for all of a tensor: its only, known value, or its assumed truth as 1 or 0."""
+            """Return a tensor () for all of a tensor's elements: its only known value, else its assumed truth value or 1."""
             value = self._values.value_of(tensor)
             if value is not None and value.numel() == 1:
                 return value.reshape(())
@@ -599,9 +603,9 @@ class Recorder(TorchDispatchMode):
         return record
 
     def _note(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
-        """Note an operation on GPU tensors and the storages that it makes; outside a step only the storages.
+        """Append an operation on GPU tensors to the step, and make records of new storages; outside a step only the latter.
 
-        An operation whose results and arguments are all on the CPU is not noted.
+        ``output``: its result. An operation whose results and arguments are all on the CPU is left out.
         """
         results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and self._is_on_gpu(leaf)]
         if not self.recording:
@@ -644,8 +648,8 @@ class Recorder(TorchDispatchMode):
 
         ``values``: (arguments, keyword arguments, output); in the appended call their GPU tensors are replaced by
         shadows, and their CPU tensors by None. ``stream``: the number of the stream that runs the call. ``exchange``:
-        what a collective moves between ranks, None for any other call. The calls that ``stream`` was told to wait for
-        become the call's ``waits``. Raises MemoryError beyond ``_MAX_CALLS`` calls.
+        what a collective moves between ranks, None for any other call. The calls for which :meth:`wait_for` made ``stream``
+        wait become the call's ``waits``. Raises MemoryError beyond ``_MAX_CALLS`` calls.
         """
         call_index = len(self.step.calls)
         if call_index >= _MAX_CALLS:

@@ -313,7 +313,11 @@ class _Copier:
     """
 
     def __init__(self, step: Recording, blocks: EqualBlocks, owned: Mapping[str, Shadow]) -> None:
-        """Divide the recording into regions; raises NotAlike unless it can be copied. Arguments: see :func:`repeated`."""
+        """Divide the recording into regions; raises NotAlike unless it can be copied.
+
+        ``step``: the recording of the shortened module, ``blocks``: its equal blocks, ``owned``: the module's parameters and
+        buffers by name.
+        """
         if step.assumed or any(call.waits or call.exchange or call.stream for call in step.calls):
             raise NotAlike("assumed values, several streams and collectives are not copied")
         self.step, self.blocks, self.owned, self.calls = step, blocks, owned, step.calls

@@ -105,15 +105,21 @@ def main(arguments: list[str]) -> int:
                 runpy.run_path(script[0], run_name="__main__")
     except SystemExit as error:
         retry.without_what_is_missing(error)  # does not return if the script lacked a package
-        # A library of command lines may catch the script's exception, and end the process in its place.
-        if error.code not in (None, 0) and isinstance(error.__context__, Exception):
-            return _raised(error.__context__, window)
-        if error.code not in (None, 0):
-            return _failed(f"the script ended with {error.code!r}", window)
+        return _exited(error, window)
     except Exception as error:  # whatever the script raises is its user's to read
         retry.without_what_is_missing(error)
         return _raised(error, window)
     return _failed("the script ended", window)
+
+
+def _exited(error: SystemExit, window: StepWindow) -> int:
+    """Tell the parent process that the script ended itself before its step was recorded; return the exit status."""
+    if error.code in (None, 0):
+        return _failed("the script ended", window)
+    # A library of command lines may catch the script's exception, and end the process in its place.
+    if isinstance(error.__context__, Exception):
+        return _raised(error.__context__, window)
+    return _failed(f"the script ended with {error.code!r}", window)
 
 
 def _tell_parent(line: str) -> None:
@@ -208,7 +214,7 @@ def _follow_parent(parent: int) -> None:
 
 
 def _raised(error: Exception, window: StepWindow) -> int:
-    """Write to stderr the traceback of an error of the script, and for the parent its first line; return the exit status."""
+    """Write the traceback of an error of the script to stderr, and tell the parent its first line; return the exit status."""
     traceback.print_exception(error)
     text = str(error).strip()
     # Semicolons become commas, because the parent takes what follows one for the remedy.

@@ -295,7 +295,10 @@ def base_name(target: Any) -> str:
 
 
 def arguments_by_name(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a call's arguments by their names in its op's schema; the names are "0", "1", ... for an op without a schema."""
+    """Return a call's arguments by their names in its op's schema; the names are "0", "1", ... for an op without a schema.
+
+    ``target``: torch's operator or another function, ``args`` and ``kwargs``: as it is called. Defaults are left out.
+    """
     schema = getattr(target, "_schema", None)
     names = [argument.name for argument in schema.arguments] if schema is not None else []
     names += [str(number) for number in range(len(names), len(args))]
@@ -303,7 +306,10 @@ def arguments_by_name(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any
 
 
 def written_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return the arguments that a call of an op writes to in place, as the op's schema declares them."""
+    """Return the arguments that a call writes to in place, as the schema of its op ``target`` declares them; [] without one.
+
+    ``args``, ``kwargs``: of the call.
+    """
     if not (names := _written_names(target)):
         return []
     arguments = arguments_by_name(target, args, kwargs)

@@ -58,7 +58,7 @@ class Values:
         return self._values.get(tensor)  # type: ignore[no-any-return]
 
     def forget(self, tensor: Tensor) -> None:
-        """Drop the known values of a tensor and of all tensors that share its storage, which is told by their values'."""
+        """Drop the known values of a tensor and of all tensors that share its storage; their known values share one, too."""
         if tensor not in self._values:
             return
         storage = self._values[tensor].untyped_storage()._cdata
@@ -129,7 +129,7 @@ class Values:
         return is_filled and all(leaf.numel() <= MAX_ELEMENTS for leaf in results)
 
     def _forget_written(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Drop the values of tensors that an op writes to in place, and of all tensors that share their storage."""
+        """Drop the values of tensors that a call of ``func`` writes to in place, and of all that share their storage."""
         for leaf in tree_leaves(written_arguments(func, args, kwargs)):
             if isinstance(leaf, Tensor):
                 self.forget(leaf)
