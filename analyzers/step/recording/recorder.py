@@ -515,7 +515,7 @@ class Recorder(TorchDispatchMode):
         """
 
         def one_element(tensor: Tensor) -> Tensor:
-            """Return a tensor () for all of a tensor's elements: its only known value, else its assumed truth value or 1."""
+            """Return a tensor of shape () for a whole tensor: its only known value, else its assumed truth value, or 1."""
             value = self._values.value_of(tensor)
             if value is not None and value.numel() == 1:
                 return value.reshape(())
