@@ -46,10 +46,11 @@ from ddltool.units import show_bytes, show_seconds
 
 MIB = 2**20
 DEFAULT_CAP_MIB = 25.0
+"""torch's default of ``bucket_cap_mb``: the MiB at which a bucket is closed."""
 # torch.distributed._DEFAULT_FIRST_BUCKET_BYTES: only the default configuration begins with a small bucket.
 DEFAULT_FIRST_BYTES = 2**20
 # Caps (``bucket_cap_mb``, in MiB) to try are found from at most so many ends of buckets, and at most so many are tried.
-_MOST_SUMS, _MOST_CAPS = 400, 300
+_MOST_ENDS, _MOST_CAPS = 400, 300
 # More buckets have to save this share of the step, because the cost of launching a collective is not in the ring's formula.
 _WORTHWHILE_SHARE = 0.001
 # How many bucket sizes are timed in one call.
@@ -70,7 +71,8 @@ def plan_collectives(graph: Graph, group: Group, compute_s: float | None = None)
     if graph.mode != "training" or not len(graph.of_kind(SEND)):
         return None
     program = program_of(graph)
-    program = program if compute_s is None else stretched(program, compute_s)
+    if compute_s is not None:
+        program = stretched(program, compute_s)
     return CollectiveFigures(
         replicas=group.replicas,
         network=group.fabric.text,
@@ -95,16 +97,8 @@ def plan_ddp(program: Program, group: Communicator) -> DdpFigures:
     bytes after the first gradient is ready.
     """
     default = _figures(program, group, default_cuts(program))
-    total_mib = float(program.size_bytes.sum()) / MIB
-    caps = [
-        *sorted({float(cap) for cap in CAPS_MIB if cap < total_mib} | {float(np.ceil(total_mib))}),
-        *_breakpoints(program),
-    ]
-    capped = [_figures(program, group, assign_buckets(program, cap), cap=cap) for cap in caps]
-    fastest = min(plan.step_s for plan in capped)
-    near_best = [plan for plan in capped if plan.step_s <= fastest * (1 + _WORTHWHILE_SHARE)]
-    # The default has a small first bucket, which no cap makes, and is not among them.
-    best_cap = min(near_best, key=lambda plan: (plan.buckets, plan.step_s))
+    best_cap = _best_cap(program, group)
+    # The default has a small first bucket, which no single cap makes, and may be better than all of them.
     if default.step_s <= best_cap.step_s:
         best_cap = default
     elif best_cap.bucket_cap_mb is not None:
@@ -113,15 +107,28 @@ def plan_ddp(program: Program, group: Communicator) -> DdpFigures:
     best = _figures(program, group, cuts, cap_list=_caps_of_cuts(program, cuts))
     if best_cap.step_s <= best.step_s:
         best = best_cap
-    all_s = group.all_reduce_s(float(program.size_bytes.sum()))
-    last_s = group.all_reduce_s(float(program.size_bytes[-1]))
+    first_ready_s, last_ready_s = float(program.ready_s[0]), float(program.ready_s[-1])
+    reduce_all_s = group.all_reduce_s(float(program.size_bytes.sum()))
+    reduce_last_s = group.all_reduce_s(float(program.size_bytes[-1]))
     return DdpFigures(
         default=default,
         best_cap=best_cap,
         best=best,
-        lower_bound_s=max(program.compute_s, float(program.ready_s[-1]) + last_s, float(program.ready_s[0]) + all_s),
+        lower_bound_s=max(program.compute_s, last_ready_s + reduce_last_s, first_ready_s + reduce_all_s),
         verdict=_verdict(program, default, best_cap, best),
     )
+
+
+def _best_cap(program: Program, group: Communicator) -> BucketFigures:
+    """Return the buckets of the best single cap: of those within ``_WORTHWHILE_SHARE`` of the fastest, the fewest buckets."""
+    total_mib = float(program.size_bytes.sum()) / MIB
+    usual_caps = {float(cap) for cap in CAPS_MIB if cap < total_mib}
+    one_bucket_cap = float(np.ceil(total_mib))
+    caps = [*sorted(usual_caps | {one_bucket_cap}), *_breakpoints(program)]
+    capped = [_figures(program, group, assign_buckets(program, cap), cap=cap) for cap in caps]
+    fastest_s = min(plan.step_s for plan in capped)
+    near_best = [plan for plan in capped if plan.step_s <= fastest_s * (1 + _WORTHWHILE_SHARE)]
+    return min(near_best, key=lambda plan: (plan.buckets, plan.step_s))
 
 
 def _breakpoints(program: Program) -> list[float]:
@@ -130,10 +137,13 @@ def _breakpoints(program: Program) -> list[float]:
     A bucket closes once its sum reaches the cap, so only such sums change the buckets. There are p^2 / 2 of them; for a large
     model an even selection of the ends of buckets, and then of the sums, is taken.
     """
-    cumulative = np.concatenate([np.zeros(1), np.cumsum(program.size_bytes)])
+    cumulative = np.concatenate(
+        [np.zeros(1), np.cumsum(program.size_bytes)]
+    )  # bytes of the first 0, 1, ..., p gradients
     ends = np.arange(len(cumulative))
-    if len(cumulative) > _MOST_SUMS:
-        ends = np.unique(np.linspace(0, len(cumulative) - 1, _MOST_SUMS).astype(np.int64))
+    if len(cumulative) > _MOST_ENDS:
+        ends = np.unique(np.linspace(0, len(cumulative) - 1, _MOST_ENDS).astype(np.int64))
+    # Below the diagonal, the bytes of the gradients between two ends.
     differences = cumulative[ends][:, None] - cumulative[ends][None, :]
     sums = np.unique(differences[np.tril_indices(len(ends), -1)])
     if len(sums) > _MOST_CAPS:
@@ -144,11 +154,11 @@ def _breakpoints(program: Program) -> list[float]:
 def _fewest_digits(program: Program, cap: float) -> float:
     """Return a cap in MiB with as few digits as possible, for people to copy, that makes the same buckets as ``cap``."""
     cuts = assign_buckets(program, cap)
-    # The cap rounded down to one digit, to two, ...; one that is rounded to 0 is skipped.
-    candidates = (float(Context(prec=digits, rounding=ROUND_FLOOR).create_decimal(cap)) for digits in range(1, 8))
-    return next(
-        (candidate for candidate in candidates if candidate and assign_buckets(program, candidate) == cuts), cap
-    )
+    for digits in range(1, 8):
+        rounded_down = float(Context(prec=digits, rounding=ROUND_FLOOR).create_decimal(cap))
+        if rounded_down and assign_buckets(program, rounded_down) == cuts:
+            return rounded_down
+    return cap
 
 
 def default_cuts(program: Program) -> list[int]:
@@ -168,7 +178,8 @@ def assign_buckets(program: Program, cap_mib: float, first_bytes: float | None =
         bucket_bytes += size
         if bucket_bytes >= limit:
             cuts.append(index + 1)
-            bucket_bytes, limit = 0.0, cap_mib * MIB
+            bucket_bytes = 0.0
+            limit = cap_mib * MIB  # of every bucket but the first
     if not cuts or cuts[-1] < len(program.parameters):
         cuts.append(len(program.parameters))
     return cuts
@@ -254,12 +265,15 @@ def _figures(
 
 
 def bucket_setting(ddp: DdpFigures) -> BucketSetting:
-    """Return DDP's buckets for a plan: the default, else a single cap, else a list of caps, whichever is first good enough.
+    """Return DDP's buckets for a plan: the simplest setting whose step is about as short as that of the others.
 
-    Good enough is a step that takes longer than the best one by at most the share ``_EQUAL_SHARE``.
+    A list of caps gives way to a single cap, and that to the default, where the simpler setting's step is longer by at most
+    the share ``_EQUAL_SHARE``.
     """
-    chosen = ddp.best_cap if ddp.best_cap.step_s <= ddp.best.step_s * (1 + _EQUAL_SHARE) else ddp.best
-    chosen = ddp.default if ddp.default.step_s <= chosen.step_s * (1 + _EQUAL_SHARE) else chosen
+    chosen = ddp.best
+    for simpler in (ddp.best_cap, ddp.default):
+        if simpler.step_s <= chosen.step_s * (1 + _EQUAL_SHARE):
+            chosen = simpler
     return BucketSetting(
         bucket_cap_mb=chosen.bucket_cap_mb,
         bucket_cap_mb_list=chosen.bucket_cap_mb_list,
@@ -270,8 +284,12 @@ def bucket_setting(ddp: DdpFigures) -> BucketSetting:
 
 
 def _verdict(program: Program, default: BucketFigures, best_cap: BucketFigures, best: BucketFigures) -> str:
-    """Return a text that says what DDP's buckets can gain and what to set: nothing, one cap, or a list of caps."""
-    gain, cap_gain = share_saved(best.step_s, default.step_s), share_saved(best_cap.step_s, default.step_s)
+    """Return a text that says what DDP's buckets can gain and what to set: nothing, one cap, or a list of caps.
+
+    ``default``, ``best_cap``, ``best``: the steps with the default buckets, the best single cap, and the best buckets.
+    """
+    gain = share_saved(best.step_s, default.step_s)
+    cap_gain = share_saved(best_cap.step_s, default.step_s)
     text = f"DDP's default leaves {show_seconds(default.exposed_s)} of communication exposed; "
     if gain < SMALL_GAIN:
         text += f"no other buckets save {SMALL_GAIN:.0%} of the step: leave bucket_cap_mb alone."
@@ -297,9 +315,10 @@ _WIDTHS = {"float32": 4.0, "float64": 8.0, "float16": 2.0, "bfloat16": 2.0}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compression:
-    """A compression of gradients: PowerSGD of a ``rank``; 0: a cast to bfloat16."""
+    """A compression of gradients."""
 
     rank: int = 0
+    """The rank of PowerSGD; 0: a cast to bfloat16."""
 
     @property
     def name(self) -> str:
@@ -324,20 +343,25 @@ def parse_compression(text: str) -> Compression:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _CompressedSizes:
-    """Bytes that are all-reduced of each of ``p`` gradients in ready order, and seconds of work around the all-reduces.
+    """What is all-reduced of each of ``p`` gradients in ready order, and the seconds of work around the all-reduces.
 
-    ``whole``: bytes sent uncompressed; ``first``, ``second``: bytes of the two compressed all-reduces (a cast has one);
-    ``encode_s``, ``between_s``, ``decode_s``: of the work before, between and after these. ``kept_bytes``: the stored errors
-    of all gradients.
+    All arrays are (p,). A gradient is sent uncompressed, or compressed in one all-reduce (a cast) or two (PowerSGD).
     """
 
     whole: Floats
+    """Bytes that are sent uncompressed."""
     first: Floats
+    """Bytes of the first compressed all-reduce."""
     second: Floats
+    """Bytes of the second one."""
     encode_s: Floats
+    """The work before the all-reduces."""
     between_s: Floats
+    """The work between the two."""
     decode_s: Floats
+    """The work after them."""
     kept_bytes: float
+    """The memory for the errors of all gradients, which PowerSGD adds in the next step."""
 
     @classmethod
     def of(cls, **parts: Floats) -> _CompressedSizes:
@@ -369,7 +393,8 @@ def compressed_ddp(
     cuts = default_cuts(program)
     step_s = _finish_compressed_s(program, group, sent, cuts)
     work_s = float((sent.encode_s + sent.between_s + sent.decode_s).sum())
-    before_bytes, sent_bytes = float(program.size_bytes.sum()), float((sent.whole + sent.first + sent.second).sum())
+    before_bytes = float(program.size_bytes.sum())
+    sent_bytes = float((sent.whole + sent.first + sent.second).sum())
     saved = share_saved(step_s, default_s)
     return CompressionFigures(
         name=compression.name,
@@ -387,7 +412,11 @@ def compressed_ddp(
 def _compression_verdict(
     compression: Compression, before_bytes: float, sent_bytes: float, work_s: float, saved: float
 ) -> str:
-    """Return a text that says what compression saves; ``saved``: share of DDP's default step, negative: it takes longer."""
+    """Return a text that says what compression saves.
+
+    ``before_bytes``, ``sent_bytes``: of all gradients as they are and as they are sent; ``work_s``: of compressing them;
+    ``saved``: the share of DDP's default step that is saved, negative: the step takes longer.
+    """
     sizes = f"{show_bytes(sent_bytes)} in place of {show_bytes(before_bytes)}"
     text = f"{compression.name} would send {sizes} for {show_seconds(work_s)} of work: "
     if sent_bytes >= before_bytes:
@@ -452,23 +481,32 @@ def matrices(graph: Graph, elements: Floats) -> tuple[Floats, Floats]:
         factors.setdefault(count * n * k, (count * n, k))
         widths.update((n, k))
     common_widths = [width for width, _ in widths.most_common() if width > 1]
-    shapes = []
-    for size in elements.tolist():
-        size = float(round(size))  # bytes over an average width may miss a whole number
+
+    def shape_of(size: float) -> tuple[float, float]:
+        """Return (rows, columns) of a gradient of ``size`` elements."""
+        if size in factors:
+            return factors[size]
+        if size in widths:  # a vector
+            return 1.0, size
         divisor = next((width for width in common_widths if width < size and size % width == 0), None)
-        guess = (1.0, size) if size in widths or divisor is None else (size / divisor, divisor)
-        shapes.append(factors.get(size, guess))
+        return (1.0, size) if divisor is None else (size / divisor, divisor)
+
+    # Rounded, because bytes over an average width may miss a whole number.
+    shapes = [shape_of(float(round(size))) for size in elements.tolist()]
     rows, columns = np.array(shapes, dtype=np.float64).reshape(-1, 2).T
     return rows, columns
 
 
 def _finish_compressed_s(program: Program, group: Communicator, sent: _CompressedSizes, cuts: Sequence[int]) -> float:
-    """Return the seconds at which the step with compressed buckets ends; ``cuts``: see :func:`finish_s`.
+    """Return the seconds at which the step with compressed buckets ends.
 
-    The device encodes and decodes between the ops of the backward pass, which delays the ops that follow.
+    The device encodes and decodes between the ops of the backward pass, which delays the ops that follow. ``sent``: what each
+    gradient sends; ``cuts``: where buckets end, ascending exclusive indices in ready order, the last one p.
     """
-    # ``network_s`` is when the network is free again, ``encode_delay_s`` by how much encoding has delayed the pass so far.
-    decoded_s = network_s = last_decode_s = encode_delay_s = 0.0
+    network_s = 0.0  # when the network is free again
+    encode_delay_s = 0.0  # by how much encoding has delayed the backward pass so far
+    decoded_s = 0.0  # work of decoding so far, and of the work between all-reduces
+    last_decode_s = 0.0  # decoding of the last bucket
     for low, high in itertools.pairwise([0, *cuts]):
         bucket = slice(low, high)
         encode_delay_s += float(sent.encode_s[bucket].sum())
@@ -479,5 +517,6 @@ def _finish_compressed_s(program: Program, group: Communicator, sent: _Compresse
         network_s = max(network_s, ready_s) + float(reduce_s) + between_s
         last_decode_s = float(sent.decode_s[bucket].sum())
         decoded_s += last_decode_s + between_s
-    # decoding delays the backward pass, too, except for the last bucket, which is decoded after its all-reduce
-    return max(program.compute_s + encode_delay_s + decoded_s - last_decode_s, network_s) + last_decode_s
+    # Decoding delays the backward pass, too, except for the last bucket, which is decoded after its all-reduce.
+    backward_end_s = program.compute_s + encode_delay_s + decoded_s - last_decode_s
+    return max(backward_end_s, network_s) + last_decode_s

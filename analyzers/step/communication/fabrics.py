@@ -27,7 +27,7 @@ _RANK = re.compile(r"#\s+Rank\s+(\d+)\s.*\bon\s+(\S+)\s+device")
 _NAMES: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 # Rates are printed with two decimals; from so many GB/s on they are precise enough for a ratio of two.
 _PRECISE_GB_PER_S = 10.0
-# Nearer than this to its limit for many ranks, the ratio of the two bandwidths no longer tells how many there are.
+# Nearer than this to its limit for many ranks, the ratio of the two bandwidths does not say how many there are.
 _NEAR_LIMIT = 1e-3
 
 
@@ -54,36 +54,51 @@ def rows_of(text: str) -> list[TestRow]:
     Columns are found by the header's names and counted from the right, because versions differ in the columns before the
     time (``root`` came later, ``redop`` may be blank).
     """
-    rows = []
-    columns: list[str] = []  # of the last header
-    columns_from_time = 0  # the number of columns from "time" to the end; 0: no header yet
+    rows: list[TestRow] = []
+    header: list[str] = []  # the words of the last one; empty: none yet
     for line in text.splitlines():
         words = line.split()
         if "busbw" in words and "time" in words:
-            columns, columns_from_time = words, len(words) - words.index("time")
-        elif columns_from_time and len(words) >= columns_from_time and (row := _ROW.search(line)):
-            try:  # a negative index counts from the right
-                time_us, algorithm_gb_per_s, bus_gb_per_s = (
-                    float(words[columns.index(name) - len(columns)]) for name in ("time", "algbw", "busbw")
-                )
-            except ValueError:
-                continue
-            if 0 < time_us < math.inf and 0 <= bus_gb_per_s < math.inf and 0 <= algorithm_gb_per_s < math.inf:
-                rows.append(
-                    TestRow(
-                        size_bytes=int(row[1]),
-                        seconds=time_us * 1e-6,
-                        algorithm_per_s=algorithm_gb_per_s * 1e9,
-                        bus_per_s=bus_gb_per_s * 1e9,
-                    )
-                )
+            header = words
+        elif header:
+            row = _row_of(line, header)
+            if row is not None:
+                rows.append(row)
     return rows
+
+
+def _row_of(line: str, header: list[str]) -> TestRow | None:
+    """Return the row in a line of an nccl-tests log; None: the line holds none, or figures that are no finite numbers.
+
+    ``header``: the words of the last header, among them time (microseconds), algbw and busbw (GB/s).
+    """
+    words = line.split()
+    columns_from_time = len(header) - header.index("time")
+    match = _ROW.search(line)
+    if match is None or len(words) < columns_from_time:
+        return None
+    try:  # a negative index counts from the right
+        time_us, algorithm_gb_per_s, bus_gb_per_s = (
+            float(words[header.index(name) - len(header)]) for name in ("time", "algbw", "busbw")
+        )
+    except ValueError:
+        return None
+    if not (0 < time_us < math.inf and 0 <= bus_gb_per_s < math.inf and 0 <= algorithm_gb_per_s < math.inf):
+        return None
+    return TestRow(
+        size_bytes=int(match[1]),
+        seconds=time_us * 1e-6,
+        algorithm_per_s=algorithm_gb_per_s * 1e9,
+        bus_per_s=bus_gb_per_s * 1e9,
+    )
 
 
 def processes_of(text: str) -> tuple[int, int]:
     """Return (ranks, nodes): how many of each the head of a log lists, (0, 0) if it lists none."""
-    ranks = [(int(match[1]), match[2]) for match in _RANK.finditer(text)]
-    return max((rank + 1 for rank, _ in ranks), default=0), len({host for _, host in ranks})
+    listed = list(_RANK.finditer(text))
+    rank_count = max((int(match[1]) + 1 for match in listed), default=0)
+    hosts = {match[2] for match in listed}
+    return rank_count, len(hosts)
 
 
 def read_tests(text: str, where: str, gpus_per_node: int = DEVICES_PER_NODE) -> MeasuredCollective:
@@ -98,19 +113,9 @@ def read_tests(text: str, where: str, gpus_per_node: int = DEVICES_PER_NODE) -> 
         raise InputError(where, "has no row below a header with time and busbw", "give the output of nccl-tests")
     listed_ranks, nodes = processes_of(text)
     ratios = [row.bus_per_s / row.algorithm_per_s for row in rows if row.algorithm_per_s >= _PRECISE_GB_PER_S * 1e9]
-    ratio = median(ratios) if ratios else 0.0
-    named_collectives: list[Collective] = [name for name in _NAMES if f"{name}_perf" in text]
-    if named_collectives:
-        collective: Collective = named_collectives[0]
-    else:  # only an all-reduce sends more over a link than the message's bytes
-        collective = "all_gather" if 0 < ratio < 1 else "all_reduce"
-    if len(named_collectives) > 1 or ((other_name := re.search(r"\b(\w+)_perf\b", text)) and not named_collectives):
-        name = ", ".join(named_collectives) or other_name[1]  # type: ignore[index]  # one of both
-        raise InputError(where, f"is of {name}", f"one of {', '.join(_NAMES)} in each file")
-    # The ratio is 2 (n - 1) / n for an all-reduce, else (n - 1) / n: solved for n, unless it is too near its limit for large n.
-    turns = 2.0 if collective == "all_reduce" else 1.0
-    inferred_ranks = round(turns / (turns - ratio)) if 0 < ratio < turns - _NEAR_LIMIT else 0
-    replicas = listed_ranks or inferred_ranks
+    ratio = median(ratios) if ratios else 0.0  # of bus bandwidth to algorithm bandwidth; 0: not known
+    collective = _collective_of(text, where, ratio)
+    replicas = listed_ranks or _ranks_of_ratio(ratio, collective)
     if replicas < 2:
         raise InputError(where, "does not tell the number of ranks", "keep the lines `# Rank 0 ...` of its head")
     by_size: dict[int, list[float]] = {}
@@ -126,6 +131,35 @@ def read_tests(text: str, where: str, gpus_per_node: int = DEVICES_PER_NODE) -> 
     )
 
 
+def _collective_of(text: str, where: str, ratio: float) -> Collective:
+    """Return the collective that a log names by its program (``all_reduce_perf``), else one that fits its bandwidths.
+
+    ``ratio``: of bus bandwidth to algorithm bandwidth, 0: not known. ``where``: the file, for errors. Raises InputError for a
+    log that names several collectives, or another one.
+    """
+    named: list[Collective] = [name for name in _NAMES if f"{name}_perf" in text]
+    other_name = re.search(r"\b(\w+)_perf\b", text)
+    remedy = f"one of {', '.join(_NAMES)} in each file"
+    if len(named) > 1:
+        raise InputError(where, f"is of {', '.join(named)}", remedy)
+    if named:
+        return named[0]
+    if other_name is not None:
+        raise InputError(where, f"is of {other_name[1]}", remedy)
+    # Only an all-reduce sends more over a link than the message's bytes.
+    return "all_gather" if 0 < ratio < 1 else "all_reduce"
+
+
+def _ranks_of_ratio(ratio: float, collective: Collective) -> int:
+    """Return the number of ranks for which bus bandwidth has a ratio to algorithm bandwidth, 0 if it cannot be inferred.
+
+    The ratio is 2 (n - 1) / n for an all-reduce, else (n - 1) / n. It is solved for n, unless it is too near its limit for
+    large n, or 0 (not known).
+    """
+    limit = 2.0 if collective == "all_reduce" else 1.0
+    return round(limit / (limit - ratio)) if 0 < ratio < limit - _NEAR_LIMIT else 0
+
+
 def bus_bandwidth(text: str, where: str) -> float:
     """Return the median out-of-place bus bandwidth of the large messages of an nccl-tests log, in bytes per second.
 
@@ -136,7 +170,8 @@ def bus_bandwidth(text: str, where: str) -> float:
     >>> bus_bandwidth(log, "nccl.log")
     90000000000.0
     """
-    if (nodes := processes_of(text)[1]) > 1:
+    _, nodes = processes_of(text)
+    if nodes > 1:
         remedy = "of one node for a device's link; predict and plan read this one: --nccl-tests"
         raise InputError(where, f"is of {nodes} nodes", remedy)
     large_rates = [row.bus_per_s for row in rows_of(text) if row.size_bytes >= _LARGE_BYTES and row.bus_per_s > 0]
@@ -196,15 +231,21 @@ def fabric_of(
     latency: str | None = None,
     nccl_tests: Sequence[Path] = (),
 ) -> Fabric:
-    """Return the network of nodes of one device type, from the texts of the options of those names.
+    """Return the network of nodes of one device type, from the texts of the options of those names; None: not given.
 
-    Inside a node, the link is the device's own unless one is named (PCIe 3.0 if ``device`` is None, too). Between nodes it is
-    10 Gbit/s unless ``nic`` or ``bandwidth`` is given; for latencies see :func:`between_nodes`. Raises InputError for a text
-    or file that cannot be read, and for options that exclude each other.
+    Inside a node, ``link`` names the link (``nvlink4``), else it is the device's own, or PCIe 3.0 if ``device`` is None, too;
+    ``local_bandwidth`` and ``local_latency`` (``300GB/s``, ``2us``) replace its figures. Between nodes it is 10 Gbit/s unless
+    ``nic`` or ``bandwidth`` is given; for latencies see :func:`between_nodes`. ``nccl_tests``: logs whose times scale the
+    model. Raises InputError for a text or file that cannot be read, and for options that exclude each other.
     """
     if link is not None and local_bandwidth is not None:
         raise InputError("--link", "does not go with --local-bandwidth", "leave out one of the two")
-    inside = parse_link(link) if link is not None else own_link(device) if device else parse_link("pcie3")
+    if link is not None:
+        inside = parse_link(link)
+    elif device is not None:
+        inside = own_link(device)
+    else:
+        inside = parse_link("pcie3")
     if local_bandwidth is not None:
         inside = replace(inside, bytes_per_s=parse_bandwidth(local_bandwidth, "--local-bandwidth"))
     if local_latency is not None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -57,14 +58,18 @@ def plan_fsdp(program: Program, group: Communicator) -> FsdpFigures | None:
         return None
     root, units = units_found
     depths = sorted({min(depth, len(units)) for depth in DEPTHS})  # units gathered ahead
-    candidates = [simulate_fsdp(root, units, group, ahead, back) for ahead in depths for back in depths]
+    candidates = [
+        simulate_fsdp(root, units, group, forward_depth, backward_depth)
+        for forward_depth in depths
+        for backward_depth in depths
+    ]
     default = simulate_fsdp(root, units, group, 1, 1)
     fastest = min(plan.step_s for plan in candidates)
     near_best = [plan for plan in candidates if plan.step_s <= fastest * (1 + _WORTHWHILE_SHARE)]
     best = min(near_best, key=lambda plan: (plan.gathered_bytes, plan.step_s, plan.forward_depth, plan.backward_depth))
     if default.step_s <= best.step_s * (1 + _WORTHWHILE_SHARE):
         best = default
-    unresharded = [simulate_fsdp(root, units, group, ahead, 1, reshard=False) for ahead in depths]
+    unresharded = [simulate_fsdp(root, units, group, forward_depth, 1, reshard=False) for forward_depth in depths]
     best_unresharded = min(unresharded, key=lambda plan: (plan.step_s, plan.forward_depth))
     names = [unit.name for unit in units]
     return FsdpFigures(
@@ -87,7 +92,7 @@ def _prefetch_lists(names: Sequence[str], depth: int) -> dict[str, list[str]]:
     """
     if depth <= 1:
         return {}
-    return {name: list(names[place : place + depth]) for place, name in enumerate(names[:-1], start=1)}
+    return {name: list(names[index + 1 : index + 1 + depth]) for index, name in enumerate(names[:-1])}
 
 
 def prefetch_setting(fsdp: FsdpFigures, chosen: PrefetchFigures | None = None) -> PrefetchSetting:
@@ -104,7 +109,11 @@ def prefetch_setting(fsdp: FsdpFigures, chosen: PrefetchFigures | None = None) -
 
 
 def _verdict(program: Program, default: PrefetchFigures, best: PrefetchFigures, unresharded: PrefetchFigures) -> str:
-    """Return a text that says what FSDP2's prefetch can gain and what to set."""
+    """Return a text that says what FSDP2's prefetch can gain and what to set.
+
+    ``default``, ``best``: the steps with the default prefetch and with the best depths; ``unresharded``: the best step where
+    parameters stay gathered after the forward pass.
+    """
     gain = share_saved(best.step_s, default.step_s)
     text = f"FSDP2's default leaves {show_seconds(default.exposed_s)} of communication exposed; "
     if gain < SMALL_GAIN:
@@ -113,9 +122,12 @@ def _verdict(program: Program, default: PrefetchFigures, best: PrefetchFigures, 
         extra = show_bytes(best.gathered_bytes - default.gathered_bytes)
         depths = f"prefetch {best.forward_depth} blocks in forward and {best.backward_depth} in backward"
         text += f"{depths}: {gain:.1%} of the step saved for {extra} more."
-    if (more := share_saved(unresharded.step_s, best.step_s)) >= SMALL_GAIN:
+    further_gain = share_saved(unresharded.step_s, best.step_s)
+    if further_gain >= SMALL_GAIN:
         size = show_bytes(unresharded.gathered_bytes)
-        text += f" Where {size} of gathered parameters fit, reshard_after_forward=False saves another {more:.1%}."
+        text += (
+            f" Where {size} of gathered parameters fit, reshard_after_forward=False saves another {further_gain:.1%}."
+        )
     return text + program.starvation_advice(default.exposed_s)
 
 
@@ -130,9 +142,11 @@ def units_of(program: Program) -> tuple[Unit, list[Unit]] | None:
         return None
     held_blocks = [block_of(name, container) for name in program.held]
     trained_blocks = [block_of(name, container) for name in program.parameters]
-    # By block: when it first uses a parameter, when its last gradient is ready, and its bytes.
     names = sorted({name for name in held_blocks if name})
-    first_use_s, last_gradient_s, held_bytes, gradient_bytes = {}, {}, {}, {}
+    first_use_s: dict[str, float] = {}  # by block, when an op first uses one of its parameters
+    last_gradient_s: dict[str, float] = {}  # by block, when its last gradient is ready
+    held_bytes: dict[str, float] = {}
+    gradient_bytes: dict[str, float] = {}
     for name in names:
         is_held = np.array([other == name for other in held_blocks])
         is_trained = np.array([other == name for other in trained_blocks], dtype=bool)
@@ -215,12 +229,13 @@ def simulate_fsdp(
     gradients = np.array([unit.gradient_bytes for unit in units])
     scatter_s = np.where(gradients > 0, group.reduce_scatter_s(gradients), 0.0).tolist()
     root_s = group.all_gather_s(root.size_bytes) if root.size_bytes else 0.0
-    # ``network_s`` and ``device_s`` are when the network and the device's compute are free again.
-    network_s, device_s, last_begin_s = _run_forward(root, units, root_s, gather_s, forward_depth)
-    device_s += root.backward_s / 2
-    clocks_s = network_s, device_s, last_begin_s
-    network_s, device_s = _run_backward(units, regather_s if reshard else None, scatter_s, backward_depth, clocks_s)
-    device_s += root.backward_s / 2
+    forward_end, last_begin_s = _run_forward(root, units, root_s, gather_s, forward_depth)
+    blocks_begin = _FreeTimes(forward_end.network_s, forward_end.device_s + root.backward_s / 2)
+    blocks_end = _run_backward(
+        units, regather_s if reshard else None, scatter_s, backward_depth, blocks_begin, last_begin_s
+    )
+    device_s = blocks_end.device_s + root.backward_s / 2
+    network_s = blocks_end.network_s
     if root.gradient_bytes:
         network_s = max(network_s, device_s) + group.reduce_scatter_s(root.gradient_bytes)
     total_compute_s = root.forward_s + root.backward_s + sum(unit.forward_s + unit.backward_s for unit in units)
@@ -238,22 +253,31 @@ def simulate_fsdp(
     )
 
 
+class _FreeTimes(NamedTuple):
+    """From when on the network and the device's compute are free, in seconds from the step's start."""
+
+    network_s: float
+    device_s: float
+
+
 def _run_forward(
     root: Unit, units: Sequence[Unit], root_s: float, gather_s: Sequence[float], depth: int
-) -> tuple[float, float, float]:
-    """Return the seconds at which the network, and the device, are free after the forward pass, and its last block's begin.
+) -> tuple[_FreeTimes, float]:
+    """Return the free times after the forward pass, and the seconds at which its last block begins (0: there is no block).
 
-    ``root_s``, ``gather_s`` (blocks,): of the root's gather and of each block's. ``depth``: how many blocks ahead are gathered.
+    ``root_s``, ``gather_s`` (blocks,): seconds of the root's gather and of each block's. ``depth``: how many blocks ahead are
+    gathered.
     """
     network_s = root_s
     device_s = network_s + root.forward_s  # the root is gathered before anything runs
     begin_s: list[float] = []
     for index, unit in enumerate(units):
         gate_index = index - 1 - depth  # the block that must have begun before this one may be gathered
-        network_s = max(network_s, begin_s[gate_index] if gate_index >= 0 else 0.0) + gather_s[index]
+        gate_s = begin_s[gate_index] if gate_index >= 0 else 0.0
+        network_s = max(network_s, gate_s) + gather_s[index]
         begin_s.append(max(device_s, network_s))
         device_s = begin_s[-1] + unit.forward_s
-    return network_s, device_s, begin_s[-1] if begin_s else 0.0
+    return _FreeTimes(network_s, device_s), begin_s[-1] if begin_s else 0.0
 
 
 def _run_backward(
@@ -261,39 +285,50 @@ def _run_backward(
     gather_s: Sequence[float] | None,
     scatter_s: Sequence[float],
     depth: int,
-    clocks_s: tuple[float, float, float],
-) -> tuple[float, float]:
-    """Return the seconds at which the network, and the device, are free after the blocks' backward passes, last block first.
+    free: _FreeTimes,
+    last_begin_s: float,
+) -> _FreeTimes:
+    """Return the free times after the blocks' backward passes, which run from the last block to the first.
 
     Args:
-        gather_s: (blocks,) of each block's gather; None: all blocks are there still.
-        scatter_s: (blocks,) of each block's reduce-scatter; 0: it has none.
+        units: the blocks, in the order of their forward passes.
+        gather_s: (blocks,) seconds of each block's gather; None: all blocks are gathered still.
+        scatter_s: (blocks,) seconds of each block's reduce-scatter; 0: it has none.
         depth: how many blocks ahead are gathered.
-        clocks_s: when the network and the device are free, and when the last block's forward pass began.
+        free: the free times before the first of these passes.
+        last_begin_s: when the last block's forward pass began, from which on it may be gathered again.
     """
-    network_s, device_s, last_begin_s = clocks_s
+    network_s, device_s = free
     count = len(units)
-    gathered_s = [0.0] * count  # when each block is there
-    issued = count  # gathers so far, from the last block on
+    gathered_s = [0.0] * count  # when each block is gathered
+
+    def gather(index: int, from_s: float) -> None:
+        """Gather a block as soon as the network is free, and not before ``from_s``."""
+        nonlocal network_s
+        assert gather_s is not None
+        network_s = max(network_s, from_s) + gather_s[index]
+        gathered_s[index] = network_s
+
+    issued = count  # how many blocks have been gathered, from the last one on
     if gather_s is not None:
-        network_s = gathered_s[-1] = max(network_s, last_begin_s) + gather_s[-1]
+        gather(count - 1, last_begin_s)
         issued = 1
-    scattered_s = 0.0
+    scattered_s = 0.0  # when the last reduce-scatter so far is through
     for step in range(count):
         index = count - 1 - step
-        if gather_s is not None and step >= issued:  # nothing was prefetched
-            network_s = gathered_s[index] = max(network_s, device_s) + gather_s[index]
+        if step >= issued:  # the block was not prefetched
+            gather(index, device_s)
             issued += 1
         block_begin_s = max(device_s, gathered_s[index])
-        while gather_s is not None and issued < min(count, step + 1 + depth):
-            next_index = count - 1 - issued
-            network_s = gathered_s[next_index] = max(network_s, block_begin_s) + gather_s[next_index]
+        while issued < min(count, step + 1 + depth):
+            gather(count - 1 - issued, block_begin_s)
             issued += 1
         # The buffer of the reduce-scatter before must be free.
         device_s = max(block_begin_s + units[index].backward_s, scattered_s)
         if scatter_s[index]:
-            network_s = scattered_s = max(network_s, device_s) + scatter_s[index]
-    return network_s, device_s
+            network_s = max(network_s, device_s) + scatter_s[index]
+            scattered_s = network_s
+    return _FreeTimes(network_s, device_s)
 
 
 def _lower_bound_s(root: Unit, units: Sequence[Unit], group: Communicator) -> float:
@@ -303,10 +338,12 @@ def _lower_bound_s(root: Unit, units: Sequence[Unit], group: Communicator) -> fl
     """
     compute_s = root.forward_s + root.backward_s + sum(unit.forward_s + unit.backward_s for unit in units)
     reduce_s = [group.reduce_scatter_s(unit.gradient_bytes) for unit in (root, *units) if unit.gradient_bytes]
-    wire_s = sum(group.all_gather_s(unit.size_bytes) for unit in (root, *units) if unit.size_bytes) + sum(reduce_s)
+    gather_s = [group.all_gather_s(unit.size_bytes) for unit in (root, *units) if unit.size_bytes]
+    collectives_s = sum(gather_s) + sum(reduce_s)
     root_s = group.all_gather_s(root.size_bytes) if root.size_bytes else 0.0
-    root_s += group.reduce_scatter_s(root.gradient_bytes) if root.gradient_bytes else 0.0
-    return max(compute_s + root_s, wire_s)
+    if root.gradient_bytes:
+        root_s += group.reduce_scatter_s(root.gradient_bytes)
+    return max(compute_s + root_s, collectives_s)
 
 
 def block_of(parameter: str, container: str) -> str:

@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -30,7 +30,7 @@ Algorithm = Literal["ring", "tree", "nvls"]
 
 PROTOCOLS = ("LL", "LL128", "Simple")
 """NCCL's ways to send: LL with a flag of 4 bytes beside every 4, LL128 with 8 in every 128, Simple without flags, by chunks."""
-_LL128, _SIMPLE = 1, 2
+_LL, _LL128, _SIMPLE = range(3)
 # tuning.cc's baseLatencies and hwLatencies, microseconds per protocol: of the collective, and of a hop.
 _BASE_US = {"tree": (6.8, 14.0, 8.4), "ring": (6.6, 14.0, 8.4)}
 _HOP_US = {
@@ -52,7 +52,7 @@ _PLATEAU_VOLTA, _PLATEAU_NEWER = 1.9, 1.4
 
 @dataclass(frozen=True, slots=True)
 class _Generation:
-    """tuning.cc's limits of a GPU generation, in GB/s; three figures are for one node, for two, and for more."""
+    """tuning.cc's limits of a GPU generation, in GB/s; a tuple has an entry for one node, for two, and for more."""
 
     channels: int
     """Channels per collective, which work in parallel."""
@@ -142,13 +142,17 @@ class Communicator(Reducer, Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredCollective:
-    """What nccl-tests measured of one collective among certain processes: (k,) ascending sizes, and seconds."""
+    """What nccl-tests measured of one collective among certain processes."""
 
     collective: Collective
     replicas: int
+    """The number of processes."""
     nodes: int
+    """The number of nodes that they were on."""
     size_bytes: tuple[float, ...]
+    """(k,) sizes of messages, ascending."""
     seconds: tuple[float, ...]
+    """(k,) the time of a message of each size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,11 +202,14 @@ class Fabric:
         """
         counts = {name: count for name, count in devices.items() if count}
         node_counts = {name: math.ceil(count / fabrics[name].gpus_per_node) for name, count in counts.items()}
+        # Types whose links inside a node are used; where there is none, the links do not matter, and any will do.
         with_neighbours = [name for name in counts if counts[name] > node_counts[name]] or list(counts)
-        slowest = min((fabrics[name].inside for name in with_neighbours), key=lambda link: link.bytes_per_s)
-        slowest_card = min((fabrics[name].between for name in counts), key=lambda link: link.bytes_per_s)
+        slowest_inside = min((fabrics[name].inside for name in with_neighbours), key=lambda link: link.bytes_per_s)
+        slowest_between = min((fabrics[name].between for name in counts), key=lambda link: link.bytes_per_s)
         per_node = min(fabrics[name].gpus_per_node for name in counts)
-        fabric = replace(fabrics[with_neighbours[0]], inside=slowest, between=slowest_card, gpus_per_node=per_node)
+        fabric = replace(
+            fabrics[with_neighbours[0]], inside=slowest_inside, between=slowest_between, gpus_per_node=per_node
+        )
         return fabric.over(sum(counts.values()), sum(node_counts.values()))
 
     @property
@@ -221,21 +228,26 @@ class Fabric:
         return Group(fabric=self, replicas=replicas, nodes=nodes or math.ceil(replicas / self.gpus_per_node))
 
     def sharded(self, replicas: int, shard: int, nodes: int | None = None) -> Communicator:
-        """Return one of the groups of ``shard`` neighbouring processes, over which gradients are reduced, too (HSDP).
+        """Return the communicator of parameters that are divided among ``shard`` neighbouring processes (HSDP).
 
-        A shard of all ``replicas`` is a plain group. ``nodes``: of all replicas, see :meth:`over`.
+        ``replicas`` processes form several such shard groups; within a group parameters are gathered and gradients scattered,
+        and between the groups gradients are reduced, too. A shard of all ``replicas`` is a plain group. ``nodes``: of all
+        replicas; None: the fewest that hold them.
         """
         if shard >= replicas:
             return self.over(replicas, nodes)
         groups = replicas // shard
         nodes = nodes or math.ceil(replicas / self.gpus_per_node)
-        # one process of each group, all of the same rank within it: as far apart as the groups are
+        # The processes that hold the same part, one of each shard group: as far apart as the groups are.
         between = self.over(groups, min(groups, nodes))
-        # All these groups reduce at once, so a node's cards carry one message for each of its processes, divided by the shard
-        # groups on the node, because processes of one such group do not leave the node to reach each other. On 2 nodes of 8
-        # processes, 8 messages share the cards with shards of 8, and 4 with shards of 4.
-        sharing = max(1, math.ceil(replicas / nodes) * between.nodes // groups)
-        return Replicated(inside=self.over(shard), between=between, sharing=sharing if between.nodes > 1 else 1)
+        sharing = 1
+        if between.nodes > 1:
+            # All groups like ``between`` reduce at once, so a node's cards carry one message for each of its processes, divided
+            # by the shard groups on the node, because processes of one group like ``between`` do not leave the node to reach
+            # each other. On 2 nodes of 8 processes, 8 messages share the cards with shards of 8, and 4 with shards of 4.
+            processes_per_node = math.ceil(replicas / nodes)
+            sharing = max(1, processes_per_node * between.nodes // groups)
+        return Replicated(inside=self.over(shard), between=between, sharing=sharing)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,10 +291,12 @@ class Group:
             return size_bytes * 0.0
         size = np.atleast_1d(np.asarray(size_bytes, dtype=np.float64))
         seconds = self._model_s(collective, size)
-        if (table := self._nearest_table(collective)) is not None:
+        table = self._nearest_table(collective)
+        if table is not None:
             measured_group = replace(self, replicas=table.replicas, nodes=table.nodes)
             measured_bytes = np.array(table.size_bytes)
-            log_ratio = np.log(np.array(table.seconds) / measured_group._model_s(table.collective, measured_bytes))
+            modelled_s = measured_group._model_s(table.collective, measured_bytes)
+            log_ratio = np.log(np.array(table.seconds) / modelled_s)
             seconds = seconds * np.exp(np.interp(np.log(np.maximum(size, 1.0)), np.log(measured_bytes), log_ratio))
         return float(seconds[0]) if np.ndim(size_bytes) == 0 else seconds.reshape(np.shape(size_bytes))  # type: ignore[return-value]
 
@@ -334,14 +348,18 @@ class Group:
 
     @cached_property
     def _generation(self) -> _Generation:
-        """The limits of the GPUs' generation, which the kind of link inside a node tells; none for any other kind."""
+        """The limits of the GPUs' generation, by the kind of link inside a node; ``_ANY``, without limits, for other kinds."""
         return _GENERATIONS.get(self.fabric.inside.kind, _ANY)
 
     @cached_property
     def _levels(self) -> list[Link]:
         """The links in use: inside a node if one holds several processes, and between nodes if there are several."""
-        inside = [self.fabric.inside] if self._per_node > 1 else []
-        return inside + ([self.fabric.between] if self.nodes > 1 else [])
+        levels: list[Link] = []
+        if self._per_node > 1:
+            levels.append(self.fabric.inside)
+        if self.nodes > 1:
+            levels.append(self.fabric.between)
+        return levels
 
     @cached_property
     def _variants(self) -> dict[Collective, list[_Variant]]:
@@ -383,31 +401,38 @@ class Group:
         Few processes on a node do not reach the rate of its links: a small ring keeps fewer of them busy, and a GPU that is
         wired to ``peers`` others uses only its links to those that take part.
         """
-        inside, few = self.fabric.inside, self._generation.few
-        # relative to a ring of _MANY processes, for which a link's rate is given
-        reached_share = min((1.0 - few / self._per_node) / (1.0 - few / _MANY), 1.0)
-        if inside.peers:
-            reached_share = min((self._per_node - 1) / inside.peers, 1.0)
-        rates = [reached_share * inside.bytes_per_s] if self._per_node > 1 else []
-        rates += [card_factor * self.fabric.between.bytes_per_s] if self.nodes > 1 else []
+        inside = self.fabric.inside
+        rates: list[float] = []  # bytes per second
+        if self._per_node > 1:
+            if inside.peers:
+                reached_share = (self._per_node - 1) / inside.peers
+            else:  # relative to a ring of _MANY processes, for which a link's rate is given
+                few = self._generation.few
+                reached_share = (1.0 - few / self._per_node) / (1.0 - few / _MANY)
+            rates.append(min(reached_share, 1.0) * inside.bytes_per_s)
+        if self.nodes > 1:
+            rates.append(card_factor * self.fabric.between.bytes_per_s)
         return min(rates) / 1e9
 
     @property
     def _node_count_index(self) -> int:
-        """The index in a triple of figures for one node, for two, and for more."""
+        """The index in those tuples of :class:`_Generation` that have an entry for one node, for two, and for more."""
         return min(self.nodes, 3) - 1
 
-    def _ring_variants(self, turns: float) -> Iterator[_Variant]:
+    def _ring_variants(self, passes: float) -> Iterator[_Variant]:
         """Yield a ring for each protocol, with its latency and rate.
 
-        ``turns``: how often the data passes round the ring, each time in ``replicas - 1`` steps: 2 for an all-reduce (to
+        ``passes``: how often the data passes round the ring, each time in ``replicas - 1`` steps: 2 for an all-reduce (to
         reduce and to gather), 1 for a gather or a scatter.
         """
         generation = self._generation
-        steps, steps_between = turns * (self.replicas - 1), turns * (self.nodes - 1)
-        # over more than two nodes, no channel was measured to carry more than a tree's
+        steps = passes * (self.replicas - 1)
+        steps_between = passes * (self.nodes - 1)  # those that lead to another node
+        # Over more than two nodes, no channel was measured to carry more than a tree's.
         most_gb_per_s = generation.tree[2] * generation.channels if self.nodes > 2 else math.inf
-        link_gb_per_s = min(self._bus_rate(), most_gb_per_s) * (generation.gathers if turns == 1 else 1.0)
+        link_gb_per_s = min(self._bus_rate(), most_gb_per_s)
+        if passes == 1:
+            link_gb_per_s *= generation.gathers
         limits = (generation.ll[self._node_count_index], generation.channels * generation.ring_ll128, math.inf)
         has_cards = self.nodes > 1 and self.fabric.between.kind != "plain"
         for protocol, (share, limit) in enumerate(zip(_RING_SHARES, limits, strict=True)):
@@ -420,7 +445,7 @@ class Group:
                 algorithm="ring",
                 protocol=protocol,
                 latency_us=self._base_us("ring", protocol) + hops_us,
-                longer_us=hops_us * (plateau - 1.0) if protocol == _SIMPLE and turns > 1 and has_cards else 0.0,
+                longer_us=hops_us * (plateau - 1.0) if protocol == _SIMPLE and passes > 1 and has_cards else 0.0,
                 # every link carries the share steps / replicas of the message; 1 GB/s is 1e3 bytes per microsecond
                 bytes_per_us=1e3 * min(share * link_gb_per_s, limit) * self.replicas / steps,
             )
@@ -430,13 +455,15 @@ class Group:
 
         Data goes up the tree and down again, so that every hop counts twice and the rate is halved.
         """
-        generation, counts = self._generation, self._node_count_index
-        chain, depth = self._per_node - 1, math.ceil(math.log2(self.nodes))
+        generation = self._generation
+        node_count = self._node_count_index
+        chain = self._per_node - 1  # hops through a node's processes
+        depth = math.ceil(math.log2(self.nodes))  # hops of the tree over the nodes
         # On two nodes each of both trees has its root on one of them: half of the data crosses each way. NCCL takes 0.92 of the
         # links' rate; published sweeps reach all of it.
         link_gb_per_s = self._bus_rate(2.0 if self.nodes == 2 else 1.0)
-        tree_gb_per_s = min(link_gb_per_s, generation.channels * generation.tree[counts])
-        limits = (generation.ll[counts], generation.channels * generation.tree_ll128[counts], math.inf)
+        tree_gb_per_s = min(link_gb_per_s, generation.channels * generation.tree[node_count])
+        limits = (generation.ll[node_count], generation.channels * generation.tree_ll128[node_count], math.inf)
         # On one node NCCL gives LL128 in a tree 7/9 of the rate.
         shares = (_TREE_SHARES[0], 7 / 9 if self.nodes == 1 else _TREE_SHARES[1], 1.0)
         fill_us_per_byte = 2.0 * (chain + depth) * generation.channels / (1e3 * tree_gb_per_s)
@@ -449,7 +476,7 @@ class Group:
                 latency_us=self._base_us("tree", protocol) + 2.0 * (chain * inside_us + depth * between_us),
                 longer_us=0.0,
                 bytes_per_us=1e3 * min(share * tree_gb_per_s, limit) * 0.5,
-                fill_us_per_byte=fill_us_per_byte if protocol and self._has_constants else 0.0,
+                fill_us_per_byte=fill_us_per_byte if protocol != _LL and self._has_constants else 0.0,
                 corrected=self._has_constants,
             )
 
@@ -487,8 +514,13 @@ class Group:
             yield replace(ring, latency_us=latency_us, bytes_per_us=bytes_per_us)
 
 
-_Line = tuple[float, float, float]
-"""(``start_us``, ``us_per_byte``, ``fill_us_per_byte``) of one variant, see :class:`Floor`."""
+class _Line(NamedTuple):
+    """The time of one variant as a line over the size of the message; see :class:`Floor`."""
+
+    start_us: float
+    us_per_byte: float
+    fill_us_per_byte: float = 0.0
+    """Microseconds per byte to fill a tree's chains, up to a certain size."""
 
 
 class _FastestVariants:
@@ -499,7 +531,11 @@ class _FastestVariants:
     """
 
     def __init__(self, used: Group, fabrics: Sequence[Fabric], most_nodes: int) -> None:
-        """Work out what the variants have in common. The arguments are those of :meth:`Floor.of`."""
+        """Work out what the variants have in common.
+
+        ``used``: the group that all bounded groups contain; ``fabrics``: of any process; ``most_nodes``: on which the
+        processes of ``used`` may be spread.
+        """
         self.used, self.fabrics = used, fabrics
         n, nodes = used.replicas, used.nodes
         self.generations = [_GENERATIONS.get(fabric.inside.kind, _ANY) for fabric in fabrics]
@@ -520,7 +556,8 @@ class _FastestVariants:
     def _hops_us(self, algorithm: Algorithm, protocol: int) -> tuple[float, float]:
         """Return the microseconds of the shortest hop in any of the fabrics: (inside a node, between nodes)."""
         inside_us = min(self.used._hop_us(fabric.inside, algorithm, protocol) for fabric in self.fabrics)
-        return inside_us, min(self.used._hop_us(fabric.between, algorithm, protocol) for fabric in self.fabrics)
+        between_us = min(self.used._hop_us(fabric.between, algorithm, protocol) for fabric in self.fabrics)
+        return inside_us, between_us
 
     def ring(self, protocol: int) -> _Line:
         """Return the line of a ring: twice round, each time ``n - 1`` hops, ``nodes - 1`` of them between nodes.
@@ -529,14 +566,14 @@ class _FastestVariants:
         on each node have that cost.
         """
         inside_us, between_us = self._hops_us("ring", protocol)
-        inside_us = max(inside_us, _POST_US[protocol]) if self.has_cards else inside_us
-        between_us = min(between_us, self._hops_us("tree", protocol)[1])
+        _, tree_between_us = self._hops_us("tree", protocol)
+        if self.has_cards:
+            inside_us = max(inside_us, _POST_US[protocol])
         n, nodes = self.used.replicas, self.used.nodes
-        ring_us = 2.0 * ((nodes - 1) * between_us + (n - nodes) * inside_us)
-        return (
-            self._base_us("ring", protocol) + ring_us,
-            self.ring_passes / (_RING_SHARES[protocol] * self.card_rate),
-            0.0,
+        ring_us = 2.0 * ((nodes - 1) * min(between_us, tree_between_us) + (n - nodes) * inside_us)
+        return _Line(
+            start_us=self._base_us("ring", protocol) + ring_us,
+            us_per_byte=self.ring_passes / (_RING_SHARES[protocol] * self.card_rate),
         )
 
     def tree(self, protocol: int) -> _Line:
@@ -546,9 +583,13 @@ class _FastestVariants:
         """
         inside_us, between_us = self._hops_us("tree", protocol)
         tree_us = 2.0 * (self.chain * inside_us + self.depth * between_us)
-        is_filled = self.has_constants and protocol  # LL, protocol 0, has no chunks
-        fill = 2.0 * (self.chain + self.depth) / (_LEAST_CHUNKS * self.tree_rate) if is_filled else 0.0
-        return self._base_us("tree", protocol) + tree_us, 2.0 / (_TREE_SHARES[protocol] * self.tree_rate), fill
+        has_chunks = self.has_constants and protocol != _LL
+        fill = 2.0 * (self.chain + self.depth) / (_LEAST_CHUNKS * self.tree_rate) if has_chunks else 0.0
+        return _Line(
+            start_us=self._base_us("tree", protocol) + tree_us,
+            us_per_byte=2.0 / (_TREE_SHARES[protocol] * self.tree_rate),
+            fill_us_per_byte=fill,
+        )
 
     @property
     def may_use_nvls(self) -> bool:
@@ -562,7 +603,8 @@ class _FastestVariants:
 
     def nvls(self) -> _Line:
         """Return the line of NVLS: a reduction in the switches, then up and down a tree over the nodes at the card's rate."""
-        return self.start_us + _NVLS_US + 2.0 * self.depth * _NVLS_HOP_US, self.ring_passes / self.tree_rate, 0.0
+        hops_us = 2.0 * self.depth * _NVLS_HOP_US
+        return _Line(self.start_us + _NVLS_US + hops_us, self.ring_passes / self.tree_rate)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -593,7 +635,8 @@ class Floor:
             return None
         fastest = _FastestVariants(used, fabrics, most_nodes)
         lines = [line(protocol) for protocol in range(len(PROTOCOLS)) for line in (fastest.ring, fastest.tree)]
-        lines += [fastest.nvls()] if fastest.may_use_nvls else []
+        if fastest.may_use_nvls:
+            lines.append(fastest.nvls())
         start_us, us_per_byte, fill = np.array(lines).T[:, :, None, None]  # to broadcast over sizes of up to two axes
         most = _LEAST_CHUNKS * _CHUNK_BYTES * min(generation.channels for generation in fastest.generations)
         return cls(start_us=start_us, us_per_byte=us_per_byte, fill_us_per_byte=fill, most_filled_bytes=most)

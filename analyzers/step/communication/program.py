@@ -31,7 +31,7 @@ class Program:
     ready_s: Floats
     """(p,) when each gradient is ready, ascending; equal times in program order."""
     size_bytes: Floats
-    """(p,)"""
+    """(p,) bytes of each gradient."""
     held: tuple[str, ...]
     """The names of all q parameters, also of those without a gradient (frozen, unused), in file order."""
     held_bytes: Floats
@@ -44,11 +44,15 @@ class Program:
     """All compute, one op after another."""
 
     def starvation_advice(self, exposed_s: float) -> str:
-        """Return advice for a step that ``exposed_s`` of communication make ``_STARVED`` times its compute or longer; else "".
+        """Return advice for a step in which the device mostly waits for communication; "" for any other step.
 
-        It is a sentence to append to a text, with a space before it. "" too for a step without compute.
+        That is a step of at least ``_STARVED`` times its compute, to which ``exposed_s`` seconds of communication are added
+        that overlap no compute. The advice is a sentence to append to a text, with a space before it.
         """
-        if self.compute_s <= 0 or (ratio := 1.0 + exposed_s / self.compute_s) < _STARVED:
+        if self.compute_s <= 0:
+            return ""
+        ratio = 1.0 + exposed_s / self.compute_s
+        if ratio < _STARVED:
             return ""
         return f" The step is {ratio:.1f} times its compute: a larger batch per replica gains far more."
 
@@ -89,14 +93,18 @@ def program_of(graph: Graph) -> Program:
     if graph.mode != "training" or not len(sends):
         raise InputError(graph.name, "is no training step with gradients", "trace with --mode training")
     whole_times(graph)  # raises for an op without a duration
-    n, source, user = len(graph), graph.input_index, graph.users
-    order = np.arange(n) if (source < user).all() else np.array(first_ready_first(input_lists(graph)))
+    n = len(graph)
+    source, user = graph.input_index, graph.users  # (e,) of each edge, the op that is an input and the op that reads it
+    is_in_program_order = (source < user).all()
+    order = np.arange(n) if is_in_program_order else np.array(first_ready_first(input_lists(graph)))
     order = order[graph.kind[order] == COMPUTE]
     # Compute ops run one after another in this order; (n,) seconds, 0 for transfers.
     start, end = np.zeros(n), np.zeros(n)
     end[order] = np.cumsum(graph.duration_s[order])
     start[order[1:]] = end[order[:-1]]
-    sends = sends[graph.size_bytes[sends] > 0] if (graph.size_bytes[sends] > 0).any() else sends
+    has_bytes = graph.size_bytes[sends] > 0
+    if has_bytes.any():
+        sends = sends[has_bytes]
     # When each gradient is ready: at the latest end among its send's inputs.
     program_index = np.zeros(n)
     program_index[order] = np.arange(len(order))
@@ -140,7 +148,9 @@ def _find_backward_start(graph: Graph, start: Floats, compute_s: float) -> float
     if named_starts:
         return min(named_starts)
     sends = graph.of_kind(SEND).tolist()
-    needed_by = collected(reversed_edges(input_lists(graph)), graph.topological_order().tolist()[::-1], sends)
-    no_sends, all_sends = 0, (1 << len(sends)) - 1  # as bits
-    late_starts = [float(start[op]) for op in compute_ops if needed_by[op] not in (no_sends, all_sends)]
-    return min(late_starts, default=compute_s)
+    # By op, the sends that need it, directly or not: an integer with a bit for each send.
+    consumers_first = graph.topological_order().tolist()[::-1]
+    needed_by = collected(reversed_edges(input_lists(graph)), consumers_first, sends)
+    no_sends, all_sends = 0, (1 << len(sends)) - 1
+    backward_starts = [float(start[op]) for op in compute_ops if needed_by[op] not in (no_sends, all_sends)]
+    return min(backward_starts, default=compute_s)

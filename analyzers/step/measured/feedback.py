@@ -18,7 +18,7 @@ from ddltool.telemetry import WARMUP_STEPS, last_with_samples, rows_of_runs, run
 if TYPE_CHECKING:
     import pandas as pd
 
-# A single run is divided into so many parts in time, whose scatter estimates the scatter of repeated runs.
+# A single run is divided into so many parts in time, whose spread estimates how far repeated runs differ.
 _PARTS = 8
 # Upper quantile of the two-sided 80 % interval.
 _WITHIN = 0.9
@@ -89,14 +89,15 @@ class Run:
 
     @property
     def imbalance(self) -> float:
-        """How long the slowest rank waits for others, as a share of the longest compute.
+        """How long the slowest rank waits for others, as a share of the longest compute (0: it never waits).
 
         It waits although it is the slowest on the whole, because in a single step another rank may be later. 0.0 with servers.
         """
         if self.servers:
             return 0.0
         overhead_s = max(rank.overhead_s for rank in self.ranks)
-        return max(0.0, self.other_s - overhead_s) / max(rank.compute_s for rank in self.ranks)
+        waiting_s = max(0.0, self.other_s - overhead_s)
+        return waiting_s / max(rank.compute_s for rank in self.ranks)
 
     def speeds(self) -> dict[str, float]:
         """Return the samples per second of the slowest rank of each device type."""
@@ -128,13 +129,18 @@ def read_run(frame: pd.DataFrame, where: str, tell: Tell = log_remark) -> Run:
     if steady.empty:
         raise InputError(where, "holds no step with samples", "let the job train for more steps")
     per_step = steady.groupby("step")
-    slowest_s = per_step["step_s"].max()
+    slowest_s = per_step["step_s"].max()  # by step, the time of its slowest rank
+    # Step times by which the next run's is judged: those of runs with the same ranks, devices and batches, or of parts of
+    # this run.
     steady_runs = [_steady_rows(rows) for _, rows in all_rows.groupby(runs_of(all_rows))]
     repeats_s = [rows.groupby("step")["step_s"].max() for rows in steady_runs if _run_shape(rows) == _run_shape(steady)]
-    samples_s = repeats_s if len(repeats_s) > 1 else _split_in_time(slowest_s)  # this run is among its repeats
+    has_earlier_repeat = len(repeats_s) > 1  # this run is among its repeats
+    samples_s = repeats_s if has_earlier_repeat else _split_in_time(slowest_s)
     # pandas types a group's key as any object, and a rank may be a float such as 1.0.
-    ranks = tuple(_rank_run(int(float(str(rank))), part) for rank, part in steady.groupby("rank"))
+    ranks = tuple(_rank_run(int(float(str(rank))), rows) for rank, rows in steady.groupby("rank"))
     servers = int(steady["servers"].min())
+    mean_wait_s = np.mean([rank.wait_s for rank in ranks])
+    shortest_sync_s = per_step["sync_s"].min().median()  # of the last rank to arrive, which waits for nobody
     return Run(
         world_size=int(steady["world_size"].iloc[-1]),
         num_nodes=int(steady["num_nodes"].iloc[-1]),
@@ -142,15 +148,17 @@ def read_run(frame: pd.DataFrame, where: str, tell: Tell = log_remark) -> Run:
         iteration_s=float(slowest_s.median()),
         iteration_low_s=float(slowest_s.quantile(0.25)),
         iteration_high_s=float(slowest_s.quantile(0.75)),
-        # The last rank to arrive waits for nobody.
-        sync_s=float(np.mean([rank.wait_s for rank in ranks]) if servers else per_step["sync_s"].min().median()),
+        sync_s=float(mean_wait_s if servers else shortest_sync_s),
         servers=servers,
         drift=drift([float(np.median(step_times)) for step_times in samples_s]),
     )
 
 
 def _steady_rows(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return a run's rows after warm-up whose batch is the rank's full one; an epoch's last step may have a smaller batch."""
+    """Return a run's rows of telemetry after warm-up whose batch is the rank's full one.
+
+    An epoch's last step may have a smaller batch. The columns stay as they are.
+    """
     steps = np.sort(rows["step"].unique())
     is_short = len(steps) <= 2 * WARMUP_STEPS  # it would lose most of its steps
     first_step = steps[0 if is_short else WARMUP_STEPS]
@@ -184,7 +192,9 @@ def drift(medians: Sequence[float]) -> float:
 
     if len(medians) < 2:
         return 0.0
-    return float(math.expm1(stdtrit(len(medians) - 1, _WITHIN) * math.sqrt(2) * np.log(medians).std(ddof=1)))
+    t = stdtrit(len(medians) - 1, _WITHIN)
+    s = np.log(medians).std(ddof=1)
+    return float(math.expm1(t * math.sqrt(2) * s))
 
 
 def _rank_run(rank: int, rows: pd.DataFrame) -> RankRun:

@@ -60,7 +60,8 @@ class TraceSpans:
     def build(cls, key: Indices, thread: Indices, start_s: Floats, duration_s: Floats) -> tuple[TraceSpans, Places]:
         """Return the spans of these columns (m,), sorted and nested, and the (m,) indices by which they were sorted.
 
-        O(m log m). Indexing another column of the same spans with these sorts it likewise.
+        The columns are those of the class, in any order of rows. Indexing another column of the same spans with the indices
+        sorts it likewise. O(m log m).
         """
         order = np.lexsort((-duration_s, start_s, thread))
         key, thread, start_s, duration_s = key[order], thread[order], start_s[order], duration_s[order]
@@ -96,27 +97,30 @@ class TraceSpans:
 
         ``thread`` (k,): the thread on which to look; ``time_s`` (k,): the moment, on the clock of ``start_s``.
         """
+        # First the span that started last before each moment on its thread, whether it has ended or not.
         span_of = np.full(len(time_s), -1, dtype=np.int32)
         for thread_number in np.unique(thread):
             moments = np.flatnonzero(thread == thread_number)
-            first, last = np.searchsorted(self.thread, [thread_number, thread_number + 1])
-            span_of[moments] = np.searchsorted(self.start_s[first:last], time_s[moments], side="right") - 1
-            span_of[moments[span_of[moments] >= 0]] += np.int32(first)
+            first, last = np.searchsorted(self.thread, [thread_number, thread_number + 1])  # the thread's spans
+            index_in_thread = np.searchsorted(self.start_s[first:last], time_s[moments], side="right") - 1
+            span_of[moments] = np.where(index_in_thread >= 0, index_in_thread + first, -1)
         if not len(self):
             return span_of
         end_s = self.start_s + self.duration_s
         # An index of -1 reads the last span's end, which has no effect, because the first condition is false there.
         while (ended := np.flatnonzero((span_of >= 0) & (end_s[span_of] < time_s))).size:
-            span_of[ended] = self.parent[span_of[ended]]  # the latest start has ended: look in its parent
+            span_of[ended] = self.parent[span_of[ended]]  # the moment lies after this span, and may lie in its parent
         return span_of
 
 
 def _nested(thread: Indices, start_s: Floats, end_s: Floats) -> tuple[Indices, Indices]:
     """Return (m,) each span's parent index (-1 at the top) and (m,) its depth (0 at the top).
 
-    The columns (m,) are of sorted spans, so that the spans that are open at any start form a stack.
+    The columns (m,) are those of spans sorted as in :class:`TraceSpans`, so that the spans that are open at any start form a
+    stack. Times are seconds.
     """
-    parents, depths = np.empty(len(thread), dtype=np.int32), np.empty(len(thread), dtype=np.int32)
+    parents = np.empty(len(thread), dtype=np.int32)
+    depths = np.empty(len(thread), dtype=np.int32)
     open_spans: list[tuple[int, float]] = []  # index and end, outermost first
     current_thread = -1
     # Python floats take three times an array's memory: they are made a chunk at a time.
@@ -127,6 +131,7 @@ def _nested(thread: Indices, start_s: Floats, end_s: Floats) -> tuple[Indices, I
             if row_thread != current_thread:
                 current_thread = row_thread
                 open_spans.clear()
+            # Close spans that have ended at this start, or that this span outlasts, so that it is no child of theirs.
             while open_spans and (start >= open_spans[-1][1] or end > open_spans[-1][1] + _OVERHANG_S):
                 open_spans.pop()
             parents[span_index] = open_spans[-1][0] if open_spans else -1
@@ -143,14 +148,21 @@ def union(intervals: Floats) -> Floats:
     if not intervals.size:
         return np.zeros((2, 0))
     start, end = intervals[:2, np.argsort(intervals[0], kind="stable")]
-    latest_end = np.maximum.accumulate(end)
-    begins = np.concatenate([[True], start[1:] > latest_end[:-1]])  # whether there is a gap before an interval
-    return np.stack([start[begins], np.append(latest_end[:-1][begins[1:]], latest_end[-1])])
+    latest_end = np.maximum.accumulate(end)  # of all intervals up to each
+    has_gap_before = start[1:] > latest_end[:-1]  # of every interval but the first
+    union_starts = np.concatenate([start[:1], start[1:][has_gap_before]])
+    union_ends = np.append(latest_end[:-1][has_gap_before], latest_end[-1])
+    return np.stack([union_starts, union_ends])
 
 
 def clipped(intervals: Floats, low: float, high: float) -> Floats:
-    """Return (2, m) the parts of ordered, disjoint intervals (2, n) that lie within the window from ``low`` to ``high``."""
-    first, last = np.searchsorted(intervals[1], low, side="right"), np.searchsorted(intervals[0], high, side="left")
+    """Return (2, m) the parts of ordered, disjoint intervals (2, n) that lie within the window from ``low`` to ``high``.
+
+    Rows are starts and ends, in seconds.
+    """
+    starts, ends = intervals[:2]
+    first = np.searchsorted(ends, low, side="right")  # the first interval that ends after the window begins
+    last = np.searchsorted(starts, high, side="left")  # one past the last that starts before the window ends
     return np.clip(intervals[:, first:last], low, high)
 
 
@@ -200,7 +212,7 @@ class ProfilerTrace:
 
     @cached_property
     def is_operator(self) -> Flags:
-        """(m,) whether a span is an operator call, not an annotation or an autograd range."""
+        """(m,) whether a span is an operator call, and not an annotation, an autograd range or a collective's call."""
         return self.marked(lambda name: _OPERATOR.match(name) is not None and _COMMUNICATION.match(name) is None)
 
     @cached_property
@@ -215,7 +227,8 @@ class ProfilerTrace:
 
     def marked(self, wanted: Callable[[str], bool]) -> Flags:
         """Return (m,) whether ``wanted`` returns True for each span's name; it is called once for each distinct name."""
-        return np.array([wanted(name) for name in self.names], dtype=bool)[self.spans.key]
+        is_wanted = np.array([wanted(name) for name in self.names], dtype=bool)
+        return is_wanted[self.spans.key]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -302,17 +315,21 @@ def read_trace(path: str | Path) -> ProfilerTrace:
         remedy = "profile the CPU too, and export a scheduled profile from on_trace_ready"
         raise InputError(str(path), f"has no cpu_op and no kernel events (found: {categories})", remedy)
     spans, order = events.spans()
+    # What each span launched itself, and how long it waited itself; times in the tables are microseconds.
+    kind, _, _, duration, _, _, _ = activities
     launcher = _launchers(events, spans, order)
-    is_counted = (activities[0] != _COMMUNICATION_KERNEL) & (launcher >= 0)
-    thread, start, duration = events.table("waits")
-    waiter = spans.innermost(thread.astype(np.int32), start * 1e-6)
+    is_counted = (kind != _COMMUNICATION_KERNEL) & (launcher >= 0)
+    launched_s = _sum_by_index(launcher[is_counted], duration[is_counted] * 1e-6, len(spans))
+    thread, wait_start, wait_duration = events.table("waits")
+    waiter = spans.innermost(thread.astype(np.int32), wait_start * 1e-6)
     in_span = waiter >= 0
+    waited_s = _sum_by_index(waiter[in_span], wait_duration[in_span] * 1e-6, len(spans))
     steps = events.steps(spans)
     return ProfilerTrace(
         names=events.names,
         spans=spans,
-        device_s=spans.with_nested(_sum_by_index(launcher[is_counted], activities[3][is_counted] * 1e-6, len(spans))),
-        wait_s=spans.with_nested(_sum_by_index(waiter[in_span], duration[in_span] * 1e-6, len(spans))),
+        device_s=spans.with_nested(launched_s),
+        wait_s=spans.with_nested(waited_s),
         span_step=steps.at(spans.start_s),
         steps=len(steps.start_s),
     )
@@ -327,23 +344,29 @@ def read_steps(path: str | Path) -> TraceSteps:
     (one line) for a file that is no whole trace, and for one without a ``ProfilerStep`` that holds work.
     """
     events = _EventColumns(path)
-    spans = events.spans()[0]
+    spans, _ = events.spans()
     steps = events.steps(spans)
     if not len(steps.start_s):
         raise InputError(str(path), "has no ProfilerStep range with work", "call prof.step() after every training step")
-    # Rows: compute, communication, either of them; seconds of all devices. What is exposed is the third less the first.
-    busy_s = np.zeros((3, len(steps.start_s)))
+
+    def busy_s(intervals: Floats) -> Floats:
+        """Return (k,) the seconds of each step in which one of the intervals was busy: (2, n) starts and durations."""
+        start, duration = intervals
+        return busy_within(start, duration, steps.start_s, steps.until_s)
+
+    # (k,) seconds of each step in which compute, communication, or either of them ran, summed over the devices.
+    compute_s, communication_s, either_s = (np.zeros(len(steps.start_s)) for _ in range(3))
     for compute, communication in events.busy_times(spans, steps.end_s):
-        intervals = (compute, communication, np.concatenate([compute, communication], axis=1))
-        for interval_index, (start, length) in enumerate(intervals):
-            busy_s[interval_index] += busy_within(start, length, steps.start_s, steps.until_s)
+        compute_s += busy_s(compute)
+        communication_s += busy_s(communication)
+        either_s += busy_s(np.concatenate([compute, communication], axis=1))
     header = _header(path)
     device, world_size = header.get("deviceProperties.item.name"), header.get("distributedInfo.world_size")
     return TraceSteps(
         where=str(path),
         step_time_s=steps.length_s,
-        communication_s=busy_s[1],
-        exposed_s=np.maximum(busy_s[2] - busy_s[0], 0.0),
+        communication_s=communication_s,
+        exposed_s=np.maximum(either_s - compute_s, 0.0),
         device=device if isinstance(device, str) and device.strip() else None,
         world_size=world_size if type(world_size) is int and world_size >= 1 else None,
         remarks=steps.left_out,
@@ -356,7 +379,7 @@ def read_rank(path: str | Path) -> RankTrace:
     Raises InputError as :func:`read_steps` does.
     """
     events = _EventColumns(path)
-    spans = events.spans()[0]
+    spans, _ = events.spans()
     steps = events.steps(spans)
     if not len(steps.start_s):
         raise InputError(str(path), "has no ProfilerStep range with work", "call prof.step() after every training step")
@@ -365,9 +388,10 @@ def read_rank(path: str | Path) -> RankTrace:
     is_collective = kind == _COMMUNICATION_KERNEL
     times = np.stack([start, start + duration, launched * 1e6]) * 1e-6  # start, end, launch in seconds
     group_names = tuple(events.known["group"])
+    kernel_collectives = np.stack([group, times[0], times[1]])[:, is_collective]
     # Names of the host's collectives follow those of the kernels' groups.
     host_name, host_start_s, host_duration_s = events.collectives()
-    host_columns = np.stack([host_name + len(group_names), host_start_s, host_start_s + host_duration_s])
+    host_collectives = np.stack([host_name + len(group_names), host_start_s, host_start_s + host_duration_s])
     header = _header(path)
     rank, host = header.get("distributedInfo.rank"), header.get("host_name")
     base_ns = header.get("baseTimeNanoseconds", 0)  # from where a newer profiler counts the events' times
@@ -380,9 +404,9 @@ def read_rank(path: str | Path) -> RankTrace:
         spans=spans,
         steps=steps,
         groups=(*group_names, *events.names),
-        collectives=np.concatenate([np.stack([group, times[0], times[1]])[:, is_collective], host_columns], axis=1),
+        collectives=np.concatenate([kernel_collectives, host_collectives], axis=1),
         kernels=times[:, ~is_collective],
-        work=events.table("work") * np.array([[1e-6], [1.0]]),
+        work=events.table("work") * np.array([[1e-6], [1.0]]),  # microseconds to seconds; numbers of elements stay
     )
 
 
@@ -391,14 +415,16 @@ def _launchers(events: _EventColumns, spans: TraceSpans, order: Places) -> Indic
 
     ``order``: the indices by which ``spans`` were sorted. The module's docstring says how a launch is found.
     """
-    correlation, external = events.table("activities")[4:6]
-    identity, thread, time = events.table("launches")
-    call = _index_by_id(identity, correlation)
+    _, _, _, _, correlation, external, _ = events.table("activities")
+    launch_id, launch_thread, launch_time = events.table("launches")
+    launch = _index_by_id(launch_id, correlation)
+    has_launch = launch >= 0
+    found = launch[has_launch]
     launcher = np.full(len(correlation), -1, dtype=np.int32)
-    has_call = call >= 0
-    launcher[has_call] = spans.innermost(thread[call[has_call]].astype(np.int32), time[call[has_call]] * 1e-6)
-    by_external_id = ~has_call & (external > 0) & (external != correlation)
-    launcher[by_external_id] = _index_by_id(events.table("ranges")[2][order], external[by_external_id])
+    launcher[has_launch] = spans.innermost(launch_thread[found].astype(np.int32), launch_time[found] * 1e-6)
+    by_external_id = ~has_launch & (external > 0) & (external != correlation)
+    _, _, span_external, _, _ = events.table("ranges")
+    launcher[by_external_id] = _index_by_id(span_external[order], external[by_external_id])
     return launcher
 
 
@@ -408,7 +434,8 @@ def _index_by_id(ids: Floats, wanted: Floats) -> Ints:
         return np.full(len(wanted), -1, dtype=np.int64)
     order = np.argsort(ids, kind="stable")
     position = np.minimum(np.searchsorted(ids, wanted, sorter=order), len(ids) - 1)
-    return np.where(ids[order[position]] == wanted, order[position], -1)
+    index = order[position]
+    return np.where(ids[index] == wanted, index, -1)
 
 
 def _sum_by_index(index: Indices, amount: Floats, size: int) -> Floats:
@@ -422,8 +449,13 @@ def busy_within(start: Floats, duration: Floats, begin: Floats, end: Floats) -> 
     ``start``, ``duration`` (n,): of the intervals, which may overlap. O(n log n + k).
     """
     busy = union(np.stack([start, start + duration]))
-    windows = zip(begin.tolist(), end.tolist(), strict=True)
-    return np.array([float(np.diff(clipped(busy, low, high), axis=0).sum()) for low, high in windows])
+
+    def busy_s(low: float, high: float) -> float:
+        """Return the busy seconds of one window."""
+        starts, ends = clipped(busy, low, high)
+        return float((ends - starts).sum())
+
+    return np.array([busy_s(low, high) for low, high in zip(begin.tolist(), end.tolist(), strict=True)])
 
 
 class _EventColumns:
@@ -462,21 +494,8 @@ class _EventColumns:
 
         Calls are the operators that start, and the GPU work that is launched, in a step's time.
         """
-        number_of_name = [int(match[1]) if (match := _STEP.match(name)) else -1 for name in self.names]
-        number = np.array(number_of_name or [-1], dtype=np.int64)[spans.key]
-        step_spans = np.flatnonzero(number >= 0)
-        # Several threads may hold a range of the same step: the first counts.
-        step_spans = step_spans[np.unique(number[step_spans], return_index=True)[1]]
-        step_spans = step_spans[np.argsort(spans.start_s[step_spans], kind="stable")]
-        start_s, length_s = spans.start_s[step_spans], spans.duration_s[step_spans]
-        all_steps = ProfiledSteps(
-            number=number[step_spans].astype(np.int32),
-            start_s=start_s,
-            length_s=length_s,
-            until_s=np.append(start_s[1:], np.inf)[: len(start_s)],
-            end_s=float((start_s + length_s).max(initial=0.0)),
-            left_out=(),
-        )
+        all_steps = self._all_steps(spans)
+        start_s, length_s = all_steps.start_s, all_steps.length_s
         is_operator = np.array([_OPERATOR.match(name) is not None for name in self.names], dtype=bool)
         operator_s = spans.start_s[is_operator[spans.key]] if len(spans) else start_s
         call_s = np.concatenate([operator_s, self.launched_s()])
@@ -485,32 +504,53 @@ class _EventColumns:
         is_kept = (calls > 0) & (2 * calls >= calls.max(initial=0))
         if is_kept.all():
             return all_steps
-        shown = [
-            f"{number[step_spans[index]]} ({length_s[index] * 1e3:.3g} ms, {calls[index]} of {calls.max()} calls)"
+        left_out = [
+            f"{all_steps.number[index]} ({length_s[index] * 1e3:.3g} ms, {calls[index]} of {calls.max()} calls)"
             for index in np.flatnonzero(~is_kept)
         ]
-        counts = f"{len(shown)} of {len(is_kept)} steps"
-        remark = f"{counts} hold less than half of the work and are left out: {', '.join(shown[:_STEPS_SHOWN])}"
+        counts = f"{len(left_out)} of {len(is_kept)} steps"
+        remark = f"{counts} hold less than half of the work and are left out: {', '.join(left_out[:_STEPS_SHOWN])}"
         columns = {name: getattr(all_steps, name)[is_kept] for name in ("number", "start_s", "length_s", "until_s")}
         return ProfiledSteps(**columns, end_s=all_steps.end_s, left_out=(remark,))
+
+    def _all_steps(self, spans: TraceSpans) -> ProfiledSteps:
+        """Return all steps of a trace, one for each number of a ``ProfilerStep`` range, ordered by time."""
+        number_of_name = [int(match[1]) if (match := _STEP.match(name)) else -1 for name in self.names]
+        number = np.array(number_of_name or [-1], dtype=np.int64)[spans.key]
+        step_spans = np.flatnonzero(number >= 0)
+        # Several threads may hold a range of the same step: the first counts.
+        _, first_of_number = np.unique(number[step_spans], return_index=True)
+        step_spans = step_spans[first_of_number]
+        step_spans = step_spans[np.argsort(spans.start_s[step_spans], kind="stable")]
+        start_s, length_s = spans.start_s[step_spans], spans.duration_s[step_spans]
+        return ProfiledSteps(
+            number=number[step_spans].astype(np.int32),
+            start_s=start_s,
+            length_s=length_s,
+            until_s=np.append(start_s[1:], np.inf)[: len(start_s)],
+            end_s=float((start_s + length_s).max(initial=0.0)),
+            left_out=(),
+        )
 
     def launched_s(self) -> Floats:
         """Return (n,) the seconds at which the host launched each GPU activity; its own start if no launch was recorded."""
         _, _, start, _, correlation, _, _ = self.table("activities")
-        correlation_id, _, call_start = self.table("launches")
-        call = _index_by_id(correlation_id, correlation)
-        launched: Floats = np.where(call >= 0, call_start[call] if len(call_start) else start, start) * 1e-6
+        launch_id, _, launch_start = self.table("launches")
+        if not len(launch_id):
+            return np.asarray(start * 1e-6)
+        launch = _index_by_id(launch_id, correlation)
+        launched: Floats = np.where(launch >= 0, launch_start[launch], start) * 1e-6
         return launched
 
     def collectives(self) -> Floats:
-        """Return (3, n) name index, start and duration of the host's collectives, in seconds.
+        """Return (3, n) the collectives that run on the host; rows: the index of the name, start and duration in seconds.
 
         Those of NCCL are left out, because on the host they only launch a kernel.
         """
-        name, _, start, duration = self.table("collectives")
-        is_blocking = [not name.startswith(("nccl", "xccl")) for name in self.names] or [False]
-        is_kept = np.array(is_blocking)[name.astype(np.intp)]
-        return np.stack([name[is_kept], start[is_kept] * 1e-6, duration[is_kept] * 1e-6])
+        name_index, _, start, duration = self.table("collectives")
+        runs_on_host = [not name.startswith(("nccl", "xccl")) for name in self.names] or [False]
+        is_kept = np.array(runs_on_host)[name_index.astype(np.intp)]
+        return np.stack([name_index[is_kept], start[is_kept] * 1e-6, duration[is_kept] * 1e-6])
 
     def busy_times(self, spans: TraceSpans, end_s: float) -> Iterator[tuple[Floats, Floats]]:
         """Yield (compute, communication) for each device: two arrays (2, n) of starts and durations in seconds.
@@ -520,14 +560,16 @@ class _EventColumns:
         its operators are the compute; without either, nothing is yielded.
         """
         kind, device, start, duration, _, _, _ = self.table("activities")
-        times, is_launched = np.stack([start, duration]) * 1e-6, self.launched_s() < end_s
+        times = np.stack([start, duration]) * 1e-6
+        is_in_time = self.launched_s() < end_s
+        is_compute = is_in_time & (kind == _COMPUTE_KERNEL)
+        is_communication = is_in_time & (kind == _COMMUNICATION_KERNEL)
         host_times = self.collectives()[1:]
         host_times = host_times[:, host_times[0] < end_s]
-        compute, communication = (is_launched & (kind == key) for key in (_COMPUTE_KERNEL, _COMMUNICATION_KERNEL))
-        for device_number in np.unique(device[compute | communication]):
+        for device_number in np.unique(device[is_compute | is_communication]):
             on_device = device == device_number
-            device_times = times[:, communication & on_device]
-            yield times[:, compute & on_device], np.concatenate([device_times, host_times], axis=1)
+            device_times = times[:, is_communication & on_device]
+            yield times[:, is_compute & on_device], np.concatenate([device_times, host_times], axis=1)
             host_times = host_times[:, :0]  # the host's collectives count once, with the first device
         if host_times.size:
             is_operator = [_OPERATOR.match(name) is not None and not _COMMUNICATION.match(name) for name in self.names]
@@ -540,7 +582,7 @@ class _EventColumns:
         return tuple(self.known["name"])
 
     def table(self, kind: str) -> Floats:
-        """Return (width, n) the columns of the n rows of one kind, as ``WIDTH`` names and orders them."""
+        """Return (width, n) the columns of the n rows of one kind, a key of ``WIDTH``, whose comment names and orders them."""
         return np.frombuffer(self._values[kind]).reshape(-1, self.WIDTH[kind]).T
 
     def spans(self) -> tuple[TraceSpans, Places]:
@@ -553,20 +595,20 @@ class _EventColumns:
 
         ``number``: its index in the file. Raises InputError for an event without a start or with a negative duration.
         """
-        start, duration = self._time(event, "ts", number), self._time(event, "dur", number)
-        if start is None or (duration is not None and duration < 0):
-            problem = "has no ts" if start is None else f"dur is {event['dur']}"
+        start_us, duration_us = self._time(event, "ts", number), self._time(event, "dur", number)
+        if start_us is None or (duration_us is not None and duration_us < 0):
+            problem = "has no ts" if start_us is None else f"dur is {event['dur']}"
             raise self._event_error(event, number, problem)
-        self.base_us = start if self.base_us is None else self.base_us
-        start, duration = start - self.base_us, duration or 0.0
+        if self.base_us is None:
+            self.base_us = start_us
+        start = start_us - self.base_us
+        duration = duration_us or 0.0
         # What the event is of, and the ids by which a kernel and its launch are joined.
         category = str(event.get("cat", "")).lower()
         category = _EARLIER.get(category, category)
         self.categories[category] += 1
-        name, thread = (
-            str(event.get("name", "")),
-            f"{event.get('pid')} {event.get('tid')}",
-        )  # in a process and its thread
+        name = str(event.get("name", ""))
+        thread = f"{event.get('pid')} {event.get('tid')}"  # the process and its thread
         event_args = event.get("args")
         args: Mapping[str, Any] = event_args if isinstance(event_args, dict) else {}
         correlation = _event_id(args.get("correlation"))
@@ -586,11 +628,15 @@ class _EventColumns:
             if correlation > 0:
                 self._append_row("launches", correlation, thread_index, start)
         elif category in _ACTIVITY and name not in _SYNC_ROWS:
-            kind, group = _ACTIVITY[category], -1
-            # NCCL's kernels are told by their names: ncclDevKernel_AllReduce_Sum_f32_RING_LL is of AllReduce.
-            if kind == _COMPUTE_KERNEL and (prefix := _NCCL_KERNEL.match(name)):
-                operation, ranks = name[prefix.end() - 1 :].split("_")[0], args.get("Process Group Ranks", "")
-                kind, group = _COMMUNICATION_KERNEL, self._index_of("group", f"{operation} {ranks}")
+            kind = _ACTIVITY[category]
+            group = -1  # no collective
+            # NCCL's kernels are known by their names: ncclDevKernel_AllReduce_Sum_f32_RING_LL is of AllReduce.
+            prefix = _NCCL_KERNEL.match(name) if kind == _COMPUTE_KERNEL else None
+            if prefix is not None:
+                kind = _COMMUNICATION_KERNEL
+                operation = name[prefix.end() - 1 :].split("_")[0]
+                ranks = args.get("Process Group Ranks", "")
+                group = self._index_of("group", f"{operation} {ranks}")
             device = self._index_of("device", str(args.get("device", event.get("pid"))))
             self._append_row("activities", kind, device, start, duration, correlation, external, group)
 
@@ -599,8 +645,9 @@ class _EventColumns:
         self._values[kind].extend(row)
 
     def _index_of(self, kind: str, key: str) -> int:
-        """Return the index of a key among the keys of its kind, appending a key that is new."""
-        return self.known[kind].setdefault(key, len(self.known[kind]))
+        """Return the index of a text among the known texts of its kind ("name", "thread", ...); a new text is appended."""
+        indices = self.known[kind]
+        return indices.setdefault(key, len(indices))
 
     def _time(self, event: Mapping[str, Any], field: str, event_index: int) -> float | None:
         """Return the time in an event's field ("ts" or "dur") in microseconds, None where the field is missing.
@@ -675,15 +722,17 @@ class _CleanStream:
     def __init__(self, stream: IO[bytes]) -> None:
         self.stream = stream
         self._unquoted = 0
-        """Bytes since the last read with a quotation mark that is not escaped."""
+        """Bytes of the reads since the last one that held a quotation mark that is not escaped."""
 
     def read(self, size: int = -1) -> bytes:
         """Return the next ``size`` bytes, cleaned. Raises ijson's JSONError for too deep nesting or too long a text."""
         data = self.stream.read(size)
-        self._unquoted = 0 if data.count(b'"') > data.count(b'\\"') else self._unquoted + len(data)
+        has_quotation_mark = data.count(b'"') > data.count(b'\\"')
+        self._unquoted = 0 if has_quotation_mark else self._unquoted + len(data)
         if self._unquoted > _LONGEST:
             raise ijson.JSONError("16 MiB without the end of a text")
-        if data.count(b"[") + data.count(b"{") - data.count(b"]") - data.count(b"}") > _DEEPEST:
+        left_open = data.count(b"[") + data.count(b"{") - data.count(b"]") - data.count(b"}")
+        if left_open > _DEEPEST:
             raise ijson.JSONError("nested too deeply")
         return data.translate(_TO_BLANKS)
 
@@ -702,7 +751,8 @@ def _opened(path: str | Path) -> Iterator[tuple[_CleanStream, bool]]:
                 raise InputError(where, "is empty", f"expected {_WHAT}")
             if head.startswith(BOM_UTF8):
                 stream.read(len(BOM_UTF8))
-            yield _CleanStream(stream), head.removeprefix(BOM_UTF8).lstrip().startswith(b"[")
+            is_list = head.removeprefix(BOM_UTF8).lstrip().startswith(b"[")
+            yield _CleanStream(stream), is_list
     except (ijson.JSONError, UnicodeDecodeError) as error:
         problem = f"is not JSON, or is cut off ({one_line(str(error))[:120]})"
         raise InputError(where, problem, f"expected {_WHAT}") from None

@@ -30,9 +30,9 @@ def read_length_lines(path: Path) -> pd.DataFrame | None:
         return None
     lines = [line.strip() for line in read_text(path).splitlines()]
     if ending(path) == ".csv" and not lines[0].lstrip("-").replace(".", "", 1).isdigit():
-        return None
+        return None  # the first line is a header
     cells = pd.Series([line for line in lines if line], dtype=object)
-    values = pd.to_numeric(cells, errors="coerce")
+    values = pd.to_numeric(cells, errors="coerce")  # NaN for a line that is no number
     return pd.DataFrame({"length": cells.where(values.isna(), values)})
 
 
@@ -46,8 +46,10 @@ def lengths_of(frame: pd.DataFrame, path: Path) -> tuple[Ints, Ints] | None:
     name = next((name for name in LENGTH_COLUMNS if name in frame.columns), None)
     if name is None:
         return None
-    if frame[name].map(lambda cell: isinstance(cell, list)).any():
-        frame = frame.assign(**{name: frame[name].map(lambda cell: len(cell) if isinstance(cell, list) else cell)})
+    holds_lists = frame[name].map(lambda cell: isinstance(cell, list)).any()
+    if holds_lists:
+        lengths_of_lists = frame[name].map(lambda cell: len(cell) if isinstance(cell, list) else cell)
+        frame = frame.assign(**{name: lengths_of_lists})
     lengths = numbers(frame, name, path, minimum=1, maximum=MOST_TOKENS, whole=True).astype(np.int64)
     if "count" not in frame.columns:
         return lengths, np.ones_like(lengths)

@@ -24,8 +24,11 @@ from ddltool.plain_values import from_json, from_yaml
 from ddltool.shipped import devices
 from ddltool.units import show_bytes
 
-# Limits on what is read: bytes of a list, its nodes, devices of a node, elements of an XML document.
-_MAX_BYTES, _MAX_NODES, _MAX_DEVICES, _MAX_ELEMENTS = 1 << 26, 10_000, 1024, 2_000_000
+# Limits on what is read, so that a wrong file is refused before it fills the memory.
+_MAX_BYTES = 1 << 26  # of a list
+_MAX_NODES = 10_000  # of all lists
+_MAX_DEVICES = 1024  # of a node
+_MAX_ELEMENTS = 2_000_000  # of an XML document
 _STAND_IN = "zoo:resnet50_v1"
 """The model in job.yaml where the user gives none, so that the job can be planned."""
 # The batch size that a new job.yaml begins with.
@@ -88,7 +91,7 @@ class Nodes:
 def read_nodes(paths: Sequence[Path]) -> Nodes:
     """Return the nodes of one or more lists; ``-`` is standard input.
 
-    The format of a list is told by how it begins: XML is nvidia-smi's, JSON kubectl's, and ``NodeName=`` scontrol's. Of a
+    The format of a list is known by how it begins: XML is nvidia-smi's, JSON kubectl's, and ``NodeName=`` scontrol's. Of a
     Slurm or Kubernetes list, nodes that can run no job are left out and named in the remarks. Raises InputError (one
     line) for text in no known format, and for lists without a usable node.
     """
@@ -97,17 +100,8 @@ def read_nodes(paths: Sequence[Path]) -> Nodes:
     for path in paths:
         where = "standard input" if str(path) == "-" else str(path)
         text = _read_text_list(path, where)
-        first_character = text.lstrip("\ufeff \t\r\n")[:1]
-        if first_character == "<":
-            stem = "node" if str(path) == "-" else path.name.partition(".")[0]
-            nodes_and_remarks = _from_nvidia_smi(text, where, stem)
-        elif first_character in ("{", "["):
-            nodes_and_remarks = _from_kubectl(text, where)
-        elif re.search(r"^\s*NodeName=", text, re.MULTILINE):
-            nodes_and_remarks = _from_scontrol(text, where)
-        else:
-            raise InputError(where, "is no list of nodes that ddltool knows", f"give the output of {_COMMANDS}")
-        for item in nodes_and_remarks:
+        stem = "node" if str(path) == "-" else path.name.partition(".")[0]
+        for item in _nodes_and_remarks(text, where, stem):
             if isinstance(item, str):
                 remarks.append(item)
             elif len(nodes) >= _MAX_NODES:
@@ -119,6 +113,22 @@ def read_nodes(paths: Sequence[Path]) -> Nodes:
         problem = f"no node with a device is free for a job{reason}"
         raise InputError("--nodes", problem, f"give the output of {_COMMANDS}")
     return Nodes(nodes=tuple(nodes), remarks=tuple(_merge_remarks(remarks)))
+
+
+def _nodes_and_remarks(text: str, where: str, stem: str) -> Iterator[Node | str]:
+    """Return an iterator over the nodes of a list in any known format, and over remarks on what is left out of it.
+
+    ``where`` names the list in errors; ``stem`` is the name of a node whose list holds none. Raises InputError for another
+    format.
+    """
+    first_character = text.lstrip("\ufeff \t\r\n")[:1]
+    if first_character == "<":
+        return _from_nvidia_smi(text, where, stem)
+    if first_character in ("{", "["):
+        return _from_kubectl(text, where)
+    if re.search(r"^\s*NodeName=", text, re.MULTILINE):
+        return _from_scontrol(text, where)
+    raise InputError(where, "is no list of nodes that ddltool knows", f"give the output of {_COMMANDS}")
 
 
 def _read_text_list(path: Path, where: str) -> str:
@@ -152,10 +162,14 @@ def _merge_remarks(remarks: Iterable[str]) -> Iterator[str]:
     >>> list(_merge_remarks(["a: is DOWN, left out", "b: is DOWN, left out"]))
     ['a, b: is DOWN, left out']
     """
-    split_remarks = [remark.partition(": ") for remark in remarks]
-    for reason, group in groupby(sorted(split_remarks, key=lambda pieces: pieces[2]), key=lambda pieces: pieces[2]):
-        names = [name for name, _, _ in group]
-        shown, more_count = ", ".join(names[:_NAMES_SHOWN]), len(names) - _NAMES_SHOWN
+    names_by_reason: dict[str, list[str]] = {}
+    for remark in remarks:
+        name, _, reason = remark.partition(": ")
+        names_by_reason.setdefault(reason, []).append(name)
+    for reason in sorted(names_by_reason):
+        names = names_by_reason[reason]
+        shown = ", ".join(names[:_NAMES_SHOWN])
+        more_count = len(names) - _NAMES_SHOWN
         if more_count > 0:
             shown += f" and {more_count} more"
         yield f"{shown}: {reason}"
@@ -165,9 +179,11 @@ def _merge_remarks(remarks: Iterable[str]) -> Iterator[str]:
 
 
 def _from_nvidia_smi(text: str, where: str, stem: str) -> Iterator[Node | str]:
-    """Yield the node of each document, or a remark; the outputs of several machines may follow one another in a file.
+    """Yield the node of each document of ``nvidia-smi -q -x``, or a remark; a file may hold those of several machines.
 
-    ``stem``, the file's name, is the node's name: with an index behind it where the file holds several documents.
+    ``stem``, the file's name, is the node's name: with an index behind it where the file holds several documents. A machine
+    with several types of GPU becomes a node for each type. ``where``: the list, for errors. Raises InputError for another
+    document, and for a GPU without a name.
     """
     documents = [part for part in re.split(r"(?=<\?xml)", text) if part.strip()]
     for index, document in enumerate(documents):
@@ -175,7 +191,7 @@ def _from_nvidia_smi(text: str, where: str, stem: str) -> Iterator[Node | str]:
         log = _parse_xml(document, where)
         if log.tag != "nvidia_smi_log":
             raise InputError(where, f"begins with <{shortened(log.tag, 60)}>", "give the output of nvidia-smi -q -x")
-        gpus: list[tuple[str, float | None]] = []
+        gpus: list[tuple[str, float | None]] = []  # the name and the GiB of memory of each GPU
         for gpu in log.iterfind("gpu"):
             product = (gpu.findtext("product_name") or "").strip()
             if not product:
@@ -233,7 +249,8 @@ def _from_scontrol(text: str, where: str) -> Iterator[Node | str]:
         if "*" in state or any(word in state.upper() for word in _UNAVAILABLE):  # "*": it does not respond
             yield f"{name}: is {state}, left out"
             continue
-        resources = re.sub(r"\([^)]*\)", "", fields.get("Gres", "")).split(",")  # without "(S:0-1)", the sockets
+        gres_without_sockets = re.sub(r"\([^)]*\)", "", fields.get("Gres", ""))  # such as "(S:0-1)"
+        resources = gres_without_sockets.split(",")
         gpu_entries = [resource for resource in resources if resource.startswith("gpu")]
         if not gpu_entries:
             yield f"{name}: has no gpu in Gres, left out"
@@ -241,13 +258,15 @@ def _from_scontrol(text: str, where: str) -> Iterator[Node | str]:
         known_feature = next((word for word in features if word and devices().find(word)), None)
         for gpu_entry in gpu_entries:
             device, count = _gres(gpu_entry, f"{where}:{name}.Gres")
-            if device and re.search(r"[0-9]g\.[0-9]+gb", device):
+            if device and re.search(r"[0-9]g\.[0-9]+gb", device):  # such as 1g.5gb
                 yield f"{name}: {device} is a slice of a GPU (MIG) and left out"
-            elif count:
-                gpu_type = device or known_feature
-                if gpu_type is None:
-                    yield f"{name}: Gres does not say which GPU it has; write its type in place of gpu"
-                yield Node(name=name, device=gpu_type or "gpu", count=_checked_count(count, where, name))
+                continue
+            if not count:
+                continue
+            gpu_type = device or known_feature
+            if gpu_type is None:
+                yield f"{name}: Gres does not say which GPU it has; write its type in place of gpu"
+            yield Node(name=name, device=gpu_type or "gpu", count=_checked_count(count, where, name))
         if len(gpu_entries) > 1:
             yield f"{name}: holds several device types, each of which is written as a node of its own"
 
@@ -264,7 +283,7 @@ def _gres(entry: str, where: str) -> tuple[str | None, int]:
     if match is None:
         raise InputError(where, f"has {shortened(entry, 60)!r}", "gpu:TYPE:COUNT is expected")
     device: str | None = match["type"]
-    if device and device.isdigit() and match["count"] is None:
+    if device and device.isdigit() and match["count"] is None:  # gpu:COUNT, whose number the pattern takes for a type
         return None, int(device)
     return device, int(match["count"] or 1)
 
@@ -285,37 +304,45 @@ def _from_kubectl(text: str, where: str) -> Iterator[Node | str]:
     ):
         raise InputError(f"{where}:items", "is no list of nodes", "give the output of kubectl get nodes -o json")
     for index, item in enumerate(items):
-        location = f"{where}:items[{index}]"
-        metadata, spec, status = (_mapping_field(item, name, location) for name in ("metadata", "spec", "status"))
-        name = metadata.get("name")
-        if not isinstance(name, str) or not name:
-            raise InputError(f"{location}.metadata.name", "is missing", "give the output of kubectl get nodes -o json")
-        if (reason := _unschedulable_reason(spec, status, location)) is not None:
-            yield f"{name}: {reason}, left out"
-            continue
-        labels = {key: str(value) for key, value in _mapping_field(metadata, "labels", f"{location}.metadata").items()}
-        resources = _mapping_field(status, "allocatable", f"{location}.status") or _mapping_field(
-            status, "capacity", f"{location}.status"
-        )
-        if any(str(key).startswith("nvidia.com/mig-") and str(size) != "0" for key, size in resources.items()):
-            yield f"{name}: has slices of GPUs (MIG), which are left out"
-        resource = next((key for key in _RESOURCES if str(resources.get(key, "0")) != "0"), None)
-        if resource is None:
-            yield f"{name}: has no GPU that a pod could ask for, left out"
-            continue
-        text_count = str(resources[resource])
-        if not re.fullmatch(r"[0-9]{1,6}", text_count):
-            problem = f"is {shortened(text_count, 40)!r}"
-            raise InputError(f"{location}.status.allocatable.{resource}", problem, "a whole number is expected")
-        product = next((labels[key] for key in _PRODUCT_LABELS if labels.get(key)), None)
-        if product is not None and product.endswith("-SHARED"):  # the device plugin's mark of time slices
-            yield f"{name}: {product} is one GPU for several pods, left out"
-            continue
-        if product is None:
-            yield f"{name}: no label says which GPU it has; write its type in place of gpu"
-        memory = labels.get("nvidia.com/gpu.memory", "")  # in MiB
-        count = _checked_count(int(text_count), where, name)
-        yield Node(name=name, device=product or "gpu", count=count, memory_gib=_mib_to_gib(f"{memory} MiB"))
+        yield from _from_kubernetes_node(item, where, f"{where}:items[{index}]")
+
+
+def _from_kubernetes_node(item: Mapping[str, Any], where: str, location: str) -> Iterator[Node | str]:
+    """Yield the node of one item of ``kubectl get nodes -o json``, and remarks on it; a remark alone if it is left out.
+
+    ``where``, ``location``: the list and the item in it, for errors.
+    """
+    metadata, spec, status = (_mapping_field(item, name, location) for name in ("metadata", "spec", "status"))
+    name = metadata.get("name")
+    if not isinstance(name, str) or not name:
+        raise InputError(f"{location}.metadata.name", "is missing", "give the output of kubectl get nodes -o json")
+    reason = _unschedulable_reason(spec, status, location)
+    if reason is not None:
+        yield f"{name}: {reason}, left out"
+        return
+    labels = {key: str(value) for key, value in _mapping_field(metadata, "labels", f"{location}.metadata").items()}
+    # What pods may use of the machine's resources, by name; all that it has where the list does not say this.
+    allocatable = _mapping_field(status, "allocatable", f"{location}.status")
+    resources = allocatable or _mapping_field(status, "capacity", f"{location}.status")
+    if any(str(key).startswith("nvidia.com/mig-") and str(size) != "0" for key, size in resources.items()):
+        yield f"{name}: has slices of GPUs (MIG), which are left out"
+    gpu_resource = next((key for key in _RESOURCES if str(resources.get(key, "0")) != "0"), None)
+    if gpu_resource is None:
+        yield f"{name}: has no GPU that a pod could ask for, left out"
+        return
+    text_count = str(resources[gpu_resource])
+    if not re.fullmatch(r"[0-9]{1,6}", text_count):
+        problem = f"is {shortened(text_count, 40)!r}"
+        raise InputError(f"{location}.status.allocatable.{gpu_resource}", problem, "a whole number is expected")
+    product = next((labels[key] for key in _PRODUCT_LABELS if labels.get(key)), None)
+    if product is not None and product.endswith("-SHARED"):  # the device plugin's mark of time slices
+        yield f"{name}: {product} is one GPU for several pods, left out"
+        return
+    if product is None:
+        yield f"{name}: no label says which GPU it has; write its type in place of gpu"
+    memory_mib = labels.get("nvidia.com/gpu.memory", "")
+    count = _checked_count(int(text_count), where, name)
+    yield Node(name=name, device=product or "gpu", count=count, memory_gib=_mib_to_gib(f"{memory_mib} MiB"))
 
 
 def _mapping_field(item: Mapping[str, Any], name: str, location: str) -> Mapping[str, Any]:
@@ -368,19 +395,19 @@ def first_files(found: Nodes, model: str | None, folder: Path) -> tuple[dict[str
     ``folder``: where the files will be; the path of a graph file is made relative to it. Raises InputError for nodes that
     these files cannot express, such as a name with control characters.
     """
-    remarks, counts = list(found.remarks), found.counts
-    source = _STAND_IN if model is None else model
+    remarks = list(found.remarks)
     if model is None:
+        source = _STAND_IN
         remarks.append(f"no --model is given: job.yaml names {_STAND_IN} in its place")
-    elif is_graph_file(model):
-        source = os.path.relpath(model, folder)
+    else:
+        source = os.path.relpath(model, folder) if is_graph_file(model) else model
     advice = "is no device that ddltool knows: fill in its memory and speed in job.yaml, where a comment shows how"
     remarks += [f"{name} {advice}" for name in found.unknown]
     if len(found.nodes) > 1:
         remarks.append("how the nodes are joined is not known: add nic: 200Gbit, or what they have, in cluster.yaml")
     texts = {
         "cluster.yaml": "\n".join(_cluster_lines(found)) + "\n",
-        "job.yaml": "\n".join(_job_lines(found, source, sum(counts.values()))) + "\n",
+        "job.yaml": "\n".join(_job_lines(found, source, sum(found.counts.values()))) + "\n",
     }
     for name, model_class in (("cluster.yaml", Cluster), ("job.yaml", Job)):
         parse(from_yaml(texts[name], name), model_class, name)  # raises for a file that could not be read again
@@ -420,21 +447,22 @@ def _job_lines(found: Nodes, source: str, max_workers: int) -> Iterator[str]:
     yield "cluster: cluster.yaml"
     yield "devices:"
     memory_gib = {node.device: node.memory_gib for node in found.nodes}
-    lines = [(name, _device_entry(name, memory_gib[name], found.specs.get(name))) for name in found.counts]
-    known_lines = [line for name, line in lines if name not in found.unknown]
-    yield from (f"  - {line}" for line in known_lines)
-    for name, line in lines:
-        if name in found.unknown:
-            advice = "give its datasheet's figures, or measure it (capability_per_s, profile)"
-            yield f"  # {_yaml_scalar(name)} is not known: {advice}"
-            yield f"  {'# ' if known_lines else ''}- {line}"
+    entries = {name: _device_entry(name, memory_gib[name], found.specs.get(name)) for name in found.counts}
+    known_entries = [entry for name, entry in entries.items() if name not in found.unknown]
+    for entry in known_entries:
+        yield f"  - {entry}"
+    for name in found.unknown:
+        advice = "give its datasheet's figures, or measure it (capability_per_s, profile)"
+        yield f"  # {_yaml_scalar(name)} is not known: {advice}"
+        yield f"  {'# ' if known_entries else ''}- {entries[name]}"
 
 
 def _device_entry(name: str, memory_gib: float | None, spec: Mapping[str, Any] | None) -> str:
     """Return the entry of a device type in job.yaml.
 
-    It holds ``spec``, the measured figures, if given; otherwise the memory that the machine reports, if it differs from the
-    table's. For a type that the table lacks, a comment shows which figures the user has to fill in.
+    It holds ``spec``, the type's measured figures, unless that is None; otherwise the memory that the machine reports,
+    ``memory_gib`` of one device, if it is given and differs from the table's. For a type that the table lacks, a comment
+    shows which figures the user has to fill in.
     """
     table_spec = devices().find(name)
     if spec is not None:

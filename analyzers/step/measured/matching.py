@@ -85,14 +85,14 @@ def match(graph: Graph, trace: ProfilerTrace) -> Match:
     the steps is taken, as by the paper's time oracle (TicTac, section 5). A trace in which nothing matches raises no error
     here; :func:`apply` raises it.
     """
-    costly_ops = np.flatnonzero(
-        (graph.kind == COMPUTE) & np.array([mark != "free" for mark in graph.estimate], dtype=bool)
-    )
+    is_compute = graph.kind == COMPUTE
+    is_free = np.array([mark == "free" for mark in graph.estimate], dtype=bool)
+    costly_ops = np.flatnonzero(is_compute & ~is_free)
     durations = np.full(len(graph), np.nan)
     calls = _candidate_calls(graph, costly_ops, trace)
     steps, inexact, agreement = _fill_by_type(graph, costly_ops, trace, calls, durations)
     is_measured = ~np.isnan(durations)  # only costly ops have a time so far
-    durations[(graph.kind == COMPUTE) & ~np.isin(np.arange(len(graph)), costly_ops)] = 0.0
+    durations[is_compute & is_free] = 0.0
     unmatched_types = Counter(graph.op_type[op] for op in costly_ops if not is_measured[op])
     unmatched_calls, matched_time = _unmatched_calls(trace, calls, agreement)
     return Match(
@@ -143,13 +143,19 @@ def with_measured(fallback: Graph, durations: Floats, measured: Flags) -> Graph:
     types = np.array(fallback.op_type)
     seconds = np.where(is_compute, durations, fallback.duration_s)
     for name in np.unique(types[is_unmeasured]):
-        rows_of_type, has_both_of_type = is_unmeasured & (types == name), has_both & (types == name)
-        known_ratios = ratio[has_both_of_type if has_both_of_type.any() else has_both]
-        scale = float(np.median(known_ratios)) if known_ratios.size else 1.0
-        seconds[rows_of_type] = fallback.duration_s[rows_of_type] * scale
+        is_of_type = types == name
+        has_ratio = has_both & is_of_type
+        if not has_ratio.any():  # no op of this type was measured
+            has_ratio = has_both
+        scale = float(np.median(ratio[has_ratio])) if has_ratio.any() else 1.0
+        to_scale = is_unmeasured & is_of_type
+        seconds[to_scale] = fallback.duration_s[to_scale] * scale
     marks: list[Estimate | None] = list(fallback.estimate)
     for op in np.flatnonzero(is_compute):
-        marks[op] = "measured" if measured[op] else "default" if is_unmeasured[op] else "free"
+        if measured[op]:
+            marks[op] = "measured"
+        else:
+            marks[op] = "default" if is_unmeasured[op] else "free"
     return fallback.with_durations(seconds, marks)
 
 
@@ -166,7 +172,8 @@ def _candidate_calls(graph: Graph, costly_ops: Places, trace: ProfilerTrace) -> 
     is_candidate &= ~trace.spans.below(is_outside) & ~is_outside
     if trace.steps:
         is_candidate &= trace.span_step >= 0
-    span_indices = np.flatnonzero(is_candidate & ~trace.spans.below(is_candidate))
+    is_outermost = is_candidate & ~trace.spans.below(is_candidate)
+    span_indices = np.flatnonzero(is_outermost)
     return span_indices[np.argsort(trace.spans.start_s[span_indices], kind="stable")]
 
 
@@ -194,29 +201,30 @@ def _fill_by_type(
     step_of_call = trace.span_step[calls] if trace.steps else _repetitions(type_of_op, type_of_call)
     inexact: list[str] = []
     for name, type_index in type_indices.items():
-        call_rows, op_indices = np.flatnonzero(type_of_call == type_index), costly_ops[type_of_op == type_index]
-        if not len(call_rows):
+        rows = np.flatnonzero(type_of_call == type_index)  # of ``calls``, those of the type
+        op_indices = costly_ops[type_of_op == type_index]
+        if not len(rows):
             continue
-        times_by_step = [
-            trace.time_s[calls[call_rows[step_of_call[call_rows] == step]]]
-            for step in np.unique(step_of_call[call_rows])
-        ]
+        steps_of_rows = step_of_call[rows]
+        times_by_step = [trace.time_s[calls[rows[steps_of_rows == step]]] for step in np.unique(steps_of_rows)]
         exact_times = [times for times in times_by_step if len(times) == len(op_indices)]
         if exact_times:
             durations[op_indices] = np.min(exact_times, axis=0)
-        else:
-            durations[op_indices] = min(times.mean() for times in times_by_step)
-            inexact.append(name)
-            mean_calls = float(np.mean([len(times) for times in times_by_step]))
-            agreement[call_rows] = min(mean_calls, len(op_indices)) / max(mean_calls, len(op_indices))
-    return trace.steps or int(step_of_call.max(initial=0)) + 1, tuple(inexact), agreement
+            continue
+        durations[op_indices] = min(times.mean() for times in times_by_step)
+        inexact.append(name)
+        mean_calls = float(np.mean([len(times) for times in times_by_step]))
+        agreement[rows] = min(mean_calls, len(op_indices)) / max(mean_calls, len(op_indices))
+    steps = trace.steps or int(step_of_call.max(initial=0)) + 1
+    return steps, tuple(inexact), agreement
 
 
 def _repetitions(type_of_op: Places, type_of_call: Places) -> Indices:
     """Return (c,) the number of the repetition of the step to which each call belongs, for a trace that marks no steps.
 
     There are as many repetitions as the most common ratio of calls to ops among the types for which it is whole. All calls
-    of a type with another ratio are put in repetition 0. ``type_of_op``, ``type_of_call`` (c,): indices of types, none -1.
+    of a type with another ratio are put in repetition 0. ``type_of_op`` (ops,), ``type_of_call`` (c,): the index of the type
+    of each op and of each call, none of them -1.
     """
     type_count = int(type_of_op.max(initial=-1)) + 1
     op_counts, call_counts = np.bincount(type_of_op), np.bincount(type_of_call, minlength=type_count)
@@ -236,7 +244,9 @@ def _repetitions(type_of_op: Places, type_of_call: Places) -> Indices:
 def _unmatched_calls(
     trace: ProfilerTrace, calls: Places, agreement: Floats
 ) -> tuple[tuple[tuple[str, int, float], ...], float]:
-    """Return (unmatched operators, matched share): rows (name, calls, seconds), longest first, and a share of time (0 to 1).
+    """Return the operators that no op of the graph matches, and the share (0 to 1) of the trace's time that is matched.
+
+    The operators are rows (name, number of calls, seconds of all calls), longest first.
 
     The time of a composite call counts without its matched descendants; calls outside the steps do not count. In a trace
     with kernels, times are of the device, because the host runs ahead of it. ``calls`` (c,): indices of the matched spans;
@@ -245,22 +255,25 @@ def _unmatched_calls(
     spans = trace.spans
     has_kernels = trace.device_s.any()
     time = trace.device_s if has_kernels else trace.time_s
-    is_taken = np.zeros(len(spans), dtype=bool)
-    is_taken[calls] = True
-    is_counted = trace.is_top & ((trace.span_step >= 0) | (not trace.steps))
-    matched_s = spans.with_nested(np.where(is_taken, time, 0.0))
-    doubted_s = np.zeros(len(spans))  # time of matched calls that does not count as matched
-    doubted_s[calls] = time[calls] * (1.0 - agreement)
-    top = np.flatnonzero(is_counted)  # operator calls outside all others
+    is_matched = np.zeros(len(spans), dtype=bool)
+    is_matched[calls] = True
+    matched_s = spans.with_nested(np.where(is_matched, time, 0.0))
+    is_in_step = (trace.span_step >= 0) | (not trace.steps)
+    top = np.flatnonzero(trace.is_top & is_in_step)  # operator calls outside all others
     unmatched_s = np.maximum(time[top] - matched_s[top], 0.0)
-    call_counts = np.bincount(spans.key[top[~is_taken[top]]], minlength=len(trace.names))
+    call_counts = np.bincount(spans.key[top[~is_matched[top]]], minlength=len(trace.names))
     seconds = np.bincount(spans.key[top], weights=unmatched_s, minlength=len(trace.names))
     rows = [(trace.names[key], int(call_counts[key]), float(seconds[key])) for key in np.flatnonzero(call_counts)]
     rows_by_time = sorted(rows, key=lambda row: (-row[2], row[0]))
-    outside = trace.marked(lambda name: name.startswith(_OUTSIDE_RANGES))
-    is_outside_top = (outside | spans.below(outside))[top]
-    # Of the time of calls in the graph's passes is lost what no call matched, and the doubted part of matched calls.
-    inside = top[~is_outside_top]
+    # The share is of the time of calls in the graph's passes, without the optimizer and the like.
+    is_outside = trace.marked(lambda name: name.startswith(_OUTSIDE_RANGES))
+    is_top_outside = (is_outside | spans.below(is_outside))[top]
+    inside = top[~is_top_outside]
     total_s = float(time[inside].sum())
-    lost_s = float(unmatched_s[~is_outside_top].sum() + spans.with_nested(doubted_s)[inside].sum())
-    return tuple(rows_by_time), max(total_s - lost_s, 0.0) / total_s if total_s > 0 else 0.0
+    if total_s <= 0:
+        return tuple(rows_by_time), 0.0
+    # Not matched are the time that no call matched, and a part of matched calls whose number does not agree with the graph.
+    disagreeing_s = np.zeros(len(spans))
+    disagreeing_s[calls] = time[calls] * (1.0 - agreement)
+    lost_s = float(unmatched_s[~is_top_outside].sum() + spans.with_nested(disagreeing_s)[inside].sum())
+    return tuple(rows_by_time), max(total_s - lost_s, 0.0) / total_s

@@ -95,10 +95,14 @@ def measure_ops(
         progress: ``progress(done, total)`` is called after every call.
     """
     candidate_of: dict[Hashable, _Candidate] = {}
-    for name, source in zip(traced.graph.names, traced.graph.estimate, strict=True):
-        node = traced.nodes.get(name)
-        if node is not None and source != "free":
-            candidate_of.setdefault(signature(node), _Candidate(node, working_bytes(node))).names.append(name)
+    for name, estimate in zip(traced.graph.names, traced.graph.estimate, strict=True):
+        node = traced.nodes.get(name)  # None: a transfer
+        if node is None or estimate == "free":
+            continue
+        key = signature(node)
+        if key not in candidate_of:
+            candidate_of[key] = _Candidate(node, working_bytes(node))
+        candidate_of[key].names.append(name)
     candidates = list(candidate_of.values())
     with _quiet_torch(threads):
         _time_in_rounds(candidates, runs, memory_bytes, progress)
@@ -142,18 +146,25 @@ def apply_times(graph: Graph, times: OpTimes, network: Network) -> Graph:
     that have one. Raises InputError if some ops cost something and none of these was measured.
     """
     graph = assign_channels(graph, network.parameter_servers)
-    is_transfer, bytes_per_s = graph.kind != COMPUTE, network.bandwidth_bytes_per_s
+    is_transfer = graph.kind != COMPUTE
+    bytes_per_s = network.bandwidth_bytes_per_s
     is_measured = np.array([name in times.seconds for name in graph.names])
-    is_costly = ~is_transfer & np.array([source != "free" for source in graph.estimate])
+    is_costly = ~is_transfer & np.array([estimate != "free" for estimate in graph.estimate])
     if is_costly.any() and not is_measured.any():
         reason = next(iter(times.failed.values()), "no reason given")
         problem = f"none of its {int(is_costly.sum())} ops could be timed ({reason})"
         raise InputError(graph.name, problem, "use roofline")
     roofline = np.maximum(graph.flops / _NOMINAL_FLOPS, graph.size_bytes / _NOMINAL_BYTES_PER_S) + _NOMINAL_LAUNCH_S
-    links = {"bandwidth_bytes_per_s": bytes_per_s, "latency_s": network.latency_s}
-    meta = {**graph.meta, "oracle": "measured", "timed_calls": times.distinct, **links}
     nominal = np.where(is_transfer, network.latency_s + graph.size_bytes / bytes_per_s, roofline)
-    fallback = replace(graph, meta={**meta, "parameter_servers": network.parameter_servers})
+    meta = {
+        **graph.meta,
+        "oracle": "measured",
+        "timed_calls": times.distinct,
+        "bandwidth_bytes_per_s": bytes_per_s,
+        "latency_s": network.latency_s,
+        "parameter_servers": network.parameter_servers,
+    }
+    fallback = replace(graph, meta=meta)
     seconds = np.array([times.seconds.get(name, np.nan) for name in graph.names])  # NaN: not measured
     seconds[~is_costly] = 0.0
     marks: list[Estimate] = ["rule" for _ in graph.names]
@@ -179,27 +190,31 @@ def _time_in_rounds(candidates: list[_Candidate], runs: int, memory_bytes: float
     ``memory_bytes`` leave room for the largest op; the others are made anew in every round. ``progress``: see
     :func:`measure_ops`.
     """
+    for candidate in candidates:
+        if candidate.need_bytes > memory_bytes:
+            needed, allowed = show_bytes(candidate.need_bytes), show_bytes(memory_bytes)
+            candidate.reason = f"needs {needed}, more than the {allowed} allowed"
+    largest_bytes = max((candidate.need_bytes for candidate in candidates if not candidate.reason), default=0.0)
     kept_bytes = 0.0
-    needs_bytes = (candidate.need_bytes for candidate in candidates)
-    largest_bytes = max((need for need in needs_bytes if need <= memory_bytes), default=0.0)
     total = len(candidates) * (runs + 1)
     for done in range(total):
-        candidate, is_timed = candidates[done % len(candidates)], done >= len(candidates)
-        need_bytes = candidate.need_bytes
-        if need_bytes > memory_bytes:
-            candidate.reason = f"needs {show_bytes(need_bytes)}, more than the {show_bytes(memory_bytes)} allowed"
+        candidate = candidates[done % len(candidates)]
+        is_warm_up = done < len(candidates)
         if not candidate.reason:
             try:
                 call = candidate.call or make_call(candidate.node)
                 call_s = time_call(call)
             except Exception as error:  # an op may raise anything when its arguments are made up
-                candidate.reason, candidate.call = one_line(f"{type(error).__name__}: {error}")[:200], None
+                candidate.reason = one_line(f"{type(error).__name__}: {error}")[:200]
+                candidate.call = None
             else:
-                if is_timed:
+                if not is_warm_up:
                     candidate.best_s = min(candidate.best_s, call_s)
-                elif kept_bytes + need_bytes + largest_bytes <= memory_bytes:  # leaves room for the largest op
+                elif (
+                    kept_bytes + candidate.need_bytes + largest_bytes <= memory_bytes
+                ):  # leaves room for the largest op
                     candidate.call = call
-                    kept_bytes += need_bytes
+                    kept_bytes += candidate.need_bytes
         if progress is not None:
             progress(done + 1, total)
 
@@ -239,15 +254,19 @@ def make_call(node: Node) -> Call:
     arguments = arguments_by_name(node.target, node.args, node.kwargs)
     if name in _OPAQUE or any("workspace" in argument for argument in arguments):
         raise NotImplementedError(f"{name} reads what another op packed")
-    tensor_of: dict[Node, Any] = {}
+    tensor_of: dict[
+        Node, Any
+    ] = {}  # by the node among the arguments, the random tensor, or list of tensors, in its place
     for argument, value in arguments.items():
         is_positive = argument in _POSITIVE_ARGUMENTS or name in _POSITIVE_OPS
-        for input_node, limit in _nodes_with_limits(value, _index_limits(name, arguments, argument)):
+        limits = _index_limits(name, arguments, argument)
+        for input_node, limit in _nodes_with_limits(value, limits):
             if input_node not in tensor_of:
                 tensor_of[input_node] = _materialise(value_of(input_node), limit=limit, positive=is_positive)
     if name.startswith("max_pool") and name.endswith("_with_indices_backward"):
         _set_pool_indices(name, arguments, tensor_of)
-    args, kwargs = map_arg(node.args, tensor_of.__getitem__), map_arg(node.kwargs, tensor_of.__getitem__)
+    args = map_arg(node.args, tensor_of.__getitem__)
+    kwargs = map_arg(node.kwargs, tensor_of.__getitem__)
     target: Any = node.target
     return lambda: target(*args, **kwargs)
 
@@ -262,7 +281,8 @@ def time_call(call: Call) -> float:
     wall_began_s = time.perf_counter()
     call()
     wall_s = time.perf_counter() - wall_began_s
-    return min(wall_s, time.process_time() - cpu_began_s) if torch.get_num_threads() == 1 else wall_s
+    cpu_s = time.process_time() - cpu_began_s
+    return min(wall_s, cpu_s) if torch.get_num_threads() == 1 else wall_s
 
 
 def _index_limits(name: str, arguments: Mapping[str, Any], argument: str) -> Sequence[int] | int | None:
@@ -346,7 +366,10 @@ def _describe_value(value: Any) -> Hashable:
 
 
 def _leaves(value: Any) -> list[Any]:
-    """Return the items of nested lists and tuples in order, without None; for any other value, a list of it alone."""
+    """Return the items of nested lists and tuples in order, without None; for any other value, a list of it alone.
+
+    None by itself gives an empty list.
+    """
     if isinstance(value, (list, tuple)):
         return [leaf for item in value for leaf in _leaves(item)]
     return [] if value is None else [value]

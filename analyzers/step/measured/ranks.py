@@ -1,4 +1,7 @@
-"""The time of each rank in each step: its own work by part, waiting for others, exposed communication."""
+"""The time of each rank in each step: its own work by part (forward, backward, ...), waiting for others, exposed communication.
+
+Exposed communication is the time in which a rank communicates and computes nothing.
+"""
 
 from __future__ import annotations
 
@@ -38,19 +41,21 @@ class RankSteps:
     """Communication in which a rank computed nothing."""
     step_s: Floats
     after: Mapping[str, Floats] | None = None
-    """By part, the time of ``parts`` after the step's last collective, for which other ranks wait in the next step; or None."""
+    """By part, the time of ``parts`` after the step's last collective, for which other ranks wait in the next step; None: not
+    known."""
     gap_after_s: Floats | None = None
-    """The longest gap (see ``gap_s``) after the step's last collective."""
+    """The longest gap (see ``gap_s``) after the step's last collective; None: not known."""
     gap_s: Floats | None = None
-    """The longest time in a step in which a rank ran nothing and waited for no other rank."""
+    """The longest time in a step in which a rank ran nothing and waited for no other rank; None: not known."""
     work: Floats | None = None
-    """Amount of work: samples in telemetry, input elements of matrix products and convolutions in a trace."""
+    """Amount of work: samples in telemetry, input elements of matrix products and convolutions in a trace; None: not known."""
     samples: Floats | None = None
     """Samples of each step, None where the source does not count them."""
     offsets_s: Floats | None = None
-    """(R,) how far each clock is ahead of the median clock."""
+    """(R,) how far each clock is ahead of the median clock; None: not known."""
     late_s: Floats | None = None
-    """(R, m) how much later than the first rank each sees the end of a step's longest collective; only for one clock."""
+    """(R, m) for m steps, how much later than the first rank each sees the end of a step's longest collective; None: the ranks
+    do not share one clock, or it is not known."""
     ring: int = -1
     """The difference between the number of the rank to which each rank sends in a ring and its own: -1 in gloo."""
     remarks: tuple[str, ...] = ()
@@ -59,22 +64,28 @@ class RankSteps:
     """For each rank its name and the (start, end, activity) rows of some steps."""
 
     def between_meetings(self) -> RankSteps:
-        """Return the same steps with their limits moved to the last collective of each, where ranks wait for each other.
+        """Return the same steps, but each from the last collective of the step before to its own last one.
 
-        Work of a rank after a step's last collective then counts in the next step. The first step gets the median over the
-        rank's steps for it. Steps without ``after``, ``gap_s`` or ``gap_after_s``, as of telemetry, are returned unchanged.
+        There the ranks wait for each other. Work of a rank after a step's last collective then counts in the next step. The
+        first step, whose predecessor is not known, gets the rank's median over all steps for it. Steps without ``after``,
+        ``gap_s`` or ``gap_after_s``, as of telemetry, are returned unchanged.
         """
         if self.after is None or self.gap_s is None or self.gap_after_s is None:
             return self
 
         def carried(after_s: Floats) -> Floats:
-            """Return (R, K) the seconds that move into each step from the end of the one before; ``after_s`` (R, K)."""
-            carried_s: Floats = np.concatenate([np.median(after_s, axis=1, keepdims=True), after_s[:, :-1]], axis=1)
+            """Return (R, K) the seconds that move into each step from the end of the one before.
+
+            ``after_s`` (R, K): the seconds after each step's last collective.
+            """
+            into_first_s = np.median(after_s, axis=1, keepdims=True)
+            carried_s: Floats = np.concatenate([into_first_s, after_s[:, :-1]], axis=1)
             return carried_s
 
-        parts = {
-            name: np.add(whole_s - self.after[name], carried(self.after[name])) for name, whole_s in self.parts.items()
-        }
+        parts: dict[str, Floats] = {}
+        for name, whole_s in self.parts.items():
+            after_s = self.after[name]
+            parts[name] = np.add(whole_s - after_s, carried(after_s))
         own_s: Floats = np.sum(list(parts.values()), axis=0)
         # The longest gap before the last collective is known only if it is the whole step's longest; else 0 is taken.
         gap_before_s = np.where(self.gap_s > self.gap_after_s, self.gap_s, 0.0)
@@ -100,7 +111,7 @@ class RankSteps:
     @property
     def compute_s(self) -> Floats:
         """(R, K) seconds of own work that grow with the batch size."""
-        total: Floats = np.sum([row for name, row in self.parts.items() if name in COMPUTE], axis=0)
+        total: Floats = np.sum([part_s for name, part_s in self.parts.items() if name in COMPUTE], axis=0)
         return total
 
 
@@ -113,12 +124,13 @@ def of_telemetry(frame: pd.DataFrame, where: str, tell: Tell = log_remark) -> Ra
     rows = check_rows(frame, where, tell)
     rows = rows[rows["batch"] > 0]
     ranks = sorted({int(rank) for rank in rows["rank"]})
-    # Sorted by rank, then step, without steps that a rank lacks, each column can be reshaped to (ranks, steps).
-    common_rows = rows.drop_duplicates(["rank", "step"], keep="last").sort_values(["rank", "step"])
-    common_rows = common_rows[common_rows.groupby("step")["rank"].transform("size") == len(ranks)]
+    distinct_rows = rows.drop_duplicates(["rank", "step"], keep="last").sort_values(["rank", "step"])
+    ranks_with_step = distinct_rows.groupby("step")["rank"].transform("size")
+    common_rows = distinct_rows[ranks_with_step == len(ranks)]
     if len(ranks) < 2 or common_rows.empty:
         problem = f"has {len(ranks)} ranks with no step in common" if len(ranks) > 1 else "has one rank only"
         raise InputError(where, problem, "give the telemetry of all ranks of one run")
+    # The rows are sorted by rank, then step, and every rank has every step.
     columns = {name: common_rows[name].to_numpy(dtype=np.float64).reshape(len(ranks), -1) for name in TELEMETRY}
     return of_columns(columns, ranks)
 

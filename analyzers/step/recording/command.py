@@ -108,11 +108,10 @@ def record(
 
 def _without_script_arguments(words: Sequence[str]) -> str:
     """Return a command as one text that ends with its script: ``torchrun train.py`` for ``torchrun train.py --lr 1``."""
-    # The index of the script, or of the module after -m; 0, the first word alone, where the words hold neither.
-    last_shown = next(
-        (number for number, word in enumerate(words) if word.endswith(".py") or words[number - 1] == "-m"), 0
-    )
-    return shlex.join(words[: last_shown + 1])
+    for index, word in enumerate(words):
+        if word.endswith(".py") or words[index - 1] == "-m":  # the script, or the module after -m
+            return shlex.join(words[: index + 1])
+    return shlex.join(words[:1])
 
 
 _CHILD = "ddltool.analyzers.step.recording.script"
@@ -130,21 +129,22 @@ def assumption_line(values: Mapping[str, int]) -> str:
     ``values`` maps ``file:line`` to how often a value was read there. Its keys may also be ``ABSENT`` and a package's
     name, or ``NOTE`` and a sentence; the numbers of these are not used.
     """
-    absent = ", ".join(place.removeprefix(ABSENT) for place in values if place.startswith(ABSENT))
-    notes = [f"Stood in for, not installed here: {absent}."] if absent else []
-    for place in values:
-        if place.startswith(NOTE):
-            sentence = place.removeprefix(NOTE)
-            notes.append(f"{sentence[0].upper()}{sentence[1:]}.")
-    read_values = ((place, count) for place, count in values.items() if not place.startswith((ABSENT, NOTE)))
-    most_read_first = sorted(read_values, key=lambda item: -item[1])
-    if not most_read_first:
-        return " ".join(notes)
-    times_read = sum(count for _, count in most_read_first)
-    named = ", ".join(_shortened_place(place) for place, _ in most_read_first[:_SHOWN_PLACES])
-    more = f" and {len(most_read_first) - _SHOWN_PLACES} more places" if len(most_read_first) > _SHOWN_PLACES else ""
+    absent = ", ".join(key.removeprefix(ABSENT) for key in values if key.startswith(ABSENT))
+    remarks = [f"Stood in for, not installed here: {absent}."] if absent else []
+    for key in values:
+        if key.startswith(NOTE):
+            sentence = key.removeprefix(NOTE)
+            remarks.append(f"{sentence[0].upper()}{sentence[1:]}.")
+    times_by_place = {key: times for key, times in values.items() if not key.startswith((ABSENT, NOTE))}
+    if not times_by_place:
+        return " ".join(remarks)
+    most_read_first = sorted(times_by_place, key=lambda place: -times_by_place[place])
+    shown, hidden = most_read_first[:_SHOWN_PLACES], most_read_first[_SHOWN_PLACES:]
+    named = ", ".join(map(_shortened_place, shown))
+    more = f" and {len(hidden)} more places" if hidden else ""
+    times_read = sum(times_by_place.values())
     counted = f"{times_read} value{'s' * (times_read > 1)}"
-    return f"Assumed: {counted} that only a run knows: {named}{more}. {' '.join(notes)}".rstrip()
+    return f"Assumed: {counted} that only a run knows: {named}{more}. {' '.join(remarks)}".rstrip()
 
 
 def _shortened_place(place: str) -> str:
@@ -159,9 +159,10 @@ def _shortened_place(place: str) -> str:
 def _run_child(arguments: list[str], limit_s: float, name: str, shows: bool, ended: threading.Event) -> str:
     """Run the child process to its end; return the line in which it says why it recorded nothing, or "".
 
-    For a child that a signal ended, the line names the signal. ``name``: the command in messages. ``shows``, ``ended``:
-    as for :func:`record`. The child leads a process group of its own, so that at the limit, or once ``ended`` is set, the
-    processes that it started are killed with it. Raises InputError after ``limit_s`` seconds.
+    For a child that a signal ended, the line names the signal. ``arguments``: the child's command line. ``name``: the
+    recorded command in messages. ``shows``: what the child prints is passed on to stderr. ``ended``: an event that another
+    thread sets to kill the child. The child leads a process group of its own, so that at the limit, or once ``ended`` is
+    set, the processes that it started are killed with it. Raises InputError after ``limit_s`` seconds.
     """
     # Unbuffered, so that prints are relayed as they come; tokenizers' threads make that library warn of later forks.
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -176,7 +177,8 @@ def _run_child(arguments: list[str], limit_s: float, name: str, shows: bool, end
     deadline_s = time.monotonic() + limit_s
     try:
         while child.poll() is None and not ended.is_set():
-            if (left_s := deadline_s - time.monotonic()) <= 0:
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
                 problem = f"has not ended its second update in {limit_s:g} s"
                 raise InputError(name, problem, "give it more time by --limit, or a smaller job")
             with suppress(subprocess.TimeoutExpired):
@@ -192,9 +194,9 @@ def _run_child(arguments: list[str], limit_s: float, name: str, shows: bool, end
 
 
 def _relay(stream: IO[str], failures: list[str], shows: bool) -> None:
-    """Pass what the child prints on to stderr where ``shows`` is true, dimmed on a terminal.
+    """Read what the child prints until its end, and pass it on to stderr where ``shows`` is true, dimmed on a terminal.
 
-    Lines that the child marks as its reason for failing are appended to ``failures``.
+    What follows ``FAILURE_MARK`` in a line is the child's reason for failing: it is appended to ``failures`` and not shown.
     """
     dims = sys.stderr.isatty() and "NO_COLOR" not in os.environ
     for line in stream:

@@ -22,7 +22,7 @@ def stand_in_graphs(recorder: Recorder) -> None:
     capturing: list[list[tuple[Any, ...]]] = []  # the calls of every graph under capture, the innermost graph last
 
     def note(*call: Any) -> None:
-        """Record a call, and keep it for the graph that is being captured, if one is."""
+        """Record a call, and keep it for the graph that is being captured, if one is; ``call``: the arguments of ``_note``."""
         if capturing:
             capturing[-1].append(call)  # its tensors live as long as the graph, as in a graph's pool
         real_note(*call)
@@ -33,7 +33,8 @@ def stand_in_graphs(recorder: Recorder) -> None:
         def __init__(self, *_: Any, **__: Any) -> None:
             """Begin without calls; the arguments are ignored."""
             self.calls: list[tuple[Any, ...]] = []
-            self.stands_for_replay = False  # whether the capture was recorded, and no replay has come since
+            # Whether the capture itself was recorded and no replay has come since: then the next replay adds nothing.
+            self.stands_for_replay = False
 
         def capture_begin(self, *_: Any, **__: Any) -> None:
             """Keep the calls that are made from now on."""

@@ -90,7 +90,12 @@ class Autocast:
 
     def _widest(self, op: Any) -> Callable[..., Any]:
         """Return a kernel that casts an op's tensors to float32 where one of them is float32, and else casts nothing."""
-        return self._casting(op, lambda tensors: torch.float32 if torch.float32 in {t.dtype for t in tensors} else None)
+
+        def wanted(tensors: list[Tensor]) -> torch.dtype | None:
+            """Return float32 if one of the tensors has that type; None: nothing is to be cast."""
+            return torch.float32 if any(tensor.dtype == torch.float32 for tensor in tensors) else None
+
+        return self._casting(op, wanted)
 
     def _unless_typed(self, op: Any) -> Callable[..., Any]:
         """Return a kernel for an op with a ``dtype`` argument, which is set to float32 where the call does not give it.
@@ -115,7 +120,7 @@ class Autocast:
     def _casting(self, op: Any, wanted: Callable[..., torch.dtype | None]) -> Callable[..., Any]:
         """Return a kernel that casts an op's floating-point tensors, then calls the op without autocast.
 
-        ``wanted`` returns the type to cast to for the tensors of a call, None where nothing is to be cast.
+        ``wanted`` takes the list of a call's tensors and returns the type to cast to, None where nothing is to be cast.
         """
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -144,15 +149,14 @@ class Autocast:
             return value
         if value.device.type != self.type:
             return value
-        is_cached = (
-            torch.is_autocast_cache_enabled() and value.is_leaf and value.requires_grad and value.dtype == torch.float32
-        )
+        is_parameter = value.is_leaf and value.requires_grad
+        is_cached = torch.is_autocast_cache_enabled() and is_parameter and value.dtype == torch.float32
         if not is_cached or dtype == torch.float32:
             return value.to(dtype)
-        cached = self.cache.get(id(value))
-        if cached is None:
-            cached = self.cache[id(value)] = (value, value.to(dtype))
-        return cached[1]
+        if id(value) not in self.cache:
+            self.cache[id(value)] = (value, value.to(dtype))
+        _, cast_value = self.cache[id(value)]
+        return cast_value
 
 
 def _attention(
@@ -171,7 +175,8 @@ def _attention(
     That is the flash kernel in half precision without a mask (heads of equal widths up to 256), and otherwise the
     memory-efficient one. Float64, inputs that are not (batch, heads, tokens, width), and a mask whose rows are not
     contiguous take the math kernel, which is composed of several ops. The arguments and the result are those of
-    ``functional.scaled_dot_product_attention``.
+    ``functional.scaled_dot_product_attention``: ``attn_mask`` is added to the scores, or False where a boolean one hides;
+    ``scale`` None: 1 / sqrt(width); ``enable_gqa``: keys and values may have fewer heads than queries.
     """
     ops = torch.ops.aten
     # The efficient kernel reads a mask along its rows; T5 permutes the table of its biases, so that a row is a column there.
@@ -203,13 +208,15 @@ def _recurrent(autocast: Autocast) -> Callable[..., Any]:
 
     def run(x: Tensor, hidden: Any, weights: list[Tensor], _bias: bool, _layers: int, _dropout: float, _training: bool,
             bidirectional: bool, batch_first: bool) -> tuple[Tensor, ...]:  # fmt: skip
-        """Return outputs and last states of all layers; inputs and weights are cast where autocast is on.
+        """Return outputs and last states of all layers (see :func:`recurrent_layers`), from inputs cast where autocast is on.
 
-        The arguments are those of torch's ops; bias, layers, dropout and training do not change any shape.
+        The arguments are those of torch's op ``aten::lstm.input`` and its like, of which bias, layers, dropout and training are
+        not used, because they do not change any shape.
         """
         if torch.is_autocast_enabled(autocast.type):
-            half = torch.get_autocast_dtype(autocast.type)
-            x, weights = autocast.cast(x, half), [autocast.cast(weight, half) for weight in weights]
+            dtype = torch.get_autocast_dtype(autocast.type)
+            x = autocast.cast(x, dtype)
+            weights = [autocast.cast(weight, dtype) for weight in weights]
         return recurrent_layers(x, hidden, weights, bidirectional, batch_first)
 
     return run

@@ -49,9 +49,10 @@ _PICTURE_SAMPLES = {"train": 50_000, "test": 10_000}
 def stand_in_downloads(device: torch.device) -> dict[str, Callable[[Any], None]]:
     """Let the process download nothing: libraries of hubs are set to offline, and weights stay as they are initialised.
 
-    Environment variables that the user has set stay as they are; functions of torch are replaced for good. Returns, by
-    the name of a module that downloads, a function that patches this module once it is imported. Models are then built
-    from their configurations, and small known data sets are blank.
+    ``device``: the recorded device, where models go that are asked to be placed. Environment variables that the user has
+    set stay as they are; functions of torch are replaced for good. Returns, by the name of a module that downloads, a
+    function that patches this module once it is imported. Models are then built from their configurations, and small
+    known data sets are blank.
     """
     for name in _OFFLINE:
         os.environ.setdefault(name, "1")
@@ -101,28 +102,17 @@ def _from_configuration(module: Any, device: torch.device) -> None:
     def from_pretrained(cls: Any, /, name: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
         """Return a model with initial weights where ``PreTrainedModel.from_pretrained`` returns one with the hub's weights.
 
-        ``name``: the model's on the hub, or a folder; ``config``: its configuration, or where to find it (None: under
-        ``name``). Of the options of loading in ``kwargs`` only the type, weights of few bits, the device map and
-        ``output_loading_info`` have an effect; that last one makes the result a pair (model, information). The other
-        ``kwargs`` change the configuration, as in the original.
+        ``name``: the model's on the hub, or a folder; ``args``: positional arguments of the model's class; ``config``: its
+        configuration, or where to find it (None: under ``name``). Of the options of loading in ``kwargs`` only the type,
+        weights of few bits, the device map and ``output_loading_info`` have an effect; that last one makes the result a
+        pair (model, information). The other ``kwargs`` change the configuration, as in the original.
         """
-        # Find the configuration; what is left of ``kwargs`` is for the model's constructor.
         loading_options = {key: kwargs.pop(key) for key in _LOADING_OPTIONS if key in kwargs}
-        if isinstance(config, module.PreTrainedConfig):
-            config = copy.deepcopy(config)  # the script's own object stays as it is
-            # The kind of attention is left among the arguments: ``_from_config`` takes it from there.
-            for key in [key for key in kwargs if hasattr(config, key) and not key.startswith("attn_impl")]:
-                setattr(config, key, kwargs.pop(key))
-        else:
-            configuration_options = {
-                key: loading_options[key] for key in _CONFIGURATION_OPTIONS if key in loading_options
-            }
-            config, kwargs = cls.config_class.from_pretrained(
-                config or name, return_unused_kwargs=True, **configuration_options, **kwargs
-            )
+        config, kwargs = configured(cls, name, config, loading_options, kwargs)
         # Build the model in the asked type ("auto": the configuration's), then pack and place its weights as asked.
         dtype = loading_options.get("dtype") or loading_options.get("torch_dtype") or "auto"
-        dtype = (config.dtype or torch.float32) if dtype == "auto" else dtype
+        if dtype == "auto":
+            dtype = config.dtype or torch.float32
         config.name_or_path = str(name)
         # A loaded model evaluates until it is told to train.
         model = cls._from_config(config, *args, dtype=dtype, **kwargs).eval()
@@ -135,6 +125,27 @@ def _from_configuration(module: Any, device: torch.device) -> None:
         troubles = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
         loading_info: dict[str, list[str]] = {trouble: [] for trouble in troubles}  # there are none
         return (model, loading_info) if loading_options.get("output_loading_info") else model
+
+    def configured(
+        cls: Any, name: Any, config: Any, loading_options: dict[str, Any], kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
+        """Return a model's configuration, changed as ``kwargs`` ask, and those of them that the model's class takes.
+
+        ``cls``, ``name``, ``config``: as of ``from_pretrained``; ``loading_options``, ``kwargs``: its other arguments, the
+        options that concern the loading and the rest.
+        """
+        if isinstance(config, module.PreTrainedConfig):
+            config = copy.deepcopy(config)  # the script's own object stays as it is
+            # The kind of attention is left among the arguments: ``_from_config`` takes it from there.
+            fields = [key for key in kwargs if hasattr(config, key) and not key.startswith("attn_impl")]
+            for key in fields:
+                setattr(config, key, kwargs.pop(key))
+            return config, kwargs
+        configuration_options = {key: loading_options[key] for key in _CONFIGURATION_OPTIONS if key in loading_options}
+        found: tuple[Any, dict[str, Any]] = cls.config_class.from_pretrained(
+            config or name, return_unused_kwargs=True, **configuration_options, **kwargs
+        )
+        return found
 
     module.PreTrainedModel.from_pretrained = classmethod(from_pretrained)
 
@@ -204,10 +215,10 @@ def _published_fields(name: str) -> dict[str, Any] | None:
     if model is None or model.library != "transformers":
         return None
     tables = (vars(modeling_auto)[f"MODEL_FOR_{task}_MAPPING_NAMES"] for task in _PRETRAINED)
-    classes = [table[model.model_type] for table in tables if model.model_type in table]
-    first = classes[:1] if not classes or isinstance(classes[0], str) else [*classes[0]][:1]
+    classes = next((table[model.model_type] for table in tables if model.model_type in table), ())
+    class_names = [classes] if isinstance(classes, str) else list(classes)  # some types have several; the first is used
     dtype = {} if model.dtype is None else {"dtype": model.dtype}
-    return {"model_type": model.model_type, "architectures": first, **model.fields, **dtype}
+    return {"model_type": model.model_type, "architectures": class_names[:1], **model.fields, **dtype}
 
 
 _PRETRAINED = (
@@ -272,15 +283,20 @@ def _blank_pictures(module: Any) -> None:
 
 
 def _blank(dataset_type: Any, fill: Callable[[Any], None]) -> None:
-    """Let instances of a data set's class be filled by ``fill`` where the script would download their files."""
-    real_init, blank_roots = dataset_type.__init__, set()
+    """Let instances of a data set's class be filled by ``fill`` where the script would download their files.
+
+    ``fill`` is called with the new data set, which has torchvision's attributes of every data set (``root``, ``train``).
+    """
+    real_init = dataset_type.__init__
+    blank_roots: set[str] = set()  # folders for which the script has asked to download
 
     def init_or_fill(self: Any, root: Any, train: bool = True, transform: Any = None, target_transform: Any = None,
              download: bool = False, **_: Any) -> None:  # fmt: skip
-        """Read the data set's files, or fill it with blank samples; the arguments are those of torchvision's data sets.
+        """Read the data set's files from the folder ``root``, or fill it with blank samples.
 
-        It is filled where the files are missing and the script asks to download them, in this call or in an earlier
-        one for the same ``root``. Raises torchvision's RuntimeError where it never asked.
+        The arguments are those of torchvision's data sets. It is filled where the files are missing and the script asks to
+        download them, in this call or in an earlier one for the same ``root``. Raises torchvision's RuntimeError where it
+        never asked.
         """
         try:
             real_init(self, root, train, transform, target_transform, download=False)
@@ -350,14 +366,9 @@ def _tokenizer_of_pieces(name: str, known_fields: dict[str, Any]) -> Any:
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
-    is_encoder = known_fields["model_type"] in ("bert", "distilbert", "roberta")
-    # Decoders without a token for padding lack one here, too: scripts set it themselves, or fail as they would in a run.
-    special = (
-        {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
-        if is_encoder
-        else {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
-        | ({"pad_token": "<pad>"} if known_fields["model_type"] not in ("gpt2", "llama", "mistral") else {})
-    )
+    model_type = known_fields["model_type"]
+    is_encoder = model_type in ("bert", "distilbert", "roberta")
+    special = _special_tokens(model_type, is_encoder)
     letters = [chr(code) for code in range(33, 127)]  # the printable characters of ASCII
     syllables = ["".join(pair) for length in (2, 3) for pair in product(ascii_lowercase, repeat=length)]
     words = dict.fromkeys([*special.values(), *letters, *syllables])
@@ -367,13 +378,26 @@ def _tokenizer_of_pieces(name: str, known_fields: dict[str, Any]) -> Any:
     split.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     if is_encoder:
         split.post_processor = processors.BertProcessing(("[SEP]", token_of["[SEP]"]), ("[CLS]", token_of["[CLS]"]))
-    length = {"bert": 512, "distilbert": 512, "roberta": 512, "gpt2": 1024}.get(known_fields["model_type"], 2048)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=split, model_max_length=length, **special)
+    longest_input = {"bert": 512, "distilbert": 512, "roberta": 512, "gpt2": 1024}.get(model_type, 2048)  # in tokens
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=split, model_max_length=longest_input, **special)
     tokenizer.name_or_path = name
     tokenizer.chat_template = (
         "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }} {% endfor %}"
     )
     return tokenizer
+
+
+def _special_tokens(model_type: str, is_encoder: bool) -> dict[str, str]:
+    """Return a model's special tokens by the names of the tokenizer's arguments (``pad_token``).
+
+    Decoders without a token for padding lack one here, too: scripts set it themselves, or fail as they would in a run.
+    """
+    if is_encoder:
+        return {
+            "pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]",
+        }  # fmt: skip
+    tokens = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    return tokens if model_type in ("gpt2", "llama", "mistral") else tokens | {"pad_token": "<pad>"}
 
 
 _VOCABULARIES = {

@@ -1,4 +1,4 @@
-"""A folder over the disk: what a script writes goes there, what it reads comes from there first.
+"""A scratch folder over the disk: what a script writes goes there, what it reads comes from there first.
 
 Only what Python opens is redirected, for as long as the process lives, and no cache of a library; ``torch.save`` writes
 nothing.
@@ -22,11 +22,15 @@ class Overlay:
     """Paths below ``scratch`` that stand for those of the disk: ``/data/log`` becomes ``scratch/data/log``."""
 
     def __init__(self, scratch: Path) -> None:
-        """Begin with a scratch folder; devices, the folder around the scratch folder and libraries' caches stay as they are."""
+        """Begin with a scratch folder.
+
+        Devices, the folder around the scratch folder (the recording's own) and libraries' caches are not redirected.
+        """
         self.scratch = str(scratch)
         caches = [os.environ[name] for name in _CACHES if os.environ.get(name)] + ["~/.cache"]
         cache_paths = [os.path.abspath(os.path.expanduser(folder)) for folder in caches]
         self._not_redirected = (str(scratch.parent), *_DEVICES, *cache_paths)
+        """Beginnings of paths that are left alone."""
 
     def path_to_write(self, path: Any) -> Any:
         """Return the path below the scratch folder to write to in place of ``path``, and make the folders above it.
@@ -72,11 +76,12 @@ def overlay(scratch: Path) -> None:
 
     def open_redirected(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         """Open a file as ``open`` does: in the scratch folder for writing, and for reading where it was written there."""
-        if not any(letter in mode for letter in "wax+"):
+        writes = any(letter in mode for letter in "wax+")
+        if not writes:
             return real_open(overlaid.path_to_read(file), mode, *args, **kwargs)
         target = overlaid.path_to_write(file)
-        # A file of the disk that is appended to, or changed, is copied first.
-        if target != file and "w" not in mode and "x" not in mode and not _lexists(target) and os.path.isfile(file):
+        keeps_content = "w" not in mode and "x" not in mode  # the file is appended to, or changed in place
+        if target != file and keeps_content and not _lexists(target) and os.path.isfile(file):
             with real_open(file, "rb") as source, real_open(target, "wb") as copy:
                 copy.write(source.read())
         return real_open(target, mode, *args, **kwargs)
@@ -84,9 +89,8 @@ def overlay(scratch: Path) -> None:
     def os_open_redirected(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
         """Open a file as ``os.open`` does, in the scratch folder where the flags ask to write."""
         writes = flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
-        return real_os_open(
-            overlaid.path_to_write(path) if writes else overlaid.path_to_read(path), flags, *args, **kwargs
-        )
+        redirected = overlaid.path_to_write(path) if writes else overlaid.path_to_read(path)
+        return real_os_open(redirected, flags, *args, **kwargs)
 
     builtins.open = io.open = open_redirected
     os.open = os_open_redirected
@@ -147,6 +151,8 @@ def _mover_in_scratch(real: Callable[..., Any], overlaid: Overlay) -> Callable[.
         if overlaid.is_left_alone(source):
             return real(source, target, *args, **kwargs)
         newest = overlaid.path_to_read(source)
-        return real(newest, overlaid.path_to_write(target), *args, **kwargs) if newest is not source else None
+        if newest is source:  # the scratch folder does not have it
+            return None
+        return real(newest, overlaid.path_to_write(target), *args, **kwargs)
 
     return move_in_scratch

@@ -23,8 +23,9 @@ def stand_in_flexible_attention(module: Any) -> None:
                        kernel_options: Any = None, *, return_aux: Any = None) -> Any:  # fmt: skip
         """Return attention of (batch, heads, tokens, width) from one fused op, causal where a block mask is given.
 
-        ``score_mod`` and ``kernel_options`` are ignored. With ``return_lse`` or ``return_aux`` a pair is returned,
-        whose second part has the shapes of torch's: (batch, heads, tokens) in float32.
+        The arguments are those of torch's function; ``score_mod`` and ``kernel_options`` are ignored. With ``return_lse`` or
+        ``return_aux`` a pair is returned, whose second part has the shapes of torch's: the logarithms of the softmax's sums,
+        (batch, heads, tokens) in float32, alone or in an object with the largest scores.
         """
         is_causal = block_mask is not None and query.shape[-2] > 1
         out = functional.scaled_dot_product_attention(

@@ -62,9 +62,11 @@ class Float8Linears(TorchFunctionMode):
     def __init__(self, weights: Collection[Tensor], dtype: torch.dtype) -> None:
         """Choose the weights, compared by identity, and ``dtype``, the type of the results (bfloat16 or float16)."""
         super().__init__()
-        self.weights, self.dtype = {id(weight) for weight in weights}, dtype
+        self.dtype = dtype
+        self.weights = {id(weight) for weight in weights}
+        """The identities of the chosen weights."""
         self._last_cast: Callable[[], tuple[Tensor | None, ...]] = lambda: (None, None, None)
-        """Return the last input, its values in float8 and its scale, each None once it is freed.
+        """A function that returns the last input, its values in float8 and its scale, each None once it is freed.
 
         Layers side by side (query, key and value) read the same input, which is cast once. The references are weak, so
         that the cache keeps no memory in use.
@@ -73,7 +75,10 @@ class Float8Linears(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run one function of torch: ``functional.linear`` of a chosen weight in float8, any other call unchanged."""
+        """Run one function of torch, which the mode intercepts with its arguments.
+
+        ``functional.linear`` of a chosen weight runs in float8, and any other call unchanged.
+        """
         keywords = dict(kwargs or {})
         if func is functional.linear:
             arguments = {**dict(zip(("input", "weight", "bias"), args, strict=False)), **keywords}
@@ -98,10 +103,10 @@ class Float8Linears(TorchFunctionMode):
 
 
 class _Linear(torch.autograd.Function):
-    """The autograd function of one linear layer in float8.
+    """The autograd function of one linear layer in float8, with k input features, n output features and t rows.
 
-    Its rows are (t, k), as given (``x``) and cast to float8 (``values`` with their ``scale``); weight (n, k), bias
-    (n,) or None -> (t, n). ``x`` is passed along only so that its gradient is asked for.
+    It takes the input (t, k) twice: as given (``x``), only so that autograd asks for its gradient, and cast to float8
+    (``values`` with their ``scale``). The weight is (n, k), the bias (n,) or None, and the result (t, n).
     """
 
     @staticmethod
@@ -114,7 +119,10 @@ class _Linear(torch.autograd.Function):
         bias: Tensor | None,
         dtype: torch.dtype,
     ) -> Tensor:
-        """Return the product in ``dtype``; the input is kept in float8 for the backward pass, the weight in high precision."""
+        """Return the layer's outputs (t, n) in ``dtype``, float16 or bfloat16.
+
+        For the backward pass the input is kept in float8, and the weight in its own precision.
+        """
         weight_values, weight_scale = _scaled(weight, _VALUES)
         # No save_for_backward: within torch.utils.checkpoint its hooks abort a process that records.
         ctx.kept = values, scale, weight, weight_scale
@@ -124,18 +132,24 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        """Return the gradients of input, weight and bias, None for the other arguments and for those that need none."""
-        (values, scale, weight, weight_scale), ctx.kept = ctx.kept, None  # given up, so that their memory is free
+        """Return the gradients of input, weight and bias, None for the other arguments and for those that need none.
+
+        ``gradients`` holds one tensor, the gradient of the result (t, n).
+        """
+        values, scale, weight, weight_scale = ctx.kept
+        ctx.kept = None  # so that the memory of these tensors is freed as soon as this function ends
         gradient = gradients[0].contiguous()
         cast, cast_scale = _scaled(gradient, _GRADIENTS)
         needs_input, _, _, needs_weight, needs_bias, _ = ctx.needs_input_grad
         input_gradient = weight_gradient = None
+        # A product in float8 takes its first factor laid out by rows and its second by columns, hence the copies.
         if needs_input:
-            columns = torch.ops.ddltool.to_float8(weight, weight_scale, _VALUES, True)
-            input_gradient = torch._scaled_mm(cast, columns, cast_scale, weight_scale, out_dtype=ctx.dtype)
-        if needs_weight:  # copies in the other layout: the first factor lies by rows, the second by columns
-            rows, columns = cast.t().contiguous(), values.t().contiguous().t()
-            weight_gradient = torch._scaled_mm(rows, columns, cast_scale, scale, out_dtype=ctx.dtype)
+            weight_columns = torch.ops.ddltool.to_float8(weight, weight_scale, _VALUES, True)
+            input_gradient = torch._scaled_mm(cast, weight_columns, cast_scale, weight_scale, out_dtype=ctx.dtype)
+        if needs_weight:
+            gradient_rows = cast.t().contiguous()
+            input_columns = values.t().contiguous().t()
+            weight_gradient = torch._scaled_mm(gradient_rows, input_columns, cast_scale, scale, out_dtype=ctx.dtype)
         bias_gradient = gradient.sum(0) if needs_bias else None
         return input_gradient, None, None, weight_gradient, bias_gradient, None
 

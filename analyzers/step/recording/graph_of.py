@@ -17,7 +17,14 @@ from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
 from ddltool.analyzers.step.recording.op_rules import CLASS, Cost, class_of, normal_type
-from ddltool.analyzers.step.recording.recorder import LAYOUTS, RecordedCall, Recording, Shadow, shadows_of
+from ddltool.analyzers.step.recording.recorder import (
+    LAYOUTS,
+    RecordedCall,
+    RecordedStorage,
+    Recording,
+    Shadow,
+    shadows_of,
+)
 from ddltool.analyzers.step.recording.torch_costs import Issued, base_name, cost_of, issued, written_arguments
 from ddltool.graph import Gemm, Graph, Layout, Op, Recorded
 
@@ -66,10 +73,8 @@ def ops_of(step: Recording, *, given: Mapping[str, Shadow] = MappingProxyType({}
     producer: dict[Node, str | None] = dict.fromkeys(reader.placeholders)
     producer |= {node: f"recv/{name}" for node, name in parameter_of.items()}
     ops: list[Op] = []
-    costs: list[Cost] = []
-    index_of_issued: dict[Issued, int] = {}
+    cost_table = _CostTable()
     issued_of: dict[str, int] = {}
-    index_of_copied: dict[int | None, int] = {}
     written_by: dict[int, str] = {}  # by torch's identifier of a storage, the last op so far that wrote to it in place
     call_index_of = {node: index for index, node in enumerate(nodes)}
     for node in reader.program.nodes:
@@ -81,33 +86,54 @@ def ops_of(step: Recording, *, given: Mapping[str, Shadow] = MappingProxyType({}
         call = step.calls[call_index_of[node]]
         name = f"{_phase(call)}/{node.name}"
         # The ops that it depends on, each once and in order: the makers of its tensors, then in-place writers to them.
-        inputs = dict.fromkeys(op for source in node.all_input_nodes if (op := producer.get(source)) is not None)
-        for source in node.all_input_nodes:
-            if (writer := written_by.get(_storage(source))) is not None:
-                inputs.setdefault(writer)
+        sources = node.all_input_nodes
+        makers = [producer.get(source) for source in sources]
+        writers = [written_by.get(_storage(source)) for source in sources]
+        inputs = tuple(dict.fromkeys(op for op in (*makers, *writers) if op is not None))
         written_by |= {shadow.tensor.untyped_storage()._cdata: name for shadow in shadows_of(_written(call))}
-        # A cost depends on the call's properties alone, so it is worked out once for each distinct call, and for all copies.
-        index = index_of_copied.get(call.copied)
-        if index is None:
-            cost_key = issued(node)
-            index = index_of_issued.setdefault(cost_key, len(costs))
-            if index == len(costs):
-                costs.append(cost_of(cost_key))
-            if call.copied is not None:
-                index_of_copied[call.copied] = index
+        index = cost_table.index_of(node, call)
         issued_of[name] = index
         producer[node] = name
-        ops.append(_op_of(call, costs[index], name, tuple(inputs)))
+        ops.append(_op_of(call, cost_table.costs[index], name, inputs))
     return RecordedOps(
         program=reader.program,
         nodes=nodes,
         ops=ops,
         # A parameter may have several placeholders, one for each view: reversed, so that its first one stays.
         given={name: node for node, name in reversed(parameter_of.items())},
-        issued=tuple(index_of_issued),
+        issued=tuple(cost_table.index_of_issued),
         issued_of=issued_of,
         last_writer={storage: ops[index].name for storage, index in reader.writers.items()},
     )
+
+
+class _CostTable:
+    """The costs of the distinct calls of a recording.
+
+    A cost depends on a call's :class:`Issued` alone, so it is worked out once for all calls with equal ones.
+    """
+
+    def __init__(self) -> None:
+        """Begin without costs."""
+        self.costs: list[Cost] = []
+        self.index_of_issued: dict[Issued, int] = {}
+        """By what a cost depends on, its index in ``costs``; in the order of ``costs``."""
+        self._index_of_copied: dict[int, int] = {}
+        """By the number that copies of one call share (``RecordedCall.copied``), the index of their cost."""
+
+    def index_of(self, node: Node, call: RecordedCall) -> int:
+        """Return the index in ``costs`` of a call's cost, which is added where it is new; ``node``: the call's node."""
+        if call.copied is not None and call.copied in self._index_of_copied:
+            return self._index_of_copied[call.copied]  # saves working out what a copy's cost depends on
+        cost_key = issued(node)
+        index = self.index_of_issued.get(cost_key)
+        if index is None:
+            index = len(self.costs)
+            self.index_of_issued[cost_key] = index
+            self.costs.append(cost_of(cost_key))
+        if call.copied is not None:
+            self._index_of_copied[call.copied] = index
+        return index
 
 
 def _op_of(call: RecordedCall, cost: Cost, name: str, inputs: tuple[str, ...]) -> Op:
@@ -163,7 +189,7 @@ def graph_of(step: Recording, name: str) -> Graph:
         made=tuple(storage.made for storage in step.storages),
         freed=tuple(storage.freed for storage in step.storages),
         storage_bytes=tuple(storage.size_bytes for storage in step.storages),
-        parts=tuple(_kinds_of_storages(step, ops)),
+        parts=tuple(_kinds_of_storages(step)),
         waits=tuple(step.host_waits),
         groups={name: call.exchange.ranks for name, call in zip(names, step.calls, strict=True) if call.exchange},
         assumed=dict(step.assumed),
@@ -197,7 +223,8 @@ class _Reader:
 
         A call that returns several tensors also gets a ``getitem`` node for each of them.
         """
-        args, kwargs = _mapped(call.args, self.maker_of), _mapped(call.kwargs, self.maker_of)
+        args = _mapped(call.args, self.maker_of)
+        kwargs = _mapped(call.kwargs, self.maker_of)
         name = base_name(call.target)
         node = self.program.create_node("call_function", call.target, args, kwargs, name=name)
         node.meta["val"] = _mapped(call.output, lambda shadow: shadow.tensor)
@@ -214,7 +241,8 @@ class _Reader:
         for shadow in shadows_of((call.output, _written(call))):
             self.writers[shadow.storage] = self._calls_read
         self._calls_read += 1
-        self._first_call = self._first_call or node
+        if self._first_call is None:
+            self._first_call = node
         return node
 
     def placeholders_of(self, storage: int) -> list[Node]:
@@ -297,11 +325,13 @@ def send_of(parameter: str, gradient: Shadow, size_bytes: float, after: str, dty
 def _scheduled(op: Op, call: RecordedCall, names: list[str]) -> Op:
     """Return the op with the resource of its stream, and with the ops that its call waits for among its inputs.
 
-    ``names``: the names of all ops, by the index of their call. A collective also gets its ``c10d`` type and the bytes
-    that it moves, and no FLOPs.
+    ``names``: the names of all ops, by the index of their call. A resource is named ``compute:<stream>``; ops of one
+    resource run one after another. A collective also gets its ``c10d`` type and the bytes that it moves, and no FLOPs.
     """
-    inputs = tuple(dict.fromkeys((*op.inputs, *(names[waited] for waited in call.waits))))
-    resource = f"compute:{call.stream if call.stream >= 0 else _STREAMS_OF_SCRIPT - call.stream}"
+    waited_ops = [names[index] for index in call.waits]
+    inputs = tuple(dict.fromkeys((*op.inputs, *waited_ops)))
+    stream = call.stream if call.stream >= 0 else _STREAMS_OF_SCRIPT - call.stream
+    resource = f"compute:{stream}"
     if call.exchange is None:
         return replace(op, inputs=inputs, resource=resource)
     return replace(
@@ -315,11 +345,11 @@ _STREAMS_OF_SCRIPT = 999
 the script's own streams."""
 
 
-def _kinds_of_storages(step: Recording, ops: list[Op]) -> list[str]:
-    """Return what each storage holds, in the order of the step's storages, by the first of these that applies.
+def _kinds_of_storages(step: Recording) -> list[str]:
+    """Return what each storage holds, in the order of the step's storages: the first of these words that applies.
 
-    parameters, gradients, buffers, optimizer (read by an update, and there before the step), activations (made in the
-    forward pass), temporary (made later in the step), other.
+    parameters; gradients; buffers; optimizer (read by an update, and there before the step); activations (made in the
+    forward pass); temporary (made later in the step); other.
     """
     parameters = {shadow.storage for shadow in step.parameters.values()}
     gradients = {shadow.storage for shadow in step.gradients.values()}
@@ -329,23 +359,27 @@ def _kinds_of_storages(step: Recording, ops: list[Op]) -> list[str]:
             used_by_update |= {
                 leaf.storage for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Shadow)
             }
-    kinds = []
-    for storage in step.storages:
+
+    def kind_of(storage: RecordedStorage) -> str:
+        """Return what a storage holds."""
         number = storage.number
-        phase_made_in = step.calls[storage.made].phase if 0 <= storage.made < len(step.calls) else ""
-        kinds.append(
-            "parameters" if number in parameters
-            else "gradients" if number in gradients
-            else "buffers" if number in step.buffers
-            else "optimizer" if number in used_by_update and storage.made < 0
-            else "activations" if phase_made_in == "forward"
-            else "temporary" if phase_made_in else "other"
-        )  # fmt: skip
-    return kinds
+        if number in parameters:
+            return "parameters"
+        if number in gradients:
+            return "gradients"
+        if number in step.buffers:
+            return "buffers"
+        if number in used_by_update and storage.made < 0:
+            return "optimizer"
+        if not 0 <= storage.made < len(step.calls):  # there before the step, or made after its last call
+            return "other"
+        return "activations" if step.calls[storage.made].phase == "forward" else "temporary"
+
+    return [kind_of(storage) for storage in step.storages]
 
 
-_LEAST_SHARE = 1 / 500
-"""A collective that moves less of the largest storage moves statistics (of SyncBatchNorm, of a mean loss)."""
+_LEAST_MOVED = 1 / 500
+"""A collective that moves less than this part of the largest storage moves statistics (of SyncBatchNorm, of a mean loss)."""
 
 
 def _processes_sharing_a_batch(step: Recording, ops: list[Op]) -> int:
@@ -363,25 +397,29 @@ def _processes_sharing_a_batch(step: Recording, ops: list[Op]) -> int:
         if call.phase != "forward":
             continue
         read = {leaf.storage for leaf in tree_leaves((call.args, dict(call.kwargs))) if isinstance(leaf, Shadow)}
-        is_product = op.gemm[1] > 0
+        is_product = op.gemm[1] > 0  # gemm is (count, m, n, k) of matrix products, zeros for any other op
         is_activation = is_product or "embedding" in op.op_type or bool(read & activations)
         if is_activation:
+            # A collective may write to any of its arguments.
             written = tree_leaves((call.output, call.args if call.exchange else _written(call)))
             activations |= {leaf.storage for leaf in written if isinstance(leaf, Shadow)}
-        if call.exchange is not None and len(call.exchange.ranks) > 1:
-            if not is_activation and call.exchange.name == "all_gather":
-                gathering.add(call.exchange.ranks)
-            elif is_activation and call.exchange.size_bytes >= _LEAST_SHARE * largest and _has_samples(step, call):
-                sharing.add(call.exchange.ranks)
+        if call.exchange is None or len(call.exchange.ranks) <= 1:
+            continue
+        if not is_activation and call.exchange.name == "all_gather":
+            gathering.add(call.exchange.ranks)
+        elif is_activation and call.exchange.size_bytes >= _LEAST_MOVED * largest and _has_samples(step, call):
+            sharing.add(call.exchange.ranks)
     groups = [set(ranks) for ranks in sharing if not any(set(ranks) <= set(group) for group in gathering)]
     # A group within a larger one adds nothing; groups that cross (tensor and context parallel ones) multiply.
-    return prod(len(group) for group in groups if not any(group < other for other in groups))
+    largest_groups = [group for group in groups if not any(group < other for other in groups)]
+    return prod(map(len, largest_groups))
 
 
 def _has_samples(step: Recording, call: RecordedCall) -> bool:
-    """Return whether a collective moves a tensor with a dimension as long as the batch, or a first one that it divides.
+    """Return whether a collective moves a tensor that holds something for each sample of the batch.
 
-    A tensor of means over the batch has no such dimension.
+    Such a tensor has a dimension as long as the batch, or a first dimension that is a multiple of it (samples x tokens).
+    A tensor of means over the batch has neither. Without known inputs the batch counts as 1 sample.
     """
     samples = step.inputs[0][0] if step.inputs else 1
     shapes = [tuple(leaf.tensor.shape) for leaf in tree_leaves(call.args) if isinstance(leaf, Shadow)]
@@ -397,12 +435,12 @@ def _precision(ops: list[Op], parameter_dtype: str, float32_precision: str) -> s
     """
     flops_of: Counter[str] = Counter()
     for op in ops:
-        if op.gemm[1] > 0:
+        if op.gemm[1] > 0:  # rows of a matrix product; 0 for any other op
             flops_of[op.dtype] += int(op.flops)
-    [(main, _)] = flops_of.most_common(1) or [("float32", 0)]
-    if main.startswith("float8"):
+    main_dtype = flops_of.most_common(1)[0][0] if flops_of else "float32"
+    if main_dtype.startswith("float8"):
         return "fp8"
-    short_name = {"bfloat16": "bf16", "float16": "fp16"}.get(main)
+    short_name = {"bfloat16": "bf16", "float16": "fp16"}.get(main_dtype)
     if short_name is None:
         return float32_precision
     return short_name if parameter_dtype == "torch.float32" else f"{short_name}-pure"
@@ -426,10 +464,16 @@ def _layout_of(call: RecordedCall) -> Layout:
     if class_of(name) not in _OF_IMAGES:
         return ""
     layouts: list[Layout] = []
-    for argument in call.args[1:3] if name == "convolution_backward" else call.args:  # its image and weight: 1 and 2
-        if not isinstance(argument, Shadow) or (layout := LAYOUTS.get(argument.tensor.dim())) is None:
+    # Of a backward convolution only the image and the weight count, its arguments 1 and 2.
+    arguments = call.args[1:3] if name == "convolution_backward" else call.args
+    for argument in arguments:
+        if not isinstance(argument, Shadow):
             continue
-        is_last, is_first = argument.tensor.is_contiguous(memory_format=layout), argument.tensor.is_contiguous()
+        layout = LAYOUTS.get(argument.tensor.dim())
+        if layout is None:  # neither images nor volumes
+            continue
+        is_last = argument.tensor.is_contiguous(memory_format=layout)
+        is_first = argument.tensor.is_contiguous()
         if is_last != is_first:
             layouts.append("channels_last" if is_last else "channels_first")
     if class_of(name) == CLASS["convolution"] and "channels_last" in layouts:

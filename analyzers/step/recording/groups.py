@@ -28,7 +28,7 @@ _MIB = 2**20
 
 
 def world_size() -> int:
-    """Return the number of processes: of the default group if it is initialized, else as WORLD_SIZE says (1 without it)."""
+    """Return the number of processes: of the default group if it is initialized, else as WORLD_SIZE says (1 if unset)."""
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -46,9 +46,10 @@ def stand_in_groups(recorder: Recorder) -> None:
     def start_fake_group(backend: Any = None, init_method: Any = None, timeout: Any = None, world_size: int = -1,
                          rank: int = -1, store: Any = None, group_name: str = "", pg_options: Any = None,
                          device_id: Any = None, **_: Any) -> None:  # fmt: skip
-        """Start the fake group; the arguments are those of ``init_process_group``.
+        """Start the fake group; the arguments are those of ``torch.distributed.init_process_group``.
 
-        Size and rank default to the launcher's variables; every argument but these two is ignored.
+        ``world_size`` and ``rank``, where they are not given (-1), default to the launcher's environment variables; all other
+        arguments are ignored.
         """
         size = world_size if world_size > 0 else int(os.environ.get("WORLD_SIZE", "1"))
         own_rank = rank if rank >= 0 else int(os.environ.get("RANK", "0"))
@@ -84,8 +85,9 @@ def _without_modes() -> Iterator[None]:
 def _run_outside_recording(dist_module: Any, module: Any, name: str) -> None:
     """Replace a function of ``torch.distributed`` that makes groups by one that runs outside the recording.
 
-    The function makes small tensors and reads their values, which recorded tensors do not have. It is replaced under
-    ``name`` in both modules. Its ``device_id`` is dropped, because fake groups need no device.
+    The function makes small tensors and reads their values, which recorded tensors do not have. ``module``:
+    ``torch.distributed.distributed_c10d``, which defines the function; ``dist_module``: ``torch.distributed``, which has it
+    under the same ``name`` and where it is replaced, too. Its ``device_id`` is dropped, because fake groups need no device.
     """
     original = getattr(module, name)
 
@@ -146,19 +148,28 @@ def _spawn_here() -> None:
 
 
 def _gather_object(objects: list[Any], value: Any, group: Any = None) -> None:
-    """Fill ``objects`` with this rank's value, as ``all_gather_object`` among alike ranks."""
+    """Stand in for ``all_gather_object``: fill ``objects``, a list with a place for each rank, with this rank's value.
+
+    All ranks are taken to be alike.
+    """
     objects[:] = [value] * len(objects)
 
 
 def _gather_to_one(value: Any, objects: list[Any] | None = None, *_: Any, **__: Any) -> None:
-    """Fill ``objects`` with this rank's value, as ``gather_object`` does; None: this rank does not receive."""
+    """Stand in for ``gather_object``: fill ``objects``, a list with a place for each rank, with this rank's value.
+
+    None: this rank does not receive.
+    """
     if objects is not None:
         objects[:] = [value] * len(objects)
 
 
 def _scatter_object(output: list[Any], objects: list[Any] | None = None, *_: Any, **__: Any) -> None:
-    """Put the first of the objects, rank 0's, into ``output``; None where this rank gives no objects."""
-    output[0] = (objects or [None])[0]
+    """Stand in for ``scatter_object_list``: put the object for rank 0 into ``output``, a list of one place.
+
+    ``objects`` has one for each rank; None or empty: this rank sends none, and gets None.
+    """
+    output[0] = objects[0] if objects else None
 
 
 _FREE_FUNCTIONS: dict[str, Callable[..., None]] = {
@@ -190,8 +201,13 @@ class _StandInDdp(nn.Module):
                  static_graph: bool = False, delay_all_reduce_named_params: Any = None,
                  param_to_hook_all_reduce: Any = None,
                  mixed_precision: Any = None, device_mesh: Any = None, **_: Any) -> None:  # fmt: skip
-        """Wrap a module, and hook its trained parameters; the arguments are those of DistributedDataParallel."""
+        """Wrap a module, and hook its trained parameters.
+
+        The arguments are those of DistributedDataParallel. ``bucket_cap_mb`` is the size of a bucket in MiB (None: torch's
+        default), and ``process_group`` the group that exchanges gradients (None: the default group).
+        """
         super().__init__()
+        # Attributes of DistributedDataParallel that scripts and libraries read or set.
         self.module = module
         self.process_group = process_group
         self.require_backward_grad_sync = self.require_forward_param_sync = True
@@ -203,16 +219,23 @@ class _StandInDdp(nn.Module):
         self.device, self.device_ids, self.dim = None, device_ids, dim
         self._sends_buffers = broadcast_buffers and any(True for _ in module.buffers())
         self._skipped = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        """Names of parameters and buffers that are not exchanged."""
         self._hook: tuple[Any, Callable[..., Any]] | None = None
-        bucket_bytes = int((_BUCKET_MIB if bucket_cap_mb is None else bucket_cap_mb) * _MIB)
-        self._limits = (_FIRST_BUCKET_BYTES if bucket_cap_mb is None else bucket_bytes), bucket_bytes
+        """(state, function) that the script registered to exchange buckets; None: they are summed over all ranks."""
+        if bucket_cap_mb is None:
+            self._limits = _FIRST_BUCKET_BYTES, _BUCKET_MIB * _MIB
+        else:
+            bucket_bytes = int(bucket_cap_mb * _MIB)
+            self._limits = bucket_bytes, bucket_bytes
         """The bytes at which the first bucket is full, and at which each later one is."""
         trained = [p for n, p in module.named_parameters() if p.requires_grad and n not in self._skipped]
         self._finds_unused = find_unused_parameters and not static_graph
-        # Torch fills buckets in the order of the first gradients, unless it looks for those that do not come.
+        """Whether each forward pass looks for parameters that its outputs do not depend on."""
         self._arrival_order: list[Tensor] | None = None if self._finds_unused else []
+        """The parameters in the order in which the first step's gradients came; None: buckets are not formed anew."""
+        # The buckets of the first step follow the order of the parameters, and are exchanged from the last one on. Buckets
+        # that will be formed anew have no limit at first: one for each type.
         limits = self._limits if self._finds_unused else (sys.maxsize, sys.maxsize)
-        # The buckets of the first step follow the order of the parameters, and are exchanged from the last one on.
         index_of = {id(parameter): index for index, parameter in enumerate(trained)}
         first_buckets = sorted(_in_buckets(trained, limits), key=lambda bucket: -index_of[id(bucket[0])])
         self._still_to_come: dict[int, set[int]] = {}
@@ -222,7 +245,7 @@ class _StandInDdp(nn.Module):
         self._next_bucket = 0
         """The bucket that is exchanged next: buckets are exchanged in order, so that all ranks agree."""
         self._take_buckets(first_buckets)
-        if self._finds_unused:  # which parameters are used, a number for each: ranks tell each other after the buckets
+        if self._finds_unused:  # a number for each parameter, whether it is used: ranks exchange it after the buckets
             self._used = torch.zeros(len(trained), dtype=torch.int32, device=self.recorder.gpu)
         for parameter in trained:
             parameter.register_post_accumulate_grad_hook(self._gradient_arrived)
@@ -301,21 +324,29 @@ class _StandInDdp(nn.Module):
         if not self.require_backward_grad_sync or awaited is None or id(parameter) not in awaited:
             return
         with torch.no_grad():
-            bucket, flat = self._buckets[bucket_number], self._flat_bucket(bucket_number)
-            position = next(index for index, other in enumerate(bucket) if other is parameter)
-            start = sum(other.numel() for other in bucket[:position])
-            own_part = flat[start : start + parameter.numel()].view(parameter.shape)
+            flat = self._flat_bucket(bucket_number)
+            bucket_view = self._view_in_bucket(parameter, bucket_number)
             assert parameter.grad is not None
             if not self.gradient_as_bucket_view:
                 # Divided while it is copied, as torch does: the sum over ranks is then their mean.
-                torch.mul(parameter.grad, 1.0 / dist.get_world_size(self.process_group), out=own_part)
+                torch.mul(parameter.grad, 1.0 / dist.get_world_size(self.process_group), out=bucket_view)
             elif parameter.grad.untyped_storage()._cdata != flat.untyped_storage()._cdata:
-                parameter.grad = own_part  # a view of the bucket from now on: no values have to be copied here
+                parameter.grad = bucket_view  # from now on gradients accumulate in the bucket; nothing is copied here
             awaited.discard(id(parameter))
             if self._arrival_order is not None:
                 self._arrival_order.append(parameter)
             if not awaited:
                 self._exchange_ready()
+
+    def _view_in_bucket(self, parameter: Tensor, number: int) -> Tensor:
+        """Return the part of a bucket's flat tensor that is a parameter's, in the parameter's shape."""
+        start = 0
+        for other in self._buckets[number]:
+            if other is parameter:
+                break
+            start += other.numel()
+        flat = self._flat_bucket(number)
+        return flat[start : start + parameter.numel()].view(parameter.shape)
 
     def _flat_bucket(self, number: int) -> Tensor:
         """Return the flat tensor that holds a bucket's gradients one after another; it is made at the first call."""
@@ -330,19 +361,26 @@ class _StandInDdp(nn.Module):
 
         After the last bucket, autograd is asked to call :meth:`_finish` at the end of the backward pass.
         """
-        while not self._still_to_come.get(self._next_bucket, {0}):  # {0}, which is not empty, ends it past the last one
-            del self._still_to_come[self._next_bucket]
-            flat = self._flat_bucket(self._next_bucket)  # made here where none of its parameters is used
+        while self._next_bucket in self._still_to_come:
+            number = self._next_bucket
+            if self._still_to_come[number]:  # gradients are still to come
+                return
+            del self._still_to_come[number]
+            flat = self._flat_bucket(number)  # made here where none of its parameters is used
             if self._hook is None:
-                self._exchanges[self._next_bucket] = dist.all_reduce(flat, group=self.process_group, async_op=True)
+                self._exchanges[number] = dist.all_reduce(flat, group=self.process_group, async_op=True)
             else:
-                self._run_hook(flat, self._next_bucket)
+                self._run_hook(flat, number)
             self._next_bucket += 1
             if not self._still_to_come:
-                if self._finds_unused:
-                    dist.all_reduce(self._used, group=self.process_group, async_op=True)
-                if torch._C._current_graph_task_id() != -1:  # -1: no backward pass runs, as no parameter is used
-                    torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+                self._end_exchange()
+
+    def _end_exchange(self) -> None:
+        """Exchange which parameters were used, where that differs, and have :meth:`_finish` called after the backward pass."""
+        if self._finds_unused:
+            dist.all_reduce(self._used, group=self.process_group, async_op=True)
+        if torch._C._current_graph_task_id() != -1:  # -1: no backward pass runs, as no parameter is used
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
     def _finish(self) -> None:
         """Copy the exchanged buckets back to the gradients.
@@ -357,7 +395,8 @@ class _StandInDdp(nn.Module):
 
     def _copy_back(self, number: int) -> None:
         """Wait for a bucket's exchange, then copy the bucket to the gradients unless they are views of it."""
-        if (exchange := self._exchanges.pop(number, None)) is not None:
+        exchange = self._exchanges.pop(number, None)  # None: the script's hook has exchanged the bucket
+        if exchange is not None:
             exchange.wait()
         if self.gradient_as_bucket_view:
             return
@@ -388,11 +427,12 @@ def _parameters_behind(outputs: Any) -> set[int]:
     open_nodes = [output.grad_fn for output in tree_leaves(outputs) if isinstance(output, Tensor)]
     while open_nodes:
         node = open_nodes.pop()
-        if node is not None and node not in visited:
-            visited.add(node)
-            # Only a node that accumulates a gradient has a variable, its parameter; id(None) is no parameter's.
-            parameters.add(id(getattr(node, "variable", None)))
-            open_nodes.extend(earlier_node for earlier_node, _ in node.next_functions)
+        if node is None or node in visited:
+            continue
+        visited.add(node)
+        # Only a node that accumulates a gradient has a variable, its parameter; id(None) is no parameter's.
+        parameters.add(id(getattr(node, "variable", None)))
+        open_nodes.extend(earlier_node for earlier_node, _ in node.next_functions)
     return parameters
 
 
@@ -402,6 +442,7 @@ def _in_buckets(parameters: Sequence[Tensor], limits: tuple[float, float]) -> li
     ``limits``: the bytes at which a type's first bucket is full, and at which each later one is. Buckets are ordered by
     when they were closed; those that never fill come last.
     """
+    first_limit, later_limit = limits
     open_buckets: dict[torch.dtype, list[Tensor]] = {}
     filled_bytes: dict[torch.dtype, int] = {}  # of each type's open bucket
     closed: list[list[Tensor]] = []
@@ -410,8 +451,8 @@ def _in_buckets(parameters: Sequence[Tensor], limits: tuple[float, float]) -> li
         dtype = parameter.dtype
         open_buckets.setdefault(dtype, []).append(parameter)
         filled_bytes[dtype] = filled_bytes.get(dtype, 0) + parameter.numel() * parameter.element_size()
-        first_limit, later_limit = limits
-        if filled_bytes[dtype] >= (later_limit if dtype in has_first_bucket else first_limit):
+        limit = later_limit if dtype in has_first_bucket else first_limit
+        if filled_bytes[dtype] >= limit:
             closed.append(open_buckets.pop(dtype))
             filled_bytes[dtype] = 0
             has_first_bucket.add(dtype)

@@ -1,6 +1,6 @@
 """The arithmetic of CUDA packages that are not installed here, in torch's ops.
 
-:data:`PACKAGES` says what each package holds. What it does not name has no stand-in, and who asks for it is told so.
+:data:`PACKAGES` says what each package holds. What it does not name has no stand-in, and asking for it raises an error.
 Attention becomes the fused op that torch's own attention takes on CUDA; fused layers and optimizers become torch's; what a
 kernel of the script's own (Triton) reads and writes is its traffic.
 """
@@ -30,7 +30,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_s
               causal: bool = False, **_: Any) -> Tensor:  # fmt: skip
     """Return attention of (batch, tokens, heads, width) tensors, flash_attn's layout, in the same layout.
 
-    Keys and values may have fewer heads than queries (grouped queries).
+    The arguments are those of ``flash_attn_func``: queries, keys and values; ``dropout_p``: the probability of dropout;
+    ``softmax_scale``: the factor of the scores, None: 1 / sqrt(width). Keys and values may have fewer heads than queries
+    (grouped queries).
     """
     query, key, value = (part.transpose(1, 2) for part in (q, k, v))
     grouped = q.shape[2] != k.shape[2]
@@ -62,31 +64,37 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_s
                      softmax_scale: float | None = None, causal: bool = False, **_: Any) -> Tensor:  # fmt: skip
     """Return attention of sequences that follow each other in (tokens, heads, width), in the same shape.
 
-    ``cu_seqlens_q`` and ``cu_seqlens_k`` hold the offsets at which sequences begin, and the end: one more than there are
-    sequences. Their values are not known here, so all sequences are taken as equally long, and the last one is padded.
+    The arguments are those of ``flash_attn_varlen_func``. ``cu_seqlens_q`` and ``cu_seqlens_k`` hold the offsets at which
+    sequences begin, and the end: one more than there are sequences. Their values are not known here, so all sequences are
+    taken as equally long, and the last one is padded. ``max_seqlen_q``: the length of the longest one, 0: not given. The
+    further arguments: see :func:`attention`.
     """
+    query_tokens, key_tokens = q.shape[0], k.shape[0]
     sequences = max(1, cu_seqlens_q.shape[0] - 1)
-    query_length, key_length = -(-q.shape[0] // sequences), -(-k.shape[0] // sequences)  # of each, rounded up
-    # Equal shares can exceed the longest sequence if the number of offsets is wrong; then the longest sets the number.
+    query_length = -(-query_tokens // sequences)  # of each sequence, rounded up
+    # It exceeds the longest sequence where there are too few offsets; then the longest one sets the number of sequences.
     if max_seqlen_q and query_length > int(max_seqlen_q):
         query_length = int(max_seqlen_q)
-        sequences = -(-q.shape[0] // query_length)
-        key_length = -(-k.shape[0] // sequences)
+        sequences = -(-query_tokens // query_length)
+    key_length = -(-key_tokens // sequences)
 
-    def folded(part: Tensor, each: int) -> Tensor:
-        """Return (tokens, heads, width) cut into (sequences, ``each`` tokens, heads, width), with padding at the end."""
-        missing = sequences * each - part.shape[0]
+    def folded(part: Tensor, length: int) -> Tensor:
+        """Return (tokens, heads, width) split into (sequences, ``length`` tokens, heads, width), padded at the end."""
+        missing = sequences * length - part.shape[0]
         padded = functional.pad(part, (0, 0, 0, 0, 0, missing)) if missing else part
-        return padded.view(sequences, each, *part.shape[1:])
+        return padded.view(sequences, length, *part.shape[1:])
 
     out = attention(
         folded(q, query_length), folded(k, key_length), folded(v, key_length), dropout_p, softmax_scale, causal
     )
-    return out.reshape(-1, *out.shape[2:])[: q.shape[0]]
+    return out.reshape(-1, *out.shape[2:])[:query_tokens]
 
 
 def varlen_packed_attention(qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *args: Any, **kwargs: Any) -> Tensor:
-    """Return :func:`varlen_attention` of queries, keys and values in one (tokens, 3, heads, width)."""
+    """Return :func:`varlen_attention` of queries, keys and values in one (tokens, 3, heads, width).
+
+    ``cu_seqlens``: the offsets at which sequences begin, and the end; ``max_seqlen``: the longest one's length.
+    """
     q, k, v = qkv.unbind(1)
     return varlen_attention(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **kwargs)
 
@@ -96,7 +104,7 @@ def efficient_attention(query: Tensor, key: Tensor, value: Tensor, attn_bias: An
     """Return xformers' attention of (batch, tokens, heads, width) or (batch, tokens, width), in the same shape.
 
     ``attn_bias``: a mask that is added to the scores, LowerTriangularMask for a causal one, or None; ``p``: the
-    probability of dropout.
+    probability of dropout; ``scale``: the factor of the scores, None: 1 / sqrt(width).
     """
     parts = [part.unsqueeze(2) if part.dim() == 3 else part for part in (query, key, value)]
     q, k, v = (part.transpose(1, 2) for part in parts)
@@ -143,7 +151,7 @@ class RMSNorm(nn.RMSNorm):
     def __init__(
         self, hidden_size: Any, eps: float = 1e-6, *_: Any, device: Any = None, dtype: Any = None, **__: Any
     ) -> None:
-        """Take the packages' arguments; those that torch does not know are ignored."""
+        """Normalize over ``hidden_size``, a width or a shape; arguments that torch's norm does not know are ignored."""
         super().__init__(hidden_size, eps=eps, device=device, dtype=dtype)
         self.variance_epsilon = eps  # the name under which scripts read it
 
@@ -152,7 +160,7 @@ class LayerNorm(nn.LayerNorm):
     """torch's LayerNorm, with the arguments that the packages give theirs."""
 
     def __init__(self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True, **_: Any) -> None:
-        """Take the packages' arguments; those that torch does not know are ignored."""
+        """Normalize over ``normalized_shape``, a width or a shape; arguments that torch's norm does not know are ignored."""
         super().__init__(normalized_shape, eps=eps, elementwise_affine=elementwise_affine)
 
 
@@ -222,7 +230,10 @@ class StatesOfOneByte(torch.optim.Optimizer):
 
     def __init__(self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
                  weight_decay: float = 0.0, min_8bit_size: int = 4096, **_: Any) -> None:  # fmt: skip
-        """Take bitsandbytes' arguments; those that only its kernels use are ignored."""
+        """Take bitsandbytes' arguments, of which only ``params`` and ``min_8bit_size`` (elements) change what is recorded.
+
+        The other named ones are kept in ``param_groups``, where scripts and schedulers read them.
+        """
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self._least_elements = min_8bit_size
 
@@ -236,17 +247,18 @@ class StatesOfOneByte(torch.optim.Optimizer):
                     continue
                 state = self.state[parameter]
                 if not state:
-                    is_small = parameter.numel() < self._least_elements
-                    for number in range(self.states):
-                        state[f"state{number + 1}"] = torch.zeros_like(
-                            parameter, dtype=torch.float32 if is_small else torch.uint8
-                        )
-                        if not is_small:  # a scale for each block: its largest absolute value
-                            state[f"absmax{number + 1}"] = torch.zeros(
-                                -(-parameter.numel() // _STATE_BLOCK), device=parameter.device
-                            )
+                    self._make_states(parameter, state)
                 own_ops().update(parameter, parameter.grad, list(state.values()))
         return loss
+
+    def _make_states(self, parameter: Tensor, state: dict[str, Any]) -> None:
+        """Put a parameter's states into ``state``, by bitsandbytes' names: ``state1``, and ``absmax1`` for its scales."""
+        is_small = parameter.numel() < self._least_elements
+        for number in range(1, self.states + 1):
+            state[f"state{number}"] = torch.zeros_like(parameter, dtype=torch.float32 if is_small else torch.uint8)
+            if not is_small:  # a scale for each block: its largest absolute value
+                blocks = -(-parameter.numel() // _STATE_BLOCK)
+                state[f"absmax{number}"] = torch.zeros(blocks, device=parameter.device)
 
 
 class OneStateOfOneByte(StatesOfOneByte):
@@ -274,7 +286,7 @@ def own_ops() -> Any:
 
 
 def _unpacked(packed: Tensor, _scales: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    """Return an empty weight (rows, columns): nothing here has values."""
+    """Return an empty weight (rows, columns) of a type, which stands for the unpacked one: nothing here has values."""
     return packed.new_empty((rows, columns), dtype=dtype)
 
 
@@ -298,13 +310,14 @@ class PackedLinear(nn.Linear):
     """A linear layer whose weight has 4 or 8 bits an element: it is unpacked for every product, forward and backward."""
 
     bits = 8
+    """Bits of an element of the weight."""
 
     def __init__(self, input_features: int, output_features: int, bias: bool = True, compute_dtype: Any = None,
                  *_: Any, device: Any = None, **__: Any) -> None:  # fmt: skip
         """Make a layer of packed weights (elements x bits / 8 bytes) and their scales, which :meth:`forward` unpacks.
 
-        ``compute_dtype`` None: half-precision inputs keep their type, others are computed in float16. bitsandbytes' other
-        arguments, of how it quantises, are ignored.
+        ``compute_dtype``: the type of the product; None: half-precision inputs keep their type, others are computed in
+        float16. bitsandbytes' other arguments, of how it quantises, are ignored.
         """
         super().__init__(input_features, output_features, bias, device="meta")  # the full weight takes no memory
         elements = input_features * output_features
@@ -349,9 +362,10 @@ class _PackedProduct(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, packed: Tensor, scales: Tensor, shape: tuple[int, int], bias: Tensor | None
     ) -> Tensor:
-        """Return x (..., inputs) times the weight of ``shape`` (outputs, inputs), plus bias.
+        """Return x (..., inputs) times the weight of ``shape`` (outputs, inputs), plus bias (outputs,) or None.
 
-        Only the packed weight is kept for the backward pass.
+        ``packed``, ``scales``: the weight's bytes, and a scale for each block or row of it. The backward pass keeps these
+        alone, and not the unpacked weight.
         """
         ctx.packed, ctx.scales, ctx.shape = packed, scales, shape
         weight = own_ops().dequantize(packed, scales, *shape, x.dtype)
@@ -423,9 +437,9 @@ def _decorator_without_effect(*_: Any, **__: Any) -> Callable[[Any], Any]:
 
 
 def _flash_attn(name: str = "flash_attn") -> dict[str, Any]:
-    """Return what flash_attn holds, by dotted names.
+    """Return what the package ``name`` holds, by dotted names: flash_attn, or flash_attn_interface.
 
-    For ``flash_attn_interface``, the name of its third version's package, that is its functions alone.
+    The latter is the package of flash attention's third version, which has functions of attention alone.
     """
     functions = {
         "flash_attn_func": attention, "flash_attn_qkvpacked_func": packed_attention,
@@ -455,7 +469,7 @@ _PADDING: dict[str, Any] = {
 
 
 def _xformers() -> dict[str, Any]:
-    """Return what xformers holds: its attention and its causal mask."""
+    """Return what xformers holds, by dotted names: its attention and its causal mask."""
     return {
         "xformers.ops.memory_efficient_attention": efficient_attention,
         "xformers.ops.LowerTriangularMask": LowerTriangularMask,
@@ -465,7 +479,7 @@ def _xformers() -> dict[str, Any]:
 
 
 def _apex() -> dict[str, Any]:
-    """Return what apex holds: torch's fused optimizers, its norms, and its data parallelism."""
+    """Return what apex holds, by dotted names: optimizers, norms and data parallelism, each of them torch's own."""
     return {
         "apex.optimizers.FusedAdam": fused_optimizer(torch.optim.AdamW, "betas", "eps", "weight_decay"),
         "apex.optimizers.FusedSGD": fused_optimizer(torch.optim.SGD, "momentum", "dampening", "weight_decay", "nesterov"),
@@ -479,8 +493,8 @@ def _apex() -> dict[str, Any]:
 
 
 def _liger_kernel() -> dict[str, Any]:
-    """Return what liger_kernel holds: fused layers and losses, and functions that would patch a model in place."""
-    # The functions that patch a model leave it as it is here: the arithmetic is the same.
+    """Return what liger_kernel holds, by dotted names: layers and losses, and functions that would patch a model in place."""
+    # The functions that patch a model leave it unchanged here, because the patched layers do the same arithmetic.
     stand_ins: dict[str, Any] = {
         "RMSNorm": RMSNorm, "LigerRMSNorm": RMSNorm, "LigerLayerNorm": LayerNorm, "LigerSwiGLUMLP": SwiGLU,
         "LigerCrossEntropyLoss": CrossEntropyLoss, "LigerFusedLinearCrossEntropyLoss": LinearCrossEntropyLoss,
@@ -532,7 +546,7 @@ def _bitsandbytes() -> dict[str, Any]:
 
 
 def _triton() -> dict[str, Any]:
-    """Return what triton holds: decorators that make kernels whose launches are recorded, and two helpers for sizes."""
+    """Return what triton holds, by dotted names: decorators that make recorded kernels, and two helpers for sizes."""
     return {
         "triton.jit": _jit, "triton.autotune": _decorator_without_effect, "triton.heuristics": _decorator_without_effect,
         "triton.cdiv": lambda x, y: -(-x // y), "triton.next_power_of_2": lambda n: 1 << (int(n) - 1).bit_length(),
@@ -555,7 +569,7 @@ def _kernels() -> dict[str, Any]:
 
 
 def _wandb() -> dict[str, Any]:
-    """Return what wandb holds: everything is inert except the run's configuration, which scripts read back."""
+    """Return what wandb holds, by dotted names: all is inert except the run's configuration, which scripts read back."""
 
     class Config(SimpleNamespace):
         """The run's configuration, read by attribute or by key."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ class Launched:
     script: tuple[str, ...]
     """The script's file or the module's name, and the arguments after it."""
     is_module: bool = False
+    """Whether ``script`` begins with a module's name (``python -m``), and not with a file."""
     processes: int | None = None
     """On all nodes; None: one process of plain python, which may start others by itself."""
     per_node: int = 1
@@ -48,41 +49,41 @@ class Launched:
 def launched(command: Sequence[str], gpus_per_node: int) -> Launched:
     """Return what a command, given as its words, starts on every process.
 
-    ``gpus_per_node``: how many processes a launcher starts on a node where its options ask for one per GPU. Raises
-    InputError for an unknown launcher, for arguments that it refuses, and for a script file that does not exist.
+    The words may begin with variables (``OMP_NUM_THREADS=1``), as in a shell. ``gpus_per_node``: how many processes a
+    launcher starts on a node where its options ask for one per GPU. Raises InputError for an unknown launcher, for
+    arguments that it refuses, for fewer than 1 or too many processes, and for a script file that does not exist.
     """
     words = list(command)
     environment = {}
     while words and _ASSIGNMENT.fullmatch(words[0]):
-        name, _, value = words.pop(0).partition("=")
-        environment[name] = value
+        variable, _, value = words.pop(0).partition("=")
+        environment[variable] = value
     if not words:
         raise InputError("--", "no command follows", f"write {_FORMS}")
-    name, rest = Path(words[0]).name, words[1:]
-    if name in ("torchrun", "torchrun.exe"):
+    program, rest = Path(words[0]).name, words[1:]
+    if program in ("torchrun", "torchrun.exe"):
         launch = _torchrun(rest, gpus_per_node)
-    elif name == "accelerate" and rest[:1] == ["launch"]:
+    elif program == "accelerate" and rest[:1] == ["launch"]:
         launch = _accelerate(rest[1:], gpus_per_node)
-    elif _PYTHON.fullmatch(name):
+    elif _PYTHON.fullmatch(program):
         launch = _python(rest, gpus_per_node)
-    elif name.endswith(".py"):
+    elif program.endswith(".py"):  # a script that is executable itself
         launch = Launched(tuple(words))
     else:
-        raise InputError("--", f"{name} is no launcher that is known here", f"write {_FORMS}")
+        raise InputError("--", f"{program} is no launcher that is known here", f"write {_FORMS}")
     if launch.processes is not None and not 1 <= launch.processes <= _MOST_PROCESSES:
         raise InputError("--", f"asks for {launch.processes} processes", f"1 to {_MOST_PROCESSES:,} can be recorded")
     if not launch.is_module and not Path(launch.script[0]).is_file():
         raise InputError("--", f"no script {launch.script[0]!r} here", "run it from the folder in which it runs")
-    return Launched(
-        launch.script, launch.is_module, launch.processes, launch.per_node, environment | launch.environment
-    )
+    return replace(launch, environment=environment | launch.environment)
 
 
 def _python(words: list[str], gpus_per_node: int) -> Launched:
     """Return what ``python`` starts, from the words after it; options before the script, or before ``-m``, are skipped.
 
-    A launcher that is started as a module (``python -m torch.distributed.run``) is read as that launcher. Takes words
-    out of ``words``. Raises InputError for ``-c``, and where there is no script.
+    A launcher that is started as a module (``python -m torch.distributed.run``) is read as that launcher;
+    ``gpus_per_node`` is for it. The words that were read are removed from the list ``words``. Raises InputError for
+    ``-c``, and where there is no script.
     """
     while words and words[0].startswith("-"):
         option = words.pop(0)
@@ -104,25 +105,33 @@ def _python(words: list[str], gpus_per_node: int) -> Launched:
 def _torchrun(words: list[str], gpus_per_node: int) -> Launched:
     """Return what ``torchrun`` starts, from the words after it, which its own parser reads.
 
-    Raises InputError for options that it refuses.
+    ``gpus_per_node``: how many processes ``--nproc-per-node`` gpu, cpu or auto starts. Raises InputError for options that
+    torchrun refuses.
     """
     from torch.distributed.run import get_args_parser
 
     options = _parsed(get_args_parser(), words, "torchrun")
     nodes = int(str(options.nnodes).rpartition(":")[2])  # of "least:most" nodes, as many as may join
     asked_per_node = str(options.nproc_per_node)
-    if not asked_per_node.isdigit() and asked_per_node not in ("gpu", "cpu", "auto"):
+    if asked_per_node.isdigit():
+        per_node = int(asked_per_node)
+    elif asked_per_node in ("gpu", "cpu", "auto"):
+        per_node = gpus_per_node
+    else:
         raise InputError("torchrun", f"--nproc-per-node is {asked_per_node!r}", "give a number, or gpu")
-    per_node = int(asked_per_node) if asked_per_node.isdigit() else gpus_per_node
     return Launched(
-        (options.training_script, *options.training_script_args), options.module, nodes * per_node, per_node
+        script=(options.training_script, *options.training_script_args),
+        is_module=options.module,
+        processes=nodes * per_node,
+        per_node=per_node,
     )
 
 
 def _accelerate(words: list[str], gpus_per_node: int) -> Launched:
     """Return what ``accelerate launch`` starts, from the words after it, which its own parser reads.
 
-    The configuration file of accelerate is not read. Raises InputError where accelerate is missing or refuses options.
+    ``gpus_per_node``: the number of processes where the options ask for several GPUs and give none. The configuration
+    file of accelerate is not read. Raises InputError where accelerate is missing or refuses options.
     """
     try:
         from accelerate.commands.launch import launch_command_parser  # type: ignore[import-untyped]
@@ -139,9 +148,14 @@ def _accelerate(words: list[str], gpus_per_node: int) -> Launched:
 
         variables = prepare_multi_gpu_env(options)
         environment |= {name: value for name, value in variables.items() if name.startswith(("ACCELERATE_", "FSDP_"))}
-    script = (options.training_script, *options.training_script_args)
     is_single = processes == 1 and not options.multi_gpu  # accelerate then starts plain python, without ranks
-    return Launched(script, options.module, None if is_single else processes, max(1, processes // nodes), environment)
+    return Launched(
+        script=(options.training_script, *options.training_script_args),
+        is_module=options.module,
+        processes=None if is_single else processes,
+        per_node=max(1, processes // nodes),
+        environment=environment,
+    )
 
 
 def _parsed(parser: Any, words: list[str], name: str) -> Any:

@@ -46,19 +46,28 @@ def new_tensor(args: tuple[Any, ...], dtype: torch.dtype, device: Any = "cuda") 
 def legacy_result(name: str, tensor: Tensor, args: tuple[Any, ...], device: torch.device) -> Any:
     """Return what ``tensor.type(kind)`` or ``tensor.new(...)`` returns for a tensor on the GPU or an old GPU type.
 
-    NotImplemented: torch's own method gives the right answer. ``name``: the method, "type" or "new"; ``args``: its
+    NotImplemented: torch's own method gives the right result. ``name``: the method, "type" or "new"; ``args``: its
     arguments; ``device``: the recorded device, which the script takes for a GPU. Call it outside the mode that stands
     in for torch's functions.
     """
     is_on_gpu = tensor.device.type in ("cuda", device.type)
     if name == "new" and is_on_gpu:
         return new_tensor(args, tensor.dtype, device)
-    if name == "type" and not args and is_on_gpu:
-        return f"torch.cuda.{next(kind for kind, dtype in _TYPES.items() if dtype == tensor.dtype)}"
-    kind = args[0] if name == "type" and args else None
+    if name == "type" and not args and is_on_gpu:  # asks for the name of the tensor's type
+        type_name = next(kind for kind, dtype in _TYPES.items() if dtype == tensor.dtype)
+        return f"torch.cuda.{type_name}"
+    if name == "type" and args:
+        kind = _gpu_type_of(args[0])
+        if isinstance(kind, _TensorType):
+            return tensor.to(device, kind.dtype)
+    return NotImplemented
+
+
+def _gpu_type_of(kind: Any) -> Any:
+    """Return the old GPU type for its name (``torch.cuda.FloatTensor``); return any other value unchanged."""
     if isinstance(kind, str) and kind.startswith("torch.cuda."):
-        kind = getattr(torch.cuda, kind.rpartition(".")[2])
-    return tensor.to(device, kind.dtype) if isinstance(kind, _TensorType) else NotImplemented
+        return getattr(torch.cuda, kind.rpartition(".")[2])
+    return kind
 
 
 def stand_in_types() -> None:
@@ -77,8 +86,7 @@ def stand_in_types() -> None:
 
     def set_default_tensor_type(kind: Any) -> None:
         """Set the default type and device of new tensors to those of an old GPU type; any other kind goes to torch."""
-        if isinstance(kind, str) and kind.startswith("torch.cuda."):
-            kind = getattr(torch.cuda, kind.rpartition(".")[2])
+        kind = _gpu_type_of(kind)
         if not isinstance(kind, _TensorType):
             return real_set_default(kind)
         torch.set_default_dtype(kind.dtype)

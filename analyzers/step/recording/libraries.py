@@ -38,14 +38,18 @@ class _PatchingFinder(MetaPathFinder, Loader):
         """By a module's name, its own loader; None while Python looks for that loader."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
-        """Return the module's own spec with this object as its loader; None for a module that is not patched."""
+        """Return the own spec of the module ``fullname`` with this object as its loader; None for one that is not patched.
+
+        Python's import calls it; ``path`` and ``target`` are not used.
+        """
         if fullname not in self._changes or fullname in self._loaders:
             return None
         self._loaders[fullname] = None  # find_spec asks this finder again, which then returns None above
         spec = find_spec(fullname)
         if spec is None or spec.loader is None:
             return spec
-        self._loaders[fullname], spec.loader = spec.loader, self
+        self._loaders[fullname] = spec.loader
+        spec.loader = self
         return spec
 
     def create_module(self, spec: Any) -> Any:
@@ -61,9 +65,10 @@ class _PatchingFinder(MetaPathFinder, Loader):
 def change_libraries(recorder: Recorder, torchvision_ops: torch.library.Library | None) -> None:
     """Patch libraries as soon as the script imports them, and those that are imported already at once.
 
-    ``torchvision_ops``: what :func:`~.vision.declare_torchvision` returned. Also replaces parts of torch and
-    ``subprocess.Popen``, for good.
+    ``torchvision_ops``: what :func:`~.vision.declare_torchvision` returned; None: torchvision's own operators are used, or
+    it is missing. Also replaces parts of torch and ``subprocess.Popen``, for good.
     """
+    # By a module's name, the function that patches it.
     changes = stand_in_downloads(recorder.gpu) | stand_in_vision(torchvision_ops, recorder.gpu)
     changes |= {
         "torch.distributed.pipelining.stage": lambda module: stand_in_neighbours(module, recorder),
@@ -73,8 +78,10 @@ def change_libraries(recorder: Recorder, torchvision_ops: torch.library.Library 
         "lightning_fabric.utilities.device_parser": _accept_any_device,
         "triton.runtime.autotuner": _record_triton_launches,
     }
-    for name in [name for name in changes if name in sys.modules]:  # a launcher's parser has imported some
-        changes.pop(name)(sys.modules[name])
+    imported = [name for name in changes if name in sys.modules]  # a launcher's parser has imported some
+    for name in imported:
+        patch = changes.pop(name)
+        patch(sys.modules[name])
     sys.meta_path.insert(0, _PatchingFinder(changes))
     _start_no_ranks()
     stand_in_graphs(recorder)
@@ -102,7 +109,7 @@ def _record_triton_launches(module: Any) -> None:
     """Let launches of an installed Triton's kernels be recorded; no kernel is compiled, run or timed.
 
     ``module`` is ``triton.runtime.autotuner``, which has imported the other parts that are patched. An autotuned kernel
-    takes the first of its configurations. Triton's driver answers scripts that ask it for the device.
+    takes the first of its configurations. Triton's driver is replaced by one that names the GPU that the script sees.
     """
     from triton.backends.compiler import GPUTarget
 
@@ -134,12 +141,17 @@ class _OtherRank(subprocess.Popen[Any]):
     def __init__(self, args: Any, *others: Any, **kwargs: Any) -> None:
         """Start the process; for the script itself start none, and set the process number 0, status 0 and no streams.
 
-        ``nvidia-smi``, where it is missing, is replaced by a command that prints nothing.
+        The arguments are those of ``Popen``. ``nvidia-smi``, where it is missing, is replaced by a command that prints
+        nothing.
         """
         words = [str(word) for word in args] if isinstance(args, (list, tuple)) else []
         script = Path(sys.argv[0]).resolve()
-        if words[:1] == [sys.executable] and any(Path(word).resolve() == script for word in words[1:3]):
-            self.args, self.returncode, self.pid = args, 0, 0
+        # The script may follow an option of python's, such as -u.
+        runs_script = words[:1] == [sys.executable] and any(Path(word).resolve() == script for word in words[1:3])
+        if runs_script:
+            self.args = args
+            self.pid = 0  # marks another rank for the methods below
+            self.returncode = 0
             self.stdin = self.stdout = self.stderr = None
             self._child_created = False
             return

@@ -1,4 +1,4 @@
-"""What an op is and what it costs, told by its name and shapes: one table for aten's names and ONNX's, a rule an entry.
+"""What an op is and what it costs, from its name and shapes: one table for aten's names and ONNX's, a rule for each entry.
 
 Convolutions, matrix products, attention and recurrent layers are counted from their shapes (a multiply-add counts two),
 not by ``torch.utils.flop_counter``, whose rule for the backward pass of a convolution ignores ``groups`` and which knows
@@ -14,15 +14,15 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from ddltool.graph import NO_GEMM, Estimate, Gemm
 
 Shape = tuple[int, ...]
-# FLOPs, and the (count, m, n, k) of ``count`` matrix products (m, k) @ (k, n) that take them.
 Product = tuple[float, Gemm]
+"""FLOPs, and the (count, m, n, k) of ``count`` matrix products (m, k) @ (k, n) that take them."""
 
 
 def names_in(text: str) -> frozenset[str]:
@@ -137,25 +137,32 @@ def cost_of(call: Call) -> Cost:
 
     An op in no table is counted as one operation per element of its largest tensor. O(1).
     """
-    written, dtype = call.written_bytes, call.dtype
+    written = call.written_bytes
     moved = call.read_bytes + written
+    dtype = call.dtype
     if call.name in FREE:
         return Cost(flops=0.0, size_bytes=0.0, estimate="free", written_bytes=written)
     product = _product(call)
     if product is not None:
         flops, gemm = product
         if dtype.startswith("complex"):  # a product of complex numbers takes four of real ones
-            flops, gemm = 4.0 * flops, (4.0 * gemm[0], *gemm[1:])
-        gemm = gemm if flops else NO_GEMM  # an empty product runs no matrix kernel
+            count, *sides = gemm
+            gemm = cast(Gemm, (4.0 * count, *sides))
+            flops = 4.0 * flops
+        if not flops:
+            gemm = NO_GEMM  # an empty product runs no matrix kernel
         return Cost(flops=flops, size_bytes=moved, estimate="rule", written_bytes=written, gemm=gemm, dtype=dtype)
-    if call.name in _LOOKUPS or call.name in _COPIES:
-        size = 2.0 * written if call.name in _LOOKUPS else moved  # a lookup reads as many bytes as it writes
-        return Cost(flops=0.0, size_bytes=size, estimate="rule", written_bytes=written, dtype=dtype)
+    if call.name in _LOOKUPS:  # it reads as many bytes as it writes, and not the whole table
+        return Cost(flops=0.0, size_bytes=2.0 * written, estimate="rule", written_bytes=written, dtype=dtype)
+    if call.name in _COPIES:
+        return Cost(flops=0.0, size_bytes=moved, estimate="rule", written_bytes=written, dtype=dtype)
     rows = _rows(call)
     if call.name.startswith("nll_loss") and rows[0]:
-        # Of every row the target and one element are read, a sector of memory each; its gradient is 0 but for one element.
+        # For every row one element is read, by a whole sector of memory, and the target, a number of 8 bytes. Forward, what
+        # is written is negligible; backward it is the gradient of all elements, which is 0 but for one of each row.
         looked_up = rows[0] * (_SECTOR_BYTES + 8.0)
         moved = looked_up + (written if call.name.endswith("_backward") else 0.0)
+    # An op that works in place ("add_") has the factor of the op without the underscore.
     factor = _PER_ELEMENT.get(call.name.removesuffix("_")) or _PER_ELEMENT.get(call.name)
     estimate: Estimate = "rule" if factor is not None or call.pointwise else "default"
     flops = (factor or 1.0) * call.elements
@@ -173,14 +180,17 @@ def _rows(call: Call) -> Gemm:
     shape = named.get("self", named.get("input", named.get("grad_output")))
     if not isinstance(shape, tuple) or not shape:
         return NO_GEMM
-    if name.startswith(
-        "nll_loss"
-    ):  # a row for each target: the classes are dimension 1, or the only one of a single sample
-        return (float(math.prod(shape) // max(1, shape[-1 if len(shape) < 3 else 1])), 0.0, 0.0, 1.0)
+    if name.startswith("nll_loss"):
+        # A row for each target: the classes are dimension 1, or the only one of a single sample.
+        classes = shape[-1] if len(shape) < 3 else shape[1]
+        targets = math.prod(shape) // max(1, classes)
+        return (float(targets), 0.0, 0.0, 1.0)
     if name.startswith("avg_pool2d") and call.output and isinstance(named.get("kernel_size"), (list, tuple)):
-        filters = named.get("grad_output") if name.endswith("_backward") else call.output
+        # Each averaged window reads its elements once (forward), or adds to them once (backward).
+        windows = named.get("grad_output") if name.endswith("_backward") else call.output
+        visits = math.prod(named["kernel_size"]) * math.prod(windows or ())
         written = float(math.prod(call.output))
-        return (written, 0.0, 0.0, math.prod(named["kernel_size"]) * math.prod(filters or ()) / max(1.0, written))
+        return (written, 0.0, 0.0, visits / max(1.0, written))
     if name in _SOFTMAXES and named.get("dim") in (-1, len(shape) - 1):
         width = shape[-1]
     elif name.startswith(_ROW_NORMS) and isinstance(named.get("normalized_shape"), (list, tuple)):
@@ -215,8 +225,9 @@ def _product(call: Call) -> Product | None:
     if _is_attention(call.name):
         return _attention(call)
     if call.name.startswith(_RECURRENT):
+        # This package's op has a list of weights, torch's own op has arguments weight0, weight1, ...
         weights = call.named.get("weights") or [value for key, value in call.named.items() if key.startswith("weight")]
-        matrices = [tuple(weight) for weight in weights if isinstance(weight, tuple) and len(weight) == 2]
+        matrices = [tuple(weight) for weight in weights if isinstance(weight, tuple) and len(weight) == 2]  # no biases
         inputs = call.named["input"] if "input" in call.named else call.named["x"]
         return _recurrent_layers(inputs, matrices, backward="backward" in call.name) if matrices else None
     # All other ops have a rule by their name.
@@ -225,9 +236,9 @@ def _product(call: Call) -> Product | None:
 
 
 def _product_of_inputs(left_place: int = 0, right_place: int = 1) -> Callable[[Call], Product | None]:
-    """Return the rule of an op that multiplies its inputs at two places.
+    """Return the rule (see ``_PRODUCTS``) of an op that multiplies two of its inputs, given by their indices.
 
-    ``addmm`` has its bias at 0, and its factors at 1 and 2.
+    ``addmm``, for example, has its bias at 0, and its factors at 1 and 2.
     """
 
     def count_product(call: Call) -> Product | None:
@@ -248,9 +259,12 @@ def _matmul(left: Shape, right: Shape) -> Product | None:
         return None
     left = (1, *left) if len(left) == 1 else left
     right = (*right, 1) if len(right) == 1 else right
-    is_batched = len(right) > 2
-    count = math.prod(np.broadcast_shapes(left[:-2], right[:-2])) if is_batched else 1
-    m = left[-2] if is_batched else math.prod(left[:-1])
+    if len(right) > 2:
+        count = math.prod(np.broadcast_shapes(left[:-2], right[:-2]))
+        m = left[-2]
+    else:
+        count = 1
+        m = math.prod(left[:-1])
     k, n = left[-1], right[-1]
     return 2.0 * count * m * n * k, (float(count), float(m), float(n), float(k))
 
@@ -281,15 +295,17 @@ def _grouped(call: Call) -> Product | None:
 
     Three forms, by the number of dimensions: (t, k) x (g, k, n) divides the t rows among g groups; (g, m, k) x (k, t)
     divides the t columns; (m, t) x (t, n), the gradient of the groups' matrices, divides the inner dimension t, which
-    costs as much as one product. Every group is taken to get an equal share.
+    costs as much as one product. Every group is taken to get as many rows or columns as any other.
     """
     left, right = call.inputs[0] or (), call.inputs[1] or ()
     if len(left) == 2 and len(right) == 3:
+        rows = left[0]
         groups, k, n = right
-        return 2.0 * left[0] * k * n, (float(groups), left[0] / groups, float(n), float(k))
+        return 2.0 * rows * k * n, (float(groups), rows / groups, float(n), float(k))
     if len(left) == 3 and len(right) == 2:
+        columns = right[1]
         groups, m, k = left
-        return 2.0 * m * k * right[1], (float(groups), float(m), right[1] / groups, float(k))
+        return 2.0 * m * k * columns, (float(groups), float(m), columns / groups, float(k))
     return _matmul(left, right)
 
 
@@ -319,13 +335,18 @@ def _aten_convolution(call: Call) -> Product | None:
     output = arguments["grad_output"] if is_backward else call.output
     visited = arguments["input"] if arguments["transposed"] else output
     product = convolution(visited, arguments["weight"], arguments["groups"])
+    if product is None:
+        return None
+    flops, gemm = product
+    # The mask has a flag for the input, the weight and the bias, whose gradient is a sum and no product.
     gradients = sum(map(bool, arguments["output_mask"][:2])) if is_backward else 1
-    return None if product is None else (product[0] * gradients, product[1])
+    return flops * gradients, gemm
 
 
 def _onnx_convolution(call: Call) -> Product | None:
     """Return FLOPs and (count, m, n, k) of ONNX's convolutions, None where a shape is unknown."""
-    weight = call.shape(3 if call.name == "QLinearConv" else 1)  # after the input's scale and zero point
+    # The weight is input 1; a quantized convolution has its input's scale and zero point before it.
+    weight = call.shape(3 if call.name == "QLinearConv" else 1)
     visited = call.shape(0) if call.name == "ConvTranspose" else call.output
     return convolution(visited, weight, int(call.named.get("group", 1)))
 
@@ -355,9 +376,11 @@ def _attention(call: Call) -> Product | None:
     width = (score_products * score_width + value_products * value_width) / products
     flops = 2.0 * products * heads * queries * keys * width
     if arguments.get("dropout_p"):
-        width += _DROPOUT_COLUMNS["backward" in call.name]  # False, True: 0, 1
+        forward_columns, backward_columns = _DROPOUT_COLUMNS
+        width += backward_columns if "backward" in call.name else forward_columns
     is_causal = bool(arguments.get("is_causal", False)) and queries > 1
-    return flops, (float(heads), float(queries), keys / 2 if is_causal else float(keys), width)
+    visited_keys = keys / 2 if is_causal else float(keys)
+    return flops, (float(heads), float(queries), visited_keys, width)
 
 
 def _recurrent_layers(inputs: Shape, matrices: Sequence[Shape], *, backward: bool = False) -> Product:
@@ -365,34 +388,42 @@ def _recurrent_layers(inputs: Shape, matrices: Sequence[Shape], *, backward: boo
 
     Every step of every sample is multiplied by every weight once, and in the backward pass twice, for the gradients of
     inputs and weights. The steps of a layer run one after another, so the count is steps x layers x directions, with
-    the mean number of inputs for k. ``inputs``: (steps, batch, features).
+    the mean number of inputs for k. ``inputs``: (steps, batch, features). ``matrices``: the shapes of all weight matrices,
+    at least one, the first layer's first.
     """
-    rows = math.prod(inputs[:-1])
+    rows = math.prod(inputs[:-1])  # steps x batch
     flops = 2.0 * rows * sum(math.prod(matrix) for matrix in matrices)
     steps = float(inputs[0])
+    batch = rows / steps if steps else 0.0
     gate_rows = float(matrices[0][0])
     # A layer has two matrices of so many rows, for its input and its state; a projection of the state has other rows.
     layers = max(sum(matrix[0] == gate_rows for matrix in matrices) / 2.0, 1.0)
     mean_columns = flops / (2.0 * rows * layers * gate_rows) if flops else 0.0
-    gemm = (steps * layers, rows / steps if steps else 0.0, gate_rows, mean_columns)
+    gemm = (steps * layers, batch, gate_rows, mean_columns)
     return (2.0 * flops if backward else flops), gemm
 
 
 def _onnx_recurrent(call: Call) -> Product | None:
     """Return FLOPs and (count, m, n, k) of ONNX's LSTM, GRU and RNN, None where a shape is unknown or not of three dimensions.
 
-    Both weights are (directions, gates x state, inputs).
+    Their first three inputs are the sequence (steps, batch, features), the weight of these, and the weight of the state;
+    both weights are (directions, gates x state, inputs).
     """
     inputs, weight, state_weight = (call.shape(place) for place in range(3))
     if inputs is None or weight is None or state_weight is None:
         return None
     if not len(inputs) == len(weight) == len(state_weight) == 3:
         return None
-    return _recurrent_layers(inputs, [weight[1:], state_weight[1:]] * weight[0])
+    directions = weight[0]
+    matrices = [weight[1:], state_weight[1:]] * directions
+    return _recurrent_layers(inputs, matrices)
 
 
 def _pooling(call: Call) -> Product | None:
-    """Return the FLOPs of ONNX's pooling: one per output element and tap of the kernel. They are no matrix product."""
+    """Return the FLOPs of ONNX's pooling, one per output element and element of the kernel, and zeros: no matrix product.
+
+    None where the output's shape or the kernel is unknown.
+    """
     kernel = call.named.get("kernel_shape")
     if call.output is None or kernel is None:
         return None
@@ -400,7 +431,11 @@ def _pooling(call: Call) -> Product | None:
 
 
 def _local_response(call: Call) -> Product | None:
-    """Return the FLOPs of ONNX's LRN: a square and sum per neighbouring channel, and three to scale an element."""
+    """Return the FLOPs of ONNX's LRN (local response normalization), and zeros, because it is no matrix product.
+
+    An element takes one for each neighbouring channel, to add its square, and three to be scaled. None where the output's
+    shape is unknown.
+    """
     if call.output is None:
         return None
     flops_per_element = int(call.named.get("size", 1)) + 3
@@ -535,4 +570,7 @@ def class_of(op_type: str) -> int:
     name = normal_type(op_type).rpartition(".")[2]
     if name in _CLASS_BY_NAME:
         return _CLASS_BY_NAME[name]
-    return CLASS[next((kind for kind, part in _CLASS_BY_PART if part.match(name)), "pointwise")]
+    for kind, pattern in _CLASS_BY_PART:
+        if pattern.match(name):
+            return CLASS[kind]
+    return CLASS["pointwise"]

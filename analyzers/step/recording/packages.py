@@ -1,4 +1,4 @@
-"""Packages that a script needs and that are not installed here: what answers for them while it is recorded.
+"""Packages that a script needs and that are not installed here: what stands in for them while it is recorded.
 
 A script that fails for want of a package is run once more with a stand-in for it (:func:`missing` says which). Packages
 of :mod:`kernels <ddltool.analyzers.step.recording.kernels>` have the arithmetic of theirs; any other is inert: it takes
@@ -74,6 +74,7 @@ class Inert:
         return Inert(f"{self._name}.{name}")
 
     def __getitem__(self, key: Any) -> Inert:
+        """Return an inert object for any key."""
         return Inert(f"{self._name}[...]")
 
     def __setitem__(self, key: Any, value: Any) -> None:
@@ -84,12 +85,15 @@ class Inert:
         return iter(())
 
     def __len__(self) -> int:
+        """Return 0: the object is an empty collection."""
         return 0
 
     def __contains__(self, _: object) -> bool:
+        """Return False: the object is an empty collection."""
         return False
 
     def __enter__(self) -> Inert:
+        """Return the object itself, as what ``with ... as`` names."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -100,6 +104,7 @@ class Inert:
         return ()
 
     def __instancecheck__(self, _: object) -> bool:
+        """Return False: nothing is an instance of an inert class."""
         return False
 
     def __or__(self, _: Any) -> Inert:
@@ -108,7 +113,8 @@ class Inert:
 
     __ror__ = __or__
 
-    def __format__(self, _: str) -> str:  # also of a format that only numbers take, such as .3f
+    def __format__(self, _: str) -> str:
+        """Return the name for any format, also for one that only numbers take, such as ``.3f``."""
         return self._name
 
     def __str__(self) -> str:
@@ -136,14 +142,14 @@ class _Package(ModuleType):
         """
         if name.startswith("__"):
             raise AttributeError(name)
-        full = f"{self.__name__}.{name}"
-        if self._known is not None and full in self._known:
-            return self._known[full]
+        dotted_name = f"{self.__name__}.{name}"
+        if self._known is not None and dotted_name in self._known:
+            return self._known[dotted_name]
         if self._known is None or REST in self._known:
-            return Inert(full)
-        if any(key.startswith(f"{full}.") for key in self._known):
-            return importlib.import_module(full)
-        raise AttributeError(f"{full} has no stand-in here")
+            return Inert(dotted_name)
+        if any(key.startswith(f"{dotted_name}.") for key in self._known):
+            return importlib.import_module(dotted_name)
+        raise AttributeError(f"{dotted_name} has no stand-in here")
 
 
 class _Distribution(Distribution):
@@ -175,23 +181,28 @@ class _StandIns(MetaPathFinder, Loader):
         self._names, self._known, self._used = tuple(names), known, used
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Return a spec that makes a module of a stood-in package, None for a module of any other."""
+        """Return a spec by which Python makes the module ``fullname`` of a stood-in package, None for one of any other package.
+
+        ``path`` and ``target`` are not used.
+        """
         if not any(fullname == name or fullname.startswith(f"{name}.") for name in self._names):
             return None
         return ModuleSpec(fullname, self, is_package=True)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return the stand-in. Raises ImportError for a submodule that a package with arithmetic does not hold."""
-        stand_in = self._known.get(spec.name.partition(".")[0])
+        """Return the stand-in for a package or submodule.
+
+        Raises ImportError for a submodule of a package of which it is known what it holds, if it holds no such submodule.
+        """
         # The dots keep "apex" from being found in "apexes".
-        self._used(next(name for name in self._names if f"{spec.name}.".startswith(f"{name}.")))
-        if (
-            stand_in is not None
-            and REST not in stand_in
-            and not any(key.startswith(f"{spec.name}.") for key in stand_in)
-        ):
-            raise ImportError(f"{spec.name} has no stand-in here", name=spec.name)
-        return _Package(spec.name, stand_in)
+        package = next(name for name in self._names if f"{spec.name}.".startswith(f"{name}."))
+        self._used(package)
+        known = self._known.get(spec.name.partition(".")[0])  # None: the package is inert
+        if known is not None and REST not in known:
+            holds_module = any(key.startswith(f"{spec.name}.") for key in known)
+            if not holds_module:
+                raise ImportError(f"{spec.name} has no stand-in here", name=spec.name)
+        return _Package(spec.name, known)
 
     def exec_module(self, module: ModuleType) -> None:
         """Run nothing: the stand-in is complete."""
@@ -223,52 +234,63 @@ def missing(error: BaseException) -> list[str]:
     They are found in the texts of the error and of the errors that it came from. If there are any, absent packages
     that the files of the traceback import at their top are added, so that the script need not fail once for each.
     """
-    packages: dict[str, None] = {}
+    packages: dict[str, None] = {}  # as an ordered set
     chain: list[BaseException] = [error]
     while chain:
-        cause = chain.pop()
-        earlier = (cause.__cause__, cause.__context__)
-        chain += [other for other in earlier if other is not None and other is not cause]
-        text = str(cause)
-        if isinstance(cause, ImportError):
-            # "cannot import name" is said of an installed module of another version, which is not missing.
-            named = [] if text.startswith("cannot import name") else _NAMED.findall(text)
-            names = [cause.name] if cause.name and isinstance(cause, ModuleNotFoundError) else named
-            packages |= dict.fromkeys(filter(None, map(_absent, names)))
-        if isinstance(cause, (ImportError, ValueError, RuntimeError, SystemExit)) and "install" in text.lower():
-            mentioned = [name for name, words in _ERROR_PATTERNS.items() if re.search(words, text, re.IGNORECASE)]
-            packages |= dict.fromkeys(name for name in mentioned if _absent(name))
+        raised = chain.pop()
+        earlier = (raised.__cause__, raised.__context__)
+        chain += [other for other in earlier if other is not None and other is not raised]
+        packages |= dict.fromkeys(_missing_by(raised))
     if packages:
         packages |= dict.fromkeys(_needed_beside(error))
     return list(packages)
 
 
+def _missing_by(error: BaseException) -> list[str]:
+    """Return the absent packages that one error names, without the errors that it came from."""
+    text = str(error)
+    packages: list[str] = []
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        names = [error.name]
+    elif isinstance(error, ImportError) and not text.startswith("cannot import name"):
+        names = _NAMED.findall(text)
+    else:  # "cannot import name" is said of an installed module of another version, which is not missing
+        names = []
+    packages += filter(None, map(_absent, names))
+    if isinstance(error, (ImportError, ValueError, RuntimeError, SystemExit)) and "install" in text.lower():
+        mentioned = [name for name, words in _ERROR_PATTERNS.items() if re.search(words, text, re.IGNORECASE)]
+        packages += [name for name in mentioned if _absent(name)]
+    return packages
+
+
 def _absent(name: str) -> str | None:
     """Return the package of a module if that package is not installed; None if it is, or if ``name`` is no module's name.
 
-    The package is the first part of the module's name, or the first two parts where an installed namespace package has
-    the first (``google``).
+    The package is the first part of the module's name, or the first two parts where the first is an installed namespace
+    package, a folder that several packages share (``google``).
     """
     parts = name.replace("-", "_").split(".")
     for length in range(1, min(len(parts), 2) + 1):
-        part = ".".join(parts[:length])
+        package = ".".join(parts[:length])
         try:
-            spec = find_spec(part)
+            spec = find_spec(package)
         except (ImportError, ValueError):
             return None
         if spec is None:
-            return part if all(word.isidentifier() for word in parts[:length]) else None
-        if spec.origin is not None:
+            return package if all(part.isidentifier() for part in parts[:length]) else None
+        is_namespace = spec.origin is None
+        if not is_namespace:
             return None  # installed; what it lacks is a matter of versions
     return None
 
 
 def _needed_beside(error: BaseException) -> list[str]:
     """Return absent packages that the files of an error's traceback import at their top: what would fail next."""
-    trace, files = error.__traceback__, set()
-    while trace is not None:
-        files.add(trace.tb_frame.f_code.co_filename)
-        trace = trace.tb_next
+    files: set[str] = set()
+    entry = error.__traceback__
+    while entry is not None:
+        files.add(entry.tb_frame.f_code.co_filename)
+        entry = entry.tb_next
     return needed_by(files)
 
 
@@ -287,4 +309,5 @@ def needed_by(files: Iterable[str]) -> list[str]:
                     names += [alias.name for alias in statement.names]
                 elif isinstance(statement, ast.ImportFrom) and statement.module and not statement.level:
                     names.append(statement.module)
-    return list(dict.fromkeys(absent for absent in map(_absent, names) if absent))
+    absent_packages = filter(None, map(_absent, names))
+    return list(dict.fromkeys(absent_packages))  # each once, in order

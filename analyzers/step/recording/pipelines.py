@@ -1,7 +1,7 @@
-"""Pipeline stages whose neighbours are not there: what they would say of shapes, so that rank 0's schedule can be recorded.
+"""Pipeline stages whose neighbours are not there: what they would send about shapes, so that rank 0's schedule can be recorded.
 
-A stage hands on what it gets in shape, as the blocks of a transformer do. The time in which it waits for other stages is in
-no recording of one rank.
+The outputs of every stage are taken to have the shape of its inputs, as those of a transformer's blocks do. The time in which
+a stage waits for other stages is in no recording of one rank.
 """
 
 from __future__ import annotations
@@ -17,14 +17,18 @@ from ddltool.analyzers.step.recording.recorder import Recorder
 def stand_in_neighbours(module: Any, recorder: Recorder) -> None:
     """Let pipeline stages exchange shapes with themselves in place of their neighbours, which are on other ranks.
 
-    ``module`` is ``torch.distributed.pipelining.stage``. Its stages tell each other the shapes of what they will send
-    before the first step; every stage is taken to get what this rank sent forward last.
+    ``module`` is ``torch.distributed.pipelining.stage``. Before the first step its stages send each other descriptions
+    (shapes and types) of the tensors that they will send. Every stage is taken to receive the description that this rank
+    sent forward last.
     """
     sent: list[Any] = []  # descriptions of what this rank's stages sent forward, the latest last
     stage_type = module.PipelineStage
 
     def note_waits() -> None:
-        """Note among the assumptions that the recording leaves out waits for other stages; of a note only the key counts."""
+        """Add to the recording's assumptions the remark that waits for other stages are left out.
+
+        A remark is a key that begins with ``NOTE``; its value is not used.
+        """
         recorder.step.assumed[f"{NOTE}the time in which a pipeline's stages wait for each other is not counted"] = 1
 
     def last_sent() -> Any:
@@ -65,12 +69,15 @@ def stand_in_neighbours(module: Any, recorder: Recorder) -> None:
         return last_sent()
 
     def vote(stage: Any, has_backward: bool, received_acc: Any = None) -> Any:
-        """Return 1 as a tensor where the shapes are static, as this stage alone decides; all others are taken to agree."""
+        """Return the stages' vote on whether shapes are the same in every step: (1,) with 1 for yes, else 0.
+
+        This stage alone decides, and all others are taken to agree. ``received_acc``, the others' votes, is not used.
+        """
         stage._votes_for_static = not InferenceMode.needs_dynamic(stage._user_meta, has_backward)
         return torch.tensor([int(stage._votes_for_static)], dtype=torch.int32)
 
     def result(stage: Any, received_result: Any = None) -> Any:
-        """Return the outcome of the vote, which is this stage's own."""
+        """Return the outcome of the vote, which is this stage's own: (1,) with 1 for static shapes, else 0."""
         return torch.tensor([int(stage._votes_for_static)], dtype=torch.int32)
 
     stage_type._send_meta, stage_type._recv_meta = send, receive

@@ -34,9 +34,9 @@ from ddltool.errors import InputError
 CUDA = torch.device("cuda", 0)
 # What a torch without CUDA says of its version: that of the wheels of torch 2.13, which torchvision compares with its own.
 _CUDA = "13.0"
-# What is replaced belongs to the whole process, so one thread poses at a time (within its block it may pose again), and
-# others wait for their turn, at most so many seconds.
-_TURN, _TURN_S = threading.RLock(), 600.0
+# What :func:`posed` replaces belongs to the whole process, so one thread runs such a block at a time (within it the same
+# thread may open another), and other threads wait for the lock, at most so many seconds.
+_LOCK, _LOCK_WAIT_S = threading.RLock(), 600.0
 _IMAGE_DIMENSIONS = 3
 """An image is (channels, height, width); detectors take a list of images, not a batch."""
 _RNG_STATE_BYTES = 16
@@ -109,7 +109,7 @@ class PosedBackend(ModuleType):
 
 
 class Event:
-    """An event of CUDA: it stands for the last call of a stream at the moment when it was recorded."""
+    """Stands in for ``torch.cuda.Event``: it marks the last call that a stream had been given when it was recorded."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         """Stand for the calls that the current stream has been given so far; the arguments are ignored."""
@@ -143,16 +143,22 @@ class Event:
 
 
 class Stream:
-    """A stream of CUDA, known by its number; as a block it is the current one."""
+    """Stands in for ``torch.cuda.Stream``, known by its number; in a ``with`` block it is the current stream."""
 
     recorder: ClassVar[Recorder]
-    """The recorder whose current stream is changed: the one that poses."""
+    """The recorder whose current stream is changed: that of the innermost block of :func:`posed`."""
     _numbers = count(1)
 
     def __init__(self, device: Any = None, priority: int = 0, stream_id: int | None = None, **_: Any) -> None:
-        """Make a stream with the next number, or an object for the stream ``stream_id``; 0 is the default stream."""
-        self.device, self.priority = CUDA, priority
-        self.device_type, self.device_index = torch._C._autograd.DeviceType.CUDA.value, 0  # as torch.Stream says them
+        """Make a stream with the next number, or an object for the stream ``stream_id``; 0 is the default stream.
+
+        ``device`` is ignored, because there is one.
+        """
+        self.device = CUDA
+        self.priority = priority
+        # The device's type and index as torch.Stream has them.
+        self.device_type = torch._C._autograd.DeviceType.CUDA.value
+        self.device_index = 0
         self.stream_id = next(Stream._numbers) if stream_id is None else stream_id
         self.cuda_stream = self.stream_id
         self._outer_streams: list[int] = []
@@ -172,6 +178,7 @@ class Stream:
         return isinstance(other, Stream) and other.stream_id == self.stream_id
 
     def __hash__(self) -> int:
+        """Return the stream's number, so that equal streams have equal hashes."""
         return self.stream_id
 
     def wait_stream(self, stream: Any) -> None:
@@ -179,7 +186,7 @@ class Stream:
         Stream.recorder.wait_for(self.stream_id, Stream.recorder.last_call_index(stream.stream_id))
 
     def wait_event(self, event: Any) -> None:
-        """Let this stream wait for the calls that an event stands for."""
+        """Let this stream's next call wait for the calls that an event stands for."""
         event.wait(self)
 
     def record_event(self, event: Any = None) -> Any:
@@ -237,7 +244,7 @@ class Pose(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run one call of torch's with the registered device in place of CUDA, or answer it without running anything.
+        """Run one call of torch's with the registered device in place of CUDA, or return a result without running it.
 
         Memory cannot be pinned here and no random number is drawn, so ``pin_memory`` and ``generator`` are unset.
         """
@@ -245,9 +252,9 @@ class Pose(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         first = args[0] if args else None
         if isinstance(first, Tensor):
-            answer = self._answer_for_tensor(func, name, first, args, kwargs)
-            if answer is not NotImplemented:
-                return answer
+            result = self._result_for_tensor(func, name, first, args, kwargs)
+            if result is not NotImplemented:
+                return result
         if func is torch.device:
             # The script keeps a device that says cuda, and it is translated where it is used. A number alone is a GPU's.
             device = torch.device("cuda", first) if isinstance(first, int) else func(*args, **kwargs)
@@ -258,7 +265,8 @@ class Pose(TorchFunctionMode):
         if "device" in kwargs:
             kwargs["device"] = self.on_registered_device(kwargs["device"])
         if name in ("tensor", "as_tensor", "asarray", "from_numpy") and kwargs.get("device") is not None:
-            device = kwargs.pop("device")  # the data, Python's or numpy's, is read on the CPU, then moved
+            # The data, Python's or numpy's, has values: it is read on the CPU, then moved.
+            device = kwargs.pop("device")
             return func(*args, **kwargs).to(device)
         if kwargs.get("generator") is not None:
             kwargs["generator"] = None
@@ -268,23 +276,27 @@ class Pose(TorchFunctionMode):
             args = (first, self.gpu, *args[2:])  # x.to(0): the number of a GPU
         return func(*args, **kwargs)
 
-    def _answer_for_tensor(
+    def _result_for_tensor(
         self, func: Any, name: str, tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Return the answer to a tensor's property or method that needs no translated call; NotImplemented: run the call.
+        """Return the result of a tensor's property or method that is handled here; NotImplemented: the call has to run.
 
-        ``func`` is torch's function, ``name`` its name, and ``tensor`` the first of ``args``.
+        ``func`` is torch's function, ``name`` its name, ``args`` and ``kwargs`` its arguments, and ``tensor`` the first of
+        these.
         """
         if name == "__get__":  # the getter of a property, such as is_cuda or device
             return self._property(func, args, kwargs)
-        if name in ("cuda", "pin_memory"):  # memory cannot be pinned here
-            return tensor.to(self.gpu, non_blocking=True) if name == "cuda" else tensor
-        if name in _MEMORY_ANSWERS:
-            return _MEMORY_ANSWERS[name]
+        if name == "cuda":
+            return tensor.to(self.gpu, non_blocking=True)
+        if name == "pin_memory":  # memory cannot be pinned here
+            return tensor
+        if name in _MEMORY_RESULTS:
+            return _MEMORY_RESULTS[name]
         if isinstance(tensor, FakeTensor) and name in _READS:
             return self._read(name, tensor, args)
-        # These two methods may name the tensor types of torch's first years.
-        return legacy_result(name, tensor, args[1:], self.gpu) if name in ("new", "type") else NotImplemented
+        if name in ("new", "type"):  # these two may name the tensor types of torch's first years
+            return legacy_result(name, tensor, args[1:], self.gpu)
+        return NotImplemented
 
     def on_registered_device(self, value: Any) -> Any:
         """Return the registered device for a device of CUDA or the name of one; return anything else unchanged.
@@ -300,9 +312,10 @@ class Pose(TorchFunctionMode):
     def _property(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return a tensor's property, as if a tensor of the registered device were on CUDA.
 
-        ``func`` is the property's getter, ``args`` begins with the tensor.
+        ``func`` is the property's getter, a method bound to its descriptor; ``args`` begins with the tensor.
         """
-        if getattr(getattr(func, "__self__", None), "__name__", "") == "is_cuda":
+        descriptor = getattr(func, "__self__", None)
+        if getattr(descriptor, "__name__", "") == "is_cuda":
             return isinstance(args[0], FakeTensor) and args[0].fake_device.type == self.gpu.type
         value = func(*args, **kwargs)
         return CUDA if isinstance(value, torch.device) and value.type == self.gpu.type else value
@@ -310,15 +323,16 @@ class Pose(TorchFunctionMode):
     def _read(self, name: str, tensor: Tensor, args: tuple[Any, ...]) -> Any:
         """Return what a script gets that reads a tensor without values: ones, as Python or numpy objects, or a text.
 
-        ``name``: the method that reads, ``args``: its arguments. Unless the tensor is only printed, the read is noted as
-        an assumed value. Raises TypeError where numpy lacks the type, as torch does.
+        ``name``: one of ``_READS``, ``args``: the method's arguments, the tensor first. Unless the script asks for
+        ``repr``, the read is noted as an assumed value. Raises TypeError where numpy lacks the type, as torch does.
         """
         if name != "__repr__":
             self.recorder.note_assumed_value()
         with _disable_current_modes():
             ones = torch.ones(tuple(tensor.shape), dtype=tensor.dtype)
             if name == "__format__":
-                return format(ones.item() if ones.dim() == 0 else f"tensor{tuple(ones.shape)}", args[1])
+                printed = ones.item() if ones.dim() == 0 else f"tensor{tuple(ones.shape)}"
+                return format(printed, args[1])
             if name == "__repr__":
                 return f"tensor(..., size={tuple(ones.shape)}, dtype={ones.dtype})"
             if name == "numpy" and ones.dtype == torch.bfloat16:
@@ -333,11 +347,12 @@ def _lists_to_tensors(index: Any) -> Any:
     """
     if isinstance(index, tuple):
         return tuple(map(_lists_to_tensors, index))
-    is_list = isinstance(index, list) and all(isinstance(number, (int, list)) for number in index)
-    return torch.tensor(index, dtype=None if index else torch.long) if is_list else index  # [] would be of floats
+    if not isinstance(index, list) or not all(isinstance(number, (int, list)) for number in index):
+        return index
+    return torch.tensor(index, dtype=None if index else torch.long)  # torch would take [] for floats
 
 
-_MEMORY_ANSWERS = {"is_pinned": False, "record_stream": None}
+_MEMORY_RESULTS = {"is_pinned": False, "record_stream": None}
 """What methods return that concern a tensor's memory, which does not exist here."""
 _READS = frozenset(["__format__", "__repr__", "tolist", "numpy", "__array__"])
 """Methods that read a tensor's values."""
@@ -381,11 +396,12 @@ def posed(
 ) -> Iterator[Pose]:
     """Run the block in a process that seems to have ``count`` GPUs of a name, a memory and a compute capability.
 
-    Yields the function mode that is active in the block. What is replaced in torch belongs to the whole process, and is
-    restored at the end; other threads that call this wait until then, and raise InputError after ten minutes.
+    ``recorder``: the mode that records, active in the block, too. ``memory_bytes``: of each GPU. ``capability``: (major,
+    minor). Yields the function mode that is active in the block. What is replaced in torch belongs to the whole process,
+    and is restored at the end; other threads that call this wait until then, and raise InputError after ten minutes.
     """
-    if not _TURN.acquire(timeout=_TURN_S):
-        raise InputError("record", f"another thread has recorded for {_TURN_S:g} s", "let it end first")
+    if not _LOCK.acquire(timeout=_LOCK_WAIT_S):
+        raise InputError("record", f"another thread has recorded for {_LOCK_WAIT_S:g} s", "let it end first")
     autocast = install_cuda_kernels(recorder.gpu.type)
     pose, stand_ins = Pose(recorder), _StandIns()
     outer_recorder = getattr(Stream, "recorder", recorder)  # of a block around this one
@@ -407,11 +423,11 @@ def posed(
         torch.__future__.set_swap_module_params_on_conversion(swaps_parameters)
         PosedBackend.posed -= 1
         Stream.recorder = outer_recorder
-        _TURN.release()
+        _LOCK.release()
 
 
 def _stand_in_cuda(stand_ins: _StandIns, name: str, memory_bytes: int, capability: tuple[int, int], count: int) -> None:
-    """Let ``torch.cuda`` and ``torch.accelerator`` answer for ``count`` GPUs of a name, a memory in bytes and a capability.
+    """Let functions of ``torch.cuda`` and ``torch.accelerator`` describe ``count`` GPUs; arguments as of :func:`posed`.
 
     The GPUs are always idle and empty: memory in use is 0 bytes, and synchronizing is noted as a wait of the host. Other
     properties are those of an H100 (132 multiprocessors, 50 MiB of L2 cache).
@@ -422,7 +438,7 @@ def _stand_in_cuda(stand_ins: _StandIns, name: str, memory_bytes: int, capabilit
         name=name, total_memory=memory_bytes, major=major, minor=minor, multi_processor_count=132, is_integrated=False,
         warp_size=32, max_threads_per_multi_processor=2048, L2_cache_size=50 * 2**20, gcnArchName="", uuid="0",
     )  # fmt: skip
-    # Answers that take any arguments.
+    # Functions that take any arguments, by what they do or return.
     nothing: Callable[..., None] = lambda *_, **__: None  # noqa: E731
     zero: Callable[..., int] = lambda *_, **__: 0  # noqa: E731
     true: Callable[..., bool] = lambda *_, **__: True  # noqa: E731
@@ -529,7 +545,7 @@ def _stand_in_autocast(stand_ins: _StandIns, gpu: torch.device, cache: Autocast)
         def __init__(
             self, device_type: str = "cuda", dtype: Any = None, enabled: bool = True, cache_enabled: Any = None
         ) -> None:
-            """Take the arguments of ``torch.autocast``."""
+            """Take the arguments of ``torch.autocast``; ``dtype`` None on CUDA: float16."""
             if device_type_here(device_type) == gpu.type and dtype is None:
                 dtype = torch.float16
             super().__init__(device_type_here(device_type), dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
@@ -545,7 +561,7 @@ def _stand_in_autocast(stand_ins: _StandIns, gpu: torch.device, cache: Autocast)
         """The older ``torch.cuda.amp.autocast``, whose first argument is ``enabled``."""
 
         def __init__(self, enabled: bool = True, dtype: Any = torch.float16, cache_enabled: bool = True) -> None:
-            """Take the arguments of ``torch.cuda.amp.autocast``."""
+            """Take the arguments of ``torch.cuda.amp.autocast``, which has no device among them."""
             super().__init__("cuda", dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
 
     for module in (torch, torch.amp, torch.amp.autocast_mode):
@@ -623,7 +639,12 @@ def _stand_in_modules(stand_ins: _StandIns, pose: Pose) -> None:
     # Else ``Module.to`` would make new parameters, as a real one takes no fake data; on CUDA they stay the same objects.
     torch.__future__.set_swap_module_params_on_conversion(True)
     stand_ins.set(torch, compile=_compiled)
-    stand_ins.set(nn.Module, compile=lambda self, *_, **__: _compiled(self) and None)  # notes it, and returns None
+
+    def compile_in_place(module: nn.Module, *_: Any, **__: Any) -> None:
+        """Stand in for ``nn.Module.compile``: note that compiling was asked for, and leave the module unchanged."""
+        _compiled(module)
+
+    stand_ins.set(nn.Module, compile=compile_in_place)
     # Checkpointing compares the tensors that a recomputation saves with those saved first, by shape, type and device. A
     # tensor's device depends here on who asks, so it is left out.
     checks = checkpoint._allowed_determinism_checks_to_fns
@@ -636,11 +657,11 @@ def _stand_in_modules(stand_ins: _StandIns, pose: Pose) -> None:
         """Move a module as ``nn.Module.to`` does; CUDA, or the number of a GPU, means the registered device."""
         if args and isinstance(args[0], int):
             args = (pose.gpu, *args[1:])
-        kwargs = {
-            key: pose.on_registered_device(pose.gpu if key == "device" and isinstance(value, int) else value)
-            for key, value in kwargs.items()
-        }
-        return real_to(self, *map(pose.on_registered_device, args), **kwargs)
+        if isinstance(kwargs.get("device"), int):
+            kwargs["device"] = pose.gpu
+        args = tuple(map(pose.on_registered_device, args))
+        kwargs = {name: pose.on_registered_device(value) for name, value in kwargs.items()}
+        return real_to(self, *args, **kwargs)
 
     stand_ins.set(nn.Module, to=to)
 
@@ -656,14 +677,13 @@ def _stand_in_files(stand_ins: _StandIns, pose: Pose) -> None:
 
         torch cannot read a file to a device without memory. The arguments are those of ``torch.load``.
         """
-        call = signature.bind(*args, **kwargs)
-        device_asked = call.arguments.get("map_location")
-        call.arguments["map_location"] = "cpu"
-        loaded = real_load(*call.args, **call.kwargs)
-        asks_for_cuda = (
-            isinstance(device_asked, (str, torch.device)) and pose.on_registered_device(device_asked) != device_asked
-        )
-        return tree_map_only(Tensor, lambda tensor: tensor.to(pose.gpu), loaded) if asks_for_cuda else loaded
+        bound = signature.bind(*args, **kwargs)
+        device = bound.arguments.get("map_location")
+        bound.arguments["map_location"] = "cpu"
+        loaded = real_load(*bound.args, **bound.kwargs)
+        # A device of CUDA is the only one that has another one in its place.
+        names_cuda = isinstance(device, (str, torch.device)) and pose.on_registered_device(device) != device
+        return tree_map_only(Tensor, lambda tensor: tensor.to(pose.gpu), loaded) if names_cuda else loaded
 
     real_default = torch.set_default_device
     stand_ins.set(torch, load=load, set_default_device=lambda device: real_default(pose.on_registered_device(device)))
@@ -675,12 +695,13 @@ def _stand_in_files(stand_ins: _StandIns, pose: Pose) -> None:
 
         Workers would not be recorded, and memory cannot be pinned here.
         """
-        call = inspect.signature(real_loader).bind(self, *args, **kwargs)
-        call.arguments.update(
+        bound = inspect.signature(real_loader).bind(self, *args, **kwargs)
+        # The last three are refused by loaders without workers.
+        bound.arguments.update(
             num_workers=0, pin_memory=False, persistent_workers=False, prefetch_factor=None, timeout=0
         )
-        call.arguments.pop("multiprocessing_context", None)
-        real_loader(*call.args, **call.kwargs)
+        bound.arguments.pop("multiprocessing_context", None)
+        real_loader(*bound.args, **bound.kwargs)
 
     stand_ins.set(data.DataLoader, __init__=init_loader)
 
@@ -692,7 +713,7 @@ def _fake_class_for_torch_alone() -> type:
     """
 
     class Fake(type):
-        """The metaclass, whose answer to isinstance depends on the file of the calling code."""
+        """The metaclass, by which the result of isinstance depends on the file of the calling code."""
 
         def __instancecheck__(cls, value: Any) -> bool:
             """Return whether a value is a fake tensor and the calling code lies in a folder ``torch``."""
@@ -742,15 +763,17 @@ def _swap(first: Tensor, second: Tensor) -> None:
     """
     if type(first) is not type(second):  # a tensor of the registered device is fake, one of the CPU is real
         first.__class__, second.__class__ = type(second), type(first)
-    attributes, other_attributes = first.__dict__, second.__dict__
-    kept = dict(attributes)
-    attributes.clear()
-    attributes.update(other_attributes)
-    other_attributes.clear()
-    other_attributes.update(kept)
-    for name, value in kept.items():  # what the recorder notes on a tensor ("_ddltool...") moves with its values
-        if not name.startswith("_ddltool"):
-            attributes.setdefault(name, value)
+    before, other_before = dict(first.__dict__), dict(second.__dict__)
+    # Each ``__dict__`` is changed in place, so that it stays the same object.
+    first.__dict__.clear()
+    first.__dict__.update(other_before)
+    second.__dict__.clear()
+    second.__dict__.update(before)
+    for name, value in before.items():
+        if not name.startswith(
+            "_ddltool"
+        ):  # what the recorder sets on a tensor describes its values, and moves with them
+            first.__dict__.setdefault(name, value)
     if type(first) is type(second):  # attributes that are not in ``__dict__``
         for slot in copyreg._slotnames(type(first)):  # type: ignore[attr-defined]
             one, other = getattr(first, slot), getattr(second, slot)
@@ -762,13 +785,15 @@ def _swap(first: Tensor, second: Tensor) -> None:
 def _first_input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[int, ...], bool] | None:
     """Return (shape, whether it holds whole numbers) of the first tensor among a module's inputs; None: there is none.
 
-    For a list of images the shape begins with the number of images, as that of a batch does.
+    Tensors without dimensions are passed over. For a list of images the shape begins with the number of images, as that of a
+    batch does.
     """
-    first = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim()), None)
+    tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+    first = next((tensor for tensor in tensors if tensor.dim()), None)  # a single number is no batch
     if first is None:
         return None
-    is_list = bool(args) and isinstance(args[0], (list, tuple)) and first.dim() == _IMAGE_DIMENSIONS
-    shape = (len(args[0]), *first.shape) if is_list else tuple(first.shape)
+    is_list_of_images = bool(args) and isinstance(args[0], (list, tuple)) and first.dim() == _IMAGE_DIMENSIONS
+    shape = (len(args[0]), *first.shape) if is_list_of_images else tuple(first.shape)
     return shape, not first.is_floating_point()
 
 
@@ -783,22 +808,28 @@ def recording_modules(recorder: Recorder) -> Iterator[None]:
     watched: set[int] = set()  # identities of parameters whose gradients are noted
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Note that a module's forward pass begins.
-
-        Of an outermost module also the names of its parts and its input are noted, and each trained parameter gets a
-        hook that notes its gradient as soon as it is complete.
-        """
-        # A part that is called on its own, as checkpoints do in the backward pass, keeps its name in the whole model.
+        """Append the name of a module, whose forward pass begins, to ``recorder.modules``; "" for a module without one."""
+        # A submodule that is called on its own, as checkpoints do in the backward pass, keeps its name in the whole model.
         if not recorder.modules and not names.get(id(module)):
-            names.update({id(child): name for name, child in module.named_modules()})
-            recorder.roots.setdefault(id(module), module)
-            if recorder.recording and torch.is_grad_enabled() and (first := _first_input(args, kwargs)) is not None:
-                recorder.inputs.setdefault(id(module), []).append(first)
-            for parameter in module.parameters():
-                if parameter.requires_grad and id(parameter) not in watched:
-                    watched.add(id(parameter))
-                    parameter.register_post_accumulate_grad_hook(recorder.note_gradient)
+            enter_outermost(module, args, kwargs)
         recorder.modules.append(names.get(id(module), ""))
+
+    def enter_outermost(module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Keep the names of the submodules of a module that no other module calls, and set hooks on its parameters.
+
+        Its input is kept, too, if gradients are on and the step is being recorded. The hook of a trained parameter notes the
+        parameter's gradient as soon as that is complete.
+        """
+        names.update({id(child): name for name, child in module.named_modules()})
+        recorder.roots.setdefault(id(module), module)
+        if recorder.recording and torch.is_grad_enabled():
+            first = _first_input(args, kwargs)
+            if first is not None:
+                recorder.inputs.setdefault(id(module), []).append(first)
+        for parameter in module.parameters():
+            if parameter.requires_grad and id(parameter) not in watched:
+                watched.add(id(parameter))
+                parameter.register_post_accumulate_grad_hook(recorder.note_gradient)
 
     real_call = nn.Module.__call__
 

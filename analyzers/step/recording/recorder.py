@@ -225,11 +225,12 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         """Run one operator: on real tensors of the CPU as it is and unnoted, on fake tensors otherwise, and noted.
 
-        A tensor that is made on the GPU is fake. So is a large one of the CPU that holds no data, so that it takes no
-        memory. Collectives, sparse tensors and reads of single values are answered without running the operator.
+        ``types``: the tensor subclasses among its arguments. A tensor that is made on the GPU is fake. So is a large one of
+        the CPU that holds no data, so that it takes no memory. For collectives, sparse tensors and reads of single values a
+        result is returned without running the operator.
         """
         if any(issubclass(kind, Tensor) and kind not in (Tensor, nn.Parameter, FakeTensor) for kind in types):
-            return NotImplemented  # a subclass made of tensors (DTensor): it calls again with its parts
+            return NotImplemented  # a subclass made of tensors (DTensor): it calls again with those tensors
         kwargs = dict(kwargs or {})
         if kwargs.get("generator") is not None:
             kwargs["generator"] = None  # every generator is of the CPU here, which operators on the device refuse
@@ -241,9 +242,9 @@ class Recorder(TorchDispatchMode):
         if name in ("_indices", "_values") and hasattr(tensors[0], _PARTS):
             return getattr(tensors[0], _PARTS)[name == "_values"]  # (indices, values) of a sparse tensor
         if is_fake:
-            answer = self._without_running(func, name, args, tensors)
-            if answer is not NotImplemented:
-                return answer
+            result = self._without_running(func, name, args, tensors)
+            if result is not NotImplemented:
+                return result
         # Under another fake mode torch asks itself for shapes (DTensor does): nothing runs.
         if namespace == "prim" or torch._C._get_dispatch_mode(_FAKE) is not None:
             return func(*args, **kwargs)
@@ -262,19 +263,34 @@ class Recorder(TorchDispatchMode):
                 return self._assumed_value(tensors[0])
         else:
             return func(*args, **kwargs)
+        self._keep_result(func, name, args, kwargs, tensors, output)
+        return output
+
+    def _keep_result(
+        self, func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: list[Tensor], output: Any
+    ) -> None:
+        """Note an operator that has run on fake tensors, and keep what is known of the values of its ``output``.
+
+        Of a boolean result without known values that is a truth value to assume, of a sparse one its indices and values.
+        """
         is_known = self._values.follow(func, args, kwargs, output)
         if isinstance(output, FakeTensor) and output.dtype == torch.bool and not is_known:
             setattr(output, _TRUTH, self._truth_of(func, name, args, kwargs))
         if isinstance(output, FakeTensor) and output.layout == torch.sparse_coo:
+            # No kernel runs: the operators that made its indices and values have been noted.
             self._keep_parts(name, args, tensors, output)
         else:
             self._note(func, args, kwargs, output)
-        return output
 
     def _without_running(self, func: Any, name: str, args: tuple[Any, ...], tensors: list[Tensor]) -> Any:
-        """Return the result of an op on fake tensors if it can be told without running it; NotImplemented otherwise."""
-        if name in _ROWS_ARGUMENT and args[_ROWS_ARGUMENT[name] + _TO_SPARSE_ARGUMENT]:
-            return self._sparse_gradient(name, args)
+        """Return the result of an op on fake tensors if it is known without running the op; NotImplemented otherwise.
+
+        These are sparse gradients of embeddings, reads of single values, and handles of asynchronous collectives.
+        """
+        if name in _ROWS_ARGUMENT:
+            is_sparse = args[_ROWS_ARGUMENT[name] + _TO_SPARSE_ARGUMENT]
+            if is_sparse:
+                return self._sparse_gradient(name, args)
         if func in _READS:
             return self._assumed_value(tensors[0])
         if name == "_wrap_tensor_autograd":
@@ -284,10 +300,12 @@ class Recorder(TorchDispatchMode):
         return NotImplemented
 
     def _on_fake_tensors(self, func: Any, name: str, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
-        """Return the result of an op on fake tensors.
+        """Return the result of an op on fake tensors, fake as well.
 
-        If torch cannot tell the result's shape, the op runs on the CPU, on known values and on ones in the place of
-        unknown values. If that shape depends on values, this is noted: the host waits for them.
+        If torch does not know the result's shape, the op runs on the CPU, on known values and on ones in the place of
+        unknown values. If that shape depends on values, a wait of the host is noted, because the host needs the values
+        to allocate the result; and an assumed value where a whole-number or boolean input is unknown. Raises
+        DataDependentOutputException where the op returns a Python value.
         """
         try:
             with self.fake:
@@ -304,8 +322,10 @@ class Recorder(TorchDispatchMode):
     def _keep_parts(self, name: str, args: tuple[Any, ...], tensors: list[Tensor], output: Tensor) -> None:
         """Set the indices and values of a sparse ``output`` on it: those it was made of, or a sparse input's.
 
-        For ``clone`` they are copied, by operators that are noted.
+        ``name``: the op that returned it; ``args``, ``tensors``: the op's arguments, and the tensors among them. For
+        ``clone`` the two are copied, by operators that are noted.
         """
+        # The first op's arguments 3 and 4 are "indices" and "values".
         parts = args[3:5] if name == "_sparse_coo_tensor_with_dims_and_tensors" else getattr(tensors[0], _PARTS)
         if name == "clone":
             with self:
@@ -316,9 +336,11 @@ class Recorder(TorchDispatchMode):
         """Return the sparse gradient of an embedding's table (rows, width), with one row for each index that was looked up.
 
         torch makes it inside of one operator, where no mode sees its indices and values; here they are made by
-        operators that are noted.
+        operators that are noted. ``name``: ``embedding_backward``, or ``_embedding_bag_backward`` for sums of rows;
+        ``args``: that operator's, which begin with the gradient of its result (..., width) and the indices.
         """
-        gradient, indices, rows = args[0], args[1], args[_ROWS_ARGUMENT[name]]
+        gradient, indices = args[:2]
+        rows = args[_ROWS_ARGUMENT[name]]
         with self:  # torch leaves the mode while it handles an operator, and these are to be noted
             flat = torch.ops.aten.view.default(indices, [1, -1])
             width = gradient.shape[-1]
@@ -340,46 +362,65 @@ class Recorder(TorchDispatchMode):
         self.step = Recording(assumed=self.step.assumed, compiled=self.step.compiled)
         for notes in (self._last_place, self._waiting, self._filled_by, self._gradients, self.inputs):
             notes.clear()
-        for record, _ in self._storages.values():
-            self.step.storages.append(record)
-            record.number = len(self.step.storages) - 1
+        for number, (record, _) in enumerate(self._storages.values()):
+            record.number = number
             record.made = -1  # before the step
-            record.shadows.clear()  # they hold the number of before
+            record.shadows.clear()  # they hold the storage's earlier number
+            self.step.storages.append(record)
         self.recording = True
 
     def stop(self) -> None:
         """End the step; put its inputs, the model's parameters and buffers, and the gradients by name into :attr:`step`."""
         self.recording = False
         with _disable_current_modes():
-            trained_elements = {
-                key: sum(p.numel() for p in self.roots[key].parameters() if p.requires_grad) for key in self.inputs
-            }
-            passes = self.inputs[max(trained_elements, key=trained_elements.__getitem__)] if trained_elements else []
-            self.step.inputs = [shape for shape, _ in passes]
-            self.step.tokens = any(is_whole for _, is_whole in passes)
+            self._keep_inputs()
             for root in self.roots.values():
-                for name, parameter in root.named_parameters():
-                    name = name.removeprefix("module.")  # what data parallelism wraps around the model
-                    if self._lives(value := _local_part(parameter)):
-                        self.step.parameters.setdefault(name, self.shadow_of(value))
-                    gradient = self._gradients.get(id(parameter))
-                    if gradient is not None:
-                        self.step.gradients.setdefault(name, gradient)
-                for buffer in root.buffers():
-                    if self._lives(value := _local_part(buffer)):
-                        self.step.buffers.add(self._storage(value).number)
+                self._keep_model_tensors(root)
+
+    def _keep_inputs(self) -> None:
+        """Put the inputs of the trained model into :attr:`step`: of the called module with most trained elements."""
+        trained_elements = {
+            key: sum(p.numel() for p in self.roots[key].parameters() if p.requires_grad) for key in self.inputs
+        }
+        if not trained_elements:  # no module was called with a tensor
+            return
+        model = max(trained_elements, key=trained_elements.__getitem__)
+        passes = self.inputs[model]
+        self.step.inputs = [shape for shape, _ in passes]
+        self.step.tokens = any(is_whole for _, is_whole in passes)
+
+    def _keep_model_tensors(self, root: nn.Module) -> None:
+        """Put a module's parameters and gradients by name, and its buffers' storages, into :attr:`step`.
+
+        Only tensors on the GPU count; a name that an earlier module has taken keeps that module's tensors.
+        """
+        for name, parameter in root.named_parameters():
+            name = name.removeprefix("module.")  # what data parallelism wraps around the model
+            value = _local_part(parameter)
+            if self._lives(value):
+                self.step.parameters.setdefault(name, self.shadow_of(value))
+            gradient = self._gradients.get(id(parameter))
+            if gradient is not None:
+                self.step.gradients.setdefault(name, gradient)
+        for buffer in root.buffers():
+            value = _local_part(buffer)
+            if self._lives(value):
+                self.step.buffers.add(self._storage(value).number)
 
     def note_gradient(self, parameter: Tensor) -> None:
         """Note a parameter's gradient, if it has one on the GPU and a step is being recorded.
 
         torch calls this hook at the moment when the gradient is complete.
         """
-        if self.recording and parameter.grad is not None and self._is_on_gpu(gradient := _local_part(parameter.grad)):
+        if not self.recording or parameter.grad is None:
+            return
+        gradient = _local_part(parameter.grad)
+        if self._is_on_gpu(gradient):
             with _disable_current_modes():
                 self._gradients[id(parameter)] = self.shadow_of(gradient)
 
     def _lives(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is on the GPU and its storage is known."""
+        """Return whether a tensor is on the GPU and the recorder has a record of its storage, which is not freed yet."""
         return self._is_on_gpu(tensor) and tensor.untyped_storage()._cdata in self._storages
 
     def shadow_of(self, tensor: Tensor) -> Shadow:
@@ -444,10 +485,13 @@ class Recorder(TorchDispatchMode):
         return 1.0 if tensor.is_floating_point() else 1
 
     def _run_on_ones(self, func: Any, name: str, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
-        """Run an op on the CPU, with ones in the place of unknown values, and return fake tensors shaped like its result."""
+        """Run an op on the CPU, with ones in the place of unknown values, and return fake tensors shaped like its result.
+
+        They are on the device of the first of ``tensors``.
+        """
         with _disable_current_modes():
             real_args, real_kwargs = tree_map_only(Tensor, self._value_or_ones, (args, kwargs))
-            if name in _UNIQUE:  # ones would all be equal and give one element: all elements are taken to differ
+            if name in _UNIQUE:  # ones would all be equal and give one row; instead all elements are taken to differ
                 first = tensors[0]
                 positions = torch.arange(first.numel()).reshape(first.shape).to(first.dtype)
                 real_args = (positions, *real_args[1:])
@@ -465,13 +509,13 @@ class Recorder(TorchDispatchMode):
     def _truth_of(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Return the truth value that is assumed of all elements of an op's boolean result.
 
-        It is what an element-wise op gives if every unknown number is 1. It is False for zeros, and for ``any``, so
-        that a loop that runs while something is found ends. Every other op passes on the truth of its first boolean
-        input, or True.
+        For an element-wise op it is the op's result if every unknown number is 1. It is False for zeros, and for ``any``, so
+        that a loop that runs while something is found ends. For any other op, such as one that indexes or reshapes, it is
+        the truth value assumed of its first boolean input, True without one.
         """
 
         def one_element(tensor: Tensor) -> Tensor:
-            """Return a single element for all of a tensor: its only, known value, or its assumed truth as 1 or 0."""
+            """Return a tensor of shape () for a whole tensor: its only known value, else its assumed truth value, or 1."""
             value = self._values.value_of(tensor)
             if value is not None and value.numel() == 1:
                 return value.reshape(())
@@ -489,19 +533,21 @@ class Recorder(TorchDispatchMode):
         return next((getattr(tensor, _TRUTH, True) for tensor in tensors if tensor.dtype == torch.bool), True)
 
     def _exchange(self, func: Any, name: str, args: tuple[Any, ...]) -> Any:
-        """Record a collective of a process group; return the tensors and a handle, or the handle alone, as torch does.
+        """Record a collective of a process group; return what torch's operator returns.
 
-        Nothing is exchanged, because all ranks are taken to be alike. Values that a reduction would change are
-        forgotten. The call is not noted if none of its tensors is on the GPU.
+        ``func`` is an operator of torch's namespace c10d, ``name`` its name (``allreduce_``), ``args`` its arguments:
+        first the tensors that it writes to, and somewhere the group. It returns these tensors and a handle to wait for,
+        or the handle alone, as its schema says. Nothing is exchanged, because all ranks are taken to be alike. Values
+        that a reduction would change are forgotten. The call is not noted if none of its tensors is on the GPU.
         """
         from torch.distributed import ProcessGroup, get_process_group_ranks
 
         group = next((leaf for leaf in args if isinstance(leaf, torch.ScriptObject) and _is_group(leaf)), None)
         ranks = tuple(get_process_group_ranks(ProcessGroup.unbox(group))) if group is not None else ()
-        # Its whole data is the larger side: the inputs of a reduce_scatter, the outputs of any other.
-        first = args[0] if args else []
-        whole = args[1] if "reduce_scatter" in name and len(args) > 1 else first
-        moved = [leaf for leaf in tree_leaves(whole) if isinstance(leaf, Tensor)]
+        # A collective's size is that of its larger side: the inputs of a reduce_scatter, the outputs of any other.
+        outputs = args[0] if args else []
+        larger_side = args[1] if "reduce_scatter" in name and len(args) > 1 else outputs
+        moved = [leaf for leaf in tree_leaves(larger_side) if isinstance(leaf, Tensor)]
         if "broadcast" not in name:  # a reduction changes values, except zeros, which alike ranks reduce to zeros
             for tensor in moved:
                 value = self._values.value_of(tensor)
@@ -519,7 +565,8 @@ class Recorder(TorchDispatchMode):
     def _note_exchange(self, exchange: Collective, func: Any, args: Any, output: Any) -> int | None:
         """Record a collective on its group's stream, where it waits for the current stream's last call.
 
-        Returns its index among the calls, None if no step is being recorded.
+        ``func``, ``args``, ``output``: torch's operator, its arguments, and its result (None where it writes to its
+        arguments). Returns the collective's index among the calls, None if no step is being recorded.
         """
         if not self.recording:
             return None
@@ -556,14 +603,14 @@ class Recorder(TorchDispatchMode):
         return record
 
     def _note(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
-        """Note an operation on GPU tensors and the storages that it makes; outside a step only the storages.
+        """Append an operation on GPU tensors to the step, and make records of new storages; outside a step only the latter.
 
-        An operation whose results and arguments are all on the CPU is not noted.
+        ``output``: its result. An operation whose results and arguments are all on the CPU is left out.
         """
         results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and self._is_on_gpu(leaf)]
         if not self.recording:
             for result in results:
-                self._storage(result)
+                self._storage(result)  # makes the storage's record where there is none
             return
         on_gpu = results or [
             leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and self._is_on_gpu(leaf)
@@ -576,7 +623,10 @@ class Recorder(TorchDispatchMode):
             self._append(func, (args, kwargs, output), self.stream)
 
     def _note_functional(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
-        """Note a functional collective, which takes its group by name; or ``wait_tensor``, by which a stream waits for one."""
+        """Note a functional collective, one that returns new tensors and takes its group by name.
+
+        ``wait_tensor``, by which the current stream waits for such a tensor, is no call of its own: it only adds a wait.
+        """
         from torch.distributed import get_process_group_ranks
         from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
@@ -585,8 +635,8 @@ class Recorder(TorchDispatchMode):
             return
         group_name = arguments_by_name(func, args, kwargs)["group_name"]
         name = _plain_name(func._schema.name.partition("::")[2])
-        whole = output if name == "all_gather" else args[0]
-        size_bytes = sum(t.numel() * t.element_size() for t in tree_leaves(whole) if isinstance(t, Tensor))
+        larger_side = output if name == "all_gather" else args[0]
+        size_bytes = sum(t.numel() * t.element_size() for t in tree_leaves(larger_side) if isinstance(t, Tensor))
         ranks = tuple(get_process_group_ranks(_resolve_process_group(group_name)))
         call_index = self._note_exchange(Collective(name, size_bytes, ranks), func, args, output)
         for leaf in tree_leaves(output):
@@ -596,9 +646,10 @@ class Recorder(TorchDispatchMode):
     def _append(self, func: Any, values: Any, stream: int, exchange: Collective | None = None) -> int:
         """Append a call to the step and return its index among the calls.
 
-        ``values``: its arguments, keyword arguments and output, in which GPU tensors are replaced by their shadows.
-        ``exchange``: what a collective moves between ranks, None for any other call. The calls that ``stream`` was told
-        to wait for become the call's ``waits``. Raises MemoryError beyond ``_MAX_CALLS`` calls.
+        ``values``: (arguments, keyword arguments, output); in the appended call their GPU tensors are replaced by
+        shadows, and their CPU tensors by None. ``stream``: the number of the stream that runs the call. ``exchange``:
+        what a collective moves between ranks, None for any other call. The calls for which :meth:`wait_for` made ``stream``
+        wait become the call's ``waits``. Raises MemoryError beyond ``_MAX_CALLS`` calls.
         """
         call_index = len(self.step.calls)
         if call_index >= _MAX_CALLS:
@@ -660,12 +711,18 @@ def _is_group(script_object: Any) -> bool:
 
 
 def _plain_name(name: str) -> str:
-    """Return a collective's name without its variants: ``all_gather`` for ``allgather_into_tensor_coalesced_``."""
+    """Return torch.distributed's name for a collective's operator: ``all_gather`` for ``allgather_into_tensor_coalesced_``.
+
+    An operator of another kind keeps its name, without underscores at its ends.
+    """
     plain_names = {
         "allreduce": "all_reduce", "all_reduce": "all_reduce", "allgather": "all_gather", "all_gather": "all_gather",
         "reduce_scatter": "reduce_scatter", "alltoall": "all_to_all", "all_to_all": "all_to_all",
     }  # fmt: skip
-    return next((plain for part, plain in plain_names.items() if part in name), name.strip("_"))
+    for part, plain_name in plain_names.items():
+        if part in name:
+            return plain_name
+    return name.strip("_")
 
 
 def _without_values(tensor: Tensor) -> Tensor:
@@ -684,11 +741,16 @@ def _as_cudnn_lays_out(name: str, args: tuple[Any, ...], output: Any) -> Any:
     ``name``: ``convolution`` or ``convolution_backward``; ``output``: its results, which are returned unchanged
     otherwise. Call it under the fake mode, which does not know how a registered device lays out tensors.
     """
-    image, weight = args[_IMAGE_ARGUMENT[name] : _IMAGE_ARGUMENT[name] + 2]
+    first = _IMAGE_ARGUMENT[name]
+    image, weight = args[first : first + 2]
     layout = LAYOUTS.get(image.dim())
-    if layout is None or not any(
+    if layout is None:  # neither images nor volumes
+        return output
+    # A tensor of one channel or one pixel is contiguous in both layouts; it does not decide.
+    has_channels_last = any(
         tensor.is_contiguous(memory_format=layout) and not tensor.is_contiguous() for tensor in (image, weight)
-    ):
+    )
+    if not has_channels_last:
         return output
 
     def laid_out(tensor: Tensor) -> Tensor:
@@ -701,7 +763,10 @@ def _as_cudnn_lays_out(name: str, args: tuple[Any, ...], output: Any) -> Any:
 
 
 def _is_large(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether the tensor that an op makes from a size among its ``args`` takes ``_LARGE_BYTES`` or more."""
+    """Return whether the tensor that an op makes takes ``_LARGE_BYTES`` or more.
+
+    ``args``, ``kwargs``: of an op that fills a new tensor; the first list or tuple among ``args`` is its size.
+    """
     size = next((value for value in args if isinstance(value, (list, tuple))), ())
     element_bytes = (kwargs.get("dtype") or torch.get_default_dtype()).itemsize
     return all(isinstance(number, int) for number in size) and prod(size) * element_bytes >= _LARGE_BYTES

@@ -18,6 +18,7 @@ def recurrent_layers(
     or for an LSTM its first state and cell, each (layers x directions, batch, width). Returns the outputs, laid out like
     ``x``, then the last state and, for an LSTM, the last cell, shaped like ``hidden``.
     """
+    # An LSTM's hidden state is a pair; other modules have no cell.
     state, *cells = hidden if isinstance(hidden, (tuple, list)) else (hidden,)
     directions = 2 if bidirectional else 1
     width = int(state.shape[-1]) * directions
@@ -48,19 +49,20 @@ def recurrent_backward(gradient: Tensor, x: Tensor, weights: list[Tensor]) -> li
 
 @recurrent.register_fake
 def _(x: Tensor, weights: list[Tensor], width: int) -> Tensor:
-    """Return the outputs' shape and type."""
+    """Return an empty tensor with the shape and type of the outputs of ``recurrent``: (steps, batch, width)."""
     return x.new_empty((*x.shape[:2], width))
 
 
 @recurrent_backward.register_fake
 def _(gradient: Tensor, x: Tensor, weights: list[Tensor]) -> list[Tensor]:
-    """Return the gradients' shapes and types: those of x and of the weights."""
+    """Return empty tensors with the shapes and types of the gradients: those of x and of each weight, in this order."""
     return [torch.empty_like(x), *(torch.empty_like(weight) for weight in weights)]
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """Save x and the weights of ``recurrent`` for its backward pass."""
-    ctx.save_for_backward(inputs[0], *inputs[1])
+    """Save x and the weights of ``recurrent`` for its backward pass; ``inputs``: its arguments (x, weights, width)."""
+    x, weights, _ = inputs
+    ctx.save_for_backward(x, *weights)
 
 
 def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
@@ -74,26 +76,36 @@ torch.library.register_autograd("ddltool::recurrent", _differentiate, setup_cont
 
 
 def _lstm_cell(input_gates: Tensor, hidden_gates: Tensor, cell: Tensor, *_biases: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the new state and cell, each (batch, width), and the four gates that are kept for the backward pass."""
+    """Return empty tensors shaped like the new state and cell, each (batch, width), and the four gates (batch, 4 width).
+
+    The gates are kept for the backward pass.
+    """
     return torch.empty_like(cell), torch.empty_like(cell), torch.empty_like(input_gates)
 
 
 def _lstm_cell_backward(
     _hidden: Any, _new_cell: Any, cell: Tensor, _kept: Tensor, gates: Tensor, has_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of the gates (batch, 4 width), of the cell, and of the bias (empty where there is none)."""
+    """Return empty tensors shaped like the gradients of the gates (batch, 4 width), the cell (batch, width), and the bias.
+
+    The bias has (4 width,), or no elements where there is none.
+    """
     return torch.empty_like(gates), torch.empty_like(cell), gates.new_empty(gates.shape[1] if has_bias else 0)
 
 
 def _gru_cell(input_gates: Tensor, hidden_gates: Tensor, state: Tensor, *_biases: Any) -> tuple[Tensor, Tensor]:
-    """Return the new state (batch, width), and what CUDA's kernel keeps for the backward pass: five values an element."""
+    """Return empty tensors shaped like the new state (batch, width), and like what is kept for the backward pass.
+
+    CUDA's kernel keeps five values for each element of the state: (batch, 5 width).
+    """
     return torch.empty_like(state), state.new_empty(state.shape[0], 5 * state.shape[1])
 
 
 def _gru_cell_backward(gradient: Tensor, gates: Tensor, has_bias: bool) -> tuple[Tensor, ...]:
-    """Return the gradients of input gates, hidden gates, state and the two biases (empty where there are none).
+    """Return empty tensors shaped like the gradients of input gates, hidden gates, state and the two biases.
 
-    A GRU has three gates: those gradients are (batch, 3 width), and (3 width,) of a bias.
+    ``gradient``: of the new state, (batch, width). A GRU has three gates: the gradients of gates are (batch, 3 width), and
+    (3 width,) of a bias, or (0,) where there are no biases.
     """
     batch, gate_width = gradient.shape[0], 3 * gradient.shape[1]
     bias_width = gate_width if has_bias else 0

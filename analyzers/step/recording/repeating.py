@@ -5,14 +5,16 @@ Of a list of blocks that differ in their numbers alone, :class:`EqualBlocks` kee
 corresponding tensors; so a block may use tensors that all share, its own, and its neighbours'. Otherwise it raises
 :class:`NotAlike`, and the whole model has to be recorded.
 
-A place is the index of a call. The copied block is block 2 of the six. In the whole recording its copies are blocks 2, 3, ...,
-and the numbers of the blocks after it grow by the number that was left out (``added``).
+A place is the index of a call. A list's modules are its members; a block is one of them, or several in a row that repeat.
+Six blocks are recorded, and the third of them, block 2, is copied. In the whole recording its copies are blocks 2, 3, ..., and
+the numbers of the blocks after it grow by the number that was left out (``added``).
 """
 
 from __future__ import annotations
 
 import re
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,8 +25,10 @@ from torch import Tensor, nn
 
 from ddltool.analyzers.step.recording.recorder import RecordedCall, RecordedStorage, Recording, Shadow, shadows_of
 
-_KEPT, _COPIED = 6, 2
-"""How many blocks stay, and which one is copied: neither it nor a neighbour of it is the first or the last block."""
+_KEPT = 6
+"""How many blocks are recorded."""
+_COPIED = 2
+"""The number of the recorded block that is copied: neither it nor a neighbour of it is the first or the last block."""
 _LONGEST_PERIOD = 8
 """Members of a list, such as layers of several kinds in turn, that are tried as one block."""
 _NUMBERS = ("idx", "index", "layer_id", "layer_number")
@@ -58,11 +62,17 @@ class EqualBlocks:
 
     @contextmanager
     def shortened(self, kept: int = _KEPT) -> Iterator[None]:
-        """Shorten the module's list to ``kept`` blocks while the context lasts: half of them its first, half its last ones."""
+        """Shorten the module's list to ``kept`` blocks while the context lasts: half of them its first, half its last ones.
+
+        The list's members before and after the equal blocks stay, too.
+        """
         whole = self.parent._modules[self.attribute]
         assert isinstance(whole, nn.ModuleList)
-        begin = self.first + (kept - kept // 2) * self.period
-        end = self.first + (self.count - kept // 2) * self.period
+        last_kept = kept // 2
+        first_kept = kept - last_kept
+        # The members that are left out.
+        begin = self.first + first_kept * self.period
+        end = self.first + (self.count - last_kept) * self.period
         self.parent._modules[self.attribute] = nn.ModuleList([*whole[:begin], *whole[end:]])
         try:
             yield
@@ -72,11 +82,20 @@ class EqualBlocks:
     def block_of(self, name: str, count: int) -> int | None:
         """Return the number of the block that a parameter or module of a name belongs to; None: it belongs to none.
 
-        ``count``: how many blocks the module has, which is six while it is shortened.
+        ``name``: in the outermost module, ``model.layers.3.mlp``. ``count``: how many blocks the module has, which is
+        six while it is shortened.
         """
-        found = re.match(re.escape(self.path) + r"\.(\d+)(?:\.|$)", name)
-        block = (int(found[1]) - self.first) // self.period if found else -1
+        block = self._block_by_member(name)
         return block if 0 <= block < count else None
+
+    def _block_by_member(self, name: str) -> int:
+        """Return the number of the block in whose place a name's member of the list is.
+
+        It is negative for a member before the first block and for a name outside the list, and it is the number of
+        blocks or more for a member after the last one.
+        """
+        member = re.match(re.escape(self.path) + r"\.(\d+)(?:\.|$)", name)
+        return (int(member[1]) - self.first) // self.period if member else -1
 
     def name_when_shortened(self, name: str) -> str:
         """Return the name in the shortened module for the name of a parameter or module in the whole module.
@@ -84,9 +103,12 @@ class EqualBlocks:
         For a block that is not recorded it is the copied block's name; for a later block, that of the block ``added``
         numbers before it.
         """
-        number = re.match(re.escape(self.path) + r"\.(\d+)(?:\.|$)", name)
-        block = (int(number[1]) - self.first) // self.period if number else -1
-        return self.moved(name, max(_COPIED - block, -self.added)) if block > _COPIED else name
+        block = self._block_by_member(name)
+        if block <= _COPIED:
+            return name
+        # A copy moves back to the copied block; what comes after the copies moves back by the blocks left out.
+        shift = max(_COPIED - block, -self.added)
+        return self.moved(name, shift)
 
     def moved(self, name: str, shift: int) -> str:
         """Return the name of the same parameter or module ``shift`` blocks further; ``name`` must lie in the list."""
@@ -108,51 +130,79 @@ def equal_blocks(module: nn.Module) -> EqualBlocks | None:
             continue
         owner, _, attribute = path.rpartition(".")
         parent = module.get_submodule(owner)
-        if not type(parent).__module__.startswith("transformers.") or any(
+        if not type(parent).__module__.startswith("transformers."):
+            continue
+        is_nested = any(
             isinstance(other, nn.ModuleList) and other is not members and path.startswith(f"{name}.")
             for name, other in module.named_modules()
-        ):
+        )
+        if is_nested:
             continue
-        found = _longest_run(members, getattr(parent, "config", None))
-        if found is None:
+        run = _longest_run(members, getattr(parent, "config", None))
+        if run is None:
             continue
-        first, period, count = found
-        if (saved := period * (count - _KEPT)) > most_saved:
+        saved = run.period * (run.blocks - _KEPT)
+        if saved > most_saved:
             most_saved = saved
             most_saving = EqualBlocks(
-                parent=parent, attribute=attribute, path=path, first=first, period=period, count=count
+                parent=parent, attribute=attribute, path=path, first=run.first, period=run.period, count=run.blocks
             )
     return most_saving
 
 
-def _longest_run(members: nn.ModuleList, config: Any) -> tuple[int, int, int] | None:
-    """Return (index of the first member, members of a block, number of blocks) of a list's longest run of equal blocks.
+class _Run(NamedTuple):
+    """Equal blocks that follow each other in a list."""
 
-    None: no run has more than six. The smallest block that gives enough of them is taken. ``config``: the model's, or
-    None. Its lists with an entry for each member (such as kinds of layers) must repeat, too, and where it asks to drop
-    layers at random no blocks are equal.
+    first: int
+    """The index in the list of the first block's first member."""
+    period: int
+    """Members of a block."""
+    blocks: int
+    """The number of blocks."""
+
+
+def _longest_run(members: nn.ModuleList, config: Any) -> _Run | None:
+    """Return a list's longest run of equal blocks, for the smallest size of a block that gives more than six of them.
+
+    None: no size does. ``config``: the model's configuration object, or None. Its lists with an entry for each member
+    (such as kinds of layers) must repeat, too, and where it asks to drop layers at random no blocks are equal.
     """
-    lists = [
-        value
-        for value in (vars(config) if config is not None else {}).values()
-        if isinstance(value, (list, tuple)) and len(value) == len(members)
-    ]
-    if any("drop" in name and "layer" in name and value for name, value in vars(config or nn.Module()).items()):
+    settings: Mapping[str, Any] = vars(config) if config is not None else {}
+    if any("drop" in name and "layer" in name and value for name, value in settings.items()):
         return None
+    by_member = [
+        value for value in settings.values() if isinstance(value, (list, tuple)) and len(value) == len(members)
+    ]
     for period in range(1, _LONGEST_PERIOD + 1):
-        alike = [
-            all(values[index] == values[index + period] for values in lists)
+        # By a member's index, whether the member in its place in the next block is like it.
+        is_repeated = [
+            all(values[index] == values[index + period] for values in by_member)
             and _is_alike(members[index], members[index + period], period)
             for index in range(len(members) - period)
         ]
-        longest, begin = (0, 0), 0  # (length, -begin) of a run of True, so that max takes the first of equal length
-        for index, is_alike in enumerate([*alike, False]):  # False ends a run at the end of the list
-            if not is_alike:
-                longest, begin = max(longest, (index - begin, -begin)), index + 1
-        count = longest[0] // period + 1  # True says that a member is like the next block's: there is one block more
+        begin, length = _longest_stretch(is_repeated)
+        count = length // period + 1  # the last block is repeated by none, and so is not in the stretch
         if count > _KEPT:
-            return -longest[1], period, count
+            return _Run(begin, period, count)
     return None
+
+
+def _longest_stretch(flags: list[bool]) -> tuple[int, int]:
+    """Return (begin, length) of the longest stretch of True in a list, the first one of equal length; (0, 0) without True.
+
+    >>> _longest_stretch([True, False, True, True])
+    (2, 2)
+    """
+    longest_begin, longest = 0, 0
+    begin = 0  # of the stretch that the loop is in
+    for index, flag in enumerate([*flags, False]):  # the added False ends a stretch at the end of the list
+        if flag:
+            continue
+        length = index - begin
+        if length > longest:
+            longest_begin, longest = begin, length
+        begin = index + 1
+    return longest_begin, longest
 
 
 def _is_alike(one: nn.Module, other: nn.Module, apart: int) -> bool:
@@ -164,18 +214,22 @@ def _is_alike(one: nn.Module, other: nn.Module, apart: int) -> bool:
             _layout_key(first[name]) != _layout_key(second[name]) for name in first
         ):
             return False
-    parts = ("_parameters", "_buffers", "_modules")  # what is left are settings, hooks among them
-    first_rest, second_rest = ({k: v for k, v in vars(part).items() if k not in parts} for part in (one, other))
-    if first_rest.keys() != second_rest.keys():
+    settings, other_settings = _settings_of(one), _settings_of(other)
+    if settings.keys() != other_settings.keys():
         return False
     if not all(
-        _settings_match(first_rest[name], second_rest[name], _difference_allowed(name, apart)) for name in first_rest
+        _settings_match(settings[name], other_settings[name], _difference_allowed(name, apart)) for name in settings
     ):
         return False
     return all(
         first is second or (first is not None and second is not None and _is_alike(first, second, apart))
         for first, second in zip(one._modules.values(), other._modules.values(), strict=True)
     )
+
+
+def _settings_of(module: nn.Module) -> dict[str, Any]:
+    """Return a module's attributes by name, hooks among them, without its parameters, buffers and parts."""
+    return {name: value for name, value in vars(module).items() if name not in ("_parameters", "_buffers", "_modules")}
 
 
 def _layout_key(tensor: Tensor | None) -> tuple[Any, ...] | None:
@@ -214,9 +268,11 @@ class _Home:
     """The block that a storage belongs to, and which of the block's storages it is."""
 
     block: int
+    """The block's number among the recorded ones, 0 to 5."""
     slot: tuple[Any, ...]
     """Equal for corresponding storages of two blocks: ("given", name in block 0) of a parameter or buffer, otherwise
-    (part, offset in it of the call that makes the storage, how many storages that call made before)."""
+    (0 for the forward or 1 for the backward pass of the block, offset in that pass of the call that makes the storage, how
+    many storages that call made before)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -226,7 +282,7 @@ class Repeated:
     recording: Recording
     shadow_of: Callable[[Mapping[str, Shadow], str], Shadow | None]
     """Takes the shortened module's tensors by name (parameters, or their gradients) and a name in the whole module, and
-    returns that one's tensor in ``recording``; None: there is none."""
+    returns the tensor of that name in ``recording``; None: there is none."""
 
 
 def repeated(step: Recording, blocks: EqualBlocks, owned: Mapping[str, Shadow]) -> Repeated:
@@ -249,14 +305,19 @@ class _BlockPass(NamedTuple):
 class _Copier:
     """Copies the calls of one block; :meth:`result` returns the completed recording.
 
-    The calls are divided into regions that follow each other: passes of blocks, or None for what lies before or between
-    these. The last region, the backward pass of block 0, reaches to the end of the step. A place is the index of a call, a
-    shift the number of blocks by which a call or tensor moves. Blocks are numbered as they were recorded, 0 to 5; in the
-    whole recording those after the copied block have a number that is higher by the blocks that were left out.
+    The calls are divided into regions that follow each other: each is one pass (forward or backward) of a block, or None
+    for the calls before or between these. The last region, the backward pass of block 0, reaches to the end of the step. A
+    place is the index of a call, a shift the number of blocks by which a call or tensor moves. Blocks are numbered as they
+    were recorded, 0 to 5; in the whole recording those after the copied block, 2, have a number that is higher by the blocks
+    that were left out. A storage's home is the block that it belongs to; a storage that several share has none.
     """
 
     def __init__(self, step: Recording, blocks: EqualBlocks, owned: Mapping[str, Shadow]) -> None:
-        """Divide the recording into regions; raises NotAlike unless it can be copied. Arguments: see :func:`repeated`."""
+        """Divide the recording into regions; raises NotAlike unless it can be copied.
+
+        ``step``: the recording of the shortened module, ``blocks``: its equal blocks, ``owned``: the module's parameters and
+        buffers by name.
+        """
         if step.assumed or any(call.waits or call.exchange or call.stream for call in step.calls):
             raise NotAlike("assumed values, several streams and collectives are not copied")
         self.step, self.blocks, self.owned, self.calls = step, blocks, owned, step.calls
@@ -265,7 +326,8 @@ class _Copier:
             block = blocks.block_of(name, _KEPT)
             home = None if block is None else _Home(block, ("given", blocks.moved(name, -block)))
             # Parameters of several blocks may share a storage, which then belongs to none of them.
-            given[shadow.storage] = home if given.setdefault(shadow.storage, home) == home else None
+            is_tied = shadow.storage in given and given[shadow.storage] != home
+            given[shadow.storage] = None if is_tied else home
         self._find_regions({number: home.block for number, home in given.items() if home is not None})
         if any(self.regions[self._region_index(place)] is not None for place in step.host_waits):
             raise NotAlike("what the host waits for in a block is not copied")
@@ -283,28 +345,20 @@ class _Copier:
         """Find the regions: set ``regions``, and ``begins``, the place of each region's first call.
 
         A forward pass begins at the first call in the block's module. A backward pass begins at the first call that reads
-        a storage of the block: one of ``given`` (storage number to block), or one that its forward pass made. Raises
-        NotAlike for blocks that do not run one after another.
+        a storage of the block: a parameter or buffer (``given``: its block by storage number), or one that the block's
+        forward pass made. Raises NotAlike for blocks that do not run one after another.
         """
         calls = self.calls
         forward_end = next((place for place, call in enumerate(calls) if call.phase != "forward"), len(calls))
-        forward: dict[int, int] = {}  # by block, the place at which its pass begins
-        owners = dict(given)
-        for place, call in enumerate(calls[:forward_end]):
-            block = self.blocks.block_of(call.module, _KEPT)
-            if block is not None:
-                forward.setdefault(block, place)
-            if forward:  # what is made from here on belongs to the block that began last, until the next one begins
-                current = max(forward)
-                for shadow in shadows_of(call.output):
-                    if self.step.storages[shadow.storage].made == place:
-                        owners[shadow.storage] = current
-        backward: dict[int, int] = {}
+        forward, block_of_storage = self._forward_begins(forward_end)
+        block_of_storage = {**given, **block_of_storage}
+        backward: dict[int, int] = {}  # by block, the place at which its backward pass begins
         for place in range(forward_end, len(calls)):
             for shadow in (*shadows_of(calls[place].args), *shadows_of(calls[place].kwargs)):
-                block = owners.get(shadow.storage)
+                block = block_of_storage.get(shadow.storage)
                 # All blocks may read what block 0 makes (a mask, angles), so its pass begins only after all the others.
-                if block is not None and not (block == 0 and len(backward) < _KEPT - 1):
+                is_early_read = block == 0 and len(backward) < _KEPT - 1
+                if block is not None and not is_early_read:
                     backward.setdefault(block, place)
         numbers = list(range(_KEPT))
         in_order = [forward.get(block, -1) for block in numbers]
@@ -319,6 +373,26 @@ class _Copier:
             *(_BlockPass(1, block) for block in reversed(numbers)),
         ]
 
+    def _forward_begins(self, forward_end: int) -> tuple[dict[int, int], dict[int, int]]:
+        """Return by block the place at which its forward pass begins, and by storage number the block whose pass made it.
+
+        ``forward_end``: the place of the first call that is not of the model's forward pass.
+        """
+        begins: dict[int, int] = {}
+        maker: dict[int, int] = {}
+        for place, call in enumerate(self.calls[:forward_end]):
+            block = self.blocks.block_of(call.module, _KEPT)
+            if block is not None:
+                begins.setdefault(block, place)
+            if not begins:
+                continue
+            # What is made from here on belongs to the block that began last, until the next one begins.
+            current = max(begins)
+            for shadow in shadows_of(call.output):
+                if self.step.storages[shadow.storage].made == place:
+                    maker[shadow.storage] = current
+        return begins, maker
+
     def _region_index(self, place: int) -> int:
         """Return the index of the region that the call at a place lies in."""
         return bisect_right(self.begins, place) - 1
@@ -327,21 +401,22 @@ class _Copier:
         """Find the home of every storage: set ``homes`` by storage number (None or missing: no block's) and ``by_home``.
 
         A storage that is used by a block further away than the next counts as shared by all, with no home. Raises NotAlike
-        if neither the first nor the last block made it. ``given``: the homes of parameters and buffers.
+        if neither the first nor the last block made it. ``given``: by storage number, the homes of parameters and buffers,
+        None for those of no block.
         """
         homes: dict[int, _Home | None] = dict(given)
-        counted: dict[int, int] = {}  # by place, how many storages of that call were seen, less one
+        made_so_far: Counter[int] = Counter()  # by place, how many storages of that call were seen
         # A storage that the step makes belongs to the block in whose pass it is made.
         for record in self.step.storages:
             if record.number in homes or record.made < 0:
                 continue
             region_index = self._region_index(record.made)
             region = self.regions[region_index]
-            order = counted[record.made] = counted.get(record.made, -1) + 1
+            made_before = made_so_far[record.made]
+            made_so_far[record.made] += 1
             if region is not None:
-                homes[record.number] = _Home(
-                    region.block, (region.part, record.made - self.begins[region_index], order)
-                )
+                offset = record.made - self.begins[region_index]
+                homes[record.number] = _Home(region.block, (region.part, offset, made_before))
         for place, call in enumerate(self.calls):
             region = self.regions[self._region_index(place)]
             if region is None:
@@ -363,19 +438,15 @@ class _Copier:
         pass, and the copied block and its two neighbours in anything.
         """
         ends = [*self.begins[1:], len(self.calls)]
-        index_of: dict[tuple[int, int], int] = {}  # by (part, block)
-        index_of |= {region: index for index, region in enumerate(self.regions) if region is not None}
         lengths = [end - begin for begin, end in zip(self.begins, ends, strict=True)]
         self.new_begins: dict[tuple[int, int], int] = {}
         """By (part, number of a block among all), the place at which that pass begins in the whole recording."""
         self.order: list[tuple[int, int]] = []
         """The regions of the whole recording: the index of a recorded region, and by how many blocks it is moved."""
-        added, place = self.blocks.added, 0
+        place = 0
         begins_of_recorded: list[int] = []
         for index, region in enumerate(self.regions):
-            shifts = [0] if region is None or region.block <= _COPIED else [added]
-            if region is not None and region.block == _COPIED:  # its copies; backward they come in reverse
-                shifts = list(range(added + 1) if region.part == 0 else range(added, -1, -1))
+            shifts = self._shifts_of(region)
             for shift in shifts:
                 if region is not None:
                     self.new_begins[region.part, region.block + shift] = place
@@ -383,6 +454,23 @@ class _Copier:
                     begins_of_recorded.append(place)
                 self.order.append((index, shift))
                 place += lengths[index]
+        self._demand_blocks_alike(lengths)
+        return begins_of_recorded
+
+    def _shifts_of(self, region: _BlockPass | None) -> list[int]:
+        """Return by how many blocks a recorded region moves, for each time that it is in the whole recording, in order."""
+        added = self.blocks.added
+        if region is None or region.block < _COPIED:
+            return [0]
+        if region.block > _COPIED:
+            return [added]
+        copies = list(range(added + 1))
+        return copies if region.part == 0 else copies[::-1]  # backward passes run from the last block to the first
+
+    def _demand_blocks_alike(self, lengths: list[int]) -> None:
+        """Raise NotAlike unless the recorded blocks run alike (:meth:`_place_regions`); ``lengths``: calls of each region."""
+        index_of: dict[tuple[int, int], int] = {}  # by (part, block)
+        index_of |= {region: index for index, region in enumerate(self.regions) if region is not None}
         # Every forward pass but the first block's runs the copied block's operations.
         first = self.begins[index_of[0, _COPIED]]
         targets = [call.target for call in self.calls[first : first + lengths[index_of[0, _COPIED]]]]
@@ -392,42 +480,35 @@ class _Copier:
                 raise NotAlike("blocks run different operations")
         # Both passes of the copied block and of its neighbours are alike call by call.
         for part in (0, 1):
-            middle = index_of[part, _COPIED]
+            copied = index_of[part, _COPIED]
             for shift in (-1, 1):
-                other = index_of[part, _COPIED + shift]
-                if lengths[middle] != lengths[other]:
+                neighbour = index_of[part, _COPIED + shift]
+                if lengths[copied] != lengths[neighbour]:
                     raise NotAlike("blocks run different operations")
-                for offset in range(lengths[middle]):
-                    self._demand_alike(
-                        self.calls[self.begins[middle] + offset], self.calls[self.begins[other] + offset], shift
-                    )
-        return begins_of_recorded
+                for offset in range(lengths[copied]):
+                    call = self.calls[self.begins[copied] + offset]
+                    other = self.calls[self.begins[neighbour] + offset]
+                    self._demand_alike(call, other, shift)
 
     def _demand_alike(self, call: RecordedCall, other: RecordedCall, shift: int) -> None:
-        """Raise NotAlike unless two calls of blocks ``shift`` apart do the same to corresponding tensors."""
+        """Raise NotAlike unless two calls do the same to corresponding tensors; ``other`` is ``shift`` blocks further."""
         if call.target is not other.target or call.phase != other.phase:
             raise NotAlike("blocks run different operations")
         if self._module_moved(call.module, shift) != other.module:
             raise NotAlike("blocks run in different modules")
         pairs = ((call.args, other.args), (dict(call.kwargs), dict(other.kwargs)), (call.output, other.output))
-        for one, two in pairs:
-            if not self._matches(one, two, shift):
+        for values, other_values in pairs:
+            if not self._matches(values, other_values, shift):
                 raise NotAlike(f"blocks run {call.target} differently")
 
     def _matches(self, one: Any, two: Any, shift: int) -> bool:
-        """Return whether two values of calls are equal, and tensors in them correspond in blocks that are ``shift`` apart.
+        """Return whether two values of calls are equal, with corresponding tensors in them (:meth:`_corresponds`).
 
-        A tensor that belongs to no block has to be in the same storage.
+        ``one``, ``two``: a call's arguments or result, in nested tuples, lists and dictionaries; ``two`` is of the call
+        ``shift`` blocks further.
         """
         if isinstance(one, Shadow):
-            if not isinstance(two, Shadow) or _layout_key(one.tensor) != _layout_key(two.tensor):
-                return False
-            if one.tensor.storage_offset() != two.tensor.storage_offset():
-                return False
-            home, other = self.homes.get(one.storage), self.homes.get(two.storage)
-            if home is None:
-                return other is None and one.storage == two.storage
-            return other == _Home(home.block + shift, home.slot) and self._ends_alike(one.storage, two.storage, shift)
+            return isinstance(two, Shadow) and self._corresponds(one, two, shift)
         if isinstance(one, (tuple, list)):
             return (
                 type(one) is type(two)
@@ -438,11 +519,26 @@ class _Copier:
             return one.keys() == two.keys() and all(self._matches(one[key], two[key], shift) for key in one)
         return bool(one is two or one == two)
 
+    def _corresponds(self, one: Shadow, two: Shadow, shift: int) -> bool:
+        """Return whether two tensors are laid out alike, and are the same one in blocks of which one is ``shift`` further.
+
+        A tensor that belongs to no block has to be in the same storage.
+        """
+        if _layout_key(one.tensor) != _layout_key(two.tensor):
+            return False
+        if one.tensor.storage_offset() != two.tensor.storage_offset():
+            return False
+        home, other_home = self.homes.get(one.storage), self.homes.get(two.storage)
+        if home is None:
+            return other_home is None and one.storage == two.storage
+        is_same_slot = other_home == _Home(home.block + shift, home.slot)
+        return is_same_slot and self._ends_alike(one.storage, two.storage, shift)
+
     def _ends_alike(self, one: int, two: int, shift: int) -> bool:
         """Return whether two storages have one size, and are freed at one call or at calls that are ``shift`` blocks apart.
 
-        If neither is the copied block's, it is enough that both are freed in forward or both in backward passes, because
-        neither is copied.
+        ``one``, ``two``: their numbers. If neither is the copied block's, it is enough that both are freed in forward or
+        both in backward passes, because neither is copied.
         """
         first, second = self.step.storages[one], self.step.storages[two]
         if first.size_bytes != second.size_bytes:
@@ -455,7 +551,8 @@ class _Copier:
         region, other_region = self.regions[index], self.regions[other_index]
         if region is None or other_region is None or region.part != other_region.part:
             return False
-        first_offset, second_offset = first.freed - self.begins[index], second.freed - self.begins[other_index]
+        first_offset = first.freed - self.begins[index]
+        second_offset = second.freed - self.begins[other_index]
         corresponds = other_region.block - region.block == shift and first_offset == second_offset
         return corresponds or _COPIED not in (self._block_of_storage(one), self._block_of_storage(two))
 
@@ -476,30 +573,33 @@ class _Copier:
         """Return the place in the whole recording of the call at a recorded place, as seen from a block.
 
         ``block``: a recorded block, which becomes number ``moved_block`` among all; a call in it or in a neighbour moves
-        along with it. ``block`` None, or a call in any other region: the place moves with the call's region alone. -1
-        (before the step) stays -1.
+        along with it. ``block`` None, or a call in any other region: the place moves with the call's region alone, and
+        ``moved_block`` is not used. -1 (before the step) stays -1.
         """
         if place < 0:
             return place
         region_index = self._region_index(place)
-        offset, region = place - self.begins[region_index], self.regions[region_index]
+        region = self.regions[region_index]
+        offset = place - self.begins[region_index]
         if region is None or block is None or abs(region.block - block) > 1:
             return self.new_region_begins[region_index] + offset
-        return self.new_begins[region.part, moved_block + region.block - block] + offset
+        new_block = moved_block + region.block - block
+        return self.new_begins[region.part, new_block] + offset
 
     def _new_made(self, record: RecordedStorage) -> int:
         """Return the place in the whole recording at which a recorded storage is made."""
-        home = self.homes.get(record.number)
-        return self._new_place(record.made, *_block_and_its_new_number(home, self._new_block))
+        return self._new_place_in_life(record.made, record)
 
     def _new_freed(self, record: RecordedStorage) -> int | None:
         """Return the place in the whole recording after which a recorded storage is freed; None: it outlives the step."""
+        return None if record.freed is None else self._new_place_in_life(record.freed, record)
+
+    def _new_place_in_life(self, place: int, record: RecordedStorage) -> int:
+        """Return the place in the whole recording of a recorded place, as seen from the block that a storage belongs to."""
         home = self.homes.get(record.number)
-        return (
-            None
-            if record.freed is None
-            else self._new_place(record.freed, *_block_and_its_new_number(home, self._new_block))
-        )
+        if home is None:
+            return self._new_place(place, None, 0)
+        return self._new_place(place, home.block, self._new_block(home.block))
 
     def _storage(self, number: int, shift: int) -> RecordedStorage:
         """Return the storage that corresponds to a recorded one ``shift`` blocks further; the same storage if of no block.
@@ -510,28 +610,30 @@ class _Copier:
         home = self.homes.get(number)
         if home is None:
             return self.storages[number]
-        block = home.block + shift
-        kept = block if block <= _COPIED else block - self.blocks.added  # its number among the recorded blocks
-        if block <= _COPIED or kept > _COPIED:
-            same = self.by_home.get(_Home(kept, home.slot))
-            if same is None:
-                raise NotAlike("a block lacks what the others have")
-            return self.storages[same]
+        block = home.block + shift  # its number among all blocks
+        recorded_block = block if block <= _COPIED else block - self.blocks.added
+        is_recorded = block <= _COPIED or recorded_block > _COPIED
+        if is_recorded:
+            return self.storages[self._recorded_number(_Home(recorded_block, home.slot))]
         key = block, home.slot
         if key not in self.clones:
-            same = self.by_home.get(_Home(_COPIED, home.slot))
-            if same is None:
-                raise NotAlike("a block lacks what the others have")
-            record = self.step.storages[same]
+            record = self.step.storages[self._recorded_number(_Home(_COPIED, home.slot))]
             clone = RecordedStorage(
-                len(self.storages),
-                record.size_bytes,
-                self._new_place(record.made, _COPIED, block),
-                None if record.freed is None else self._new_place(record.freed, _COPIED, block),
+                number=len(self.storages),
+                size_bytes=record.size_bytes,
+                made=self._new_place(record.made, _COPIED, block),
+                freed=None if record.freed is None else self._new_place(record.freed, _COPIED, block),
             )
             self.storages.append(clone)
             self.clones[key] = clone
         return self.clones[key]
+
+    def _recorded_number(self, home: _Home) -> int:
+        """Return the number of the recorded storage with a home. Raises NotAlike where there is none."""
+        number = self.by_home.get(home)
+        if number is None:
+            raise NotAlike("a block lacks what the others have")
+        return number
 
     def _moved(self, value: Any, shift: int) -> Any:
         """Return a call's values with every tensor replaced by the corresponding one ``shift`` blocks further."""
@@ -574,23 +676,22 @@ class _Copier:
         return Repeated(recording=recording, shadow_of=self._owned)
 
     def _demand_not_copied(self, call: RecordedCall) -> None:
-        """Raise NotAlike if a call outside the blocks uses a tensor of the copied block: of which copy cannot be told."""
+        """Raise NotAlike if a call outside the blocks uses a tensor of the copied block: it is unknown which copy's."""
         used = shadows_of((call.args, call.kwargs, call.output))
         if any(self._block_of_storage(shadow.storage) == _COPIED for shadow in used):
             raise NotAlike("what a block made is used outside")
 
     def _owned(self, named: Mapping[str, Shadow], name: str) -> Shadow | None:
-        """Return the tensor of a name in the whole module, None if there is none. See :attr:`Repeated.shadow_of`."""
-        short = self.blocks.name_when_shortened(name)
-        shadow, block = named.get(short), self.blocks.block_of(name, self.blocks.count)
+        """Return the tensor in the whole recording of a name in the whole module, None if there is none.
+
+        ``named``: the shortened module's parameters, or their gradients, by name.
+        """
+        short_name = self.blocks.name_when_shortened(name)
+        shadow = named.get(short_name)
+        block = self.blocks.block_of(name, self.blocks.count)
         if shadow is None or block is None:
             return shadow
-        kept = self.blocks.block_of(short, _KEPT)
-        assert kept is not None
-        moved: Shadow = self._moved(shadow, block - kept)
+        recorded_block = self.blocks.block_of(short_name, _KEPT)
+        assert recorded_block is not None
+        moved: Shadow = self._moved(shadow, block - recorded_block)
         return moved
-
-
-def _block_and_its_new_number(home: _Home | None, new_block: Callable[[int], int]) -> tuple[int | None, int]:
-    """Return the last two arguments of :meth:`_Copier._new_place` for a storage with a home; (None, 0) without one."""
-    return (None, 0) if home is None else (home.block, new_block(home.block))

@@ -91,7 +91,8 @@ def main(arguments: list[str]) -> int:
     script = list(launch.script)
     sys.path.insert(0, os.getcwd() if launch.is_module else str(Path(script[0]).resolve().parent))
     if not retry.absent and not launch.is_module:
-        request["absent"] = needed_by(script[:1])  # what the script is sure to miss need not fail first
+        # Packages that the script imports at its top are stood in for at once: without them it is sure to fail.
+        request["absent"] = needed_by(script[:1])
     stand_in_packages(retry.absent, PACKAGES, partial(_note_stand_in, window))
     change_libraries(recorder, torchvision_ops)
     sys.argv = script
@@ -107,19 +108,28 @@ def main(arguments: list[str]) -> int:
                 runpy.run_path(script[0], run_name="__main__")
     except SystemExit as error:
         retry.without_what_is_missing(error)  # does not return if the script lacked a package
-        # A library of command lines may catch the script's exception, and end the process in its place.
-        if error.code not in (None, 0) and isinstance(error.__context__, Exception):
-            return _raised(error.__context__, window)
-        if error.code not in (None, 0):
-            return _failed(f"the script ended with {error.code!r}", window)
+        return _exited(error, window)
     except Exception as error:  # whatever the script raises is its user's to read
         retry.without_what_is_missing(error)
         return _raised(error, window)
     return _failed("the script ended", window)
 
 
+def _exited(error: SystemExit, window: StepWindow) -> int:
+    """Tell the parent process that the script ended itself before its step was recorded; return the exit status."""
+    if error.code in (None, 0):
+        return _failed("the script ended", window)
+    # A library of command lines may catch the script's exception, and end the process in its place.
+    if isinstance(error.__context__, Exception):
+        return _raised(error.__context__, window)
+    return _failed(f"the script ended with {error.code!r}", window)
+
+
 def _tell_parent(line: str) -> None:
-    """Write to stderr, marked for the parent process, why no step was recorded: the problem, and after "; " a remedy."""
+    """Write to stderr, marked for the parent process, why no step was recorded.
+
+    ``line``: the problem and, after "; ", what would be right.
+    """
     sys.stderr.write(f"{FAILURE_MARK}{line}\n")
 
 
@@ -149,7 +159,10 @@ def _write_graph_and_exit(window: StepWindow, request: Mapping[str, Any], starte
 
 
 def _note_stand_in(window: StepWindow, package: str) -> None:
-    """Note in the graph's assumptions, and for messages, that the script imported a stand-in for a package; once for each."""
+    """Add a package to those that were stood in for: in ``window``, for messages, and in the recording's assumptions.
+
+    Called whenever the script imports a stand-in for the package or one of its modules; only the first time counts.
+    """
     if package not in window.absent:
         window.absent.append(package)
         window.recorder.step.assumed[f"{ABSENT}{package}"] = 1
@@ -204,7 +217,7 @@ def _follow_parent(parent: int) -> None:
 
 
 def _raised(error: Exception, window: StepWindow) -> int:
-    """Write to stderr the traceback of an error of the script, and for the parent its first line; return the exit status."""
+    """Write the traceback of an error of the script to stderr, and tell the parent its first line; return the exit status."""
     traceback.print_exception(error)
     text = str(error).strip()
     # Semicolons become commas, because the parent takes what follows one for the remedy.
@@ -227,30 +240,28 @@ _NETWORK = re.compile(
 
 def _remedy(error: BaseException) -> str:
     """Return advice for a script that failed to fetch something; "" if neither the error nor its causes name a network."""
-    causes: list[BaseException] = [error]
-    for cause in causes:  # the list grows while it is read
-        earlier = (cause.__cause__, cause.__context__)
-        causes += [other for other in earlier if other is not None and other not in causes]
-    if any(isinstance(cause, OSError) and _NETWORK.search(f"{type(cause).__name__} {cause}") for cause in causes):
-        return "what a run would fetch is to be here: fetch it before, or give a path of this disk"
+    chain: list[BaseException] = [error]
+    for raised in chain:  # the list grows while it is read
+        earlier = (raised.__cause__, raised.__context__)
+        chain += [other for other in earlier if other is not None and other not in chain]
+    for raised in chain:
+        if isinstance(raised, OSError) and _NETWORK.search(f"{type(raised).__name__} {raised}"):
+            return "what a run would fetch is to be here: fetch it before, or give a path of this disk"
     return ""
 
 
 def _failed(happening: str, window: StepWindow, remedy: str = "") -> int:
     """Tell the parent process why no step was recorded; return the exit status.
 
-    ``happening``: what happened; ``remedy``: what would be right, "" where that is not known. Packages that were stood
-    in for are named, with advice about them where there is no other remedy.
+    ``happening``: what happened, with its subject ("the script ended"); ``remedy``: what would be right, "" where that is
+    not known. Packages that were stood in for are named, with advice about them where there is no other remedy.
     """
     line = f"{happening} after {window.updates} of the 2 updates that are needed"
     if window.absent:
         line += f" (stood in for, not installed here: {', '.join(window.absent)})"
-        advice = [INSTEAD[name] for name in window.absent if name in INSTEAD]
-        remedy = (
-            remedy
-            or ", ".join(advice)
-            or f"if the script needs more of them: pip install {' '.join(window.absent)}, or leave them out"
-        )
+    if window.absent and not remedy:
+        advice = ", ".join(INSTEAD[name] for name in window.absent if name in INSTEAD)
+        remedy = advice or f"if the script needs more of them: pip install {' '.join(window.absent)}, or leave them out"
     if remedy:
         line += f"; {remedy}"
     _tell_parent(line)

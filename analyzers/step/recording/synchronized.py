@@ -37,9 +37,11 @@ def _two_per_channel(x: Tensor) -> tuple[Tensor, Tensor]:
 def _reduced(
     _grad: Tensor, x: Tensor, _mean: Tensor, _invstd: Tensor, weight: Any, _needs_input: bool, *needs_parameters: bool
 ) -> tuple[Any, ...]:
-    """Return two sums of gradients per channel, then the gradients of weight and bias (channels,), each empty if not needed.
+    """Return empty tensors shaped like the results of ``batch_norm_backward_reduce``, whose arguments these are.
 
-    ``weight`` may be None. ``needs_parameters``: whether the weight's gradient is needed, and whether the bias's is.
+    These are two sums over the gradients of a channel, then the gradients of weight and bias, each (channels,), and (0,)
+    for a parameter's gradient that is not needed. ``x`` is (batch, channels, ...), ``weight`` may be None.
+    ``needs_parameters``: whether the weight's gradient is needed, and whether the bias's is.
     """
     dtype = weight.dtype if isinstance(weight, Tensor) else torch.float32
     channels = x.shape[1]

@@ -24,10 +24,11 @@ from ddltool.analyzers.step.recording.op_rules import Call, Cost, names_in
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Scales sizes from a trace's batch size to a wanted one: dimensions that ``prime`` divides grow with the batch.
+    """Scales sizes from a trace's batch size to a wanted one.
 
-    A trace at a batch of 61 samples has dimensions such as 61 x 196; at a batch of 4 they are 4 x 196. Exact when the
-    prime divides no other dimension of the step (:func:`prime_batch`).
+    A dimension that ``prime`` divides is taken to grow with the batch, and any other one to be independent of it. A trace
+    at a batch of 61 samples has dimensions such as 61 x 196; at a batch of 4 they are 4 x 196. The scaling is exact if
+    the prime divides no dimension that is independent of the batch (:func:`prime_batch`).
     """
 
     traced: int = 1
@@ -45,13 +46,13 @@ class Scale:
         >>> Scale(8 * 61, 6, 61).size(4 * 61)  # half of the batch
         3
         """
-        grown, shrunk = self._ratio(number)
-        return grown // shrunk
+        numerator, denominator = self._ratio(number)
+        return numerator // denominator
 
     def is_whole(self, number: int) -> bool:
         """Return whether a dimension scales to a whole number: half of an odd batch does not."""
-        grown, shrunk = self._ratio(number)
-        return grown % shrunk == 0
+        numerator, denominator = self._ratio(number)
+        return numerator % denominator == 0
 
     def _ratio(self, number: int) -> tuple[int, int]:
         """Return numerator and denominator of a scaled dimension, whose quotient need not be whole.
@@ -90,7 +91,9 @@ class Sized:
     width: int
     """Bytes of an element."""
     dtype: str
+    """torch's name of the type: ``float32``."""
     floating: bool
+    """Whether its numbers are floating-point, real or complex."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,13 +127,14 @@ def prime_batch(sizes: Iterable[int]) -> int:
     ``sizes``: of the model and its inputs without the batch. In a trace with this number of samples, only dimensions
     that grow with the batch are then divisible by it.
     """
-    taken = {int(size) for size in sizes if size}
-    return next(
-        number
-        for number in count(_LEAST_PRIME, 2)  # odd numbers, so odd divisors are enough
-        if all(number % divisor for divisor in range(3, math.isqrt(number) + 1, 2))
-        and all(size % number for size in taken)
-    )
+    other_sizes = {int(size) for size in sizes if size}  # 0 would be divisible by every prime
+
+    def is_prime(odd: int) -> bool:
+        """Return whether an odd number is a prime."""
+        return all(odd % divisor for divisor in range(3, math.isqrt(odd) + 1, 2))
+
+    odd_numbers = count(_LEAST_PRIME, 2)
+    return next(number for number in odd_numbers if is_prime(number) and all(size % number for size in other_sizes))
 
 
 # Ops that read a row for each index and write the sum of each bag.
@@ -142,7 +146,10 @@ _CASTS_RESULT = frozenset(["_softmax_backward_data", "_log_softmax_backward_data
 
 
 def issued(node: Node) -> Issued:
-    """Return what the cost of a call depends on; ``node``: the call, whose results (fake tensors) are in ``meta["val"]``."""
+    """Return what the cost of a call depends on; ``node``: the call, whose results (fake tensors) are in ``meta["val"]``.
+
+    So are those of the nodes among its arguments.
+    """
     target: Any = node.target  # an operator of torch, or any other function that torch.fx can call
     name = base_name(target)
     output = tensors_of(node.meta.get("val"))
@@ -204,13 +211,7 @@ def cost_of(call: Issued, scale: Scale = AS_TRACED) -> Cost:
         return Cost(flops=0.0, size_bytes=0.0, estimate="free", written_bytes=written)
     arguments = dict(call.arguments)
     if call.name in _BAGS:
-        table = arguments["weight"]
-        added_elements = float(scale.elements(arguments["indices"]) * math.prod(table.shape[1:]))
-        other_inputs = list(call.inputs)
-        other_inputs.remove(table)
-        moved_bytes = added_elements * table.width + scale.bytes(other_inputs) + written
-        dtype = _dtype([*call.output, *call.inputs])
-        return Cost(flops=added_elements, size_bytes=moved_bytes, estimate="rule", written_bytes=written, dtype=dtype)
+        return _cost_of_bag(call, scale)
 
     def to_shapes(value: Any) -> Any:
         """Return an argument with its tensors as scaled shapes."""
@@ -237,6 +238,24 @@ def cost_of(call: Issued, scale: Scale = AS_TRACED) -> Cost:
     )
 
 
+def _cost_of_bag(call: Issued, scale: Scale) -> Cost:
+    """Return the cost of an embedding bag, which reads one row of a table for each index and adds up the rows of each bag."""
+    arguments = dict(call.arguments)
+    table, indices = arguments["weight"], arguments["indices"]
+    row_elements = math.prod(table.shape[1:])
+    added_elements = float(scale.elements(indices) * row_elements)
+    other_inputs = list(call.inputs)
+    other_inputs.remove(table)  # only the looked-up rows of the table are read
+    written = scale.bytes(call.output)
+    return Cost(
+        flops=added_elements,
+        size_bytes=added_elements * table.width + scale.bytes(other_inputs) + written,
+        estimate="rule",
+        written_bytes=written,
+        dtype=_dtype([*call.output, *call.inputs]),
+    )
+
+
 def _is_fused_cast(node: Node, name: str) -> bool:
     """Return whether a node is a cast that runs within the kernel before or after it, and so costs nothing by itself.
 
@@ -253,9 +272,10 @@ def _is_fused_cast(node: Node, name: str) -> bool:
 
 
 def _without_casts(node: Node, inputs: list[Tensor], output: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return (inputs, outputs) of a kernel with fused casts: the tensors before the casts that it reads, after those it writes.
+    """Return the tensors that a kernel reads and those that it writes, where casts before and after it run within it.
 
-    ``inputs`` and ``output``: the tensors of the node itself, as if its casts were kernels of their own.
+    It then reads what the cast before it casts, and writes the result of the cast after it. ``inputs`` and ``output``: the
+    tensors of the node itself, as if casts were kernels of their own.
     """
     for source in node.all_input_nodes:
         if _is_fused_cast(source, base_name(source.target)):
@@ -275,7 +295,10 @@ def base_name(target: Any) -> str:
 
 
 def arguments_by_name(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a call's arguments by their names in its op's schema; the names are "0", "1", ... for an op without a schema."""
+    """Return a call's arguments by their names in its op's schema; the names are "0", "1", ... for an op without a schema.
+
+    ``target``: torch's operator or another function, ``args`` and ``kwargs``: as it is called. Defaults are left out.
+    """
     schema = getattr(target, "_schema", None)
     names = [argument.name for argument in schema.arguments] if schema is not None else []
     names += [str(number) for number in range(len(names), len(args))]
@@ -283,7 +306,10 @@ def arguments_by_name(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any
 
 
 def written_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return the arguments that a call of an op writes to in place, as the op's schema declares them."""
+    """Return the arguments that a call writes to in place, as the schema of its op ``target`` declares them; [] without one.
+
+    ``args``, ``kwargs``: of the call.
+    """
     if not (names := _written_names(target)):
         return []
     arguments = arguments_by_name(target, args, kwargs)
@@ -334,5 +360,5 @@ def tensors_of(values: Any) -> list[Tensor]:
 
 
 def value_of(node: Node) -> Any:
-    """Return what a node makes, in tensors without memory; None where it has no value."""
+    """Return the result of a node's call (a tensor without memory, or nested ones); None where it has none."""
     return node.meta.get("val")

@@ -35,14 +35,15 @@ class Values:
         initialised weights are not computed for nothing.
         """
         self._only_whole = only_whole
-        self._values: Any = WeakTensorKeyDictionary()  # a real tensor of the CPU by the tensor without storage
+        self._values: Any = WeakTensorKeyDictionary()
+        """By a tensor without storage, a real tensor of the CPU with its values; views share the storage of their base."""
 
     def __contains__(self, tensor: Tensor) -> bool:
         """Return whether the values of a tensor without storage are known."""
         return tensor in self._values
 
     def __setitem__(self, tensor: Tensor, value: Tensor) -> None:
-        """Note what a tensor without storage holds."""
+        """Keep ``value``, a real tensor of the CPU, as what a tensor without storage holds."""
         self._values[tensor] = value
 
     def value_of(self, tensor: Tensor) -> Tensor | None:
@@ -57,17 +58,19 @@ class Values:
         return self._values.get(tensor)  # type: ignore[no-any-return]
 
     def forget(self, tensor: Tensor) -> None:
-        """Drop what is known of a tensor and of all tensors that share its storage."""
+        """Drop the known values of a tensor and of all tensors that share its storage; their known values share one, too."""
         if tensor not in self._values:
             return
         storage = self._values[tensor].untyped_storage()._cdata
-        for alias in [key for key, value in self._values.items() if value.untyped_storage()._cdata == storage]:
+        aliases = [key for key, value in self._values.items() if value.untyped_storage()._cdata == storage]
+        for alias in aliases:
             del self._values[alias]
 
     def compute(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return the real result, on the CPU, of an op on the values of its tensors.
 
-        Unknown tensors count as zeros; only their shape may matter. Integers are computed as floats where the CPU has a
+        ``func``: torch's operator, ``args`` and ``kwargs``: its arguments. Unknown tensors count as zeros, so the result is
+        right only if the op uses no more of them than their shape. Integers are computed as floats where the CPU has a
         kernel for floats only.
         """
         with _disable_current_modes():
@@ -76,14 +79,15 @@ class Values:
             try:
                 return func(*real_args, **real_kwargs)
             except NotImplementedError:
-                floats = tree_map_only(Tensor, Tensor.float, (real_args, real_kwargs))
-                return tree_map_only(Tensor, Tensor.long, func(*floats[0], **floats[1]))
+                float_args, float_kwargs = tree_map_only(Tensor, Tensor.float, (real_args, real_kwargs))
+                return tree_map_only(Tensor, Tensor.long, func(*float_args, **float_kwargs))
 
     def follow(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outcome: Any) -> bool:
-        """Note the values of an op's results, after it ran on tensors without values; return whether they are known.
+        """Keep the values of an op's results, after it ran on tensors without values; return whether they are known.
 
         They are known if all inputs are, or if only shapes matter, and if they are worth keeping. Otherwise the values
-        of tensors that the op wrote to in place are forgotten. ``outcome``: the results, tensors without storage.
+        of tensors that the op wrote to in place are forgotten. ``outcome``: the results, tensors without storage; a single
+        one, or nested in tuples and lists.
         """
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         needs_shapes_only = func._schema.name.removeprefix("aten::") in _BY_SHAPE
@@ -96,7 +100,11 @@ class Values:
         return is_known
 
     def record(self, outcome: Any, value: Any) -> None:
-        """Note the values of an op's outputs; ``value``: the same structure as ``outcome``, with real tensors in it."""
+        """Keep the values of an op's outputs.
+
+        ``outcome``: the outputs, tensors without storage, a single one or nested in tuples and lists; ``value``: the same
+        structure with real tensors of the CPU in it.
+        """
         for tensor, known_value in zip(tree_leaves(outcome), tree_leaves(value), strict=True):
             if isinstance(tensor, Tensor):
                 self._values[tensor] = known_value
@@ -107,7 +115,11 @@ class Values:
         return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape) if value is None else value
 
     def _is_worth_keeping(self, func: Any, outcome: Any) -> bool:
-        """Return whether an op's results are worth computing: not if random, uninitialized, too large, or unwanted floats."""
+        """Return whether an op's results are worth computing.
+
+        They are not if they are random, uninitialized or larger than ``MAX_ELEMENTS``, nor under ``only_whole`` if they are
+        floating-point tensors of more than one element.
+        """
         if torch.Tag.nondeterministic_seeded in func.tags:
             return False
         results = [leaf for leaf in tree_leaves(outcome) if isinstance(leaf, Tensor)]
@@ -117,7 +129,7 @@ class Values:
         return is_filled and all(leaf.numel() <= MAX_ELEMENTS for leaf in results)
 
     def _forget_written(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Drop the values of tensors that an op writes to in place, and of all tensors that share their storage."""
+        """Drop the values of tensors that a call of ``func`` writes to in place, and of all that share their storage."""
         for leaf in tree_leaves(written_arguments(func, args, kwargs)):
             if isinstance(leaf, Tensor):
                 self.forget(leaf)

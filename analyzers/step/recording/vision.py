@@ -87,21 +87,23 @@ def _dispatch_key(device: torch.device) -> str:
 def _in_float32(op: Any) -> Callable[..., Any]:
     """Return an op's kernel under autocast, as in torchvision: it computes in float32 and returns the first input's type."""
 
+    def is_floating(value: Any) -> bool:
+        """Return whether an argument or result is a floating-point tensor."""
+        return isinstance(value, Tensor) and value.is_floating_point()
+
     def run(first: Tensor, *args: Any) -> Any:
-        """Run the op without autocast on floating-point inputs cast to float32."""
+        """Run the op without autocast on floating-point inputs cast to float32; its result has the type of ``first``."""
         autocast_key = torch._C.DispatchKey.AutocastPrivateUse1  # type: ignore[attr-defined]
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(autocast_key)):
-            float32_arguments = [
-                arg.float() if isinstance(arg, Tensor) and arg.is_floating_point() else arg for arg in (first, *args)
-            ]
+            float32_arguments = [arg.float() if is_floating(arg) else arg for arg in (first, *args)]
             out = op(*float32_arguments)
-        return out.to(first.dtype) if isinstance(out, Tensor) and out.is_floating_point() else out
+        return out.to(first.dtype) if is_floating(out) else out
 
     return run
 
 
 def _keep_inputs(ctx: Any, inputs: Any, output: Any) -> None:
-    """Keep the inputs of ``_columns`` for its backward pass."""
+    """Keep the inputs of ``_columns`` (x, offset, mask, height, width) for its backward pass."""
     ctx.inputs = inputs
 
 
@@ -115,7 +117,10 @@ def _columns(x: Tensor, offset: Tensor, _mask: Tensor | None, height: int, width
 
 
 def _columns_gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    """Return the gradients of the arguments of ``_columns``: of x, of the offsets, of the mask or None, and two None."""
+    """Return the gradients of the arguments of ``_columns``, None for those that have none: the filter's height and width.
+
+    ``grad``: the gradient of its result. A missing mask has no gradient, either.
+    """
     x, offset, mask, *_ = ctx.inputs
     x_gradient, offset_gradient, mask_gradient = torch.ops.torchvision._columns_backward(grad, x, offset, mask)
     return x_gradient, offset_gradient, None if mask is None else mask_gradient, None, None

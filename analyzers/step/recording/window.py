@@ -31,8 +31,8 @@ class StepWindow:
     """Starts the recorder when the first update has ended, stops it when the second has, and then calls ``then`` once.
 
     An update is a step of the first optimizer whose step ends. A training step in which another optimizer updates for
-    the first time is skipped and the next one recorded, because making its states sets that step apart. Updates are
-    watched until :meth:`close`.
+    the first time is dropped and the next one recorded in its place, because an optimizer makes its states in its first
+    update, which later steps do not repeat. Updates are watched until :meth:`close`.
     """
 
     def __init__(self, recorder: Recorder, then: Callable[[], None]) -> None:
@@ -61,7 +61,7 @@ class StepWindow:
         self._closing.close()
 
     def _note_update(self, updated: Any) -> None:
-        """Note that an optimizer or an average was updated; a first time makes the step under way unlike the next one."""
+        """Note that an optimizer or an average was updated; if for the first time, the step under way is not steady."""
         if id(updated) not in self._seen:
             self._seen[id(updated)] = updated
             if self.updates:  # before the first update ends, no step is under way
@@ -107,8 +107,9 @@ class StepWindow:
     def _enter_update(self, optimizer: Any) -> None:
         """Note the gradients that the optimizer is about to use, and set the phase to the update.
 
-        Called when a step of any optimizer begins, and again after each call of its closure. Parameters without a gradient
-        are passed to the recorder too, which skips them.
+        Called when a step of any optimizer begins, and again after each call of its closure (the function that an optimizer
+        such as LBFGS calls to compute the loss again). Parameters without a gradient are passed to the recorder too, which
+        skips them.
         """
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -139,7 +140,7 @@ class StepWindow:
             self.then()
 
 
-# Of a library's trainer: its class, and the attribute that holds the passes (accumulated gradients) of one update.
+# The name of a trainer's class, and the attribute that says from how many passes an update accumulates its gradients.
 _PASSES = (
     ("Trainer", "args.gradient_accumulation_steps"),
     ("AcceleratedOptimizer", "gradient_state.num_steps"),
@@ -148,20 +149,32 @@ _PASSES = (
 
 
 def note_short(step: Recording) -> None:
-    """Note in a recorded step that it has fewer passes than a trainer was told to make: its data set ended before.
+    """Add to a recorded step the remark that it has fewer passes than a trainer was told to make, if so.
 
-    To be called while the step's last update runs, within whose methods the trainer (transformers, accelerate, Lightning) is.
+    A pass is one forward and backward pass; a trainer may accumulate the gradients of several before an update, and makes
+    fewer where its data set ends. Call it while the step's last update runs: the trainer (of transformers, accelerate or
+    Lightning) is then found as the ``self`` of one of the calling methods. The remark is a key of ``step.assumed``.
     """
-    asked, frame = 0, sys._getframe()
-    while (outer := frame.f_back) is not None:
-        frame, trainer = outer, outer.f_locals.get("self")  # of a calling method, the object: a trainer, or any other
-        for name, path in _PASSES:
-            if name in {base.__name__ for base in type(trainer).__mro__}:
-                with suppress(AttributeError):  # another library's class of the same name
-                    asked = max(asked, attrgetter(path)(trainer))
-    if 0 < (passes := len(step.inputs)) < asked:
+    asked = _passes_asked()
+    passes = len(step.inputs)
+    if 0 < passes < asked:
         text = f"the step has {passes} of the {asked} passes that accumulate gradients, because the data set ends there"
         step.assumed[f"{NOTE}{text}; give more samples"] = 1
+
+
+def _passes_asked() -> int:
+    """Return how many passes of one update the trainers among the calling methods' objects ask for; 0 without a trainer."""
+    asked = 0
+    frame = sys._getframe().f_back
+    while frame is not None:
+        caller = frame.f_locals.get("self")  # a trainer, any other object, or None in a function
+        class_names = {base.__name__ for base in type(caller).__mro__}
+        for name, path in _PASSES:
+            if name in class_names:
+                with suppress(AttributeError):  # another library's class of the same name
+                    asked = max(asked, attrgetter(path)(caller))
+        frame = frame.f_back
+    return asked
 
 
 @dataclass(slots=True)
@@ -208,7 +221,7 @@ def record(name: str = "step") -> Iterator[RecordedBlock]:
         ) from None
 
     def make_graph() -> None:
-        """Make the graph once the step has ended; a step without calls on the GPU leaves none."""
+        """Make the block's graph once the step has ended; for a step without calls on the GPU the block gets no graph."""
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             recorder.step.tf32 = torch.get_float32_matmul_precision() != "highest"
             note_short(recorder.step)
@@ -216,7 +229,7 @@ def record(name: str = "step") -> Iterator[RecordedBlock]:
                 block._graph = graph_of(recorder.step, name)
 
     with posed(recorder), recording_modules(recorder):
-        window = StepWindow(recorder, make_graph)  # watches once it is this thread's turn
+        window = StepWindow(recorder, make_graph)  # made here, because only now no other thread records
         try:
             yield block
         finally:

@@ -24,10 +24,16 @@ _ADAPTER_SCALE = 2.0
 
 
 class LoraLinear(nn.Module):
-    """A frozen linear layer ``base`` beside a product of a low rank: ``base(x) + 2 (x A') B'``."""
+    """A frozen linear layer ``base`` and a trained adapter of a low rank beside it: ``base(x) + 2 (x A') B'``.
+
+    A' and B' are the transposed matrices of the adapter.
+    """
 
     def __init__(self, base: nn.Module, inputs: int, outputs: int, rank: int) -> None:
-        """Wrap a linear layer; the trained matrices are A (rank, inputs) and B (outputs, rank), on the layer's device."""
+        """Wrap a linear layer of ``inputs`` and ``outputs`` features.
+
+        The trained matrices are A (rank, inputs) and B (outputs, rank), in float32 on the layer's device.
+        """
         super().__init__()
         device = next(base.parameters()).device
         self.base = base
@@ -56,7 +62,7 @@ def with_lora(step: TrainingStep, rank: int, numerics: Numerics) -> TrainingStep
     module.requires_grad_(False)
     if numerics.format.is_autocast:
         module.to(getattr(torch, numerics.format.computes))
-    heads = {id(head) for part in module.modules() if (head := _logits_layer(part)) is not None}
+    heads = {id(_logits_layer(part)) for part in module.modules()}  # id(None), of parts without one, is no layer's
     replaced = 0
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
@@ -67,10 +73,12 @@ def with_lora(step: TrainingStep, rank: int, numerics: Numerics) -> TrainingStep
     if not replaced:
         raise InputError("--lora", f"{step.name} has no linear layers beside its head", "leave it out")
     elements = {name: weight.numel() for name, weight in module.named_parameters()}
-    # ``base`` is the frozen layer in a LoraLinear, which may be the model itself.
-    share = sum(count for name, count in elements.items() if ".base." in f".{name}") / sum(elements.values())
-    if share < _LEAST_ADAPTED:
-        problem = f"the linear layers of {step.name} hold {share:.0%} of its parameters: the rest would stay as it is"
+    # ``base`` is the frozen layer in a LoraLinear, which may be the model itself; the added dot finds its name there, too.
+    adapted_elements = sum(count for name, count in elements.items() if ".base." in f".{name}")
+    adapted_share = adapted_elements / sum(elements.values())
+    if adapted_share < _LEAST_ADAPTED:
+        held = f"hold {adapted_share:.0%} of its parameters"
+        problem = f"the linear layers of {step.name} {held}: the rest would stay as it is"
         raise InputError("--lora", problem, "leave it out")
     return replace(step, module=module)
 
@@ -86,6 +94,7 @@ def _linear_sizes(module: nn.Module) -> tuple[int, int] | None:
     """Return (inputs, outputs) of a linear layer, transformers' ``Conv1D`` included; None for another module."""
     if type(module) is nn.Linear:
         return module.in_features, module.out_features
-    if type(module).__name__ == "Conv1D" and isinstance(weight := getattr(module, "weight", None), Tensor):
+    weight = getattr(module, "weight", None)
+    if type(module).__name__ == "Conv1D" and isinstance(weight, Tensor):  # its weight is (inputs, outputs)
         return int(weight.shape[0]), int(weight.shape[1])
     return None

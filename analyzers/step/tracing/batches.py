@@ -1,7 +1,7 @@
 """A model with what its DataLoader yields: which parts of a batch are the module's inputs, and which its targets.
 
-Of (images, labels), or of a mapping by name, the parts that the module's ``forward`` does not take are targets, and the loss is
-the usual one for their type and shape. Start at :func:`with_batch`.
+A batch is a tensor, a sequence of parts such as (images, labels), or a mapping of parts by name. The parts that the module's
+``forward`` does not take are targets, and the loss is the usual one for their type and shape. Start at :func:`with_batch`.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Parts(NamedTuple):
     targets: Tensor | None = None
     """None: the batch has none, or several tensors are left over."""
     has_loss: bool = False
-    """The module took the targets, too, so that a number among what it returns is its loss."""
+    """Whether the module takes the targets, too, so that a number among what it returns is its loss."""
     takes_mapping: bool = False
-    """The module takes the mapping as its one argument."""
+    """Whether the module takes the mapping as its one argument."""
 
 
 def samples_in(batch: Any) -> int:
@@ -53,7 +53,7 @@ def samples_in(batch: Any) -> int:
     """
     if isinstance(batch, int):
         raise InputError("batch", f"is {batch}, a number", f"give batch_sizes={batch}, or what a DataLoader yields")
-    values = as_arguments(batch)[0]
+    values, _ = as_arguments(batch)
     tensors = [value for value in values if isinstance(value, Tensor) and value.dim()]
     if not tensors:
         problem = f"a {type(batch).__name__} without a tensor is no batch"
@@ -75,13 +75,12 @@ def divide_batch(module: nn.Module, batch: Any) -> Parts:
     if isinstance(batch, Tensor):
         return Parts(batch)
     positional = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    needed = sum(one.default is one.empty for one in positional)
     # A parameter whose default is a flag or a number is a setting; data come in those without a default, or with None.
     settings = [index for index, one in enumerate(positional) if one.default not in (one.empty, None)]
+    data_parameters = settings[0] if settings else len(positional)  # data end at the first setting
     takes_all = any(one.kind is one.VAR_POSITIONAL for one in parameters)
-    count = (
-        len(batch) if takes_all else min(len(batch), *settings[:1], len(positional))
-    )  # data end at the first setting
-    needed = sum(one.default is one.empty for one in positional)
+    count = len(batch) if takes_all else min(len(batch), data_parameters)
     if len(batch) < needed:
         problem = f"has {len(batch)} parts, and the forward of {type(module).__name__} takes {needed}"
         raise InputError("batch", problem, "give all of them, or by name")
@@ -94,23 +93,27 @@ def _divide_by_name(module: nn.Module, batch: dict[str, Any], parameters: Any) -
     """Divide a mapping: parts that are named as parameters of the module's ``forward`` are inputs, the others targets.
 
     A module with a single required parameter, and no parameter of these names, is taken to read the whole mapping.
-    ``parameters``: those of ``forward``. Raises InputError for a required parameter without a part.
+    ``parameters``: ``inspect.Parameter`` objects, those of ``forward``. Raises InputError for a required parameter without
+    a part.
     """
     names = {one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
     needed = [one.name for one in parameters if one.name in names and one.default is one.empty]
     takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
     inputs = batch if takes_all else {name: value for name, value in batch.items() if name in names}
-    if missing := [name for name in needed if name not in inputs]:
-        if len(needed) == 1 and not inputs:  # it gets the targets, too, and so may return its loss
-            return Parts(batch, has_loss=True, takes_mapping=True)
+    missing = [name for name in needed if name not in inputs]
+    if missing and len(needed) == 1 and not inputs:  # it gets the targets, too, and so may return its loss
+        return Parts(batch, has_loss=True, takes_mapping=True)
+    if missing:
         problem = f"has no {missing[0]!r}, which the forward of {type(module).__name__} takes"
         raise InputError("batch", problem, f"it has {', '.join(map(str, batch))}")
     rest = [value for name, value in batch.items() if name not in inputs]
-    return Parts(inputs, _single_tensor(rest), has_loss=not rest and len(inputs) > len(needed))
+    # A forward that takes the whole batch, more than it needs, is taken to return its loss.
+    has_loss = not rest and len(inputs) > len(needed)
+    return Parts(inputs, _single_tensor(rest), has_loss)
 
 
 def _single_tensor(rest: Any) -> Tensor | None:
-    """Return the targets among the parts of a batch that are no inputs: their only tensor, None for several or none."""
+    """Return the targets among ``rest``, the parts of a batch that are no inputs: the only tensor, None for several or none."""
     tensors = [value for value in rest if isinstance(value, Tensor)]
     return tensors[0] if len(tensors) == 1 else None
 
@@ -118,8 +121,9 @@ def _single_tensor(rest: Any) -> Tensor | None:
 def with_batch(step: TrainingStep, parts: Parts) -> TrainingStep:
     """Return the step with a batch's inputs, and with a loss against its targets if it has any.
 
-    Without targets, the loss is the module's own if it returns one, else the step's. A module that takes the batch as one
-    mapping is changed to take it by keywords.
+    ``parts``: the batch, as :func:`divide_batch` divides it for the step's module. Without targets, the loss is the
+    module's own if it returns one, else the step's. A module that takes the batch as one mapping is changed to take it by
+    keywords.
     """
     inputs, keywords = as_arguments(parts.example)
     loss: Callable[[Any], Tensor] = step.loss
@@ -148,8 +152,7 @@ def _take_keywords(module: nn.Module) -> None:
 
 def _own_loss(output: Any) -> Tensor:
     """Return the loss that a module computed itself: its only output without dimensions, or else the default loss."""
-    sequence = output if isinstance(output, (tuple, list)) else [output]
-    values = output.values() if isinstance(output, Mapping) else sequence
+    values, _ = as_arguments(output)  # the parts of a tuple, list or mapping, or the output alone
     numbers = [value for value in values if isinstance(value, Tensor) and value.dim() == 0]
     return numbers[0] if len(numbers) == 1 else default_loss(output)
 
@@ -174,8 +177,11 @@ def loss_against(example: Tensor) -> Callable[[Any], Tensor]:
             return F.mse_loss(predicted, torch.zeros_like(predicted)) if is_alike else default_loss(output)
         if predicted.dim() != example.dim() + 1:
             return default_loss(output)
-        # The output is (batch, classes, ...); where both readings fit, the last dimension is taken for the classes.
-        if predicted.shape[2:] == example.shape[1:] != predicted.shape[1:-1]:
+        # Whether the output's dimensions beside the batch and the classes are those of the targets. Where both readings
+        # fit, the last dimension is taken for the classes.
+        fits_classes_second = predicted.shape[2:] == example.shape[1:]
+        fits_classes_last = predicted.shape[1:-1] == example.shape[1:]
+        if fits_classes_second and not fits_classes_last:
             labels = torch.zeros((predicted.shape[0], *predicted.shape[2:]), dtype=torch.long, device=predicted.device)
             return F.cross_entropy(predicted, labels)
         flat = predicted.reshape(-1, predicted.shape[-1])

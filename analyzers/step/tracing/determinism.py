@@ -64,12 +64,15 @@ def class_of(op_type: str, facts: OpFacts | None = None) -> str:
     >>> class_of("aten.cumsum", OpFacts(floating=False))
     'exact'
     """
-    name = OPS.get(op_type) or OPS.get(op_type.rstrip("_"))
+    name = OPS.get(op_type) or OPS.get(op_type.rstrip("_"))  # a trailing underscore marks an op that works in place
     if name is None:  # an op on lists of tensors (``_foreach_add_``) has the class of the op on one
-        name = OPS.get(f"aten.{op_type.removeprefix('aten._foreach_').rstrip('_')}", "unknown")
-    if facts is not None and not facts.floating and op_type.removeprefix("aten.").rstrip("_") in _FLOATING_ONLY:
+        single_op = op_type.removeprefix("aten._foreach_").rstrip("_")
+        name = OPS.get(f"aten.{single_op}", "unknown")
+    if facts is None:
+        return name
+    if not facts.floating and op_type.removeprefix("aten.").rstrip("_") in _FLOATING_ONLY:
         return "exact"
-    return "patches" if facts is not None and facts.patches and name == "convolution" else name
+    return "patches" if facts.patches and name == "convolution" else name
 
 
 def scan(graph: Graph, facts: Mapping[str, OpFacts] | None = None) -> DeterminismLevel:
@@ -87,7 +90,12 @@ def scan(graph: Graph, facts: Mapping[str, OpFacts] | None = None) -> Determinis
         kernel_class = class_of(op_type, (facts or {}).get(graph.names[op]))
         ops_by_kind.setdefault((op_type, kernel_class), []).append(op)
     exact_ops = sum(len(ops) for (_, kernel_class), ops in ops_by_kind.items() if kernel_class == "exact")
-    findings = [_finding(graph, *kind, ops) for kind, ops in ops_by_kind.items() if kind[1] != "exact"]
+    findings = [
+        _finding(graph, op_type, kernel_class, ops)
+        for (op_type, kernel_class), ops in ops_by_kind.items()
+        if kernel_class != "exact"
+    ]
+    # The worst level first, which is the step's.
     findings.sort(key=lambda finding: (_RANK[finding.level], finding.class_, -finding.count, finding.op))
     level = findings[0].level if findings else "D2"
     step_flops = float(graph.flops.sum())
@@ -134,7 +142,8 @@ def _has_separate_windows(node: Node) -> bool:
 def _finding(graph: Graph, op_type: str, kernel_class: str, ops: list[int]) -> DeterminismOp:
     """Return one row of the result: the level of a class of kernels, and the FLOPs and modules of an op type's ops in it.
 
-    ``ops``: the indices in the graph of these ops.
+    ``op_type``: as ``aten.NAME`` or ``onnx.NAME``; ``kernel_class``: the name of the class, a key of ``CLASSES``; ``ops``:
+    the indices in the graph of these ops.
     """
     entry = CLASSES[kernel_class]
     return DeterminismOp(
@@ -152,9 +161,8 @@ def _finding(graph: Graph, op_type: str, kernel_class: str, ops: list[int]) -> D
 def _reason(finding: DeterminismOp, step_flops: float) -> str:
     """Return a sentence: an op type, how often it occurs, its share of the step's FLOPs, and why it limits the level."""
     times = "once" if finding.count == 1 else f"{finding.count} times"
-    share = (
-        f", {finding.flops / step_flops:.1%} of the FLOPs" if finding.flops > _LEAST_SHOWN_SHARE * step_flops else ""
-    )
+    is_shown = finding.flops > _LEAST_SHOWN_SHARE * step_flops
+    share = f", {finding.flops / step_flops:.1%} of the FLOPs" if is_shown else ""
     return f"{finding.op or 'an op without a type'} ({times}{share}): {finding.reason}"
 
 

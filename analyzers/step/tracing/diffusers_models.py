@@ -55,9 +55,8 @@ def diffusers_step(name: str, sequence_length: int | None = None) -> TrainingSte
     """
     source = f"diffusers:{name}"
     name, separator, size_text = name.partition("@")
-    if separator and not (
-        size_text.isdecimal() and 16 <= int(size_text) <= _LARGEST_IMAGE and int(size_text) % 16 == 0
-    ):
+    is_size = size_text.isdecimal() and 16 <= int(size_text) <= _LARGEST_IMAGE and int(size_text) % 16 == 0
+    if separator and not is_size:
         remedy = f"give a multiple of 16 pixels: diffusers:{name}@512"
         raise InputError(source, f"cannot take images of {size_text or 'no'} pixels", remedy)
     title, class_name, fields = _configuration(name)
@@ -68,9 +67,10 @@ def diffusers_step(name: str, sequence_length: int | None = None) -> TrainingSte
 
 
 def _configuration(name: str) -> tuple[str, str, Mapping[str, Any]]:
-    """Return (title, class in diffusers, fields) of a published model or a configuration file.
+    """Return (title, name of the class in diffusers, configuration's fields) of a published model or a configuration file.
 
-    Raises InputError for an unknown name, and for a file that names no class.
+    The title is the name in results: the model's without its organisation, or the file's. Raises InputError for an unknown
+    name, and for a file that names no class.
     """
     if not name.endswith(".json"):
         published = find_model(name)
@@ -86,7 +86,10 @@ def _configuration(name: str) -> tuple[str, str, Mapping[str, Any]]:
 
 
 def _built(class_name: str, fields: Mapping[str, Any], source: str) -> Any:
-    """Return the model of diffusers' class with a configuration; raises InputError if there is none or it cannot be built."""
+    """Return the model of a class of diffusers, built from the configuration's ``fields``, without trained weights.
+
+    ``source``: what names the model, for messages. Raises InputError if there is no such class or it cannot be built.
+    """
     diffusers = imported("diffusers", source)
     try:
         model_class = getattr(diffusers, class_name)
@@ -99,10 +102,12 @@ def _built(class_name: str, fields: Mapping[str, Any], source: str) -> Any:
 def _example_inputs(module: Any, pixels: int | None, tokens: int | None, source: str) -> dict[str, Tensor]:
     """Return one sample of each input that a denoiser takes, by name; ``a.b`` is the entry ``b`` of the dictionary ``a``.
 
-    ``pixels``: along a side of the image, None for the model's own. ``tokens``: of the text, None for the pipeline's.
-    Raises InputError if it takes others, or ``tokens`` is given and it takes no text.
+    ``pixels``: along a side of the image, None for the model's own size. ``tokens``: of the text, None for as many as the
+    model's pipeline encodes. ``source``: what names the model, for messages. Raises InputError if ``tokens`` is given and
+    the model takes no text.
     """
-    config, takes = module.config, inspect.signature(module.forward).parameters
+    config = module.config
+    takes = inspect.signature(module.forward).parameters
     class_name = type(module).__name__
     per_latent = 1 if class_name == "UNet2DModel" else _PIXELS_PER_LATENT  # it denoises the image itself
     own_side = getattr(config, "sample_size", None) or _DEFAULT_PIXELS // per_latent
@@ -110,21 +115,25 @@ def _example_inputs(module: Any, pixels: int | None, tokens: int | None, source:
     length = tokens or _TEXT_TOKENS.get(class_name, _CLIP_TOKENS)
     inputs: dict[str, Tensor] = {}
     if "img_ids" in takes:  # FLUX: squares of 2 x 2 latents in a row, with their places
-        inputs["hidden_states"] = _zeros(1, (side // 2) ** 2, config.in_channels)
-        inputs["img_ids"], inputs["txt_ids"] = _zeros((side // 2) ** 2, 3), _zeros(length, 3)
+        squares = (side // 2) ** 2
+        inputs["hidden_states"] = _zeros(1, squares, config.in_channels)
+        inputs["img_ids"] = _zeros(squares, 3)
+        inputs["txt_ids"] = _zeros(length, 3)
     else:
         extent = _VIDEO if class_name == "WanTransformer3DModel" else (side, side)
         inputs["sample" if "sample" in takes else "hidden_states"] = _zeros(1, config.in_channels, *extent)
     inputs["timestep"] = torch.zeros(1, dtype=torch.long, device="cpu")
-    widths = ("text_dim", "caption_channels", "joint_attention_dim", "cross_attention_dim")
-    width = next((value for value in (getattr(config, field, None) for field in widths) if value), None)
+    # The width of a text embedding, under the name that the model's configuration has for it.
+    width_fields = ("text_dim", "caption_channels", "joint_attention_dim", "cross_attention_dim")
+    widths = (getattr(config, field, None) for field in width_fields)
+    width = next((value for value in widths if value), None)
     if "encoder_hidden_states" in takes and width is not None and class_name != "DiTTransformer2DModel":
         inputs["encoder_hidden_states"] = _zeros(1, length, int(width))
     elif tokens is not None:
         raise InputError("--sequence-length", f"{source} takes no text", "leave it out")
     if getattr(config, "num_embeds_ada_norm", None) and class_name == "DiTTransformer2DModel":
         inputs["class_labels"] = torch.zeros(1, dtype=torch.long, device="cpu")
-    if getattr(config, "addition_embed_type", None) == "text_time":  # SDXL: pooled text, and six numbers of the cut
+    if getattr(config, "addition_embed_type", None) == "text_time":  # SDXL: pooled text, and six numbers of the crop
         pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
         inputs["added_cond_kwargs.text_embeds"] = _zeros(1, pooled)
         inputs["added_cond_kwargs.time_ids"] = _zeros(1, 6)
@@ -139,19 +148,21 @@ def _example_inputs(module: Any, pixels: int | None, tokens: int | None, source:
 
 
 def _take_dotted_names(module: Any) -> None:
-    """Let a denoiser's forward take ``added_cond_kwargs.b=value`` for the entry ``b`` of that dictionary: a batch is one of
-    tensors. Entries that are not given are None, as a model for one size of image takes them.
+    """Let a denoiser's forward take ``added_cond_kwargs.b=value`` for the entry ``b`` of the dictionary ``added_cond_kwargs``.
+
+    The inputs of a step have to be tensors, and not dictionaries. Entries that are not given are None, as a model for one
+    size of image takes them. The module is changed.
     """
     forward = module.forward
     takes_conditions = "added_cond_kwargs" in inspect.signature(forward).parameters
 
     def forward_by_names(**inputs: Any) -> Any:
-        """Call the module's own forward."""
-        plain = {name: value for name, value in inputs.items() if "." not in name}
+        """Call the module's own forward, with the inputs of dotted names in one dictionary."""
+        arguments = {name: value for name, value in inputs.items() if "." not in name}
         if takes_conditions:
-            given = {name.partition(".")[2]: value for name, value in inputs.items() if "." in name}
-            plain["added_cond_kwargs"] = {"resolution": None, "aspect_ratio": None, **given}
-        return forward(**plain)
+            entries = {name.partition(".")[2]: value for name, value in inputs.items() if "." in name}
+            arguments["added_cond_kwargs"] = {"resolution": None, "aspect_ratio": None, **entries}
+        return forward(**arguments)
 
     module.forward = forward_by_names
 

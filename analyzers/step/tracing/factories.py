@@ -58,7 +58,8 @@ def nearest(name: str, known: Iterable[str], otherwise: Iterable[str]) -> str:
 
 def least_batch(module: nn.Module) -> int:
     """Return how many samples an example input needs: 2 with BatchNorm, which needs several values per channel, else 1."""
-    return 1 + any(isinstance(submodule, nn.modules.batchnorm._BatchNorm) for submodule in module.modules())
+    has_batch_norm = any(isinstance(submodule, nn.modules.batchnorm._BatchNorm) for submodule in module.modules())
+    return 2 if has_batch_norm else 1
 
 
 def timm_step(name: str, attention: str | None = None) -> TrainingStep:
@@ -76,17 +77,17 @@ def timm_step(name: str, attention: str | None = None) -> TrainingStep:
         raise InputError(source, f"unknown model {name!r}", remedy)
     if separator and not size_text.isdecimal():
         raise InputError(source, f"cannot read the image size {size_text!r}", f"give pixels: timm:{name}@256")
-    pixels = {"img_size": int(size_text)} if separator else {}
+    pixels = int(size_text) if separator else None  # None: the model's default size
     if attention is not None:
         timm.layers.set_fused_attn(attention != "eager")  # a model reads this setting when it is built
     module = _timm_model(timm, source, name)
     default_config: Any = module.default_cfg
+    channels, default_height, default_width = default_config["input_size"]
     # A model of fixed image size is built anew for another size; other models take images of any size.
-    if pixels and default_config.get("fixed_input_size") and int(size_text) != default_config["input_size"][-1]:
-        module = _timm_model(timm, source, name, **pixels)
-    channels, *default_size = default_config["input_size"]
-    image_shape = (channels, int(size_text), int(size_text)) if separator else (channels, *default_size)
-    images = torch.ones(least_batch(module), *image_shape)
+    if pixels is not None and default_config.get("fixed_input_size") and pixels != default_width:
+        module = _timm_model(timm, source, name, img_size=pixels)
+    height, width = (default_height, default_width) if pixels is None else (pixels, pixels)
+    images = torch.ones(least_batch(module), channels, height, width)
     return TrainingStep(name=name, module=module, inputs=(images,), loss=default_loss)
 
 
@@ -136,7 +137,8 @@ def fed_step(model: Any, batch: Any, name: str) -> TrainingStep:
     if isinstance(model, TrainingStep):
         vars(model.module).pop("forward", None)  # a named model's forward was bound to the inputs made for it
         return with_batch(model, divide_batch(model.module, batch))
-    if callable(model) and not isinstance(model, nn.Module):
+    is_function = callable(model) and not isinstance(model, nn.Module)
+    if is_function:
         with _user_errors(name, "the function raised", "it must work when called without arguments"):
             model = model()
     module = model[0] if isinstance(model, tuple) and model else model
@@ -152,10 +154,11 @@ def held_step(model: Any, name: str) -> TrainingStep:
     """Return the step of a module, of (module, example inputs), or of a function that returns either.
 
     The step has a copy of the module whose weights are on the meta device, so that the caller's module stays unchanged
-    and no memory is taken; what a function returns is not copied. Raises InputError for anything else, and for a module
-    that cannot be copied.
+    and no memory is taken; what a function returns is not copied. ``name``: of the step, and in errors. Raises InputError
+    for anything else, and for a module that cannot be copied.
     """
-    if callable(model) and not isinstance(model, nn.Module):
+    is_function = callable(model) and not isinstance(model, nn.Module)
+    if is_function:
         with _user_errors(name, "the function raised", "it must work when called without arguments"):
             return step_from(model(), name, name)
     module, inputs = model if isinstance(model, tuple) and len(model) == 2 else (model, None)
@@ -175,11 +178,16 @@ def held_step(model: Any, name: str) -> TrainingStep:
 
 
 def _off_the_gpu(example: Any) -> Any:
-    """Return an example with tensors of the same shape in place of CUDA's, whose values no recording reads.
+    """Return an example with its CUDA tensors replaced by tensors of the meta device, which have no values.
 
-    A fork cannot use CUDA once its parent has.
+    No recording reads their values, and a recording in a forked process cannot use CUDA once its parent has.
     """
-    return tree_map_only(Tensor, lambda each: torch.empty_like(each, device="meta") if each.is_cuda else each, example)
+
+    def without_cuda(tensor: Tensor) -> Tensor:
+        """Return a tensor of the same shape and type without values for one on CUDA; return any other tensor itself."""
+        return torch.empty_like(tensor, device="meta") if tensor.is_cuda else tensor
+
+    return tree_map_only(Tensor, without_cuda, example)
 
 
 def step_from(product: Any, source: str, name: str) -> TrainingStep:
@@ -227,8 +235,9 @@ def step_from(product: Any, source: str, name: str) -> TrainingStep:
 def _user_errors(source: str, problem: str, remedy: str) -> Iterator[None]:
     """Turn exceptions of the user's code in the block into an InputError of one line: ``problem``, then the exception.
 
-    That includes SystemExit, which would end the command without a message. Errors of ddltool and KeyboardInterrupt pass
-    unchanged, and so do, with the meta device as the default, errors that it may have caused.
+    ``source``: what the error is about, ``remedy``: what would be right. That includes SystemExit, which would end the
+    command without a message. Errors of ddltool and KeyboardInterrupt pass unchanged, and so do, with the meta device as
+    the default, errors that it may have caused.
     """
     try:
         yield

@@ -48,9 +48,10 @@ class KnownValues(TorchDispatchMode):
         self._values = Values()
 
     def learn(self, tensor: Tensor, value: Tensor) -> None:
-        """Set the values of a tensor without storage to those of a real tensor of the CPU.
+        """Set the values of a tensor without storage to those of a real tensor.
 
-        Its rows are repeated or cut to the tensor's number of rows. A large tensor stays unknown.
+        The rows of ``value`` are repeated or cut to the tensor's number of rows. A tensor of more than ``MAX_ELEMENTS``
+        stays unknown, and so does one whose value is not on the CPU.
         """
         if tensor.numel() <= MAX_ELEMENTS and value.device.type == "cpu":
             with _disable_current_modes():
@@ -63,7 +64,7 @@ class KnownValues(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run an op without values, and the same op on values where the values of all its inputs are known."""
+        """Run the op ``func`` without values, and once more on values where those of all its inputs are known."""
         kwargs = dict(kwargs or {})
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         # Without values, the mode below this one would refuse the op: its result's shape is not known.
@@ -81,15 +82,18 @@ class KnownValues(TorchDispatchMode):
         return outcome
 
     def _assume_balanced(self, func: Any, args: tuple[Any, ...], outcome: Any) -> None:
-        """Set the indices that an op chooses by activations to all options in turn: a router then loads all experts equally.
+        """Set the indices that an op chooses by activations to 0, 1, 2, ... over all options, and again from 0.
 
-        ``outcome``: the op's result: the chosen indices, or a tuple with these second.
+        A router then loads all experts equally. ``func``: the op, one of ``_CHOICES``, ``args``: its arguments, ``outcome``:
+        its result: the chosen indices, or a tuple with these second.
         """
         choice = outcome[1] if isinstance(outcome, (tuple, list)) else outcome
-        # The index, among the op's arguments, of the dimension that is searched.
-        argument_index = {"argmax": 1, "max": 1, "topk": 2}[func._schema.name.partition("::")[2]]
+        op_name = func._schema.name.partition("::")[2]
+        # The index, among the op's arguments, of the dimension that is searched; by default that is the last one.
+        argument_index = {"argmax": 1, "max": 1, "topk": 2}[op_name]
         dimension = args[argument_index] if len(args) > argument_index else None
-        option_count = args[0].shape[-1 if dimension is None else dimension]
+        searched = args[0]
+        option_count = searched.shape[-1 if dimension is None else dimension]
         with _disable_current_modes():
             self._values[choice] = (torch.arange(choice.numel()) % option_count).reshape(choice.shape)
 
@@ -131,14 +135,18 @@ class AssumedValues(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _masks_to_indices(self, index: Any) -> Any:
-        """Return an index with masks of known values replaced by the indices of their true elements."""
+        """Return an index of a tensor with masks of known values replaced by the indices of their true elements.
+
+        A mask over n dimensions becomes n tensors of indices; in a tuple they take its place.
+        """
         if not isinstance(index, tuple):
-            is_mask = isinstance(index, Tensor) and index.dtype == torch.bool and index.dim()
+            is_mask = isinstance(index, Tensor) and index.dtype == torch.bool and index.dim() > 0
             return index.nonzero().unbind(1) if is_mask and self._known.holds(index) else index
-        indices = [self._masks_to_indices(item) for item in index]
-        # A mask over several dimensions becomes several indices, which take its place in the tuple.
-        parts = [item if isinstance(item, tuple) else (item,) for item in indices]
-        return tuple(tensor for part in parts for tensor in part)
+        flat: list[Any] = []
+        for item in index:
+            replaced = self._masks_to_indices(item)
+            flat += replaced if isinstance(replaced, tuple) else (replaced,)
+        return tuple(flat)
 
 
 def refusal(source: str, error: Exception) -> InputError:
@@ -170,7 +178,10 @@ def bind(
         return {name: tensor.flatten(0, 1) if name in packed else tensor for name, tensor in by_name.items()}
 
     def forward_by_position(*tensors: Tensor) -> Any:
-        """Call the module's own forward by names; in a trace, know the inputs' values, and turn its errors into InputErrors."""
+        """Call the module's own forward with its inputs by name.
+
+        In a trace the inputs' values are known meanwhile, and what the forward raises becomes an InputError.
+        """
         if not any(isinstance(tensor, FakeTensor) for tensor in tensors):  # no trace: a step that really runs
             return forward(**named_inputs(tensors))
         with KnownValues() as known, AssumedValues(known):

@@ -48,8 +48,9 @@ class Numerics:
 
     def kept(self, value: Tensor) -> Tensor:
         """Return a parameter in the type in which the precision keeps and updates it; other tensors are returned unchanged."""
-        is_half = self.format.keeps != "float32" and value.is_floating_point()
-        return value.to(getattr(torch, self.format.keeps)) if is_half else value
+        if self.format.keeps == "float32" or not value.is_floating_point():
+            return value
+        return value.to(getattr(torch, self.format.keeps))
 
     def cast(self, value: Tensor) -> Tensor:
         """Return a parameter, buffer or input in the type and layout in which the module gets it.

@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, defs, helper
 
@@ -32,7 +33,8 @@ from ddltool.graph import Graph, Op
 
 # Bytes that protobuf can read at most.
 _LARGEST_MODEL = 2**31
-# Element types: floating-point ones; 8 bits wide; packed, with their bits; and all those of quantised weights.
+# Element types, as ONNX numbers them: floating-point ones; those of 8 bits; packed ones with their bits; and all those of
+# quantised weights.
 _FLOATING = frozenset({TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16})
 _FLOAT8 = frozenset(
     {TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E4M3FNUZ, TensorProto.FLOAT8E5M2, TensorProto.FLOAT8E5M2FNUZ}
@@ -74,7 +76,8 @@ def trace_onnx(path: str, *, batch_size: int | None = None, bindings: Mapping[st
     _check_numbers(model, path)
     _check_tensors(model, Path(path))
     model = _inline_functions(model, path)
-    notes = ["the nodes were not in topological order and have been sorted"] if sort_nodes(model.graph, path) else []
+    was_sorted = sort_nodes(model.graph, path)
+    notes = ["the nodes were not in topological order and have been sorted"] if was_sorted else []
     batch = set_dimensions(model.graph, bindings or {}, batch_size, path)
     _drop_weights(model)
     inferred = infer(model)
@@ -118,7 +121,9 @@ def _check_numbers(model: ModelProto, path: str) -> None:
             raise InputError(path, problem, "dimensions are 0 or more; export it again")
     for node in model.graph.node:
         for attribute in node.attribute:
-            numbers = [*attribute.ints, *([attribute.i] if attribute.type == AttributeProto.INT else [])]
+            numbers = list(attribute.ints)
+            if attribute.type == AttributeProto.INT:
+                numbers.append(attribute.i)
             if attribute.name in _ABOVE_ZERO and min(numbers, default=1) < 1:
                 problem = f"{attribute.name} of {node.op_type} {node.name!r} has {min(numbers)}"
                 raise InputError(path, problem, "it must be at least 1; export it again")
@@ -131,6 +136,7 @@ def _tensors(graph: GraphProto) -> list[TensorProto]:
         for attribute in node.attribute:
             if attribute.type == AttributeProto.TENSOR:
                 tensors.append(attribute.t)
+            # An attribute holds one graph or a list of graphs, which is empty for an attribute of another type.
             subgraphs = [attribute.g] if attribute.type == AttributeProto.GRAPH else attribute.graphs
             for subgraph in subgraphs:
                 tensors += _tensors(subgraph)
@@ -140,24 +146,31 @@ def _tensors(graph: GraphProto) -> list[TensorProto]:
 def _check_tensors(model: ModelProto, path: Path) -> None:
     """Raise InputError for unknown element types, and for external data outside the folder of the model at ``path``.
 
-    Links in paths are resolved first, so that none leads outside. No external file is opened.
+    No external file is opened.
     """
-    folder = path.resolve().parent
     known_types = set(TensorProto.DataType.values())
     types = {value.name: value.type.tensor_type.elem_type for value in (*model.graph.input, *model.graph.value_info)}
     for tensor in _tensors(model.graph):
         types[tensor.name] = tensor.data_type
-        if tensor.data_location != TensorProto.EXTERNAL:
-            continue
-        location = next((entry.value for entry in tensor.external_data if entry.key == "location"), "")
-        target = (folder / location).resolve()
-        if not location or Path(location).is_absolute() or not target.is_relative_to(folder):
-            problem = f"tensor {tensor.name!r} points to external data at {location!r}, outside the model's folder"
-            raise InputError(str(path), problem, "external data must lie beside the model")
+        if tensor.data_location == TensorProto.EXTERNAL:
+            _check_location(tensor, path)
     unknown = next((name for name, data_type in types.items() if data_type not in known_types), None)
     if unknown is not None:
         problem = f"tensor {unknown!r} has the element type {types[unknown]}, which this onnx package does not know"
         raise InputError(str(path), problem, "install a newer onnx, or export it again")
+
+
+def _check_location(tensor: TensorProto, path: Path) -> None:
+    """Raise InputError unless a tensor's external data lie in the folder of the model at ``path``, or below it.
+
+    Links in paths are resolved first, so that none leads outside.
+    """
+    folder = path.resolve().parent
+    location = next((entry.value for entry in tensor.external_data if entry.key == "location"), "")
+    target = (folder / location).resolve()
+    if not location or Path(location).is_absolute() or not target.is_relative_to(folder):
+        problem = f"tensor {tensor.name!r} points to external data at {location!r}, outside the model's folder"
+        raise InputError(str(path), problem, "external data must lie beside the model")
 
 
 def _inline_functions(model: ModelProto, path: str) -> ModelProto:
@@ -183,7 +196,10 @@ def _drop_weights(model: ModelProto) -> None:
 
 
 def _check_shapes(model: ModelProto, inferred: Inferred, batch: Batch, path: str) -> None:
-    """Raise InputError for the first node whose input shapes contradict each other."""
+    """Raise InputError for the first node whose input shapes contradict each other.
+
+    ``batch``: of the model's inputs, for the remedy; ``path``: the file, for messages.
+    """
     for node in model.graph.node:
         problem = contradiction(node, inferred.shapes)
         if problem is not None:
@@ -195,6 +211,13 @@ _BIAS_INPUTS = (("QLinearConv", 8), ("DequantizeLinear", 0))
 """(op type, index of the input) of inputs that may be a quantised bias."""
 _STATISTICS_INPUTS = slice(3, 5)
 """A BatchNormalization's running mean and variance among its inputs: parameters that are not trained."""
+
+
+class _Weight(NamedTuple):
+    """The size of a weight as the file stores it."""
+
+    size_bytes: float
+    elements: int
 
 
 class _GraphBuilder:
@@ -224,8 +247,8 @@ class _GraphBuilder:
         weights = self._weights()
         producer: dict[str, str] = {name: f"recv/{name}" for name in weights}
         ops = [
-            Op(name=f"recv/{name}", kind="recv", resource="channel:0", size_bytes=size, parameter=name)
-            for name, (size, _) in weights.items()
+            Op(name=f"recv/{name}", kind="recv", resource="channel:0", size_bytes=weight.size_bytes, parameter=name)
+            for name, weight in weights.items()
         ]
         name_counts: Counter[str] = Counter()
         flops_by_type: Counter[int] = Counter()
@@ -233,10 +256,10 @@ class _GraphBuilder:
             if len(node.output) == 1 and node.output[0] in weights:
                 continue  # the node's output is a weight, which has a recv
             name = _unique_name(node.name or node.op_type, name_counts)  # a file's names may be missing or repeated
-            ops.append(self._compute_op(node, name, producer))
-            flops_by_type[self._arithmetic_type(node)] += int(ops[-1].flops)
-            producer.update(dict.fromkeys((output for output in node.output if output), name))
-        elements = sum(count for _, count in weights.values())
+            op = self._compute_op(node, name, producer)
+            ops.append(op)
+            flops_by_type[self._arithmetic_type(node)] += int(op.flops)
+            producer |= {output: name for output in node.output if output}  # an optional output may have no name
         statistics = {
             name
             for node in self.graph.node
@@ -247,8 +270,8 @@ class _GraphBuilder:
             "framework": "onnx",
             "dtype": self._main_dtype(flops_by_type, weights),
             "opset": self.opset,
-            "parameter_elements": elements,
-            "trainable_elements": sum(count for name, (_, count) in weights.items() if name not in statistics),
+            "parameter_elements": sum(weight.elements for weight in weights.values()),
+            "trainable_elements": sum(weight.elements for name, weight in weights.items() if name not in statistics),
         }
         notes = notes + self._uncounted_notes()
         if notes:
@@ -256,58 +279,60 @@ class _GraphBuilder:
         name = self.graph.name or Path(self.path).stem
         return Graph.from_ops(name, "inference", ops, batch_size=batch, meta=meta, where=self.path)
 
-    def _weights(self) -> dict[str, tuple[float, int]]:
-        """Return (bytes, elements) of every weight that some node reads as data, by name, in file order.
+    def _weights(self) -> dict[str, _Weight]:
+        """Return every weight that some node reads as data, by name, in file order.
 
         Weights are initializers of a floating-point or quantised type, and constants of several floating-point
         elements.
         """
-        weights: dict[str, tuple[float, int]] = {}
+        weights: dict[str, _Weight] = {}
         for tensor in self.graph.initializer:
-            is_quantised = tensor.data_type in _QUANTISED or (
-                tensor.data_type == TensorProto.INT32 and tensor.name in self.biases
-            )
-            if tensor.name in self.data and (is_quantised or tensor.data_type in _FLOATING):
-                weights[tensor.name] = self._bytes_and_elements(tensor.name)
-        constant_names = {tensor.name for tensor in self.graph.initializer}
+            is_bias = tensor.data_type == TensorProto.INT32 and tensor.name in self.biases
+            is_weight = tensor.data_type in _FLOATING or tensor.data_type in _QUANTISED or is_bias
+            if is_weight and tensor.name in self.data:
+                weights[tensor.name] = self._weight(tensor.name)
+        initializer_names = {tensor.name for tensor in self.graph.initializer}
         for node in self.graph.node:
-            is_constant = node.op_type == "ConstantOfShape" and constant_names.issuperset(node.input)
-            if not node.output or not (is_constant or node.op_type == "Constant"):
+            has_constant_shape = node.op_type == "ConstantOfShape" and initializer_names.issuperset(node.input)
+            if not node.output or not (has_constant_shape or node.op_type == "Constant"):
                 continue
             name = node.output[0]
-            if name in self.data and self.types.get(name) in _FLOATING and math.prod(self.shapes.get(name, ())) > 1:
-                weights[name] = self._bytes_and_elements(name)
+            is_floating = self.types.get(name) in _FLOATING
+            if name in self.data and is_floating and math.prod(self.shapes.get(name, ())) > 1:
+                weights[name] = self._weight(name)
         return weights
 
-    def _bytes_and_elements(self, name: str) -> tuple[float, int]:
-        """Return (bytes, elements) of a tensor whose shape and type are known."""
+    def _weight(self, name: str) -> _Weight:
+        """Return the size of a weight whose shape and type are known."""
         elements = math.prod(self.shapes[name])
-        return _stored_bytes(elements, self.types[name]), elements
+        return _Weight(_stored_bytes(elements, self.types[name]), elements)
 
     def _total_bytes(self, names: Iterable[str]) -> float:
         """Return the bytes of the distinct tensors of known shape among the names; others count as 0."""
-        sized_names = {name for name in names if name in self.shapes}
-        types = ((name, self.types.get(name, TensorProto.FLOAT)) for name in sized_names)  # unknown: taken for float32
-        return sum(_stored_bytes(math.prod(self.shapes[name]), data_type) for name, data_type in types)
+        total_bytes = 0.0
+        for name in {name for name in names if name in self.shapes}:
+            data_type = self.types.get(name, TensorProto.FLOAT)  # an unknown type is taken for float32
+            total_bytes += _stored_bytes(math.prod(self.shapes[name]), data_type)
+        return total_bytes
 
     def _arithmetic_type(self, node: NodeProto) -> int:
         """Return the element type that a node computes in: that of its first floating-point or quantised input, else 0."""
         types = (self.types.get(name, 0) for name in node.input)
         return next((data_type for data_type in types if data_type in _FLOATING | _QUANTISED), 0)
 
-    def _main_dtype(self, flops_by_type: Counter[int], weights: Mapping[str, tuple[float, int]]) -> str:
+    def _main_dtype(self, flops_by_type: Counter[int], weights: Mapping[str, _Weight]) -> str:
         """Return the name of the element type of most FLOPs, or of most weights if there are no FLOPs, else "float32".
 
-        ``flops_by_type``: by ONNX's number of the type, 0: unknown, which does not count. ``weights``: by name (bytes, number
-        of elements). Unsigned 8-bit integers are called ``int8``, too, as both run at the same rate.
+        ``flops_by_type``: by ONNX's number of the type, 0: unknown, which does not count. ``weights``: by name. Unsigned
+        8-bit integers are called ``int8``, too, as both run at the same rate.
         """
         counts = Counter({element_type: flops for element_type, flops in flops_by_type.items() if element_type})
         if not counts.total():
-            for name, (_, elements) in weights.items():
-                counts[self.types[name]] += elements
+            for name, weight in weights.items():
+                counts[self.types[name]] += weight.elements
         if not counts:
             return "float32"
-        [(main_type, _)] = counts.most_common(1)
+        main_type = counts.most_common(1)[0][0]
         name = str(helper.tensor_dtype_to_np_dtype(main_type).name)
         return "int8" if name == "uint8" else name
 
@@ -334,7 +359,8 @@ class _GraphBuilder:
     def _compute_op(self, node: NodeProto, name: str, producer: dict[str, str]) -> Op:
         """Return a node's compute op. ``producer``: the op that makes each tensor, by tensor name."""
         cost = cost_of(call_of(node, self.shapes, self._total_bytes))
-        sources = dict.fromkeys(producer[source] for source in inputs_of(node) if source in producer)
+        # The ops that it depends on, each once; a tensor without one is an input of the model or a setting.
+        sources = dict.fromkeys(producer[tensor] for tensor in inputs_of(node) if tensor in producer)
         return Op(
             name=name,
             kind="compute",
@@ -353,15 +379,19 @@ def _unique_name(name: str, name_counts: Counter[str]) -> str:
     ``name_counts``: how often each name was asked for so far, in which this call is counted.
     """
     name_counts[name] += 1
-    return name if name_counts[name] == 1 else _unique_name(f"{name}_{name_counts[name] - 1}", name_counts)
+    if name_counts[name] == 1:
+        return name
+    # The numbered name may itself be that of an earlier op, and is counted like any other.
+    return _unique_name(f"{name}_{name_counts[name] - 1}", name_counts)
 
 
 def _data_inputs(node: NodeProto) -> list[str]:
     """Return the names of tensors that a node and its subgraphs read as data, not as settings (scales, zero points, sizes)."""
-    own_input_count = sum(1 for name in node.input if name)
-    subgraph_inputs = inputs_of(node)[own_input_count:]  # inputs_of lists the node's own first
     settings = _SETTINGS.get(node.op_type, ())
-    return [name for index, name in enumerate(node.input) if name and index not in settings] + subgraph_inputs
+    own_data = [name for index, name in enumerate(node.input) if name and index not in settings]
+    own_input_count = sum(1 for name in node.input if name)  # an optional input that is left out has no name
+    subgraph_inputs = inputs_of(node)[own_input_count:]  # inputs_of lists the node's own first
+    return own_data + subgraph_inputs
 
 
 def _stored_bytes(elements: int, data_type: int) -> float:

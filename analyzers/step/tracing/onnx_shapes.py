@@ -10,7 +10,7 @@ numbers (an ``interpolate``), and takes memory for every element of every vector
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +75,7 @@ def set_dimensions(graph: GraphProto, bindings: Mapping[str, int], batch_size: i
     first_places = _name_dimensions(inputs)
     _check_bindings(bindings, first_places, path)
     leading = [dims[0] for dims in inputs.values() if dims]  # each input's first dimension
+    # A symbolic dimension has no positive value.
     batch_names = {dim.dim_param for dim in leading if dim.dim_value <= 0 and dim.dim_param not in bindings}
     unbound = [name for name in first_places if name not in bindings and name not in batch_names]
     if unbound:
@@ -83,33 +84,48 @@ def set_dimensions(graph: GraphProto, bindings: Mapping[str, int], batch_size: i
         raise InputError(path, f"has dimensions without a size: {listed}", remedy)
     if batch_size is not None and not leading:
         raise InputError("--batch-size", f"no input of {path} has a batch dimension", "leave it out")
-    if batch_names:
-        size: int | None = batch_size or 1
-    else:  # fixed by the file or by a binding
-        size = (bindings.get(leading[0].dim_param) or int(leading[0].dim_value)) if leading else None
+    if not batch_names:
+        size = _fixed_batch(leading, bindings)
         if batch_size not in (None, size):
             problem = f"is {batch_size}, but {path} has a fixed batch of {size}"
             raise InputError("--batch-size", problem, "leave it out, or export with a symbolic batch dimension")
-    if batch_names and size != 1:
+        _write_sizes(graph, bindings)
+        return Batch(size=size, symbolic=False)
+    size = batch_size or 1
+    if size != 1:
+        # A declared shape without the batch's name may hold the batch size of the export as a number.
         for value in (*graph.value_info, *graph.output):
             if batch_names.isdisjoint(dim.dim_param for dim in value.type.tensor_type.shape.dim):
-                value.type.tensor_type.ClearField("shape")  # as a number, it may be the batch size of the export
-    _write_sizes(graph, {**bindings, **dict.fromkeys(batch_names, size or 1)})
-    return Batch(size=size, symbolic=bool(batch_names))
+                value.type.tensor_type.ClearField("shape")
+    _write_sizes(graph, {**bindings, **dict.fromkeys(batch_names, size)})
+    return Batch(size=size, symbolic=True)
+
+
+def _fixed_batch(leading: Sequence[Any], bindings: Mapping[str, int]) -> int | None:
+    """Return the batch size that a file or a binding fixes, that of the first input; None: no input has dimensions.
+
+    ``leading``: the first dimension of each input that has dimensions (ONNX's ``Dimension``).
+    """
+    if not leading:
+        return None
+    first = leading[0]
+    return bindings.get(first.dim_param) or int(first.dim_value)
 
 
 def _name_dimensions(inputs: Mapping[str, Any]) -> dict[str, str]:
-    """Name the inputs' symbolic dimensions that have no name ``INPUT.PLACE``, in place.
+    """Give the inputs' symbolic dimensions without a name the name ``INPUT.INDEX``, such as ``images.0``, in the model itself.
 
     Returns, by the name of each symbolic dimension, where it occurs first, as ``images[0]``. ``inputs``: by an input's
-    name, its dimensions.
+    name, its dimensions (ONNX's ``Dimension``).
     """
     first_places: dict[str, str] = {}
     for name, dims in inputs.items():
         for index, dim in enumerate(dims):
-            if dim.dim_value <= 0:
-                dim.dim_param = f"{name}.{index}" if dim.dim_param in _NAMELESS else dim.dim_param
-                first_places.setdefault(dim.dim_param, f"{name}[{index}]")
+            if dim.dim_value > 0:  # it has a size
+                continue
+            if dim.dim_param in _NAMELESS:
+                dim.dim_param = f"{name}.{index}"
+            first_places.setdefault(dim.dim_param, f"{name}[{index}]")
     return first_places
 
 
@@ -227,8 +243,10 @@ def _small_outputs(
         if source is None:
             return {}
         feeds[node.input[0]] = np.broadcast_to(np.float32(0), source)
-    elif not (node.input or node.op_type == "Constant") or any(name and name not in values for name in node.input):
-        return {}
+    else:
+        is_random = not node.input and node.op_type != "Constant"  # nodes without inputs draw random numbers, say
+        if is_random or any(name and name not in values for name in node.input):
+            return {}
     try:
         outputs = ReferenceEvaluator(single).run(None, feeds)
         arrays = zip(single.graph.output, outputs, strict=True)
@@ -278,23 +296,27 @@ def contradiction(node: NodeProto, shapes: Mapping[str, Shape]) -> str | None:
     source, second = (shapes.get(node.input[index]) if index < len(node.input) else None for index in (0, second_index))
     output = shapes.get(node.output[0]) if node.output else None
     attributes = {attribute.name: attribute.i for attribute in node.attribute}
-    words = None
     if kind == "Reshape" and source is not None and output is not None and math.prod(source) != math.prod(output):
-        words = f"reshapes {show(source)} to {show(output)}"
+        return f"{label(node)} reshapes {show(source)} to {show(output)}"
     if kind == "Resize" and source and output and source[0] != output[0]:  # a constant size with another batch
-        words = f"resizes {show(source)} to {show(output)}"
-    if kind in ("Gemm", "MatMul", "MatMulInteger", "QLinearMatMul") and source and second:  # the inner dimensions
-        left = source[0] if attributes.get("transA") else source[-1]
-        right = second[-1] if attributes.get("transB") or len(second) == 1 else second[-2]
-        words = f"multiplies {show(source)} by {show(second)}" if left != right else None
+        return f"{label(node)} resizes {show(source)} to {show(output)}"
+    if kind in ("Gemm", "MatMul", "MatMulInteger", "QLinearMatMul") and source and second:
+        left_inner = source[0] if attributes.get("transA") else source[-1]
+        right_inner = second[-1] if attributes.get("transB") or len(second) == 1 else second[-2]
+        if left_inner != right_inner:
+            return f"{label(node)} multiplies {show(source)} by {show(second)}"
     if kind in ("Conv", "ConvInteger", "QLinearConv") and source and second and min(len(source), len(second)) > 1:
-        has_other_channels = source[1] != second[1] * attributes.get("group", 1)
-        words = f"convolves {show(source)} with {show(second)}" if has_other_channels else None
-    if kind in _RECURRENT and source and len(source) > 1 and not attributes.get("layout"):
-        states = (shapes.get(name, ()) for name in node.input[5:7])
-        other_batch = next((state for state in states if len(state) > 1 and state[1] != source[1]), None)
-        words = f"reads {show(source)} and starts from {show(other_batch)}" if other_batch is not None else None
-    return None if words is None else f"{label(node)} {words}"
+        channels_of_filters = second[1] * attributes.get("group", 1)  # filters are (out, in / groups, taps ...)
+        if source[1] != channels_of_filters:
+            return f"{label(node)} convolves {show(source)} with {show(second)}"
+    if (
+        kind in _RECURRENT and source and len(source) > 1 and not attributes.get("layout")
+    ):  # layout 0: (steps, batch, ...)
+        for state_name in node.input[5:7]:
+            state = shapes.get(state_name, ())
+            if len(state) > 1 and state[1] != source[1]:
+                return f"{label(node)} reads {show(source)} and starts from {show(state)}"
+    return None
 
 
 def label(node: NodeProto) -> str:
@@ -311,7 +333,7 @@ def show(shape: Shape | None) -> str:
 def sort_nodes(graph: GraphProto, path: str) -> bool:
     """Sort the nodes topologically in place, and return whether the order changed; ties keep the file's order.
 
-    Raises InputError for a tensor that nothing makes or that is made twice, and for cycles.
+    ``path``: the file, for messages. Raises InputError for a tensor that nothing makes or that is made twice, and for cycles.
     """
     given_names = {tensor.name for tensor in graph.initializer} | {value.name for value in graph.input}
     given_names |= {tensor.values.name for tensor in graph.sparse_initializer}

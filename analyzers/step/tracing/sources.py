@@ -41,6 +41,7 @@ _held: dict[str, Source] = {}
 _held_before: set[str] = set()
 """Names of all models that were held so far: a name that comes again gets a number."""
 _numbers = count(2)
+"""The numbers of names that come again."""
 
 
 @contextlib.contextmanager
@@ -54,7 +55,8 @@ def holding(source: Source) -> Iterator[str]:
         yield str(source)
         return
     name = name_of(source)
-    text = f"held:{name}" if name not in _held_before else f"held:{next(_numbers)}:{name}"
+    is_repeated = name in _held_before
+    text = f"held:{next(_numbers)}:{name}" if is_repeated else f"held:{name}"
     _held_before.add(name)
     _held[text] = source
     try:
@@ -64,8 +66,13 @@ def holding(source: Source) -> Iterator[str]:
 
 
 def is_graph_file(source: Source | list[str]) -> TypeGuard[str | Path]:
-    """Return whether SOURCE names a graph document: a ``.json`` or ``.json.gz`` file, or ``-`` for standard input."""
-    text = str(source) if isinstance(source, (str, Path)) else ""
+    """Return whether SOURCE names a graph document: a ``.json`` or ``.json.gz`` file, or ``-`` for standard input.
+
+    A configuration file of a library's model (``transformers:config.json``) is none.
+    """
+    if not isinstance(source, (str, Path)):
+        return False
+    text = str(source)
     is_configuration = text.startswith(("transformers:", "diffusers:"))
     return text == "-" or (text.removesuffix(".gz").endswith(".json") and not is_configuration)
 
@@ -156,7 +163,7 @@ def resolve_step(source: Source, sequence_length: int | None = None, attention: 
 
 
 def _resolve(source: Source, sequence_length: int | None, attention: str | None = None) -> TrainingStep:
-    """Do the work of :func:`resolve_step`, without redirecting what the user's code prints."""
+    """Do the work of :func:`resolve_step`, without redirecting what the user's code prints; arguments and errors as there."""
     from ddltool.analyzers.step.tracing.batches import Fed
     from ddltool.analyzers.step.tracing.diffusers_models import diffusers_step
     from ddltool.analyzers.step.tracing.factories import factory_step, fed_step, held_step, step_from, timm_step
@@ -164,7 +171,7 @@ def _resolve(source: Source, sequence_length: int | None, attention: str | None 
     from ddltool.analyzers.step.tracing.transformers_models import transformers_step
     from ddltool.fixtures import zoo
 
-    # In order: the text of a held model, a model with a batch, an object, and the name of a model.
+    # A text ``held:NAME`` stands for an object of this program; see `holding`.
     if isinstance(source, str) and source.startswith("held:"):
         if source not in _held:
             raise InputError(source, "was a model of a program that has ended", "give the model again")
@@ -185,6 +192,7 @@ def _resolve(source: Source, sequence_length: int | None, attention: str | None 
         exists = Path(source).exists()
         problem = "is not a model that ddltool reads" if exists else "no such file or source"
         raise InputError(source, problem, f"SOURCE is {FORMS}")
+    # Models of these two libraries are built for a length of text; the inputs of any other model are resized below.
     if scheme == "transformers":
         return transformers_step(name, sequence_length, attention)
     if scheme == "diffusers":
@@ -203,8 +211,8 @@ def scan_source(
 ) -> tuple[Graph, DeterminismLevel]:
     """Return the graph of any SOURCE and the level of determinism that its ops allow.
 
-    For torch sources the data types of the ops are taken into account; files hold none. Raises InputError as
-    :func:`load_graph`.
+    ``mode``, ``batch_size``, ``bindings``: see :func:`load_graph`, also for what it raises. For torch sources the data types
+    of the ops are taken into account; files hold none.
     """
     if is_graph_file(source) or is_onnx_file(source):
         graph = load_graph(source, mode, batch_size, bindings)
@@ -225,15 +233,17 @@ def demand_whole(graph: Graph, source: Source) -> Graph:
     """
     from ddltool.analyzers.step.tracing.torch_adapter import join_notes, module_names
 
-    read_by_others = {int(source_op) for op in range(len(graph.names)) for source_op in graph.inputs_of(op)}
-    received = [int(op) for op in graph.of_kind(RECV)]
-    unread = [op for op in received if op not in read_by_others]
+    read_ops = {int(read_op) for op in range(len(graph.names)) for read_op in graph.inputs_of(op)}
+    parameters = [int(op) for op in graph.of_kind(RECV)]  # each parameter has an op that receives it
+    unread = [op for op in parameters if op not in read_ops]
     if not unread:
         return graph
-    share = sum(graph.size_bytes[op] for op in unread) / max(1.0, sum(graph.size_bytes[op] for op in received))
+    unread_bytes = sum(graph.size_bytes[op] for op in unread)
+    unread_share = unread_bytes / max(1.0, sum(graph.size_bytes[op] for op in parameters))
     names = module_names([graph.parameter[op] or "" for op in unread])
-    problem = f"{len(unread)} of {len(received)} parameters ({share:.1%} of their bytes) feed nothing: {names}"
-    if share > _MAX_UNREAD_SHARE and name_of(source).partition(":")[0] in _LIBRARIES:
+    problem = f"{len(unread)} of {len(parameters)} parameters ({unread_share:.1%} of their bytes) feed nothing: {names}"
+    is_of_library = name_of(source).partition(":")[0] in _LIBRARIES
+    if unread_share > _MAX_UNREAD_SHARE and is_of_library:
         remedy = "no example input reaches them: write a factory that returns (module, example_inputs)"
         raise InputError(name_of(source), problem, remedy)
     return replace(graph, meta={**graph.meta, "note": join_notes(graph.meta.get("note"), problem)})

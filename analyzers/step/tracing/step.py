@@ -18,7 +18,7 @@ class TrainingStep:
     """One training step of a model: ``loss(module(*inputs))``."""
 
     name: str
-    """What results and messages call it."""
+    """The step's name in results and messages."""
     module: nn.Module
     inputs: tuple[Any, ...]
     """Arguments; tensors have the batch in ``batch_dimension``, other values are passed unchanged."""
@@ -53,12 +53,15 @@ def called(module: Callable[..., Any], inputs: tuple[Any, ...], keywords: tuple[
 def as_arguments(example: Any) -> tuple[tuple[Any, ...], tuple[str, ...]]:
     """Return (inputs, keywords) of a step for one input, a tuple or list of inputs, or a mapping of inputs by name.
 
+    They are as the fields of :class:`TrainingStep`: the inputs, and the names of those that are passed by keyword.
+
     >>> as_arguments({"x": 1, "mask": 2})
     ((1, 2), ('x', 'mask'))
     """
     if isinstance(example, Mapping):
         return tuple(example.values()), tuple(str(name) for name in example)
-    return (tuple(example) if isinstance(example, (tuple, list)) else (example,)), ()
+    inputs = tuple(example) if isinstance(example, (tuple, list)) else (example,)
+    return inputs, ()
 
 
 def all_tensors(output: Any) -> list[Tensor]:
@@ -114,24 +117,25 @@ def language_model_loss(output: Any) -> Tensor:
 
 
 def with_batch_size(inputs: tuple[Any, ...], batch_size: int | None, dimension: int = 0) -> tuple[Any, ...]:
-    """Return the inputs at ``batch_size``; None: unchanged.
+    """Return the inputs at ``batch_size``; None: unchanged. ``dimension``: the index of the batch dimension.
 
-    Tensors as long along ``dimension`` as the first one that has this dimension are resized; their entries are repeated,
-    so that token indices stay valid. Other tensors and values stay unchanged. Raises InputError if no tensor has a batch.
+    The first tensor that has this dimension says the old batch size. Tensors of that size are resized; their entries are
+    repeated, so that token indices stay valid. Other tensors and values stay unchanged. Raises InputError if no tensor has
+    a batch.
     """
     if batch_size is None:
         return inputs
-    batched = [
+    candidates = [
         value
         for value in inputs
         if isinstance(value, Tensor) and value.dim() > dimension and value.shape[dimension] > 0
     ]
-    if not batched:
+    if not candidates:
         raise InputError("--batch-size", "the example inputs hold no tensor with a batch dimension", "leave it out")
-    old_size = batched[0].shape[dimension]
+    old_size = candidates[0].shape[dimension]
     # Tensors are compared by id, because == compares their elements.
-    sharing = {id(value) for value in batched if value.shape[dimension] == old_size}
-    return tuple(resized(value, dimension, batch_size) if id(value) in sharing else value for value in inputs)
+    batched = {id(value) for value in candidates if value.shape[dimension] == old_size}
+    return tuple(resized(value, dimension, batch_size) if id(value) in batched else value for value in inputs)
 
 
 def with_sequence_length(inputs: tuple[Any, ...], length: int | None) -> tuple[Any, ...]:
@@ -178,10 +182,11 @@ _GUESSES: tuple[tuple[type[nn.Module], str, Callable[[Any], Tensor]], ...] = (
 
 
 def guess_inputs(module: nn.Module) -> tuple[Any, str]:
-    """Return (example inputs of a module, note): the note says how the inputs were guessed, "" if the module has its own.
+    """Return (example inputs of a module, remark): the remark says how the inputs were guessed, "" if they are its own.
 
-    A module may have ``example_inputs()`` or ``example_input_array``. Otherwise they are guessed from the first layer
-    whose input shape is known. Raises InputError if there is no such layer either.
+    A module may have ``example_inputs()`` or ``example_input_array``, whose values :func:`as_arguments` takes. Otherwise
+    the inputs are guessed from the first layer whose input shape is known. Raises InputError if there is no such layer
+    either.
     """
     method = getattr(module, "example_inputs", None)
     array = getattr(module, "example_input_array", None)
@@ -205,7 +210,10 @@ def batch_dimension(module: nn.Module, *, guessed: bool) -> int:
     ``guessed``: whether the inputs were guessed by :func:`guess_inputs`; then the layer that they were guessed from is
     looked at, otherwise the module itself.
     """
-    layer_types = tuple(layer_type for layer_type, _, _ in _GUESSES)
-    layers = (submodule for submodule in module.modules() if isinstance(submodule, layer_types))
-    layer = next(layers, module) if guessed else module
-    return int(isinstance(layer, nn.RNNBase) and not layer.batch_first)
+    layer = module
+    if guessed:
+        layer_types = tuple(layer_type for layer_type, _, _ in _GUESSES)
+        layers = (submodule for submodule in module.modules() if isinstance(submodule, layer_types))
+        layer = next(layers, module)
+    takes_steps_first = isinstance(layer, nn.RNNBase) and not layer.batch_first
+    return int(takes_steps_first)

@@ -22,12 +22,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import chain, compress
+from itertools import chain
 from traceback import walk_tb
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.fx import Graph as FxGraph
 from torch.fx import Node
@@ -59,8 +60,17 @@ _HIGHEST_POWER = 3  # of the batch size in a tensor dimension: losses over all p
 _MOST_OPS = 10_000
 _NEGLIGIBLE = 1e-3  # of the elements of a step, in tensors that do not grow with the batch as all others do
 _MODULES_SHOWN = 3
-# (an op, by output tensor its dimensions followed by the elements of its storage, by output tensor its type)
-OpOutput = tuple[Any, tuple[tuple[int, ...], ...], tuple[torch.dtype, ...]]
+
+
+class OpOutput(NamedTuple):
+    """What an op of a forward pass returned."""
+
+    op: Any
+    """torch's operator."""
+    shapes: tuple[tuple[int, ...], ...]
+    """Of each tensor that it returned, the dimensions followed by the number of elements in the tensor's storage."""
+    types: tuple[torch.dtype, ...]
+    """Of each of these tensors, its type."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -75,7 +85,7 @@ class TracedStep:
     parameters: Mapping[str, Node]
     """The placeholders of the parameters, by name."""
     gradients: Mapping[str, Tensor]
-    """The gradients of the parameters that are trained, by their names."""
+    """By a trained parameter's name, its gradient."""
     last: Mapping[int, Node]
     """The node after which a storage is free, by torch's identifier of the storage; one that outlives the step is missing."""
     issued: Sequence[Issued]
@@ -105,25 +115,31 @@ class TracedStep:
         scale = self.scale(batch_size)
         if scale is None or not all(scale.is_whole(size) for size in self.sizes):
             return self.traced_at(batch_size).graph
-        # A row for each distinct call, of seven columns: FLOPs, bytes, written bytes (:3), the four numbers of ``gemm`` (3:).
-        work_of_op = np.stack([graph.flops, graph.size_bytes, graph.written_bytes])
-        gemm = graph.gemm.copy()
         costs = [cost_of(call, scale) for call in self.issued]
-        rows = [(cost.flops, cost.size_bytes, cost.written_bytes, *cost.gemm) for cost in costs]
-        cost_table = np.array(rows).reshape(-1, 7)  # keeps its columns without any call
         op_indices, call_indices = self._op_and_call_indices
-        work_of_op[:, op_indices] = cost_table[call_indices, :3].T
-        gemm[op_indices] = cost_table[call_indices, 3:]
-        flops, size_bytes, written_bytes = work_of_op
+
+        def replaced(column: NDArray[np.float64], values: list[Any]) -> NDArray[np.float64]:
+            """Return a column of the graph with the compute ops' entries replaced; ``values``: by distinct call."""
+            by_call = np.array(values, dtype=float).reshape(len(values), *column.shape[1:])
+            changed = column.copy()
+            changed[op_indices] = by_call[call_indices]
+            return changed
+
         return replace(
-            graph, flops=flops, size_bytes=size_bytes, written_bytes=written_bytes, gemm=gemm, batch_size=batch_size
+            graph,
+            flops=replaced(graph.flops, [cost.flops for cost in costs]),
+            size_bytes=replaced(graph.size_bytes, [cost.size_bytes for cost in costs]),
+            written_bytes=replaced(graph.written_bytes, [cost.written_bytes for cost in costs]),
+            gemm=replaced(graph.gemm, [cost.gemm for cost in costs]),
+            batch_size=batch_size,
         )
 
     @cached_property
     def _op_and_call_indices(self) -> tuple[list[int], list[int]]:
-        """The indices of the graph's compute ops, and of each one's call in ``issued``; two lists of equal length."""
-        pairs = [(op_index, self.calls[name]) for op_index, name in enumerate(self.graph.names) if name in self.calls]
-        return [op_index for op_index, _ in pairs], [call_index for _, call_index in pairs]
+        """The indices in the graph of its compute ops, and the index in ``issued`` of each one's call; equally long lists."""
+        names = self.graph.names
+        op_indices = [op_index for op_index, name in enumerate(names) if name in self.calls]
+        return op_indices, [self.calls[names[op_index]] for op_index in op_indices]
 
     def scale(self, batch_size: int) -> Scale | None:
         """Return how dimensions of the trace scale to another batch size, None if the step must be traced again."""
@@ -171,7 +187,11 @@ def trace_torch(
 def trace_step(
     build: Callable[[], TrainingStep], *, mode: Mode, batch_size: int | None = None, numerics: Numerics = AS_DEFAULT
 ) -> TracedStep:
-    """Return the graph of :func:`trace_torch` together with the recording that it was read from. Raises as that does."""
+    """Return the graph of :func:`trace_torch` together with the program that it was read from.
+
+    ``build``: makes the step; ``mode``: training or inference; ``batch_size``: samples, None: those of the example inputs;
+    ``numerics``: precision and layout. Raises InputError for a step that does not run.
+    """
     _demand_device(numerics)
     return _trace_at(_build(build, mode, numerics), batch_size, mode, numerics)
 
@@ -201,10 +221,12 @@ def trace_any_batch(
     step = _build(build, mode, numerics)
     if like is not None and like.prime is not None:  # numerics change types, not how dimensions grow
         return replace(_trace_at(step, like.graph.batch_size, mode, numerics), prime=like.prime, sizes=like.sizes)
-    # Per op of the forward pass: its shapes; None where it does not run at that many samples.
-    small, small_outputs = _SMALL, _forward_outputs(step, _SMALL, mode, numerics)
+    outputs_at = partial(_forward_outputs, step, mode=mode, numerics=numerics)
+    small = _SMALL
+    small_outputs = outputs_at(small)
     if small_outputs is None:  # it does not run at 3 samples
-        small, small_outputs = _MULTIPLE, _forward_outputs(step, _MULTIPLE, mode, numerics)
+        small = _MULTIPLE
+        small_outputs = outputs_at(small)
     # Trace at a prime that divides no dimension of the weights, nor of any op's output at the small batch.
     tensors = [*step.module.parameters(), *step.module.buffers()]
     prime = prime_batch([*(size for tensor in tensors for size in tensor.shape), *_sizes(small_outputs or ())])
@@ -212,7 +234,6 @@ def trace_any_batch(
     traced = _trace_at(step, traced_batch, mode, numerics)
     if traced.graph.batch_size is None or small_outputs is None:  # nothing to compare: traced at every batch size
         return traced
-    outputs_at = partial(_forward_outputs, step, mode=mode, numerics=numerics)
     large, large_outputs = _large_outputs(outputs_at, small, small_outputs, traced_batch)
     if _is_proportional(small_outputs, large_outputs or [], small, large):
         # Traced at a multiple, its dimensions need not scale to whole numbers at every batch size.
@@ -222,7 +243,9 @@ def trace_any_batch(
     graph = replace(traced.graph, meta={**traced.graph.meta, "note": join_notes(traced.graph.meta.get("note"), note)})
     # A step that loops over its samples is traced only up to the batch size, a power of two, with about _MOST_OPS ops.
     ops_per_sample = (len(large_outputs or small_outputs) - len(small_outputs)) / (large - small)
-    largest = max(traced_batch, 2 ** int(np.log2(_MOST_OPS / ops_per_sample))) if ops_per_sample > 0 else None
+    largest = None
+    if ops_per_sample > 0:
+        largest = max(traced_batch, 2 ** int(np.log2(_MOST_OPS / ops_per_sample)))
     return replace(traced, graph=graph, largest=largest)
 
 
@@ -235,9 +258,9 @@ def _large_outputs(
     as torch does. ``outputs_at``: see :func:`_forward_outputs`.
     """
     large_outputs = outputs_at(_LARGE)
-    if large_outputs is None or (
-        _exceeds_32_bits(large_outputs) and not _is_proportional(small_outputs, large_outputs, small, _LARGE)
-    ):
+    if large_outputs is None:
+        return traced_batch, outputs_at(traced_batch)
+    if _exceeds_32_bits(large_outputs) and not _is_proportional(small_outputs, large_outputs, small, _LARGE):
         return traced_batch, outputs_at(traced_batch)
     return _LARGE, large_outputs
 
@@ -259,13 +282,14 @@ def module_names(parameters: Sequence[str]) -> str:
         return ".".join(parts[:3]) or parameter
 
     names = list(dict.fromkeys(module(parameter) for parameter in parameters))
-    hidden = len(names) - _MODULES_SHOWN
-    return ", ".join(names[:_MODULES_SHOWN]) + (f", +{hidden}" if hidden > 0 else "")
+    shown, hidden = names[:_MODULES_SHOWN], names[_MODULES_SHOWN:]
+    counted = [f"+{len(hidden)}"] if hidden else []
+    return ", ".join(shown + counted)
 
 
 def _sizes(outputs: Sequence[OpOutput]) -> frozenset[int]:
     """Return all dimensions, and counts of stored elements, that occur among ops' outputs."""
-    return frozenset(size for _, shapes, _ in outputs for shape in shapes for size in shape)
+    return frozenset(size for output in outputs for shape in output.shapes for size in shape)
 
 
 def _exceeds_32_bits(outputs: Sequence[OpOutput]) -> bool:
@@ -273,7 +297,7 @@ def _exceeds_32_bits(outputs: Sequence[OpOutput]) -> bool:
 
     Each of its shapes here ends with the count of stored elements, so the product is an upper bound.
     """
-    return any(math.prod(shape) >= _LEAST_64_BIT_INDEX for _, shapes, _ in outputs for shape in shapes)
+    return any(math.prod(shape) >= _LEAST_64_BIT_INDEX for output in outputs for shape in output.shapes)
 
 
 def _is_proportional(
@@ -281,8 +305,8 @@ def _is_proportional(
 ) -> bool:
     """Return whether two forward passes run the same ops, on dimensions that are equal or grow with a power of the batch size.
 
-    Outputs that do not may hold a thousandth of all elements: models draw a number of places to mask. ``small_outputs`` are
-    those of the pass at ``small_batch``, ``large_outputs`` those at ``large_batch``.
+    Outputs with other dimensions may hold up to a thousandth of all elements, because some models draw at random how many
+    tokens they mask. ``small_outputs`` are those of the pass at ``small_batch``, ``large_outputs`` those at ``large_batch``.
     """
 
     def scales(small: int, large: int) -> bool:
@@ -292,39 +316,46 @@ def _is_proportional(
 
     def program(outputs: Sequence[OpOutput]) -> list[tuple[object, ...]]:
         """Return each op with the types and numbers of dimensions of its results."""
-        return [(op, types, [*map(len, shapes)]) for op, shapes, types in outputs]
+        return [(output.op, output.types, [*map(len, output.shapes)]) for output in outputs]
 
     if program(small_outputs) != program(large_outputs):
         return False
-    # The last number of each shape counts the stored elements.
-    elements = [sum(shape[-1] for shape in shapes) for _, shapes, _ in large_outputs]
-    is_odd = [
-        not all(map(scales, chain(*small_shapes), chain(*large_shapes)))
-        for (_, small_shapes, _), (_, large_shapes, _) in zip(small_outputs, large_outputs, strict=True)
-    ]
-    return sum(compress(elements, is_odd)) <= _NEGLIGIBLE * sum(elements)
+    all_elements = disproportionate_elements = 0
+    for small_output, large_output in zip(small_outputs, large_outputs, strict=True):
+        elements = sum(shape[-1] for shape in large_output.shapes)  # the last number counts the stored elements
+        all_elements += elements
+        if not all(map(scales, chain(*small_output.shapes), chain(*large_output.shapes))):
+            disproportionate_elements += elements
+    return disproportionate_elements <= _NEGLIGIBLE * all_elements
 
 
 def _forward_outputs(step: TrainingStep, batch_size: int, mode: Mode, numerics: Numerics) -> list[OpOutput] | None:
-    """Return the outputs of the ops of the forward pass and loss at a batch size, in order; None: it does not run there."""
+    """Return the outputs of the ops of the forward pass at a batch size, in order; None: the step does not run at it.
+
+    In training mode the loss belongs to the pass.
+    """
     try:
         recorded = _record_step(step.at_batch(batch_size), mode, numerics, forward_only=True)
     except InputError:
         return None
-    calls = recorded.recording.calls
-    outputs = ([leaf.tensor for leaf in tree_leaves(call.output) if isinstance(leaf, Shadow)] for call in calls)
-    return [
-        (
-            call.target,
-            tuple((*tensor.shape, tensor.untyped_storage().nbytes() // tensor.element_size()) for tensor in tensors),
-            tuple(tensor.dtype for tensor in tensors),
-        )
-        for call, tensors in zip(calls, outputs, strict=True)
-    ]
+
+    def stored_elements(tensor: Tensor) -> int:
+        """Return how many elements of a tensor's type its storage holds."""
+        return tensor.untyped_storage().nbytes() // tensor.element_size()
+
+    outputs: list[OpOutput] = []
+    for call in recorded.recording.calls:
+        tensors = [leaf.tensor for leaf in tree_leaves(call.output) if isinstance(leaf, Shadow)]
+        shapes = tuple((*tensor.shape, stored_elements(tensor)) for tensor in tensors)
+        outputs.append(OpOutput(call.target, shapes, tuple(tensor.dtype for tensor in tensors)))
+    return outputs
 
 
 def _trace_at(step: TrainingStep, batch_size: int | None, mode: Mode, numerics: Numerics) -> TracedStep:
-    """Return the step traced at a batch size (None: that of its example inputs). Raises InputError when it does not run."""
+    """Return the step traced at a batch size, None: that of its example inputs. Raises InputError when it does not run.
+
+    ``mode``: training for forward, loss and backward, inference for forward alone; ``numerics``: precision and layout.
+    """
     sized_step = step.at_batch(batch_size)
 
     def trace_again(size: int) -> TracedStep:
@@ -360,7 +391,9 @@ def _build(build: Callable[[], TrainingStep], mode: Mode, numerics: Numerics) ->
     shaped = (*step.module.parameters(), *(value for value in step.inputs if isinstance(value, Tensor)))
     if numerics.channels_last and all(value.dim() != 4 for value in shaped):
         raise InputError("--channels-last", f"has no part: {step.name} has no images and no filters", "leave it out")
-    return replace(step, note=join_notes(step.note, _float8_note(step))) if numerics.format.linears else step
+    if not numerics.format.linears:
+        return step
+    return replace(step, note=join_notes(step.note, _float8_note(step)))
 
 
 def _demand_kept_type(step: TrainingStep, numerics: Numerics) -> None:
@@ -393,7 +426,10 @@ def _float8_note(step: TrainingStep) -> str:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _RecordedModule:
-    """A module's step as recorded, and the tensors of its parameters, buffers and gradients in it by name."""
+    """A module's step as recorded, and the tensors of its parameters, buffers and gradients in it by name.
+
+    A parameter is kept in one type, in which the optimizer updates it, and may be computed with in another.
+    """
 
     recording: Recording
     parameters: dict[str, Shadow]
@@ -451,14 +487,20 @@ def _record_step(
     blocks = equal_blocks(step.module) if shorten else None
     if blocks is not None:
         with suppress(InputError, NotAlike):
-            with blocks.shortened(2) if forward_only else blocks.shortened():  # two equal blocks grow alike
+            # Forward passes are only compared, and two blocks show how the dimensions of equal blocks grow.
+            with blocks.shortened(2) if forward_only else blocks.shortened():
                 recorded = _record_step(step, mode, numerics, forward_only=forward_only, shorten=False)
             return recorded if forward_only else recorded.whole(step.module, blocks)
+
+    def record(everywhere: bool) -> _RecordedModule:
+        """Return the recording; ``everywhere``: all new tensors are on the GPU."""
+        return _record_once(step, mode, numerics, forward_only, everywhere=everywhere)
+
     try:
-        return _run_guarded(lambda: _record_once(step, mode, numerics, forward_only), step, mode)
+        return _run_guarded(lambda: record(everywhere=False), step, mode)
     except InputError:
         with suppress(InputError):
-            return _run_guarded(lambda: _record_once(step, mode, numerics, forward_only, everywhere=True), step, mode)
+            return _run_guarded(lambda: record(everywhere=True), step, mode)
         raise
 
 
@@ -467,8 +509,8 @@ def _record_once(
 ) -> _RecordedModule:
     """Run a step once on tensors without values, and return its recording; raises what the step raises.
 
-    The tensors seem to be on a GPU, or are the CPU's where ``numerics`` asks for its kernels. ``everywhere``: tensors that
-    the module makes without naming a device are made on the GPU, too.
+    ``forward_only``: without the backward pass. The tensors seem to be on a GPU, or are the CPU's where ``numerics`` asks for
+    its kernels. ``everywhere``: tensors that the module makes without naming a device are made on the GPU, too.
     """
     gpu = register_device() if numerics.cuda else torch.device("cpu")
     recorder = Recorder(gpu)
@@ -561,7 +603,8 @@ def _run_guarded(run: Callable[[], Result], step: TrainingStep, mode: Mode) -> R
     except DdlToolError:
         raise
     except Exception as error:  # whatever the user's forward raises is the user's to read, in one line
-        if collective := _failed_collective(error):  # no process group is started here
+        collective = _failed_collective(error)
+        if collective:  # no process group is started here
             problem = (
                 f"{mode} step calls {collective} of torch.distributed, and what a step sends itself is not modelled"
             )
@@ -577,10 +620,12 @@ def _run_guarded(run: Callable[[], Result], step: TrainingStep, mode: Mode) -> R
 
 def _failed_collective(error: Exception) -> str:
     """Return the name of the function of torch.distributed in which an error was raised, "" if it was raised elsewhere."""
-    frames = (frame for frame, _ in walk_tb(error.__traceback__))
-    inside = (frame for frame in frames if str(frame.f_globals.get("__name__")).startswith("torch.distributed"))
-    # torch wraps its collectives in a decorator, whose frame comes first.
-    return next((frame.f_code.co_name for frame in inside if frame.f_code.co_name != "wrapper"), "")
+    for frame, _ in walk_tb(error.__traceback__):  # from the outermost call inwards
+        module, function = str(frame.f_globals.get("__name__")), frame.f_code.co_name
+        # torch wraps its collectives in a decorator, whose frame, named "wrapper", comes before the collective's.
+        if module.startswith("torch.distributed") and function != "wrapper":
+            return function
+    return ""
 
 
 @contextmanager
@@ -602,7 +647,8 @@ def _to_graph(
     Its graph has recv ops of the parameters, compute ops, and in training send ops of the gradients. ``retrace``: a
     function that traces the step at another batch size.
     """
-    recording, kept_bytes = recorded.recording, recorded.kept_bytes
+    recording = recorded.recording
+    kept_bytes = recorded.kept_bytes
     recorded_ops = ops_of(recording, given=recorded.parameters)
     recorded_ops.program.output(())  # the program's end, which reads nothing
     # Transfers: of each parameter, and of each gradient that an op of the step completes.
@@ -613,11 +659,41 @@ def _to_graph(
         for name, after in producers.items()
         if after is not None
     ]
-    # A parameter that is read and gets no gradient is mostly a mistake in the user's loss, so it is noted.
     sent = {send.parameter for send in sends}
+    # A parameter that is read and gets no gradient is mostly a mistake in the user's loss, so it is noted.
     without_gradient = [name for name in recorded.trained if recorded_ops.given[name].users and name not in sent]
-    note = join_notes(step.note, assumption_line(recording.assumed))
-    if without_gradient and mode == "training":
+    meta = _meta(recorded, step, numerics, without_gradient if mode == "training" else [])
+    tensors = [value for value in step.inputs if isinstance(value, Tensor)]
+    batches = [value.shape[step.batch_dimension] for value in tensors if value.dim() > step.batch_dimension]
+    batch_size = int(batches[0]) if batches else None
+    ops = [*recvs, *recorded_ops.ops, *sends]
+    graph = Graph.from_ops(step.name, mode, ops, batch_size=batch_size, meta=meta, where=step.name)
+    return TracedStep(
+        graph=graph,
+        program=recorded_ops.program,
+        nodes={op.name: node for op, node in zip(recorded_ops.ops, recorded_ops.nodes, strict=True)},
+        parameters=recorded_ops.given,
+        gradients={name: recorded.gradients[name].tensor for name in producers if name in sent},
+        last={
+            storage.shadow.untyped_storage()._cdata: recorded_ops.nodes[storage.freed]
+            for storage in recording.storages
+            if storage.shadow is not None and storage.freed is not None and storage.freed >= 0
+        },
+        issued=recorded_ops.issued,
+        calls=recorded_ops.issued_of,
+        retrace=retrace,
+    )
+
+
+def _meta(
+    recorded: _RecordedModule, step: TrainingStep, numerics: Numerics, without_gradient: Sequence[str]
+) -> dict[str, str | int | float | bool | None]:
+    """Return the properties of a traced step that a graph has in its ``meta``, with a note on what the user should know.
+
+    ``without_gradient``: the trained parameters that the step reads and that get no gradient, for the note.
+    """
+    note = join_notes(step.note, assumption_line(recorded.recording.assumed))
+    if without_gradient:
         modules = module_names(without_gradient)
         note = join_notes(note, f"{len(without_gradient)} trained parameters are read and get no gradient: {modules}")
     meta: dict[str, str | int | float | bool | None] = {
@@ -634,23 +710,4 @@ def _to_graph(
     lengths = [value.shape[1] for value in tensors if value.dim() == 2 and not value.is_floating_point()]
     if lengths:
         meta["tokens_per_sample"] = int(lengths[0])
-    batches = [value.shape[step.batch_dimension] for value in tensors if value.dim() > step.batch_dimension]
-    graph = Graph.from_ops(
-        step.name, mode, [*recvs, *recorded_ops.ops, *sends], batch_size=int(batches[0]) if batches else None, meta=meta,
-        where=step.name,
-    )  # fmt: skip
-    return TracedStep(
-        graph=graph,
-        program=recorded_ops.program,
-        nodes={op.name: node for op, node in zip(recorded_ops.ops, recorded_ops.nodes, strict=True)},
-        parameters=recorded_ops.given,
-        gradients={name: recorded.gradients[name].tensor for name in producers if name in sent},
-        last={
-            storage.shadow.untyped_storage()._cdata: recorded_ops.nodes[storage.freed]
-            for storage in recording.storages
-            if storage.shadow is not None and storage.freed is not None and storage.freed >= 0
-        },
-        issued=recorded_ops.issued,
-        calls=recorded_ops.issued_of,
-        retrace=retrace,
-    )
+    return meta

@@ -65,19 +65,20 @@ def transformers_step(name: str, sequence_length: int | None = None, attention: 
 def configured_step(
     named: NamedConfig, sequence_length: int | None = None, attention: str | None = None
 ) -> TrainingStep:
-    """Return one training step of the model of a configuration; arguments and errors as of :func:`transformers_step`.
+    """Return one training step of the model of a configuration, without its weights.
 
-    A length beyond what the model is configured for is noted in the step.
+    ``sequence_length``: tokens of text, None: the default; a length beyond what the model is configured for is noted in the
+    step. ``attention``: eager or sdpa, None: what the library picks. Errors are those of :func:`transformers_step`.
     """
     head, module = build_model(named, attention)
     inputs = example_inputs(module, named.config, named.source, sequence_length)
     loss = language_model_loss if head in _TABLES["token_heads"] else _prediction_loss
     bound = bind(module, inputs, named.source, packed(inputs))
-    note, longest = named.note, _max_positions(named.config)
+    note = named.note
+    longest = _max_positions(named.config)
     if sequence_length is not None and longest is not None and sequence_length > longest:
-        note = join_notes(
-            note, f"{sequence_length:,} tokens are more than the {longest:,} that the model is configured for"
-        )
+        excess = f"{sequence_length:,} tokens are more than the {longest:,} that the model is configured for"
+        note = join_notes(note, excess)
     return TrainingStep(name=named.title, module=module, inputs=bound, loss=loss, note=note)
 
 
@@ -164,11 +165,13 @@ def _repair_defaults(config: Any, model_type: str) -> str:
 
     The configuration is changed. ``transformers.toml`` lists the replacements by model type.
     """
-    replacements = dict(_TABLES["repairs"].get(model_type, {}))
+    replacements = dict(_TABLES["repairs"].get(model_type, {}))  # by a field's dotted path, its value
     vision: Any = getattr(config, "vision_config", None)
-    width = getattr(vision, "out_hidden_size", None)
-    if width is not None and width != config.get_text_config().hidden_size:  # vision rows replace tokens: equal widths
-        replacements["vision_config.out_hidden_size"] = config.get_text_config().hidden_size
+    vision_width = getattr(vision, "out_hidden_size", None)
+    if vision_width is not None:  # its vectors take the place of tokens' vectors, so they have the same width
+        text_width = config.get_text_config().hidden_size
+        if vision_width != text_width:
+            replacements["vision_config.out_hidden_size"] = text_width
     for path, value in replacements.items():
         *parts, field = path.split(".")
         setattr(reduce(getattr, parts, config), field, value)
@@ -180,21 +183,21 @@ def _keep_layers(config: Any, kind: type) -> str:
     """Let no layer be skipped at random, in a configuration and those inside it; return a note on that, "" for none changed.
 
     LayerDrop (arXiv 1909.11556) skips whole layers in some steps, so that one traced step would miss some by chance.
-    ``kind``: the class of all configurations.
+    ``config`` is changed. ``kind``: the base class of configurations, by which those inside are found.
     """
-    configs, shares = [config], [0.0]
-    for each in configs:  # it grows: those inside come behind
+    configs = [config]
+    probabilities = [0.0]  # that a layer is skipped in a step
+    for each in configs:  # the list grows while it is read: configurations inside are appended
         inner = [value for value in vars(each).values() if isinstance(value, kind)]
         configs += [value for value in inner if not any(value is known for known in configs)]
-        for name in [name for name in vars(each) if name.endswith("layerdrop")]:
-            shares.append(getattr(each, name) or 0.0)
+        names = [name for name in vars(each) if name.endswith("layerdrop")]
+        for name in names:
+            probabilities.append(getattr(each, name) or 0.0)
             setattr(each, name, 0.0)
-    share = max(shares)
-    return (
-        f"training skips layers at random (layerdrop), each in {share:.0%} of the steps; all are counted"
-        if share
-        else ""
-    )
+    highest = max(probabilities)
+    if not highest:
+        return ""
+    return f"training skips layers at random (layerdrop), each in {highest:.0%} of the steps; all are counted"
 
 
 def _model_error(source: str, problem: str, error: Exception) -> InputError:
@@ -213,8 +216,8 @@ def _model_class(config: Any, model_type: str) -> tuple[str, Any]:
 
     def class_name_for(task: str) -> Any:
         """Return the name of the model type's class for a task ("": no task), None if transformers has none."""
-        table = vars(auto).get(f"MODEL_{task and f'FOR_{task}_'}MAPPING_NAMES", {})  # MODEL_MAPPING_NAMES for no task
-        class_names = table.get(model_type)
+        table_name = f"MODEL_FOR_{task}_MAPPING_NAMES" if task else "MODEL_MAPPING_NAMES"
+        class_names = vars(auto).get(table_name, {}).get(model_type)
         return class_names[0] if isinstance(class_names, (tuple, list)) else class_names
 
     for head in _TABLES["heads"]:  # by preference
@@ -224,13 +227,22 @@ def _model_class(config: Any, model_type: str) -> tuple[str, Any]:
         if class_name is not None:
             return head, getattr(transformers, class_name)
     # Towers and other parts of models have model types of their own, which are in no table of transformers.
+    return "", _class_beside(config, model_type)
+
+
+def _class_beside(config: Any, model_type: str) -> Any:
+    """Return the model's class in the module of transformers that belongs to a configuration's module.
+
+    Raises InputError if there is no such module or class.
+    """
     try:
         modeling = importlib.import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
+        values = list(vars(modeling).values())
     except ModuleNotFoundError:
-        modeling = None
+        values = []
     candidates = [
         cls
-        for cls in (vars(modeling).values() if modeling is not None else ())
+        for cls in values
         if inspect.isclass(cls) and getattr(cls, "config_class", None) is type(config) and "forward" in vars(cls)
     ]
     if not candidates:
@@ -238,7 +250,7 @@ def _model_class(config: Any, model_type: str) -> tuple[str, Any]:
             f"transformers:{model_type}", "is a configuration without a model", "name the model that it is a part of"
         )
     # The class with the shortest name is the model itself; the names of others add a task or a part.
-    return "", min(candidates, key=lambda cls: (len(cls.__name__), cls.__name__))
+    return min(candidates, key=lambda cls: (len(cls.__name__), cls.__name__))
 
 
 def _prediction_loss(output: Any) -> Tensor:
@@ -311,20 +323,26 @@ def packed(inputs: Mapping[str, Tensor]) -> frozenset[str]:
 
     Only a model that takes the images' grids has such inputs; for any other model there are none.
     """
-    return _GRIDS | {"pixel_values", "hidden_states"} if _GRIDS.intersection(inputs) else frozenset()
+    if not _GRIDS.intersection(inputs):
+        return frozenset()
+    return _GRIDS | {"pixel_values", "hidden_states"}
 
 
 class _InputMaker:
     """Makes example inputs for one model.
 
-    A tower encodes images or sound for a language model, whose text holds a placeholder token for each of the tower's
-    vectors. A candidate is a set of inputs that the model may accept, to be tried. ``takes`` are
+    A tower is the part of a model that encodes images or sound for its language model, whose text holds a placeholder token
+    for each of the tower's vectors. A candidate is a set of inputs that the model may accept, to be tried. ``takes`` are
     the parameters of the model's forward; ``vision`` and ``audio`` are the configurations of its towers, or the model's own
     where it has no such tower. A method's ``kind`` is "image" or "audio".
     """
 
     def __init__(self, module: nn.Module, config: Any, source: str, length: int | None) -> None:
-        """Read what the model takes; ``length``: the tokens of text that are asked for, None for the default."""
+        """Read what the model takes.
+
+        ``config``: its configuration; ``source``: its name in errors; ``length``: the tokens of text that are asked for, None
+        for the default.
+        """
         self.module = module
         self.config = config
         self.source = source
@@ -332,18 +350,20 @@ class _InputMaker:
         self.vision = _nested_config(config, "vision")
         self.audio = _nested_config(config, "audio", "speech", "encoder")
         self.wanted = length
+        """The tokens of text that are asked for, None for the default."""
         self.length = self._text_length(length)
+        """The tokens of text: those asked for, or the default."""
 
     def inputs(self) -> Inputs:
         """Return the first combination of candidates for images, sound and text that the forward accepts.
 
         A single combination is returned without trying it. Raises InputError if there is none, or none is accepted.
         """
-        candidates = {"image": self._image_candidates(), "audio": self._sound_candidates()}
-        towers = [self._accepted_candidates(*item) for item in candidates.items()]
+        image_candidates = self._accepted_candidates("image", self._image_candidates())
+        sound_candidates = self._accepted_candidates("audio", self._sound_candidates())
         combinations: list[Inputs] = []
         batch = least_batch(self.module)
-        for images, sounds in product(*towers):
+        for images, sounds in product(image_candidates, sound_candidates):
             media = images | sounds
             # Text comes first, because the first tensor says how long a sample is.
             inputs = self._text_inputs(media) | media | self._other_inputs(media)
@@ -357,9 +377,9 @@ class _InputMaker:
         return self._first_accepted(self.module, "forward", combinations)
 
     def _text_length(self, wanted: int | None) -> int:
-        """Return the number of tokens of text: ``wanted``, or for None the default.
+        """Return the number of tokens of text: ``wanted``; for None the default, or the model's maximum if that is less.
 
-        Raises InputError if the model reads no text, or learned vectors for fewer positions.
+        Raises InputError for a ``wanted`` length if the model reads no text, or has learned vectors for fewer positions.
         """
         max_positions = _max_positions(self.config)
         if wanted is None:
@@ -387,9 +407,9 @@ class _InputMaker:
         return None
 
     def _first_accepted(self, owner: nn.Module, method: str, candidates: list[Inputs]) -> Inputs:
-        """Return the first candidate on which ``owner``'s method of a name runs.
+        """Return the first candidate on which the method ``method`` of the module ``owner`` runs.
 
-        If it runs on none, raises an InputError with what it raised on the first.
+        ``candidates``: at least one. If the method runs on none, raises an InputError with what it raised on the first.
         """
         refusals: list[Exception] = []
         for candidate in candidates:
@@ -404,16 +424,17 @@ class _InputMaker:
     def _accepted_candidates(self, kind: str, candidates: list[Inputs]) -> list[Inputs]:
         """Return a list of the first candidate that the tower accepts; all candidates for a model without a separate tower.
 
-        ``candidates``: of all inputs of this kind; ``[{}]``: the model has no such input.
+        ``kind``: "image" or "audio"; ``candidates``: of all inputs of this kind; ``[{}]``: the model has no such input.
         """
-        owner, method = self._tower_module(kind), f"get_{kind}_features"
+        owner = self._tower_module(kind)
+        method = f"get_{kind}_features"
         if owner is None or candidates == [{}]:
             return candidates
-        arguments = [_method_inputs(getattr(owner, method), candidate) for candidate in candidates]
-        accepted = self._first_accepted(owner, method, arguments)
-        # Of each candidate all its inputs, and those that the tower takes; by "is", as == compares tensors' elements.
-        pairs = zip(candidates, arguments, strict=True)
-        return [next(candidate for candidate, tower_inputs in pairs if tower_inputs is accepted)]
+        tower_inputs = [_method_inputs(getattr(owner, method), candidate) for candidate in candidates]
+        accepted = self._first_accepted(owner, method, tower_inputs)
+        # Compared by identity, because == would compare the tensors' elements.
+        position = next(index for index, inputs in enumerate(tower_inputs) if inputs is accepted)
+        return [candidates[position]]
 
     def _tower_module(self, kind: str) -> nn.Module | None:
         """Return the module whose ``get_KIND_features`` makes the embeddings that replace placeholder tokens.
@@ -439,24 +460,8 @@ class _InputMaker:
             return [{}]
         channels = _first_attribute((self.vision, self.config), "num_channels", "in_channels", "in_chans", default=3)
         height, width = _image_size(self.vision, self.config, _nested_config(self.config, "backbone"))
-        if _GRIDS.intersection(self.takes):  # patches in a row, and how many there are along each side
-            patch = _first_attribute((self.vision,), "patch_size", default=14)
-            depth = _first_attribute((self.vision,), "temporal_patch_size", default=1)
-            grid = torch.tensor([[[1, _GRID, _GRID]]], device="cpu")
-            shapes: list[tuple[int, ...]] = [
-                (1, _GRID**2, channels * depth * patch**2),
-                (1, _GRID**2, channels * patch**2),
-                (1, _GRID**2, channels, patch, patch),
-            ]
-            return [
-                {
-                    "pixel_values": _floats(*shape),
-                    "hidden_states": _floats(*shape),
-                    "image_grid_thw": grid,
-                    "grid_thw": grid,
-                }
-                for shape in shapes
-            ]
+        if _GRIDS.intersection(self.takes):
+            return self._packed_image_candidates(channels)
         if "spatial_shapes" in self.takes:  # an image cut into patches
             patch = _first_attribute((self.vision,), "patch_size", default=16)
             return [
@@ -473,7 +478,7 @@ class _InputMaker:
             return [{"pixel_values": _floats(1, 1, tiles, channels, height, width)} | ratio]
         # A whole image, alone or with a dimension of images, tiles or frames before it.
         frames = _first_attribute((self.vision, self.config), "num_frames", "frames_per_clip")
-        shapes = [(1, channels, height, width), (1, 1, channels, height, width)]
+        shapes: list[tuple[int, ...]] = [(1, channels, height, width), (1, 1, channels, height, width)]
         shapes += [(1, tiles, channels, height, width) for tiles in (3, 2, 5)]  # models that cut an image into tiles
         if frames:
             shapes = [(1, frames, channels, height, width), *shapes]
@@ -485,6 +490,26 @@ class _InputMaker:
         if "image_sizes" not in self.takes:
             return candidates
         return candidates + [candidate | {"image_sizes": image_sizes} for candidate in candidates]
+
+    def _packed_image_candidates(self, channels: int) -> list[Inputs]:
+        """Return candidates for a model that takes an image as patches in a row, and how many there are along each side."""
+        patch = _first_attribute((self.vision,), "patch_size", default=14)  # pixels along a side of it
+        depth = _first_attribute((self.vision,), "temporal_patch_size", default=1)  # frames that a patch spans
+        grid = torch.tensor([[[1, _GRID, _GRID]]], device="cpu")  # along time, height and width
+        shapes: list[tuple[int, ...]] = [
+            (1, _GRID**2, channels * depth * patch**2),
+            (1, _GRID**2, channels * patch**2),
+            (1, _GRID**2, channels, patch, patch),
+        ]
+        return [
+            {
+                "pixel_values": _floats(*shape),
+                "hidden_states": _floats(*shape),
+                "image_grid_thw": grid,
+                "grid_thw": grid,
+            }
+            for shape in shapes
+        ]
 
     def _sound_candidates(self) -> list[Inputs]:
         """Return candidates for the model's sound inputs, spectrograms or raw samples; ``[{}]`` for a model without sound."""
@@ -532,7 +557,9 @@ class _InputMaker:
         if ids and self.wanted is not None and self.wanted <= len(ids):
             remedy = f"{self.source} has {len(ids)} tokens of its example image or sound, so more than that"
             raise InputError("--sequence-length", f"is {self.wanted}", remedy)
-        length = self.length if not ids or self.wanted else len(ids) + self.length
+        length = self.length
+        if ids and not self.wanted:  # the default length is that of the tokens after the placeholders
+            length += len(ids)
         text_token = next(token for token in range(3) if token not in ids)  # any token that is no placeholder
         ids += [text_token] * (length - len(ids))
         token_types += [0] * (length - len(token_types))
@@ -548,8 +575,9 @@ class _InputMaker:
         pooled = getattr(features, "pooler_output", None)
         leaves = tree_leaves(features if pooled is None else pooled)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-        tensors = tensors[:1] if pooled is None else tensors
-        return sum(tensor.numel() // tensor.shape[-1] for tensor in tensors)
+        if pooled is None:
+            tensors = tensors[:1]
+        return sum(tensor.numel() // tensor.shape[-1] for tensor in tensors)  # (..., width): a vector for each position
 
     def _other_inputs(self, made_inputs: Inputs) -> Inputs:
         """Return the inputs that models need beside text, images and sound, and attention masks of ones that are required.
@@ -567,13 +595,9 @@ class _InputMaker:
         channels = _first_attribute((self.config,), "num_input_channels", "input_size", default=1)
         steps = _first_attribute((self.config,), "context_length", default=_TEXT_LENGTH)
         inputs["past_values"] = _floats(1, steps, channels)
-        required = (
-            name
-            for name, parameter in self.takes.items()
-            if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-        )
-        for name in required:
-            if name in made_inputs or name in inputs or name == "input_ids":
+        for name, parameter in self.takes.items():
+            is_required = parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+            if not is_required or name in made_inputs or name in inputs or name == "input_ids":
                 continue
             if "attention_mask" not in name:
                 raise InputError(self.source, f"takes {name}, for which ddltool has no example inputs", REMEDY)
@@ -582,18 +606,20 @@ class _InputMaker:
 
 
 def _method_inputs(call: Any, inputs: Inputs) -> Inputs:
-    """Return the inputs that a tower's method, ``call``, names as parameters.
+    """Return the inputs that a tower's method names as parameters; all inputs of the tower's kind if it names none of them.
 
-    If it names none (``**kwargs``), return all inputs of the tower's kind.
+    ``call``: the method ``get_image_features`` or ``get_audio_features``, which may take ``**kwargs`` only.
     """
     parameters = inspect.signature(call).parameters
-    tower = call.__name__.split("_")[1]  # "image" in get_image_features
-    forwarded = {
+    named_inputs = {name: tensor for name, tensor in inputs.items() if name in parameters}
+    if named_inputs:
+        return named_inputs
+    kind = call.__name__.split("_")[1]  # "image" in get_image_features
+    names_of_kind = {
         "image": ("pixel_values", "image_sizes"),
         "audio": ("input_features", "input_values", "input_features_mask"),
     }
-    named_inputs = {name: tensor for name, tensor in inputs.items() if name in parameters}
-    return named_inputs or {name: tensor for name, tensor in inputs.items() if name in forwarded[tower]}
+    return {name: tensor for name, tensor in inputs.items() if name in names_of_kind[kind]}
 
 
 def _floats(*shape: int) -> Tensor:
@@ -611,8 +637,11 @@ def _nested_config(config: Any, *words: str) -> Any:
         for name, value in nested_configs.items():
             if word in name:
                 return value
-    nested_parts = ((_nested_config(value, *words), value) for value in nested_configs.values())
-    return next((part for part, value in nested_parts if part is not value), config)
+    for value in nested_configs.values():
+        found = _nested_config(value, *words)
+        if found is not value:
+            return found
+    return config
 
 
 def _first_attribute(configs: tuple[Any, ...], *names: str, default: Any = None) -> Any:

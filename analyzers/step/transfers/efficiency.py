@@ -9,7 +9,7 @@ TAC looks at single recvs: while several are missing for every op, all P are 0 a
 set of recvs for which some op waits), however little it unlocks. :func:`improve` also tries Johnson's rule on whole joins, and
 orders compute and sends as well (longest tail first) if that shortens the step. :func:`solve_exact` gives the optimum: every
 resource is a machine that runs one op at a time, and CP-SAT orders the ops of all of them on the reduced graph, so that the
-answer is also a bound for orders of transfers alone. The search starts from the best known schedule and from
+optimum is also a bound for orders of transfers alone. The search starts from the best known schedule and from
 :func:`~.shop.lower_bound`, and is skipped if these already meet.
 """
 
@@ -67,7 +67,12 @@ def improve(
     tac_schedule = replace(tac(graph) if start is None else start, name="improved")
     problem = shop.reduce(graph) if problem is None else problem
     schedules = {tac_schedule.order: tac_schedule}  # by order, so that each is simulated once
-    for order in (tic(graph).order, *(_order_by_joins(graph, problem, by_load=by_load) for by_load in (True, False))):
+    other_orders = (
+        tic(graph).order,
+        _order_by_joins(graph, problem, by_load=True),
+        _order_by_joins(graph, problem, by_load=False),
+    )
+    for order in other_orders:
         rank_by_recv = {name: rank for rank, name in enumerate(order)}
         schedules.setdefault(order, Schedule(name="improved", priority=rank_by_recv, order=order))
     simulator = Simulator(graph)
@@ -86,8 +91,8 @@ def improve(
         for schedule, block_numbers in itertools.product(schedules.values(), shop.numberings(problem))
     ]
     best_numbered = min(numbered, key=lambda schedule: simulator.run(schedule.priority, seed).makespan_s)
-    least_s = step_by_order[best.order] * (1 - _WORTHWHILE_SHARE)
-    return best_numbered if mean_step_s(best_numbered) < least_s else best
+    worthwhile_s = step_by_order[best.order] * (1 - _WORTHWHILE_SHARE)
+    return best_numbered if mean_step_s(best_numbered) < worthwhile_s else best
 
 
 def _order_by_joins(graph: Graph, problem: ShopProblem, *, by_load: bool) -> tuple[str, ...]:
@@ -98,15 +103,19 @@ def _order_by_joins(graph: Graph, problem: ShopProblem, *, by_load: bool) -> tup
     """
     recvs = problem.of_kind(RECV)
     loads: dict[int, int] = {}  # by join (bit k: the k-th recv), the compute time of the blocks that wait for it
-    blocks = sorted(problem.head) or [op for op in range(len(problem)) if problem.kind[op] != RECV]
+    blocks = sorted(problem.before_sends) or [op for op in range(len(problem)) if problem.kind[op] != RECV]
     for block in blocks:
-        if needed_recvs := problem.needed[block]:
+        needed_recvs = problem.needed[block]
+        if needed_recvs:
             loads[needed_recvs] = loads.get(needed_recvs, 0) + problem.times[block]
-    joins = as_matrix(list(loads), len(recvs))  # (joins, recvs)
-    load, transfer = np.array(list(loads.values()), dtype=np.int64), np.array([problem.times[op] for op in recvs])
-    missing_transfer, missing_count = joins @ transfer, joins.sum(axis=1)
+    joins = as_matrix(list(loads), len(recvs))  # (joins, recvs) whether a join has a recv
+    load = np.array(list(loads.values()), dtype=np.int64)  # (joins,)
+    transfer = np.array([problem.times[op] for op in recvs])  # (recvs,)
+    # Of each join, the time and the number of its recvs that the order does not have yet.
+    missing_transfer = joins @ transfer
+    missing_count = joins.sum(axis=1)
     is_missing = np.ones(len(recvs), dtype=bool)
-    order: list[int] = []
+    order: list[int] = []  # indices of recvs
     while (missing_count > 0).any():
         join = _next_join(np.flatnonzero(missing_count), missing_transfer, load, by_load=by_load)
         is_next = joins[join] & is_missing
@@ -130,9 +139,11 @@ def _next_join(candidates: Places, transfer: Ints, load: Ints, *, by_load: bool)
     transfer, load = transfer[candidates], load[candidates]
     if by_load:  # 1 is added to both: times may be 0
         return int(candidates[((load + 1) / (transfer + 1)).argmax()])
-    # Johnson's rule: joins that transfer faster than they compute by ascending transfer, then the others by descending load
+    # Johnson's rule: joins that transfer faster than they compute by ascending transfer, then the others by descending load.
     is_early = transfer < load
-    return int(candidates[np.lexsort((np.where(is_early, transfer, -load), ~is_early))[0]])
+    within_kind = np.where(is_early, transfer, -load)
+    first = np.lexsort((within_kind, ~is_early))[0]  # sorted by the last key, then by the one before it
+    return int(candidates[first])
 
 
 def _number_all_ops(
@@ -187,6 +198,7 @@ def solve_exact(
     started = time.perf_counter()
     problem = shop.reduce(graph) if problem is None else problem
     order = start if start is not None else tac(graph)
+    # List schedules of the blocks, as the starts of all blocks; the best one is what the search begins with.
     starts = [shop.list_schedule(problem, numbers) for numbers in _block_priorities(graph, problem, order.priority)]
     best_starts = min(starts, key=lambda entry: _makespan(problem, entry))
     bound = shop.lower_bound(problem)
@@ -205,8 +217,9 @@ def solve_exact(
     recvs = graph.of_kind(RECV).tolist()
     recvs.sort(key=lambda op: (timeline.start_s[op], timeline.end_s[op], natural_key(graph.names[op])))
     names = tuple(graph.names[op] for op in recvs)
+    rank_by_recv = {name: rank for rank, name in enumerate(names)}
     return ExactResult(
-        schedule=Schedule(name="exact", priority={name: place for place, name in enumerate(names)}, order=names),
+        schedule=Schedule(name="exact", priority=rank_by_recv, order=names),
         timeline=timeline,
         makespan_s=makespan / scale,
         lower_bound_s=(makespan if is_closed else min(bound, makespan)) / scale,
@@ -235,11 +248,16 @@ def _block_priorities(graph: Graph, problem: ShopProblem, priority: Mapping[str,
 
     ``priority``: by op name; recvs that it lacks come last among the recvs.
     """
-    recv_names = {block: graph.names[problem.members[block][0]] for block in problem.of_kind(RECV)}
     op_count = len(graph)
-    # Below zero, and so before all other blocks, whose numbers begin at 0.
-    recvs = {block: priority.get(name, op_count) - 2 * op_count for block, name in recv_names.items()}
-    return [[recvs.get(block, number) for block, number in enumerate(numbers)] for numbers in shop.numberings(problem)]
+    number_of_recv: dict[int, int] = {}
+    for block in problem.of_kind(RECV):
+        first_member = graph.names[problem.members[block][0]]
+        # Below zero, and so before all other blocks, whose numbers begin at 0.
+        number_of_recv[block] = priority.get(first_member, op_count) - 2 * op_count
+    return [
+        [number_of_recv.get(block, number) for block, number in enumerate(numbers)]
+        for numbers in shop.numberings(problem)
+    ]
 
 
 def _makespan(problem: ShopProblem, starts: Sequence[int]) -> int:
@@ -269,7 +287,8 @@ def _solve_with_cp_sat(
     unit = fold(math.gcd, problem.times, 0) or 1
     if span_of_hint // unit > _LARGEST_HORIZON:
         unit = -(-span_of_hint // _LARGEST_HORIZON)
-    times, horizon = [length // unit for length in problem.times], -(-span_of_hint // unit)
+    times = [length // unit for length in problem.times]
+    horizon = -(-span_of_hint // unit)  # rounded up
     model = cp_model.CpModel()
     starts = [model.new_int_var(0, max(0, horizon - length), "") for length in times]
     makespan = model.new_int_var(min(bound // unit, horizon), horizon, "makespan")
@@ -507,14 +526,8 @@ def verdict(comparison: Comparison) -> TraceVerdict:
         return TraceVerdict(worth_it=False, text=f"No order can gain anything: {reason}.")
     gain = comparison.gain
     ceiling = 1.0 - limits.lower_s / limits.upper_s
-    heavier, lighter = ("computation", "communication")[:: -1 if limits.transfer_s > limits.compute_s else 1]
-    # If the lighter one takes no time, the ratio becomes huge, beyond _ONE_SIDED, in place of a division by 0.
-    ratio = max(limits.transfer_s, limits.compute_s) / max(min(limits.transfer_s, limits.compute_s), 1e-300)
-    balance = f"{heavier} takes {ratio:.1f} times as long as {lighter}"
-    if ratio < _BALANCED or ratio > _ONE_SIDED:
-        balance = "communication and computation are balanced" if ratio < _BALANCED else f"{heavier} is all there is"
     share_text = f"{ceiling:.0%} of a step without any overlap (S = {limits.speedup:.2f})"
-    potential_text = f"At best an order saves {share_text}; {balance}."
+    potential_text = f"At best an order saves {share_text}; {_balance_text(limits)}."
     makespans_text = f"{show_seconds(random.makespan_s)} to {show_seconds(best.makespan_s)}"
     gain_text = f"From random orders to TAC the step goes from {makespans_text} ({gain:+.1%} saved)."
     if gain >= CLEAR_GAIN:
@@ -524,3 +537,18 @@ def verdict(comparison: Comparison) -> TraceVerdict:
     else:
         advice = "Not worth doing here: leave the order to chance."
     return TraceVerdict(worth_it=gain >= SMALL_GAIN, text=f"{potential_text} {gain_text} {advice}")
+
+
+def _balance_text(limits: MakespanBounds) -> str:
+    """Return a text that compares the times of computation and communication, each on its busiest resource."""
+    if limits.transfer_s > limits.compute_s:
+        heavier, lighter = "communication", "computation"
+    else:
+        heavier, lighter = "computation", "communication"
+    # If the lighter one takes no time, the ratio becomes huge, beyond _ONE_SIDED, in place of a division by 0.
+    ratio = max(limits.transfer_s, limits.compute_s) / max(min(limits.transfer_s, limits.compute_s), 1e-300)
+    if ratio < _BALANCED:
+        return "communication and computation are balanced"
+    if ratio > _ONE_SIDED:
+        return f"{heavier} is all there is"
+    return f"{heavier} takes {ratio:.1f} times as long as {lighter}"

@@ -66,11 +66,13 @@ def _unit_impending(dependencies: Dependencies) -> list[int]:
     """
     impending = [_NEVER] * len(dependencies.recvs)
     seen = 0  # as bits, the recvs whose smallest set has been found
+    # From the smallest set to the largest; a set is an integer with a bit for each recv.
     for size, bits in sorted((bits.bit_count(), bits) for bits in dependencies.sets):
-        if size > 1:
-            for recv in bits_of(bits & ~seen):
-                impending[recv] = size
-            seen |= bits
+        if size < 2:  # it contains no other recv
+            continue
+        for recv in bits_of(bits & ~seen):
+            impending[recv] = size
+        seen |= bits
     return impending
 
 
@@ -85,8 +87,9 @@ def tac(graph: Graph) -> Schedule:
     rank = _graph_order(graph, dependencies)
     picked_recvs: list[int] = []
     for _ in range(len(dependencies.recvs)):
-        picked_recvs.append(first_recv(properties, rank))
-        properties.complete(picked_recvs[-1])
+        recv = first_recv(properties, rank)
+        picked_recvs.append(recv)
+        properties.complete(recv)
     names = [graph.names[dependencies.recvs[recv]] for recv in picked_recvs]
     return Schedule(name="tac", priority={name: place for place, name in enumerate(names)}, order=tuple(names))
 
@@ -148,10 +151,10 @@ class Properties:
     def complete(self, recv: int) -> None:
         """Mark a recv, given by its index among the recvs, as transferred, and update the properties of the others."""
         self.outstanding[recv] = False
-        is_touched = self._needs[recv]
-        self._recvs_left -= is_touched
-        self._transfer_left -= is_touched * self.recv_time[recv]
-        self._unblock(np.flatnonzero(is_touched & (self._recvs_left == 1)))
+        needs_recv = self._needs[recv]  # (groups,)
+        self._recvs_left -= needs_recv
+        self._transfer_left -= needs_recv * self.recv_time[recv]
+        self._unblock(np.flatnonzero(needs_recv & (self._recvs_left == 1)))
 
 
 def first_recv(properties: Properties, rank: Places) -> int:
@@ -190,15 +193,19 @@ def _graph_order(graph: Graph, dependencies: Dependencies) -> Places:
 
     An op's level is the number of edges on the longest path to it from an op without inputs.
     """
-    levels, earliest_levels = [0] * len(graph), [_NEVER] * len(graph)
+    levels = [0] * len(graph)
+    first_use = [_NEVER] * len(graph)  # by op, the least level of an op that reads it
     for op in dependencies.order:
-        if inputs := dependencies.inputs[op]:
-            consumer_level = 1 + max([levels[source] for source in inputs])
-            levels[op] = consumer_level
-            for source in inputs:
-                if consumer_level < earliest_levels[source]:
-                    earliest_levels[source] = consumer_level
-    keys = [(earliest_levels[op], natural_key(graph.names[op])) for op in dependencies.recvs.tolist()]
-    rank = np.empty(len(keys), dtype=np.intp)
-    rank[sorted(range(len(keys)), key=keys.__getitem__)] = np.arange(len(keys))
-    return rank
+        inputs = dependencies.inputs[op]
+        if not inputs:
+            continue
+        level = 1 + max([levels[source] for source in inputs])
+        levels[op] = level
+        for source in inputs:
+            if level < first_use[source]:
+                first_use[source] = level
+    keys = [(first_use[op], natural_key(graph.names[op])) for op in dependencies.recvs.tolist()]
+    recvs_in_order = sorted(range(len(keys)), key=keys.__getitem__)
+    position = np.empty(len(keys), dtype=np.intp)
+    position[recvs_in_order] = np.arange(len(keys))
+    return position

@@ -39,12 +39,20 @@ _DESCRIPTION = (
 def _traced_graph(graph: Graph) -> TracedGraph:
     """Return a graph's name, counts and sizes, and the values of its ``meta`` that describe its times (``_DESCRIPTION``)."""
     recvs, sends = len(graph.of_kind(RECV)), len(graph.of_kind(SEND))
-    counts = {"parameters": recvs, "parameter_bytes": int(graph.parameter_bytes)}
-    counts |= {"ops": len(graph), "recvs": recvs, "sends": sends}
-    described = {key: graph.meta.get(key) for key in ("parameter_elements", *_DESCRIPTION)}
-    channels = sum(name.startswith("channel:") for name in graph.resource_names)
-    identity = {"name": graph.name, "mode": graph.mode, "batch_size": graph.batch_size, **counts, **described}
-    return parse_record({**identity, "flops": float(graph.flops.sum()), "channels": channels}, TracedGraph, graph.name)
+    record = {
+        "name": graph.name,
+        "mode": graph.mode,
+        "batch_size": graph.batch_size,
+        "parameters": recvs,  # each has one recv
+        "parameter_bytes": int(graph.parameter_bytes),
+        "ops": len(graph),
+        "recvs": recvs,
+        "sends": sends,
+        **{key: graph.meta.get(key) for key in ("parameter_elements", *_DESCRIPTION)},
+        "flops": float(graph.flops.sum()),
+        "channels": sum(name.startswith("channel:") for name in graph.resource_names),
+    }
+    return parse_record(record, TracedGraph, graph.name)
 
 
 def _servers_of(graph: Graph) -> dict[str, list[str]]:

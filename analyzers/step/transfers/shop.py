@@ -78,8 +78,8 @@ class ShopProblem:
     resources: int
     members: Sequence[Sequence[int]]
     """Op indices of the graph that each op stands for, in an order that their edges allow."""
-    head: frozenset[int] = frozenset()
-    """The blocks of H."""
+    before_sends: frozenset[int] = frozenset()
+    """The blocks of H; empty where the problem was not merged."""
 
     def __len__(self) -> int:
         """Return the number of ops, n."""
@@ -88,7 +88,7 @@ class ShopProblem:
     def part(self, chosen: Sequence[int], inputs: Sequence[Sequence[int]] | None = None) -> ShopProblem:
         """Return the problem of the ``chosen`` ops alone (ascending indices), which must include their inputs.
 
-        ``inputs``: the inputs of all ops of this problem, in place of its own.
+        ``inputs``: the inputs of all ops of this problem, in place of its own; None: its own.
         """
         new_index = {op: index for index, op in enumerate(chosen)}
         edges = self.inputs if inputs is None else inputs
@@ -122,17 +122,19 @@ class ShopProblem:
         All ops that an op needs, directly or not, run before it: those on one resource one after another, and those on a
         path to it, too. The same holds for the ops that need it.
         """
-        count, times = len(self), np.array(self.times, dtype=np.int64)
+        count = len(self)
+        times = np.array(self.times, dtype=np.int64)
         head, tail = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
         if 0 < count <= _MATRIX_OPS:
+            # (n, n) whether an op needs another one, directly or not, and (n, resources) the time of each op on its resource.
             needs = as_matrix(collected(self.inputs, range(count), range(count)), count)
             np.fill_diagonal(needs, val=False)
             by_resource = np.zeros((count, self.resources), dtype=np.int64)
             by_resource[np.arange(count), self.resource] = times
             head = _rows_times(needs, by_resource).max(axis=1)
             tail = _rows_times(np.ascontiguousarray(needs.T), by_resource).max(axis=1)
-            if self.head and len(self.head) < count:
-                head = np.maximum(head, self._head_end_bound(needs))
+            if self.before_sends and len(self.before_sends) < count:
+                head = np.maximum(head, self._before_sends_bound(needs))
         for op in range(count):
             for source in self.inputs[op]:
                 head[op] = max(head[op], head[source] + times[source])
@@ -141,17 +143,18 @@ class ShopProblem:
                 tail[op] = max(tail[op], times[target] + tail[target])
         return head, tail
 
-    def _head_end_bound(self, needs: Flags) -> Ints:
+    def _before_sends_bound(self, needs: Flags) -> Ints:
         """Return (n,) a lower bound on the end of H for ops that need all of H, 0 for the others.
 
         ``needs`` (n, n): whether the op of a row needs that of a column, directly or not.
         """
-        head_blocks = sorted(self.head)
-        is_inside = np.zeros(len(self), dtype=bool)
-        is_inside[head_blocks] = True
-        is_inside |= needs[head_blocks].any(axis=0)
-        head_end = lower_bound(self.part(np.flatnonzero(is_inside).tolist()))
-        return np.where(needs[:, head_blocks].all(axis=1), head_end, 0)
+        blocks = sorted(self.before_sends)
+        is_needed = np.zeros(len(self), dtype=bool)  # the blocks of H, and all that they need
+        is_needed[blocks] = True
+        is_needed |= needs[blocks].any(axis=0)
+        end_bound = lower_bound(self.part(np.flatnonzero(is_needed).tolist()))
+        needs_all_blocks = needs[:, blocks].all(axis=1)
+        return np.where(needs_all_blocks, end_bound, 0)
 
 
 def _rows_times(rows: Flags, columns: Ints) -> Ints:
@@ -216,21 +219,26 @@ def _without_free_ops(problem: ShopProblem) -> ShopProblem:
 
 
 def _merge_ops(problem: ShopProblem) -> ShopProblem:
-    """Return the problem of the blocks that rules 2 to 6 form, for a problem with one compute resource."""
+    """Return the problem of the blocks that rules 2 to 6 of the module's docstring form; it needs one compute resource.
+
+    H are the compute ops that every send needs.
+    """
     # Sets of recvs and of sends are integers, with a bit for each.
-    needed, sends, compute = problem.needed, problem.of_kind(SEND), problem.of_kind(COMPUTE)
-    leads_to = collected(problem.consumers, range(len(problem) - 1, -1, -1), sends)
+    sends, compute = problem.of_kind(SEND), problem.of_kind(COMPUTE)
+    needed = problem.needed  # by op, the recvs that it needs
+    leads_to = collected(problem.consumers, range(len(problem) - 1, -1, -1), sends)  # by op, the sends that need it
     all_sends = (1 << len(sends)) - 1
-    head = [op for op in compute if leads_to[op] == all_sends]  # H
-    needed_by_compute, needed_by_head = (fold(or_, (needed[op] for op in ops), 0) for ops in (compute, head))
+    before_sends = [op for op in compute if leads_to[op] == all_sends]  # H
+    needed_by_compute = fold(or_, (needed[op] for op in compute), 0)
+    needed_before_sends = fold(or_, (needed[op] for op in before_sends), 0)
     block_of = list(range(len(problem)))  # by op, one of the ops of its block
     representative: dict[object, int] = {}  # by what the ops of a block have in common, the first of them
-    for op in head:  # rule 2: ops of H that need the same recvs
+    for op in before_sends:  # rule 2: ops of H that need the same recvs
         block_of[op] = representative.setdefault(needed[op], op)
     recvs = problem.of_kind(RECV)
     needs = {needed[op] for op in (*compute, *sends)}
     users = as_matrix(sorted(needs), len(recvs)).T  # (recvs, sets) whether a recv is in each set that is needed
-    for recv_index in bits_of(needed_by_head):  # rule 3: recvs of one channel with the same users
+    for recv_index in bits_of(needed_before_sends):  # rule 3: recvs of one channel with the same users
         op = recvs[recv_index]
         block_of[op] = representative.setdefault((problem.resource[op], users[recv_index].tobytes()), op)
     after_all_recvs = [op for op in compute if leads_to[op] != all_sends and needed[op] == needed_by_compute]
@@ -241,20 +249,22 @@ def _merge_ops(problem: ShopProblem) -> ShopProblem:
         targets = {block_of[target] for target in problem.consumers[op] if leads_to[target]}
         if len(targets) == 1 and all(problem.kind[target] == COMPUTE for target in problem.consumers[op]):
             block_of[op] = targets.pop()
-    if head and needed_by_head == needed_by_compute:  # rule 6: sends of one channel that wait for the same blocks
-        for op in sends:
+    if before_sends and needed_before_sends == needed_by_compute:
+        for op in sends:  # rule 6: sends of one channel that wait for the same blocks
             waits_for = frozenset(block_of[source] for source in problem.inputs[op])
             block_of[op] = representative.setdefault((problem.resource[op], waits_for), op)
-    return _join_blocks(problem, block_of, {block_of[op] for op in head}, last_ops[-1:])
+    return _join_blocks(problem, block_of, {block_of[op] for op in before_sends}, last_ops[-1:])
 
 
-def _join_blocks(problem: ShopProblem, block: Sequence[int], head: set[int], last: Sequence[int]) -> ShopProblem:
+def _join_blocks(
+    problem: ShopProblem, block: Sequence[int], before_sends: set[int], last: Sequence[int]
+) -> ShopProblem:
     """Return the problem whose ops are the blocks, in topological order; a block's key is one of its ops.
 
     Args:
         problem: the problem of the single ops.
         block: the key of each op's block.
-        head: the keys of the blocks of H.
+        before_sends: the keys of the blocks of H.
         last: the key of the block of rule 5, which runs after all other compute; empty where there is none.
     """
     members: dict[int, list[int]] = {}
@@ -263,8 +273,9 @@ def _join_blocks(problem: ShopProblem, block: Sequence[int], head: set[int], las
     inputs = {
         key: {block[source] for op in ops for source in problem.inputs[op]} - {key} for key, ops in members.items()
     }
-    for key, sources in _head_edges(problem, block, head).items():  # other recvs, and the edges within H as they were
-        inputs[key] = sources | (inputs[key] & head)
+    for key, sources in _edges_before_sends(problem, block, before_sends).items():
+        edges_within = inputs[key] & before_sends
+        inputs[key] = sources | edges_within
     for key in last:
         inputs[key] |= {other for other in members if problem.kind[other] == COMPUTE and other != key}
     keys = sorted(members)
@@ -279,25 +290,28 @@ def _join_blocks(problem: ShopProblem, block: Sequence[int], head: set[int], las
         inputs=[sorted(position[source] for source in inputs[key]) for key in order],
         resources=problem.resources,
         members=[[original for op in members[key] for original in problem.members[op]] for key in order],
-        head=frozenset(position[key] for key in head),
+        before_sends=frozenset(position[key] for key in before_sends),
     )
 
 
-def _head_edges(problem: ShopProblem, block: Sequence[int], head: set[int]) -> dict[int, set[int]]:
+def _edges_before_sends(problem: ShopProblem, block: Sequence[int], before_sends: set[int]) -> dict[int, set[int]]:
     """Return, by key, the inputs of the blocks of H: recvs, and in place of some of them other blocks that need these.
 
     Jackson's rule runs a block that needs a subset of the recvs first, so that an edge from it loses nothing and replaces
     several edges. The arguments are those of :func:`_join_blocks`.
     """
     needed, recvs = problem.needed, problem.of_kind(RECV)
-    by_size = sorted(head, key=lambda key: (needed[key].bit_count(), key))
+    by_size = sorted(before_sends, key=lambda key: (needed[key].bit_count(), key))
     edges: dict[int, set[int]] = {}
     for rank, key in enumerate(by_size):
-        needed_recvs, covered_recvs = needed[key], 0
+        needed_recvs = needed[key]
+        covered_recvs = 0  # those that the blocks in ``edges[key]`` need
         edges[key] = set()
         for other in reversed(by_size[:rank]):  # large subsets first: few edges then cover much
             other_recvs = needed[other]
-            if other_recvs & ~needed_recvs == 0 and other_recvs & ~covered_recvs:
+            is_subset = other_recvs & ~needed_recvs == 0
+            covers_more = other_recvs & ~covered_recvs != 0
+            if is_subset and covers_more:
                 edges[key].add(other)
                 covered_recvs |= other_recvs
                 if covered_recvs == needed_recvs or len(edges[key]) >= _SUBSET_EDGES:
@@ -325,7 +339,8 @@ def _one_machine_bound(problem: ShopProblem, resource: int, head: Sequence[int],
     by_head = sorted((head[op], op) for op in range(len(problem)) if problem.resource[op] == resource)
     remaining = {op: problem.times[op] for _, op in by_head}
     available: list[tuple[int, int]] = []  # (-tail, op), a heap
-    now, arrivals, makespan = 0, 0, 0
+    now = makespan = 0
+    arrivals = 0  # how many ops have become available
     while arrivals < len(by_head) or available:
         if not available:
             now = max(now, by_head[arrivals][0])

@@ -36,7 +36,7 @@ _IDLE, _PICKING = -1, -2
 
 
 class Ready:
-    """The ready ops of one resource: buckets by priority number, and those without one."""
+    """The ready ops of one resource: lists ("buckets") of those with one priority number, and those without a number."""
 
     __slots__ = ("buckets", "free", "order")
 
@@ -60,7 +60,10 @@ class Ready:
             heapq.heappush(self.order, priority)
 
     def pick(self, chance: random.Random) -> int:
-        """Remove and return a random op of the lowest bucket or without a number, all equally likely; -1: none is ready."""
+        """Remove and return a random one of the ops with the lowest number and those without one; -1: none is ready.
+
+        All of these are equally likely. ``chance`` draws, and only if there are several.
+        """
         lowest_bucket = self.buckets[self.order[0]] if self.order else []
         candidate_count = len(lowest_bucket) + len(self.free)
         if candidate_count == 0:
@@ -69,7 +72,8 @@ class Ready:
         if index < len(lowest_bucket):
             ops = lowest_bucket
         else:
-            ops, index = self.free, index - len(lowest_bucket)
+            ops = self.free
+            index -= len(lowest_bucket)
         op = ops[index]
         ops[index] = ops[-1]  # the last op takes its place, so that removing costs O(1)
         ops.pop()
@@ -98,19 +102,22 @@ def play(
         numbers: (n,) priorities; negative: the op has none, and may be picked at any time.
         chance: decides among ops that may be picked.
     """
-    # A lane runs one op at a time, until ``until``; the least of these is the next event. ``pending`` counts the inputs of each
-    # op that have not ended. Ops without a number are handled here and not by Ready, because calls take most of the time.
-    pending = list(inputs)
     lanes = range(max(resource, default=0) + 1)
     ready = [Ready() for _ in lanes]
-    unnumbered, numbered = [lane.free for lane in ready], [lane.order for lane in ready]
+    # Ops without a number are handled here and not by Ready, because calls take most of the time.
+    unnumbered = [lane.free for lane in ready]  # by lane, its ready ops without a number
+    numbered = [lane.order for lane in ready]  # by lane, the numbers of its other ready ops; empty if there are none
     draw = chance.random
-    starts, ends = [0] * len(times), [0] * len(times)
-    running, until = [_PICKING for _ in lanes], [_NEVER for _ in lanes]
+    starts = [0] * len(times)
+    ends = [0] * len(times)
+    running = [_PICKING for _ in lanes]  # the op that each lane runs, or _IDLE or _PICKING
+    until = [_NEVER for _ in lanes]  # when that op ends; the least of these is the next event
+    pending = list(inputs)  # by op, how many of its inputs have not ended
     for op, count in enumerate(pending):
         if count == 0:
             ready[resource[op]].add(op, numbers[op])
-    now, picking_lanes = 0, list(lanes)
+    now = 0
+    picking_lanes = list(lanes)  # those that pick an op at this instant, the lowest index first
     while True:
         for lane in picking_lanes:
             unnumbered_ops = unnumbered[lane]
@@ -128,14 +135,18 @@ def play(
             running[lane] = op
             starts[op] = now
             until[lane] = ends[op] = now + times[op]
-        last_end, now = now, min(until)
-        if now == _NEVER:
-            return starts, ends, last_end
-        picking_lanes, has_endings = [], True
+        next_event = min(until)
+        if next_event == _NEVER:  # nothing runs, so the last op has ended at this instant
+            return starts, ends, now
+        now = next_event
+        picking_lanes = []
+        has_endings = True
         while has_endings:
             lane = until.index(now)
             picking_lanes.append(lane)
-            op, running[lane], until[lane] = running[lane], _PICKING, _NEVER
+            op = running[lane]  # it ends at this instant
+            running[lane] = _PICKING
+            until[lane] = _NEVER
             for successor in following[op]:
                 inputs_left = pending[successor] - 1
                 pending[successor] = inputs_left
@@ -156,13 +167,15 @@ class Simulator:
     """A graph prepared for many simulated runs.
 
     Inside, ops are numbered in the order of their names, so that a seed gives the same run whatever the order of the file.
+    The arguments of :func:`play` are kept in this order; times are whole units, of which ``scale`` make a second.
     """
 
     def __init__(self, graph: Graph) -> None:
         """Prepare a timed graph. Raises InputError for ops without a duration."""
         count = len(graph)
         self.file_order = sorted(range(count), key=lambda op: natural_key(graph.names[op]))
-        inner_index = np.empty(count, dtype=np.intp)
+        """By an op's number here, its index in the graph."""
+        inner_index = np.empty(count, dtype=np.intp)  # by an op's index in the graph, its number here
         inner_index[self.file_order] = np.arange(count)
         self.scale = time_scale(graph)
         self.times = whole_times(graph)[self.file_order].tolist()
@@ -208,10 +221,17 @@ def to_chrome_trace(graph: Graph, timeline: Timeline, priority: Mapping[str, int
     for lane, name in enumerate(graph.resource_names):
         events.append({"ph": "M", "pid": 0, "tid": lane, "name": "thread_name", "args": {"name": name}})
     for op, name in enumerate(graph.names):
-        kind, start_s, end_s = KINDS[graph.kind[op]], float(timeline.start_s[op]), float(timeline.end_s[op])
-        attributes = {"parameter": graph.parameter[op], "priority": (priority or {}).get(name)}
-        known_attributes = {key: value for key, value in attributes.items() if value is not None}
-        event_head = {"ph": "X", "pid": 0, "tid": int(graph.resource[op]), "name": name, "cat": kind}
-        args = {"kind": kind, "size_bytes": float(graph.size_bytes[op]), **known_attributes}
-        events.append({**event_head, "ts": start_s * 1e6, "dur": (end_s - start_s) * 1e6, "args": args})
+        kind = KINDS[graph.kind[op]]
+        start_s, end_s = float(timeline.start_s[op]), float(timeline.end_s[op])
+        args: dict[str, Any] = {"kind": kind, "size_bytes": float(graph.size_bytes[op])}
+        if graph.parameter[op] is not None:
+            args["parameter"] = graph.parameter[op]
+        if priority is not None and name in priority:
+            args["priority"] = priority[name]
+        events.append(
+            {
+                "ph": "X", "pid": 0, "tid": int(graph.resource[op]), "name": name, "cat": kind,
+                "ts": start_s * 1e6, "dur": (end_s - start_s) * 1e6, "args": args,
+            }
+        )  # fmt: skip
     return {"traceEvents": events, "displayTimeUnit": "ms"}
